@@ -1,16 +1,20 @@
 """The adapter_config.json of Hugging Face's peft (LoRA, arXiv:2106.09685): which modules it adapts,
-with which rank and scale, and over which model."""
+with which rank and scale, and over which model.
+
+Its regular expressions are a stranger's, and may take longer than anybody waits: they are fitted in
+a process of its own (`BoundedProcess`).
+"""
 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from jaxformer.cluster.bounded import BoundedProcess, OutOfBounds
 from jaxformer.files import ConfigError, read_object
-from jaxformer.interop.expressions import Expression, Fits, fits
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The heads that peft saves whole with these two tasks, whatever modules_to_save says.
@@ -29,6 +33,19 @@ qalora_group_size loftq_config eva_config corda_config lora_ga_config ensure_wei
 # Initial values for which peft changes the weights of the base too, each time that it loads it.
 CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+# The regular expression of each key, with {} for what the file says. That of a layers_pattern has
+# the number of a layer as its first group.
+EXPRESSIONS = {
+    "rank_pattern": r"(.*\.)?({})$",
+    "alpha_pattern": r"(.*\.)?({})$",
+    "layers_pattern": r"(?:.*?\.)?{}\.(\d+)\.",
+    "target_modules": "{}",
+    "exclude_modules": "{}",
+}
+TO_THE_END = ("target_modules", "exclude_modules")  # which have to fit the whole name of a module
+FITTING_SECONDS = 10.0  # of a core, for all expressions of a file
+WRITTEN_SHOWN = 80  # characters of an expression in a message
 
 Number = TypeVar("Number", int, float)
 
@@ -61,13 +78,20 @@ class PeftSettings:
     def of_modules(self, modules: Sequence[str]) -> "ModuleSettings":
         """What the settings say of these modules, to which their regular expressions are fitted.
         Raises ConfigError for one that is none, or that takes too long."""
-        expressions = [*map(_of_rank, self.ranks), *map(_of_alpha, self.alphas)]
-        if isinstance(self.targets, str) and not self.all_linear:
-            expressions.append(_of_targets(self.targets))
-        if isinstance(self.excluded, str):
-            expressions.append(_of_excluded(self.excluded))
-        expressions += map(_of_layer, self.layers_pattern)
-        return ModuleSettings(self, fits(expressions, modules, self.path))
+        written = {
+            "rank_pattern": self.ranks,
+            "alpha_pattern": self.alphas,
+            "target_modules": [self.targets] if not self.all_linear else [],
+            "exclude_modules": [self.excluded],
+            "layers_pattern": self.layers_pattern,
+        }
+        expressions = [
+            Expression(key, text)
+            for key, texts in written.items()
+            for text in texts
+            if isinstance(text, str)
+        ]
+        return ModuleSettings(self, _fits(expressions, modules, self.path))
 
     @property
     def all_linear(self) -> bool:
@@ -80,23 +104,81 @@ class PeftSettings:
         return any(name.endswith(saved) for name in around for saved in self.saved)
 
 
+class Expression(NamedTuple):
+    """A regular expression of a file: the key that holds it, and what stands there."""
+
+    key: str
+    written: str
+
+    @property
+    def shown(self) -> str:
+        """What stands there, for a message."""
+        cut = self.written[:WRITTEN_SHOWN]
+        return repr(cut if cut == self.written else f"{cut}...")
+
+
+# The groups of each (expression, name of a module) that fits.
+Fits = Mapping[tuple[Expression, str], Sequence[str | None]]
+
+
+def _fits(expressions: Sequence[Expression], names: Sequence[str], path: Path) -> Fits:
+    """The expressions that fit names. Raises ConfigError for what is no regular expression, and
+    where all of them together take too long or too much memory."""
+    if not expressions:
+        return {}
+    process = BoundedProcess(__name__, "_answer", FITTING_SECONDS)
+    try:
+        answer = process.ask([expressions, names])
+    except OutOfBounds as error:
+        keys = dict.fromkeys(expression.key for expression in expressions)
+        texts = ", ".join(expression.shown for expression in expressions)
+        raise ConfigError(
+            f"{path}: fitting the regular expressions of {', '.join(keys)} to the names of the"
+            f" modules {error}: {texts[:300]}. Write the names of the modules there."
+        ) from None
+    finally:
+        process.close()
+    if "wrong" in answer:
+        wrong = expressions[answer["wrong"]]
+        raise ConfigError(
+            f"{path}: {wrong.key}: {wrong.shown} is no regular expression ({answer['reason']})."
+        )
+    return {(expressions[at], name): groups for at, name, groups in answer["fits"]}
+
+
+def _answer(question: tuple[list[tuple[str, str]], list[str]]) -> dict[str, Any]:
+    """The answer of the process: (index of an expression, name, groups) of each pair that fits, or
+    the index of one that is no expression."""
+    expressions, names = question
+    fitting = []
+    for at, (key, written) in enumerate(expressions):
+        try:
+            compiled = re.compile(EXPRESSIONS[key].format(written))
+        except RecursionError:
+            return {"wrong": at, "reason": "it is nested too deeply"}
+        except (re.error, OverflowError) as error:
+            return {"wrong": at, "reason": str(error)}
+        fit = compiled.fullmatch if key in TO_THE_END else compiled.match
+        for name in names:
+            if match := fit(name):
+                fitting.append((at, name, match.groups()))
+    return {"fits": fitting}
+
+
 @dataclass(frozen=True)
 class ModuleSettings:
-    """What settings say of single modules. `fitting` has the groups of each (expression, module)
-    that fits."""
+    """What settings say of single modules, to whose names their expressions are fitted."""
 
     settings: PeftSettings
     fitting: Fits
 
     def rank_of(self, module: str) -> int:
-        settings = self.settings
-        return self._first(map(_of_rank, settings.ranks), settings.ranks, module, settings.rank)
+        return self._value("rank_pattern", self.settings.ranks, module, self.settings.rank)
 
     def scale_of(self, module: str) -> float:
         """alpha / rank, or alpha / sqrt(rank) where it is rank-stabilized (arXiv:2312.03732)."""
         settings, rank = self.settings, self.rank_of(module)
-        alphas = settings.alphas
-        alpha = self._first(map(_of_alpha, alphas), alphas, module, settings.alpha)
+        alpha = self._value("alpha_pattern", settings.alphas, module, settings.alpha)
         return alpha / (math.sqrt(rank) if settings.rslora else rank)
 
     def is_target(self, module: str, in_all_linear: bool) -> bool | None:
@@ -107,21 +189,21 @@ class ModuleSettings:
         settings = self.settings
         if settings.targets is None:
             return None
-        if settings.is_saved(module) or self._is_excluded(module):
+        if settings.is_saved(module) or self._fits("exclude_modules", settings.excluded, module):
             return False
         if settings.all_linear:
             return in_all_linear
-        if isinstance(settings.targets, str):
-            return (_of_targets(settings.targets), module) in self.fitting
-        if module in settings.targets:
-            return True
-        return _is_end(settings.targets, module) and self._is_layer(module)
+        fits = self._fits("target_modules", settings.targets, module)
+        # layers_to_transform selects among modules by the ends of their names.
+        exact = isinstance(settings.targets, str) or module in settings.targets
+        return fits and (exact or self._is_layer(module))
 
-    def _is_excluded(self, module: str) -> bool:
-        excluded = self.settings.excluded
-        if isinstance(excluded, str):
-            return (_of_excluded(excluded), module) in self.fitting
-        return _is_end(excluded, module)
+    def _fits(self, key: str, names: str | Sequence[str], module: str) -> bool:
+        """Whether an expression fits a module, or one of several names is the module or its end
+        from a dot on."""
+        if isinstance(names, str):
+            return (Expression(key, names), module) in self.fitting
+        return any(f".{module}".endswith(f".{name}") for name in names)
 
     def _is_layer(self, module: str) -> bool:
         """Whether a module is in one of layers_to_transform: its first number is that of its
@@ -132,7 +214,8 @@ class ModuleSettings:
         if not settings.layers_pattern:
             match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
             return match is not None and int(match[1]) in settings.layers
-        fitting = (self.fitting.get((_of_layer(name), module)) for name in settings.layers_pattern)
+        expressions = [Expression("layers_pattern", name) for name in settings.layers_pattern]
+        fitting = (self.fitting.get((expression, module)) for expression in expressions)
         number = next((groups[0] for groups in fitting if groups), "")
         if number is None or not re.fullmatch(r"\d*", number):
             raise ConfigError(
@@ -141,42 +224,14 @@ class ModuleSettings:
             )
         return bool(number) and int(number) in settings.layers
 
-    def _first(
-        self,
-        expressions: Iterable[Expression],
-        values: Mapping[str, Number],
-        module: str,
-        default: Number,
+    def _value(
+        self, key: str, values: Mapping[str, Number], module: str, default: Number
     ) -> Number:
         """The value of the first expression that fits a module, the default where none does."""
-        pairs = zip(expressions, values.values(), strict=True)
-        return next((value for one, value in pairs if (one, module) in self.fitting), default)
-
-
-def _is_end(names: Sequence[str], module: str) -> bool:
-    """Whether a name is a module, or its end from a dot on."""
-    return any(module == name or module.endswith(f".{name}") for name in names)
-
-
-def _of_rank(name: str) -> Expression:
-    return Expression("rank_pattern", name, rf"(.*\.)?({name})$")
-
-
-def _of_alpha(name: str) -> Expression:
-    return Expression("alpha_pattern", name, rf"(.*\.)?({name})$")
-
-
-def _of_targets(written: str) -> Expression:
-    return Expression("target_modules", written, written, entire=True)
-
-
-def _of_excluded(written: str) -> Expression:
-    return Expression("exclude_modules", written, written, entire=True)
-
-
-def _of_layer(name: str) -> Expression:
-    """Whose first group is the number of a layer."""
-    return Expression("layers_pattern", name, rf"(?:.*?\.)?{name}\.(\d+)\.")
+        for name, value in values.items():
+            if (Expression(key, name), module) in self.fitting:
+                return value
+        return default
 
 
 def read_settings(directory: Path) -> PeftSettings:
@@ -201,7 +256,7 @@ def read_settings(directory: Path) -> PeftSettings:
         targets=get.targets("target_modules"),
         excluded=get.targets("exclude_modules") or (),
         saved=saved + (HEAD_MODULES if task in TASKS_WITH_HEAD else ()),
-        layers=get.layers("layers_to_transform"),
+        layers=get.several("layers_to_transform", int, "the numbers of layers"),
         layers_pattern=get.names("layers_pattern"),
     )
     if not 0 <= settings.dropout < 1:
@@ -264,29 +319,23 @@ class _PeftValues:
             raise self.wrong(key, f"an object of {numbers} by the names of modules")
         return table
 
-    def layers(self, key: str) -> tuple[int, ...] | None:
-        """The numbers of layers, of which one may stand alone; None where the key is null."""
+    def several(self, key: str, kind: type, allowed: str) -> tuple[Any, ...] | None:
+        """Values of one type, of which one may stand alone; None where the key is null or empty."""
         value = self.values.get(key)
-        numbers = [value] if isinstance(value, int) else value
-        if numbers is None:
+        if value is None or value == "":
             return None
-        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-            raise self.wrong(key, "the numbers of layers, or null")
-        return tuple(numbers)
+        values = [value] if isinstance(value, kind) else value
+        if not isinstance(values, list) or not all(type(one) is kind for one in values):
+            raise self.wrong(key, f"{allowed}, or null")
+        return tuple(values)
 
     def names(self, key: str) -> tuple[str, ...]:
-        value = self.values.get(key) or []
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise self.wrong(key, "a list of names, or null")
-        return tuple(value)
+        return self.several(key, str, "a list of names") or ()
 
     def targets(self, key: str) -> str | tuple[str, ...] | None:
         """One expression, or names of modules; None where the key is not given."""
         value = self.values.get(key)
-        if value is None or isinstance(value, str):
-            return value
-        return self.names(key)
+        return value if isinstance(value, str) else self.several(key, str, "a list of names")
 
 
 def _is_number(value: Any, integer: bool) -> bool:

@@ -10,16 +10,18 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxformer.adapters.low_rank import low_rank
-from jaxformer.arrays.params import Spec, rows
+from jaxformer.arrays.params import Params, Spec, dotted, is_custom, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
 from jaxformer.interop.family import Copy, Family
-from jaxformer.interop.tensor_table import BY_HEAD, CONV, LINEAR, SAME, Tensor, Transform
+from jaxformer.interop.tensor_table import BY_HEAD, LINEAR, SAME, Tensor, Transform
 from jaxformer.models.transformer import specs as model_specs
 
 PREFIX = "base_model.model."  # of every name in adapter_model.safetensors
@@ -107,23 +109,15 @@ def _in_class(name: str) -> str:
     return name
 
 
-def is_lookup(tensor: Tensor) -> bool:
-    return tensor.specs[0].lookup
-
-
-def is_output(tensor: Tensor) -> bool:
-    """Whether a module is an output layer over the vocabulary."""
-    return tensor.paths == ("head.weight",) and tensor.specs[0].axes[0] == "vocab"
-
-
-def is_conv(tensor: Tensor) -> bool:
-    """Whether a module's weight is stored as [inputs, outputs]."""
-    return tensor.transform is CONV
+def leaves_of(params: Params) -> dict[str, Any]:
+    """The leaves of params by dotted path; a custom one is one leaf."""
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_custom)
+    return {dotted(path): leaf for path, leaf in leaves}
 
 
 def matrix_names(tensor: Tensor) -> tuple[str, str]:
     """The ends of the names of an adapter's two matrices."""
-    if is_lookup(tensor):
+    if tensor.specs[0].lookup:
         return "lora_embedding_A", "lora_embedding_B"
     return "lora_A.weight", "lora_B.weight"
 

@@ -16,8 +16,8 @@ from jaxformer.arrays.mesh import parameter_sharding
 from jaxformer.arrays.params import (
     Params,
     Spec,
+    Weight,
     check_params,
-    dotted,
     is_custom,
     map_specs,
     rows,
@@ -37,9 +37,8 @@ from jaxformer.interop.peft_modules import (
     PREFIX,
     SCORE,
     Layout,
-    is_lookup,
-    is_output,
     layout_of,
+    leaves_of,
     matrix_names,
     matrix_shapes,
     split_matrices,
@@ -62,17 +61,14 @@ ADAPT_OTHERS = "adapt other modules"
 
 @dataclass
 class StoredAdapter:
-    """The tensors of an adapter's file: the matrices of low rank by (module as it is named there,
-    the end of the name that peft gives it now), and those that are saved whole by their names in
-    the model. The values are names in the file."""
+    """An adapter's settings and the tensors of its file: the matrices of low rank by (module as it
+    is named there, the end of the name that peft gives it now), and those that are saved whole by
+    their names in the model. The values are names in the file."""
 
+    settings: PeftSettings
     files: TensorFiles
     matrices: dict[tuple[str, str], str] = field(default_factory=dict)
     saved: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def modules(self) -> list[str]:
-        return list(dict.fromkeys(module for module, _ in self.matrices))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.files.entries[name].shape
@@ -82,8 +78,8 @@ class StoredAdapter:
 
 
 def stored_in(directory: Path) -> StoredAdapter:
-    """The tensors of a peft directory. Raises ConfigError as `TensorFiles` does."""
-    stored = StoredAdapter(TensorFiles(directory, ADAPTER_WEIGHTS))
+    """The adapter of a peft directory. Raises ConfigError as `read_settings` and `TensorFiles`."""
+    stored = StoredAdapter(read_settings(directory), TensorFiles(directory, ADAPTER_WEIGHTS))
     for name in stored.files.entries:
         plain = name.removeprefix(PREFIX)
         if match := MATRIX.fullmatch(plain):
@@ -103,40 +99,38 @@ class AdaptedModule(NamedTuple):
     scale: float
 
 
-class FittedAdapter(NamedTuple):
-    """The adapted modules of a model, and the tensors that its adapter has saved whole, as a new
-    head, each with its name in the file."""
-
-    modules: list[AdaptedModule]
-    saved: list[tuple[Tensor, str]]
+SavedTensor = tuple[Tensor, str]  # that an adapter has saved whole, and its name in the file
 
 
-def fitted(settings: PeftSettings, stored: StoredAdapter, layout: Layout) -> FittedAdapter:
-    """Where the tensors of an adapter belong. Raises ConfigError naming those that fit nowhere or
-    have another shape, and those that are missing."""
+def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], list[SavedTensor]]:
+    """Where the tensors of an adapter belong: the adapted modules of a model, and the tensors that
+    are saved whole, as a new head. Raises ConfigError naming those that fit nowhere or have another
+    shape, and those that are missing."""
     problems: list[str] = []
-    modules = _fitted_modules(settings, stored, layout, problems)
-    saved = _fitted_saved(settings, stored, layout, problems)
+    modules = _fitted_modules(stored, layout, problems)
+    saved = _fitted_saved(stored, layout, problems)
     if problems:
         raise ConfigError(
             f"the adapter in {stored.files.directory} does not fit this model:\n"
             f"  {first_of(problems, PROBLEMS_SHOWN)}"
         )
-    return FittedAdapter(modules, saved)
+    return modules, saved
 
 
 def _fitted_modules(
-    settings: PeftSettings, stored: StoredAdapter, layout: Layout, problems: list[str]
+    stored: StoredAdapter, layout: Layout, problems: list[str]
 ) -> list[AdaptedModule]:
     """The modules with an adapter; what does not fit is added to `problems`."""
-    names = matched(stored.modules, layout.modules, layout.prefix, layout.renamed)
-    for module in sorted({*stored.modules} - {*names.values()}):
+    stored_modules = dict.fromkeys(module for module, _ in stored.matrices)
+    names = matched(stored_modules, layout.modules, layout.prefix, layout.renamed)
+    for module in sorted(stored_modules.keys() - {*names.values()}):
         problems.append(f"{module}: {_why_not_in_model(module, layout)}")
     peft_names = _peft_names(layout, names)
-    of_modules, modules = settings.of_modules([*peft_names.values()]), []
+    of_modules, modules = stored.settings.of_modules([*peft_names.values()]), []
     for name, tensor in layout.modules.items():
         module = peft_names[name]
-        is_linear = not is_lookup(tensor) and not is_output(tensor)
+        is_output = tensor.paths == ("head.weight",) and tensor.specs[0].axes[0] == "vocab"
+        is_linear = not tensor.specs[0].lookup and not is_output
         is_target = of_modules.is_target(module, in_all_linear=is_linear)
         if name not in names:
             if is_target:
@@ -197,9 +191,7 @@ def _adapted_module(
     return AdaptedModule(tensor, (names[0], names[1]), rank, settings.scale_of(module))
 
 
-def _fitted_saved(
-    settings: PeftSettings, stored: StoredAdapter, layout: Layout, problems: list[str]
-) -> list[tuple[Tensor, str]]:
+def _fitted_saved(stored: StoredAdapter, layout: Layout, problems: list[str]) -> list[SavedTensor]:
     """The tensors that are saved whole, each with its name in the file. What does not fit is added
     to `problems`."""
     copies = {copy.name: copy.of for copy in layout.copies}
@@ -210,7 +202,7 @@ def _fitted_saved(
     for name, tensor in layout.tensors.items():
         module = name.rpartition(".")[0]
         if name not in names:
-            if settings.is_saved(module):
+            if stored.settings.is_saved(module):
                 problems.append(
                     f"{name}: not in {ADAPTER_WEIGHTS}, and modules_to_save of {ADAPTER_CONFIG}"
                     f" holds {module}"
@@ -232,7 +224,6 @@ def _fitted_saved(
     return saved
 
 
-Use = tuple[AdaptedModule, int]  # a module, and which of its leaves
 PutLeaf = Callable[[Spec, np.ndarray], jax.Array]  # onto the devices of the params
 
 
@@ -282,65 +273,49 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
     Raises ConfigError for an option that is not computed, and for an adapter of another model,
     naming its tensors.
     """
-    settings, stored = read_settings(Path(directory)), stored_in(Path(directory))
-    adapter = fitted(settings, stored, layout_of(config))
+    stored = stored_in(Path(directory))
+    modules, saved = fitted(stored, layout_of(config))
     put = _put_beside(params)
-    leaves = _with_saved(stored, adapter.saved, params, config, put)
-    uses: dict[str, list[Use]] = {}
-    for module in adapter.modules:
-        for at, path in enumerate(module.tensor.paths):
-            uses.setdefault(path, []).append((module, at))
-    for path, uses_of_leaf in uses.items():
+    leaves = _with_saved(stored, saved, params, config, put)
+    modules_of: dict[str, list[AdaptedModule]] = {}
+    for module in modules:
+        for path in module.tensor.paths:
+            modules_of.setdefault(path, []).append(module)
+    for path, modules in modules_of.items():
         if isinstance(leaves[path], LowRank):
             raise ConfigError(
                 f"the params have an adapter already (of {path}): merge it with jf.merge first."
             )
-        specs, arrays = _low_rank_arrays(uses_of_leaf, leaves[path].shape, stored, settings.dropout)
-        leaves[path] = dataclasses.replace(
-            specs,
-            weight=leaves[path],
-            a=put(specs.a, arrays.a),
-            b=put(specs.b, arrays.b),
-            scale=put(specs.scale, arrays.scale),
-        )
+        leaves[path] = _adapted_leaf(path, leaves[path], modules, stored, put)
     return map_specs(lambda path, _: leaves[path], model_specs(config))
 
 
-class LowRankArrays(NamedTuple):
-    """What an adapter adds to a leaf, float32: a [I..., R], b [R, O...] and scale [], in a stack
-    all with the leading axis of the layers."""
-
-    a: np.ndarray
-    b: np.ndarray
-    scale: np.ndarray
-
-
-def _low_rank_arrays(
-    uses: Sequence[Use], shape: Sequence[int], stored: StoredAdapter, dropout: float
-) -> tuple[LowRank, LowRankArrays]:
-    """The rows of an adapted leaf of this shape, and its arrays; a layer of a stack is padded with
-    zeros to the largest rank."""
-    first, at_first = uses[0]
-    stacked = first.tensor.layer is not None
-    rank = max(module.rank for module, _ in uses)
-    specs = low_rank(first.tensor.specs[at_first], rank, 1.0, dropout)
-    if stacked:
-        specs = stack(specs, shape[0])  # type: ignore[arg-type, assignment]
-    arrays = LowRankArrays(
-        *(np.zeros(spec.shape, np.float32) for spec in (specs.a, specs.b, specs.scale))
+def _adapted_leaf(
+    path: str, weight: Weight, modules: Sequence[AdaptedModule], stored: StoredAdapter, put: PutLeaf
+) -> LowRank:
+    """A leaf with the adapters of its modules, of which a stack has one for each layer: a layer of
+    a lower rank is padded with zeros."""
+    tensor, rank = modules[0].tensor, max(module.rank for module in modules)
+    spec = tensor.specs[tensor.paths.index(path)]
+    specs = low_rank(spec, rank, 1.0, stored.settings.dropout)
+    if tensor.layer is not None:
+        specs = stack(specs, weight.shape[0])  # type: ignore[arg-type, assignment]
+    # float32: a [I..., R], b [R, O...] and scale [], in a stack all with the axis of the layers.
+    a, b, scale = (np.zeros(row.shape, np.float32) for row in (specs.a, specs.b, specs.scale))
+    for module in modules:
+        matrices = split_matrices(module.tensor, *map(stored.read, module.names))
+        layer = () if module.tensor.layer is None else (module.tensor.layer,)
+        at = module.tensor.paths.index(path)
+        a[(*layer, ..., slice(module.rank))], b[(*layer, slice(module.rank))] = matrices[at]
+        scale[layer] = module.scale
+    return dataclasses.replace(
+        specs, weight=weight, a=put(specs.a, a), b=put(specs.b, b), scale=put(specs.scale, scale)
     )
-    for module, at in uses:
-        a, b = split_matrices(module.tensor, *map(stored.read, module.names))[at]
-        layer = (module.tensor.layer,) if stacked else ()
-        arrays.a[(*layer, ..., slice(module.rank))] = a
-        arrays.b[(*layer, slice(module.rank))] = b
-        arrays.scale[layer] = module.scale
-    return specs, arrays
 
 
 def _with_saved(
     stored: StoredAdapter,
-    saved: Sequence[tuple[Tensor, str]],
+    saved: Sequence[SavedTensor],
     params: Params,
     config: ModelConfig,
     put: PutLeaf,
@@ -348,16 +323,16 @@ def _with_saved(
     """The leaves of the base by path, replaced or joined by those that the adapter has saved
     whole."""
     table, new = rows(model_specs(config)), dict[str, np.ndarray]()
-    leaves = {dotted(p): leaf for p, leaf in jax.tree.leaves_with_path(params, is_leaf=is_custom)}
+    leaves = leaves_of(params)
     for tensor, name in saved:
         values = tensor.transform.split(stored.read(name), tensor.specs)
         for path, value in zip(tensor.paths, values, strict=True):
             if tensor.layer is None:
                 new[path] = np.asarray(value)
-            elif path not in new:
+                continue
+            if path not in new:
                 new[path] = np.array(_array_at(leaves, path, name))
-            if tensor.layer is not None:
-                new[path][tensor.layer] = value
+            new[path][tensor.layer] = value
         if tensor.name == f"{SCORE}.weight":
             # It has no bias in transformers.
             new["head.bias"] = np.zeros(config.n_classes, np.float32)
@@ -388,10 +363,9 @@ def _array_at(leaves: Mapping[str, Any], path: str, name: str) -> jax.Array:
 def learned_of(directory: Path, config: ModelConfig) -> tuple[str, ...]:
     """The branches of the params of a model that its adapter has saved whole, beside those that it
     adapts."""
-    settings, stored = read_settings(directory), stored_in(directory)
-    adapter = fitted(settings, stored, layout_of(config))
-    adapted = {path for module in adapter.modules for path in module.tensor.paths}
-    paths = [path for tensor, _ in adapter.saved for path in tensor.paths if path not in adapted]
+    modules, saved = fitted(stored_in(directory), layout_of(config))
+    adapted = {path for module in modules for path in module.tensor.paths}
+    paths = [path for tensor, _ in saved for path in tensor.paths if path not in adapted]
     return tuple(dict.fromkeys(path.split(".")[0] for path in paths))
 
 

@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save as safetensors_bytes
 
 from jaxformer.adapters.low_rank import LowRank
-from jaxformer.arrays.params import Params, Weight, check_params, dotted, is_custom
+from jaxformer.arrays.params import Params, Weight, check_params, is_custom
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, replacing, write_text
 from jaxformer.interop.hf_config import check_dtype
@@ -25,13 +24,13 @@ from jaxformer.interop.peft_config import (
 from jaxformer.interop.peft_modules import (
     PREFIX,
     Layout,
-    is_conv,
     join_matrices,
     layout_of,
+    leaves_of,
     matrix_names,
 )
 from jaxformer.interop.tensor_files import as_stored
-from jaxformer.interop.tensor_table import Tensor, tensor_of
+from jaxformer.interop.tensor_table import CONV, Tensor, tensor_of
 from jaxformer.models.transformer import specs as model_specs
 
 # Of models with a language head, by their family.
@@ -95,7 +94,7 @@ def save_adapter(
     directory, layout = Path(path), layout_of(config, architecture)
     if (directory / "config.json").is_file():
         raise ConfigError(f"{directory} has the config.json of a model: choose another directory.")
-    leaves = {dotted(at): leaf for at, leaf in jax.tree.leaves_with_path(params, is_leaf=is_custom)}
+    leaves = leaves_of(params)
     modules = _modules_of(layout, leaves)
     saved = _saved_tensors(layout, leaves, learned)
     tensors = {PREFIX + name: tensor_of(tensor, leaves) for name, tensor in saved.items()}
@@ -121,9 +120,9 @@ def save_adapter(
 def _modules_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftModule]:
     """The adapted modules by name. Raises ConfigError where there are none, or one that peft has
     not."""
-    modules, arrays = {}, {path: _on_host(leaf) for path, leaf in leaves.items()}
+    modules = {}
     for name, tensor in layout.modules.items():
-        adapters = [_leaf_adapter(arrays[path], tensor.layer) for path in tensor.paths]
+        adapters = [_leaf_adapter(leaves[path], tensor.layer) for path in tensor.paths]
         if not any(adapters):
             continue
         if obstacle := layout.obstacle(tensor):
@@ -140,18 +139,12 @@ def _modules_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftM
     return modules
 
 
-def _on_host(leaf: Weight) -> tuple[np.ndarray, ...] | None:
-    """a, b and scale of an adapted leaf, on the host in float32."""
+def _leaf_adapter(leaf: Weight, layer: int | None) -> LeafAdapter | None:
+    """A leaf's adapter in one layer, on the host; None where it has none."""
     if not isinstance(leaf, LowRank):
         return None
-    return tuple(np.asarray(array).astype(np.float32) for array in (leaf.a, leaf.b, leaf.scale))
-
-
-def _leaf_adapter(arrays: tuple[np.ndarray, ...] | None, layer: int | None) -> LeafAdapter | None:
-    """A leaf's adapter in one layer; None where it has none."""
-    if arrays is None:
-        return None
-    a, b, scale = arrays if layer is None else (array[layer] for array in arrays)
+    arrays = leaf.a, leaf.b, leaf.scale
+    a, b, scale = (np.asarray(x if layer is None else x[layer], np.float32) for x in arrays)
     # 0: a layer that the adapter leaves out.
     return LeafAdapter(a, b, float(scale)) if scale else None
 
@@ -259,7 +252,8 @@ def _settings(
         "alpha_pattern": _patterns(alphas, alpha),
         "target_modules": _targets(modules, layout.modules),
         "modules_to_save": saved_modules or None,
-        "fan_in_fan_out": any(is_conv(module.tensor) for module in modules.values()),
+        # Whether a weight is stored as [inputs, outputs].
+        "fan_in_fan_out": any(module.tensor.transform is CONV for module in modules.values()),
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,

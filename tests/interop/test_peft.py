@@ -418,7 +418,7 @@ ENDLESS = "([a-z_.0-9]+)+!"  # on a name of 30 letters it takes years
     ],
 )
 def test_expressions_that_never_end_are_stopped(changes, plain, monkeypatch):
-    monkeypatch.setattr("jaxformer.interop.expressions.FITTING_SECONDS", 1.0)
+    monkeypatch.setattr("jaxformer.interop.peft_config.FITTING_SECONDS", 1.0)
     key = [*changes][-1]
     said = rf"adapter_config\.json: fitting the regular expressions of {key}.*(1 s of a core|6 s): "
     with pytest.raises(jf.ConfigError, match=said + re.escape(repr(ENDLESS))):
