@@ -27,8 +27,7 @@ from .runs.stated import writing_rules
 from .runs.train_run import Result, train
 from .tools.inspect import attention_maps, attention_masks, inspect, logit_lens
 from .training.evaluate import make_evaluate
-from .training.loop import Diverged, Interrupted, fit
-from .training.nonfinite import SkipSteps
+from .training.loop import Diverged, Interrupted, SkipSteps, fit
 from .training.profile import Profile
 from .training.state import TrainState, init_state
 from .training.step import make_step

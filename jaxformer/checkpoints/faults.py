@@ -9,12 +9,11 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxformer.checkpoints.digests import Altered, altered_files
-from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, first_of, write_text
 
 # What to do about an error of the system for which a save failed.
@@ -124,7 +123,7 @@ def in_short(error: BaseException) -> str:
     return f"{name}{' '.join(str(cause).split())[:200]}"
 
 
-def set_aside(folder: Path, damaged: Mapping[int, str], log: Log) -> None:
+def set_aside(folder: Path, damaged: Mapping[int, str], log: Callable[[str], None]) -> None:
     """Renames damaged checkpoints, given by step with the reasons, so that their steps can be saved
     again."""
     for step in damaged:

@@ -25,7 +25,7 @@ from jaxformer.checkpoints.faults import failure_of, in_short, quiet_reads
 from jaxformer.cluster.processes import together
 from jaxformer.files import ConfigError, first_of
 
-FORMAT = 3  # of the manifest; checkpoints of others are refused
+MANIFEST_FORMAT = 3  # of the manifest; checkpoints of others are refused
 READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
 
 
@@ -74,7 +74,12 @@ def manifest_of(leaves: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, 
     it."""
     sums = jax.device_get(digests(leaves))
     table = {path: [*row, as_text(sums[path])] for path, row in shapes_of(leaves).items()}
-    manifest = {"format": FORMAT, "run": dict(run), "versions": versions(), "leaves": table}
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "run": dict(run),
+        "versions": versions(),
+        "leaves": table,
+    }
     return manifest | {"sha256": _checksum(manifest)}
 
 
@@ -188,10 +193,10 @@ def read_manifest(checkpoint: Path, reader: ocp.Checkpointer) -> Manifest:
     number = 1 if {*map(type, saved.values())} == {list} else saved.get("format")
     if number != 1 and saved.get("sha256") != _checksum(saved):
         raise Altered("the manifest is not what was saved")
-    if number != FORMAT:
+    if number != MANIFEST_FORMAT:
         raise ConfigError(
             f"the checkpoint {checkpoint} has a manifest of format {number}, and this"
-            f" jaxformer reads format {FORMAT}; nothing was changed. Continue the run with the"
+            f" jaxformer reads format {MANIFEST_FORMAT}; nothing was changed. Continue the run with the"
             " jaxformer that began it, or begin a new one in another run directory."
         )
     return cast(Manifest, saved)

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,7 +29,6 @@ from jaxformer.checkpoints.reading import (
     saved_steps,
 )
 from jaxformer.cluster.processes import together
-from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, read_object, sync
 
 # With these characters in its path a checkpoint is saved but cannot be read: Orbax takes the path
@@ -148,7 +147,7 @@ class Checkpoints:
             self._saving = step
             self._manager.save(step, args=args, metrics=metrics)
 
-    def newest(self, state: StateT, log: Log = warnings.warn) -> StateT:
+    def newest(self, state: StateT, log: Callable[[str], None] = warnings.warn) -> StateT:
         """The newest checkpoint that can be read, with the shardings of `state`, if it is of a
         later step; else `state` itself.
 
@@ -170,7 +169,7 @@ class Checkpoints:
         assert restored is not None  # there are checkpoints
         return restored
 
-    def restore(self, target: TargetT, log: Log) -> TargetT | None:
+    def restore(self, target: TargetT, log: Callable[[str], None]) -> TargetT | None:
         """The newest checkpoint that can be read, with the shardings of `target`; None if there are
         no checkpoints. The leaves that are not saved are those of `target`.
 

@@ -44,9 +44,8 @@ def banner(summary: Mapping[str, str | Sequence[str]], title: str = "jaxformer")
 def closing(
     *,
     seconds: float,
-    val_loss: float | None,
+    results: Mapping[str, str],
     bits_per_byte: float | None,
-    figures: Mapping[str, str] | None = None,
     gzip_bits_per_byte: float | None,
     sample: tuple[str, str] | None,
     run_dir: str,
@@ -55,15 +54,10 @@ def closing(
     """The last lines of a run: how well it predicts held-out text, a sample (prompt, continuation),
     and the next command.
 
-    `val_loss` is in nats per target, None where nothing was held out or it has another unit.
-    `figures` are other results by name. `gzip_bits_per_byte` is the size that `gzip -9` reaches on
-    the same held-out bytes.
+    `results` are texts by name, as of `loss_text`. `gzip_bits_per_byte` is the size that `gzip -9`
+    reaches on the same held-out bytes.
     """
-    summary: dict[str, str] = {}
-    if val_loss is not None:
-        perplexity = _perplexity(val_loss)
-        summary["validation loss"] = f"{val_loss:.4f} nats per target (perplexity {perplexity})"
-    summary |= figures or {}
+    summary = dict(results)
     if bits_per_byte is not None:
         beside_gzip = _beside_gzip(bits_per_byte, gzip_bits_per_byte)
         summary["bits per byte"] = f"{bits_per_byte:.3f}{beside_gzip}"
@@ -78,11 +72,11 @@ def closing(
     return "\n".join([*lines, "", text])
 
 
-def _perplexity(loss: float) -> str:
-    if math.isnan(loss):
-        return "nan"
-    value = math.exp(loss) if loss < 700 else math.inf
-    return f"{value:,.1f}" if value < 1e6 else f"{value:.2g}"
+def loss_text(loss: float) -> str:
+    """A loss in nats per target, and its perplexity."""
+    value = math.inf if loss >= 700 else math.exp(loss)
+    perplexity = f"{value:.2g}" if value >= 1e6 else f"{value:,.1f}"
+    return f"{loss:.4f} nats per target (perplexity {perplexity})"
 
 
 def _beside_gzip(bits: float, gzip_bits: float | None) -> str:

@@ -11,12 +11,10 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat
 
 from jaxformer.files import ConfigError, append_to, read_file, replacing
-
-if TYPE_CHECKING:
-    from jaxformer.report.trackers import Tracker
+from jaxformer.report.trackers import Tracker, chosen_tracker
 
 FILE = "metrics.jsonl"
 LARGEST_STEP = 2**53  # up to here a float64 holds every integer
@@ -47,7 +45,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         run_dir: str | Path,
         resume_step: int = 0,
         began: float | None = None,
-        tracker: "Tracker | None" = None,
+        tracker: Tracker | None = None,
     ) -> None:
         began = time.monotonic() if began is None else began
         self.path = Path(run_dir) / FILE
@@ -61,8 +59,6 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             raise ConfigError(f"{self.path} cannot be written ({error.strerror}).") from error
         self._unwritten, self._missing = bytearray(), list[int]()
         if tracker is None:
-            from jaxformer.report.trackers import chosen_tracker
-
             tracker = chosen_tracker("auto")(Path(run_dir), resume_step, {})
         self._tracker = tracker
 

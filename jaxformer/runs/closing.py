@@ -13,6 +13,7 @@ from jaxformer.files import ConfigError, read_text
 from jaxformer.generation.decode import generate
 from jaxformer.generation.prompts import context_of
 from jaxformer.report import closing
+from jaxformer.report.banner import loss_text
 from jaxformer.report.plot import plot_losses
 from jaxformer.runs.directory import profile_dir
 from jaxformer.runs.evaluation import Evaluation
@@ -31,9 +32,8 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
     prompt = run.sample_prompt or EXAMPLE_PROMPTS.get(setup.run.model.output, "Once")
     end = closing(
         seconds=seconds,
-        val_loss=None if "val_reward_margin" in last else last.get("val_loss"),
+        results=_results(last),
         bits_per_byte=bits,
-        figures=_figures(last),
         gzip_bits_per_byte=gzip_bits_per_byte(setup.corpus.validation_text()) if bits else None,
         sample=_sample(run, setup.model, setup.corpus.tokenizer, params),
         run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
@@ -47,17 +47,18 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
     return "\n\n".join(paragraphs)
 
 
-def _figures(last: Evaluation) -> dict[str, str]:
-    """What an evaluation gives beside a loss in nats per target."""
+def _results(last: Evaluation) -> dict[str, str]:
+    """What an evaluation gives beside the bits of a byte."""
     if "val_reward_margin" in last:
         margin, right = last["val_reward_margin"], last["val_reward_accuracy"]
         return {
             "validation loss": f"{last['val_loss']:.4f} per pair",
             "rewards": f"margin {margin:.4f}, {right:.2%} of the held-out pairs right",
         }
+    results = {"validation loss": loss_text(last["val_loss"])} if "val_loss" in last else {}
     if "val_accuracy" in last:
-        return {"accuracy": f"{last['val_accuracy']:.2%} of the held-out targets"}
-    return {}
+        results["accuracy"] = f"{last['val_accuracy']:.2%} of the held-out targets"
+    return results
 
 
 def _profile(steps: str, folder: Path) -> list[str]:

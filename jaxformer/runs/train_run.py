@@ -39,7 +39,7 @@ from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state
 from jaxformer.runs.summary import summary
-from jaxformer.training.loop import Advance, Diverged, Hook, Interrupted, fit
+from jaxformer.training.loop import Advance, Diverged, Hook, Interrupted, SkipSteps, fit
 from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch
@@ -259,8 +259,6 @@ def _steps(
     settings, first, run = setup.run.train, int(state.step), setup.run.run
     before, hooks = logged_before(run.dir, first), list[Hook]()
     if settings.on_nan == "skip":
-        from jaxformer.training.nonfinite import SkipSteps
-
         hooks.append(SkipSteps(settings.nan_limit, before.skipped))
     if jax.process_index():
         step = CountedStep(program, first)

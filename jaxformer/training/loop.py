@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxformer.arrays.mesh import AnyMesh, place_batch
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.signals import Stopped, watched
+from jaxformer.cluster.stop_agreement import StopAgreement
 from jaxformer.files import ConfigError
 from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState, learning, mesh_of
@@ -140,8 +141,6 @@ class _Saving:
             self._request = stack.enter_context(watched())
             stack.enter_context(self._request.hold())
             if jax.process_count() > 1:
-                from jaxformer.cluster.stop_agreement import StopAgreement
-
                 self._request.agree = StopAgreement(steps)
                 stack.callback(setattr, self._request, "agree", None)
             stack.callback(checkpoints.wait)
@@ -301,3 +300,32 @@ def _all_finite(leaves: list[jax.Array]) -> jax.Array:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+class SkipSteps:
+    """A hook of `fit` with which training goes on after a step that is not finite, whose update
+    `make_step` has left out.
+
+    state = jf.fit(step, state, batches, steps=100, hooks=[jf.SkipSteps(limit=10)])
+
+    `skipped` counts these steps, from its initial value on. Raises Diverged at the first one beyond
+    `limit`.
+    """
+
+    def __init__(self, limit: int = 10, skipped: int = 0) -> None:
+        self.limit, self.skipped = limit, skipped
+
+    def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        """Does nothing: only steps that are not finite matter."""
+
+    def skips(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> bool:
+        """Counts a step that is not finite."""
+        if self.skipped >= self.limit:
+            raise diverged(
+                step,
+                state,
+                metrics,
+                f", and {self.skipped} steps were skipped before, which is the limit",
+            )
+        self.skipped += 1
+        return True

@@ -29,6 +29,7 @@ from jaxformer.report import (
     printable,
     read_metrics,
 )
+from jaxformer.report.banner import loss_text
 from jaxformer.report.plot import _above, plot_losses
 
 
@@ -396,7 +397,7 @@ def test_the_banner_aligns_its_columns_and_wraps_inside_them():
 def test_the_closing_sets_bits_per_byte_beside_gzip_and_names_the_next_command():
     text = closing(
         seconds=134,
-        val_loss=math.log(27),
+        results={"validation loss": loss_text(math.log(27))},
         bits_per_byte=1.5,
         gzip_bits_per_byte=2.0,
         sample=("def ", "f():\n\n    \x1b[2Jpass"),
@@ -417,12 +418,9 @@ def test_the_closing_sets_bits_per_byte_beside_gzip_and_names_the_next_command()
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e4])
 def test_a_diverged_run_still_closes(loss):
     shared = {"sample": None, "run_dir": "r", "next_command": "n", "seconds": 1.0}
-    assert "validation loss" in closing(
-        val_loss=loss, bits_per_byte=loss, gzip_bits_per_byte=2.0, **shared
-    )
-    assert "gzip" not in closing(
-        val_loss=loss, bits_per_byte=loss, gzip_bits_per_byte=None, **shared
-    )
+    shared |= {"results": {"validation loss": loss_text(loss)}, "bits_per_byte": loss}
+    assert "validation loss" in closing(gzip_bits_per_byte=2.0, **shared)
+    assert "gzip" not in closing(gzip_bits_per_byte=None, **shared)
 
 
 @pytest.mark.parametrize(
