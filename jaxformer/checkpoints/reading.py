@@ -196,8 +196,8 @@ def read_manifest(checkpoint: Path, reader: ocp.Checkpointer) -> Manifest:
     if number != MANIFEST_FORMAT:
         raise ConfigError(
             f"the checkpoint {checkpoint} has a manifest of format {number}, and this"
-            f" jaxformer reads format {MANIFEST_FORMAT}; nothing was changed. Continue the run with the"
-            " jaxformer that began it, or begin a new one in another run directory."
+            f" jaxformer reads format {MANIFEST_FORMAT}; nothing was changed. Continue the run with"
+            " the jaxformer that began it, or begin a new one in another run directory."
         )
     return cast(Manifest, saved)
 

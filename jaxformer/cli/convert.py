@@ -33,7 +33,6 @@ WRITTEN_NAMES = (
     "data.json",
     "model*.safetensors",
     "model.safetensors.index.json",
-    "model.tmp",
     *TOKENIZER_FILES,
     "*.tmp",
 )

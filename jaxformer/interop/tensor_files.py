@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,8 +44,10 @@ LENGTH_BYTES = 8  # at the start of a file, the length of its header
 HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors library
 # How the library's message ends where a header is valid and the data have another length.
 UNCOVERED = "file not fully covered"
-WRITTEN = re.compile(r"model(-\d{5}-of-\d{5}\.safetensors|\.safetensors(\.index\.json)?)(\.tmp)?")
-DRAFTS = "model.tmp"  # a directory within that of the model
+# The names of the files of a save, and of their drafts.
+WRITTEN = re.compile(
+    r"model(-\d{5}-of-\d{5}\.safetensors|\.safetensors(\.index\.json)?)(\.[0-9a-f]{32}\.tmp)?"
+)
 
 TensorShapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -293,16 +294,21 @@ def write_tensors(
     drafts: dict[str, Path] = {}
     try:
         targets = _targets(directory, files)
-        shutil.rmtree(directory / DRAFTS, ignore_errors=True)  # of a save that was killed
-        (directory / DRAFTS).mkdir(parents=True)
         for file, target in targets.items():
-            drafts[file] = _draft_of(directory, file, target)
-            drafts[file].parent.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Beside the target: only names on one file system can be replaced.
+            drafts[file] = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
         for file, names in shards.items():
             # Without the metadata transformers refuses a file.
             save_file(_cast(names, shapes, tensor), drafts[file], {"format": "pt"})
         if INDEX in drafts:
-            drafts[INDEX].write_text(_index_of(shapes, shards), encoding="utf-8")
+            total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+            shard_of = {name: file for file, names in shards.items() for name in names}
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": dict(sorted(shard_of.items())),
+            }
+            drafts[INDEX].write_text(json.dumps(index, indent=2), encoding="utf-8")
         _replace(directory, drafts, targets)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error  # of an OSError
@@ -314,31 +320,22 @@ def write_tensors(
         with contextlib.suppress(OSError):
             for draft in drafts.values():
                 draft.unlink(missing_ok=True)
-            (directory / DRAFTS).rmdir()
     return [directory / file for file in sorted(files)]
 
 
 def _targets(directory: Path, files: list[str]) -> dict[str, Path]:
-    """Where each file is written: where a link of its name leads, else in the directory. Raises
-    ConfigError where a name that is written or removed is that of something else."""
+    """Where each file is written: where a link of its name leads, else in the directory. Drafts of a
+    save that was killed are removed. Raises ConfigError where a name that is written or removed is
+    that of something else."""
     advice = "move it away, or choose another directory"
-    drafts = directory / DRAFTS
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if WRITTEN.fullmatch(path.name):
-            resolved_file(path, advice)
-    if drafts.is_symlink() or (drafts.exists() and not drafts.is_dir()):
-        raise ConfigError(f"{drafts} is not of a save that was stopped: {advice}.")
-    if drafts.is_dir() and any(not WRITTEN.fullmatch(path.name) for path in drafts.iterdir()):
-        raise ConfigError(f"{drafts} holds files that are not of a save: {advice}.")
+    written = [*directory.iterdir()] if directory.is_dir() else []
+    written = [path for path in written if WRITTEN.fullmatch(path.name)]
+    for path in written:
+        resolved_file(path, advice)
+    for path in written:
+        if path.suffix == ".tmp":
+            path.unlink()
     return {file: resolved_file(directory / file, advice) for file in files}
-
-
-def _draft_of(directory: Path, file: str, target: Path) -> Path:
-    """Where a file is written first: in the directory of drafts, or beside its target where a link
-    leads to that, since only names on one file system can be replaced."""
-    if target == directory / file:
-        return directory / DRAFTS / file
-    return target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
 
 
 def _shards(shapes: TensorShapes, limit: int) -> dict[str, list[str]]:
@@ -386,13 +383,6 @@ def as_stored(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
         raise ConfigError(
             f"{name} has values beyond the range of {dtype}: save it as bfloat16 or float32."
         ) from None
-
-
-def _index_of(shapes: TensorShapes, shards: dict[str, list[str]]) -> str:
-    shard_of = {name: file for file, names in shards.items() for name in names}
-    total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}
-    return json.dumps(index, indent=2)
 
 
 def _replace(directory: Path, drafts: dict[str, Path], targets: dict[str, Path]) -> None:
