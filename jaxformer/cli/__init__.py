@@ -57,12 +57,16 @@ def _run(arguments: Sequence[str]) -> int:
     keep_memory()
     warnings.showwarning = _note
     with importing():
+        from jaxformer.cli.arguments import parse
         from jaxformer.config.format import escaped
         from jaxformer.files import ConfigError
+    name, *rest = arguments
     try:
+        # Before the command's module, which may import JAX: --help and mistakes need not wait.
+        parsed = parse(name, rest)
         with importing():
-            command = importlib.import_module(f"jaxformer.cli.{arguments[0]}")
-        status = int(command.run(arguments[1:]))
+            command = importlib.import_module(f"jaxformer.cli.{name}")
+        status = int(command.run(*parsed))
         sys.stdout.flush()  # or a full disk would be noticed after the exit status is decided
         return status
     except ConfigError as error:

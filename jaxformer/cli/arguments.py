@@ -1,22 +1,27 @@
-"""What the commands share: arguments, how these are read, and checks of what they name."""
+"""The arguments of every command, and how they are read. Nothing here imports JAX, so that --help
+and the message of a mistake come at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
 from jaxformer.config.adapter import Quantization
-from jaxformer.config.run import RunConfig
+from jaxformer.config.config_file import read_config
+from jaxformer.config.run import ObjectiveName, RunConfig
 from jaxformer.files import ConfigError
+from jaxformer.runs.config import parse_arguments
 
-ArgumentsT = TypeVar("ArgumentsT")
 ConfigArgumentsT = TypeVar("ConfigArgumentsT", bound="ConfigArguments")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigArguments:
+    """`reads_weights` says whether the command needs the weights of the model of run.init_from."""
+
+    reads_weights: ClassVar[bool] = True
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
     """Config file, for example configs/quickstart.py, FILE.py:NAME for another config of a file, or
     the config.json of a run. `CONFIG --help` lists the settings, which `--section.field VALUE`
@@ -36,6 +41,271 @@ class ModelArguments(StepArguments):
     quantize: Annotated[Quantization | None, tyro.conf.arg(metavar="{int8,nf4,nf4_double}")] = None
     """Quantize the matrices of the blocks while the model is loaded: int8 takes a byte a weight,
     nf4 0.56 bytes, nf4_double 0.52."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(ConfigArguments):
+    """Trains the model of a config. The same command continues an interrupted run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapesArguments(ConfigArguments):
+    """Prints every sublayer and product of the forward pass in the order of computation: the shapes
+    of what it reads and makes, its parameters, and the FLOPs of its products for one batch of the
+    run. Read from a trace of the program; makes no array and needs no data."""
+
+    reads_weights: ClassVar[bool] = False
+    format: Literal["table", "json", "markdown"] = "table"
+    """How to print it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleArguments(ModelArguments):
+    """Continues a prompt (decoder), or writes the target of a source (encoder-decoder); predicts
+    its [MASK] tokens, its class, or the tags of its words."""
+
+    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Text to continue or to read. If not given, a decoder starts a new text."""
+    chat: bool = False
+    """Read the prompt as the turn of a user, in the chat template of the tokenizer, and write the
+    answer. Without --prompt, each line of standard input is a turn of one conversation."""
+    system: str = ""
+    """With --chat: the message of the system before the conversation."""
+    pair: str = ""
+    """Second text of an encoder that reads two."""
+    max_new_tokens: int = 256
+    """Maximum number of new tokens."""
+    beyond: Literal["stop", "slide"] = "stop"
+    """At the end of the context: stop, or slide, with which a decoder continues from the newest
+    three quarters of it."""
+    temperature: float = 0.8
+    """Sampling temperature; 0 is greedy."""
+    top_k: int = 50
+    """Sample from the k most likely tokens; 0 samples from all."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens whose probabilities add up to this."""
+    beams: int = 0
+    """Beam width; 0 samples instead."""
+    length_penalty: float = 0.6
+    """Length penalty of the beam search; 0 prefers short texts."""
+    seed: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Random seed. If not given, each call samples another text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArguments(ModelArguments):
+    """Prints the loss of a model, with perplexity and bits per byte or with accuracy; with
+    --quantize also that of the quantized model, and with --beams the BLEU of its translations."""
+
+    validation: Annotated[str, tyro.conf.arg(name="data.validation")] = ""
+    """Text to evaluate on, as data.validation takes it. If empty, the held-out text of the run."""
+    objective: Annotated[ObjectiveName, tyro.conf.arg(name="data.objective")] = "auto"
+    """Objective of a Hugging Face model; auto selects pairs for an encoder-decoder, and the
+    objective of its head otherwise."""
+    cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
+    """Directory in which tokenized text is stored and found again. If empty, that of the
+    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data; never the one that
+    the run names."""
+    beams: int = 0
+    """Beam width for translating the sources, which are compared with the targets; 0 translates
+    nothing."""
+    length_penalty: float = 0.6
+    """Length penalty of the beam search; 0 prefers short texts."""
+    bleu_tokenizer: str = "auto"
+    """Tokenizer of sacrebleu that splits translations and targets for BLEU, such as 13a, intl, zh,
+    ja-mecab, ko-mecab or char; auto chooses by the script of the targets."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Text file for the translations, one per line."""
+
+
+@dataclass(frozen=True)
+class ConvertArguments(StepArguments):
+    """Converts a run to a Hugging Face model directory, which transformers, vLLM and llama.cpp's
+    converter read, or such a directory to a run; an adapter to peft's format, or with --merge to a
+    whole Hugging Face model."""
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """Run directory, or a directory with a Hugging Face model or an adapter of peft."""
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
+    """Directory to write, which must be new or empty: an adapter of peft if the source has an
+    adapter, a Hugging Face model if it is another run, and a run otherwise."""
+    merge: bool = False
+    """Write the whole model of an adapter, each weight with what the adapter adds to it."""
+    verify: bool = False
+    """Compare the logits of both models on the same tokens (needs transformers)."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the weights of the Hugging Face model."""
+    shard_size: str = "5G"
+    """Maximum size of a weight file in bytes, for example 500M or 5G."""
+    architecture: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Architecture of the Hugging Face model, for example MistralForCausalLM. If not given, the
+    simplest one that computes the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareArguments(ConfigArguments):
+    """Tokenizes the data of a config before training. Shards that an earlier call finished are
+    kept."""
+
+    reads_weights: ClassVar[bool] = False
+    output: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory for the tokens, which --data.train then accepts in place of the text. If not given,
+    they are stored in data.cache_dir, where training finds them."""
+    shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
+    """Tokenize only the share of task I of N, counted from 0, for example in a job array. The
+    tasks share nothing but the directory. A last call without --shard joins their shards and builds
+    those that are missing."""
+    verify: bool = False
+    """Compare all tokens with their checksums and write nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizerArguments:
+    """Trains a byte-level BPE. The ids are special tokens, then the 256 bytes, then merges in the
+    order in which they are learned."""
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """Text file, read as it is, or another source that data.train takes."""
+    vocab_size: int
+    """Number of entries, including special tokens and bytes."""
+    output: Path
+    """Directory for tokenizer.json."""
+    special_tokens: tuple[str, ...] = ("<|endoftext|>",)
+    """Tokens at which the text is split and which are never merged."""
+    pattern: str = "gpt2"
+    """Rule by which text is split into words: gpt2, or llama3, which splits numbers into groups of
+    three digits."""
+    text_field: str = "text"
+    """Field or column of the records that holds the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerArguments:
+    tokenizer: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TOKENIZER")]
+    """tokenizer.json, a directory with one, or a run directory."""
+    special_tokens: bool = False
+    """Read names of special tokens in the text as these tokens, and add those with which the
+    tokenizer begins and ends a text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeArguments(TokenizerArguments):
+    """Writes the token ids of a text to standard output or a file, and their number to standard
+    error."""
+
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = "-"
+    """UTF-8 text, plain, .gz or .zst; - is standard input."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """.npy file for the ids, uint16 or uint32, instead of standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectArguments(TokenizerArguments):
+    """Shows the entries of a tokenizer, and how it splits a text."""
+
+    text: str = ""
+    """Text to split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionArguments(ModelArguments):
+    """Writes an HTML page of the attention weights of each layer and head for one text: a walk
+    through the model, with its sublayers, masks, beams, and the most likely next tokens at each
+    step, by the output of the model and by that of each layer."""
+
+    prompt: str
+    """Text to read; for an encoder-decoder, the source."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Target of an encoder-decoder. If not given, the one that the model writes."""
+    pair: str = ""
+    """Second text of an encoder that reads two."""
+    beams: int = 0
+    """Beam width for writing the target; 0 is greedy. The page shows the beams of each step."""
+    padding: int = 0
+    """Tokens of padding behind the text that an encoder reads, to see them masked."""
+    layers: tuple[int, ...] = ()
+    """Layers to show, counted from 0. If not given, all."""
+    output: Path = Path("attention.html")
+    """File for the page, which needs no other files."""
+    figure: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """PNG file for a picture of the same attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsArguments:
+    """Lists the runs of a directory and of those below it: whether each is running, done or
+    stopped, its steps, last training loss, lowest validation loss (nats per target) with its step,
+    and tokens per second. Reads files only."""
+
+    dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """Directory that the runs are in."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareArguments:
+    """Writes an HTML page with the training and validation losses of runs over steps, tokens and
+    seconds, and prints a table of them with the settings in which they differ. Runs that differ in
+    their seed alone are one line, with a band from the lowest to the highest. Reads files only."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directories, or directories that runs are in."""
+    output: Path = Path("compare.html")
+    """File for the page, which needs no other files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayArguments:
+    """Does one step of a run again, from the newest checkpoint before it: its batch as text, the
+    loss of each token, and the norm of its gradient by layer. On the devices of the run, every
+    number is bitwise that of the run. Writes nothing in the run directory."""
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directory."""
+    step: Annotated[int, tyro.conf.arg(metavar="K")]
+    """The step, counted from 1, as metrics.jsonl counts."""
+    worst: int = 10
+    """Number of tokens with the highest loss that are printed."""
+    data: Annotated[int | None, tyro.conf.arg(name="mesh.data", metavar="INT")] = None
+    """Size of that axis of the mesh, if not the run's; 0 uses the devices that are left."""
+    fsdp: Annotated[int | None, tyro.conf.arg(name="mesh.fsdp", metavar="INT")] = None
+    """Size of that axis of the mesh, if not the run's."""
+    tensor: Annotated[int | None, tyro.conf.arg(name="mesh.tensor", metavar="INT")] = None
+    """Size of that axis of the mesh, if not the run's."""
+    cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
+    """Directory in which tokenized text is stored and found again. If empty, that of the
+    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """JSON file for all of it: each row with its tokens and their losses, the norm of each leaf."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorArguments(ConfigArguments):
+    """Checks what a run needs before it runs: versions, devices, directories and disk space, data,
+    the attention kernel, memory, and one step. Writes nothing in the run directory. The exit status
+    is 1 if there is a problem."""
+
+
+# What each command reads, by the names of `COMMANDS`; plan and lm_eval read theirs themselves.
+ARGUMENTS: dict[str, type | dict[str, Callable[..., Any]]] = {
+    "train": TrainArguments,
+    "shapes": ShapesArguments,
+    "sample": SampleArguments,
+    "evaluate": EvaluateArguments,
+    "convert": ConvertArguments,
+    "prepare": PrepareArguments,
+    "tokenizer": {
+        "train": TrainTokenizerArguments,
+        "encode": EncodeArguments,
+        "inspect": InspectArguments,
+    },
+    "attention": AttentionArguments,
+    "runs": RunsArguments,
+    "compare": CompareArguments,
+    "replay": ReplayArguments,
+    "doctor": DoctorArguments,
+}
 
 
 TYPE_RULES = tyro.constructors.ConstructorRegistry()
@@ -69,9 +339,19 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def parse(kind: type[ArgumentsT], command: str, arguments: Sequence[str]) -> ArgumentsT:
-    """The arguments of a command. Exits with status 0 after --help, 2 after a mistake."""
-    return tyro.cli(kind, prog=f"jaxformer {command}", args=arguments, **OPTIONS)
+def parse(command: str, arguments: Sequence[str]) -> tuple[Any, ...]:
+    """What `run` of a command takes: its arguments, and of one that reads a config that config too.
+    Exits with status 0 after --help, 2 after a mistake."""
+    if command not in ARGUMENTS:
+        return (arguments,)
+    kind, program = ARGUMENTS[command], "train.py" if command == "train" else f"jaxformer {command}"
+    options = OPTIONS | {"prog": program, "args": arguments}
+    if isinstance(kind, dict):
+        description = "Trains a tokenizer, encodes a text, or shows how a tokenizer splits it."
+        return (tyro.extras.subcommand_cli_from_dict(kind, description=description, **options),)
+    if issubclass(kind, ConfigArguments):
+        return parse_with_config(kind, program, arguments, kind.reads_weights)
+    return (tyro.cli(kind, **options),)
 
 
 def parse_with_config(
@@ -79,9 +359,6 @@ def parse_with_config(
 ) -> tuple[ConfigArgumentsT, RunConfig]:
     """The arguments of a command, and its config with the overrides among them. Exits as `parse`
     does. A command with weights=False does without the weights of the model of run.init_from."""
-    from jaxformer.config.config_file import read_config
-    from jaxformer.runs.config import parse_arguments
-
     # After the name of a config, --help lists its settings.
     names_config = bool(arguments) and not arguments[0].startswith("-")
     options = OPTIONS | {"add_help": not names_config, "return_unknown_args": True}

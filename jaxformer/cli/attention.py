@@ -2,15 +2,12 @@
 prompt."""
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Iterable
 
+import jax
 import numpy as np
-import tyro
 
-from jaxformer.cli.arguments import ModelArguments, check_output, parse
+from jaxformer.cli.arguments import AttentionArguments, check_output
 from jaxformer.cli.prompting import (
     Model,
     check_size,
@@ -22,46 +19,19 @@ from jaxformer.cli.prompting import (
 )
 from jaxformer.cli.walkthrough import SHOWN_PER_STEP, beam_candidates, naming, walkthrough_of
 from jaxformer.files import ConfigError, write_text
+from jaxformer.generation.beam import beam_search_steps
 from jaxformer.tokenizer.pieces import character_groups
+from jaxformer.tools.attention_page import AXES, attention_figure, attention_page
 from jaxformer.tools.attention_walkthrough import BeamCandidate
+from jaxformer.tools.inspect import attention_maps
 
 PADDING = "[padding]"  # shown as the text of a token of padding
 MAX_TOKENS = 256  # a page of more could not be read, nor opened quickly
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionArguments(ModelArguments):
-    """Writes an HTML page of the attention weights of each layer and head for one text: a walk
-    through the model, with its sublayers, masks, beams, and the most likely next tokens at each
-    step, by the output of the model and by that of each layer."""
-
-    prompt: str
-    """Text to read; for an encoder-decoder, the source."""
-    target: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """Target of an encoder-decoder. If not given, the one that the model writes."""
-    pair: str = ""
-    """Second text of an encoder that reads two."""
-    beams: int = 0
-    """Beam width for writing the target; 0 is greedy. The page shows the beams of each step."""
-    padding: int = 0
-    """Tokens of padding behind the text that an encoder reads, to see them masked."""
-    layers: tuple[int, ...] = ()
-    """Layers to show, counted from 0. If not given, all."""
-    output: Path = Path("attention.html")
-    """File for the page, which needs no other files."""
-    figure: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """PNG file for a picture of the same attention."""
-
-
-def run(argv: Sequence[str]) -> int:
-    args = parse(AttentionArguments, "attention", argv)
+def run(args: AttentionArguments) -> int:
     check_output(args.output)
     check_output(args.figure)
-    import jax
-
-    from jaxformer.tools.attention_page import AXES, attention_figure, attention_page
-    from jaxformer.tools.inspect import attention_maps
-
     model = open_model(args, args.pair)
     inputs, beams = _inputs(model, args)
     compute = jax.jit(attention_maps, static_argnums=1, static_argnames="layers")
@@ -178,13 +148,9 @@ def _target(
 ) -> tuple[list[int], list[list[BeamCandidate]]]:
     """The tokens that the model writes for a source, without the end token, and for each token of
     the target the candidates of a beam search, if there is one."""
-    import jax
-
     if not beams:
         pieces = new_tokens(model, start, source, count, 0, temperature=0.0, key=jax.random.key(0))
         return _before_end(model, itertools.chain.from_iterable(pieces)), []
-    from jaxformer.generation.beam import beam_search_steps
-
     rules = model.writing_rules() | {"source": [source], "beams": beams, "keep": 1}
     texts, steps = beam_search_steps(model.params, model.config, [start], count, **rules)
     best = np.asarray(texts.tokens[0, 0]).tolist()

@@ -2,47 +2,27 @@
 differ."""
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
 
-import tyro
-
-from jaxformer.cli.arguments import check_output, parse
-
-if TYPE_CHECKING:
-    from jaxformer.tools.run_comparison import ComparedRun, Configuration
+from jaxformer.cli.arguments import CompareArguments, check_output
+from jaxformer.config.format import escaped
+from jaxformer.files import write_text
+from jaxformer.report.banner import aligned
+from jaxformer.tools.run_comparison import (
+    ComparedRun,
+    Configuration,
+    Overlaid,
+    band_of,
+    comparison_page,
+    configurations,
+    read_runs,
+)
 
 SHOWN_FIGURES = ("steps", "loss", "best validation loss", "tokens/s")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareArguments:
-    """Writes an HTML page with the training and validation losses of runs over steps, tokens and
-    seconds, and prints a table of them with the settings in which they differ. Runs that differ in
-    their seed alone are one line, with a band from the lowest to the highest. Reads files only."""
-
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directories, or directories that runs are in."""
-    output: Path = Path("compare.html")
-    """File for the page, which needs no other files."""
-
-
-def run(argv: Sequence[str]) -> int:
-    args = parse(CompareArguments, "compare", argv)
+def run(args: CompareArguments) -> int:
     check_output(args.output)
-    from jaxformer.config.format import escaped
-    from jaxformer.files import write_text
-    from jaxformer.report.banner import aligned
-    from jaxformer.tools.run_comparison import (
-        Overlaid,
-        band_of,
-        comparison_page,
-        configurations,
-        read_runs,
-    )
-
     runs, notes = read_runs(args.runs)
     for note in notes:
         print(f"note: {escaped(note)}", file=sys.stderr)
@@ -63,10 +43,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _cells(group: "Configuration") -> tuple[str, ...]:
-    from jaxformer.config.format import escaped
-
-    def figures(figure_of: "Callable[[ComparedRun], float | None]", style: str) -> str:
+def _cells(group: Configuration) -> tuple[str, ...]:
+    def figures(figure_of: Callable[[ComparedRun], float | None], style: str) -> str:
         """The mean over the runs that have the figure and, of several, the lowest and highest."""
         values = [value for value in map(figure_of, group.runs) if value is not None]
         if not values:

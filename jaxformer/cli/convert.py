@@ -5,22 +5,24 @@ import contextlib
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
+import jax
 import numpy as np
-import tyro
 
-from jaxformer.cli.arguments import StepArguments, parse
-from jaxformer.files import ConfigError
-from jaxformer.interop.hf_config import Dtype
+from jaxformer.adapters.adapted_params import merge
+from jaxformer.adapters.low_rank import is_adapted
+from jaxformer.cli.arguments import ConvertArguments
+from jaxformer.files import ConfigError, read_object
+from jaxformer.interop.hf_config import is_pretrained
+from jaxformer.interop.logit_parity import compare, require_transformers
+from jaxformer.interop.peft_config import is_adapter
+from jaxformer.interop.peft_writing import save_adapter
+from jaxformer.interop.pretrained import save_pretrained
 from jaxformer.report import human_count
+from jaxformer.runs.loading import Loaded, load, save_run
 from jaxformer.tokenizer.metadata import TOKENIZER_FILES
-
-if TYPE_CHECKING:
-    from jaxformer.runs.loading import Loaded
 
 CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
 UNFINISHED = ".unfinished"  # in a target while it is written
@@ -39,38 +41,8 @@ WRITTEN_NAMES = (
 SIZE_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
-@dataclass(frozen=True)
-class ConvertArguments(StepArguments):
-    """Converts a run to a Hugging Face model directory, which transformers, vLLM and llama.cpp's
-    converter read, or such a directory to a run; an adapter to peft's format, or with --merge to a
-    whole Hugging Face model."""
-
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """Run directory, or a directory with a Hugging Face model or an adapter of peft."""
-    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """Directory to write, which must be new or empty: an adapter of peft if the source has an
-    adapter, a Hugging Face model if it is another run, and a run otherwise."""
-    merge: bool = False
-    """Write the whole model of an adapter, each weight with what the adapter adds to it."""
-    verify: bool = False
-    """Compare the logits of both models on the same tokens (needs transformers)."""
-    dtype: Dtype = "float32"
-    """Dtype of the weights of the Hugging Face model."""
-    shard_size: str = "5G"
-    """Maximum size of a weight file in bytes, for example 500M or 5G."""
-    architecture: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Architecture of the Hugging Face model, for example MistralForCausalLM. If not given, the
-    simplest one that computes the same."""
-
-
-def run(argv: Sequence[str]) -> int:
-    args = parse(ConvertArguments, "convert", argv)
+def run(args: ConvertArguments) -> int:
     limit = _bytes(args.shard_size)
-    from jaxformer.interop.hf_config import is_pretrained
-    from jaxformer.interop.logit_parity import require_transformers
-    from jaxformer.interop.peft_config import is_adapter
-    from jaxformer.runs.loading import load
-
     if args.verify:
         require_transformers()
     target = args.target
@@ -132,20 +104,14 @@ def _remove_written(target: Path) -> None:
     (target / UNFINISHED).unlink()
 
 
-def _has_adapter(model: "Loaded") -> bool:
-    import jax
-
-    from jaxformer.adapters.low_rank import is_adapted
-
+def _has_adapter(model: Loaded) -> bool:
     return any(map(is_adapted, jax.tree.leaves(model.params, is_leaf=is_adapted)))
 
 
-def _merged(model: "Loaded", args: ConvertArguments) -> "Loaded":
+def _merged(model: Loaded, args: ConvertArguments) -> Loaded:
     """A model with an adapter, merged where --merge says so. Raises ConfigError for options of a
     merged model where it does not."""
     if args.merge:
-        from jaxformer.adapters.adapted_params import merge
-
         return dataclasses.replace(model, params=merge(model.params))
     if args.verify:
         raise ConfigError(
@@ -155,9 +121,7 @@ def _merged(model: "Loaded", args: ConvertArguments) -> "Loaded":
     return model
 
 
-def _write_adapter(model: "Loaded", args: ConvertArguments) -> None:
-    from jaxformer.interop.peft_writing import save_adapter
-
+def _write_adapter(model: Loaded, args: ConvertArguments) -> None:
     base = Path(model.base).absolute() if model.base else ""
     save_adapter(
         args.target,
@@ -174,9 +138,7 @@ def _write_adapter(model: "Loaded", args: ConvertArguments) -> None:
     print(f"{args.target}: an adapter of peft{over_base}, {args.dtype}")
 
 
-def _write_run(model: "Loaded", args: ConvertArguments) -> None:
-    from jaxformer.runs.loading import save_run
-
+def _write_run(model: Loaded, args: ConvertArguments) -> None:
     save_run(args.target, model, args.source)
     use = "to sample from or to fine-tune (--run.init_from)"
     print(
@@ -185,10 +147,7 @@ def _write_run(model: "Loaded", args: ConvertArguments) -> None:
     )
 
 
-def _write_pretrained(model: "Loaded", args: ConvertArguments, limit: int) -> None:
-    from jaxformer.files import read_object
-    from jaxformer.interop.pretrained import save_pretrained
-
+def _write_pretrained(model: Loaded, args: ConvertArguments, limit: int) -> None:
     files = save_pretrained(
         args.target,
         model.params,
@@ -205,9 +164,7 @@ def _write_pretrained(model: "Loaded", args: ConvertArguments, limit: int) -> No
     print(f"{args.target}: {kind} {_size(model)}, {args.dtype}, {in_files}")
 
 
-def _size(model: "Loaded") -> str:
-    import jax
-
+def _size(model: Loaded) -> str:
     return f"of {human_count(sum(leaf.size for leaf in jax.tree.leaves(model.params)))} parameters"
 
 
@@ -218,11 +175,9 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * SIZE_SUFFIXES[match[2].upper()])
 
 
-def _verified(model: "Loaded", directory: Path, args: ConvertArguments) -> int:
+def _verified(model: Loaded, directory: Path, args: ConvertArguments) -> int:
     """Prints how far both models differ, and returns the exit status: 1 if float32 logits differ by
     more than rounding."""
-    from jaxformer.interop.logit_parity import compare
-
     difference = compare(directory, model.params, model.config)
     relative = difference.largest / difference.deviation
     print(

@@ -3,45 +3,23 @@ a job array."""
 
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from jaxformer.cli.arguments import ConfigArguments, parse_with_config
+from jaxformer.cli.arguments import PrepareArguments
 from jaxformer.config.format import escaped
+from jaxformer.config.run import RunConfig
+from jaxformer.data.preparing import prepare_share, prepare_text
 from jaxformer.files import ConfigError
+from jaxformer.runs.objectives import task_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrepareArguments(ConfigArguments):
-    """Tokenizes the data of a config before training. Shards that an earlier call finished are
-    kept."""
-
-    output: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory for the tokens, which --data.train then accepts in place of the text. If not given,
-    they are stored in data.cache_dir, where training finds them."""
-    shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
-    """Tokenize only the share of task I of N, counted from 0, for example in a job array. The
-    tasks share nothing but the directory. A last call without --shard joins their shards and builds
-    those that are missing."""
-    verify: bool = False
-    """Compare all tokens with their checksums and write nothing."""
-
-
-def run(argv: Sequence[str]) -> int:
-    args, config = parse_with_config(PrepareArguments, "jaxformer prepare", argv, weights=False)
+def run(args: PrepareArguments, config: RunConfig) -> int:
     if args.output is not None and not args.output.strip():
         raise ConfigError("--output is empty: name a directory, or leave the option out.")
     output = None if args.output is None else Path(args.output).expanduser()
     share = None if args.shard is None else _share(args.shard)
     if share and args.verify:
         raise ConfigError("--verify reads the shards of all tasks: leave --shard out.")
-    from jaxformer.data.preparing import prepare_share, prepare_text
-    from jaxformer.runs.objectives import task_of
-
     source = (config.data, config.tokenizer, task_of(config.model, config.data))
     vocab_size = config.model.vocab_size
     if share:

@@ -6,19 +6,24 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxformer.cli.arguments import ModelArguments
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
+from jaxformer.data.label_templates import ClassTemplate, TagTemplate
+from jaxformer.data.templates import Template
 from jaxformer.files import ConfigError
+from jaxformer.generation.beam import beam_search
+from jaxformer.generation.decode import stream_tokens
+from jaxformer.generation.prompts import context_of
+from jaxformer.runs.loading import load, run_of
+from jaxformer.runs.objectives import row_format
+from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import ROLES, without_tokenizer
-
-if TYPE_CHECKING:
-    from jaxformer.data.templates import Template
 
 
 @dataclass(frozen=True)
@@ -40,22 +45,16 @@ class Model:
 
     def writing_rules(self) -> dict[str, Any]:
         """The rules on the texts that it writes, as keywords of `jf.generate`."""
-        from jaxformer.runs.stated import writing_rules
-
         return writing_rules(self.tokenizer) | {"end_token": self.end_tokens}
 
     def context(self, source: bool = False) -> int:
         """The largest number of tokens that it reads, or of tokens of a source."""
-        from jaxformer.generation.prompts import context_of
-
         return context_of(self.params, self.config, source)
 
 
 def open_model(args: ModelArguments, pair: str) -> Model:
     """The model that a command names. Raises ConfigError where it has no tokenizer, or cannot read
     a second text `pair`."""
-    from jaxformer.runs.loading import load, run_of
-
     loaded = load(args.path, args.step, quantize=args.quantize)
     config = loaded.config
     if loaded.tokenizer is None:
@@ -115,9 +114,6 @@ def new_tokens(
 ) -> Iterator[list[int]]:
     """At most `count` new tokens, in pieces as they are made; `rules` are the keywords of
     `beam_search`, or of `stream_tokens` if `beams` is 0."""
-    from jaxformer.generation.beam import beam_search
-    from jaxformer.generation.decode import stream_tokens
-
     rules |= model.writing_rules()
     if source:
         rules["source"] = [source]
@@ -132,9 +128,6 @@ def new_tokens(
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
     """The row of one text or two as in training: tokens [T] between [CLS] and [SEP], and
     token_types [T] if the model has them."""
-    from jaxformer.data.label_templates import ClassTemplate
-    from jaxformer.runs.objectives import row_format
-
     texts = [text, pair] if pair else [text]
     ids = [tokens_of(model.tokenizer, each) for each in texts]
     template = ClassTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
@@ -145,9 +138,6 @@ def words_of(model: Model, text: str) -> tuple[list[str], list[int], dict[str, n
     """The words of a text; the indices of those that the tokenizer makes tokens of (of U+200B it
     may make none); and their row, in which weights [T] are 1 on the first token of each of these.
     """
-    from jaxformer.data.label_templates import TagTemplate
-    from jaxformer.runs.objectives import row_format
-
     words = text.split()
     template = TagTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
     numbers = tuple(map(str, range(len(words))))  # as tags, so that each word has its own
@@ -156,7 +146,7 @@ def words_of(model: Model, text: str) -> tuple[list[str], list[int], dict[str, n
     return words, encoded_words, _row(template, list(example))
 
 
-def _row(template: "Template", example: list[Sequence[int]]) -> dict[str, np.ndarray]:
+def _row(template: Template, example: list[Sequence[int]]) -> dict[str, np.ndarray]:
     """The row of one encoded example, whose first sequence are the tokens of its text."""
     lengths = np.array([[len(sequence) for sequence in example]])
     size = int(template.sizes(lengths)[0, 0])

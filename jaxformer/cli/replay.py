@@ -2,56 +2,23 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
-import tyro
 
-from jaxformer.cli.arguments import check_output, parse
+from jaxformer.cli.arguments import ReplayArguments, check_output
 from jaxformer.files import ConfigError, write_text
 from jaxformer.report import printable
-
-if TYPE_CHECKING:
-    from jaxformer.tools.step_replay import Replay
+from jaxformer.tools.step_replay import Replay, norms_by_layer, replay
 
 LONGEST_TEXT = 200  # characters of a row that are printed
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayArguments:
-    """Does one step of a run again, from the newest checkpoint before it: its batch as text, the
-    loss of each token, and the norm of its gradient by layer. On the devices of the run, every
-    number is bitwise that of the run. Writes nothing in the run directory."""
-
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory."""
-    step: Annotated[int, tyro.conf.arg(metavar="K")]
-    """The step, counted from 1, as metrics.jsonl counts."""
-    worst: int = 10
-    """Number of tokens with the highest loss that are printed."""
-    data: Annotated[int | None, tyro.conf.arg(name="mesh.data", metavar="INT")] = None
-    """Size of that axis of the mesh, if not the run's; 0 uses the devices that are left."""
-    fsdp: Annotated[int | None, tyro.conf.arg(name="mesh.fsdp", metavar="INT")] = None
-    """Size of that axis of the mesh, if not the run's."""
-    tensor: Annotated[int | None, tyro.conf.arg(name="mesh.tensor", metavar="INT")] = None
-    """Size of that axis of the mesh, if not the run's."""
-    cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
-    """Directory in which tokenized text is stored and found again. If empty, that of the
-    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """JSON file for all of it: each row with its tokens and their losses, the norm of each leaf."""
-
-
-def run(argv: Sequence[str]) -> int:
-    args = parse(ReplayArguments, "replay", argv)
+def run(args: ReplayArguments) -> int:
     if args.worst < 0:
         raise ConfigError(f"--worst {args.worst}: give a number of tokens, at least 0.")
     check_output(args.output)
-    from jaxformer.tools.step_replay import replay
-
     mesh = {"data": args.data, "fsdp": args.fsdp, "tensor": args.tensor}
     mesh_sizes = {name: size for name, size in mesh.items() if size is not None}
     replayed = replay(args.path, args.step, print, mesh_sizes, args.cache_dir)
@@ -62,10 +29,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _lines(replayed: "Replay", worst: int) -> Iterator[str]:
+def _lines(replayed: Replay, worst: int) -> Iterator[str]:
     """The lines that the command prints, with the `worst` tokens of the highest loss."""
-    from jaxformer.tools.step_replay import norms_by_layer
-
     start = f"the checkpoint of step {replayed.begun}" if replayed.begun else "the beginning"
     between = replayed.step - 1 - replayed.begun
     if between:
@@ -93,7 +58,7 @@ def _lines(replayed: "Replay", worst: int) -> Iterator[str]:
             yield f"  {loss}  row {row}, position {token['position']}: {token['target']!r}"
 
 
-def _against_the_log(replayed: "Replay") -> str:
+def _against_the_log(replayed: Replay) -> str:
     """Whether the run logged the same numbers."""
     if replayed.logged is None:
         return "  This step was not logged (train.log_every), so there is nothing to compare with."
@@ -107,7 +72,7 @@ def _against_the_log(replayed: "Replay") -> str:
     )
 
 
-def rows_of(replayed: "Replay") -> Iterator[dict[str, Any]]:
+def rows_of(replayed: Replay) -> Iterator[dict[str, Any]]:
     """The rows of the batch as text, with the loss of each target that counts."""
     tokenizer, labels = replayed.setup.corpus.tokenizer, replayed.setup.corpus.labels
     batch = replayed.batch
@@ -129,7 +94,7 @@ def rows_of(replayed: "Replay") -> Iterator[dict[str, Any]]:
         yield entry
 
 
-def _text(replayed: "Replay", tokens: np.ndarray, segments: str, row: int) -> str:
+def _text(replayed: Replay, tokens: np.ndarray, segments: str, row: int) -> str:
     """The text of a row, without its padding."""
     if segments in replayed.batch:
         tokens = tokens[replayed.batch[segments][row] != 0]
@@ -141,7 +106,7 @@ def _short(text: str) -> str:
     return line if len(line) <= LONGEST_TEXT else line[: LONGEST_TEXT - 3] + "..."
 
 
-def as_json(replayed: "Replay") -> dict[str, Any]:
+def as_json(replayed: Replay) -> dict[str, Any]:
     """All numbers of a replay; null stands for what is not finite."""
     norms = {
         path: [norm if math.isfinite(norm) else None for norm in layer_norms]

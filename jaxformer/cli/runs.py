@@ -3,40 +3,19 @@
 import json
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import tyro
-
-from jaxformer.cli.arguments import parse
+from jaxformer.cli.arguments import RunsArguments
+from jaxformer.config.format import escaped, human_time
 from jaxformer.files import ConfigError
-
-if TYPE_CHECKING:
-    from jaxformer.tools.listing import ListedRun
+from jaxformer.report.banner import aligned
+from jaxformer.tools.listing import ListedRun, runs_below
 
 RUN_COLUMNS = ("run", "state", "step", "loss", "best validation loss", "tokens/s", "last logged")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunsArguments:
-    """Lists the runs of a directory and of those below it: whether each is running, done or
-    stopped, its steps, last training loss, lowest validation loss (nats per target) with its step,
-    and tokens per second. Reads files only."""
-
-    dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Directory that the runs are in."""
-    json: bool = False
-    """Print JSON instead of text."""
-
-
-def run(argv: Sequence[str]) -> int:
-    args = parse(RunsArguments, "runs", argv)
-    from jaxformer.config.format import escaped
-    from jaxformer.report.banner import aligned
-    from jaxformer.tools.listing import runs_below
-
+def run(args: RunsArguments) -> int:
     entries = list(runs_below(args.dir))
     runs = [entry for entry in entries if not isinstance(entry, ConfigError)]
     if args.json:
@@ -52,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _numbers(run: "ListedRun") -> dict[str, Any]:
+def _numbers(run: ListedRun) -> dict[str, Any]:
     """A run for JSON, which has no number that is not finite."""
     values = run._asdict() | {"path": str(run.path)}
     for name, value in values.items():
@@ -61,9 +40,7 @@ def _numbers(run: "ListedRun") -> dict[str, Any]:
     return values
 
 
-def _cells(run: "ListedRun", folder: Path) -> tuple[str, ...]:
-    from jaxformer.config.format import escaped, human_time
-
+def _cells(run: ListedRun, folder: Path) -> tuple[str, ...]:
     name = str(run.path.relative_to(folder)) if run.path != folder else str(folder)
     return (
         escaped(name).replace("\n", "\\n"),

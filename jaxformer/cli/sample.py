@@ -6,13 +6,13 @@ import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Any
 
+import jax
 import numpy as np
-import tyro
 
-from jaxformer.cli.arguments import ModelArguments, parse
+from jaxformer.cli.arguments import SampleArguments
 from jaxformer.cli.prompting import (
     Model,
     check_size,
@@ -25,47 +25,15 @@ from jaxformer.cli.prompting import (
 )
 from jaxformer.config.format import escaped, printable
 from jaxformer.files import ConfigError
+from jaxformer.generation.slide import slide_tokens
+from jaxformer.models.transformer import forward
 from jaxformer.tokenizer.chat import ChatTemplate
 from jaxformer.tokenizer.messages import ASSISTANT
 
 SHOWN_CANDIDATES = 5  # predictions printed for a [MASK] or a text
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleArguments(ModelArguments):
-    """Continues a prompt (decoder), or writes the target of a source (encoder-decoder); predicts
-    its [MASK] tokens, its class, or the tags of its words."""
-
-    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """Text to continue or to read. If not given, a decoder starts a new text."""
-    chat: bool = False
-    """Read the prompt as the turn of a user, in the chat template of the tokenizer, and write the
-    answer. Without --prompt, each line of standard input is a turn of one conversation."""
-    system: str = ""
-    """With --chat: the message of the system before the conversation."""
-    pair: str = ""
-    """Second text of an encoder that reads two."""
-    max_new_tokens: int = 256
-    """Maximum number of new tokens."""
-    beyond: Literal["stop", "slide"] = "stop"
-    """At the end of the context: stop, or slide, with which a decoder continues from the newest
-    three quarters of it."""
-    temperature: float = 0.8
-    """Sampling temperature; 0 is greedy."""
-    top_k: int = 50
-    """Sample from the k most likely tokens; 0 samples from all."""
-    top_p: float = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this."""
-    beams: int = 0
-    """Beam width; 0 samples instead."""
-    length_penalty: float = 0.6
-    """Length penalty of the beam search; 0 prefers short texts."""
-    seed: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Random seed. If not given, each call samples another text."""
-
-
-def run(argv: Sequence[str]) -> int:
-    args = parse(SampleArguments, "sample", argv)
+def run(args: SampleArguments) -> int:
     model = open_model(args, args.pair)
     head, family = model.config.output, model.config.family
     if head not in ANSWERS:
@@ -162,8 +130,6 @@ def _pieces(
         return new_tokens(
             model, start, source, count, args.beams, length_penalty=args.length_penalty
         )
-    import jax
-
     key = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
     rules: dict[str, Any] = {
         "temperature": args.temperature,
@@ -172,8 +138,6 @@ def _pieces(
     }
     if args.beyond == "stop":
         return new_tokens(model, start, source, count, 0, key=key, **rules)
-    from jaxformer.generation.slide import slide_tokens
-
     rules |= model.writing_rules()
     # The special tokens with which every text begins stay in the window.
     beginning = len(model.tokenizer.as_prompt([]))
@@ -287,10 +251,6 @@ def _tag(model: Model, args: SampleArguments) -> None:
 
 def _probabilities(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
     """The predicted probabilities at each token [T, V], or for the row [C]."""
-    import jax
-
-    from jaxformer.models.transformer import forward
-
     types = row["token_types"][None] if "token_types" in row else None
     logits = jax.jit(forward, static_argnums=1)(
         model.params, model.config, row["tokens"][None], token_types=types

@@ -3,33 +3,20 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
-from jaxformer.cli.arguments import ConfigArguments, parse_with_config
+from jaxformer.cli.arguments import ShapesArguments
 from jaxformer.config.adapter import AdapterConfig
-
-if TYPE_CHECKING:
-    from jaxformer.tools.shape_trace import Shape, ShapeRow
+from jaxformer.config.format import human_count
+from jaxformer.config.run import RunConfig
+from jaxformer.report.banner import aligned
+from jaxformer.runs.resolve import encoded_length, with_assumed_sizes
+from jaxformer.tools.model_shapes import SYMBOLS, shapes_of
+from jaxformer.tools.shape_trace import Shape, ShapeRow
 
 SHAPE_COLUMNS = ("sublayer", "layers", "shapes", "in numbers", "parameters", "FLOPs")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShapesArguments(ConfigArguments):
-    """Prints every sublayer and product of the forward pass in the order of computation: the shapes
-    of what it reads and makes, its parameters, and the FLOPs of its products for one batch of the
-    run. Read from a trace of the program; makes no array and needs no data."""
-
-    format: Literal["table", "json", "markdown"] = "table"
-    """How to print it."""
-
-
-def run(argv: Sequence[str]) -> int:
-    args, config = parse_with_config(ShapesArguments, "jaxformer shapes", argv, weights=False)
-    from jaxformer.runs.resolve import encoded_length, with_assumed_sizes
-    from jaxformer.tools.model_shapes import SYMBOLS, shapes_of
-
+def run(args: ShapesArguments, config: RunConfig) -> int:
     model, notes = with_assumed_sizes(config.model)
     if config.adapter.kind != "none":
         notes += (f"the model is shown without its adapter ({config.adapter.kind})",)
@@ -54,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _cells(row: "ShapeRow", style: str) -> tuple[str, ...]:
+def _cells(row: ShapeRow, style: str) -> tuple[str, ...]:
     """A row as text."""
     name = row.label
     if row.depth:
@@ -67,20 +54,16 @@ def _cells(row: "ShapeRow", style: str) -> tuple[str, ...]:
     return name, times, *shapes, *_amounts(row.parameters, row.flops)
 
 
-def _sizes(shapes: "Sequence[Shape]") -> str:
+def _sizes(shapes: Sequence[Shape]) -> str:
     return " ".join(str(list(shape)) for shape in shapes)
 
 
 def _amounts(*numbers: int) -> tuple[str, ...]:
-    from jaxformer.config.format import human_count
-
     return tuple(human_count(number) if number else "" for number in numbers)
 
 
 def _table(lines: Sequence[Sequence[str]], style: str) -> str:
     """Aligned columns, the last two to the right, or a table of Markdown."""
-    from jaxformer.report.banner import aligned
-
     if style == "markdown":
         bars = ("---",) * 4 + ("---:",) * 2
         return "\n".join(f"| {' | '.join(line)} |" for line in (SHAPE_COLUMNS, bars, *lines))

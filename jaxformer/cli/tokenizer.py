@@ -6,94 +6,43 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import tyro
 
-from jaxformer.cli.arguments import OPTIONS, check_output
-from jaxformer.files import ConfigError
-
-if TYPE_CHECKING:
-    from jaxformer.tokenizer import Tokenizer
+from jaxformer.cli.arguments import (
+    EncodeArguments,
+    InspectArguments,
+    TrainTokenizerArguments,
+    check_output,
+)
+from jaxformer.config.format import escaped
+from jaxformer.data.sources import find_source
+from jaxformer.data.sources.records import RecordField
+from jaxformer.data.sources.source_files import READ_BYTES, read_blocks
+from jaxformer.data.tokenizing import ProgressNotes
+from jaxformer.files import ConfigError, replacing
+from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.bpe import blocks_of, train_on
+from jaxformer.tokenizer.metadata import ROLES, TOKENIZER_FILE
 
 IDS_PER_BLOCK = 1 << 14  # token ids written at a time
 SHOWN_ENTRIES = 10
 COMPRESSED = (".gz", ".zst")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Train:
-    """Trains a byte-level BPE. The ids are special tokens, then the 256 bytes, then merges in the
-    order in which they are learned."""
-
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """Text file, read as it is, or another source that data.train takes."""
-    vocab_size: int
-    """Number of entries, including special tokens and bytes."""
-    output: Path
-    """Directory for tokenizer.json."""
-    special_tokens: tuple[str, ...] = ("<|endoftext|>",)
-    """Tokens at which the text is split and which are never merged."""
-    pattern: str = "gpt2"
-    """Rule by which text is split into words: gpt2, or llama3, which splits numbers into groups of
-    three digits."""
-    text_field: str = "text"
-    """Field or column of the records that holds the text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerArguments:
-    tokenizer: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TOKENIZER")]
-    """tokenizer.json, a directory with one, or a run directory."""
-    special_tokens: bool = False
-    """Read names of special tokens in the text as these tokens, and add those with which the
-    tokenizer begins and ends a text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Encode(TokenizerArguments):
-    """Writes the token ids of a text to standard output or a file, and their number to standard
-    error."""
-
-    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = "-"
-    """UTF-8 text, plain, .gz or .zst; - is standard input."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """.npy file for the ids, uint16 or uint32, instead of standard output."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inspect(TokenizerArguments):
-    """Shows the entries of a tokenizer, and how it splits a text."""
-
-    text: str = ""
-    """Text to split."""
-
-
-def run(argv: Sequence[str]) -> int:
-    args: Train | Encode | Inspect = tyro.extras.subcommand_cli_from_dict(
-        {"train": Train, "encode": Encode, "inspect": Inspect},
-        prog="jaxformer tokenizer",
-        description="Trains a tokenizer, encodes a text, or shows how a tokenizer splits it.",
-        args=argv,
-        **OPTIONS,
-    )
-    if isinstance(args, Train):
+def run(args: TrainTokenizerArguments | EncodeArguments | InspectArguments) -> int:
+    if isinstance(args, TrainTokenizerArguments):
         _train(args)
-    elif isinstance(args, Encode):
+    elif isinstance(args, EncodeArguments):
         _encode(args)
     else:
         _inspect(args)
     return 0
 
 
-def _train(args: Train) -> None:
-    from jaxformer.tokenizer import Tokenizer
-    from jaxformer.tokenizer.metadata import TOKENIZER_FILE
-
+def _train(args: TrainTokenizerArguments) -> None:
     file = args.output / TOKENIZER_FILE
     if file.exists():
         raise ConfigError(f"{file} already exists: choose another --output.")
@@ -115,12 +64,8 @@ def _train(args: Train) -> None:
     print(f"{file}: {entries}, including {len(merges):,} merges, {seconds:.1f} s")
 
 
-def _trained(args: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
+def _trained(args: TrainTokenizerArguments) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
     """The entries of the vocabulary by their ids, and the merges in their order."""
-    from jaxformer.data.sources import find_source
-    from jaxformer.data.sources.records import RecordField
-    from jaxformer.tokenizer.bpe import blocks_of, train_on
-
     field = RecordField("--text_field", args.text_field, "text")
     source = find_source(args.source, "SOURCE", (field,))
     file = source.files[0]
@@ -139,9 +84,7 @@ def _trained(args: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
     )
 
 
-def _encode(args: Encode) -> None:
-    from jaxformer.tokenizer import Tokenizer
-
+def _encode(args: EncodeArguments) -> None:
     check_output(args.output)
     tokenizer, reader = Tokenizer.load(args.tokenizer), TextReader(args.file)
     ids = tokenizer.encode_iterable(reader, args.special_tokens)
@@ -157,9 +100,6 @@ class TextReader:
         self._name, self.bytes = name, 0
 
     def __iter__(self) -> Iterator[str]:
-        from jaxformer.data.sources.source_files import READ_BYTES, read_blocks
-        from jaxformer.data.tokenizing import ProgressNotes
-
         # A pipe is read with os.read, which returns as soon as there is anything.
         piped = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
         blocks: Iterable[bytes] = piped if self._name == "-" else read_blocks(Path(self._name))
@@ -188,8 +128,6 @@ def _size(name: str) -> int:
 
 def _with_progress(texts: Iterable[Iterable[str]], size: int) -> Iterator[Iterator[str]]:
     """The same texts, with notes of how much of `size` bytes (0: unknown) has been read."""
-    from jaxformer.data.tokenizing import ProgressNotes
-
     notes = ProgressNotes(_log, size, "read")
 
     def counted(blocks: Iterable[str]) -> Iterator[str]:
@@ -217,11 +155,9 @@ def _print_ids(ids: Iterator[int]) -> int:
     return count
 
 
-def _write_array(path: Path, ids: Iterator[int], tokenizer: "Tokenizer") -> int:
+def _write_array(path: Path, ids: Iterator[int], tokenizer: Tokenizer) -> int:
     """Writes ids as they come, and returns their number. NumPy's header has space for the length,
     which is known only at the end."""
-    from jaxformer.files import replacing
-
     dtype, count = tokenizer.dtype, 0
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
     with replacing(path, "choose another --output") as file:
@@ -234,11 +170,7 @@ def _write_array(path: Path, ids: Iterator[int], tokenizer: "Tokenizer") -> int:
     return count
 
 
-def _inspect(args: Inspect) -> None:
-    from jaxformer.config.format import escaped
-    from jaxformer.tokenizer import Tokenizer
-    from jaxformer.tokenizer.metadata import ROLES
-
+def _inspect(args: InspectArguments) -> None:
     tokenizer = Tokenizer.load(args.tokenizer)
     sizes, ordinary = tokenizer.token_bytes(), tokenizer.ordinary()
     role_tokens = {role: tokenizer.special(role) for role in ROLES}

@@ -1,27 +1,17 @@
 """`jaxformer train CONFIG`: trains a model, or continues its run."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from jaxformer.cli.arguments import ConfigArguments, parse_with_config
-from jaxformer.cluster.entry_point import importing
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainArguments(ConfigArguments):
-    """Trains the model of a config. The same command continues an interrupted run."""
+from jaxformer.checkpoints.saving import NotSaved
+from jaxformer.cli.arguments import TrainArguments
+from jaxformer.cli.streams import lasting, require_files
+from jaxformer.cluster.processes import LOST, LostProcess
+from jaxformer.config.run import RunConfig
+from jaxformer.runs.train_run import RunOutOfMemory, train
+from jaxformer.training.loop import Diverged, Interrupted
 
 
-def run(argv: Sequence[str]) -> int:
-    _, config = parse_with_config(TrainArguments, "train.py", argv)
-    with importing():
-        from jaxformer.checkpoints.saving import NotSaved
-        from jaxformer.cli.streams import lasting, require_files
-        from jaxformer.cluster.processes import LOST, LostProcess
-        from jaxformer.runs.train_run import RunOutOfMemory, train
-        from jaxformer.training.loop import Diverged, Interrupted
-
+def run(_: TrainArguments, config: RunConfig) -> int:
     require_files()
     with lasting():
         try:

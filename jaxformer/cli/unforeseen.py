@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 
+from jaxformer.config.config_file import read_config, settings_in
 from jaxformer.config.format import escaped
 
 SHOWN_CHARACTERS = 300  # of the message of an error
@@ -74,8 +75,6 @@ def _write_traceback(text: str, arguments: Sequence[str]) -> str:
 
 def _run_directory(arguments: Sequence[str]) -> str:
     """The run directory of a command that trains, "" where there is none."""
-    from jaxformer.config.config_file import read_config, settings_in
-
     if len(arguments) < 2 or arguments[0] != "train":
         return ""
     try:

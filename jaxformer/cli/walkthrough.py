@@ -3,18 +3,20 @@ logit lens of one example."""
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.cli.prompting import Model, text_of
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
+from jaxformer.generation.beam import BeamSteps
 from jaxformer.tools.attention_walkthrough import BeamCandidate, Box, Choices, Stage, Walkthrough
-
-if TYPE_CHECKING:
-    from jaxformer.generation.beam import BeamSteps
-    from jaxformer.tools.shape_trace import Shape, ShapeRow
+from jaxformer.tools.inspect import attention_masks, inspect, logit_lens
+from jaxformer.tools.model_shapes import SYMBOLS, formula_of, shapes_of
+from jaxformer.tools.shape_trace import Shape, ShapeRow
 
 SHOWN_PER_STEP = 5  # candidates shown of each step
 SHOWN_BEAMS = 24  # candidates of a beam search shown of each step, and those that lead on
@@ -28,9 +30,6 @@ def walkthrough_of(
 ) -> Walkthrough:
     """All that a page shows of one example beside its maps: `rows` [1, T] by the names of
     `jf.forward`, the numbers of the layers to show (none: all), and the beams of each token."""
-    from jaxformer.tools.inspect import attention_masks
-    from jaxformer.tools.model_shapes import SYMBOLS
-
     length, source = rows["tokens"].shape[1], rows.get("source")
     masks = attention_masks(model.config, layers=layers or None, **rows)
     return Walkthrough(
@@ -54,8 +53,6 @@ def naming(model: Model) -> Callable[[int], str]:
 def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[Stage]:
     """The sublayers of a forward pass of one row in the order of computation, from the rows of
     `jaxformer shapes`; none, with a note, for a model whose axes have no names."""
-    from jaxformer.tools.model_shapes import formula_of, shapes_of
-
     try:
         rows = shapes_of(config, 1, length, source_length)
     except ConfigError as error:
@@ -74,7 +71,7 @@ def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[
     return stages
 
 
-def _stage(row: "ShapeRow", config: ModelConfig) -> Stage:
+def _stage(row: ShapeRow, config: ModelConfig) -> Stage:
     """A row of `jaxformer shapes` with the box of the diagram that it stands in."""
     stack, _, path = row.name.partition(".")
     box: Box
@@ -90,7 +87,7 @@ def _stage(row: "ShapeRow", config: ModelConfig) -> Stage:
     return Stage(box, row.name, row.layers, reads, makes, row.parameters, kind=kind)
 
 
-def _axes(symbols: Sequence[str], shapes: Sequence["Shape"]) -> list[list[tuple[str, int]]]:
+def _axes(symbols: Sequence[str], shapes: Sequence[Shape]) -> list[list[tuple[str, int]]]:
     """The symbol and the size of each axis of each array, from texts such as "[B, T, D]"."""
     arrays = []
     for text, shape in zip(symbols, shapes, strict=True):
@@ -104,11 +101,6 @@ def _axes(symbols: Sequence[str], shapes: Sequence["Shape"]) -> list[list[tuple[
 def lens_of(model: Model, rows: dict[str, Any], layers: Sequence[int]) -> list[list[Choices]]:
     """The most probable texts by the output of each layer of the last stack, for each token; none
     for a model without logits of each token."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxformer.tools.inspect import inspect, logit_lens
-
     config, length = model.config, rows["tokens"].shape[1]
     if config.output in ("classes", "none"):
         return []
@@ -145,12 +137,10 @@ def lens_of(model: Model, rows: dict[str, Any], layers: Sequence[int]) -> list[l
 
 
 def beam_candidates(
-    model: Model, steps: "BeamSteps", best: Sequence[int]
+    model: Model, steps: BeamSteps, best: Sequence[int]
 ) -> list[list[BeamCandidate]]:
     """The candidates of each step of the search whose best text has the tokens `best`, likeliest
     first; of many, the first and those that lead to the best text."""
-    import jax
-
     steps = jax.tree.map(np.asarray, steps)
     live: list[list[int]] = [[]] * steps.chosen.shape[-1]
     candidates = []

@@ -49,8 +49,8 @@ def test_an_unforeseen_error_is_one_line_and_a_file_with_its_traceback(
 def test_the_traceback_of_a_training_is_in_its_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr("jaxformer.cli.train.run", lambda arguments: 1 // 0)
-    assert main(["train", "none.py", "--run.dir", str(tmp_path)]) == 1
+    monkeypatch.setattr("jaxformer.cli.train.run", lambda arguments, config: 1 // 0)
+    assert main(["train", "configs/quickstart.py", "--run.dir", str(tmp_path)]) == 1
     (file,) = tmp_path.iterdir()
     assert "failed: ZeroDivisionError: integer division or modulo by zero. This is a fault of" in (
         told := capsys.readouterr().err

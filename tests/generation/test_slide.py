@@ -14,7 +14,8 @@ from tiny_run import reference
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.cli.sample import SampleArguments, _require_slide
+from jaxformer.cli.arguments import SampleArguments
+from jaxformer.cli.sample import _require_slide
 from jaxformer.generation.decode import stream_tokens
 from jaxformer.generation.slide import slide_tokens
 

@@ -14,7 +14,7 @@ from tiny_run import write_text
 from warm_starts import leaves, run
 
 import jaxformer as jf
-from jaxformer.cli import convert, main
+from jaxformer.cli import main
 from jaxformer.interop import logit_parity
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("convert")]
@@ -120,7 +120,7 @@ def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
     monkeypatch.setattr(
         "jaxformer.runs.loading.load", lambda path, step: jf.Loaded(moved, model.config, None)
     )
-    assert convert.run([str(there), str(base / "moved"), "--verify"]) == 1
+    assert main(["convert", str(there), str(base / "moved"), "--verify"]) == 1
     assert "NOT EQUAL" in capsys.readouterr().out
 
 

@@ -15,6 +15,7 @@ import jaxformer as jf
 from jaxformer.arrays.mesh import MESH_AXES, parameter_sharding
 from jaxformer.arrays.params import init_params, map_specs
 from jaxformer.cli import convert
+from jaxformer.cli.arguments import ConvertArguments
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config.saved import to_json
@@ -350,9 +351,9 @@ def test_only_weights_that_were_rounded_may_be_apart(
 ):
     """What is read is as it lies there, whatever dtype was asked for."""
     monkeypatch.setattr(
-        logit_parity, "compare", lambda *_: logit_parity.Comparison(largest, 1.0, np.zeros(3))
+        convert, "compare", lambda *_: logit_parity.Comparison(largest, 1.0, np.zeros(3))
     )
-    asked = convert.ConvertArguments(Path("source"), Path("target"), dtype=dtype)
+    asked = ConvertArguments(source=Path("source"), target=Path("target"), dtype=dtype)
     model = jf.Loaded({}, ModelConfig(**SMALL), None)
     assert convert._verified(model, asked.source if inward else asked.target, asked) == status
     assert ("NOT EQUAL" in capsys.readouterr().out) == (status == 1)
@@ -382,7 +383,7 @@ def test_a_size_of_a_file_is_a_number_of_bytes_above_0(text, size):
 def test_a_file_where_the_directory_should_be_is_left_alone(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(jf.ConfigError, match="is not empty"):
-        convert.run([str(tmp_path / "model"), str(tmp_path / "file")])
+        convert.run(ConvertArguments(source=tmp_path / "model", target=tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "mine"
 
 
