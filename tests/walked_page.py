@@ -7,9 +7,8 @@ import numpy as np
 from test_attention_page import softmax_maps
 
 import jaxformer as jf
-from jaxformer.cli.walkthrough import stages_of
-from jaxformer.tools.attention_page import attention_page
-from jaxformer.tools.attention_walkthrough import BeamCandidate, Stage, Walkthrough
+from jaxformer.cli.attention import stages_of
+from jaxformer.tools.attention_page import BeamCandidate, Stage, Walkthrough, attention_page
 
 SOURCE = ["\\xe4", "\\xbd\\xa0", " Hund", "[padding]"]
 TARGET = ["<s>", "The", " \\xe7", "\\x8b\\x97", "."]

@@ -46,18 +46,15 @@ class Device:
         return self.float32 if dtype == "float32" else self.bfloat16
 
 
+# TFLOP/s in bfloat16; GB of memory of a GPU, GiB of a TPU; TB/s of that memory; GB/s of the links.
+Figures = tuple[float, float, float, float]
+
+
 def _gpu(
-    kind: str,
-    tflops: float,
-    memory: float,
-    bandwidth: float,
-    link: float,
-    cores: int,
-    source: str,
-    capability: tuple[int, int] = (9, 0),
+    kind: str, figures: Figures, cores: int, source: str, capability: tuple[int, int] = (9, 0)
 ) -> Device:
-    """A row of an NVIDIA GPU: TFLOP/s in bfloat16, GB, TB/s and GB/s. TF32 is half of bfloat16 in
-    every generation from Ampere on."""
+    """A row of an NVIDIA GPU. TF32 is half of bfloat16 in every generation from Ampere on."""
+    tflops, memory, bandwidth, link = figures
     return Device(
         kind=f"(NVIDIA )?{kind}",
         platform="gpu",
@@ -72,60 +69,46 @@ def _gpu(
     )
 
 
-def _tpu(
-    kind: str, tflops: float, memory: float, bandwidth: float, link: float, cores: int, source: str
-) -> Device:
-    """A row of a TPU: TFLOP/s in bfloat16, GiB, GB/s and GB/s."""
-    peaks = tflops * 1e12, tflops * 1e12
-    bytes_ = round(memory * GIB)
-    page = f"cloud.google.com/tpu/docs/{source}"
-    return Device(f"TPU {kind}", "tpu", *peaks, bytes_, bandwidth * 1e9, link * 1e9, cores, page)
+def _tpu(kind: str, figures: Figures, cores: int, page: str) -> Device:
+    """A row of a TPU, whose figures are on a page of its manufacturer."""
+    tflops, memory, bandwidth, link = figures
+    peak, source = tflops * 1e12, f"cloud.google.com/tpu/docs/{page}"
+    bytes_, rate = round(memory * GIB), bandwidth * 1e12
+    return Device(kind, "tpu", peak, peak, bytes_, rate, link * 1e9, cores, source)
 
 
 H100 = "NVIDIA H100 Tensor Core GPU data sheet"
 H200 = "NVIDIA H200 Tensor Core GPU data sheet"
 A100 = "NVIDIA A100 Tensor Core GPU data sheet"
+GH200 = "NVIDIA GH200 Grace Hopper Superchip data sheet"
+B300 = "NVIDIA HGX B300 data sheet"
 DEVICES = {
     # NVLink of Hopper: 900 GB/s in both directions together, of Ampere 600, of Blackwell 1800.
-    "h100": _gpu("H100 80GB HBM3", 989.4, 80, 3.35, 450, 132, H100),
+    "h100": _gpu("H100 80GB HBM3", (989.4, 80, 3.35, 450), 132, H100),
     # The bridge of NVLink connects two cards; between others it is PCIe's 64 GB/s.
-    "h100_pcie": _gpu("H100 PCIe", 756, 80, 2.0, 300, 114, H100),
-    "h100_nvl": _gpu("H100 NVL", 835.5, 94, 3.9, 300, 132, H100),
-    "h200": _gpu("H200", 989.4, 141, 4.8, 450, 132, H200),
-    "h200_nvl": _gpu("H200 NVL", 835.5, 141, 4.8, 450, 132, H200),
-    "gh200": _gpu(
-        "GH200 480GB", 989.4, 96, 4.0, 450, 132, "NVIDIA GH200 Grace Hopper Superchip data sheet"
-    ),
-    "a100": _gpu("A100-SXM4?-80GB", 312, 80, 2.039, 300, 108, A100, (8, 0)),
-    "a100_pcie": _gpu("A100 80GB PCIe", 312, 80, 1.935, 300, 108, A100, (8, 0)),
-    "a100_40gb": _gpu("A100-(SXM4?|PCIE)-40GB", 312, 40, 1.555, 300, 108, A100, (8, 0)),
+    "h100_pcie": _gpu("H100 PCIe", (756, 80, 2.0, 300), 114, H100),
+    "h100_nvl": _gpu("H100 NVL", (835.5, 94, 3.9, 300), 132, H100),
+    "h200": _gpu("H200", (989.4, 141, 4.8, 450), 132, H200),
+    "h200_nvl": _gpu("H200 NVL", (835.5, 141, 4.8, 450), 132, H200),
+    "gh200": _gpu("GH200 480GB", (989.4, 96, 4.0, 450), 132, GH200),
+    "a100": _gpu("A100-SXM4?-80GB", (312, 80, 2.039, 300), 108, A100, (8, 0)),
+    "a100_pcie": _gpu("A100 80GB PCIe", (312, 80, 1.935, 300), 108, A100, (8, 0)),
+    "a100_40gb": _gpu("A100-(SXM4?|PCIE)-40GB", (312, 40, 1.555, 300), 108, A100, (8, 0)),
     # HGX of eight: 36 PFLOP/s in bfloat16 with sparsity; DGX B200 has 1,440 GB, 64 TB/s.
-    "b200": _gpu("B200", 2250, 180, 8.0, 900, 148, "NVIDIA HGX, DGX B200 data sheets", (10, 0)),
-    "b300": _gpu(
-        "B300( SXM6 AC)?", 2250, 270, 8.0, 900, 148, "NVIDIA HGX B300 data sheet", (10, 3)
-    ),
+    "b200": _gpu("B200", (2250, 180, 8.0, 900), 148, "NVIDIA HGX, DGX B200 data sheets", (10, 0)),
+    "b300": _gpu("B300( SXM6 AC)?", (2250, 270, 8.0, 900), 148, B300, (10, 3)),
     # NVL72: 360 PFLOP/s in bfloat16 with sparsity, 576 TB/s; 13.4 TB, and 20 TB of memory.
-    "gb200": _gpu("GB200", 2500, 186, 8.0, 900, 152, "NVIDIA GB200 NVL72 data sheet", (10, 0)),
-    "gb300": _gpu("GB300", 2500, 277, 8.0, 900, 152, "NVIDIA GB300 NVL72 data sheet", (10, 3)),
+    "gb200": _gpu("GB200", (2500, 186, 8.0, 900), 152, "NVIDIA GB200 NVL72 data sheet", (10, 0)),
+    "gb300": _gpu("GB300", (2500, 277, 8.0, 900), 152, "NVIDIA GB300 NVL72 data sheet", (10, 3)),
     # GDDR6, of whose 48 GB the error correction takes a sixteenth; PCIe 4 x16.
-    "l40s": _gpu("L40S", 362.05, 45, 0.864, 32, 142, "NVIDIA L40S data sheet", (8, 9)),
+    "l40s": _gpu("L40S", (362.05, 45, 0.864, 32), 142, "NVIDIA L40S data sheet", (8, 9)),
     # All-reduce of a pod of 4,096 chips: 1.1 PB/s, which is what each chip sends.
-    "v4": _tpu("v4", 275, 32, 1200, 268.6, 2, "v4"),
-    "v5e": _tpu("(v5 lite|v5e)", 197, 16, 819, 200, 1, "v5e"),
-    "v5p": _tpu("(v5|v5p)", 459, 95, 2765, 600, 2, "v5p"),
-    "v6e": _tpu("(v6 lite|v6e)", 918, 32, 1638, 400, 1, "v6e"),
+    "v4": _tpu("TPU v4", (275, 32, 1.2, 268.6), 2, "v4"),
+    "v5e": _tpu("TPU (v5 lite|v5e)", (197, 16, 0.819, 200), 1, "v5e"),
+    "v5p": _tpu("TPU (v5|v5p)", (459, 95, 2.765, 600), 2, "v5p"),
+    "v6e": _tpu("TPU (v6 lite|v6e)", (918, 32, 1.638, 400), 1, "v6e"),
     # Half a chip of 2,307 TFLOP/s, 192 GiB and 7,380 GB/s; both halves can use all of its links.
-    "tpu7x": Device(
-        "TPU7x",
-        "tpu",
-        1153.5e12,
-        1153.5e12,
-        96 * GIB,
-        3690e9,
-        600e9,
-        1,
-        "cloud.google.com/tpu/docs/tpu7x",
-    ),
+    "tpu7x": _tpu("TPU7x", (1153.5, 96, 3.69, 600), 1, "tpu7x"),
     "cpu": Device("cpu", "cpu", None, None, None, None, None),
 }
 

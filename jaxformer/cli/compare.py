@@ -11,8 +11,6 @@ from jaxformer.report.banner import aligned
 from jaxformer.tools.run_comparison import (
     ComparedRun,
     Configuration,
-    Overlaid,
-    band_of,
     comparison_page,
     configurations,
     read_runs,
@@ -27,17 +25,10 @@ def run(args: CompareArguments) -> int:
     for note in notes:
         print(f"note: {escaped(note)}", file=sys.stderr)
     groups = configurations(runs)
-    panels = {}
-    for panel in ("validation", "training"):
-        lines = []
-        for group in groups:
-            curves = [getattr(member, panel) for member in group.runs]
-            lines.append(Overlaid(group.name, curves, band_of(curves)))
-        panels[f"{panel} loss (nats per target; of preferences, per pair)"] = lines
     columns = ("run", *SHOWN_FIGURES, *groups[0].differing)
     rows = [_cells(group) for group in groups]
     title = f"{len(runs)} runs of {len(groups)} configurations"
-    write_text(args.output, comparison_page(panels, columns, rows, title=title))
+    write_text(args.output, comparison_page(groups, columns, rows, title=title))
     print("\n".join(aligned([columns, *rows], right=range(1, len(SHOWN_FIGURES) + 1))))
     print(f"{args.output}: {title}")
     return 0

@@ -10,8 +10,7 @@ from jaxformer.config.format import human_count
 from jaxformer.config.run import RunConfig
 from jaxformer.report.banner import aligned
 from jaxformer.runs.resolve import encoded_length, with_assumed_sizes
-from jaxformer.tools.model_shapes import SYMBOLS, shapes_of
-from jaxformer.tools.shape_trace import Shape, ShapeRow
+from jaxformer.tools.model_shapes import SYMBOLS, Shape, ShapeRow, shapes_of
 
 SHAPE_COLUMNS = ("sublayer", "layers", "shapes", "in numbers", "parameters", "FLOPs")
 

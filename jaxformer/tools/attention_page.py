@@ -1,19 +1,19 @@
-"""Attention weights as an HTML page to explore, and as a picture."""
+"""The page of attention of one example: its weights head by head and step by step, beside the order
+of computation, masks, beams and the logits of each layer; and a picture of the weights."""
 
 import base64
 import json
-import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxformer.files import ConfigError, replacing
 from jaxformer.report.plot import FAINT, INK
-from jaxformer.tools.attention_walkthrough import Walkthrough, packed_choices, visible
+from jaxformer.tools import filled_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,9 +33,79 @@ LEVELS = 65_535  # steps between the weights 0 and 1
 MAX_WEIGHTS = 2**25  # of a page: 64 MiB as 16-bit integers
 MAX_LABELS = 64  # tokens that a figure names on an axis
 
+JOINERS = "\u200c\u200d"  # not printable, but they shape the characters around them
+VISIBLE = {"\n": "↵", "\r": "␍", "\t": "⇥", **{char: char for char in JOINERS}}
+
 Maps = Mapping[str, np.ndarray]
 TokenStrings = Mapping[str, Sequence[str]]
 Groups = Mapping[str, Sequence[tuple[int, int, str]]]
+AxisSizes = Sequence[tuple[str, int]]  # of each axis its symbol, or its size, and its size
+Choices = Sequence[tuple[str, float]]  # texts with their probabilities, likeliest first
+Box = Literal["encoder", "decoder", "output"]  # of the diagram
+
+
+def visible(token: str) -> str:
+    """A token's text with its white space shown as `·`, `↵` or `⇥`, and `∅` for no text at all."""
+    return "".join(map(_visible_character, token)) or "∅"
+
+
+def _visible_character(char: str) -> str:
+    if char in VISIBLE or char.isspace():
+        return VISIBLE.get(char, "·")
+    return char if char.isprintable() else "\N{REPLACEMENT CHARACTER}"
+
+
+class Stage(NamedTuple):
+    """A sublayer in the order of computation, or a product within one, which has no `products`.
+
+    `part` is the box of the diagram that it stands in, `name` its full name, `kind` the kind of
+    maps that it makes ("" for none). `layers` are the numbers of the layers that have it. `formula`
+    is lines of text.
+    """
+
+    part: Box
+    name: str
+    layers: Sequence[int]
+    reads: Sequence[AxisSizes]
+    makes: Sequence[AxisSizes]
+    parameters: int = 0
+    formula: Sequence[str] = ()
+    kind: str = ""
+    products: Sequence["Stage"] = ()
+
+
+class BeamCandidate(NamedTuple):
+    """A text that a step of a beam search could go on with: the text so far and its new token, its
+    log-probability in nats, and, if the token ends it, its score by the length penalty.
+
+    `state` is kept, finished or dropped. `leads` says whether the text that the search returned
+    begins with it.
+    """
+
+    before: str
+    token: str
+    log_probability: float
+    state: Literal["kept", "finished", "dropped"]
+    score: float | None = None
+    leads: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walkthrough:
+    """What a page shows beside its maps; an empty field is not shown.
+
+    `stages` are in the order of computation, and `symbols` say what the symbols of their axes mean.
+    `masks` hold, for kinds of maps that the page has, which keys each query may attend to: bool
+    [L, queries, keys]. `beams[t]` are the candidates for what follows target token t, likeliest
+    first. `lens[l][t]` are the most probable texts with their probabilities by the output of layer
+    l for position t of the target, or of the source where there is no target.
+    """
+
+    stages: Sequence[Stage] = ()
+    symbols: Mapping[str, str] = field(default_factory=dict)
+    masks: Mapping[str, np.ndarray] = field(default_factory=dict)
+    beams: Sequence[Sequence[BeamCandidate]] = ()
+    lens: Sequence[Sequence[Choices]] = ()
 
 
 def attention_page(
@@ -43,7 +113,7 @@ def attention_page(
     tokens: TokenStrings,
     *,
     title: str,
-    candidates: Sequence[Sequence[tuple[str, float]]] = (),
+    candidates: Sequence[Choices] = (),
     layers: Sequence[int] = (),
     groups: Groups | None = None,
     walkthrough: Walkthrough | None = None,
@@ -57,54 +127,41 @@ def attention_page(
     are the most probable (text, probability) for what follows target token t; without a target, for
     source token t itself. `groups` holds, for "source" and "target", runs of tokens that share
     characters, (first, one past the last, their text), which are labeled as one; `walkthrough` is
-    what is shown beside the maps. Save the page as UTF-8. Raises ConfigError where shapes do not
-    fit, or a weight is not within 0 to 1.
+    what is shown beside the maps. Save the page as UTF-8. Raises ConfigError for more weights than
+    a page shows, and for a weight or probability that is not within 0 to 1.
     """
-    arrays = _checked(maps, tokens)
-    axes = sorted(_axes(arrays))
-    stepped = axes[-1]  # the tokens that a reader steps through: the target, or else the source
-    steps = len(tokens[stepped])
-    depth = max(len(weights) for kind, weights in arrays.items() if AXES[kind][0] == stepped)
+    arrays = _checked(maps)
+    shown = walkthrough or Walkthrough()
+    axes = sorted({axis for kind in arrays for axis in AXES[kind]})
     data = {
         "title": title,
         "layers": sorted(layers),
         "tokens": {axis: [visible(token) for token in tokens[axis]] for axis in axes},
-        "groups": {axis: _grouped((groups or {}).get(axis, ()), tokens[axis]) for axis in axes},
+        "groups": {
+            axis: [(first, end, visible(text)) for first, end, text in (groups or {}).get(axis, ())]
+            for axis in axes
+        },
         "maps": {kind: _packed(kind, weights) for kind, weights in arrays.items()},
-        "candidates": _packed_candidates(candidates, steps),
-        **(walkthrough or Walkthrough()).packed(arrays, steps, depth),
+        "candidates": [_packed_choices(step) for step in candidates],
+        "stages": [_packed_stage(stage) for stage in shown.stages],
+        "symbols": dict(shown.symbols),
+        "masks": {kind: _packed_mask(mask) for kind, mask in shown.masks.items()},
+        "beams": [[_packed_candidate(beam) for beam in step] for step in shown.beams],
+        "lens": [[_packed_choices(choices) for choices in layer] for layer in shown.lens],
     }
     # Without "<" in the data no text can end the script element that holds it.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-
-    def content(slot: re.Match[str]) -> str:
-        """What stands for {{data}}, or for the {{name}} of a file."""
-        return packed if slot[1] == "data" else _read(slot[1])
-
-    return re.sub("{{(.+?)}}", content, _read("attention.html"))
+    return filled_page("attention.html", {"data": packed})
 
 
 def attention_figure(
-    maps: Maps,
-    tokens: TokenStrings,
-    path: str | Path,
-    *,
-    title: str,
-    kind: str | None = None,
-    layers: Sequence[int] = (),
+    maps: Maps, tokens: TokenStrings, path: str | Path, *, title: str, layers: Sequence[int] = ()
 ) -> None:
-    """Draws one kind of map as a PNG, with a row for each layer and a column for each head; tokens
-    are on both axes where they are 64 or fewer.
-
-    `maps`, `tokens` and `layers` are those of `attention_page`; `kind` defaults to cross, else
-    decoder, else encoder.
-    """
-    arrays = _checked(maps, tokens)
-    chosen = kind or list(arrays)[-1]
-    if chosen not in arrays:
-        raise ConfigError(
-            f"attention maps hold no {chosen!r}: choose one of {', '.join(map(repr, arrays))}."
-        )
+    """Draws one kind of map, that of cross-attention if there is one, else of the decoder, as a
+    PNG, with a row for each layer and a column for each head; tokens are on both axes where they
+    are 64 or fewer. `maps`, `tokens` and `layers` are those of `attention_page`."""
+    arrays = _checked(maps)
+    chosen = list(arrays)[-1]
     labels = tuple([visible(token) for token in tokens[axis]] for axis in AXES[chosen])
     with warnings.catch_warnings():
         # A character that the font lacks is drawn as a box.
@@ -115,51 +172,23 @@ def attention_figure(
             figure.savefig(file, format="png", dpi=dots)
 
 
-def _read(name: str) -> str:
-    return files("jaxformer.tools").joinpath("pages", name).read_text(encoding="utf-8")
-
-
-def _axes(maps: Maps) -> set[str]:
-    return {axis for kind in maps for axis in AXES[kind]}
-
-
-def _checked(maps: Maps, tokens: TokenStrings) -> dict[str, np.ndarray]:
-    """The maps as float32 in the order of AXES. Raises ConfigError with all that does not fit."""
-    kinds = ", ".join(map(repr, AXES))
-    problems = [f"{kind!r} is not a kind of map: {kinds} are." for kind in maps if kind not in AXES]
-    if not maps:
-        problems.append(f"there is none: pass any of {kinds}.")
+def _checked(maps: Maps) -> dict[str, np.ndarray]:
+    """The maps as float32 in the order of AXES. Raises ConfigError for what cannot be shown."""
     arrays = {kind: np.asarray(maps[kind], np.float32) for kind in AXES if kind in maps}
-    missing = sorted(axis for axis in _axes(arrays) if not len(tokens.get(axis, ())))
-    problems += [f"{axis} tokens are missing: pass tokens[{axis!r}]." for axis in missing]
-    if not problems:
-        for kind, array in arrays.items():
-            problems += _problems(kind, array, tokens)
     count = sum(array.size for array in arrays.values())
     if count > MAX_WEIGHTS:
-        problems.append(
-            f"{count:,} weights are too many to show (at most {MAX_WEIGHTS:,}): take fewer tokens"
-            " or layers."
+        raise ConfigError(
+            f"attention maps: {count:,} weights are too many to show (at most {MAX_WEIGHTS:,}):"
+            " take fewer tokens or layers."
         )
-    if problems:
-        raise ConfigError("\n".join(f"attention maps: {problem}" for problem in problems))
+    for kind, array in arrays.items():
+        # NaN fails both comparisons; a low precision rounds to a little above 1.
+        if not (array.min() >= 0 and array.max() <= 1.01):
+            raise ConfigError(
+                f"attention maps: {kind!r} holds weights from {array.min():g} to {array.max():g}:"
+                " pass those after the softmax, from 0 to 1."
+            )
     return arrays
-
-
-def _problems(kind: str, array: np.ndarray, tokens: TokenStrings) -> Iterator[str]:
-    query, key = AXES[kind]
-    queries, keys = len(tokens[query]), len(tokens[key])
-    if array.ndim != 4 or array.shape[2:] != (queries, keys) or not array.size:
-        yield (
-            f"{kind!r} has the shape {array.shape}, not (layers, heads, {queries} {query} tokens,"
-            f" {keys} {key} tokens): pass the weights of one example with its own tokens."
-        )
-    # NaN fails both comparisons; a low precision rounds to a little above 1.
-    elif not (array.min() >= 0 and array.max() <= 1.01):
-        yield (
-            f"{kind!r} holds weights from {array.min():g} to {array.max():g}: pass those after the"
-            " softmax, from 0 to 1."
-        )
 
 
 def _packed(kind: str, weights: np.ndarray) -> dict[str, Any]:
@@ -172,30 +201,37 @@ def _packed(kind: str, weights: np.ndarray) -> dict[str, Any]:
     return sides | {"shape": weights.shape, "weights": text}
 
 
-def _packed_candidates(
-    candidates: Sequence[Sequence[tuple[str, float]]], count: int
-) -> list[list[tuple[str, float]]]:
-    if candidates and len(candidates) != count:
+def _packed_choices(choices: Choices) -> list[tuple[str, float]]:
+    """Texts and probabilities for the page. Raises ConfigError for one not within 0 to 1."""
+    if not all(0 <= probability <= 1.01 for _, probability in choices):
         raise ConfigError(
-            f"{len(candidates)} steps of candidates for {count} tokens: give one list for each"
-            " token, or none."
+            "candidates hold a probability that is not within 0 to 1: pass (text, probability)"
+            " after the softmax."
         )
-    return [packed_choices(step) for step in candidates]
+    return [(visible(text), round(float(probability), 6)) for text, probability in choices]
 
 
-def _grouped(
-    groups: Sequence[tuple[int, int, str]], tokens: Sequence[str]
-) -> list[tuple[int, int, str]]:
-    """The groups of one axis. Raises ConfigError for runs that overlap or are not within it."""
-    end = 0
-    for first, last, text in groups:
-        if not end <= first < last <= len(tokens):
-            raise ConfigError(
-                f"groups hold {(first, last, text)}: the runs of {len(tokens)} tokens must be in"
-                f" order and not overlap, from {end} on."
-            )
-        end = last
-    return [(int(first), int(last), visible(text)) for first, last, text in groups]
+def _packed_mask(mask: np.ndarray) -> dict[str, Any]:
+    """The different ones of the masks [L, queries, keys], in base64 with 8 keys a byte, the first
+    in the highest bit, and the index of the one that each layer has."""
+    different, index_of_layer = np.unique(mask, axis=0, return_inverse=True)
+    bits = np.packbits(different.reshape(len(different), -1), axis=1)
+    texts = [base64.b64encode(row.tobytes()).decode("ascii") for row in bits]
+    return {"bits": texts, "layers": index_of_layer.reshape(-1).tolist()}
+
+
+def _packed_stage(stage: Stage) -> dict[str, Any]:
+    return stage._asdict() | {"products": [_packed_stage(product) for product in stage.products]}
+
+
+def _packed_candidate(candidate: BeamCandidate) -> dict[str, Any]:
+    score = candidate.score
+    return candidate._asdict() | {
+        "before": visible(candidate.before) if candidate.before else "",
+        "token": visible(candidate.token),
+        "log_probability": round(float(candidate.log_probability), 4),
+        "score": None if score is None else round(float(score), 4),
+    }
 
 
 def _figure(

@@ -7,9 +7,7 @@ In the comments, P is the number of points of a curve and R that of runs.
 import html
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +18,7 @@ from jaxformer.config.run import flat
 from jaxformer.files import ConfigError, read_object
 from jaxformer.report.metrics import FILE, read_metrics
 from jaxformer.report.plot import smoothed
+from jaxformer.tools import filled_page
 from jaxformer.tools.listing import ListedRun, runs_below
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 # lines have the same colors, and are dashed.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 DASHES = ("solid", "dash", "dot", "dashdot")
+PANELS = ("validation", "training")
 AXES_OF_RUNS = {"steps": "step", "tokens": "tokens", "seconds": "seconds"}
 MARKED_POINTS = 30  # a line of more has no markers
 
@@ -53,14 +53,6 @@ class Band(NamedTuple):
     high: np.ndarray
 
 
-class Overlaid(NamedTuple):
-    """A named line of a panel: the `curves` that it is made of, and their band."""
-
-    name: str
-    curves: Sequence[Curve]
-    band: Band
-
-
 class ComparedRun(NamedTuple):
     """A run with its training loss, smoothed, and its validation loss. `settings` are those that
     are compared, by dotted name, with the fingerprints of its data."""
@@ -79,6 +71,10 @@ class Configuration(NamedTuple):
     name: str
     runs: tuple[ComparedRun, ...]
     differing: dict[str, Any]
+
+    def curves(self, quantity: str) -> list[Curve]:
+        """The "training" or "validation" curve of each run."""
+        return [getattr(run, quantity) for run in self.runs]
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
@@ -199,18 +195,15 @@ def _name(members: Sequence[ComparedRun]) -> str:
 
 
 def comparison_page(
-    panels: Mapping[str, Sequence[Overlaid]],
+    groups: Sequence[Configuration],
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
     title: str,
 ) -> str:
-    """A self-contained HTML page with a panel for each quantity, over steps, tokens or seconds, and
-    a table below them.
-
-    Every panel holds the same lines in the same order, and `rows` has a row of cells for each of
-    them. Raises ConfigError where plotly is not installed.
-    """
+    """A self-contained HTML page with a panel for each loss, over steps, tokens or seconds, and a
+    table below them, in which `rows` has a row of cells for each configuration. Raises ConfigError
+    where plotly is not installed."""
     try:
         import plotly.io
     except ImportError as error:
@@ -219,69 +212,62 @@ def comparison_page(
             ' "jaxformer[compare]".'
         ) from None
     curves = plotly.io.to_html(
-        _figure(panels),
+        _figure(groups),
         full_html=False,
         include_plotlyjs=True,
         div_id="curves",
         config={"displaylogo": False, "responsive": True},
     )
     content = {"title": html.escape(title), "curves": curves, "table": _table(columns, rows)}
-    page = files("jaxformer.tools").joinpath("pages", "comparison.html").read_text("utf-8")
-    return re.sub("{{(.+?)}}", lambda slot: content[slot[1]], page)
+    return filled_page("comparison.html", content)
 
 
-def _figure(panels: Mapping[str, Sequence[Overlaid]]) -> "Figure":
+def _figure(groups: Sequence[Configuration]) -> "Figure":
     """One panel below the other over one axis, which the buttons above them change."""
     from plotly.subplots import make_subplots
 
+    titles = [f"{name} loss (nats per target; of preferences, per pair)" for name in PANELS]
     figure = make_subplots(
-        rows=len(panels), shared_xaxes=True, vertical_spacing=0.06, subplot_titles=[*panels]
+        rows=len(PANELS), shared_xaxes=True, vertical_spacing=0.06, subplot_titles=titles
     )
     axes: dict[str, list[np.ndarray]] = {name: [] for name in AXES_OF_RUNS}
     in_legend: set[str] = set()
-    for row, lines in enumerate(panels.values(), start=1):
-        for number, line in enumerate(lines):
-            for trace, points in _traces(line, number):
+    for row, panel in enumerate(PANELS, start=1):
+        for number, group in enumerate(groups):
+            for trace, points in _traces(group.name, group.curves(panel), number):
                 figure.add_trace(trace, row=row, col=1)
                 for name in axes:
                     axes[name].append(points[name])
                 if trace["name"]:  # one entry in the legend for the lines of all panels
                     figure.data[-1].showlegend = trace["name"] not in in_legend
                     in_legend.add(trace["name"])
-    last = "xaxis" if len(panels) == 1 else f"xaxis{len(panels)}"
+    to_axes = {
+        label: ("update", [{"x": axes[name]}, {f"xaxis{len(PANELS)}.title.text": label}])
+        for name, label in AXES_OF_RUNS.items()
+    }
+    # Of the first panel, and of the second one.
+    to_scales = {
+        kind: ("relayout", [{"yaxis.type": kind, "yaxis2.type": kind}])
+        for kind in ("linear", "log")
+    }
     figure.update_layout(
         template="simple_white",
-        height=360 * len(panels) + 120,
+        height=360 * len(PANELS) + 120,
         hovermode="x unified",
         margin={"l": 60, "r": 20, "t": 90, "b": 50},
         legend={"orientation": "h", "yanchor": "top", "y": -0.1},
-        updatemenus=[
-            _buttons(
-                {
-                    label: ("update", [{"x": axes[name]}, {f"{last}.title.text": label}])
-                    for name, label in AXES_OF_RUNS.items()
-                },
-                0.0,
-            ),
-            _buttons(
-                {
-                    kind: ("relayout", [{f"{axis}.type": kind for axis in _y_axes(len(panels))}])
-                    for kind in ("linear", "log")
-                },
-                0.6,
-            ),
-        ],
+        updatemenus=[_buttons(to_axes, 0.0), _buttons(to_scales, 0.6)],
     )
-    figure.update_xaxes(title_text=AXES_OF_RUNS["steps"], row=len(panels), col=1)
+    figure.update_xaxes(title_text=AXES_OF_RUNS["steps"], row=len(PANELS), col=1)
     figure.update_yaxes(showgrid=True, gridcolor="#eceef1")
     return figure
 
 
-def _traces(line: Overlaid, number: int) -> list[tuple[dict[str, Any], Points]]:
-    """What plotly draws for a line, each with its points on each axis: the curves, faint, and the
-    area between lowest and highest, where there are several; then the mean."""
+def _traces(name: str, curves: Sequence[Curve], number: int) -> list[tuple[dict[str, Any], Points]]:
+    """What plotly draws for a configuration, each with its points on each axis: the curves, faint,
+    and the area between lowest and highest, where there are several; then the mean."""
     color, dash = COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
-    mean, traces = line.band.mean, list[tuple[dict[str, Any], Points]]()
+    (mean, low, high), traces = band_of(curves), list[tuple[dict[str, Any], Points]]()
 
     def draw(points: Points, values: np.ndarray, **style: Any) -> None:
         """Adds a trace, on the axis that the page opens with."""
@@ -296,18 +282,18 @@ def _traces(line: Overlaid, number: int) -> list[tuple[dict[str, Any], Points]]:
         traces.append((trace, points))
 
     quiet: dict[str, Any] = {"hoverinfo": "skip", "showlegend": False}
-    if len(line.curves) > 1:
+    if len(curves) > 1:
         thin = {"color": color, "width": 1}
-        for curve in line.curves:
+        for curve in curves:
             draw(_points(curve), curve.values, mode="lines", opacity=0.35, line=thin, **quiet)
         # The outline of the area: forth along the highest values, and back along the lowest.
         outline = {axis: np.concatenate([x, x[::-1]]) for axis, x in _points(mean).items()}
-        values = np.concatenate([line.band.high, line.band.low[::-1]])
+        values = np.concatenate([high, low[::-1]])
         draw(outline, values, mode="none", fill="toself", fillcolor=f"{color}26", **quiet)
     draw(
         _points(mean),
         mean.values,
-        name=html.escape(line.name),
+        name=html.escape(name),
         mode="lines+markers" if len(mean.steps) <= MARKED_POINTS else "lines",
         line={"color": color, "width": 2, "dash": dash},
     )
@@ -333,10 +319,6 @@ def _buttons(labels: Mapping[str, tuple[str, list[Any]]], left: float) -> dict[s
         "y": 1.0,
         "yanchor": "bottom",
     }
-
-
-def _y_axes(panels: int) -> list[str]:
-    return ["yaxis" if number == 1 else f"yaxis{number}" for number in range(1, panels + 1)]
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,7 +7,7 @@ import pytest
 from families import SIZES
 
 import jaxformer as jf
-from jaxformer.cli.walkthrough import stages_of
+from jaxformer.cli.attention import stages_of
 from jaxformer.tools.model_shapes import formula_of, shapes_of
 
 

@@ -17,8 +17,7 @@ import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.models.cost import flops_per_token, parameter_count
 from jaxformer.tools.inspect import inspect
-from jaxformer.tools.model_shapes import SYMBOLS, shapes_of
-from jaxformer.tools.shape_trace import ShapeRow
+from jaxformer.tools.model_shapes import SYMBOLS, ShapeRow, shapes_of
 
 HEADS: dict[str, dict[str, Any]] = {
     "grouped": {},

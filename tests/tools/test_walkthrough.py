@@ -16,8 +16,6 @@ from test_inspect import forward as logits_of_case
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.tools.attention_page import attention_page
-from jaxformer.tools.attention_walkthrough import BeamCandidate, Stage, Walkthrough
 
 Capture = pytest.CaptureFixture[str]
 
@@ -159,37 +157,3 @@ def test_what_the_page_cannot_show_is_refused(
     run, page = write_run(tmp_path / "run", name), tmp_path / "page.html"
     assert main(["attention", str(run), "--prompt", "a", "--output", str(page), *line]) == 2
     assert said in capsys.readouterr().err and not page.exists()
-
-
-# what does not fit
-
-MAPS = {"decoder": np.full((2, 1, 2, 2), 0.5)}
-WORDS = {"target": ["a", "b"]}
-STAGE = Stage("decoder", "decoder.0.ffn", (0, 1), [[("D", 4)]], [[("D", 4)]], formula=("y = x",))
-
-
-@pytest.mark.parametrize(
-    ("shown", "said"),
-    [
-        ({"masks": {"cross": np.ones((2, 2, 2), bool)}}, "there are no maps"),
-        ({"masks": {"decoder": np.ones((2, 2))}}, r"float64\[2, 2\], not bool\[2, 2, 2\]"),
-        ({"masks": {"decoder": np.tril(np.ones((2, 2, 2), bool))}}, "hides keys whose weight"),
-        ({"beams": [[]]}, "1 steps of beams for 2 tokens"),
-        ({"beams": [[BeamCandidate("", "a", 2.0, "kept")], []]}, "below 0"),
-        ({"beams": [[BeamCandidate("", "a", float("nan"), "kept")], []]}, "finite"),
-        ({"beams": [[BeamCandidate("", "a", -1.0, "lost")], []]}, "'lost'"),  # type: ignore[arg-type]
-        ({"lens": [[[], []]]}, "not 2 layers of 2"),
-        ({"lens": [[[], [("a", 1.5)]]] * 2}, "not within 0 to 1"),
-    ],
-)
-def test_a_walkthrough_that_does_not_fit_its_maps_is_refused(
-    shown: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(jf.ConfigError, match=said):
-        attention_page(MAPS, WORDS, title="t", walkthrough=Walkthrough(**shown))
-
-
-@pytest.mark.parametrize("runs", [[(0, 3, "x")], [(1, 1, "x")], [(0, 2, "x"), (1, 2, "y")]])
-def test_groups_that_are_no_runs_in_order_are_refused(runs: list[tuple[int, int, str]]) -> None:
-    with pytest.raises(jf.ConfigError, match="in order and not overlap"):
-        attention_page(MAPS, WORDS, title="t", groups={"target": runs})

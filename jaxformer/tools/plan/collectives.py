@@ -137,10 +137,17 @@ def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
 
 
 def _of_matrices(planned: PlannedRun, kind: str, purpose: str, leaves: list[_Leaf]) -> Collective:
-    microbatches = planned.run.train.n_microbatches
-    times = sum(leaf.arrays for leaf in leaves) * microbatches
-    size = sum(leaf.elements for leaf in leaves) * microbatches * planned.dtype_bytes
-    return Collective(kind, purpose, "fsdp", times, size, planned.size("fsdp"))
+    times = sum(leaf.arrays for leaf in leaves)
+    size = sum(leaf.elements for leaf in leaves) * planned.dtype_bytes
+    return _of_microbatches(planned, kind, purpose, "fsdp", times, size)
+
+
+def _of_microbatches(
+    planned: PlannedRun, kind: str, purpose: str, axis: str, times: int, size: float
+) -> Collective:
+    """Collectives of which each microbatch has `times`, of `size` bytes in all."""
+    microbatches, devices = planned.run.train.n_microbatches, planned.size(axis)
+    return Collective(kind, purpose, axis, times * microbatches, size * microbatches, devices)
 
 
 def _windowed(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
@@ -175,12 +182,10 @@ def _windowed(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
 
 def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
     """The output layer and the parameters outside of layers, over fsdp."""
-    devices, microbatches = planned.size("fsdp"), planned.run.train.n_microbatches
     numbers, tensor = planned.dtype_bytes, planned.size("tensor")
 
-    def one(kind: str, purpose: str, arrays: int, elements: float, width: int) -> Collective:
-        size = elements * width * microbatches
-        return Collective(kind, purpose, "fsdp", arrays * microbatches, size, devices)
+    def one(kind: str, purpose: str, arrays: int, size: float) -> Collective:
+        return _of_microbatches(planned, kind, purpose, "fsdp", arrays, size)
 
     matrices = _leaves(planned, "embed" if _tied(planned) else "head")
     if matrices and matrices[0].divided:
@@ -188,28 +193,26 @@ def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
         # Each device adds up the gradient of the whole vocabulary.
         table_size = math.prod(matrices[0].spec.shape)
         passes = 2 if planned.of_pairs else 1
-        yield one("all-gather", "output layer", passes, passes * elements, numbers)
-        yield one("reduce-scatter", "gradient of the output layer", 1, table_size, 4)
+        yield one("all-gather", "output layer", passes, passes * elements * numbers)
+        purpose, size = "gradient of the output layer", 4 * table_size
+        yield one("reduce-scatter", purpose, 1, size)
         if tensor > 1 and table_size != elements:
-            gradient = one("all-gather", "gradient of the output layer", 1, table_size, 4)
-            yield gradient._replace(axis="tensor", devices=tensor)
+            yield _of_microbatches(planned, "all-gather", purpose, "tensor", 1, size)
     leaves = _leaves(planned, "rest")
     dense = [leaf for leaf in leaves if leaf.divided and not leaf.spec.lookup]
-    size = sum(leaf.elements for leaf in dense)
-    yield one(
-        "all-gather", "other matrices, forward and backward", 2 * len(dense), 2 * size, numbers
-    )
-    yield one("reduce-scatter", "gradients of other matrices", len(dense), size, numbers)
+    gathered = sum(leaf.elements for leaf in dense) * numbers
+    yield one("all-gather", "other matrices, forward and backward", 2 * len(dense), 2 * gathered)
+    yield one("reduce-scatter", "gradients of other matrices", len(dense), gathered)
     replicated = sum(leaf.elements for leaf in leaves if not leaf.divided)
-    yield one("all-reduce", "gradients of replicated parameters", 1, replicated, 4)
+    yield one("all-reduce", "gradients of replicated parameters", 1, 4 * replicated)
 
 
 def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
     """Each device looks up the tokens of all in its columns of a table, and then the rows are
     exchanged; their gradients go back."""
-    model, microbatches = planned.model, planned.run.train.n_microbatches
+    model = planned.model
     tables = 1 + (model.positions == "learned") + bool(model.token_types)
-    tokens = planned.rows * (planned.length + planned.source_length) * microbatches
+    tokens = planned.rows * (planned.length + planned.source_length)
     # Rows are summed and normed in float32; alone they are exchanged in the compute dtype.
     alone = tables == 1 and model.positions not in ADDED and model.embedding_scale == "none"
     changed = model.embedding_norm or model.dropout
@@ -222,10 +225,8 @@ def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
         ("looked-up rows", tables, forward),
         ("gradients of looked-up rows", times, backward),
     ):
-        size = count * tokens * model.d_model * width
-        stacks = 2 if planned.source_length else 1
-        number = count * stacks * microbatches
-        yield Collective("all-to-all", purpose, "fsdp", number, size, planned.size("fsdp"))
+        size, stacks = count * tokens * model.d_model * width, 2 if planned.source_length else 1
+        yield _of_microbatches(planned, "all-to-all", purpose, "fsdp", count * stacks, size)
 
 
 def _of_data(planned: PlannedRun) -> Iterator[Collective]:
@@ -261,7 +262,7 @@ def _of_data(planned: PlannedRun) -> Iterator[Collective]:
 
 def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     """Sums of what the parts of a layer give, and the vocabulary."""
-    model, microbatches = planned.model, planned.run.train.n_microbatches
+    model = planned.model
     # A residual stream of one token.
     wide = planned.rows * model.d_model * planned.dtype_bytes
     again = array_names(planned, model) - stored_names(planned, model)
@@ -276,8 +277,7 @@ def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     inputs = [*outputs, wide * planned.source_length] if planned.source_length else outputs
 
     def one(kind: str, purpose: str, sizes: list[float]) -> Collective:
-        times, size = len(sizes) * microbatches, sum(sizes) * microbatches
-        return Collective(kind, purpose, "tensor", times, size, planned.size("tensor"))
+        return _of_microbatches(planned, kind, purpose, "tensor", len(sizes), sum(sizes))
 
     yield one("all-reduce", "outputs of the sublayers", outputs)
     yield one("all-reduce", "outputs that remat computes again", repeated)

@@ -1,14 +1,14 @@
 """A plan as text for people, and as numbers for programs."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxformer.arrays.hardware import Device
 from jaxformer.arrays.params import count, rows
 from jaxformer.report import banner, human_bytes, human_count, human_time
-from jaxformer.report.banner import INDENT
-from jaxformer.tools.plan.changes import Change, shown
+from jaxformer.report.banner import INDENT, aligned
+from jaxformer.tools.plan.changes import shown
 from jaxformer.tools.plan.make import Plan
 from jaxformer.tools.plan.planned import PlannedRun
 from jaxformer.tools.plan.undivided import REPEATED_AXES, sentence
@@ -18,6 +18,7 @@ WORDS = (
     " `--compile` asks it; bound: published peaks, with products, memory and links overlapped"
     " entirely. No speed is promised: a real step takes longer than its bound."
 )
+LOOPS = {"scan": "in a loop", "unroll": "unrolled"}
 
 
 def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
@@ -50,7 +51,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         "model": (
             f"{model.family}, {human_count(count(planned.specs))} parameters, {layers} layers,"
             f" {model.d_model} wide, {model.vocab_size:,} tokens, {model.dtype} products,"
-            f" layers {_loop(model.layer_loop)}, remat {model.remat}"
+            f" layers {LOOPS[model.layer_loop]}, remat {model.remat}"
         ),
         "attention": planned.kernel,
         "a step": (
@@ -65,10 +66,6 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     if planned.notes:
         head["assumed"] = list(planned.notes)
     return head
-
-
-def _loop(name: str) -> str:
-    return {"scan": "in a loop", "unroll": "unrolled"}[name]
 
 
 def _figures(device: Device) -> str:
@@ -109,7 +106,7 @@ def _parameters(planned: PlannedRun) -> str:
         (name, f"{size:,}", f"{size / total:.1%}")
         for name, size in [*parts.items(), ("all", total)]
     ]
-    return _titled("Parameters (exact)", table)
+    return _titled("Parameters (exact)", table, right=(1, 2))
 
 
 def memory_text(plan: Plan) -> str:
@@ -167,17 +164,12 @@ def _flops(number: float) -> str:
 def _collectives(plan: Plan) -> str:
     if not plan.collectives:
         return ""
-    table = [
-        (
-            one.kind,
-            f"{one.axis} {one.devices}",
-            f"{one.times:,} x",
-            human_bytes(one.bytes),
-            one.purpose,
-        )
-        for one in plan.collectives
-    ]
-    return _titled("Collectives of a step, a device (estimate; bytes of all of them)", table)
+    table = []
+    for one in plan.collectives:
+        group, size = f"{one.axis} {one.devices}", human_bytes(one.bytes)
+        table.append((one.kind, group, f"{one.times:,} x", size, one.purpose))
+    title = "Collectives of a step, a device (estimate; bytes of all of them)"
+    return _titled(title, table, right=(2, 3))
 
 
 def _bound(plan: Plan, tokens: int) -> str:
@@ -210,24 +202,16 @@ def _bound(plan: Plan, tokens: int) -> str:
     return banner(entries, title)
 
 
-def _titled(title: str, table: Iterable[Sequence[str]]) -> str:
-    """A title and aligned columns: the first to the left, numbers to the right, the rest to the
-    left."""
-    lines = [list(row) for row in table]
-    widths = [max(len(row[i]) for row in lines) for i in range(len(lines[0]))]
-    shown_rows = []
-    for row in lines:
-        cells = [
-            cell.rjust(width) if cell[:1].isdigit() and i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        shown_rows.append((INDENT + INDENT.join(cells)).rstrip())
-    return "\n".join([title, *shown_rows])
+def _titled(title: str, table: Sequence[Sequence[str]], right: Collection[int] = (1,)) -> str:
+    """A title and aligned columns, those numbered in `right` to the right."""
+    return "\n".join([title, *(f"{INDENT}{line}" for line in aligned(table, right))])
 
 
 def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
     """The plan as a dict for JSON: bytes, FLOPs and seconds, None where unknown."""
-    planned, memory = plan.planned, plan.memory
+    planned, memory, changes = plan.planned, plan.memory, None
+    if plan.changes is not None:
+        changes = [{"settings": change.settings, "peak": change.peak} for change in plan.changes]
     return {
         "device": planned.device_name,
         "devices": planned.mesh.size,
@@ -250,7 +234,7 @@ def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
         },
         "undivided": [one._asdict() for one in plan.undivided],
         "cache": plan.cache,
-        "changes": None if plan.changes is None else [*map(_change_numbers, plan.changes)],
+        "changes": changes,
         "flops": plan.products._asdict(),
         "collectives": [one._asdict() for one in plan.collectives],
         "bound": {
@@ -261,7 +245,3 @@ def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
         },
         **({"seconds_for_tokens": plan.seconds_for(tokens)} if tokens else {}),
     }
-
-
-def _change_numbers(change: Change) -> dict[str, Any]:
-    return {"settings": change.settings, "peak": change.peak}
