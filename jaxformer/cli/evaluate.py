@@ -13,7 +13,6 @@ from jaxformer.runs.translate import bleu_metric
 METRIC_FORMATS = {
     "val_bits_per_byte": "{:.4f} bits per byte",
     "val_accuracy": "accuracy {:.2%}",
-    "val_next_sentence_accuracy": "next-sentence accuracy {:.2%}",
     "val_reward_margin": "reward margin {:.4f}",
     "val_reward_accuracy": "reward accuracy {:.2%}",
     "val_kl": "KL to the reference {:.4f}",
@@ -61,6 +60,11 @@ def _metrics_line(metrics: dict[str, float]) -> str:
     for name, text in METRIC_FORMATS.items():
         if name in metrics:
             texts.append(text.format(metrics[name]))
+    # The accuracies of heads beside the first, by the names of the heads.
+    for name, value in metrics.items():
+        head, is_accuracy, _ = name.removeprefix("val_").partition("_accuracy")
+        if is_accuracy and name not in METRIC_FORMATS:
+            texts.append(f"{head.replace('_', '-')} accuracy {value:.2%}")
     return ", ".join(texts)
 
 

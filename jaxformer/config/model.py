@@ -42,6 +42,16 @@ AttentionKernel = Annotated[
 Mixer = Annotated[Literal["attention"], TableAt("jaxformer.layers.block.MIXERS")]
 FeedForward = Annotated[Literal["ffn"], TableAt("jaxformer.layers.block.FEED_FORWARDS")]
 
+EmbeddingName = Annotated[Literal["tokens"], TableAt("jaxformer.layers.embed.EMBEDDINGS")]
+HeadName = Annotated[
+    Literal["auto", "language", "masked", "classes", "tags", "none"],
+    TableAt("jaxformer.layers.head.HEADS"),
+]
+# Heads that an encoder may have beside that of model.head: each is the name of the setting that
+# adds it, of its row in layers/head.py, and of the branch of its parameters.
+SecondHead = Literal["next_sentence"]
+SECOND_HEAD_NAMES = get_args(SecondHead)
+
 # Activations of a gated feed-forward layer, down(act(gate x) * up x); a gated row of your own is
 # added here too.
 GATED = {*get_args(Gated)}
@@ -147,13 +157,15 @@ class ModelConfig(Section):
     """Activation of the feed-forward layer; swiglu, geglu, geglu_tanh, reglu and glu are gated."""
     bias: Literal["none", "qkv", "attention", "ffn", "ffn_norm", "all"] = "none"
     """Where biases are used: none, qkv, attention (qkv and output), ffn, ffn_norm, all."""
+    embedding: EmbeddingName = "tokens"
+    """Embedding of the inputs, to which a stack adds embedded positions and token types."""
     embedding_scale: Literal["none", "sqrt"] = "none"
     """Scale of the token embeddings: none, or sqrt(d_model)."""
     embedding_norm: bool = False
     """Apply a norm to the embeddings."""
     token_types: Natural = 0
     """Number of token types with an embedding (2 in BERT); 0 has none."""
-    head: Literal["auto", "language", "masked", "classes", "tags", "none"] = "auto"
+    head: HeadName = "auto"
     """Output head; auto selects language, or masked for an encoder; none has no matrix."""
     n_classes: Natural = 0
     """Number of classes of the heads classes and tags; 0 uses the classes found in the data."""
@@ -231,6 +243,11 @@ class ModelConfig(Section):
         """The head, "auto" resolved."""
         auto = "masked" if self.family == "encoder" else "language"
         return auto if self.head == "auto" else self.head
+
+    @property
+    def second_heads(self) -> tuple[str, ...]:
+        """The heads beside that of `head`."""
+        return tuple(name for name in SECOND_HEAD_NAMES if getattr(self, name))
 
     @property
     def pooled(self) -> str:

@@ -45,8 +45,8 @@ def _family(config: Any) -> Iterator[str]:
         yield "head='language' needs another model.family: an encoder sees the next token."
     if family != "encoder" and output == "masked":
         yield "head='masked' needs model.family='encoder': a decoder sees one side only."
-    if family != "encoder" and config.next_sentence:
-        yield "next_sentence needs model.family='encoder': a decoder sees one side only."
+    for name in config.second_heads if family != "encoder" else ():
+        yield f"{name} needs model.family='encoder': a decoder sees one side only."
     if family != "encoder" and config.pooler:
         yield "pooler=True needs model.family='encoder': its first token sees all the others."
     if family == "encoder_decoder" and output != "language":

@@ -34,15 +34,15 @@ class MaskedRows(TextRows):
         self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
     ) -> None:
         self.length, self.types = row_format.length, row_format.token_types
-        self.sentences, self.density = row_format.next_sentence, data.noise_density
+        self.pair_target, self.density = row_format.pair_target, data.noise_density
         self.by_word, self.packed = data.mask_units == "words", data.packing == "documents"
         marks = [tokenizer.special(role) for role in ("cls", "sep")]
         cls, sep = ([mark] for mark in marks if mark is not None)
-        both = tokenizer.frame(2) if self.sentences else None
-        self.frame = both or closed(cls, sep, 1 + self.sentences)
+        both = tokenizer.frame(2) if self.pair_target else None
+        self.frame = both or closed(cls, sep, 2 if self.pair_target else 1)
         size = self.length - self.frame.added
         # Next sentences need a text and room for another one before or after it.
-        super().__init__(store, 3 * size if self.sentences else size, size)
+        super().__init__(store, 3 * size if self.pair_target else size, size)
         self.cls, self.sep, self.mask = (
             np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask")
         )
@@ -64,7 +64,7 @@ class MaskedRows(TextRows):
         return super().most_segments() if self.packed else 1
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        row = self._sentences(int(index), rng) if self.sentences else self._text(int(index))
+        row = self._sentences(int(index), rng) if self.pair_target else self._text(int(index))
         ids = row["tokens"]
         chosen, fate = self._chosen(ids, row["segment_ids"], rng)
         hidden = ids.copy()
@@ -74,7 +74,7 @@ class MaskedRows(TextRows):
         weights = np.zeros(len(ids), np.float32)
         weights[chosen] = 1
         row |= {"tokens": hidden, "targets": ids, "weights": weights}
-        once = dict.fromkeys(("next_sentence", "next_sentence_weights"), 1)
+        once = dict.fromkeys((self.pair_target, f"{self.pair_target}_weights"), 1)
         return padded(row, dict.fromkeys(row, self.length) | once)
 
     def _text(self, index: int) -> NumpyBatch:
@@ -101,11 +101,12 @@ class MaskedRows(TextRows):
         if other_start is not None and not follows:
             second = self.store.read(other_start, other_start + len(second))
         ids, kinds = self.frame.fill([first, second])
+        chosen = round(self.density * self.length)  # about as many tokens of the row
         row = {
             "tokens": ids,
             "segment_ids": np.ones(len(ids), np.int32),
-            "next_sentence": np.array([follows], np.int32),
-            "next_sentence_weights": np.array([round(self.density * self.length)], np.float32),
+            self.pair_target: np.array([follows], np.int32),
+            f"{self.pair_target}_weights": np.array([chosen], np.float32),
         }
         kinds = np.minimum(kinds, self.types - 1)
         return row | ({"token_types": kinds} if self.types else {})

@@ -27,15 +27,16 @@ class RowFormat(NamedTuple):
     `length` is the number of tokens of a row, `source_length` that of a row of sources (an
     encoder-decoder's). With `marks` rows begin with [CLS] and end with [SEP], where the tokenizer
     has these (an encoder's). `token_types` is how many types of tokens the model has, 0 for none;
-    with `next_sentence` a row holds two texts, and whether the second follows the first. `cut` is
-    what a long example loses first: "prompt", the start of its prompt, or "end", its end alone.
+    where `pair_target` is a name, a row holds two texts, and under that name whether the second
+    follows the first. `cut` is what a long example loses first: "prompt", the start of its prompt,
+    or "end", its end alone.
     """
 
     length: int
     source_length: int
     marks: bool = False
     token_types: int = 0
-    next_sentence: bool = False
+    pair_target: str = ""
     cut: str = "prompt"
 
     def lengths(self, names: Iterable[str]) -> dict[str, int]:

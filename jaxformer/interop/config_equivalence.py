@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxformer.config.model import BIASED, ModelConfig
+from jaxformer.layers.head import has_pooler
 from jaxformer.layers.norm import norm_specs
 from jaxformer.layers.pattern import layer_configs
 
@@ -25,7 +26,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
     has_windows = any(layer.window for layer in layer_configs(config, config.n_layers))
     biased = config.biased if "bias" in norm_specs(config) else config.biased - {"norm"}
     scale = config.attention_scale or config.head_width**-0.5
-    has_pooler_anyway = config.next_sentence or config.output == "classes"
+    has_pooler_anyway = has_pooler(dataclasses.replace(config, pooler=False))
     fields: dict[str, Any] = {
         "n_kv_heads": config.kv_heads,
         "head_dim": config.head_width,

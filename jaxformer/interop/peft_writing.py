@@ -32,6 +32,7 @@ from jaxformer.interop.peft_modules import (
 from jaxformer.interop.tensor_files import as_stored
 from jaxformer.interop.tensor_table import CONV, Tensor, tensor_of
 from jaxformer.models.transformer import specs as model_specs
+from jaxformer.models.transformer import without_objective
 
 # Of models with a language head, by their family.
 TASKS = {"decoder": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
@@ -89,6 +90,7 @@ def save_adapter(
     else one of the sum of their ranks. Raises ConfigError for params without an adapter, an
     embedding that is used in several places, and where no architecture is this config.
     """
+    params = without_objective(params)
     check_params(model_specs(config), params)
     check_dtype(dtype)
     directory, layout = Path(path), layout_of(config, architecture)

@@ -39,6 +39,7 @@ from jaxformer.interop.tensor_files import TensorFiles, has_tensors, names_in_in
 from jaxformer.interop.tensor_table import PIECE, Tensor, leaf_reader, matched, tensor_of
 from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.models.transformer import specs as model_specs
+from jaxformer.models.transformer import without_objective
 
 SHARD_BYTES = 5_000_000_000
 MISMATCHES_SHOWN = 12
@@ -278,8 +279,9 @@ def save_pretrained(
 
     The architecture is the first that is exactly `config`, or the one named. `dtype` is that of the
     weights (default: that of the params). A file of weights has at most `shard_bytes`; the host
-    holds the tensors of one file at a time. Raises ConfigError where no architecture is this
-    config, naming the fields that differ; nothing is written then.
+    holds the tensors of one file at a time. Parameters of the loss of an objective are not
+    written. Raises ConfigError where no architecture is this config, naming the fields that differ;
+    nothing is written then.
     """
     directory = Path(path)
     if "virtual" in params:
@@ -287,6 +289,7 @@ def save_pretrained(
             "a model directory has no place for virtual tokens: write the model below them,"
             " jf.without_adapters(params)."
         )
+    params = without_objective(params)
     check_params(model_specs(config), params)
     _refuse_custom(params)
     family, name = architecture_of(config, architecture)

@@ -1,6 +1,8 @@
-"""Embeddings: the table of tokens, and what a stack adds to it."""
+"""Embeddings: rows of tables, whose sum is the input of the first layer of a stack."""
 
 import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxformer.arrays.params import InitFunction, Params, Spec, Specs, lookup
-from jaxformer.config.model import ModelConfig
+from jaxformer.config.model import EmbeddingName, ModelConfig
+from jaxformer.config.settings import Table
 from jaxformer.layers.linear import INITIALIZERS, dropout
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
@@ -19,74 +22,122 @@ Tokens = Int[Array | np.ndarray, "B T"]
 WHOLE = ("batch", "sequence", None)
 
 
-def token_specs(config: ModelConfig) -> Specs:
-    """The table of tokens [V, D], one for the whole model."""
+class EmbeddedInputs(NamedTuple):
+    """What embeddings read: `tokens` and their `types` int [B, T], where these tokens are, and by
+    name the arrays of the batch that a row of `EMBEDDINGS` reads besides, [B, ...] each."""
+
+    tokens: Tokens
+    layout: TokenLayout
+    types: Tokens | None = None
+    arrays: Mapping[str, jax.Array] = {}
+
+
+class Embedding(NamedTuple):
+    """A row.
+
+    Attributes:
+      specs: config -> the table of its parameters, in the branch "embed".
+      apply: (params of the branch, config, inputs) -> its summand, [B, T, D] float32.
+      formula: config -> the summand as text, for `jaxformer shapes` and the page of attention.
+      reads: the arrays of a batch that it reads besides tokens, such as "patches". They are absent
+        where there are tokens alone, as in generation.
+    """
+
+    specs: Callable[[ModelConfig], Specs]
+    apply: Callable[[Params, ModelConfig, EmbeddedInputs], jax.Array]
+    formula: Callable[[ModelConfig], str]
+    reads: tuple[str, ...] = ()
+
+
+def _table(config: ModelConfig, name: str, size: int, init: InitFunction) -> Spec:
+    """A table [size, D] whose rows are looked up."""
+    return Spec((size, config.d_model), (name, "embed"), init, inputs=(name,), lookup=True)
+
+
+def _token_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
-    shape, axes = (config.vocab_size, config.d_model), ("vocab", "embed")
-    return {"tokens": Spec(shape, axes, make.embedding, inputs=("vocab",), lookup=True)}
+    return {"tokens": _table(config, "vocab", config.vocab_size, make.embedding)}
 
 
-def embed_specs(config: ModelConfig) -> Specs:
-    """What a stack adds to the tokens: learned positions, token types, a norm."""
+def _tokens(params: Params, config: ModelConfig, inputs: EmbeddedInputs) -> jax.Array:
+    x = lookup(params["tokens"], inputs.tokens, WHOLE)
+    return x * math.sqrt(config.d_model) if config.embedding_scale == "sqrt" else x
+
+
+def _token_formula(config: ModelConfig) -> str:
+    return "E[token]" + (" · √D" if config.embedding_scale == "sqrt" else "")
+
+
+def _position_specs(config: ModelConfig) -> Specs:
+    make, size = INITIALIZERS[config.init](config), config.position_offset + config.max_length
+    return {"positions": _table(config, "positions", size, make.positions)}
+
+
+def _learned(params: Params, config: ModelConfig, inputs: EmbeddedInputs) -> jax.Array:
+    return lookup(params["positions"], inputs.layout.positions + config.position_offset, WHOLE)
+
+
+def _sinusoidal(params: Params, config: ModelConfig, inputs: EmbeddedInputs) -> jax.Array:
+    return sinusoids(inputs.layout.positions, config.d_model, config.sinusoid_order)
+
+
+def _type_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
+    return {"types": _table(config, "types", config.token_types, make.embedding)}
 
-    def table(name: str, size: int, init: InitFunction) -> Spec:
-        return Spec((size, config.d_model), (name, "embed"), init, inputs=(name,), lookup=True)
 
+def _types(params: Params, config: ModelConfig, inputs: EmbeddedInputs) -> jax.Array:
+    types = jnp.zeros_like(inputs.layout.positions) if inputs.types is None else inputs.types
+    return lookup(params["types"], types, WHOLE)
+
+
+# The embedding of the inputs, with one table for the whole model.
+EMBEDDINGS: Table[Embedding] = Table(
+    EmbeddingName, {"tokens": Embedding(_token_specs, _tokens, _token_formula)}
+)
+# What a stack adds to it: the values of model.positions that are embedded, and token types.
+ADDED = {
+    "learned": Embedding(_position_specs, _learned, lambda config: "P[position]"),
+    "sinusoidal": Embedding(lambda config: {}, _sinusoidal, lambda config: "sinusoids(position)"),
+}
+TOKEN_TYPES = Embedding(_type_specs, _types, lambda config: "U[token type]")
+
+
+def added_embeddings(config: ModelConfig) -> list[Embedding]:
+    """The rows of what a stack adds to the embedding of its inputs, in their order."""
+    positions = [ADDED[config.positions]] if config.positions in ADDED else []
+    return [*positions, *([TOKEN_TYPES] if config.token_types else [])]
+
+
+def embedding_specs(config: ModelConfig) -> Specs:
+    """The parameters of model.embedding, which all stacks of the model share."""
+    return EMBEDDINGS[config.embedding].specs(config)
+
+
+def added_specs(config: ModelConfig) -> Specs:
+    """The parameters of what a stack adds to its inputs: learned positions, token types, a norm."""
     specs: Specs = {}
-    if config.positions == "learned":
-        size = config.position_offset + config.max_length
-        specs["positions"] = table("positions", size, make.positions)
-    if config.token_types:
-        specs["types"] = table("types", config.token_types, make.embedding)
-    if config.embedding_norm:
-        specs["norm"] = norm_specs(config)
-    return specs
-
-
-def _learned(params: Params, config: ModelConfig, layout: TokenLayout) -> jax.Array:
-    return lookup(params["positions"], layout.positions + config.position_offset, WHOLE)
-
-
-def _sinusoidal(params: Params, config: ModelConfig, layout: TokenLayout) -> jax.Array:
-    return sinusoids(layout.positions, config.d_model, config.sinusoid_order)
-
-
-ADDED = {"learned": _learned, "sinusoidal": _sinusoidal}
+    for row in added_embeddings(config):
+        specs |= row.specs(config)
+    return specs | ({"norm": norm_specs(config)} if config.embedding_norm else {})
 
 
 @jax.named_scope("embed")
 def embed(
-    params: Params,
-    config: ModelConfig,
-    tokens: Tokens,
-    layout: TokenLayout,
-    types: Tokens | None = None,
-    key: jax.Array | None = None,
+    params: Params, config: ModelConfig, inputs: EmbeddedInputs, key: jax.Array | None = None
 ) -> Float[Array, "B T D"]:
     """[B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. Dropout needs a
     key."""
-    x = lookup(params["tokens"], tokens, WHOLE)
-    if config.embedding_scale == "sqrt":
-        x = x * math.sqrt(config.d_model)
-    if config.positions in ADDED:
-        x = x + ADDED[config.positions](params, config, layout)
-    if config.token_types:
-        types = jnp.zeros_like(layout.positions) if types is None else types
-        x = x + lookup(params["types"], types, WHOLE)
+    x = EMBEDDINGS[config.embedding].apply(params, config, inputs)
+    for row in added_embeddings(config):
+        x = x + row.apply(params, config, inputs)
     if config.embedding_norm:
         x = norm(params["norm"], config, x)
     return dropout(x, config.dropout, key)
 
 
-ADDED_TEXTS = {"learned": "P[position]", "sinusoidal": "sinusoids(position)"}
-
-
 def embed_formula(config: ModelConfig) -> tuple[str, ...]:
     """The rows of x as text."""
-    text = "E[token]" + (" · √D" if config.embedding_scale == "sqrt" else "")
-    if config.positions in ADDED:
-        text += f" + {ADDED_TEXTS.get(config.positions, config.positions)}"
-    if config.token_types:
-        text += " + U[token type]"
+    summands = [EMBEDDINGS[config.embedding], *added_embeddings(config)]
+    text = " + ".join(row.formula(config) for row in summands)
     return (f"x = norm({text})" if config.embedding_norm else f"x = {text}",)

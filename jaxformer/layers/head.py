@@ -6,9 +6,13 @@ masked     the token that was masked   norm(act(x W + b)) (BERT, arXiv:1810.0480
 tags       a class of each token       x
 classes    a class of each row         tanh(pooled W + b) in an encoder, pooled in a decoder
 none       the residual stream, and no matrix
+
+A model has one head, whose parameters are the branch "head", and maybe others beside it, whose
+branches have their names.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,43 +20,100 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Spec, Specs, Weight, contract, zeros
-from jaxformer.config.model import ModelConfig
+from jaxformer.config.model import HeadName, ModelConfig, SecondHead
+from jaxformer.config.settings import Table
 from jaxformer.files import ConfigError
+from jaxformer.layers.embed import embedding_specs
 from jaxformer.layers.ffn import ACTIVATION_TEXTS, ACTIVATIONS
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 
 
+class Head(NamedTuple):
+    """A row: logits = rows matrix^T + bias.
+
+    Attributes:
+      specs: config -> the table of its parameters. "weight" [V, D] is the matrix, "bias" [V].
+      rows: (params of the model, config, x [B, T, D], layout) -> [B, T, D], or [B, 1, D] for a
+        prediction of the whole row: what the matrix multiplies.
+      formula: config -> the lines of text that compute a row from x; the last one names it.
+      of_tokens: whether it predicts tokens, so that its matrix may be the table of tokens.
+      of_row: whether it predicts something of the whole row, in an encoder from its pooler.
+      of_pairs: whether it predicts if the second of two texts follows the first, so that rows of
+        the data hold two texts.
+      has_logits: whether it has a matrix.
+    """
+
+    specs: Callable[[ModelConfig], Specs]
+    rows: Callable[[Params, ModelConfig, jax.Array, TokenLayout], jax.Array]
+    formula: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
+    of_tokens: bool = False
+    of_row: bool = False
+    of_pairs: bool = False
+    has_logits: bool = True
+
+
+def heads_of(config: ModelConfig) -> dict[str, Head]:
+    """The heads of a model by the branches of their parameters, "head" first."""
+    beside = {name: SECOND_HEADS[name] for name in config.second_heads}
+    return {"head": HEADS[config.output], **beside}
+
+
+def has_pooler(config: ModelConfig) -> bool:
+    """Whether a model has BERT's pooler: an encoder with a head that reads it, or asked to."""
+    is_read = any(head.of_row for head in heads_of(config).values())
+    return config.pooler or (config.family == "encoder" and is_read)
+
+
+def is_tied(config: ModelConfig) -> bool:
+    """Whether the matrix of the head is the table of tokens."""
+    return config.tied_head and HEADS[config.output].of_tokens
+
+
 def head_specs(config: ModelConfig) -> Specs:
-    """The rows named pooler, head and next_sentence, as far as the config has them."""
-    make = INITIALIZERS[config.init](config)
-    d, output = config.d_model, config.output
-    square = Spec((d, d), ("embed", "hidden"), make.weight, inputs=("embed",))
-    dense: Specs = {"dense": square, "dense_bias": Spec((d,), ("hidden",), zeros)}
-
-    def matrix(size: int, axis: str, bias: bool = True) -> Specs:
-        weight = Spec((size, d), (axis, "embed"), make.weight, inputs=("embed",))
-        return {"weight": weight} | ({"bias": Spec((size,), (axis,), zeros)} if bias else {})
-
-    table: Specs = {}
-    if config.pooler or config.next_sentence or (output, config.family) == ("classes", "encoder"):
-        table["pooler"] = dense
-    if output in ("language", "masked"):
-        head_rows = matrix(config.vocab_size, "vocab", bias=config.head_bias or output == "masked")
-        # A tied head reads the embedding table as its matrix.
-        if config.tied_head:
-            del head_rows["weight"]
-        if output == "masked":
-            head_rows |= dense | {"norm": norm_specs(config)}
-        table["head"] = head_rows
-    elif output in ("classes", "tags"):
-        if not config.n_classes:
-            raise ConfigError(f"model.n_classes=0 with model.head={output!r}: give their number.")
-        table["head"] = matrix(config.n_classes, "classes")
-    if config.next_sentence:
-        table["next_sentence"] = matrix(2, "classes")
+    """The rows named pooler, head, and those of the heads beside it, as far as the config has
+    them."""
+    table: Specs = {"pooler": _dense_specs(config)} if has_pooler(config) else {}
+    table |= {name: head.specs(config) for name, head in heads_of(config).items()}
+    if is_tied(config):
+        if "tokens" not in embedding_specs(config):
+            raise ConfigError(
+                f"model.tied_head=True needs a table of tokens, and model.embedding="
+                f"{config.embedding!r} has none: set one of the two differently."
+            )
+        del table["head"]["weight"]
     return {name: rows for name, rows in table.items() if rows}
+
+
+def _dense_specs(config: ModelConfig) -> Specs:
+    make, d = INITIALIZERS[config.init](config), config.d_model
+    square = Spec((d, d), ("embed", "hidden"), make.weight, inputs=("embed",))
+    return {"dense": square, "dense_bias": Spec((d,), ("hidden",), zeros)}
+
+
+def _output_specs(config: ModelConfig, size: int, axis: str, bias: bool = True) -> Specs:
+    """A matrix [size, D], and a bias [size]."""
+    make = INITIALIZERS[config.init](config)
+    weight = Spec((size, config.d_model), (axis, "embed"), make.weight, inputs=("embed",))
+    return {"weight": weight} | ({"bias": Spec((size,), (axis,), zeros)} if bias else {})
+
+
+def _language_specs(config: ModelConfig) -> Specs:
+    return _output_specs(config, config.vocab_size, "vocab", config.head_bias)
+
+
+def _masked_specs(config: ModelConfig) -> Specs:
+    output = _output_specs(config, config.vocab_size, "vocab")
+    return output | _dense_specs(config) | {"norm": norm_specs(config)}
+
+
+def _class_specs(config: ModelConfig) -> Specs:
+    if not config.n_classes:
+        raise ConfigError(
+            f"model.n_classes=0 with model.head={config.output!r}: give their number."
+        )
+    return _output_specs(config, config.n_classes, "classes")
 
 
 def pooled(
@@ -73,17 +134,70 @@ def pooled(
     return jnp.tanh(linear("BTD,DF->BTF", params["pooler"], "dense", pooled_rows))
 
 
+def _all_tokens(
+    params: Params, config: ModelConfig, x: jax.Array, layout: TokenLayout
+) -> jax.Array:
+    return x
+
+
+def _transformed(
+    params: Params, config: ModelConfig, x: jax.Array, layout: TokenLayout
+) -> jax.Array:
+    head_params = params["head"]
+    x = ACTIVATIONS[config.activation](linear("BTD,DF->BTF", head_params, "dense", x))
+    return norm(head_params.get("norm", {}), config, x)
+
+
+POOLED_TEXTS = {
+    "first": "x of the first token",
+    "last": "x of the last token",
+    "mean": "mean of x over the tokens",
+}
+
+
+def _pooled_formula(config: ModelConfig) -> tuple[str, ...]:
+    lines = (f"p = {POOLED_TEXTS[config.pooled]}",)
+    return (*lines, "h = tanh(p W_h + b_h)") if has_pooler(config) else lines
+
+
+def _masked_formula(config: ModelConfig) -> tuple[str, ...]:
+    act = ACTIVATION_TEXTS.get(config.activation, config.activation)
+    return (f"h = norm({act}(x W_h + b_h))",)
+
+
+HEADS: Table[Head] = Table(
+    HeadName,
+    {
+        "language": Head(_language_specs, _all_tokens, of_tokens=True),
+        "masked": Head(_masked_specs, _transformed, _masked_formula, of_tokens=True),
+        "classes": Head(_class_specs, pooled, _pooled_formula, of_row=True),
+        "tags": Head(_class_specs, _all_tokens),
+        "none": Head(lambda config: {}, _all_tokens, has_logits=False),
+    },
+    besides=("auto",),
+)
+
+# By the settings that add them.
+SECOND_HEADS: Table[Head] = Table(
+    SecondHead,
+    {
+        "next_sentence": Head(
+            lambda config: _output_specs(config, 2, "classes"),
+            pooled,
+            _pooled_formula,
+            of_row=True,
+            of_pairs=True,
+        )
+    },
+)
+
+
 @jax.named_scope("head")
 def readout(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B Q D"]:
     """The input of `output_layer`: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the row."""
-    if config.output == "classes":
-        x = pooled(params, config, x, layout)
-    if config.output == "masked":
-        head_params = params["head"]
-        x = ACTIVATIONS[config.activation](linear("BTD,DF->BTF", head_params, "dense", x))
-        x = norm(head_params.get("norm", {}), config, x)
+    x = HEADS[config.output].rows(params, config, x, layout)
     return x / math.sqrt(config.d_model) if config.logit_scale == "rsqrt" else x
 
 
@@ -98,11 +212,22 @@ class OutputLayer(NamedTuple):
 def output_layer(
     params: Params, config: ModelConfig, y: jax.Array, name: str = "head"
 ) -> OutputLayer:
-    """The output layer of the head `name` (or "next_sentence") on its input `y` [B, T, D]."""
+    """The output layer of the head `name` of `heads_of` on its input `y` [B, T, D]."""
     head_params = params.get(name, {})
-    tied = name == "head" and config.tied_head and config.output in ("language", "masked")
+    tied = name == "head" and is_tied(config)
     matrix = params["embed"]["tokens"] if tied else head_params["weight"]
     return OutputLayer(y, matrix, head_params.get("bias"))
+
+
+def second_layers(
+    params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
+) -> dict[str, OutputLayer]:
+    """The output layer of each head beside the first, on the residual stream `x`."""
+    layers = {}
+    for name in config.second_heads:
+        rows = SECOND_HEADS[name].rows(params, config, x, layout)
+        layers[name] = output_layer(params, config, rows, name)
+    return layers
 
 
 def logits_of_rows(rows: jax.Array, matrix: Weight, bias: jax.Array | None = None) -> jax.Array:
@@ -118,7 +243,7 @@ def head(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B Q V"]:
     """float32 logits: [B, T, D] -> [B, T, V], or [B, 1, C] per row, or [B, T, D] without a head."""
-    if config.output == "none":
+    if not HEADS[config.output].has_logits:
         return x.astype(jnp.float32)
     y = readout(params, config, x, layout)
     logits = logits_of_rows(*output_layer(params, config, y))
@@ -126,34 +251,17 @@ def head(
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-POOLED_TEXTS = {
-    "first": "x of the first token",
-    "last": "x of the last token",
-    "mean": "mean of x over the tokens",
-}
-
-
 def head_formula(config: ModelConfig) -> tuple[str, ...]:
     """The formulas of the head, where x are the rows of the residual stream, as lines of text."""
-    if config.output == "none":
+    row = HEADS[config.output]
+    if not row.has_logits:
         return ("out = x",)
-    lines: list[str] = []
+    lines = row.formula(config)
     # The name of the rows that the output matrix multiplies.
-    rows = "x"
-    if config.output == "classes":
-        lines.append(f"p = {POOLED_TEXTS[config.pooled]}")
-        rows = "p"
-        if config.pooler or config.next_sentence or config.family == "encoder":
-            lines.append("h = tanh(p W_h + b_h)")
-            rows = "h"
-    if config.output == "masked":
-        act = ACTIVATION_TEXTS.get(config.activation, config.activation)
-        lines.append(f"h = norm({act}(x W_h + b_h))")
-        rows = "h"
+    rows = lines[-1].partition(" = ")[0] if lines else "x"
     scale = " / √D" if config.logit_scale == "rsqrt" else ""
-    over_tokens = config.output in ("language", "masked")
-    matrix = "Eᵀ" if config.tied_head and over_tokens else "W_headᵀ"
-    bias = " + b" if config.head_bias or config.output != "language" else ""
+    matrix = "Eᵀ" if is_tied(config) else "W_headᵀ"
+    bias = " + b" if "bias" in row.specs(config) else ""
     logits = f"{rows}{scale} {matrix}{bias}"
     if config.logit_soft_cap:
         cap = f"{config.logit_soft_cap:g}"

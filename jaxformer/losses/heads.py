@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.head import head, logits_of_rows, output_layer, pooled, readout
+from jaxformer.layers.head import head, logits_of_rows, output_layer, readout, second_layers
 from jaxformer.losses.cross_entropy import cross_entropy
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
@@ -25,9 +25,10 @@ def head_loss(
 
     `batch` holds tokens [B, T] int, targets and weights [B, T] (or [B, 1] for a class of each row),
     and what else the model reads: segment_ids, token_types, source, source_segment_ids, all int.
-    "loss" is the objective; "nats" is the plain cross-entropy, if label smoothing, the z-loss, next
-    sentences [B, 1] or losses of the layers make that another. Losses and metrics of the layers are
-    there by name. Dropout needs a key.
+    "loss" is the objective; "nats" is the plain cross-entropy, if label smoothing, the z-loss, a
+    second head (targets and weights [B, 1], under its name and with "_weights") or losses of the
+    layers make that another. Losses and metrics of the layers are there by name. Dropout needs a
+    key.
     """
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, key=key if config.dropout else None)
@@ -44,32 +45,28 @@ def head_loss(
         soft_cap=config.logit_soft_cap,
     )
     weight = weights.sum()
-    if config.next_sentence:
-        y = pooled(params, config, x, inputs.layout)
-        rows, matrix, bias = output_layer(params, config, y, "next_sentence")
-        # Added to the sum over tokens; the weights are the tokens that a pair of sentences counts.
-        targets, weights = batch["next_sentence"], batch["next_sentence_weights"]
+    for name, (rows, matrix, bias) in second_layers(params, config, x, inputs.layout).items():
+        # Added to the sum over tokens; a weight is the number of tokens that a row counts.
+        targets, weights = batch[name], batch[f"{name}_weights"]
         objective += cross_entropy(rows, matrix, targets, weights, bias=bias)[0]
     # Their means are to be added to the mean over tokens, which is this sum over `weight`.
     for total, count in aux.losses.values():
         objective += weight * total / count
     sums = {"loss": (objective, weight), **aux.losses, **aux.metrics}
-    if label_smoothing or z_loss or config.next_sentence or aux.losses:
+    if label_smoothing or z_loss or config.second_heads or aux.losses:
         sums["nats"] = (nats, weight)
     return sums
 
 
 def accuracy(params: Params, config: ModelConfig, batch: Batch) -> Sums:
-    """The sums of "accuracy", that of the most likely class, and in a model with that head of
-    "next_sentence_accuracy", that of pairs of sentences."""
+    """The sums of "accuracy", that of the most likely class, and of that of each second head, by
+    its name and "_accuracy"."""
     inputs = inputs_of(batch)
     x = hidden(params, config, inputs).x
     right = jnp.argmax(head(params, config, x, inputs.layout), axis=-1) == batch["targets"]
     sums = {"accuracy": ((right * batch["weights"]).sum(), batch["weights"].sum())}
-    if config.next_sentence:
-        y = pooled(params, config, x, inputs.layout)
-        layer = output_layer(params, config, y, "next_sentence")
-        follows = jnp.argmax(logits_of_rows(*layer), axis=-1) == batch["next_sentence"]
-        weights = batch["next_sentence_weights"]
-        sums["next_sentence_accuracy"] = ((follows * weights).sum(), weights.sum())
+    for name, layer in second_layers(params, config, x, inputs.layout).items():
+        right = jnp.argmax(logits_of_rows(*layer), axis=-1) == batch[name]
+        weights = batch[f"{name}_weights"]
+        sums[f"{name}_accuracy"] = ((right * weights).sum(), weights.sum())
     return sums

@@ -9,7 +9,7 @@ from jaxformer.arrays.params import Params, Specs, rows
 from jaxformer.config.adapter import AdapterConfig, Quantization, pairs_of, parts_of
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.models.transformer import check_model, specs
+from jaxformer.models.transformer import check_model, specs, without_objective
 from jaxformer.models.virtual import refuse_encoder
 
 Adapter = LoRA | PromptTuning | PrefixTuning
@@ -49,7 +49,8 @@ def adapt(
             "adapt: these params have virtual tokens already: adapt those without them,"
             " jf.without_adapters(params), and where both are wanted with LoRA first."
         )
-    return filled(_table_with(config, adapter), params, key)
+    below = without_objective(params)
+    return params | filled(_table_with(config, adapter), below, key)
 
 
 def _table_with(

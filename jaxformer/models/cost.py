@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jaxformer.arrays.params import Specs, count, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.block import sublayers_of
+from jaxformer.layers.head import is_tied
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.sublayer import Sublayer
 from jaxformer.models.transformer import specs
@@ -95,7 +96,7 @@ def matrix_flops(config: ModelConfig, share: float, table: Specs) -> dict[str, f
             passes = 1.0 if spec.trainable else 2 / 3
             flops[path] = 6 * passes * math.prod(spec.shape)
             flops[path] *= share if spec.reads == "source" else 1
-    if config.tied_head and config.output in ("language", "masked"):
+    if is_tied(config):
         # With an adapter on the embedding, this path is not a leaf.
         embedding = leaves.get("embed.tokens")
         passes = 1.0 if embedding is not None and embedding.trainable else 2 / 3

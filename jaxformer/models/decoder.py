@@ -6,7 +6,7 @@ from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
-from jaxformer.layers.embed import embed, embed_specs, token_specs
+from jaxformer.layers.embed import added_specs, embed, embedding_specs
 from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Output
@@ -17,7 +17,7 @@ from jaxformer.models.stack import run_stack, stack_specs
 def specs(config: ModelConfig) -> Specs:
     """Rows named embed, blocks, final_norm and those of the head."""
     return {
-        "embed": token_specs(config) | embed_specs(config),
+        "embed": embedding_specs(config) | added_specs(config),
         **stack_specs(config, config.n_layers),
         **head_specs(config),
     }
@@ -34,7 +34,7 @@ def hidden(
 ) -> Output:
     """The residual stream before the head [B, T, D], and the cache, if given, with these tokens."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
-    x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key)
+    x = embed(params["embed"], config, inputs.embedded, embed_key)
     if cache is not None:
         cache = cache.advance(inputs.layout)
     keys = inputs.layout if cache is None else cache.layout

@@ -10,7 +10,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.layers.attention import keys_and_values
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
-from jaxformer.layers.embed import embed, embed_specs, token_specs
+from jaxformer.layers.embed import EmbeddedInputs, added_specs, embed, embedding_specs
 from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.layers.output import Aux, Output, merged
@@ -23,10 +23,10 @@ from jaxformer.models.virtual import with_virtual
 
 def specs(config: ModelConfig) -> Specs:
     """Rows named embed (its tokens serve both stacks), encoder, and those of a decoder."""
-    extras = embed_specs(config)
-    encoder = ({"embed": extras} if extras else {}) | stack_specs(config, config.encoder_layers)
+    added = added_specs(config)
+    encoder = ({"embed": added} if added else {}) | stack_specs(config, config.encoder_layers)
     return {
-        "embed": token_specs(config) | extras,
+        "embed": embedding_specs(config) | added,
         "encoder": map_specs(lambda _, spec: replace(spec, reads="source"), encoder),
         **stack_specs(config, config.n_layers, cross=True),
         **head_specs(config),
@@ -43,9 +43,11 @@ def encode(
     """The output of the encoder for the source: [B, S] -> [B, S, D]."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     encoder = params["encoder"]
-    tables = {"tokens": params["embed"]["tokens"]} | encoder.get("embed", {})
+    # What a stack adds to its inputs has the same names in both.
+    tables = params["embed"] | encoder.get("embed", {})
     layout: TokenLayout = inputs.source_layout  # type: ignore[assignment]
-    x = embed(tables, config, inputs.source, layout, None, embed_key)  # type: ignore[arg-type]
+    source = EmbeddedInputs(inputs.source, layout)  # type: ignore[arg-type]
+    x = embed(tables, config, source, embed_key)
     mask = AttentionMask(layout, layout, causal=False)
     return run_stack(encoder, config, x, mask, key=layers_key, request=request.within("encoder"))
 
@@ -79,7 +81,7 @@ def hidden(
     else:
         cache = cache.advance(inputs.layout)
         encoded, encoder_aux, source_layout = None, Aux(), cache.source_layout
-    x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key)
+    x = embed(params["embed"], config, inputs.embedded, embed_key)
     to_source = AttentionMask(inputs.layout, source_layout, causal=False, relative=False)
     source = EncoderOutput(encoded, to_source)
     mask = AttentionMask(inputs.layout, inputs.layout if cache is None else cache.layout)

@@ -1,6 +1,7 @@
 """The inputs of a model: tokens with their layout, and for an encoder-decoder the source too."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -9,22 +10,31 @@ from flax import struct
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
+from jaxformer.layers.embed import EMBEDDINGS, EmbeddedInputs
 from jaxformer.layers.masks import TokenLayout, layout_of
 
 
 @struct.dataclass
 class Inputs:
-    """`tokens` and `types` are int [B, T], `source` int [B, S]."""
+    """`tokens` and `types` are int [B, T], `source` int [B, S]; `arrays` are by name what a row of
+    `EMBEDDINGS` reads besides, [B, ...] each."""
 
     tokens: jax.Array
     layout: TokenLayout
     types: jax.Array | None = None
     source: jax.Array | None = None
     source_layout: TokenLayout | None = None
+    arrays: dict[str, jax.Array] = field(default_factory=dict)
+
+    @property
+    def embedded(self) -> EmbeddedInputs:
+        """What the embeddings of the tokens read."""
+        return EmbeddedInputs(self.tokens, self.layout, self.types, self.arrays)
 
 
 def inputs_of(batch: Mapping[str, Any]) -> Inputs:
-    """The inputs in a batch: tokens, and the others of the names below that it has."""
+    """The inputs in a batch: tokens, and the others of the names below, or of those that an
+    embedding reads, that it has."""
 
     def array(name: str) -> Any:
         return jnp.asarray(batch[name]) if batch.get(name) is not None else None
@@ -36,7 +46,10 @@ def inputs_of(batch: Mapping[str, Any]) -> Inputs:
         array("source_segment_ids"),
     )
     source_layout = None if source is None else layout_of(source, None, source_segments)
-    return Inputs(tokens, layout_of(tokens, positions, segments), types, source, source_layout)
+    read_besides = {name for row in EMBEDDINGS.values() for name in row.reads if name in batch}
+    arrays = {name: jnp.asarray(batch[name]) for name in sorted(read_besides)}
+    layout = layout_of(tokens, positions, segments)
+    return Inputs(tokens, layout, types, source, source_layout, arrays)
 
 
 def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
-from jaxformer.layers.head import head
+from jaxformer.layers.head import HEADS, head
 from jaxformer.layers.output import Aux, Output
 from jaxformer.models import decoder, encoder, encoder_decoder
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
@@ -24,6 +24,8 @@ MODEL_FAMILIES: dict[str, Any] = {
     "encoder": encoder,
     "encoder_decoder": encoder_decoder,
 }
+# The branch of the params with what the loss of an objective has beside the model.
+OF_OBJECTIVE = "objective"
 OptionalTokens = Int[Array | np.ndarray, "B T"] | None
 OptionalSource = Int[Array | np.ndarray, "B S"] | None
 
@@ -40,8 +42,16 @@ def specs(config: ModelConfig) -> Specs:
 _table = functools.lru_cache(specs)
 
 
+def without_objective(params: Params) -> Params:
+    """The params without those that only the loss of an objective reads."""
+    if not isinstance(params, dict) or OF_OBJECTIVE not in params:
+        return params
+    return {name: branch for name, branch in params.items() if name != OF_OBJECTIVE}
+
+
 def check_model(params: Params, config: ModelConfig) -> None:
     """Raises ConfigError naming every leaf of `params` whose shape does not fit the config."""
+    params = without_objective(params)
     if isinstance(params, dict) and "virtual" in params:
         params = checked(params, config, _table(config))
     check_params(_table(config), params)
@@ -101,4 +111,4 @@ def logits_of(
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, request=request)
     logits = head(params, config, x, inputs.layout)
-    return (logits[:, 0] if config.output == "classes" else logits), aux
+    return (logits[:, 0] if HEADS[config.output].of_row else logits), aux

@@ -10,15 +10,18 @@ from jax.sharding import Mesh
 
 from jaxformer.arrays.mesh import parameter_sharding, place_array
 from jaxformer.arrays.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
-from jaxformer.config.model import ModelConfig
+from jaxformer.config.model import SECOND_HEAD_NAMES, ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.adapt import quantization_of
+from jaxformer.models.transformer import OF_OBJECTIVE
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.config import OWN
 from jaxformer.runs.loading import labels_of, load_base, run_of
+from jaxformer.runs.objectives import objective_specs
 
-HEADS = ("head", "pooler", "next_sentence")
+# The branches of the params that may be new, or left behind.
+HEADS = ("head", "pooler", *SECOND_HEAD_NAMES, OF_OBJECTIVE)
 LeafShapes = dict[str, tuple[int, ...]]
 
 
@@ -113,7 +116,8 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     outside of the heads does not fit.
     """
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
-    table, base_leaves = model_specs(run.model), _leaves(base.params)
+    table = model_specs(run.model) | objective_specs(run.data.objective, run.model)
+    base_leaves = _leaves(base.params)
     specs = rows(table)
     before = base.labels
     same_head = base.config.output == run.model.output and labels[: len(before)] == before

@@ -20,6 +20,7 @@ from jaxformer.interop.peft_config import base_of, is_adapter
 from jaxformer.models.quantize import check_quantization
 from jaxformer.models.quantize import quantize as quantize_params
 from jaxformer.models.transformer import specs as model_specs
+from jaxformer.runs.objectives import objective_specs
 from jaxformer.runs.run_reading import (
     adapted_params_of_run,
     base_directory,
@@ -134,10 +135,11 @@ def _load_run(
     tokenizer = Tokenizer.find(run_dir)
     require_tokenizer(run_dir, tokenizer, record)
     labels = tuple(record.get("labels", ()))
+    brought = objective_specs(run.data.objective, run.model)
     if run.adapter.kind == "none":
         if base is not None:
             raise ConfigError(f"{run_dir} has no adapter: leave out base={str(base)!r}.")
-        table = model_specs(run.model)
+        table = model_specs(run.model) | brought
         params = params_of_run(run_dir, step, table, record, mesh, dtype, quantize)
         return Loaded(params, run.model, tokenizer, labels)
     from jaxformer.models.adapt import adapted_table, quantization_of
@@ -153,7 +155,7 @@ def _load_run(
     if kind is None and quantize is not None:
         below = quantize_params(below, quantize)
     learned = tuple(record.get("learned", ()))
-    table = adapted_table(run.model, run.adapter, learned)
+    table = adapted_table(run.model, run.adapter, learned) | brought
     params = adapted_params_of_run(run_dir, step, table, record, below, mesh, dtype)
     return Loaded(params, run.model, tokenizer, labels, base=str(base_dir), learned=learned)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 
-from jaxformer.arrays.params import Params
+from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, ObjectiveName, PreferenceObjective
 from jaxformer.config.settings import Table
@@ -26,7 +26,9 @@ from jaxformer.data.task import (
 )
 from jaxformer.data.templates import PairTemplate, Template
 from jaxformer.files import ConfigError
+from jaxformer.layers.head import heads_of
 from jaxformer.losses.heads import accuracy, head_loss
+from jaxformer.models.transformer import OF_OBJECTIVE
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer
 from jaxformer.training.step import Batch, Loss, Sums
 
@@ -52,6 +54,9 @@ class Objective(NamedTuple):
     every_token: each token of the text is predicted once, so that bits per byte mean something.
     loss: (params, config, batch, key, **options) -> Sums, what is minimized; "nats" among them is
         what is logged as the loss where that is another.
+    specs: config -> the table of parameters that the loss has beside those of the model, which it
+        reads as params["objective"][the name of the row]. They are initialized, placed, trained,
+        counted and saved as the others.
     rowwise: whether its sums are over rows that do not read each other, as in `make_step`.
     metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
     sequences: of a row, whose arrays are then [sequences, T], as the two completions of a pair.
@@ -72,6 +77,7 @@ class Objective(NamedTuple):
     takes_packing: bool = True
     every_token: bool = False
     loss: Callable[..., Sums] | str = head_loss
+    specs: Callable[[ModelConfig], Specs] | None = None
     rowwise: bool = False
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
     sequences: int = 1
@@ -177,8 +183,7 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
     Raises ConfigError for one that its model or its rows cannot learn.
     """
     family, head, asked = model.family, model.output, data.objective
-    rows = OBJECTIVES.items()
-    fitting = [key for key, row in rows if family in row.families and head == row.head]
+    fitting = _fitting(model)
     name = fitting[0] if asked == "auto" and fitting else asked
     if not fitting:
         heads = "language, masked, classes or tags"
@@ -198,6 +203,29 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
         )
     _check_rows(name, model, data)
     return name
+
+
+def _fitting(model: ModelConfig) -> list[str]:
+    """The objectives that a model can learn."""
+    family, head = model.family, model.output
+    rows = OBJECTIVES.items()
+    return [name for name, row in rows if family in row.families and head == row.head]
+
+
+def objective_specs(name: str, config: ModelConfig) -> Specs:
+    """The table of the parameters that an objective brings, {"objective": {name: ...}}; empty for
+    one without any. `jf.specs(config) | objective_specs(name, config)` is the table that a run
+    trains. "auto" is the objective that a run of the model has by default."""
+    if name == "auto":
+        name = next(iter(_fitting(config)), name)
+    specs = OBJECTIVES[name].specs if name in OBJECTIVES else None
+    return {OF_OBJECTIVE: {name: specs(config)}} if specs else {}
+
+
+def _pair_target(model: ModelConfig) -> str:
+    """The name of the head that predicts whether the second of two texts follows the first, and so
+    wants rows of two texts; empty where there is none."""
+    return next((name for name, head in heads_of(model).items() if head.of_pairs), "")
 
 
 def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
@@ -221,8 +249,9 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
             f" data.objective={name}, whose rows begin as the tokenizer's template says or in a way"
             " of their own: set it to auto."
         )
-    if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
-        setting = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
+    pair_target = _pair_target(model)
+    if data.packing != "stream" and (pair_target or not row.takes_packing):
+        setting = f"model.{pair_target}" if pair_target else f"data.objective={name}"
         raise ConfigError(
             f"data.packing={data.packing} cannot be had with {setting}, whose rows are one text:"
             " set it to stream."
@@ -245,7 +274,7 @@ def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:
         data.source_length or data.sequence_length,
         marks=model.family == "encoder",
         token_types=model.token_types,
-        next_sentence=model.next_sentence,
+        pair_target=_pair_target(model),
         cut="end" if data.cut == "end" else "prompt",
     )
 
@@ -275,7 +304,8 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     whose loss applies dropout only with dropout=True, whatever the key. Called outside of a
     transform of JAX, the loss warns where rows look padded without segment_ids.
     Raises ConfigError for an objective that there is not, and for an option that its loss does not
-    have.
+    have; the loss raises it for params without the parameters that the objective brings
+    (`objective_specs`).
     """
     if objective not in OBJECTIVES:
         raise ConfigError(
@@ -297,6 +327,12 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
 
     @functools.wraps(loss)
     def bound(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
+        if row.specs is not None and objective not in params.get(OF_OBJECTIVE, {}):
+            raise ConfigError(
+                f"the loss of the objective {objective!r} has parameters of its own, and these"
+                f" params have none: make them of the table jf.specs(config) |"
+                f" objective_specs({objective!r}, config) of jaxformer.runs.objectives."
+            )
         key = key if drops else None
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch)):
             from jaxformer.models.padding import warn_of_padded_batch

@@ -354,7 +354,7 @@ def _rows(trace: _Trace, grouped: bool) -> Iterator[ShapeRow]:
         sizes = sum(math.prod(var.aval.shape) for var in new_weights)
         flops = sum(map(_flops, group.eqns))
         yield _row(name, 0, reads, makes, sizes, flops)
-        if group.scope[-1] in (*all_sublayers(), "head"):
+        if group.scope[-1] in (*all_sublayers(), "embed", "head"):
             yield from _products(trace, group, name, grouped)
 
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from jaxformer.arrays.params import Spec, rows
 from jaxformer.arrays.sharding import PARAMETERS, partition
-from jaxformer.layers.embed import ADDED
+from jaxformer.layers.embed import added_embeddings, added_specs, embedding_specs
+from jaxformer.layers.head import HEADS, is_tied
 from jaxformer.tools.plan.activations import array_names, planned_stacks, stored_names
 from jaxformer.tools.plan.planned import PlannedRun
 
@@ -118,10 +119,6 @@ def _kind(path: str, spec: Spec) -> str:
     return "head" if path == "head.weight" else "rest"
 
 
-def _tied(planned: PlannedRun) -> bool:
-    return planned.model.tied_head and planned.model.output in ("language", "masked")
-
-
 def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
     """The weights of the layers and their gradients, over fsdp."""
     leaves = _leaves(planned, "layers")
@@ -187,7 +184,7 @@ def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
     def one(kind: str, purpose: str, arrays: int, size: float) -> Collective:
         return _of_microbatches(planned, kind, purpose, "fsdp", arrays, size)
 
-    matrices = _leaves(planned, "embed" if _tied(planned) else "head")
+    matrices = _leaves(planned, "embed" if is_tied(planned.model) else "head")
     if matrices and matrices[0].divided:
         elements = matrices[0].elements
         # Each device adds up the gradient of the whole vocabulary.
@@ -211,10 +208,11 @@ def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
     """Each device looks up the tokens of all in its columns of a table, and then the rows are
     exchanged; their gradients go back."""
     model = planned.model
-    tables = 1 + (model.positions == "learned") + bool(model.token_types)
+    embeddings = rows(embedding_specs(model) | added_specs(model)).values()
+    tables = sum(spec.lookup for spec in embeddings)
     tokens = planned.rows * (planned.length + planned.source_length)
     # Rows are summed and normed in float32; alone they are exchanged in the compute dtype.
-    alone = tables == 1 and model.positions not in ADDED and model.embedding_scale == "none"
+    alone = not added_embeddings(model) and model.embedding_scale == "none"
     changed = model.embedding_norm or model.dropout
     forward = planned.dtype_bytes if alone and not changed else 4
     times, backward = tables, 4 if changed else planned.dtype_bytes
@@ -253,7 +251,7 @@ def _of_data(planned: PlannedRun) -> Iterator[Collective]:
     # besides that of the output layer.
     split = not together and planned.size("tensor") > 1
     table = _leaves(planned, "embed")
-    matrices = table if _tied(planned) and split else _leaves(planned, "head")
+    matrices = table if is_tied(planned.model) and split else _leaves(planned, "head")
     yield one("gradient of the output layer", matrices, 4)
     if split:
         table = [leaf._replace(elements=math.prod(leaf.spec.shape)) for leaf in table]
@@ -282,10 +280,11 @@ def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     yield one("all-reduce", "outputs of the sublayers", outputs)
     yield one("all-reduce", "outputs that remat computes again", repeated)
     yield one("all-reduce", "gradients of their inputs", inputs)
-    (table,) = _leaves(planned, "embed")
-    table_size = math.prod(table.spec.shape)
-    if table.elements < table_size:
-        shards = planned.size("fsdp") if table.divided else 1
-        yield one("all-gather", "table of tokens", [4 * table_size / shards])
-    if model.output in ("language", "masked") and model.vocab_size % planned.size("tensor") == 0:
+    for table in _leaves(planned, "embed"):
+        table_size = math.prod(table.spec.shape)
+        if table.elements < table_size:
+            shards = planned.size("fsdp") if table.divided else 1
+            yield one("all-gather", "table of tokens", [4 * table_size / shards])
+    of_tokens = HEADS[model.output].of_tokens
+    if of_tokens and model.vocab_size % planned.size("tensor") == 0:
         yield one("all-reduce", "gradient of the output layer's input", [wide * planned.length])
