@@ -16,9 +16,8 @@ from jaxformer.layers.cache import empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.kernels import KERNELS, Case
 from jaxformer.layers.masks import TokenLayout
-from jaxformer.models.encoder_decoder import remember
 from jaxformer.models.inputs import Inputs, inputs_of
-from jaxformer.models.transformer import hidden, specs
+from jaxformer.models.transformer import hidden, remember, specs
 
 HINTS = get_type_hints(jf.ModelConfig)
 FAMILIES, POSITIONS = get_args(HINTS["family"]), get_args(HINTS["positions"])

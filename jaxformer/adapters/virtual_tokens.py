@@ -9,8 +9,10 @@ prefix tuning   {"decoder": {"prefix_k": [L, P, K, H], "prefix_v": [L, P, K, W]}
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import numpy as np
 
 from jaxformer.arrays.params import (
     InitFunction,
@@ -18,10 +20,12 @@ from jaxformer.arrays.params import (
     Spec,
     Specs,
     Weight,
+    check_params,
     init_params,
     lookup,
     normal,
 )
+from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 
 
@@ -74,15 +78,24 @@ def _check_count(adapter: "PromptTuning | PrefixTuning") -> None:
         raise ConfigError(f"{name}: tokens={tokens!r} must be a whole number of at least 1.")
 
 
-def virtual_specs(specs: Specs, adapter: PromptTuning | PrefixTuning) -> Specs:
+def virtual_specs(specs: Specs, config: ModelConfig, adapter: PromptTuning | PrefixTuning) -> Specs:
     """The table of the virtual tokens of a model, from that of its parameters. Raises ConfigError
     for an encoder."""
+    _refuse_encoder(config)
     if isinstance(adapter, PromptTuning):
         return prompt_specs(specs, adapter.tokens)
     stacks = {"decoder": specs["blocks"]}
     if "encoder" in specs:
         stacks["encoder"] = specs["encoder"]["blocks"]
     return {name: prefix_specs(blocks, adapter.tokens) for name, blocks in stacks.items()}
+
+
+def _refuse_encoder(config: ModelConfig) -> None:
+    if config.family == "encoder":
+        raise ConfigError(
+            "virtual tokens (prompt tuning, prefix tuning) are for decoders and encoder-decoders,"
+            " and model.family is 'encoder': choose LoRA, or another model."
+        )
 
 
 def prompt_specs(specs: Specs, tokens: int) -> Specs:
@@ -127,6 +140,43 @@ def _sampled(tokens: Weight) -> InitFunction:
         return lookup(tokens, ids, (None, None))
 
     return draw
+
+
+def check_virtual(params: Params, config: ModelConfig, specs: Specs) -> None:
+    """Raises ConfigError if the virtual tokens in `params` do not fit the model whose table is
+    `specs`."""
+    _refuse_encoder(config)
+    virtual, expected = params["virtual"], {}
+    names = [*virtual] if isinstance(virtual, dict) else []
+    if "prompt" in names and len(names) > 1:
+        raise ConfigError(
+            f"params['virtual'] has {', '.join(names)}: a prompt and a prefix exclude each other."
+        )
+    if "prompt" in names:
+        expected = prompt_specs(specs, _count(virtual, -2))
+    for name, stack in (("decoder", specs), ("encoder", specs.get("encoder"))):
+        if name in names and stack is not None:
+            expected[name] = prefix_specs(stack["blocks"], _count(virtual[name], -3))
+    check_params({"virtual": expected}, {"virtual": virtual})
+
+
+def _count(virtual: Any, axis: int) -> int:
+    """The number of virtual tokens, the length of an axis of the first leaf, but at least 1."""
+    shape = next((np.shape(leaf) for leaf in jax.tree.leaves(virtual)), ())
+    return max(shape[axis], 1) if len(shape) >= -axis else 1
+
+
+def virtual_counts(params: Params, config: ModelConfig) -> tuple[int, int]:
+    """The numbers of virtual tokens before the tokens of a segment, and before those of its
+    source."""
+    virtual = params.get("virtual", {})
+    if "prompt" in virtual:
+        tokens = len(virtual["prompt"])
+        return (0, tokens) if config.family == "encoder_decoder" else (tokens, 0)
+    before, before_source = (
+        _count(virtual[stack], -3) if stack in virtual else 0 for stack in ("decoder", "encoder")
+    )
+    return before, before_source
 
 
 def without_virtual(params: Params) -> Params:

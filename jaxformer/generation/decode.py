@@ -19,18 +19,17 @@ from numpy.typing import ArrayLike
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.generation.prompts import capacity, context_of, read_rows, rounded
+from jaxformer.generation.prompts import capacity, read_rows, rounded
 from jaxformer.generation.sampling import Sampling, draw
 from jaxformer.generation.text_rules import TextSoFar, ends, filler
-from jaxformer.generation.weights import prepared
+from jaxformer.generation.weights import prepared, prompt_weights
 from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
-from jaxformer.models.encoder_decoder import remember
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.padding import warn_of_padding
 from jaxformer.models.stack import compute_dtype
-from jaxformer.models.transformer import check_model, hidden
+from jaxformer.models.transformer import check_model, context_of, hidden, remember
 
 ModelRows = tuple[np.ndarray, np.ndarray]  # tokens and segment ids, int32 [B, T] each
 
@@ -155,11 +154,9 @@ def start(
             f" prompt, or ask for at most {space} new tokens."
         )
     slots = rounded(tokens.shape[1] + max_new_tokens)
-    # Prepared weights lack the virtual tokens, with which a prompt is read.
-    if "virtual" not in params:
-        params = prepared(params, config)
     limit = np.int32(max_new_tokens)
-    return _prefill(params, config, slots, (tokens, segments), source_rows, key, limit)
+    weights = prompt_weights(params, config)
+    return _prefill(weights, config, slots, (tokens, segments), source_rows, key, limit)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

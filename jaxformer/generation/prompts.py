@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
+from jaxformer.models.transformer import context_of
 
 SLOTS = 32  # lengths of caches and prompts are rounded up to this, so that few programs compile
 EMPTY = (
@@ -41,16 +42,6 @@ def full_batch(rows: list[Any], size: int) -> list[Any]:
     return [*rows, *rows[:1] * (size - len(rows))]
 
 
-def context_of(params: Params, config: ModelConfig, source: bool = False) -> int:
-    """How many tokens a row may have, or a row of a source: model.max_length, or less behind
-    virtual tokens with learned positions."""
-    if "virtual" not in params:
-        return config.max_length
-    from jaxformer.models.virtual import context
-
-    return context(params, config, source)
-
-
 def capacity(
     params: Params, config: ModelConfig, prompt_length: int, source_length: int = 0
 ) -> int:
@@ -58,10 +49,10 @@ def capacity(
     not fit into it."""
     source_context = context_of(params, config, source=True)
     if source_length > source_context:
-        virtual = config.max_length - source_context
-        behind_virtual = f" behind {virtual} virtual" if virtual else ""
+        before = config.max_length - source_context
+        behind_adapter = f" behind {before} tokens of an adapter" if before else ""
         raise ConfigError(
-            f"a source of {source_length} tokens{behind_virtual} exceeds"
+            f"a source of {source_length} tokens{behind_adapter} exceeds"
             f" model.max_length={config.max_length}: shorten it."
         )
     return max(context_of(params, config) - prompt_length, 0)

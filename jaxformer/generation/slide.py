@@ -11,9 +11,9 @@ from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import stream_tokens
-from jaxformer.generation.prompts import context_of
 from jaxformer.generation.sampling import Sampling
 from jaxformer.generation.text_rules import TextRules, end_tokens
+from jaxformer.models.transformer import context_of
 
 # The share of the window that stays. More gives the next tokens more context, but the window is
 # full again sooner, and then read again.

@@ -13,6 +13,7 @@ from jaxformer.arrays.sharding import Axes, platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.models.stack import compute_dtype, layers_of
 from jaxformer.models.transformer import specs
+from jaxformer.models.virtual import with_leading_keys
 
 
 @struct.dataclass
@@ -63,6 +64,12 @@ def prepared(params: Params, config: ModelConfig) -> Params:
     return _CACHE.weights(params, config)
 
 
+def prompt_weights(params: Params, config: ModelConfig) -> Params:
+    """The weights with which a prompt is read: those of `prepared`, or where there are virtual
+    tokens the params as they are, since prepared weights lack the prompt of a source."""
+    return params if "virtual" in params else prepared(params, config)
+
+
 class _Cache:
     """The weights that were prepared last, and weak references to the arrays they were made of."""
 
@@ -101,11 +108,9 @@ _CACHE = _Cache()
 @functools.partial(jax.jit, static_argnums=1)
 def _prepare(params: Params, config: ModelConfig) -> Params:
     dtype = compute_dtype(config)
-    cast = jax.tree.map(lambda w: w.astype(dtype), params, is_leaf=is_custom)
     if "virtual" in params:
-        from jaxformer.models.virtual import for_decoding
-
-        cast |= {"virtual": for_decoding(params, config)}
+        params = with_leading_keys(params, config)
+    cast = jax.tree.map(lambda w: w.astype(dtype), params, is_leaf=is_custom)
     blocks = cast["blocks"]
     if platform() == "cpu":
         blocks = _output_major(blocks, rows(specs(config)["blocks"]))

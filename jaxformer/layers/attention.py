@@ -11,17 +11,15 @@ from jaxtyping import Array, Float
 from jaxformer.arrays.params import Params, Spec, Specs, scaled, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.capture import NOTHING, Captures, Request
+from jaxformer.layers.capture import Captures
 from jaxformer.layers.dot_product import attention_weights, plain, weighted_values
 from jaxformer.layers.kernels import attend
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
-from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
+from jaxformer.layers.masks import Scoring, TokenLayout
 from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
 from jaxformer.layers.output import Aux, Output
 from jaxformer.layers.positions import rotate
 from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
-
-KeysAndValues = tuple[jax.Array, jax.Array]
 
 
 def attention_specs(config: ModelConfig) -> Specs:
@@ -86,30 +84,30 @@ def attention(
     config: ModelConfig,
     x: Float[Array, "B T D"],
     seen: tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]],
-    mask: AttentionMask,
-    key: jax.Array | None = None,
-    request: Request = NOTHING,
+    call: Call,
     name: str = "attention",
 ) -> tuple[Float[Array, "B T D"], Captures]:
-    """Attention to the keys and values in `seen` under `mask`: [B, T, D] -> [B, T, D].
+    """Attention to the keys and values in `seen` under the mask of the call: [B, T, D] ->
+    [B, T, D].
 
-    Dropout needs a key. The second result has the weights before dropout, [B, N, T, S], under
-    `name`_weights if the request wants them. With a prefix of P virtual tokens, whose keys come
-    first, they are [B, N, T, P + S].
+    The second result has the weights before dropout, [B, N, T, S], under `name`_weights if the
+    request wants them. With P leading keys they are [B, N, T, P + S].
     """
+    mask = call.mask
     q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
     if mask.relative:
         q = rotate(config, q, mask.queries.positions, mask.queries.segments)
-    if mask.prefix:
-        seen = with_prefix(params, seen)
+    if mask.leading:
+        seen = _led(params["prefix_k"], seen[0]), _led(params["prefix_v"], seen[1])
     scale, soft_cap = config.attention_scale, config.attention_soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
-    dropped = (config.dropout, key)
+    dropped = (config.dropout, call.key)
     mask = mask._replace(scoring=scoring, max_segments=config.max_segments, dropout=dropped)
     weights_name = f"{name}_weights"
     captures: Captures = {}
-    if request.wants(weights_name):
-        weights, captures = request.apply(weights_name, attention_weights(q, seen[0], mask))
+    if call.request.wants(weights_name):
+        weights = attention_weights(q, seen[0], mask)
+        weights, captures = call.request.apply(weights_name, weights)
         out = weighted_values(dropout(weights, *dropped), seen[1])
     elif config.attention_kernel in ("auto", "xla"):
         out = plain(q, *seen, mask)
@@ -118,16 +116,10 @@ def attention(
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", "sequence", None)), captures
 
 
-def with_prefix(params: Params, seen: KeysAndValues) -> KeysAndValues:
-    """Keys [B, P + S, K, H] and values [B, P + S, K, W]: those of a layer's P virtual tokens,
-    `prefix_k` [P, K, H] and `prefix_v` [P, K, W], which are the same for all rows, and then those
-    in `seen`, [B, S, K, H] and [B, S, K, W]."""
-    return _behind(params["prefix_k"], seen[0]), _behind(params["prefix_v"], seen[1])
-
-
-def _behind(prefix: jax.Array, x: jax.Array) -> jax.Array:
-    """[P, K, H] and [B, S, K, H] -> [B, P + S, K, H], the prefix first in each row."""
-    rows = jnp.broadcast_to(prefix.astype(x.dtype), (x.shape[0], *prefix.shape))
+def _led(leading: jax.Array, x: jax.Array) -> jax.Array:
+    """Keys [P, K, H] and [B, S, K, H] -> [B, P + S, K, H], the leading ones first in each row, and
+    values likewise."""
+    rows = jnp.broadcast_to(leading.astype(x.dtype), (x.shape[0], *leading.shape))
     rows = constrain(rows, ("batch", "sequence", "kv_heads", None))
     return jnp.concatenate([rows, x], axis=1)
 
@@ -138,8 +130,8 @@ def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call
     if cache is not None:
         cache = cache.write(*seen)
         seen = cache.k, cache.v
-    mask = call.mask._replace(window=config.window)
-    out, weights = attention(params, config, x, seen, mask, call.key, call.request)
+    call = call._replace(mask=call.mask._replace(window=config.window))
+    out, weights = attention(params, config, x, seen, call)
     return Output(out, cache, Aux(captures=weights))
 
 
@@ -151,8 +143,8 @@ def cross_attention(params: Params, config: ModelConfig, x: jax.Array, call: Cal
     if seen is None:
         assert call.source.x is not None
         seen = keys_and_values(params, config, call.source.x, None)
-    mask = call.source.mask
-    out, weights = attention(params, config, x, seen, mask, call.key, call.request, "cross")
+    call = call._replace(mask=call.source.mask)
+    out, weights = attention(params, config, x, seen, call, "cross")
     return Output(out, call.cache, Aux(captures=weights))
 
 

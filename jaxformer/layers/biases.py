@@ -48,7 +48,8 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
 def score_bias(
     table: Float[Array, "buckets N"] | None, config: ModelConfig, mask: AttentionMask
 ) -> Float[Array, "B N T S"]:
-    """The bias of the scores, float32 [B or 1, N, T, S], or [B or 1, N, T, P + S] with a prefix."""
+    """The bias of the scores, float32 [B or 1, N, T, S], or with P leading keys
+    [B or 1, N, T, P + S]."""
     queries, keys = mask.queries.positions, mask.keys.positions
     if mask.queries.ordered and mask.keys.ordered:
         # Two tokens of a segment are as far apart as their indices in the row, so that one bias
@@ -57,18 +58,18 @@ def score_bias(
     bias_of = BIASES[config.positions]
     distance = keys[:, None, :] - queries[:, :, None]  # [B or 1, T, S]
     of_tokens = bias_of(table, config, distance, mask.causal)
-    if not mask.prefix:
+    if not mask.leading:
         return of_tokens
-    # The distance of a token from the virtual tokens depends on its position in its segment.
+    # The distance of a token from the leading keys depends on its position in its segment.
     positions = mask.queries.positions
     if mask.queries.ordered and mask.queries.segments is None:
         positions = positions[:1]
-    distance = jnp.arange(mask.prefix)[None, None, :] - positions[:, :, None]  # [B or 1, T, P]
-    of_prefix = bias_of(table, config, distance, mask.causal)
-    rows = max(len(of_prefix), len(of_tokens))
-    of_prefix = jnp.broadcast_to(of_prefix, (rows, *of_prefix.shape[1:]))
+    distance = jnp.arange(mask.leading)[None, None, :] - positions[:, :, None]  # [B or 1, T, P]
+    of_leading = bias_of(table, config, distance, mask.causal)
+    rows = max(len(of_leading), len(of_tokens))
+    of_leading = jnp.broadcast_to(of_leading, (rows, *of_leading.shape[1:]))
     of_tokens = jnp.broadcast_to(of_tokens, (rows, *of_tokens.shape[1:]))
-    return jnp.concatenate([of_prefix, of_tokens], axis=-1)
+    return jnp.concatenate([of_leading, of_tokens], axis=-1)
 
 
 def _alibi(

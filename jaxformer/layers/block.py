@@ -13,14 +13,11 @@ from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import FeedForward, Mixer, ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.layers.attention import CROSS_ATTENTION, SELF_ATTENTION
-from jaxformer.layers.cache import LayerCache
-from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.ffn import FEED_FORWARD
 from jaxformer.layers.linear import dropout
-from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
-from jaxformer.layers.sublayer import Call, EncoderOutput, Sublayer
+from jaxformer.layers.sublayer import Call, Sublayer
 
 MIXERS: Table[Sublayer] = Table(Mixer, {"attention": SELF_ATTENTION})
 FEED_FORWARDS: Table[Sublayer] = Table(FeedForward, {"ffn": FEED_FORWARD})
@@ -72,24 +69,14 @@ def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
 
 
 @jax.named_scope("layer")
-def block(
-    params: Params,
-    config: ModelConfig,
-    x: Float[Array, "B T D"],
-    mask: AttentionMask,
-    layer_cache: LayerCache | None = None,
-    source: EncoderOutput | None = None,
-    key: jax.Array | None = None,
-    request: Request = NOTHING,
-) -> Output:
-    """[B, T, D] -> [B, T, D], with the layer's cache if one is given. Dropout needs a key.
+def block(params: Params, config: ModelConfig, x: Float[Array, "B T D"], call: Call) -> Output:
+    """[B, T, D] -> [B, T, D], with the layer's cache if the call has one.
 
     Every sublayer returns an `Output`, whose `Aux` holds what the request captures.
     """
-    sublayers = sublayers_of(config, cross=source is not None)
+    sublayers = sublayers_of(config, cross=call.source is not None)
     norms = PLACEMENTS[config.norm_placement].norms
-    inner_keys, outer_keys = _dropout_keys(key, sublayers)
-    call = Call(mask, layer_cache, source, None, request)
+    inner_keys, outer_keys = _dropout_keys(call.key, sublayers)
     total = x
     auxes: list[Aux] = []
     for name, sublayer in sublayers.items():
@@ -100,14 +87,14 @@ def block(
             call = call._replace(key=inner_keys[name])
             out, cache, aux = sublayer.apply(params[name], config, read, call)
         call = call._replace(cache=cache)
-        out, captured = request.apply(sublayer.capture or name, out)
+        out, captured = call.request.apply(sublayer.capture or name, out)
         auxes += [aux, Aux(captures=captured)]
         if "output" in norms:
             out = norm(params[f"{name}_output_norm"], config, out)
         total = total + dropout(out, config.dropout, outer_keys[name])
         if "after" in norms:
             total = norm(params[f"{name}_norm"], config, total)
-    total, captured = request.apply("residual", total)
+    total, captured = call.request.apply("residual", total)
     return Output(total, call.cache, merged([*auxes, Aux(captures=captured)]))
 
 

@@ -21,18 +21,16 @@ Reverse mode only: `jax.jvp` and Hessian-vector products use the plain kernel.
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.sharding import platform
 from jaxformer.layers.linear import dropout as dropped
-from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
+from jaxformer.layers.masks import AttentionMask, TokenLayout, visible
 
 # Queries in a block; the speed with 64 to 256 is within 10 % of that with 128.
 QUERY_BLOCK = 128
@@ -43,10 +41,11 @@ OptionalIndex = jax.Array | None
 
 
 class Static(NamedTuple):
-    """What is known when the function is traced."""
+    """What is known when the function is traced; `leading` keys come before those of tokens."""
 
     causal: bool
     window: int
+    leading: int
     scale: float
     soft_cap: float
     dropout: float
@@ -59,72 +58,39 @@ class Extra(NamedTuple):
     sinks: jax.Array | None
 
 
-@struct.dataclass
-class Coordinates:
-    """The positions and segments of queries [B, T] and keys [B, S]. None: positions are the index,
-    each row is one segment. `prefix` (static) keys, of virtual tokens, come before those S."""
+class Coordinates(NamedTuple):
+    """The positions of queries [B, T] and keys [B, S], None where these are the index in the row,
+    and their segments, None where each row is one."""
 
-    # int arrays or None. The type is Any because JAX also builds this node with placeholders.
-    q_positions: Any = None
-    k_positions: Any = None
-    q_segments: Any = None
-    k_segments: Any = None
-    prefix: int = struct.field(pytree_node=False, default=0)
-
-    def keys_end(self, causal: bool, stop: int, keys: int) -> int:
-        """The static number of keys that queries before `stop` attend to at most."""
-        by_index = causal and self.q_positions is None and self.k_positions is None
-        return min(stop + self.prefix, keys) if by_index else keys
-
-    def mask(self, static: Static, start: int, stop: int, keys: int) -> jax.Array:
-        """bool [B or 1, 1, 1, queries, keys], for queries `start` to `stop` and the first keys."""
-        queries = _layout(self.q_positions, self.q_segments, start, stop)
-        queries = replace(queries, virtual=self.prefix)
-        seen = _layout(self.k_positions, self.k_segments, 0, keys - self.prefix)
-        allowed = visible(AttentionMask(queries, seen, static.causal, static.window))
-        if allowed is None:
-            allowed = jnp.ones((1, stop - start, keys), bool)
-        return allowed[:, None, None]
-
-
-BY_INDEX = Coordinates()
-
-
-def _layout(
-    positions: OptionalIndex, segments: OptionalIndex, start: int, stop: int
-) -> TokenLayout:
-    """The layout of the tokens `start` to `stop` of each row."""
-    return TokenLayout(
-        jnp.arange(start, stop)[None] if positions is None else positions[:, start:stop],
-        None if segments is None else segments[:, start:stop],
-    )
+    q_positions: OptionalIndex
+    k_positions: OptionalIndex
+    q_segments: OptionalIndex
+    k_segments: OptionalIndex
 
 
 def blocked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K W"],
-    coordinates: Coordinates = BY_INDEX,
-    *,
-    causal: bool = True,
-    window: int = 0,
-    scoring: Scoring | None = None,
-    dropout: tuple[float, jax.Array | None] = (0.0, None),
+    mask: AttentionMask,
 ) -> Float[Array, "B T N W"]:
     """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] ->
     [B, T, N, W].
 
-    Coordinates are int [B, T] of queries and [B, S] of keys, read as in `masks.visible`; segment 0
-    is padding. With a prefix of P virtual tokens k and v have P + S keys. Without positions a
-    token's index is its position, and blocks above the diagonal are skipped. `window` 0 is none;
-    `scoring` has the scale, the soft-cap, the bias [B or 1, N, T, S] and the sinks [N] of
-    `dot_product_attention`; `dropout` has the rate and the key of the dropout of the weights (no
-    key: none). The softmax is float32; a fully masked row gives 0.
+    Ordered tokens are compared by their index, and blocks above the diagonal are skipped. The
+    softmax is float32; a fully masked row gives 0.
     """
-    scoring = scoring or Scoring()
+    queries, keys, scoring = mask.queries, mask.keys, mask.scoring
+    ordered = queries.ordered and keys.ordered
+    coordinates = Coordinates(
+        None if ordered else queries.positions,
+        None if ordered else keys.positions,
+        queries.segments,
+        keys.segments,
+    )
     scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
-    rate, key = dropout
-    static = Static(causal, window, scale, scoring.soft_cap, rate)
+    rate, key = mask.dropout
+    static = Static(mask.causal, mask.window, mask.leading, scale, scoring.soft_cap, rate)
     return _attention(q, k, v, Extra(scoring.bias, scoring.sinks), coordinates, key, static)
 
 
@@ -145,12 +111,31 @@ def _heads_last(x: jax.Array) -> jax.Array:
 def _blocks(
     length: int, keys: int, coordinates: Coordinates, static: Static
 ) -> Iterator[tuple[slice, slice, jax.Array]]:
-    """Slices of queries, slices of the keys they attend to, and the mask between them."""
+    """Slices of queries, slices of the keys they attend to, and the mask between them, bool
+    [B or 1, 1, 1, queries, keys]."""
+    q_positions, k_positions, q_segments, k_segments = coordinates
+    skips = static.causal and q_positions is None and k_positions is None
     size = max(QUERY_BLOCK, -(-length // MOST_BLOCKS))
     for start in range(0, length, size):
         stop = min(start + size, length)
-        end = coordinates.keys_end(static.causal, stop, keys)
-        yield slice(start, stop), slice(0, end), coordinates.mask(static, start, stop, end)
+        end = min(stop + static.leading, keys) if skips else keys
+        queries = _layout(q_positions, q_segments, start, stop)
+        seen = _layout(k_positions, k_segments, 0, end - static.leading)
+        mask = AttentionMask(queries, seen, static.causal, static.window, leading=static.leading)
+        allowed = visible(mask)
+        if allowed is None:
+            allowed = jnp.ones((1, stop - start, end), bool)
+        yield slice(start, stop), slice(0, end), allowed[:, None, None]
+
+
+def _layout(
+    positions: OptionalIndex, segments: OptionalIndex, start: int, stop: int
+) -> TokenLayout:
+    """The layout of the tokens `start` to `stop` of each row."""
+    return TokenLayout(
+        jnp.arange(start, stop)[None] if positions is None else positions[:, start:stop],
+        None if segments is None else segments[:, start:stop],
+    )
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

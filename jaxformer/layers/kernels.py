@@ -18,34 +18,11 @@ from jaxformer.arrays.sharding import activation, free_axes
 from jaxformer.config.model import BIASED_SCORES, AttentionKernel, ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.files import ConfigError
-from jaxformer.layers.blocked import Coordinates, blocked_attention
+from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, TokenLayout
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
-
-
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    queries, keys = mask.queries, mask.keys
-    # Ordered tokens are compared by their index, so that blocks can be skipped.
-    ordered = queries.ordered and keys.ordered
-    coordinates = Coordinates(
-        None if ordered else queries.positions,
-        None if ordered else keys.positions,
-        queries.segments,
-        keys.segments,
-        mask.prefix,
-    )
-    return blocked_attention(
-        q,
-        k,
-        v,
-        coordinates,
-        causal=mask.causal,
-        window=mask.window,
-        scoring=mask.scoring,
-        dropout=mask.dropout,
-    )
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -77,8 +54,8 @@ class Case(NamedTuple):
     """The properties of a training run on which the choice of a kernel depends.
 
     `segments` is the highest segment id of its rows: 1 for padded rows, 0 for rows without ids.
-    `capability` is the compute capability of an NVIDIA GPU; `prefix` the number of virtual tokens
-    whose keys all queries see.
+    `capability` is the compute capability of an NVIDIA GPU; `leading` the number of leading keys
+    that all queries see.
     """
 
     platform: str
@@ -87,7 +64,7 @@ class Case(NamedTuple):
     segments: int
     model: ModelConfig
     capability: tuple[int, ...] = HOPPER
-    prefix: int = 0
+    leading: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,14 +104,14 @@ FEATURES = {
     "window to both sides": "its window is to the left, and an encoder's is to both sides",
     "value width": "its values are as wide as its keys, and model.value_dim is set",
     "positions": "its positions are the index, and these rows have their own",
-    "prefix": "it has no keys that all segments see, as those of adapter.kind=prompt and prefix",
+    "leading": "it has no keys that all segments see, as those of adapter.kind=prompt and prefix",
     "dropout": "it has no dropout of attention weights, and model.dropout is set",
     "score bias": "it has no bias of the scores, and model.positions adds one",
     "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
     "sinks": "it has no sinks, and model.attention_sinks is set",
 }
 # Features that all kernels of cuDNN and Pallas lack.
-EVERY = frozenset({"positions", "dropout", "prefix"})
+EVERY = frozenset({"positions", "dropout", "leading"})
 CUDNN = EVERY | {"many segments", "window to both sides", "value width"}
 SCORES = frozenset({"score bias", "soft-cap", "sinks"})
 
@@ -149,7 +126,7 @@ def _features_of_run(case: Case) -> set[str]:
         "window": model.window,
         "window to both sides": model.window and model.family != "decoder",
         "value width": model.value_width != model.head_width,
-        "prefix": case.prefix,
+        "leading": case.leading,
         "dropout": model.dropout,
         "score bias": model.positions in BIASED_SCORES,
         "soft-cap": model.attention_soft_cap,
@@ -169,7 +146,7 @@ def _features_of_call(mask: AttentionMask) -> set[str]:
         "window": mask.window,
         "window to both sides": mask.window and not mask.causal,
         "positions": mask.causal and not all(side.ordered for side in sides),
-        "prefix": mask.prefix,
+        "leading": mask.leading,
         "dropout": mask.dropout[0] and mask.dropout[1] is not None,
         "score bias": scoring.bias is not None,
         "soft-cap": scoring.soft_cap,
@@ -220,7 +197,7 @@ KERNELS: Table[KernelRow] = Table(
             _tpu_device,
             partitioned=True,
         ),
-        "blocked": KernelRow(_blocked, "blocked attention with a saved log-sum-exp"),
+        "blocked": KernelRow(blocked_attention, "blocked attention with a saved log-sum-exp"),
         "xla": KernelRow(plain, "plain XLA attention"),
     },
     besides=("auto",),

@@ -7,6 +7,7 @@ query at position 2 of segment 1, keys:   position  0 1 2 3 0 1
                     causal, window of 2   allowed   . x x . . .
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -19,15 +20,17 @@ class TokenLayout:
     """The position and segment of each token of a [B, T] batch.
 
     `positions` int32 counts from 0 in each segment; `segments` int32 is 0 for padding, None if each
-    row is one segment. Two fields are static: `ordered`, positions grow along each segment, so that
-    kernels may go by the order; and `virtual`, the number of virtual tokens before each segment, at
-    positions 0 .. virtual - 1, which its positions count too.
+    row is one segment. `ordered` is static: positions grow along each segment, so that kernels may
+    go by the order.
     """
 
     positions: jax.Array
     segments: jax.Array | None = None
     ordered: bool = struct.field(pytree_node=False, default=False)
-    virtual: int = struct.field(pytree_node=False, default=0)
+
+    def after(self, tokens: int) -> "TokenLayout":
+        """The layout with each segment after so many tokens, which take its first positions."""
+        return replace(self, positions=self.positions + tokens) if tokens else self
 
 
 class Scoring(NamedTuple):
@@ -44,8 +47,10 @@ class AttentionMask(NamedTuple):
 
     `window` is the number of tokens back that a query sees, including itself (on both sides if not
     `causal`); 0 is all. `relative` is False if queries and keys are of different sequences, between
-    which there are no distances. `max_segments` bounds the segment ids; 0: not known.
-    `dropout` is the rate and the key of the dropout of weights; without a key nothing is dropped.
+    which there are no distances. `max_segments` bounds the segment ids; 0: not known. `dropout` is
+    the rate and the key of the dropout of weights; without a key nothing is dropped. `leading` keys
+    come before those of `keys`, at the positions 0 .. leading - 1 of every segment: each query that
+    is not padding sees all of them, whatever its segment and the window.
     """
 
     queries: TokenLayout
@@ -56,12 +61,7 @@ class AttentionMask(NamedTuple):
     relative: bool = True
     max_segments: int = 0
     dropout: tuple[float, jax.Array | None] = (0.0, None)
-
-    @property
-    def prefix(self) -> int:
-        """The number of keys of virtual tokens, which come before those of `keys`. Each query that
-        is not padding sees all of them, whatever its segment and the window."""
-        return self.queries.virtual if self.relative else 0
+    leading: int = 0
 
 
 def layout_of(
@@ -82,8 +82,8 @@ def layout_of(
 
 def visible(mask: AttentionMask) -> jax.Array | None:
     """bool [B, T, S]: each query sees the keys of its segment, without padding, up to its position
-    if causal, and within the window if there is one. With a prefix of P keys it is [B, T, P + S].
-    None means that all queries see all keys."""
+    if causal, and within the window if there is one. With P leading keys it is [B, T, P + S]. None
+    means that all queries see all keys."""
     queries, keys = mask.queries, mask.keys
     back = queries.positions[..., :, None] - keys.positions[..., None, :]
     allowed = back >= 0 if mask.causal else None
@@ -96,10 +96,10 @@ def visible(mask: AttentionMask) -> jax.Array | None:
         k_seg = one if keys.segments is None else keys.segments
         same_segment = (q_seg[..., :, None] == k_seg[..., None, :]) & (k_seg[..., None, :] != 0)
         allowed = same_segment if allowed is None else allowed & same_segment
-    if mask.prefix and allowed is not None:
+    if mask.leading and allowed is not None:
         not_padding = True if queries.segments is None else (queries.segments != 0)[..., None]
-        to_prefix = jnp.broadcast_to(not_padding, (*allowed.shape[:-1], mask.prefix))
-        allowed = jnp.concatenate([to_prefix, allowed], axis=-1)
+        to_leading = jnp.broadcast_to(not_padding, (*allowed.shape[:-1], mask.leading))
+        allowed = jnp.concatenate([to_leading, allowed], axis=-1)
     return allowed
 
 

@@ -14,6 +14,7 @@ from jaxformer.layers.attention import attention, attention_specs, keys_and_valu
 from jaxformer.layers.biases import score_bias
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
+from jaxformer.layers.sublayer import Call
 
 TokenNumbers = Int[Array | np.ndarray, "B T"] | None
 
@@ -42,7 +43,7 @@ def multi_head_attention(
     check_params(attention_specs(config), params)
     mask = _mask(config, x, positions, segment_ids)._replace(window=config.window)
     seen = keys_and_values(params, config, x, mask.queries)
-    return attention(params, config, x, seen, mask)[0]
+    return attention(params, config, x, seen, Call(mask))[0]
 
 
 def transformer_block(
@@ -62,7 +63,7 @@ def transformer_block(
     one. The rest is as in `multi_head_attention`.
     """
     check_params(block_specs(config), params)
-    return block(params, config, x, _mask(config, x, positions, segment_ids)).x
+    return block(params, config, x, Call(_mask(config, x, positions, segment_ids))).x
 
 
 def _mask(config: ModelConfig, x: jax.Array, positions: Any, segment_ids: Any) -> AttentionMask:

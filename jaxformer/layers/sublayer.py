@@ -13,7 +13,7 @@ import jax
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.cache import LayerCache
-from jaxformer.layers.capture import Request
+from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Output
 
@@ -26,14 +26,15 @@ class EncoderOutput(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a block gives each sublayer besides its input: the mask of its tokens, the layer's
-    cache, the output of an encoder, the key of the sublayer's own dropout, and what is captured."""
+    """What a stack, a block and a sublayer read besides their input: the mask of the tokens, the
+    layer's cache, the output of an encoder, the key of dropout (of a sublayer, of its own inside;
+    None: nothing is dropped), and what is captured."""
 
     mask: AttentionMask
-    cache: LayerCache | None
-    source: EncoderOutput | None
-    key: jax.Array | None
-    request: Request
+    cache: LayerCache | None = None
+    source: EncoderOutput | None = None
+    key: jax.Array | None = None
+    request: Request = NOTHING
 
 
 class Sizes(NamedTuple):

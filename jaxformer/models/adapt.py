@@ -10,7 +10,6 @@ from jaxformer.config.adapter import AdapterConfig, Quantization, pairs_of, part
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.transformer import check_model, specs, without_objective
-from jaxformer.models.virtual import refuse_encoder
 
 Adapter = LoRA | PromptTuning | PrefixTuning
 
@@ -70,9 +69,9 @@ def _table_with(
         }
     if isinstance(adapter, LoRA):
         return adapted_specs(table, adapter, below, learned)
-    refuse_encoder(config)
+    virtual = virtual_specs(table, config, adapter)
     frozen = adapt_specs(frozen_specs(table, learned, {*below}), below)
-    return frozen | {"virtual": virtual_specs(table, adapter)}
+    return frozen | {"virtual": virtual}
 
 
 def adapter_of(settings: AdapterConfig) -> Adapter:

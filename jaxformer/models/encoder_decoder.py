@@ -15,10 +15,9 @@ from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs
-from jaxformer.layers.sublayer import EncoderOutput
+from jaxformer.layers.sublayer import Call, EncoderOutput
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import layers_of, run_stack, stack_specs
-from jaxformer.models.virtual import with_virtual
+from jaxformer.models.stack import layers_of, leading_keys, run_stack, stack_specs
 
 
 def specs(config: ModelConfig) -> Specs:
@@ -45,17 +44,17 @@ def encode(
     encoder = params["encoder"]
     # What a stack adds to its inputs has the same names in both.
     tables = params["embed"] | encoder.get("embed", {})
-    layout: TokenLayout = inputs.source_layout  # type: ignore[assignment]
+    leading = leading_keys(encoder["blocks"])
+    layout: TokenLayout = inputs.source_layout.after(leading)  # type: ignore[union-attr]
     source = EmbeddedInputs(inputs.source, layout)  # type: ignore[arg-type]
     x = embed(tables, config, source, embed_key)
-    mask = AttentionMask(layout, layout, causal=False)
-    return run_stack(encoder, config, x, mask, key=layers_key, request=request.within("encoder"))
+    mask = AttentionMask(layout, layout, causal=False, leading=leading)
+    call = Call(mask, key=layers_key, request=request.within("encoder"))
+    return run_stack(encoder, config, x, call)
 
 
 def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
     """The cache with each layer's keys and values of the source, which is encoded once."""
-    if "virtual" in params:
-        params, inputs = with_virtual(params, config, inputs, cache)
     x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
     configs = layer_configs(config, len(layers))
     keys_values = [
@@ -76,17 +75,18 @@ def hidden(
     """The residual stream before the head [B, T, D]. A cache has the source already."""
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     source_layout: Any = inputs.source_layout
+    leading = leading_keys(params["blocks"])
+    layout = inputs.layout.after(leading)
     if cache is None:
         encoded, _, encoder_aux = encode(params, config, inputs, source_key, request)
     else:
-        cache = cache.advance(inputs.layout)
+        cache = cache.advance(layout)
         encoded, encoder_aux, source_layout = None, Aux(), cache.source_layout
-    x = embed(params["embed"], config, inputs.embedded, embed_key)
-    to_source = AttentionMask(inputs.layout, source_layout, causal=False, relative=False)
+    x = embed(params["embed"], config, inputs.embedded._replace(layout=layout), embed_key)
+    to_source = AttentionMask(layout, source_layout, causal=False, relative=False)
     source = EncoderOutput(encoded, to_source)
-    mask = AttentionMask(inputs.layout, inputs.layout if cache is None else cache.layout)
-    request = request.within("decoder")
-    out = run_stack(
-        params, config, x, mask, cache=cache, source=source, key=layers_key, request=request
-    )
+    keys = layout if cache is None else cache.layout
+    mask = AttentionMask(layout, keys, leading=leading)
+    call = Call(mask, source=source, key=layers_key, request=request.within("decoder"))
+    out = run_stack(params, config, x, call, cache)
     return out._replace(aux=merged((encoder_aux, out.aux)))

@@ -7,7 +7,7 @@ is entry i // P of the tree K + i % P.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,12 @@ from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.layers.biases import relative_bias_specs, score_bias
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.cache import KVCache, LayerCache
-from jaxformer.layers.capture import NOTHING, Request
-from jaxformer.layers.masks import AttentionMask, Scoring
+from jaxformer.layers.capture import Request
+from jaxformer.layers.masks import Scoring
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs, repetition_of
-from jaxformer.layers.sublayer import EncoderOutput
+from jaxformer.layers.sublayer import Call
 from jaxformer.models.remat import recomputed
 
 
@@ -84,11 +84,9 @@ def layers_of(blocks: Params | list[Params]) -> list[Params]:
     return [stacks[p][i] for p, i in _order([len(layers) for layers in stacks])]
 
 
-def stacked_as(blocks: Params | list[Params], layers: list[Params]) -> Params:
-    """Trees of all layers, stacked as the params of blocks are; a list counts as one stack."""
-    counts = [len(layers)]
-    if not isinstance(blocks, list):
-        counts = [_depth(stacked) for stacked in stacks_of(blocks)]
+def stacked_as(blocks: Params, layers: list[Params]) -> Params:
+    """Trees of all layers, stacked as the params of blocks are."""
+    counts = [_depth(stacked) for stacked in stacks_of(blocks)]
     members: list[list[Params]] = [[] for _ in counts]
     for layer, (p, _) in zip(layers, _order(counts), strict=True):
         members[p].append(layer)
@@ -100,32 +98,28 @@ def _depth(stacked: Params) -> int:
     return len(jax.tree.leaves(stacked)[0])
 
 
-class StackCall(NamedTuple):
-    """The arguments that all layers of a stack share."""
-
-    mask: AttentionMask
-    source: EncoderOutput | None
-    key: jax.Array | None
-    request: Request
+def leading_keys(blocks: Params | list[Params]) -> int:
+    """The number of keys that the self-attention of each layer has before those of its tokens,
+    `prefix_k` [L, P, K, H] and `prefix_v`, which an adapter puts there; 0 for most."""
+    layer = blocks[0] if isinstance(blocks, list) else stacks_of(blocks)[0]
+    attention = layer.get("attention", {})
+    return int(attention["prefix_k"].shape[-3]) if "prefix_k" in attention else 0
 
 
 def run_stack(
     params: Params,
     config: ModelConfig,
     x: Float[Array, "B T D"],
-    mask: AttentionMask,
-    *,
+    call: Call,
     cache: KVCache | None = None,
-    source: EncoderOutput | None = None,
-    key: jax.Array | None = None,
-    request: Request = NOTHING,
 ) -> Output:
-    """[B, T, D] -> [B, T, D] in the compute dtype. A cache has been advanced by the caller."""
+    """[B, T, D] -> [B, T, D] in the compute dtype, with a call that all layers share. A cache has
+    been advanced by the caller."""
     x = x.astype(compute_dtype(config))
     bias = None
     if config.positions in BIASED_SCORES:
-        bias = score_bias(params.get("relative_bias"), config, mask)
-    call = StackCall(mask._replace(scoring=Scoring(bias=bias)), source, key, request)
+        bias = score_bias(params.get("relative_bias"), config, call.mask)
+    call = call._replace(mask=call.mask._replace(scoring=Scoring(bias=bias)))
     if cache is None and config.layer_loop == "scan":
         out = _scanned(params["blocks"], config, x, call)
     else:
@@ -137,7 +131,7 @@ def run_stack(
 
 def layer_of(
     config: ModelConfig,
-    call: StackCall,
+    call: Call,
     request: Request,
     layer_cache: LayerCache | None = None,
     scanned: bool = False,
@@ -145,7 +139,8 @@ def layer_of(
     """A layer as a function of (x, params, its number), under the policy of `model.remat`."""
 
     def run(x: jax.Array, params: Params, key: jax.Array | None) -> Output:
-        return block(params, config, x, call.mask, layer_cache, call.source, key, request)
+        layer_call = call._replace(cache=layer_cache, key=key, request=request)
+        return block(params, config, x, layer_call)
 
     layer = run
     if layer_cache is None and (config.remat != "none" or platform() != "cpu"):
@@ -161,7 +156,7 @@ def _unrolled(
     blocks: Params | list[Params],
     config: ModelConfig,
     x: jax.Array,
-    call: StackCall,
+    call: Call,
     cache: KVCache | None,
 ) -> Output:
     layers, layer_caches, auxes = layers_of(blocks), [], []
@@ -175,7 +170,7 @@ def _unrolled(
     return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(auxes))
 
 
-def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: StackCall) -> Output:
+def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     """The leading layers unrolled, a scan over the whole periods of the pattern, and the remaining
     layers unrolled."""
     stacks = stacks_of(blocks)

@@ -7,6 +7,12 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxformer.adapters.virtual_tokens import (
+    check_virtual,
+    has_virtual,
+    virtual_counts,
+    without_virtual,
+)
 from jaxformer.arrays.params import Params, Specs, check_params, init_params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
@@ -16,7 +22,7 @@ from jaxformer.layers.head import HEADS, head
 from jaxformer.layers.output import Aux, Output
 from jaxformer.models import decoder, encoder, encoder_decoder
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
-from jaxformer.models.virtual import checked, with_virtual
+from jaxformer.models.virtual import with_virtual
 
 # The module of each family, with its functions `specs` and `hidden`.
 MODEL_FAMILIES: dict[str, Any] = {
@@ -52,8 +58,9 @@ def without_objective(params: Params) -> Params:
 def check_model(params: Params, config: ModelConfig) -> None:
     """Raises ConfigError naming every leaf of `params` whose shape does not fit the config."""
     params = without_objective(params)
-    if isinstance(params, dict) and "virtual" in params:
-        params = checked(params, config, _table(config))
+    if has_virtual(params):
+        check_virtual(params, config, _table(config))
+        params = without_virtual(params)
     check_params(_table(config), params)
 
 
@@ -73,9 +80,44 @@ def hidden(
     """The residual stream before the head [B, T, D], the cache with these tokens if one is given,
     and an `Aux`: sums to add to the loss, metrics, and captures."""
     if "virtual" in params:
-        params, inputs = with_virtual(params, config, inputs, cache, key)
+        # Generation has counted the tokens that it reads into a cache.
+        if cache is None:
+            _check_context(params, config, inputs)
+        params, inputs = with_virtual(params, config, inputs, key)
     out: Output = MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
     return out
+
+
+def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
+    """The cache of an encoder-decoder with the keys and values of the source, which is encoded
+    once."""
+    if "virtual" in params:
+        params, inputs = with_virtual(params, config, inputs)
+    return encoder_decoder.remember(params, config, inputs, cache)
+
+
+def context_of(params: Params, config: ModelConfig, source: bool = False) -> int:
+    """How many tokens, or tokens of a source, a segment may have: model.max_length, less the
+    virtual tokens before them where these take rows of a table of positions."""
+    before = virtual_counts(params, config)[source] if config.positions == "learned" else 0
+    return max(config.max_length - before, 0)
+
+
+def _check_context(params: Params, config: ModelConfig, inputs: Inputs) -> None:
+    """Raises ConfigError for rows longer than the learned positions after the virtual tokens."""
+    if config.positions != "learned":
+        return
+    for name, layout in (("tokens", inputs.layout), ("source", inputs.source_layout)):
+        # There is no source, or the caller passes positions.
+        if layout is None or not layout.ordered:
+            continue
+        limit, length = context_of(params, config, name == "source"), layout.positions.shape[1]
+        if length > limit:
+            raise ConfigError(
+                f"{name} has rows of {length}, and behind {config.max_length - limit} virtual"
+                f" tokens the learned positions of model.max_length={config.max_length} reach"
+                f" {limit}: shorten the rows, or use fewer virtual tokens."
+            )
 
 
 def forward(

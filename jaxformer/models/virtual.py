@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from jaxformer.adapters.virtual_tokens import prefix_specs, prompt_specs, without_virtual
-from jaxformer.arrays.params import Params, Specs, Weight, check_params, contract, lookup
+from jaxformer.adapters.virtual_tokens import without_virtual
+from jaxformer.arrays.params import Params, Weight, contract, lookup
 from jaxformer.arrays.sharding import Axes, constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
@@ -22,123 +21,38 @@ from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models import decoder
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import compute_dtype, layers_of, stacked_as
-
-
-def refuse_encoder(config: ModelConfig) -> None:
-    """Raises ConfigError for an encoder."""
-    if config.family == "encoder":
-        raise ConfigError(
-            "virtual tokens (prompt tuning, prefix tuning) are for decoders and encoder-decoders,"
-            " and model.family is 'encoder': choose LoRA, or another model."
-        )
-
-
-def checked(params: Params, config: ModelConfig, specs: Specs) -> Params:
-    """Params without their virtual tokens. Raises ConfigError if these do not fit the model whose
-    table is `specs`."""
-    refuse_encoder(config)
-    virtual, expected = params["virtual"], {}
-    names = [*virtual] if isinstance(virtual, dict) else []
-    if "prompt" in names and len(names) > 1:
-        raise ConfigError(
-            f"params['virtual'] has {', '.join(names)}: a prompt and a prefix exclude each other."
-        )
-    if "prompt" in names:
-        expected = prompt_specs(specs, _count(virtual, -2))
-    for name, stack in (("decoder", specs), ("encoder", specs.get("encoder"))):
-        if name in names and stack is not None:
-            expected[name] = prefix_specs(stack["blocks"], _count(virtual[name], -3))
-    check_params({"virtual": expected}, {"virtual": virtual})
-    return without_virtual(params)
-
-
-def _count(virtual: Any, axis: int) -> int:
-    """The number of virtual tokens, the length of an axis of the first leaf, but at least 1."""
-    shape = next((np.shape(leaf) for leaf in jax.tree.leaves(virtual)), ())
-    return max(shape[axis], 1) if len(shape) >= -axis else 1
-
-
-def virtual_counts(params: Params, config: ModelConfig) -> tuple[int, int]:
-    """The numbers of virtual tokens before the tokens of a segment, and before those of its
-    source."""
-    virtual = params.get("virtual", {})
-    if "prompt" in virtual:
-        tokens = len(virtual["prompt"])
-        return (0, tokens) if config.family == "encoder_decoder" else (tokens, 0)
-    before, before_source = (
-        _count(virtual[stack], -3) if stack in virtual else 0 for stack in ("decoder", "encoder")
-    )
-    return before, before_source
-
-
-def context(params: Params, config: ModelConfig, source: bool = False) -> int:
-    """How many tokens, or tokens of a source, a segment may have: model.max_length, less the
-    virtual tokens before them where these take rows of a table of positions."""
-    before = virtual_counts(params, config)[source] if config.positions == "learned" else 0
-    return max(config.max_length - before, 0)
+from jaxformer.models.stack import compute_dtype, stacked_as
 
 
 def with_virtual(
-    params: Params,
-    config: ModelConfig,
-    inputs: Inputs,
-    cache: KVCache | None = None,
-    key: jax.Array | None = None,
+    params: Params, config: ModelConfig, inputs: Inputs, key: jax.Array | None = None
 ) -> tuple[Params, Inputs]:
     """The params and inputs that a family reads instead of params with virtual tokens: layers with
-    a prefix, positions that begin after it, or a source that begins with the prompt.
+    leading keys, or a source that begins with the prompt."""
+    prompt = params["virtual"].get("prompt")
+    params = with_leading_keys(params, config, key)
+    if prompt is None or config.family != "encoder_decoder":
+        return params, inputs
+    return _with_prompt(params, config, inputs, prompt)
 
-    Raises ConfigError if there are not enough learned positions. With a cache this is not checked:
-    generation calls `context` before.
-    """
-    if cache is None:
-        _check_context(params, config, inputs)
+
+def with_leading_keys(params: Params, config: ModelConfig, key: jax.Array | None = None) -> Params:
+    """Params without virtual tokens, in which each layer has their keys and values: those of a
+    prefix, or in a decoder of a prompt. A prompt of an encoder-decoder is left out."""
     virtual, params = params["virtual"], without_virtual(params)
-    if "prompt" in virtual:
-        if config.family == "encoder_decoder":
-            return _with_prompt(params, config, inputs, virtual["prompt"])
+    if "prompt" in virtual and config.family != "encoder_decoder":
         virtual = {"decoder": prefix_of(params, config, virtual["prompt"], key)}
     if "decoder" in virtual:
-        prefix = virtual["decoder"]
-        params = params | {"blocks": _inserted(params["blocks"], prefix)}
-        inputs = replace(inputs, layout=_behind(inputs.layout, _count(prefix, -3)))
-    if "encoder" in virtual and inputs.source_layout is not None:
-        prefix, encoder = virtual["encoder"], params["encoder"]
-        params = params | {"encoder": encoder | {"blocks": _inserted(encoder["blocks"], prefix)}}
-        layout = _behind(inputs.source_layout, _count(prefix, -3))
-        inputs = replace(inputs, source_layout=layout)
-    return params, inputs
+        params = params | {"blocks": _inserted(params["blocks"], virtual["decoder"])}
+    if "encoder" in virtual:
+        encoder = params["encoder"]
+        blocks = _inserted(encoder["blocks"], virtual["encoder"])
+        params = params | {"encoder": encoder | {"blocks": blocks}}
+    return params
 
 
-def _check_context(params: Params, config: ModelConfig, inputs: Inputs) -> None:
-    """Raises ConfigError for rows longer than the learned positions after the virtual tokens."""
-    if config.positions != "learned":
-        return
-    for name, layout in (("tokens", inputs.layout), ("source", inputs.source_layout)):
-        # There is no source, or the caller passes positions.
-        if layout is None or not layout.ordered:
-            continue
-        limit, length = context(params, config, name == "source"), layout.positions.shape[1]
-        if length > limit:
-            raise ConfigError(
-                f"{name} has rows of {length}, and behind {config.max_length - limit} virtual"
-                f" tokens the learned positions of model.max_length={config.max_length} reach"
-                f" {limit}: shorten the rows, or use fewer virtual tokens."
-            )
-
-
-def _behind(layout: TokenLayout, tokens: int) -> TokenLayout:
-    """The layout with its positions after those of `tokens` virtual tokens."""
-    return replace(layout, positions=layout.positions + tokens, virtual=tokens)
-
-
-def _inserted(blocks: Any, prefix: Any) -> Any:
-    """Blocks whose self-attention has its `prefix_k` and `prefix_v`: stacked, or a list of
-    layers."""
-    if isinstance(blocks, list):
-        pairs = zip(blocks, layers_of(prefix), strict=True)
-        return [_inserted(layer, layer_prefix) for layer, layer_prefix in pairs]
+def _inserted(blocks: Params, prefix: Params) -> Params:
+    """Stacked blocks whose self-attention has its `prefix_k` and `prefix_v`."""
     # A model with a pattern of layers has stacked blocks for each position of the pattern.
     if "attention" not in blocks:
         return {name: _inserted(stacked, prefix[name]) for name, stacked in blocks.items()}
@@ -171,18 +85,6 @@ def prefix_of(
     # The cache has one row: [1, P, K, H] and [1, P, K, W] of each layer.
     layers = [{"prefix_k": k[0], "prefix_v": v[0]} for k, v in zip(filled.k, filled.v, strict=True)]
     return stacked_as(params["blocks"], layers)
-
-
-def for_decoding(params: Params, config: ModelConfig) -> Params:
-    """The virtual tokens as the decode loop reads them: the prefix of each layer of the decoder, if
-    it has one, in the dtype of the products. Those of the encoder were read with the source."""
-    virtual, below = params["virtual"], without_virtual(params)
-    if "prompt" in virtual and config.family != "encoder_decoder":
-        virtual = {"decoder": prefix_of(below, config, virtual["prompt"])}
-    if "decoder" not in virtual:
-        return {}
-    dtype = compute_dtype(config)
-    return {"decoder": layers_of(jax.tree.map(lambda a: a.astype(dtype), virtual["decoder"]))}
 
 
 @struct.dataclass

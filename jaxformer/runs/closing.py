@@ -11,7 +11,7 @@ from jaxformer.config.run import RunSettings
 from jaxformer.data import gzip_bits_per_byte
 from jaxformer.files import ConfigError, read_text
 from jaxformer.generation.decode import generate
-from jaxformer.generation.prompts import context_of
+from jaxformer.models.transformer import context_of
 from jaxformer.report import closing
 from jaxformer.report.banner import loss_text
 from jaxformer.report.plot import plot_losses

@@ -12,7 +12,8 @@ from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
-from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
+from jaxformer.generation.prompts import full_batch, padded, rounded
+from jaxformer.models.transformer import context_of
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
 

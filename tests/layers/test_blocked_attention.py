@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxformer.layers import blocked
-from jaxformer.layers.blocked import Coordinates, blocked_attention
+from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.dot_product import plain
-from jaxformer.layers.masks import AttentionMask, layout_of
+from jaxformer.layers.masks import AttentionMask, TokenLayout, layout_of
 
 
 @pytest.fixture(autouse=True)
@@ -52,26 +52,32 @@ def assert_same(function, mask, q, k, v, slope, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
+def to_past(q, k, v, **changes):
+    """Blocked attention of rows that are one text each, to the token and those before."""
+    layout = layout_of(q[..., 0, 0], None, None)
+    return blocked_attention(q, k, v, AttentionMask(layout, layout, **changes))
+
+
 def causal(length):
     return jnp.tril(jnp.ones((2, length, length), bool))
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 14, 37])
 def test_any_length_gives_plain_causal_attention(length):
-    assert_same(blocked_attention, causal(length), *inputs(length))
+    assert_same(to_past, causal(length), *inputs(length))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_query_heads_share_key_heads(kv_heads):
-    assert_same(blocked_attention, causal(14), *inputs(kv_heads=kv_heads))
+    assert_same(to_past, causal(14), *inputs(kv_heads=kv_heads))
 
 
 def test_packed_rows_see_their_own_segment_and_padding_gives_zero():
     q, k, v, slope = inputs()
     segments = jnp.array([[1] * 5 + [2] * 6 + [0] * 3, [3] * 14])
     mask = causal(14) & (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] != 0)
-    ids = Coordinates(q_segments=segments, k_segments=segments)
-    packed = lambda q, k, v: blocked_attention(q, k, v, ids)  # noqa: E731
+    layout = layout_of(segments, None, segments)
+    packed = lambda q, k, v: blocked_attention(q, k, v, AttentionMask(layout, layout))  # noqa: E731
     assert_same(packed, mask, q, k, v, slope)
     assert not np.any(packed(q, k, v)[0, 11:])
 
@@ -81,30 +87,30 @@ def test_positions_decide_and_not_the_order_of_the_keys():
     order = jax.random.permutation(jax.random.key(5), 14)
     positions = jnp.broadcast_to(order, (2, 14))
     mask = positions[:, None, :] <= positions[:, :, None]
-    places = Coordinates(positions, positions)
-    assert_same(lambda q, k, v: blocked_attention(q, k, v, places), mask, q, k, v, slope)
+    layout = TokenLayout(positions)
+    by_position = AttentionMask(layout, layout)
+    assert_same(lambda q, k, v: blocked_attention(q, k, v, by_position), mask, q, k, v, slope)
 
 
 def test_a_query_that_may_see_nothing_gives_zero_and_no_gradient():
     q, k, v, slope = inputs()
-    late, early = jnp.full((2, 14), 9), jnp.full((2, 14), 3)
+    early, late = (TokenLayout(jnp.full((2, 14), position)) for position in (3, 9))
     arrays = with_gradients(
-        lambda q, k, v: blocked_attention(q, k, v, Coordinates(early, late)), q, k, v, slope
+        lambda q, k, v: blocked_attention(q, k, v, AttentionMask(early, late)), q, k, v, slope
     )
     assert not any(np.any(a) for a in arrays)
 
 
 def test_bfloat16_is_near_the_float32_reference():
     q, k, v, slope = inputs(dtype=jnp.bfloat16)
-    assert blocked_attention(q, k, v).dtype == jnp.bfloat16
-    assert_same(blocked_attention, causal(14), q, k, v, slope, tolerance=0.05)
+    assert to_past(q, k, v).dtype == jnp.bfloat16
+    assert_same(to_past, causal(14), q, k, v, slope, tolerance=0.05)
 
 
 def test_large_scores_stay_finite():
     q, k, v, slope = inputs()
-    assert all(
-        np.isfinite(a).all() for a in with_gradients(blocked_attention, 1e3 * q, 1e3 * k, v, slope)
-    )
+    arrays = with_gradients(to_past, 1e3 * q, 1e3 * k, v, slope)
+    assert all(np.isfinite(a).all() for a in arrays)
 
 
 @pytest.mark.slow
@@ -124,8 +130,8 @@ def test_it_needs_less_than_half_the_memory_of_the_plain_kernel(monkeypatch):
     dropout = (0.1, jax.random.key(0))
     mask = AttentionMask(layout, layout)
     all_weights = temporaries(lambda q, k, v: plain(q, k, v, mask))
-    assert temporaries(blocked_attention) < all_weights / 2
+    assert temporaries(to_past) < all_weights / 2
     # A CPU has the random bits of several blocks at a time; on an H100 they take no memory.
     all_weights = temporaries(lambda q, k, v: plain(q, k, v, mask._replace(dropout=dropout)))
-    dropping = functools.partial(blocked_attention, dropout=dropout)
+    dropping = functools.partial(to_past, dropout=dropout)
     assert temporaries(dropping) < 0.75 * all_weights

@@ -121,7 +121,7 @@ def test_no_window_stays_none_under_jit(window):
 
 def test_a_wrong_kernel_is_caught_at_the_start(monkeypatch):
     def wrong(q, k, v, mask):
-        return 1.01 * blocked_attention(q, k, v)
+        return 1.01 * blocked_attention(q, k, v, mask)
 
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=wrong))
     with pytest.raises(RuntimeError, match="wrong on this device"):

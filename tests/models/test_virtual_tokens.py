@@ -222,14 +222,15 @@ def test_attention_maps_show_virtual_tokens_first():
 
 
 def test_the_kernel_of_a_run_takes_a_prefix_or_says_why_not():
-    case = kernels.Case("gpu", "bfloat16", 128, 0, jf.ModelConfig(d_model=64, n_heads=1), prefix=4)
+    case = kernels.Case("gpu", "bfloat16", 128, 0, jf.ModelConfig(d_model=64, n_heads=1), leading=4)
     name, reason = kernels.choose("auto", case)
     assert name == "blocked" and "not cudnn: it has no keys that all segments see" in reason
-    assert kernels.choose("auto", case._replace(prefix=0))[0] == "cudnn"
+    assert kernels.choose("auto", case._replace(leading=0))[0] == "cudnn"
     for named in ("cudnn", "tpu", "flash"):
-        assert "prefix" in kernels.KERNELS[named].lacks
+        assert "leading" in kernels.KERNELS[named].lacks
     with pytest.raises(jf.ConfigError, match="'cudnn' cannot run here: it has no keys that all"):
         kernels.choose("cudnn", case)
-    layout = TokenLayout(jnp.arange(128)[None], ordered=True, virtual=4)
-    assert not kernels.KERNELS["cudnn"].serves(AttentionMask(layout, layout))
-    assert kernels.KERNELS["blocked"].serves(AttentionMask(layout, layout))
+    layout = TokenLayout(jnp.arange(128)[None], ordered=True)
+    mask = AttentionMask(layout, layout, leading=4)
+    assert not kernels.KERNELS["cudnn"].serves(mask)
+    assert kernels.KERNELS["blocked"].serves(mask)

@@ -8,7 +8,7 @@ from families import SIZES, alone, laid_out, params_of
 from virtual_models import TOKENS, adapted, assert_close, forward, model
 
 import jaxformer as jf
-from jaxformer.generation.prompts import context_of
+from jaxformer.models.transformer import context_of
 
 
 def test_learned_positions_end_the_context_behind_virtual_tokens():

@@ -28,13 +28,13 @@ from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import decode, start
-from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
+from jaxformer.generation.prompts import full_batch, padded, rounded
 from jaxformer.generation.sampling import Sampling
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.transformer import hidden
+from jaxformer.models.transformer import context_of, hidden
 from jaxformer.runs.loading import load
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer.metadata import without_tokenizer
