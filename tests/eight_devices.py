@@ -131,7 +131,7 @@ def train(run, mesh, first=None):
     which takes as long to compile as half a step."""
     with jax.set_mesh(mesh):
         specs, schedule = (
-            run_specs(run.model, run.adapter),
+            run_specs(run.data.objective, run.model, run.adapter),
             make_schedule(run.optimizer, run.train.steps),
         )
         optimizer = make_optimizer(run.optimizer, schedule, specs)
@@ -167,7 +167,7 @@ def explicit_axes_trace(run):
     """Names what fails to trace under explicit axes: a placement that is nowhere said is an error
     there."""
     mesh = make_mesh(2, 2, 2, explicit=True)
-    specs, batch = run_specs(run.model, run.adapter), batch_of(run.model)
+    specs, batch = run_specs(run.data.objective, run.model, run.adapter), batch_of(run.model)
 
     def nats(params, batch):
         found = head_loss(params, run.model, batch)

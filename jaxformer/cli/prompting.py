@@ -18,7 +18,7 @@ from jaxformer.data.templates import Template
 from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.decode import stream_tokens
-from jaxformer.generation.prompts import context_of
+from jaxformer.models.transformer import context_of
 from jaxformer.runs.loading import load, run_of
 from jaxformer.runs.objectives import row_format
 from jaxformer.runs.stated import writing_rules

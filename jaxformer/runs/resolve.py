@@ -30,7 +30,14 @@ from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.config import origin_of, with_tokenizer_of
 from jaxformer.runs.directory import as_begun
-from jaxformer.runs.objectives import OBJECTIVES, Objective, loss_of, objective_of, task_of
+from jaxformer.runs.objectives import (
+    OBJECTIVES,
+    Objective,
+    loss_of,
+    objective_of,
+    objective_specs,
+    task_of,
+)
 from jaxformer.training.optim import make_optimizer, make_schedule
 from jaxformer.training.program import Step
 from jaxformer.training.state import TrainState, abstract_state
@@ -121,7 +128,7 @@ class Resolved:
         """The table whose products a step computes: `specs`, with the unquantized weights in place
         of quantized ones."""
         unquantized = dataclasses.replace(self.run.adapter, base="float32")
-        return run_specs(self.model, unquantized, self.learned)
+        return run_specs(self.task.name, self.model, unquantized, self.learned)
 
     @functools.cached_property
     def flops_per_token(self) -> int:
@@ -255,7 +262,7 @@ def resolve(
     one_text = encoded_length(run.model, run.data, run.adapter, 1)
     row_tokens = objective.sequences * (run.data.sequence_length + one_text)
     train = dataclasses.replace(run.train, microbatches=_microbatches(run.train, row_tokens, mesh))
-    specs = run_specs(run.model, run.adapter, learned)
+    specs = run_specs(task.name, run.model, run.adapter, learned)
     schedule = make_schedule(run.optimizer, run.train.steps)
     return Resolved(
         run=dataclasses.replace(run, model=model, train=train),
@@ -283,22 +290,27 @@ def resolve_without_data(
     batch = _abstract_batch(task, run.data, run.train.batch_size, mesh, packed)
     segments = 0
     if "segment_ids" in batch:
-        segments = assumed_segments(task, run.data, model.max_segments)
+        packs = run.data.packing != "stream" or (task.template is not None and task.template.packs)
+        padded = task.name != "causal" and not packs
+        segments = 1 if padded else model.max_segments or ASSUMED_SEGMENTS
     resolved = resolve(run, mesh, segments)
     if resolved.has_reference:
         batch = with_reference(batch, run.train.batch_size, mesh)
     return dataclasses.replace(resolved, notes=notes), batch
 
 
-def run_specs(model: ModelConfig, adapter: AdapterConfig, learned: tuple[str, ...] = ()) -> Specs:
+def run_specs(
+    objective: str, model: ModelConfig, adapter: AdapterConfig, learned: tuple[str, ...] = ()
+) -> Specs:
     """The table of parameters of a run: with an adapter, that of the adapted model, in which only
-    it is trainable, and the branches named in `learned`."""
+    it is trainable, the branches named in `learned`, and what the objective brings."""
+    brought = objective_specs(objective, model)
     if adapter.kind == "none":
-        return model_specs(model)
+        return model_specs(model) | brought
     # Imported here, because runs without an adapter do not need it.
     from jaxformer.models.adapt import adapted_table
 
-    return adapted_table(model, adapter, learned)
+    return adapted_table(model, adapter, learned) | brought
 
 
 def drops_out(objective: Objective, train: TrainConfig) -> bool:
@@ -369,14 +381,6 @@ def with_reference(batch: dict[str, Any], pairs: int, mesh: AnyMesh) -> dict[str
 
     scores = jax.ShapeDtypeStruct((pairs,), np.float32, sharding=batch_sharding(mesh))
     return batch | dict.fromkeys(REFERENCE_ARRAYS, scores)
-
-
-def assumed_segments(task: Task, data: DataConfig, max_segments: int) -> int:
-    """The highest segment id of rows that have such ids, which only the data knows: 1 for padded
-    rows, else `max_segments` or ASSUMED_SEGMENTS."""
-    packs = data.packing != "stream" or (task.template is not None and task.template.packs)
-    padded = task.name != "causal" and not packs
-    return 1 if padded else max_segments or ASSUMED_SEGMENTS
 
 
 def with_kernel(

@@ -226,7 +226,7 @@ def test_a_run_over_a_quantized_base_saves_the_adapter(base, kind, tmp_path):
 def test_only_the_adapter_is_counted_as_learning(base):
     model = jf.load(base[0]).config
     run = RunConfig(model=model, adapter=AdapterConfig(kind="lora", targets="attention"))
-    table = run_specs(run.model, run.adapter)
+    table = run_specs(run.data.objective, run.model, run.adapter)
     learned = sum(np.prod(spec.shape) for spec in rows(table).values() if spec.trainable)
     groups = decay_groups(run.optimizer, table)
     assert sum(size for _, size in groups.values()) == learned

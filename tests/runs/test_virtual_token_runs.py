@@ -205,4 +205,4 @@ def test_the_kernel_and_the_lengths_of_a_run_know_its_virtual_tokens():
 def test_an_encoder_has_no_virtual_tokens():
     with pytest.raises(jf.ConfigError, match="for decoders and encoder-decoders"):
         run = a_run("prefix", family="encoder")
-        run_specs(run.model, run.adapter)
+        run_specs(run.data.objective, run.model, run.adapter)
