@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxformer.adapters.adapted_params import filled, over_base
 from jaxformer.arrays.mesh import place_array
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
-from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError, read_object
-from jaxformer.runs.init_from import warm_start
+from jaxformer.runs.init_from import WarmStart
 from jaxformer.training.state import TrainState, merged, split_frozen
 
 
@@ -44,21 +42,20 @@ class Base(NamedTuple):
         return replace(target, params=over_base(specs, target.params, self.params))
 
 
-def read_base(run: RunConfig, mesh: Mesh, labels: tuple[str, ...]) -> Base:
+def base_below(start: WarmStart, init_from: str, run_dir: str) -> Base:
     """The model of run.init_from, below the adapter of a run. Raises ConfigError if it is not the
     one that the run directory was begun with."""
-    start = warm_start(run, mesh, labels)
     learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
     base_params = {name: branch for name, branch in start.params.items() if name not in learned}
     base_fingerprint = fingerprint(flat_leaves(base_params))
-    path = Path(run.run.dir) / "data.json"
+    path = Path(run_dir) / "data.json"
     before = read_object(path).get("base") if path.is_file() else None
     if before not in (None, base_fingerprint):
         raise ConfigError(
-            f"run.init_from={run.run.init_from!r} is not the model that the adapter in"
-            f" {run.run.dir} was begun with: its fingerprint is {base_fingerprint}, and data.json"
+            f"run.init_from={init_from!r} is not the model that the adapter in"
+            f" {run_dir} was begun with: its fingerprint is {base_fingerprint}, and data.json"
             f" has {before}. Restore that model there, or choose another run.dir."
         )
-    base_path = str(Path(run.run.init_from).absolute())
+    base_path = str(Path(init_from).absolute())
     record = {"base": base_fingerprint, "base_path": base_path, "learned": list(learned)}
-    return Base(start.params, learned, record, start.sentence(run.run.init_from))
+    return Base(start.params, learned, record, start.sentence(init_from))

@@ -61,7 +61,12 @@ def parse_arguments(
     if base := stated.get("run.init_from", config.run.init_from):
         run_dir = Path(stated.get("run.dir", config.run.dir))
         names = {name.removeprefix("model.") for name in stated}
-        config = with_base(config, Path(base), run_dir, names, weights)
+        origin = origin_of(run_dir, Path(base))
+        config = dataclasses.replace(
+            config,
+            model=with_base(config.model, origin, base, names, weights),
+            tokenizer=with_tokenizer_of(origin, config.tokenizer),
+        )
     config = parse_fields(config, arguments, program)
     size = config.model.vocab_size or known_vocabulary(config.tokenizer, config.data.train)
     model = dataclasses.replace(config.model, vocab_size=size)
@@ -75,40 +80,37 @@ def origin_of(run_dir: Path, base: Path) -> Path:
 
 
 def with_base(
-    config: RunConfig,
-    base: Path,
-    run_dir: Path,
+    model: ModelConfig,
+    origin: Path,
+    base: str,
     stated: AbstractSet[str] = frozenset(),
     weights: bool = True,
-) -> RunConfig:
-    """`config` with the model settings and the tokenizer of `base` where it sets none itself.
+) -> ModelConfig:
+    """`model` with the settings of the model directory `origin` where it sets none itself, for a
+    run with run.init_from=`base`.
 
     A config sets a model setting if it is not the default of `ModelConfig` and not among those
-    `stated` on the command line, which are applied later; those of `OWN` are always the config's. A
-    run that was begun already in `run_dir` keeps its settings. `weights` is that of
-    `loading.run_of`. Raises ConfigError if neither directory has a model, or if the settings
-    contradict those of the base.
+    `stated` on the command line, which are applied later; those of `OWN` are always the config's.
+    `weights` is that of `loading.run_of`. Raises ConfigError if the directory has no model, or if
+    the settings contradict those of the base.
     """
-    origin = origin_of(run_dir, base)
     if not any((origin / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
-            f"run.init_from={str(base)!r} has no config.json: give a run directory, or one of a"
+            f"run.init_from={base!r} has no config.json: give a run directory, or one of a"
             " Hugging Face model or an adapter."
         )
     # Imported here, because it imports JAX, which a config alone does not need.
     from jaxformer.runs.loading import run_of
 
-    chosen, default = dataclasses.asdict(config.model), dataclasses.asdict(ModelConfig())
+    chosen, default = dataclasses.asdict(model), dataclasses.asdict(ModelConfig())
     changed = {name for name, value in chosen.items() if value != default[name]}
     asked = {name: chosen[name] for name in {*OWN, *changed} - stated}
     try:
-        model = dataclasses.replace(run_of(origin, weights).model, **asked)
+        return dataclasses.replace(run_of(origin, weights).model, **asked)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\nThe config sets these on top of the model of run.init_from={str(base)!r}."
+            f"{error}\nThe config sets these on top of the model of run.init_from={base!r}."
         ) from error
-    tokenizer = with_tokenizer_of(origin, config.tokenizer)
-    return dataclasses.replace(config, model=model, tokenizer=tokenizer)
 
 
 def with_tokenizer_of(origin: Path, settings: TokenizerConfig) -> TokenizerConfig:

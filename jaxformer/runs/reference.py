@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxformer.arrays.mesh import batch_sharding, place_batch
+from jaxformer.arrays.mesh import AnyMesh, batch_sharding, place_batch
 from jaxformer.arrays.params import Params
 from jaxformer.checkpoints.digests import as_text, digests
 from jaxformer.checkpoints.reading import flat_leaves
@@ -22,6 +23,12 @@ from jaxformer.runs.loading import load_base
 from jaxformer.training.state import compiler_options, on_mesh
 
 RECORD = "reference.json"  # in a run directory: the digest of each leaf of the reference
+
+
+def with_reference(batch: dict[str, Any], pairs: int, mesh: AnyMesh) -> dict[str, Any]:
+    """A batch of pairs with the log-probabilities of the reference as shapes."""
+    scores = jax.ShapeDtypeStruct((pairs,), jnp.float32, sharding=batch_sharding(mesh))
+    return batch | dict.fromkeys(REFERENCE_ARRAYS, scores)
 
 
 class Reference:

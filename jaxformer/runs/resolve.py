@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh
 
@@ -295,6 +294,9 @@ def resolve_without_data(
         segments = 1 if padded else model.max_segments or ASSUMED_SEGMENTS
     resolved = resolve(run, mesh, segments)
     if resolved.has_reference:
+        # Imported here, because only preferences need it.
+        from jaxformer.runs.reference import with_reference
+
         batch = with_reference(batch, run.train.batch_size, mesh)
     return dataclasses.replace(resolved, notes=notes), batch
 
@@ -372,15 +374,6 @@ def _abstract_batch(
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=of_rows)
         for name, array in shapes.items()
     }
-
-
-def with_reference(batch: dict[str, Any], pairs: int, mesh: AnyMesh) -> dict[str, Any]:
-    """A batch of pairs with the log-probabilities of the reference as shapes."""
-    # Imported here, because only preferences need it.
-    from jaxformer.losses.preferences import REFERENCE_ARRAYS
-
-    scores = jax.ShapeDtypeStruct((pairs,), np.float32, sharding=batch_sharding(mesh))
-    return batch | dict.fromkeys(REFERENCE_ARRAYS, scores)
 
 
 def with_kernel(

@@ -111,9 +111,11 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     base = None
     if run.adapter.kind != "none":
         # Imported here, because runs without an adapter do not need it.
-        from jaxformer.runs.adapter_base import read_base
+        from jaxformer.runs.adapter_base import base_below
+        from jaxformer.runs.init_from import warm_start
 
-        base = read_base(run, mesh, corpus.labels)
+        start = warm_start(run, mesh, corpus.labels)
+        base = base_below(start, run.run.init_from, run.run.dir)
     segments = most_segments(corpus) if "segment_ids" in batches[0] else 0
     resolved = resolve(run, mesh, segments, base.learned if base else ())
     fingerprints = fingerprints_of(corpus, reads_messages=bool(run.data.messages_field))

@@ -34,7 +34,6 @@ from jaxformer.runs.evaluation import (
     unwatched,
 )
 from jaxformer.runs.metric_logger import MetricLogger, is_evaluated, logged_before
-from jaxformer.runs.resolve import with_reference
 from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state
@@ -329,6 +328,9 @@ def compile_step(setup: RunSetup, log: Log) -> Any:
     begin = time.perf_counter()
     batch = place_batch(setup.batches[0], setup.mesh)
     if setup.has_reference:
+        # Imported here, because only preferences need it.
+        from jaxformer.runs.reference import with_reference
+
         batch = with_reference(batch, setup.run.train.batch_size, setup.mesh)
     with memory_of("compiling the step"):
         compiled = setup.step.lower(setup.target, batch).compile()

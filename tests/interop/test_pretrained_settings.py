@@ -27,7 +27,7 @@ from jaxformer.layers.norm import norm_specs
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.positions import rotate
 from jaxformer.models.transformer import specs
-from jaxformer.runs.config import with_base
+from jaxformer.runs.config import origin_of, with_base, with_tokenizer_of
 from jaxformer.runs.init_from import warm_start
 from jaxformer.runs.loading import run_of, save_run
 from jaxformer.runs.resolve import with_sizes
@@ -101,7 +101,14 @@ def a_run(place: Path, **model) -> Path:
 
 
 def based(run: RunConfig) -> RunConfig:
-    return with_base(run, Path(run.run.init_from), Path(run.run.dir))
+    """A run with what it takes from the model that it starts from."""
+    base = run.run.init_from
+    origin = origin_of(Path(run.run.dir), Path(base))
+    return dataclasses.replace(
+        run,
+        model=with_base(run.model, origin, base),
+        tokenizer=with_tokenizer_of(origin, run.tokenizer),
+    )
 
 
 def beginning(place: Path, origin: Path, **model) -> RunConfig:

@@ -483,8 +483,8 @@ def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path)
     from transformers import GPT2Config, GPT2LMHeadModel
 
     import jaxformer as jf
-    from jaxformer.config.run import RunConfig, RunSettings
-    from jaxformer.runs.config import with_base
+    from jaxformer.config.run import TokenizerConfig
+    from jaxformer.runs.config import with_tokenizer_of
 
     kept = json.loads((saved("gpt2") / "tokenizer.json").read_text())["model"]
     sizes = {"vocab_size": 1000, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
@@ -498,11 +498,8 @@ def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path)
     assert tokenizer.encode("The quick  brown fox.") == Tokenizer.load(saved("gpt2")).encode(
         "The quick  brown fox."
     )
-    run = RunConfig(run=RunSettings(dir=str(tmp_path / "run"), init_from=str(tmp_path)))
-    assert (
-        Tokenizer.load(with_base(run, tmp_path, tmp_path / "run").tokenizer.path).fingerprint()
-        == tokenizer.fingerprint()
-    )
+    path = with_tokenizer_of(tmp_path, TokenizerConfig()).path
+    assert Tokenizer.load(path).fingerprint() == tokenizer.fingerprint()
     (tmp_path / "merges.txt").write_text("a b c\n")
     with pytest.raises(ConfigError, match=r"merges\.txt, line 1"):
         jf.load(tmp_path)

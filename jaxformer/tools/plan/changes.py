@@ -1,11 +1,9 @@
 """The smallest changes of settings with which a run fits its devices, each tried by the plan."""
 
-import dataclasses
 import itertools
 from typing import Any, NamedTuple, get_type_hints
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import choices
 from jaxformer.files import ConfigError
 from jaxformer.tools.plan.memory import memory_plan
@@ -73,31 +71,14 @@ def _peak(
     `variants` keeps the run for each size of fsdp, since the placement of its state takes longer
     than all else.
     """
-    run = changed(planned.run, settings)
-    fsdp = run.mesh.fsdp
+    fsdp = settings.get("mesh.fsdp", planned.run.mesh.fsdp)
     try:
         if fsdp not in variants:
-            variants[fsdp] = replanned(planned, changed(planned.run, {"mesh.fsdp": fsdp}))
-        memory = memory_plan(replanned(variants[fsdp], run))
+            variants[fsdp] = replanned(planned, {"mesh.fsdp": fsdp})
+        memory = memory_plan(replanned(variants[fsdp], settings))
     except ConfigError:
         return None
     return memory.peak if memory.fits else None
-
-
-def changed(run: RunConfig, settings: dict[str, Any]) -> RunConfig:
-    """`run` with other values of settings by their dotted names; a mesh.fsdp takes its devices from
-    mesh.data."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        section, _, field = name.partition(".")
-        sections.setdefault(section, {})[field] = value
-    if "mesh" in sections:
-        sections["mesh"]["data"] = 0
-    replaced = {
-        section: dataclasses.replace(getattr(run, section), **fields)
-        for section, fields in sections.items()
-    }
-    return dataclasses.replace(run, **replaced)  # type: ignore[arg-type]
 
 
 def shown(settings: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@ attached."""
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,11 +95,25 @@ def planned_run(
     )
 
 
-def replanned(planned: PlannedRun, run: RunConfig) -> PlannedRun:
-    """The same devices with other settings of mesh, microbatches, remat or loop of layers. Raises
+def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
+    """The same devices with other values of some settings, by their dotted names: of the mesh,
+    microbatches, remat or the loop of layers. A mesh.fsdp takes its devices from mesh.data. Raises
     ConfigError where the devices or the rows do not divide."""
-    settings, count = run.mesh, planned.mesh.size
-    sizes = mesh_shape(count, settings.data, settings.fsdp, settings.tensor, planned.device_name)
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    if "mesh" in sections:
+        sections["mesh"]["data"] = 0
+    replaced: dict[str, Any] = {
+        section: dataclasses.replace(getattr(planned.run, section), **fields)
+        for section, fields in sections.items()
+    }
+    run = dataclasses.replace(planned.run, **replaced)
+    mesh_sizes, count = run.mesh, planned.mesh.size
+    sizes = mesh_shape(
+        count, mesh_sizes.data, mesh_sizes.fsdp, mesh_sizes.tensor, planned.device_name
+    )
     if sizes == tuple(planned.mesh.shape.values()):
         mesh, state, batch = planned.mesh, planned.state, planned.batch
     else:
