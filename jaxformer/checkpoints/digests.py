@@ -156,7 +156,7 @@ def _of_table(leaves: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def _digest(leaf: Any) -> jax.Array:
+def _digest(leaf: jax.Array) -> jax.Array:
     """Traced once for all leaves of one shape."""
     words = _words(leaf)
     index, stride = jnp.zeros(words.shape, WORD), 1
@@ -174,7 +174,7 @@ def _digest(leaf: Any) -> jax.Array:
     return jnp.stack(sums)
 
 
-def _words(leaf: Any) -> jax.Array:
+def _words(leaf: jax.Array) -> jax.Array:
     """Does the same as `as_words` on a device. The words of a PRNG key are its data, those of a
     complex number its real and its imaginary part."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

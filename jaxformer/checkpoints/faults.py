@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 from jaxformer.checkpoints.digests import Altered, altered_files
 from jaxformer.files import ConfigError, first_of, write_text
@@ -39,7 +39,9 @@ def quiet_threads() -> None:
     logging.getLogger("asyncio").addFilter(_keep_asyncio_record)
     on_error, on_unraisable = sys.excepthook, sys.unraisablehook
 
-    def report(kind: Any, error: Any, trace: Any) -> None:
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if not _is_late(error):
             on_error(kind, error, trace)
 

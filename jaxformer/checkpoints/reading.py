@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, cast
 
@@ -60,9 +60,9 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version_of(name) for name in names}
 
 
-def flat_leaves(tree: Any) -> dict[str, Any]:
+def flat_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """`{"params.blocks.attention.q": leaf, ...}`: names that do not depend on the containers."""
-    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)}
 
 
 def shapes_of(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -106,28 +106,20 @@ def read_checkpoint(
     permissions, a failing file system), which says nothing about the checkpoint.
     """
     checkpoint = folder / str(step)
+    read = functools.partial(_read_files, checkpoint, targets, exact, run or {})
+    alone = all(leaf.sharding.is_fully_addressable for leaf in targets.values())
+    share = jax.process_index(), jax.process_count()
     for _ in range(2):
         try:
             with quiet_reads():
-                return _read(checkpoint, targets, exact, run or {})
+                # One process may find damage where another finds none.
+                leaves, manifest = read() if alone else together(lambda: read(share), Altered)
+                sums = jax.device_get(digests(leaves))
+                _require_digests(manifest, {path: as_text(sums[path]) for path in sums})
+            return leaves
         except Altered as error:
             cause = error
     raise Damaged(f"{checkpoint}: {in_short(cause)}") from cause
-
-
-def _read(
-    checkpoint: Path, targets: Mapping[str, TargetLeaf], exact: bool, run: Mapping[str, Any]
-) -> dict[str, jax.Array]:
-    """The leaves, verified by their digests. Raises Altered."""
-    read = functools.partial(_read_files, checkpoint, targets, exact, run)
-    if all(leaf.sharding.is_fully_addressable for leaf in targets.values()):
-        leaves, manifest = read()
-    else:  # one process may find damage where another finds none
-        share = jax.process_index(), jax.process_count()
-        leaves, manifest = together(functools.partial(read, share), Altered)
-    sums = jax.device_get(digests(leaves))
-    _require_digests(manifest, {path: as_text(digest) for path, digest in sums.items()})
-    return leaves
 
 
 def _read_files(

@@ -52,12 +52,12 @@ def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, 
     return family, supported[0]
 
 
-def _of_type(model_type: Any) -> list[str]:
+def _of_type(model_type: object) -> list[str]:
     """The supported architectures of a model_type."""
     return [name for name, family in ARCHITECTURES.items() if family.model_type == model_type]
 
 
-def _supported(model_type: Any) -> str:
+def _supported(model_type: object) -> str:
     """The architectures of a model_type, or else the supported model types."""
     of_type = _of_type(model_type)
     if of_type:
@@ -66,7 +66,7 @@ def _supported(model_type: Any) -> str:
     return f"supported model types are {', '.join(types)}"
 
 
-def _unsupported(path: Path, model_type: Any, stated: list[str]) -> ConfigError:
+def _unsupported(path: Path, model_type: object, stated: list[str]) -> ConfigError:
     """The error for a config.json that states no supported architecture, or that states none and
     whose model_type has several."""
     supported, has_type = _supported(model_type), bool(_of_type(model_type))

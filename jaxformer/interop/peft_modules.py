@@ -10,13 +10,11 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import numpy as np
 
 from jaxformer.adapters.low_rank import low_rank
-from jaxformer.arrays.params import Params, Spec, dotted, is_custom, rows
+from jaxformer.arrays.params import Spec, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
@@ -107,12 +105,6 @@ def _in_class(name: str) -> str:
     for pattern, new in OLD_MODULES:
         name = re.sub(pattern, new, name)
     return name
-
-
-def leaves_of(params: Params) -> dict[str, Any]:
-    """The leaves of params by dotted path; a custom one is one leaf."""
-    leaves = jax.tree.leaves_with_path(params, is_leaf=is_custom)
-    return {dotted(path): leaf for path, leaf in leaves}
 
 
 def matrix_names(tensor: Tensor) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from jaxformer.arrays.params import (
     rows,
     stack,
 )
+from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import SECOND_HEAD_NAMES, ModelConfig
 from jaxformer.files import ConfigError, first_of
 from jaxformer.interop.peft_config import (
@@ -38,7 +39,6 @@ from jaxformer.interop.peft_modules import (
     SCORE,
     Layout,
     layout_of,
-    leaves_of,
     matrix_names,
     matrix_shapes,
     split_matrices,
@@ -323,7 +323,7 @@ def _with_saved(
     """The leaves of the base by path, replaced or joined by those that the adapter has saved
     whole."""
     table, new = rows(model_specs(config)), dict[str, np.ndarray]()
-    leaves = leaves_of(params)
+    leaves = flat_leaves(params, is_custom)
     for tensor, name in saved:
         values = tensor.transform.split(stored.read(name), tensor.specs)
         for path, value in zip(tensor.paths, values, strict=True):

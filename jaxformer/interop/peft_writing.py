@@ -12,6 +12,7 @@ from safetensors.numpy import save as safetensors_bytes
 
 from jaxformer.adapters.low_rank import LowRank
 from jaxformer.arrays.params import Params, Weight, check_params, is_custom
+from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, replacing, write_text
 from jaxformer.interop.hf_config import check_dtype
@@ -21,14 +22,7 @@ from jaxformer.interop.peft_config import (
     HEAD_MODULES,
     TASKS_WITH_HEAD,
 )
-from jaxformer.interop.peft_modules import (
-    PREFIX,
-    Layout,
-    join_matrices,
-    layout_of,
-    leaves_of,
-    matrix_names,
-)
+from jaxformer.interop.peft_modules import PREFIX, Layout, join_matrices, layout_of, matrix_names
 from jaxformer.interop.tensor_files import as_stored
 from jaxformer.interop.tensor_table import CONV, Tensor, tensor_of
 from jaxformer.models.transformer import specs as model_specs
@@ -96,7 +90,7 @@ def save_adapter(
     directory, layout = Path(path), layout_of(config, architecture)
     if (directory / "config.json").is_file():
         raise ConfigError(f"{directory} has the config.json of a model: choose another directory.")
-    leaves = leaves_of(params)
+    leaves = flat_leaves(params, is_custom)
     modules = _modules_of(layout, leaves)
     saved = _saved_tensors(layout, leaves, learned)
     tensors = {PREFIX + name: tensor_of(tensor, leaves) for name, tensor in saved.items()}

@@ -22,7 +22,6 @@ from jaxformer.arrays.params import (
     Spec,
     Weight,
     check_params,
-    dotted,
     is_custom,
     map_specs,
     rows,
@@ -235,21 +234,18 @@ def _checked_names(
         for name, shape in shapes.items()
         if name not in names
     ]
-    for name, shape in shapes.items():
-        if name not in names:
-            continue
-        entry = entries[names[name]]
-        if entry.shape != shape:
-            problems.append(
-                f"{names[name]}: {list(entry.shape)} in {entry.file}, and config.json asks for"
-                f" {list(shape)}"
-            )
-    for name in sorted({*entries} - {*names.values()}):
-        if not any(re.search(pattern, name) for pattern in family.ignored):
-            problems.append(
-                f"{name}: in {entries[name].file}, and {family.model_type} with this config.json"
-                " has no such tensor"
-            )
+    stored = [(names[name], entries[names[name]], shapes[name]) for name in shapes if name in names]
+    problems += [
+        f"{name}: {list(entry.shape)} in {entry.file}, and config.json asks for {list(shape)}"
+        for name, entry, shape in stored
+        if entry.shape != shape
+    ]
+    problems += [
+        f"{name}: in {entries[name].file}, and {family.model_type} with this config.json has no"
+        " such tensor"
+        for name in sorted({*entries} - {*names.values()})
+        if not any(re.search(pattern, name) for pattern in family.ignored)
+    ]
     for copy in copies:
         if copy.checked and copy.name in names and copy.of in names:
             name, of = names[copy.name], names[copy.of]
@@ -323,11 +319,8 @@ def save_pretrained(
 def _refuse_custom(params: Params) -> None:
     """ConfigError where a leaf of the params is not an array: the format has no name for the
     arrays within."""
-    custom = [
-        f"{dotted(path)} ({type(leaf).__name__})"
-        for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_custom)
-        if is_custom(leaf)
-    ]
+    leaves = flat_leaves(params, is_custom)
+    custom = [f"{path} ({type(leaf).__name__})" for path, leaf in leaves.items() if is_custom(leaf)]
     if custom:
         raise ConfigError(
             "a model directory holds plain arrays, and these leaves are not arrays:"

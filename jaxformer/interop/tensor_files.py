@@ -324,9 +324,11 @@ def write_tensors(
 
 
 def _targets(directory: Path, files: list[str]) -> dict[str, Path]:
-    """Where each file is written: where a link of its name leads, else in the directory. Drafts of
-    a save that was killed are removed. Raises ConfigError where a name that is written or removed
-    is that of something else."""
+    """Where each file is written: where a link of its name leads, else in the directory.
+
+    Drafts of a save that was killed are removed. Raises ConfigError where a name that is written or
+    removed is that of something else.
+    """
     advice = "move it away, or choose another directory"
     written = [*directory.iterdir()] if directory.is_dir() else []
     written = [path for path in written if WRITTEN.fullmatch(path.name)]

@@ -2,6 +2,7 @@
 evaluations and checkpoints."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,12 @@ from jaxformer.training.step import Batch
 
 Advance = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 Evaluate = Callable[[Any], Mapping[str, float]]
+
+
+class IndexedBatches(Protocol):
+    """A sequence of batches, which may have no end."""
+
+    def __getitem__(self, step: int, /) -> Batch: ...
 
 
 class Hook(Protocol):
@@ -54,7 +61,7 @@ class Interrupted(RuntimeError):
 def fit(
     step: Advance,
     state: TrainState,
-    batches: Any,
+    batches: IndexedBatches | Iterable[Batch],
     *,
     steps: int,
     evaluate: Evaluate | None = None,
@@ -185,7 +192,13 @@ class _Saving:
 class _Feed:
     """The batches of a run in order, each placed on the devices."""
 
-    def __init__(self, batches: Any, first: int, steps: int, mesh: AnyMesh | None) -> None:
+    def __init__(
+        self,
+        batches: IndexedBatches | Iterable[Batch],
+        first: int,
+        steps: int,
+        mesh: AnyMesh | None,
+    ) -> None:
         self._steps, self._mesh = steps, mesh
         self._iterator = _iterator(batches, first)
 
@@ -201,12 +214,12 @@ class _Feed:
         return place_batch(batch, self._mesh)
 
 
-def _iterator(batches: Any, first: int) -> Iterator[Any]:
+def _iterator(batches: IndexedBatches | Iterable[Batch], first: int) -> Iterator[Batch]:
     """The batches from step `first` on."""
     if hasattr(batches, "iterate"):
         return batches.iterate(first)  # type: ignore[no-any-return]
     if hasattr(batches, "__getitem__"):
-        return (batches[step] for step in _count(first))
+        return (batches[step] for step in itertools.count(first))
     if not isinstance(batches, Iterable):
         raise ConfigError(
             f"batches of type {type(batches).__name__} give no batch: let batches[k] be that of"
@@ -219,12 +232,6 @@ def _iterator(batches: Any, first: int) -> Iterator[Any]:
             " directory."
         )
     return iter(batches)
-
-
-def _count(first: int) -> Iterator[int]:
-    while True:
-        yield first
-        first += 1
 
 
 class _Reader:
