@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxformer.arrays.params import CustomLeaf, contract, is_custom
+from jaxformer.arrays.params import CustomLeaf, Weight, contract, is_custom
 from jaxformer.arrays.sharding import (
     ACTIVATION_RULES,
     PARAMETERS,
@@ -137,7 +137,7 @@ def tile_length(rows: int, length: int, vocab: int) -> int:
 
 
 def _sums(
-    rows: TokenRows, head: Any, bias: HeadBias, extras: Extras, tile: int | None, by_row: bool
+    rows: TokenRows, head: Weight, bias: HeadBias, extras: Extras, tile: int | None, by_row: bool
 ) -> ObjectiveAndNats:
     """(objective, nats): scalars, or [B] by row."""
     length = rows.targets.shape[1]
@@ -153,11 +153,11 @@ def _sums(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _tiled(
-    rows: TokenRows, head: Any, bias: HeadBias, extras: Extras, tile: int, by_row: bool
+    rows: TokenRows, head: Weight, bias: HeadBias, extras: Extras, tile: int, by_row: bool
 ) -> ObjectiveAndNats:
     target_logits = _target_logits()
 
-    def sums_of(rows: TokenRows, matrix: Any, bias: HeadBias) -> Any:
+    def sums_of(rows: TokenRows, matrix: Weight, bias: HeadBias) -> Any:
         def add(totals: ObjectiveAndNats, piece: TokenRows) -> tuple[ObjectiveAndNats, None]:
             logits = logits_of_rows(piece.x, matrix, bias)
             objective, nats, _ = sums_of_logits(logits, *piece[1:], extras, target_logits, by_row)
@@ -212,7 +212,7 @@ _tiled.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _sums_and_gradients(
-    rows: TokenRows, head: Any, bias: HeadBias, learning: Any, extras: Extras, tile: int
+    rows: TokenRows, head: Weight, bias: HeadBias, learning: Any, extras: Extras, tile: int
 ) -> tuple[ObjectiveAndNats, Gradients]:
     """The sums over all tokens and the gradients of the objective; the logits of each tile are
     computed once for both. `learning` is the head with None for each leaf that does not learn."""
@@ -220,7 +220,7 @@ def _sums_and_gradients(
     if not is_custom(head):
         head = head.astype(rows.x.dtype)
 
-    def gradients_of(rows: TokenRows, head: Any, bias: HeadBias) -> Any:
+    def gradients_of(rows: TokenRows, head: Weight, bias: HeadBias) -> Any:
         local = jax.tree.map(lambda leaf, learns: None if learns is None else leaf, head, learning)
 
         def add(totals: Any, piece: TokenRows) -> tuple[Any, jax.Array]:
@@ -243,11 +243,11 @@ def _sums_and_gradients(
     return _by_device(gradients_of, rows, head, bias)  # type: ignore[no-any-return]
 
 
-def _logits_and_pull(x: jax.Array, head: Any, learning: Any) -> tuple[jax.Array, Any]:
+def _logits_and_pull(x: jax.Array, head: Weight, learning: Any) -> tuple[jax.Array, Any]:
     """The logits of a tile without bias, and the function from their gradient to the gradients of x
     and, in float32, of the leaves that learn."""
     if not is_custom(head) and learning is not None:
-        return logits_of_rows(x, head), functools.partial(_pull_of_matrix, x, head)
+        return logits_of_rows(x, head), functools.partial(_pull_of_matrix, x, head)  # type: ignore[arg-type]
 
     def logits_of(x: jax.Array, learning: Any) -> jax.Array:
         merged = jax.tree.map(lambda leaf, new: leaf if new is None else new, head, learning)
@@ -281,7 +281,7 @@ def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 def _by_device(
-    run: Callable[..., Any], rows: TokenRows, head: Any, bias: HeadBias, by_row: bool = False
+    run: Callable[..., Any], rows: TokenRows, head: Weight, bias: HeadBias, by_row: bool = False
 ) -> Any:
     """`run(rows, head, bias)` -> (sums, gradients), by each device for the rows that it has.
 
@@ -298,7 +298,7 @@ def _by_device(
     columns = tuple(axis for axis in axes if axis in PARAMETERS["embed"])
     fits = columns and not is_custom(head) and head.shape[1] % sizes[columns[0]] == 0
 
-    def of_device(rows: TokenRows, head: Any, bias: HeadBias) -> Any:
+    def of_device(rows: TokenRows, head: Weight, bias: HeadBias) -> Any:
         sums, (d_x, d_head, d_bias) = run(rows, head, bias)
         if fits and d_head is not None:
             shard = jax.lax.psum_scatter(d_head, columns[0], scatter_dimension=1, tiled=True)
