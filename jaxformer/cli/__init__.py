@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from jaxformer.cli.streams import open_closed_streams
 from jaxformer.cluster.entry_point import guarded, importing, keep_memory
 
 # The arguments of each command, and what it does.
@@ -83,6 +82,25 @@ def _run(arguments: Sequence[str]) -> int:
         from jaxformer.cli.unforeseen import report
 
         return report(error, arguments)
+
+
+def open_closed_streams() -> None:
+    """Opens the null device for each standard stream that was closed when the command started.
+
+    Python has None for such a stream, and the next file that is opened would get its number, and
+    with it whatever a library prints.
+    """
+    streams = {"stdin": "r", "stdout": "w", "stderr": "w"}
+    for number, (name, mode) in enumerate(streams.items()):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+        stream = os.fdopen(number, mode, encoding="utf-8", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _usage() -> str:

@@ -6,11 +6,14 @@ import glob
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
 from jaxformer.files import ConfigError
+
+if TYPE_CHECKING:
+    from jax._src.clusters import ClusterEnv
 
 
 @dataclass(frozen=True)
@@ -62,20 +65,6 @@ class RunProcess:
 
 
 ALONE = RunProcess(0, 1, "")
-
-
-class DetectedCluster(Protocol):
-    """What is used here of a cluster class of JAX's detection."""
-
-    def is_env_present(self) -> bool: ...
-
-    def get_process_count(self) -> int: ...
-
-    def get_process_id(self) -> int: ...
-
-    def get_coordinator_address(
-        self, timeout_secs: int | None, override_coordinator_port: str | None
-    ) -> str: ...
 
 
 def find_process(settings: LaunchConfig, environment: Mapping[str, str], log: Log) -> RunProcess:
@@ -218,11 +207,8 @@ def _address(launcher: Launcher, environment: Mapping[str, str]) -> str:
     """Where JAX's own detection says that the processes meet; empty where it does not know."""
     from jax._src import clusters
 
-    classes: dict[str, DetectedCluster] = {
-        "Slurm": clusters.SlurmCluster,
-        "Open MPI": clusters.OmpiCluster,
-    }
-    cluster = classes[launcher.name]
+    classes = {"Slurm": clusters.SlurmCluster, "Open MPI": clusters.OmpiCluster}
+    cluster: type[ClusterEnv] = classes[launcher.name]
     if not cluster.is_env_present():
         return ""
     try:
@@ -238,7 +224,7 @@ def _of_cluster(environment: Mapping[str, str], timeout: float) -> RunProcess | 
     JAX's detection; None for none."""
     from jax._src import clusters
 
-    kinds: dict[str, DetectedCluster] = {
+    kinds: dict[str, type[ClusterEnv]] = {
         "Cloud TPU (GKE)": clusters.GkeTpuCluster,
         "Cloud TPU": clusters.GceTpuCluster,
     }

@@ -24,6 +24,8 @@ LANES_OF_TPU = 128
 LOGIT_COPIES = {"tpu": 2}
 # Arrays of the scores of one block of queries that blocked attention has at a time.
 BLOCK_ARRAYS = 12
+# What model.remat=dots stores besides.
+PRODUCTS = ("q", "k", "v", "out", "gate", "up", "down")
 
 
 def block_arrays(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> list[StoredArray]:
@@ -63,21 +65,18 @@ def planned_stacks(planned: PlannedRun) -> list[Stack]:
     return stacks(planned.model, planned.length, planned.source_length)
 
 
-def array_names(planned: PlannedRun, layer: ModelConfig) -> frozenset[str]:
-    """The names of all arrays that the backward pass of a layer of the last stack reads."""
-    stack = planned_stacks(planned)[-1]
-    return frozenset(array.name for array in block_arrays(planned, layer, stack))
-
-
-def stored_names(planned: PlannedRun, layer: ModelConfig) -> frozenset[str]:
-    """The names of the arrays of a layer that are stored; all of them where nothing is computed
-    again."""
+def is_stored(planned: PlannedRun, layer: ModelConfig, name: str) -> bool:
+    """Whether an array of a layer is stored for its backward pass, and not computed again there."""
     if layer.remat == "none" and planned.device.platform == "cpu":
-        return array_names(planned, layer)
-    names = {"input", *kept_points(layer)}
-    if layer.remat == "dots":
-        names |= {"q", "k", "v", "out", "gate", "up", "down"}
-    return frozenset(names)
+        return True
+    products = PRODUCTS if layer.remat == "dots" else ()
+    return name in ("input", *kept_points(layer), *products)
+
+
+def recomputed_names(planned: PlannedRun) -> set[str]:
+    """The names of the arrays that the backward pass of the last stack computes again."""
+    arrays = block_arrays(planned, planned.model, planned_stacks(planned)[-1])
+    return {array.name for array in arrays if not is_stored(planned, planned.model, array.name)}
 
 
 class StackActivations(NamedTuple):
@@ -99,8 +98,8 @@ def activations(planned: PlannedRun) -> list[StackActivations]:
 def _of_stack(planned: PlannedRun, stack: Stack) -> StackActivations:
     stored = recomputed = working = 0.0
     for layer, count in Counter(stack.layers).items():
-        arrays, names = block_arrays(planned, layer, stack), stored_names(planned, layer)
-        layer_bytes = sum(array.bytes for array in arrays if array.name in names)
+        arrays = block_arrays(planned, layer, stack)
+        layer_bytes = sum(array.bytes for array in arrays if is_stored(planned, layer, array.name))
         stored += count * layer_bytes
         recomputed = max(recomputed, sum(array.bytes for array in arrays) - layer_bytes)
         working = max(working, backward_bytes(planned, layer, arrays, stack))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxformer.arrays.params import rows
 from jaxformer.models.cost import flops_per_token, matrix_flops, score_flops, visible_pairs
-from jaxformer.tools.plan.activations import activations, array_names, planned_stacks, stored_names
+from jaxformer.tools.plan.activations import activations, planned_stacks, recomputed_names
 from jaxformer.tools.plan.collectives import Collective, link_bytes
 from jaxformer.tools.plan.memory import (
     REFERENCE,
@@ -118,17 +118,16 @@ def repeated_flops(planned: PlannedRun) -> float:
     """FLOPs a token of the products that the backward pass computes again: those that it reads and
     that are not stored."""
     model = planned.model
-    stored = stored_names(planned, model)
-    read = array_names(planned, model)
+    again = recomputed_names(planned)
     share = planned.source_length / planned.length
     total = 0.0
     if planned.of_pairs and tile_length(planned) < planned.length:
         total += 2 * model.vocab_size * model.d_model
     for path, spec in rows(planned.specs).items():
         name = path.rpartition(".")[2]
-        if spec.is_matrix and spec.is_stacked and name in read - stored:
+        if spec.is_matrix and spec.is_stacked and name in again:
             total += 2 * math.prod(spec.shape) * (share if spec.reads == "source" else 1)
-    if "weights" in read - stored:
+    if "weights" in again:
         total += attention_flops(planned) / 3
     return total
 

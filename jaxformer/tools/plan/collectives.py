@@ -20,7 +20,7 @@ from jaxformer.arrays.params import Spec, rows
 from jaxformer.arrays.sharding import PARAMETERS, partition
 from jaxformer.layers.embed import added_embeddings, added_specs, embedding_specs
 from jaxformer.layers.head import HEADS, is_tied
-from jaxformer.tools.plan.activations import array_names, planned_stacks, stored_names
+from jaxformer.tools.plan.activations import planned_stacks, recomputed_names
 from jaxformer.tools.plan.planned import PlannedRun
 
 # A loop over more devices than these sends two shards that it does not use.
@@ -158,7 +158,7 @@ def _windowed(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
 
     # What remat repeats of the feed-forward reads the same gathered matrix as the product of its
     # gradient. The products of attention see other shapes of theirs, so each gathers for itself.
-    again = array_names(planned, planned.model) - stored_names(planned, planned.model)
+    again = recomputed_names(planned)
     repeated = [leaf for leaf in leaves if leaf.name in again]
     shared = [leaf for leaf in repeated if "mlp" in leaf.spec.axes]
     windows = [leaf for leaf in [*leaves, *repeated] if leaf not in shared]
@@ -263,7 +263,7 @@ def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     model = planned.model
     # A residual stream of one token.
     wide = planned.rows * model.d_model * planned.dtype_bytes
-    again = array_names(planned, model) - stored_names(planned, model)
+    again = recomputed_names(planned)
     outputs: list[float] = []
     repeated: list[float] = []
     for stack in planned_stacks(planned):

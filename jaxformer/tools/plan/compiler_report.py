@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxformer.arrays.hardware import GIB
-from jaxformer.tools.plan.hlo_counts import Counts, counts_of
+from jaxformer.tools.plan.hlo_counts import CompiledCollective, Counts, Loop
 
 # The most collectives that the report lists.
 MOST_COLLECTIVES = 12
@@ -127,8 +127,10 @@ def report_of(record: dict[str, Any]) -> CompiledReport:
     changes: dict[str, Any] = {name: tuple(record.get(name, ())) for name in ("warnings", "notes")}
     if record["memory"] is not None:
         changes["memory"] = MemoryUse(**record["memory"])
-    if record["counts"] is not None:
-        changes["counts"] = counts_of(record["counts"])
+    if (counts := record["counts"]) is not None:
+        collectives = tuple(CompiledCollective(**entry) for entry in counts["collectives"])
+        loops = tuple(Loop(**entry) for entry in counts["loops"])
+        changes["counts"] = Counts(**(counts | {"collectives": collectives, "loops": loops}))
     return CompiledReport(**(record | changes))
 
 

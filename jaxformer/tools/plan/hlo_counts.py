@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxformer.tools.plan.hlo import Computation, Instruction, Program, parse, trip_count
 from jaxformer.tools.plan.hlo_cost import (
@@ -75,20 +74,11 @@ class Counts:
     def flops(self) -> int:
         return sum(self.products.values()) + self.kernels
 
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-def counts_of(record: dict[str, Any]) -> Counts:
-    """The inverse of `Counts.as_json`."""
-    collectives = tuple(CompiledCollective(**entry) for entry in record["collectives"])
-    loops = tuple(Loop(**entry) for entry in record["loops"])
-    return Counts(**(record | {"collectives": collectives, "loops": loops}))
-
 
 def count(text: str, peak: float = math.inf, bandwidth: float = math.inf) -> Counts:
     """Counts an HLO text; `peak` in FLOP/s and `bandwidth` in bytes/s of one device."""
-    total = _Counter(parse(text), peak, bandwidth).total()
+    program = parse(text)
+    total = _Counter(program, peak, bandwidth).of(program.entry, fused=False)
     return Counts(
         products=dict(total.products.most_common()),
         kernels=total.kernels,
@@ -142,9 +132,6 @@ class _Counter:
     def __init__(self, program: Program, peak: float, bandwidth: float) -> None:
         self.program, self.peak, self.bandwidth = program, peak, bandwidth
         self.totals: dict[tuple[str, bool], _Total] = {}
-
-    def total(self) -> _Total:
-        return self.of(self.program.entry, fused=False)
 
     def of(self, name: str, fused: bool) -> _Total:
         """The sums of a computation; those of a fused one have no bytes and no time."""

@@ -15,7 +15,6 @@ from jaxformer.training.state import learning
 
 REFERENCE = "parameters of the reference"
 
-Certainty = Literal["exact", "estimate"]
 # The fraction of a GPU's memory that JAX takes for itself unless the environment says otherwise.
 GPU_FRACTION = 0.75
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -26,7 +25,7 @@ class MemoryLine(NamedTuple):
 
     name: str
     bytes: float
-    certainty: Certainty
+    certainty: Literal["exact", "estimate"] = "estimate"
 
 
 class MemoryPlan(NamedTuple):
@@ -89,20 +88,20 @@ def _stages(planned: PlannedRun) -> dict[str, list[MemoryLine]]:
     stages = {
         "loss": [
             *always,
-            MemoryLine("activations", stored, "estimate"),
-            MemoryLine("logits of a tile", tile, "estimate"),
-            MemoryLine("gradient of the output layer", matrix, "estimate"),
+            MemoryLine("activations", stored),
+            MemoryLine("logits of a tile", tile),
+            MemoryLine("gradient of the output layer", matrix),
         ]
     }
     for stack in reversed(stacks):
         stages[f"backward pass of the {stack.name}"] = [
             *always,
-            MemoryLine("activations", stored, "estimate"),
-            MemoryLine("gradients", gradients, "estimate"),
+            MemoryLine("activations", stored),
+            MemoryLine("gradients", gradients),
             *_of_one_layer(planned, stack),
         ]
         stored -= stack.stored
-    stages["update"] = [*always, MemoryLine("gradients", 2 * gradients, "estimate")]
+    stages["update"] = [*always, MemoryLine("gradients", 2 * gradients)]
     return stages
 
 
@@ -112,25 +111,25 @@ def _always(planned: PlannedRun, gradients: float) -> list[MemoryLine]:
     if planned.dtype_bytes < 4 and planned.model.layer_loop == "unroll":
         # The matrices are cast once a step, as shards; a loop casts those of one layer at a time.
         cast = planned.dtype_bytes * matrix_elements(planned)
-        lines.append(MemoryLine(f"weights in {planned.model.dtype}", cast, "estimate"))
+        lines.append(MemoryLine(f"weights in {planned.model.dtype}", cast))
     if planned.run.train.n_microbatches > 1:
-        lines.append(MemoryLine("gradients of earlier microbatches", gradients, "estimate"))
+        lines.append(MemoryLine("gradients of earlier microbatches", gradients))
     return lines
 
 
 def _of_one_layer(planned: PlannedRun, stack: StackActivations) -> list[MemoryLine]:
     """What the backward pass of one layer takes while it runs."""
-    lines = [MemoryLine("gradients of a layer's arrays", stack.working, "estimate")]
+    lines = [MemoryLine("gradients of a layer's arrays", stack.working)]
     if stack.recomputed:
-        lines.append(MemoryLine("a layer's recomputed arrays", stack.recomputed, "estimate"))
+        lines.append(MemoryLine("a layer's recomputed arrays", stack.recomputed))
     if planned.size("fsdp") > 1:
         # Of this layer and of the next, which is gathered meanwhile.
         elements, numbers = layer_elements(planned), planned.dtype_bytes
         gathered = 2 * elements * numbers
-        lines.append(MemoryLine("gathered weights of two layers", gathered, "estimate"))
+        lines.append(MemoryLine("gathered weights of two layers", gathered))
         # Their gradients before and while they are scattered.
         gradients = 2 * elements * numbers
-        lines.append(MemoryLine("gradients of a layer's weights", gradients, "estimate"))
+        lines.append(MemoryLine("gradients of a layer's weights", gradients))
     return lines
 
 
