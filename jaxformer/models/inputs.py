@@ -13,6 +13,12 @@ from jaxformer.files import ConfigError
 from jaxformer.layers.embed import EMBEDDINGS, EmbeddedInputs
 from jaxformer.layers.masks import TokenLayout, layout_of
 
+# Those that every model knows; the row of model.embedding may read others.
+INPUT_NAMES = (
+    *("tokens", "positions", "segment_ids", "token_types"),
+    *("source", "source_segment_ids"),
+)
+
 
 @struct.dataclass
 class Inputs:
@@ -90,3 +96,10 @@ def _wrong_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> Iterator[str
         yield f"source has {source.shape[0]} rows, and tokens {tokens.shape[0]}."
     if batch.get("token_types") is not None and not config.token_types:
         yield "token_types need model.token_types, which is 0."
+    names = (*INPUT_NAMES, *EMBEDDINGS[config.embedding].reads)
+    for name in batch:
+        if name not in names:
+            yield (
+                f"{name} is no input of a model with model.embedding={config.embedding!r}, whose"
+                f" inputs are {', '.join(names)}."
+            )

@@ -130,6 +130,7 @@ def forward(
     source: OptionalSource = None,
     source_segment_ids: OptionalSource = None,
     token_types: OptionalTokens = None,
+    **arrays: jax.Array | np.ndarray,
 ) -> Float[Array, "B *_ V"]:
     """Logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] with the head "classes", or the
     residual stream [B, T, D] with the head "none".
@@ -137,11 +138,12 @@ def forward(
     `segment_ids` [B, T] int: tokens attend only within their own number, 0 is padding. `positions`
     [B, T] int default to counting from the start of each segment. An encoder-decoder takes the
     target as `tokens` and the `source` [B, S]; targets attend to the `source_segment_ids` of their
-    own number. A pure function: jit (with `static_argnums=1`), grad, jvp and vmap apply to it.
+    own number. `arrays` are what a row of model.embedding from outside the package reads besides.
+    A pure function: jit (with `static_argnums=1`), grad, jvp and vmap apply to it.
     """
     batch = dict(tokens=tokens, segment_ids=segment_ids, positions=positions, source=source)
     batch |= dict(source_segment_ids=source_segment_ids, token_types=token_types)
-    return logits_of(params, config, batch)[0]
+    return logits_of(params, config, batch | arrays)[0]
 
 
 def logits_of(

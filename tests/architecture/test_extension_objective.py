@@ -1,0 +1,136 @@
+"""An objective from outside the package may bring parameters: they are initialized, trained, saved,
+resumed, evaluated, counted by plan and sharded as those of the model."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import own_objective
+import pytest
+from own_objective import NAME
+from own_sublayer import SIZES, batch
+from tiny_run import PLAIN, assert_same_run, line, logged, saved, train_here, write_text
+
+import jaxformer as jf
+from jaxformer.arrays.params import rows
+from jaxformer.cli import main
+from jaxformer.config.adapter import AdapterConfig
+from jaxformer.config.run import DataConfig
+from jaxformer.config.train import TrainConfig
+from jaxformer.runs.compose import run_specs
+from jaxformer.runs.objectives import OBJECTIVES, objective_specs
+from jaxformer.tools.plan.make import make_plan
+from jaxformer.tools.plan.planned import planned_run
+
+HERE = Path(__file__).parents[1]
+PATH = f"objective.{NAME}.weight"
+CHANGES = PLAIN | {
+    "data.objective": NAME,
+    "optimizer.decay_steps": 12,
+    "train.steps": 12,
+    "train.eval_every": 6,
+    "train.checkpoint_every": 6,
+}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OBJECTIVES, NAME, own_objective.ROW)
+
+
+def test_a_run_trains_saves_resumes_and_evaluates_its_parameter(tmp_path, capsys) -> None:
+    text = write_text(tmp_path / "text.txt")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train_here(line(whole, text, CHANGES)) == 0
+    assert train_here(line(parts, text, CHANGES | {"train.steps": 6})) == 0
+    assert train_here(line(parts, text, CHANGES)) == 0
+    assert_same_run(parts, whole)
+    assert saved(whole) == [6, 12]
+    before, after = (jf.load(whole, step) for step in saved(whole))
+    weights = [loaded.params["objective"][NAME]["weight"] for loaded in (before, after)]
+    assert weights[0].shape == (after.config.vocab_size, 32)
+    assert np.abs(weights[1] - weights[0]).max() > 1e-4
+    evaluations = [entry for entry in logged(whole) if "val_loss" in entry]
+    assert evaluations[-1]["val_later"] < evaluations[0]["val_later"]
+    capsys.readouterr()
+    assert main(["evaluate", str(whole)]) == 0
+    assert f"{evaluations[-1]['val_loss']:.4f}" in capsys.readouterr().out
+    # The model itself reads no parameter of the objective.
+    tokens = np.array([[1, 2, 3]])
+    below = {name: branch for name, branch in after.params.items() if name != "objective"}
+    expected = jf.forward(below, after.config, tokens)
+    np.testing.assert_array_equal(jf.forward(after.params, after.config, tokens), expected)
+    jf.generate(after.params, after.config, tokens, max_new_tokens=2, temperature=0.0)
+    adapted = jf.adapt(after.params, after.config, jf.LoRA(rank=2), jax.random.key(0))
+    np.testing.assert_array_equal(jf.forward(adapted, after.config, tokens), expected)
+    jf.save_pretrained(tmp_path / "hf", after.params, after.config)
+    assert not (tmp_path / "hf/config.json").read_text().count(NAME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [{}, {"adapter.kind": "lora", "adapter.rank": 2}], ids=str)
+def test_a_run_may_begin_from_one_without_the_parameter_and_the_reverse(tmp_path, adapter) -> None:
+    text = write_text(tmp_path / "text.txt")
+    plain = CHANGES | {"data.objective": "causal", "train.steps": 2}
+    assert train_here(line(tmp_path / "plain", text, plain)) == 0
+    begun = CHANGES | adapter | {"run.init_from": tmp_path / "plain", "train.steps": 2}
+    assert train_here(line(tmp_path / "begun", text, begun)) == 0
+    assert train_here(line(tmp_path / "begun", text, begun | {"train.steps": 4})) == 0
+    assert PATH in rows_of(jf.load(tmp_path / "begun").params)
+    again = CHANGES | {"run.init_from": tmp_path / "begun", "train.steps": 2}
+    assert train_here(line(tmp_path / "again", text, again)) == 0
+    back = plain | {"run.init_from": tmp_path / "again"}
+    assert train_here(line(tmp_path / "back", text, back)) == 0
+    assert PATH not in rows_of(jf.load(tmp_path / "back").params)
+
+
+def rows_of(params: dict) -> set[str]:
+    leaves = jax.tree.leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves}
+
+
+def test_its_loss_refuses_params_without_its_parameter() -> None:
+    config = jf.ModelConfig(**SIZES)
+    loss = jf.loss_of(NAME, config)
+    with pytest.raises(
+        jf.ConfigError, match=rf"'{NAME}' has parameters of its own.*objective_spec"
+    ):
+        loss(jf.init(config, jax.random.key(0)), batch(0), None)
+    losses, params = own_objective.losses(60)
+    assert losses[-1] < 0.5 * losses[0] and PATH in rows_of(params)
+
+
+def test_the_leaves_of_the_model_start_as_without_it() -> None:
+    table = jf.specs(jf.ModelConfig(**SIZES))
+    extended = table | objective_specs(NAME, jf.ModelConfig(**SIZES))
+    assert rows(extended) == rows(table) | {PATH: rows(extended)[PATH]}
+
+
+def test_plan_counts_its_parameter_and_an_adapter_leaves_it_trainable() -> None:
+    data, train = DataConfig(sequence_length=32), TrainConfig(batch_size=8)
+    run = jf.RunConfig(model=jf.ModelConfig(**SIZES), data=data, train=train)
+    own = replace(run, data=replace(data, objective=NAME))
+    plans = [make_plan(planned_run(one, "h100", 2, packed=False)) for one in (run, own)]
+    assert plans[1].products.per_token - plans[0].products.per_token == 6 * 61 * 32
+    held = [plan.memory.held[0] for plan in plans]
+    assert held[0].name == "parameters" and held[1].bytes - held[0].bytes == 4 * 61 * 32
+    adapted = replace(own, adapter=AdapterConfig(kind="lora", rank=2))
+    learning = {path for path, spec in rows(run_specs(adapted)).items() if spec.trainable}
+    assert PATH in learning and "head.weight" not in learning
+
+
+@pytest.mark.slow
+def test_a_sharded_step_equals_the_step_of_one_device() -> None:
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    command = [sys.executable, str(HERE / "own_objective.py")]
+    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    numbers, shard = done.stdout.splitlines()
+    values = np.array(numbers.split(), float)
+    np.testing.assert_allclose(values[3:], values[:3], rtol=1e-5)
+    assert shard == "(61, 16)"  # fsdp divides the width

@@ -1,0 +1,82 @@
+"""An embedding from outside the package, as a row of `EMBEDDINGS`: a narrow table of tokens and a
+matrix to the width of the model (ALBERT, arXiv:1909.11942), and two numbers of each token that are
+an input of their own.
+
+Run on eight forced host devices, it prints the losses of a step on a mesh and on one device.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from own_sublayer import SIZES, batch
+
+import jaxformer as jf
+from jaxformer.arrays.params import Spec, lookup
+from jaxformer.layers.embed import EMBEDDINGS, WHOLE, Embedding
+from jaxformer.layers.linear import INITIALIZERS, linear
+
+WIDTH = 8
+CONFIG = dict(SIZES, embedding="narrow", positions="learned", init="fan_in")
+
+
+def specs(config):
+    make, d = INITIALIZERS[config.init](config), config.d_model
+    table = Spec(
+        (config.vocab_size, WIDTH), ("vocab", "narrow"), make.embedding, ("vocab",), lookup=True
+    )
+    return {
+        "narrow": table,
+        "widen": Spec((WIDTH, d), ("narrow", "embed"), make.weight, inputs=("narrow",)),
+        "features": Spec((2, d), ("features", "embed"), make.weight, inputs=("features",)),
+    }
+
+
+def apply(params, config, inputs):
+    x = linear("BTW,WD->BTD", params, "widen", lookup(params["narrow"], inputs.tokens, WHOLE))
+    if "features" not in inputs.arrays:
+        return x
+    features = inputs.arrays["features"].astype(jnp.float32)  # [B, T, 2]
+    return x + linear("BTW,WD->BTD", params, "features", features)
+
+
+ROW = Embedding(
+    specs=specs,
+    apply=apply,
+    formula=lambda config: "E[token] W_widen + features W_features",
+    reads=("features",),
+)
+
+
+def batch_with_features(step):
+    """The rows of `own_sublayer`; a feature says which tokens are odd."""
+    rows = batch(step)
+    odd = rows["tokens"] % 2
+    return rows | {"features": np.stack([odd, 1 - odd], axis=-1).astype(np.float32)}
+
+
+class Batches:
+    def __getitem__(self, step):
+        return batch_with_features(step)
+
+
+def losses(steps, mesh=None):
+    config, seen = jf.ModelConfig(**CONFIG), []
+    optimizer = optax.adamw(1e-2)
+    state = jf.init_state(jf.specs(config), optimizer, mesh=mesh)
+    step = jf.make_step(jf.loss_of("causal", config), optimizer, microbatches=2)
+
+    def keep(number, state, metrics):
+        seen.append(float(metrics["loss"]))
+
+    state = jf.fit(step, state, Batches(), steps=steps, hooks=[keep])
+    return seen, state.params
+
+
+def main():
+    EMBEDDINGS["narrow"] = ROW
+    mesh = jf.make_mesh(data=2, fsdp=2, tensor=2)
+    print(*losses(3)[0], *losses(3, mesh)[0])
+
+
+if __name__ == "__main__":
+    main()
