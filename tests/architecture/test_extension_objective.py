@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import own_objective
 import pytest
+from jaxformer.runs.compose import run_specs
 from own_objective import NAME
 from own_sublayer import SIZES, batch
 from tiny_run import PLAIN, assert_same_run, line, logged, saved, train_here, write_text
@@ -21,7 +22,6 @@ from jaxformer.cli import main
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.run import DataConfig
 from jaxformer.config.train import TrainConfig
-from jaxformer.runs.compose import run_specs
 from jaxformer.runs.objectives import OBJECTIVES, objective_specs
 from jaxformer.tools.plan.make import make_plan
 from jaxformer.tools.plan.planned import planned_run
