@@ -27,6 +27,15 @@ class AnswerTemplate(Template):
         if self.cut == "prompt":
             self.cut_where = "at the start of the prompt, and then at the end"
 
+    def have_answers(self, prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
+        """Whether a token of each answer is learned when it is cut as in `arrays`, by the sizes of
+        prompts and answers, arrays of one shape: bool of that shape."""
+        if self.cut == "prompt":
+            prompts = np.minimum(prompts, prompt_capacity(answers, self.length))
+        ends = np.minimum(prompts + answers, self.length + 1)
+        # The first token of a row is no target.
+        return ends > np.maximum(prompts, 1)
+
     def answered(self, prompt: np.ndarray, answer: np.ndarray) -> NumpyBatch:
         """The arrays [at most T] of a prompt and an answer, of which the answer alone is learned,
         cut at the end to what a row holds. The last token is a target alone."""
@@ -46,12 +55,7 @@ class SFTTemplate(AnswerTemplate):
         return lengths.sum(1, keepdims=True) + len(self.before)
 
     def have_targets(self, store: ExampleStore) -> np.ndarray:
-        prompts, answers = store.lengths().T + np.array([[len(self.before)], [1]])
-        if self.cut == "prompt":
-            prompts = np.minimum(prompts, prompt_capacity(answers, self.length))
-        ends = np.minimum(prompts + answers, self.length + 1)
-        # The first token of a row is no target.
-        return ends > np.maximum(prompts, 1)
+        return self.have_answers(*store.lengths().T + np.array([[len(self.before)], [1]]))
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         prompt, answer = joined(self.before, parts[0]), joined(parts[1], [self.end])
@@ -180,11 +184,9 @@ class PreferenceTemplate(AnswerTemplate):
 
     def have_targets(self, store: ExampleStore) -> np.ndarray:
         prompts, completions = store.lengths()[:, :1], store.lengths()[:, 1:]
+        # Both sides lose what the longer one does, and both have to have a target.
         capacity = prompt_capacity(completions.max(1, keepdims=True), self.length)
-        prompts = np.minimum(prompts, capacity)
-        ends = np.minimum(prompts + completions, self.length + 1)
-        # Both sides have to have one. The first token of a row is no target.
-        return (ends > np.maximum(prompts, 1)).all(1)
+        return np.all(self.have_answers(np.minimum(prompts, capacity), completions), axis=1)
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         prompt, *completions = parts
@@ -213,7 +215,7 @@ def _pair(chosen: tuple[list[int], list[bool]], rejected: tuple[list[int], list[
     spans = [_span(learned) for _, learned in (chosen, rejected)]
     begin = min(first for first, _ in spans)
     both = zip(chosen[0][:begin], rejected[0][:begin], strict=True)
-    begin = next((position for position, (one, other) in enumerate(both) if one != other), begin)
+    begin = next((position for position, ids in enumerate(both) if ids[0] != ids[1]), begin)
     sides = (ids[begin:end] for (ids, _), (_, end) in zip((chosen, rejected), spans, strict=True))
     return chosen[0][:begin], *sides
 

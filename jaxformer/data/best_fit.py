@@ -23,19 +23,19 @@ class BestFit:
         sizes = np.diff(ends, prepend=0)
         begins = ends - sizes
         # [documents]: how many full rows each document makes, and how many tokens remain
-        full_rows, rest = np.divmod(sizes, capacity)
+        full_rows, remainders = np.divmod(sizes, capacity)
         self._capacity = capacity
         # The full rows of a document begin at begin, begin + capacity, ...: with f full rows
         # before it, row f + i begins at (begin - f capacity) + (f + i) capacity.
         before = np.cumsum(full_rows) - full_rows
         rows_before = np.repeat(begins - before * capacity, full_rows)
         self._full = rows_before + np.arange(full_rows.sum()) * capacity
-        has_rest = rest > 0
-        sizes = rest[has_rest].astype(np.min_scalar_type(capacity))
+        is_left = remainders > 0
+        sizes = remainders[is_left].astype(np.min_scalar_type(capacity))
         rows = best_fit(sizes, capacity)
         # Pieces sorted by row: those of row r are _bounds[r] to _bounds[r + 1].
         order = np.argsort(rows, kind="stable")
-        self._begins, self._sizes = (ends - rest)[has_rest][order], sizes[order]
+        self._begins, self._sizes = (ends - remainders)[is_left][order], sizes[order]
         self._bounds = np.append(0, np.cumsum(np.bincount(rows)))
         self.filled = float(ends[-1] / (len(self) * capacity))
 

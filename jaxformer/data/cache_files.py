@@ -17,7 +17,6 @@ from jaxformer.files import ConfigError
 
 # Written last: what it describes is complete when it is there.
 MANIFEST = "manifest.json"
-HASH_BYTES = 1 << 22
 # What comes of a JSON file that is missing (ConfigError, a ValueError) or of other content.
 WRONG_RECORD = (ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError)
 LARGEST_COUNT = 2**62
@@ -113,8 +112,6 @@ class Written:
 
 def digest(path: Path) -> str:
     """A digest of a file's bytes."""
-    hasher = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
-        while block := file.read(HASH_BYTES):
-            hasher.update(block)
-    return hasher.hexdigest()
+        blake2b = functools.partial(hashlib.blake2b, digest_size=16)
+        return hashlib.file_digest(file, blake2b).hexdigest()

@@ -28,7 +28,7 @@ class Phase(NamedTuple):
     def drawn_at(self, row: int) -> list[int]:
         """The rows of each source drawn before row `row` of the run, which is in this phase."""
         in_phase = counts(row - self.begin, self.weights)
-        return [before + more for before, more in zip(self.drawn, in_phase, strict=True)]
+        return [sum(pair) for pair in zip(self.drawn, in_phase, strict=True)]
 
 
 class Mixture(Rows):
@@ -93,8 +93,8 @@ class Mixture(Rows):
             phase = run_phases[at - 1]
             # Of one more row exactly one source has one more: row `number` is of that source.
             before, after = phase.drawn_at(number), phase.drawn_at(number + 1)
-            grown = [more > less for less, more in zip(before, after, strict=True)]
-            source = grown.index(True)
+            grown = [now - then for then, now in zip(before, after, strict=True)]
+            source = grown.index(1)
             return self._firsts[source] + int(orders[source][before[source]])
 
         return numbers_below(sys.maxsize).map(row_number)

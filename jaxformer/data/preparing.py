@@ -11,14 +11,13 @@ import numpy as np
 from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD
-from jaxformer.data.corpus import check_fit, find_named, find_sides, tokenizer_of
+from jaxformer.data.corpus import check_fit, find_named, find_sides, given_tokenizer, tokenizer_of
 from jaxformer.data.sources import IdFiles, Source
 from jaxformer.data.sources.records import is_text
 from jaxformer.data.splits import Scan, SideName, Split
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.texts import SCANS, TOKENIZERS, Prepared, StoreFolder
-from jaxformer.data.vocabulary import given_tokenizer
 from jaxformer.files import ConfigError, read_object
 
 

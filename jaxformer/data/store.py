@@ -31,6 +31,7 @@ NONE = np.zeros(0, np.int64)
 # An even number, as the test for ids of another width needs.
 BLOCK_IDS = 1 << 22
 FILE_KINDS = ("tokens", "documents")
+COUNTS = ("tokens", "documents", "bytes")
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Shard:
         """A shard by its entry in a manifest. Raises KeyError or TypeError for a wrong entry."""
         counts = dict(entry)
         path, files = folder / counts.pop("name"), counts.pop("files")
-        require_counts(entry, "tokens", "documents", "bytes")
+        require_counts(entry, *COUNTS)
         for file in files.values():
             require_counts(file, "size")
         return cls(path, files={kind: Written(**file) for kind, file in files.items()}, **counts)
@@ -151,29 +152,44 @@ class Shard:
         return replace(self, files=files)
 
 
-def read_manifest(directory: Path) -> tuple[dict[str, Any], list[Shard]] | None:
-    """The manifest of a store and its shards, None where there is none that can be read."""
-    try:
-        manifest = read_object(directory / MANIFEST)
-        np.dtype(manifest["dtype"])
-        manifest["beginning"] = tuple(map(int, manifest.get("beginning", ())))
-        return manifest, [Shard.of(directory, entry) for entry in manifest["shards"]]
-    except WRONG_RECORD:
-        return None
+@dataclass(frozen=True)
+class StoreManifest:
+    """What joins the shards of a store: the type of its tokens, a digest of the tokenizer that made
+    them, and the tokens with which documents begin."""
 
+    dtype: np.dtype
+    tokenizer: str
+    beginning: tuple[int, ...]
+    shards: list[Shard]
 
-def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    """Writes the manifest that makes a store complete; one that is there may stay as it is."""
-    try:
-        write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
-    except ConfigError:
-        if not (directory / MANIFEST).exists():
-            raise
+    @classmethod
+    def read(cls, directory: Path) -> "StoreManifest | None":
+        """The manifest of a store, None where there is none that can be read."""
+        try:
+            record = read_object(directory / MANIFEST)
+            dtype, beginning = np.dtype(record["dtype"]), map(int, record.get("beginning", ()))
+            shards = [Shard.of(directory, entry) for entry in record["shards"]]
+            return cls(dtype, record["tokenizer"], tuple(beginning), shards)
+        except WRONG_RECORD:
+            return None
+
+    def write(self, directory: Path) -> None:
+        """Writes the file that makes a store complete; one that is there may stay as it is."""
+        record: dict[str, Any] = {"dtype": self.dtype.name, "tokenizer": self.tokenizer}
+        record |= {"beginning": [*self.beginning]} if self.beginning else {}
+        entries = [shard.entry() for shard in self.shards]
+        record |= {name: sum(entry[name] for entry in entries) for name in COUNTS}
+        try:
+            write_text(directory / MANIFEST, json.dumps(record | {"shards": entries}, indent=1))
+        except ConfigError:
+            if not (directory / MANIFEST).exists():
+                raise
 
 
 def missing_of(directory: Path) -> str:
     """The name of the first file that a store lacks."""
-    _, shards = read_manifest(directory) or ({}, [])
+    manifest = StoreManifest.read(directory)
+    shards = manifest.shards if manifest else []
     paths = (shard.file(kind) for shard in shards for kind in FILE_KINDS)
     return next((path.name for path in paths if not path.exists()), MANIFEST)
 
@@ -210,17 +226,15 @@ class TokenStore:
     def open(cls, directory: Path, thorough: bool = False) -> "TokenStore | None":
         """The store in a directory, None where it is not complete. Raises ConfigError where a file
         was altered since."""
-        if not (stored := read_manifest(directory)):
-            return None
-        manifest, shards = stored
-        checked = [shard.checked(thorough) for shard in shards]
+        manifest = StoreManifest.read(directory)
+        checked = [shard.checked(thorough) for shard in manifest.shards] if manifest else []
         current = [shard for shard in checked if shard]
-        if len(current) < len(shards):
+        if not manifest or len(current) < len(manifest.shards):
             return None
-        if current != shards:
+        if current != manifest.shards:
             # Copied files have other times, and are not read as a whole again.
-            write_manifest(directory, manifest | {"shards": [shard.entry() for shard in current]})
-        return cls(current, np.dtype(manifest["dtype"]), directory.name, manifest["beginning"])
+            replace(manifest, shards=current).write(directory)
+        return cls(current, manifest.dtype, directory.name, manifest.beginning)
 
     @classmethod
     def joined(cls, stores: "Sequence[TokenStore]", fingerprint: str) -> "TokenStore":
@@ -341,10 +355,11 @@ class TokenStore:
         stop = min(stop, self.tokens)
         while start < stop:
             run_end = int(self._starts[run + 1])
-            place = int(self._lows[run]) + start - int(self._starts[run])
-            shard = bisect.bisect_right(self._begins, place) - 1
-            low = place - self._begins[shard]
-            end = min(stop, run_end, start + self._begins[shard + 1] - place)
+            # The place of token `start` in all shards.
+            in_shards = int(self._lows[run]) + start - int(self._starts[run])
+            shard = bisect.bisect_right(self._begins, in_shards) - 1
+            low = in_shards - self._begins[shard]
+            end = min(stop, run_end, start + self._begins[shard + 1] - in_shards)
             yield shard, low, low + end - start, start
             start, run = end, run + (end == run_end)
 

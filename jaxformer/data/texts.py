@@ -221,8 +221,8 @@ class StoreFolder:
         if missing:
             self.log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
         else:
-            more = f" and {count - 1:,} more" if count > 1 else ""
-            self.log(f"{source}: reusing {directories[0]}{more}")
+            and_more = f" and {count - 1:,} more" if count > 1 else ""
+            self.log(f"{source}: reusing {directories[0]}{and_more}")
         return made
 
     def _build(

@@ -17,7 +17,7 @@ from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import Written, claimed
 from jaxformer.data.sources import Piece
 from jaxformer.data.sources.source_files import hash_fraction
-from jaxformer.data.store import Shard, TokenStore, write_manifest
+from jaxformer.data.store import Shard, StoreManifest, TokenStore
 from jaxformer.files import replacing, write_text
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import in_batches
@@ -76,6 +76,8 @@ def open_or_build(
     Each document begins with the tokens `beginning`. A second process on this machine waits and
     then reuses. Raises ConfigError where a file of the store was altered.
     """
+    if (store := TokenStore.open(directory)) is not None:
+        return store
     progress = progress or ProgressNotes()
     with claimed(directory, progress.log) as alone:
         if (store := TokenStore.open(directory)) is not None:
@@ -95,13 +97,8 @@ def complete(
     shards = [shard for shard in made if shard]
     if len(shards) < len(made):
         return None
-    entries = [shard.entry() for shard in shards]
-    counts = {
-        name: sum(entry[name] for entry in entries) for name in ("tokens", "documents", "bytes")
-    }
-    made_by = {"dtype": tokenizer.dtype.name, "tokenizer": tokenizer.fingerprint()}
-    begun = {"beginning": [*beginning]} if beginning else {}
-    write_manifest(directory, {**made_by, **begun, **counts, "shards": entries})
+    made_by = (tokenizer.dtype, tokenizer.fingerprint())
+    StoreManifest(*made_by, beginning, shards).write(directory)
     return TokenStore(shards, tokenizer.dtype, directory.name, beginning)
 
 
@@ -139,18 +136,15 @@ def _by_shard(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[Shar
         size, begins = 0 if piece.ends else size, piece.ends
 
 
-def _characters(entry: ShardPiece) -> int:
-    return len(entry.piece.text)
-
-
 def _write_shard(
     path: Path, pieces: Iterable[ShardPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
 ) -> Shard:
     before = np.array(beginning, np.uint32)
     tokens, ends, sizes, hashes = 0, array("q"), array("q"), array("d")
     read, end = hashlib.blake2b(digest_size=16), np.array([tokenizer.end_token], np.uint32)
+    batches = in_batches(pieces, lambda entry: len(entry.piece.text), BATCH_CHARACTERS)
     with replacing(path.with_suffix(".tokens")) as file:
-        for batch in _ahead(in_batches(pieces, _characters, BATCH_CHARACTERS)):
+        for batch in _ahead(batches):
             rows = []
             encoded = tokenizer.encode_arrays([entry.piece.text for entry in batch])
             for (piece, _, size, begins), ids in zip(batch, encoded, strict=True):

@@ -98,7 +98,7 @@ class Cuts:
 
     def _last(self, text: str, start: int, stop: int) -> int | None:
         """The last position to cut between `start` and `stop`; None where there is none."""
-        import regex
+        import regex  # its start takes 25 ms, and short texts are not cut
 
         # (?r) searches from the end. A look-behind sees what is before `pos`; a look-ahead does not
         # see what is after `endpos`.

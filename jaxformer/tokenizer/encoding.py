@@ -1,11 +1,13 @@
-"""Encodes texts on all cores, long ones in parts, with a faster encoder where it gives the same
-ids."""
+"""Encodes texts on all cores, long ones in parts, with encoders that are several times as fast as
+the tokenizers library where they give the same ids: tiktoken or, where it is not installed, a cache
+of words."""
 
 import copy
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -13,14 +15,155 @@ import numpy as np
 import tokenizers
 
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer.cuts import PART_CHARACTERS, Cuts
-from jaxformer.tokenizer.fast import MOST_CHARACTERS, Fast
-from jaxformer.tokenizer.pieces import without_panic
+from jaxformer.tokenizer.cuts import PART_CHARACTERS, Cuts, pattern_of
+from jaxformer.tokenizer.pieces import BYTES, byte_characters, without_panic
+from jaxformer.tokenizer.words import WORD_PATTERNS, split_words
 
 EncodedIds = list[int] | np.ndarray
 
 FAST_CHARACTERS = 1 << 14  # from so many on it pays to find out whether `Fast` can be used
 BLOCKS_IN_FLIGHT = 16  # blocks of a stream that are encoded together
+
+# The longest text that tiktoken reads here: its regular expressions fail at a million white spaces
+# in a row.
+MOST_CHARACTERS = 1 << 18
+
+# Words in the cache, in about 20 MB; more than most texts of code or prose have.
+CACHED_WORDS = 1 << 17
+LONGEST_WORD = 64  # characters of a word in the cache
+
+# Letters or digits that are new in the versions of Unicode from 13 to 17: two libraries that agree
+# on all of them use the same tables of characters.
+NEWEST = (
+    "\u08be\U00011950\u0870\U00016ac0\U0001df25\U0001e4f0\U0002ebf0\U000105c0\U00010d40\U00010940"
+    "\U00011de0"
+)
+SPELLED = dict(enumerate(byte_characters()))  # the character of each byte in a vocabulary
+# Settings of a BPE model that change how it merges.
+MERGE_SETTINGS = (
+    *("dropout", "continuing_subword_prefix", "end_of_word_suffix"),
+    *("byte_fallback", "ignore_merges"),
+)
+
+
+class Fast:
+    """Encodes plain text.
+
+    `reads_names` says that it can also encode text in which names of special tokens are these
+    tokens, `threads` that it runs without the GIL.
+    """
+
+    def __init__(
+        self,
+        ids_of: Callable[[str], np.ndarray],
+        names: dict[str, int],
+        reads_names: bool,
+        threads: bool,
+    ) -> None:
+        self._ids_of, self._names = ids_of, names
+        self.reads_names, self.threads = reads_names, threads
+        longest_first = sorted(names, key=len, reverse=True)
+        self._names_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    @classmethod
+    def of(cls, spec: dict[str, Any], backend: tokenizers.Tokenizer) -> "Fast | None":
+        """The encoder for a tokenizer.json; None where its ids could differ."""
+        pattern = pattern_of(spec)
+        ranks = _ranks(spec, backend) if pattern else None
+        if not ranks or not pattern:
+            return None
+        ids_of = _of_tiktoken(pattern, ranks) or WordCache(pattern, backend)
+        added = spec["added_tokens"]
+        # A plain search matches names where the library does, if all are searched in the text as it
+        # is or all in the normalized text, and none strips spaces or must stand between spaces.
+        plain = not any(
+            token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip")
+        )
+        reads_names = plain and len({token["normalized"] for token in added}) <= 1
+        names = {token["content"]: token["id"] for token in added}
+        fast = cls(ids_of, names, reads_names, threads=not isinstance(ids_of, WordCache))
+        probe = " ".join(f"{letter}a{letter}1 {letter}." for letter in NEWEST)
+        expected = backend.encode(probe, add_special_tokens=False).ids
+        return fast if fast.encode(probe, False).tolist() == expected else None
+
+    def encode(self, text: str, names_are_tokens: bool) -> np.ndarray:
+        """The ids of a text of at most MOST_CHARACTERS characters: uint32."""
+        if not names_are_tokens or not self._names:
+            return self._ids_of(text)
+        # Split by a group, a text gives plain text at even indices and names at odd ones.
+        rows = [
+            np.array([self._names[piece]], np.uint32) if index % 2 else self.encode(piece, False)
+            for index, piece in enumerate(self._names_pattern.split(text))
+        ]
+        return np.concatenate(rows)
+
+
+def _of_tiktoken(pattern: str, ranks: dict[bytes, int]) -> Callable[[str], np.ndarray] | None:
+    """The encoder of tiktoken; None where it is not installed."""
+    try:
+        import tiktoken  # an extra
+    except ImportError:
+        return None
+    # Without a special token the core would search for the empty one, at every byte.
+    unused = {"\0 not a token": max(ranks.values()) + 1}
+    words = WORD_PATTERNS[pattern].words
+    core = tiktoken.Encoding(pattern, pat_str=words, mergeable_ranks=ranks, special_tokens=unused)
+    return functools.partial(core.encode_to_numpy, disallowed_special=())
+
+
+class WordCache(dict[str, bytes]):
+    """The ids of words that have been encoded, as the bytes of a uint32 array. The library encodes
+    the other words; most words of a text are in the cache."""
+
+    def __init__(self, pattern: str, backend: tokenizers.Tokenizer) -> None:
+        self._pattern, self._merge = pattern, backend.model.tokenize
+
+    def __call__(self, text: str) -> np.ndarray:
+        ids = b"".join(map(self.__getitem__, split_words(text, self._pattern)))
+        return np.frombuffer(ids, np.uint32)
+
+    def __missing__(self, word: str) -> bytes:
+        spelled = word.encode().decode("latin-1").translate(SPELLED)
+        ids = np.array([token.id for token in self._merge(spelled)], np.uint32).tobytes()
+        if len(self) >= CACHED_WORDS:
+            self.clear()
+        if len(word) <= LONGEST_WORD:
+            self[word] = ids
+        return ids
+
+
+def _ranks(spec: dict[str, Any], backend: tokenizers.Tokenizer) -> dict[bytes, int] | None:
+    """The bytes of each token with its id, in the order of merges; None where tiktoken would not
+    merge as BPE does.
+
+    tiktoken merges two pieces if together they are the bytes of a token, BPE only the two that the
+    merge of this token names. Both give the same ids where BPE encodes the bytes of each token as
+    this token: as long as no merge crosses the borders of a token, the merges inside do not depend
+    on the text around it.
+    """
+    model = spec["model"]
+    has_settings = any(model.get(name) for name in MERGE_SETTINGS)
+    if model["type"] != "BPE" or spec["normalizer"] or has_settings:
+        return None
+    if not all(token["special"] for token in spec["added_tokens"]):
+        return None  # the others are tokens in plain text too
+    vocab: dict[str, int] = model["vocab"]
+    made = ["".join(pair) for pair in model["merges"]]
+    order = [vocab[token] for token in made]
+    # Ids are tiktoken's ranks, so those of merges must ascend, each once.
+    if order != sorted({*order}) or not {*"".join(made)} <= BYTES.keys() <= vocab.keys():
+        return None
+    merge = backend.model.tokenize
+    if any(len(merge(token)) > 1 for token in made):
+        return None
+    # The core lacks entries that no merge makes, such as GPT-2's end of text where no file says
+    # that it is special. They must not occur in words, which are spelled in BYTES.
+    for token in vocab.keys() - {*made, *BYTES}:
+        if {*token} <= BYTES.keys() and vocab[token] in (piece.id for piece in merge(token)):
+            return None
+    return {
+        bytes(BYTES[character] for character in token): vocab[token] for token in (*BYTES, *made)
+    }
 
 
 class Encoder:
@@ -116,9 +259,10 @@ class Encoder:
         if "UNK" not in str(error) or not unseen:
             return ConfigError(f"{self._origin} cannot encode this text: {error}.")
         shown = ", ".join(f"{char!r} (U+{ord(char):04X})" for char in unseen[:5])
-        more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
+        if len(unseen) > 5:
+            shown += f" and {len(unseen) - 5} more"
         return ConfigError(
-            f"the character tokenizer has no token for {shown}{more}: leave them out of the text,"
+            f"the character tokenizer has no token for {shown}: leave them out of the text,"
             " or train with tokenizer.kind=bytes or bpe, which encode any text."
         )
 

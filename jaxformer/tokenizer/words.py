@@ -62,7 +62,7 @@ def split_words(text: str, pattern: str) -> list[str]:
 def _finder(pattern: str, ascii_only: bool) -> Callable[[str], list[str]]:
     words = WORD_PATTERNS[pattern].words
     if not ascii_only:
-        import regex
+        import regex  # its start takes 25 ms, and ASCII text does without
 
         return regex.compile(words).findall  # type: ignore[no-any-return]
     for classes, ascii_classes in ASCII.items():
@@ -100,7 +100,7 @@ def _last_cut(text: str, pattern: str, start: int, stop: int) -> int:
     where too little text would be cut off."""
     if stop - start < BLOCK_CHARACTERS // 2:
         return start
-    import regex
+    import regex  # as above
 
     match = regex.search(f"(?r){WORD_PATTERNS[pattern].cuts}", text, pos=start, endpos=stop)
     return match.start() if match else start

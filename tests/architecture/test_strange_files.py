@@ -13,7 +13,7 @@ from jaxformer.config.saved import to_json
 from jaxformer.data import tokenizing
 from jaxformer.data.sources.source import find_source
 from jaxformer.data.splits import Scan, cached_scan, scan
-from jaxformer.data.store import read_manifest
+from jaxformer.data.store import StoreManifest
 from jaxformer.files import ConfigError
 from jaxformer.report import MetricsLog, read_metrics
 from jaxformer.report.plot import plot_losses
@@ -174,10 +174,11 @@ def test_a_store_whose_manifest_has_other_types_is_not_read(
 ) -> None:
     shard = {"name": "00000", "tokens": 1, "documents": 1, "bytes": 1, "files": {}}
     path = tmp_path / "manifest.json"
-    path.write_text(json.dumps({"dtype": "uint16", "shards": [shard]}))
-    assert read_manifest(tmp_path) is not None
-    written = json.dumps({"dtype": "uint16", "shards": [shard | {key: "HERE"}]})
+    made_by = {"dtype": "uint16", "tokenizer": "0" * 32}
+    path.write_text(json.dumps(made_by | {"shards": [shard]}))
+    assert StoreManifest.read(tmp_path) is not None
+    written = json.dumps(made_by | {"shards": [shard | {key: "HERE"}]})
     path.write_text(written.replace('"HERE"', text))
     if (key, text) in {("files", "{}"), ("name", '"text"')}:
         return  # which are of the type
-    assert read_manifest(tmp_path) is None
+    assert StoreManifest.read(tmp_path) is None

@@ -29,10 +29,10 @@ from jaxformer.data import (
     Corpus,
     TokenStore,
     cache_files,
+    corpus,
     gzip_bits_per_byte,
     open_or_build,
     tokenizing,
-    vocabulary,
 )
 from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.sources import Piece
@@ -390,7 +390,7 @@ def _trained_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.extend(texts)
         return train_bpe_tokenizer(seen, *rest)
 
-    monkeypatch.setattr(vocabulary, "train_bpe_tokenizer", recorded)
+    monkeypatch.setattr(corpus, "train_bpe_tokenizer", recorded)
     return seen
 
 

@@ -172,12 +172,12 @@ def test_characters_of_text_for_validation_are_known(tmp_path: Path) -> None:
 def test_text_is_sampled_by_the_size_of_each_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jaxformer.data import vocabulary
+    from jaxformer.data import corpus
 
     taken: dict[str, int] = {}
-    spread = vocabulary.spread
+    spread = corpus.spread
     monkeypatch.setattr(
-        vocabulary,
+        corpus,
         "spread",
         lambda split, most: taken.update({split.source.spec[-5]: most}) or spread(split, most),
     )

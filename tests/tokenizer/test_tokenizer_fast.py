@@ -14,15 +14,8 @@ from pretrained_tokenizers import TEXTS, saved
 from products import slow_but
 
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer import (
-    SENTINELS,
-    Tokenizer,
-    byte_tokenizer,
-    encoding,
-    fast,
-    train_bpe_tokenizer,
-)
-from jaxformer.tokenizer.fast import MOST_CHARACTERS, Fast
+from jaxformer.tokenizer import SENTINELS, Tokenizer, byte_tokenizer, encoding, train_bpe_tokenizer
+from jaxformer.tokenizer.encoding import MOST_CHARACTERS, Fast
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 tiktoken = pytest.importorskip("tiktoken")
@@ -188,8 +181,10 @@ def test_a_merge_that_a_longer_one_never_meets_is_left_to_the_library() -> None:
 
 
 def test_a_core_of_another_version_of_unicode_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = WORD_PATTERNS["gpt2"].words.replace(r" ?\p{L}+", rf" ?(?:(?!{fast.NEWEST[0]})\p{{L}})+")
-    monkeypatch.setitem(fast.WORD_PATTERNS, "gpt2", WORD_PATTERNS["gpt2"]._replace(words=older))
+    older = WORD_PATTERNS["gpt2"].words.replace(
+        r" ?\p{L}+", rf" ?(?:(?!{encoding.NEWEST[0]})\p{{L}})+"
+    )
+    monkeypatch.setitem(encoding.WORD_PATTERNS, "gpt2", WORD_PATTERNS["gpt2"]._replace(words=older))
     assert fast_of(MADE["gpt2"]) is None and fast_of(MADE["llama3"])
 
 
@@ -246,8 +241,8 @@ def all_characters() -> list[str]:
 @pytest.mark.parametrize(
     ("pattern", "cached_words"),
     slow_but(
-        [("gpt2", fast.CACHED_WORDS), ("llama3", fast.CACHED_WORDS), ("gpt2", 20)],
-        ("llama3", fast.CACHED_WORDS),
+        [("gpt2", encoding.CACHED_WORDS), ("llama3", encoding.CACHED_WORDS), ("gpt2", 20)],
+        ("llama3", encoding.CACHED_WORDS),
         ("gpt2", 20),
     ),
 )
@@ -256,7 +251,7 @@ def test_without_tiktoken_ids_are_the_same(
 ) -> None:
     """Also where few words are cached, so that the cache is cleared again and again."""
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    monkeypatch.setattr(fast, "CACHED_WORDS", cached_words)
+    monkeypatch.setattr(encoding, "CACHED_WORDS", cached_words)
     alone = Tokenizer(library(MADE[pattern]))
     encoder = fast_of(alone)
     assert encoder and not encoder.threads
@@ -267,7 +262,7 @@ def test_without_tiktoken_ids_are_the_same(
     assert alone.encode_batch(texts) == plain(alone, *texts)
     assert [row.tolist() for row in alone.encode_arrays(texts[:2])] == plain(alone, *texts[:2])
     words = encoder._ids_of
-    assert 0 < len(words) <= cached_words and max(map(len, words)) <= fast.LONGEST_WORD
+    assert 0 < len(words) <= cached_words and max(map(len, words)) <= encoding.LONGEST_WORD
     with pytest.raises(ConfigError, match="half of a surrogate pair"):
         alone.encode("a\ud800b" * 30_000)
 

@@ -107,7 +107,7 @@ def _is_whole(text: str) -> bool:
 def _documents(path: Path, handler: ErrorHandler, repair: Repair) -> Iterator[TextPiece]:
     """The documents of a file, whose separators and pieces do not depend on how it is read."""
     # The text of an open document, whether some of it was yielded, and how many are closed.
-    rest, begun, count = "", False, 0
+    pending, begun, count = "", False, 0
 
     def closed(document: str, number: int) -> Iterator[TextPiece]:
         """A document or its end; number 0 stands for the file's edges, where none is missing."""
@@ -117,21 +117,21 @@ def _documents(path: Path, handler: ErrorHandler, repair: Repair) -> Iterator[Te
             handler.blank(f"{path}, document {number}")
 
     for text, final in _decoded(path, repair):
-        documents, rest = _split_off(rest + text, final)
+        documents, pending = _split_off(pending + text, final)
         for document in documents:
             yield from closed(document, count and count + 1)
             begun, count = False, count + 1
         if not final:
-            # The end of the rest may be the beginning of a separator.
-            *ready, rest = _cut_up(rest, spare=LONGEST_SEPARATOR)
+            # The end of it may be the beginning of a separator.
+            *ready, pending = _cut_up(pending, spare=LONGEST_SEPARATOR)
             begun = begun or bool(ready)
             yield from ((piece, False) for piece in ready)
-    yield from closed(rest, 0 if count else 1)
+    yield from closed(pending, 0 if count else 1)
 
 
 def _decoded(path: Path, repair: Repair) -> Iterator[tuple[str, bool]]:
     """The text of a file, a block at a time, without a byte order mark; and if it is the last."""
-    rest, offset = b"", 0
+    pending, offset = b"", 0
 
     def decoded(raw: bytes, final: bool) -> tuple[str, bytes]:
         try:
@@ -142,15 +142,15 @@ def _decoded(path: Path, repair: Repair) -> Iterator[tuple[str, bool]]:
         return (text if offset else text.removeprefix("\ufeff")), raw[used:]
 
     for block in read_blocks(path):
-        if not offset and not rest:
+        if not offset and not pending:
             require_content(str(path), block)
             if encoding := wide_encoding(block):
                 raise is_wide(str(path), encoding)
-        raw = rest + block
-        text, rest = decoded(raw, False)
+        raw = pending + block
+        text, pending = decoded(raw, False)
         yield text, False
-        offset += len(raw) - len(rest)
-    yield decoded(rest, True)[0], True
+        offset += len(raw) - len(pending)
+    yield decoded(pending, True)[0], True
 
 
 def _split_off(text: str, final: bool) -> tuple[list[str], str]:

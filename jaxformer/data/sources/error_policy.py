@@ -113,9 +113,9 @@ def wide_encoding(raw: bytes) -> str:
             return name
     in_turn = [raw[index::4] for index in range(4)]
     shares = [bytes_in_turn.count(0) / max(len(bytes_in_turn), 1) for bytes_in_turn in in_turn]
-    for name, (zero, other) in ZERO_BYTES.items():
-        is_zero = all(shares[index] >= MOSTLY for index in zero)
-        if is_zero and all(shares[index] <= HARDLY for index in other):
+    for name, (mostly_zero, hardly_zero) in ZERO_BYTES.items():
+        is_zero = all(shares[index] >= MOSTLY for index in mostly_zero)
+        if is_zero and all(shares[index] <= HARDLY for index in hardly_zero):
             return name
     return ""
 

@@ -103,7 +103,7 @@ def _aligned(sides: list[str], setting: str) -> tuple[SourceFile, ...]:
         counts = " and ".join(f"{side} finds {len(paths)}" for side, paths in pairs)
         raise ConfigError(f"{setting}: {counts} files: give as many.")
     together = zip(*lists, strict=True)
-    files = (SourceFile(first, "parallel", "", tuple(rest)) for first, *rest in together)
+    files = (SourceFile(first, "parallel", "", tuple(beside)) for first, *beside in together)
     return _named(files, matches[0][0], setting)
 
 

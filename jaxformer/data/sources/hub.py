@@ -97,7 +97,7 @@ def _saved(
 @contextlib.contextmanager
 def _hub_if_it_answers(library: ModuleType) -> Iterator[None]:
     """Makes the library use only its local copies where the hub does not answer in time."""
-    import huggingface_hub
+    import huggingface_hub  # which comes with `datasets`
 
     before = library.config.HF_HUB_OFFLINE
     try:

@@ -86,34 +86,31 @@ def read_blocks(path: Path) -> Iterator[bytes]:
 
 def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | None]]:
     """(number from 1, text without its line break) of each line; None for text that is skipped."""
-    number, offset = 1, 0
-    for raw in _whole_lines(path):
-        lines: list[str | None]
-        try:
-            lines = [*raw.decode().removesuffix("\n").split("\n")]
-        except UnicodeDecodeError:
-            # Line by line, to find those at fault.
-            lines, start = [], offset
-            for count, line in enumerate(raw.removesuffix(b"\n").split(b"\n")):
-                lines.append(handler.decoded(line, f"{path}, line {number + count}", start))
-                start += len(line) + 1
-        for line_number, text in enumerate(lines, number):
-            yield line_number, text and text.removeprefix("\ufeff").removesuffix("\r")
-        number, offset = number + len(lines), offset + len(raw)
+    number = offset = 0
+    for whole_lines in _whole_lines(path):
+        for raw in whole_lines.removesuffix(b"\n").split(b"\n"):
+            number += 1
+            text: str | None
+            try:
+                text = raw.decode()
+            except UnicodeDecodeError:
+                text = handler.decoded(raw, f"{path}, line {number}", offset)
+            yield number, text and text.removeprefix("\ufeff").removesuffix("\r")
+            offset += len(raw) + 1
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
     """The bytes of a file in parts that end with a line break, except perhaps the last."""
-    rest_blocks: list[bytes] = []
+    begun_line: list[bytes] = []
     for number, block in enumerate(read_blocks(path)):
         if not number:
             require_content(str(path), block)
         if end := block.rfind(b"\n") + 1:
-            yield b"".join((*rest_blocks, block[:end]))
-            rest_blocks = []
-        rest_blocks.append(block[end:])
-    if rest := b"".join(rest_blocks):
-        yield rest
+            yield b"".join((*begun_line, block[:end]))
+            begun_line = []
+        begun_line.append(block[end:])
+    if last_line := b"".join(begun_line):
+        yield last_line
 
 
 def _unpacked(blocks: Iterable[bytes], path: Path, suffix: str) -> Iterator[bytes]:
@@ -144,6 +141,6 @@ def _unpacked(blocks: Iterable[bytes], path: Path, suffix: str) -> Iterator[byte
 def _unpacker(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
     if suffix == ".gz":
         return (lambda: zlib.decompressobj(wbits=31)), zlib.error
-    import zstandard
+    import zstandard  # its start takes 50 ms, and few files are .zst
 
     return (lambda: zstandard.ZstdDecompressor().decompressobj()), zstandard.ZstdError
