@@ -72,9 +72,13 @@ def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
     With weights=False the files of weights need not be there: then config.json says what the model
     is, with the names in the index of the weights if that is there.
     """
-    if not weights and not has_tensors(directory):
-        return _described(directory)
-    return _opened(directory).config
+    if weights or has_tensors(directory):
+        return _opened(directory).config
+    path, values = directory / "config.json", read_config_json(directory)
+    family, architecture = stated_architecture(path, values)
+    names = names_in_index(directory)
+    hf = HFConfig(values, None if names is None else family.named(names))
+    return _config_of(path, hf, family, architecture)
 
 
 def pretrained_labels(directory: Path) -> tuple[str, ...]:
@@ -142,15 +146,6 @@ def _opened(directory: Path) -> Opened:
     _check_size(directory, config, files)
     labels = _labels(values, path) if config.output in ("classes", "tags") else ()
     return Opened(family, _untied(family, config, files), labels, files, hf.unknown())
-
-
-def _described(directory: Path) -> ModelConfig:
-    """The config of a model directory without weights."""
-    path, values = directory / "config.json", read_config_json(directory)
-    family, architecture = stated_architecture(path, values)
-    names = names_in_index(directory)
-    hf = HFConfig(values, None if names is None else family.named(names))
-    return _config_of(path, hf, family, architecture)
 
 
 def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> ModelConfig:

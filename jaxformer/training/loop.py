@@ -104,19 +104,19 @@ def fit(
     first, mesh = int(state.step), mesh_of(state)
     if first >= steps:
         return state
-    feed = _Feed(batches, first, steps, mesh)
+    feed = _placed(batches, first, steps, mesh)
     reader = _Reader(first, hooks)
     metrics: Metrics = {}
     with contextlib.ExitStack() as stack:
         saving = _Saving(checkpoints, stack, steps)
-        batch = feed.next(first)
+        batch = next(feed)
         for number in range(first + 1, steps + 1):
             previous = metrics
             state, metrics = step(state, batch)
             reader.read(number - 1, state, previous)
             last = number == steps
             if not last:
-                batch = feed.next(number)
+                batch = next(feed)
             result: Mapping[str, float] = {}
             stop = saving.asked_to_stop(number)
             if evaluate and not stop and (last or _due(number, evaluate_every)):
@@ -189,29 +189,20 @@ class _Saving:
         )
 
 
-class _Feed:
-    """The batches of a run in order, each placed on the devices."""
-
-    def __init__(
-        self,
-        batches: IndexedBatches | Iterable[Batch],
-        first: int,
-        steps: int,
-        mesh: AnyMesh | None,
-    ) -> None:
-        self._steps, self._mesh = steps, mesh
-        self._iterator = _iterator(batches, first)
-
-    def next(self, step: int) -> Batch:
-        """The batch of a step, counted from 0."""
+def _placed(
+    batches: IndexedBatches | Iterable[Batch], first: int, steps: int, mesh: AnyMesh | None
+) -> Iterator[Batch]:
+    """The batches from step `first` on, each placed on the devices."""
+    iterator = _iterator(batches, first)
+    for step in itertools.count(first):
         try:
-            batch = next(self._iterator)
+            batch = next(iterator)
         except (StopIteration, IndexError) as error:
             raise ConfigError(
-                f"batches end before step {step} (counted from 0), and the run has"
-                f" steps={self._steps}: give more of them, or fewer steps."
+                f"batches end before step {step} (counted from 0), and the run has steps={steps}:"
+                " give more of them, or fewer steps."
             ) from error
-        return place_batch(batch, self._mesh)
+        yield place_batch(batch, mesh)
 
 
 def _iterator(batches: IndexedBatches | Iterable[Batch], first: int) -> Iterator[Batch]:

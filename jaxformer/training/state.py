@@ -140,12 +140,12 @@ def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
     """The dotted paths of the leaves that do not learn, in the order of the tree."""
     leaves = jax.tree.leaves_with_path(tree)
     if trainable is None:
-        paths: list[str] = []
-        for path, node in jax.tree.leaves_with_path(tree, is_leaf=_is_frozen):
-            if _is_frozen(node):
-                for path_in_node, _ in jax.tree.leaves_with_path(node):
-                    paths.append(dotted(path + path_in_node))
-        return tuple(paths)
+        return tuple(
+            dotted(path + path_in_node)
+            for path, node in jax.tree.leaves_with_path(tree, is_leaf=_is_frozen)
+            if _is_frozen(node)
+            for path_in_node, _ in jax.tree.leaves_with_path(node)
+        )
     if callable(trainable):
         return tuple(dotted(path) for path, leaf in leaves if not trainable(dotted(path), leaf))
 
