@@ -2,32 +2,12 @@
 
 import dataclasses
 
-from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
-from jaxformer.interop.hf_config import HFConfig
+from jaxformer.interop.fields import KeyMapping
 from jaxformer.interop.tensor_table import AS_ROW, TensorRow, linear, norm
 
 STACKS = ("encoder", "decoder")
-
-
-class SharedSizes(KeyMapping):
-    """Sizes that config.json has for each stack, and that have to be equal here."""
-
-    keys = (("ffn_dim", "d_ff", 4096), ("attention_heads", "n_heads", 16))
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        sizes = {}
-        for name, field, default in self.keys:
-            sizes[field] = hf.number(f"encoder_{name}", default)
-            if hf.get(f"decoder_{name}", default) != sizes[field]:
-                hf.only(f"decoder_{name}", (sizes[field],))
-        return sizes
-
-    def write(self, config: ModelConfig) -> Keys:
-        sizes = {name: getattr(config, field) for name, field, _ in self.keys}
-        return {f"{side}_{name}": size for name, size in sizes.items() for side in STACKS}
 
 
 def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
@@ -38,7 +18,17 @@ def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
         fields.Key("d_model", "d_model", 1024),
         fields.Key("encoder_layers", "n_encoder_layers", 12),
         fields.Key("decoder_layers", "n_layers", 12),
-        SharedSizes(),
+        # Sizes that config.json has for each stack, and that have to be equal here.
+        fields.Key("encoder_ffn_dim", "d_ff", 4096),
+        fields.AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", checked=True, default=4096),
+        fields.Key("encoder_attention_heads", "n_heads", 16),
+        fields.AliasKey(
+            "decoder_attention_heads",
+            "encoder_attention_heads",
+            "n_heads",
+            checked=True,
+            default=16,
+        ),
         fields.Key("max_position_embeddings", "max_length", 1024),
         fields.Choice("activation_function", "activation", fields.PLAIN, "gelu"),
         fields.Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, False),

@@ -126,17 +126,19 @@ class FixedKey(KeyMapping):
 
 @dataclass(frozen=True)
 class AliasKey(KeyMapping):
-    """A key that repeats `key`, which another row reads; where `checked`, they have to agree."""
+    """A key that repeats `key`, which another row reads; where `checked`, they have to agree, or
+    without that key be its `default`."""
 
     hf: str
     key: str
     field: str
     checked: bool = False
+    default: float | None = None
 
     def read(self, hf: HFConfig) -> ConfigFields:
         stated = hf.get(self.hf)
         if self.checked and stated is not None:
-            hf.only(self.hf, (hf.get(self.key, stated),))
+            hf.only(self.hf, (hf.get(self.key, self.default or stated),))
         return {}
 
     def write(self, config: ModelConfig) -> Keys:
