@@ -3,13 +3,14 @@ prompt."""
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.arrays.params import Params
 from jaxformer.cli.arguments import AttentionArguments, check_output
 from jaxformer.cli.prompting import (
     Model,
@@ -183,7 +184,7 @@ def _before_end(model: Model, tokens: Iterable[int]) -> list[int]:
     return [*itertools.takewhile(lambda token: token not in model.tokenizer.end_tokens, tokens)]
 
 
-def _candidates(model: Model, logits: np.ndarray) -> list[list[tuple[str, float]]]:
+def _candidates(model: Model, logits: np.ndarray) -> list[Choices]:
     """The most likely (text, probability) at each row of the logits [T, V]; none for the class of
     a text [C]."""
     if logits.ndim == 1 or model.config.output == "none":
@@ -191,16 +192,21 @@ def _candidates(model: Model, logits: np.ndarray) -> list[list[tuple[str, float]
     probabilities = np.exp(logits - logits.max(-1, keepdims=True))
     probabilities /= probabilities.sum(-1, keepdims=True)  # [T, V]
     likeliest = np.argsort(-probabilities, axis=-1, kind="stable")[:, :SHOWN_PER_STEP]
-    name = naming(model)
-    candidates = []
-    for row, tokens in zip(probabilities, likeliest, strict=True):
-        candidates.append([(name(int(token)), float(row[token])) for token in tokens])
-    return candidates
+    return _choices(model, likeliest, np.take_along_axis(probabilities, likeliest, axis=-1))
+
+
+def _choices(model: Model, entries: np.ndarray, probabilities: np.ndarray) -> list[Choices]:
+    """The texts of entries of the logits [T, k], which are tokens or classes, each with its
+    probability."""
+    over_tokens = model.config.output in ("language", "masked")
+    text = model.tokenizer.shown if over_tokens else model.labels.__getitem__
+    rows = zip(entries.tolist(), probabilities.tolist(), strict=True)
+    return [[(text(entry), share) for entry, share in zip(*row, strict=True)] for row in rows]
 
 
 def walkthrough_of(
     model: Model,
-    rows: dict[str, Any],
+    rows: dict[str, np.ndarray],
     layers: Sequence[int],
     beams: Sequence[Sequence[BeamCandidate]],
 ) -> Walkthrough:
@@ -215,12 +221,6 @@ def walkthrough_of(
         beams=beams,
         lens=lens_of(model, rows, layers),
     )
-
-
-def naming(model: Model) -> Callable[[int], str]:
-    """The text of an entry of the logits: a token, or a class."""
-    over_tokens = model.config.output in ("language", "masked")
-    return model.tokenizer.shown if over_tokens else model.labels.__getitem__
 
 
 # The order of computation
@@ -274,7 +274,9 @@ def _axes(symbols: Sequence[str], shapes: Sequence[Shape]) -> list[list[tuple[st
 # The logit lens
 
 
-def lens_of(model: Model, rows: dict[str, Any], layers: Sequence[int]) -> list[list[Choices]]:
+def lens_of(
+    model: Model, rows: dict[str, np.ndarray], layers: Sequence[int]
+) -> list[list[Choices]]:
     """The most probable texts by the output of each layer of the last stack, for each token; none
     for a model without logits of each token."""
     config, length = model.config, rows["tokens"].shape[1]
@@ -286,11 +288,11 @@ def lens_of(model: Model, rows: dict[str, Any], layers: Sequence[int]) -> list[l
     if not names:
         return []
 
-    def likeliest(params: Any, rows: dict[str, Any]) -> Any:
+    def likeliest(params: Params, rows: dict[str, Any]) -> Sequence[jax.Array]:
         captured = inspect(params, config, capture=names, **rows).values
         streams = jnp.stack([captured[name] for name in names])  # [L, 1, T, D]
 
-        def of_layer(x: jax.Array) -> Any:
+        def of_layer(x: jax.Array) -> Sequence[jax.Array]:
             probabilities = jax.nn.softmax(logit_lens(params, config, x)[0, -length:], axis=-1)
             return jax.lax.top_k(probabilities, min(SHOWN_PER_STEP, probabilities.shape[-1]))
 
@@ -298,14 +300,7 @@ def lens_of(model: Model, rows: dict[str, Any], layers: Sequence[int]) -> list[l
         return jax.lax.map(of_layer, streams)
 
     probabilities, tokens = map(np.asarray, jax.jit(likeliest)(model.params, rows))  # [L, T, k]
-    name = naming(model)
-
-    def choices(layer: int, position: int) -> Choices:
-        pairs = zip(tokens[layer, position], probabilities[layer, position], strict=True)
-        return [(name(int(token)), float(probability)) for token, probability in pairs]
-
-    layer_count, positions, _ = tokens.shape
-    return [[choices(layer, t) for t in range(positions)] for layer in range(layer_count)]
+    return [_choices(model, *layer) for layer in zip(tokens, probabilities, strict=True)]
 
 
 # Beams

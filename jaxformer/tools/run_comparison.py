@@ -32,8 +32,6 @@ PANELS = ("validation", "training")
 AXES_OF_RUNS = {"steps": "step", "tokens": "tokens", "seconds": "seconds"}
 MARKED_POINTS = 30  # a line of more has no markers
 
-Points = dict[str, np.ndarray]  # [P] on each axis
-
 
 class Curve(NamedTuple):
     """A quantity by step: arrays [P] of float64. `tokens` counts the tokens read in training, and
@@ -234,10 +232,10 @@ def _figure(groups: Sequence[Configuration]) -> "Figure":
     in_legend: set[str] = set()
     for row, panel in enumerate(PANELS, start=1):
         for number, group in enumerate(groups):
-            for trace, points in _traces(group.name, group.curves(panel), number):
+            for trace, curve in _traces(group.name, group.curves(panel), number):
                 figure.add_trace(trace, row=row, col=1)
                 for name in axes:
-                    axes[name].append(points[name])
+                    axes[name].append(getattr(curve, name))
                 if trace["name"]:  # one entry in the legend for the lines of all panels
                     figure.data[-1].showlegend = trace["name"] not in in_legend
                     in_legend.add(trace["name"])
@@ -263,45 +261,33 @@ def _figure(groups: Sequence[Configuration]) -> "Figure":
     return figure
 
 
-def _traces(name: str, curves: Sequence[Curve], number: int) -> list[tuple[dict[str, Any], Points]]:
-    """What plotly draws for a configuration, each with its points on each axis: the curves, faint,
+def _traces(name: str, curves: Sequence[Curve], number: int) -> list[tuple[dict[str, Any], Curve]]:
+    """What plotly draws for a configuration, each with its points: the curves, faint,
     and the area between lowest and highest, where there are several; then the mean."""
     color, dash = COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
-    (mean, low, high), traces = band_of(curves), list[tuple[dict[str, Any], Points]]()
+    (mean, low, high), traces = band_of(curves), list[tuple[dict[str, Any], Curve]]()
 
-    def draw(points: Points, values: np.ndarray, **style: Any) -> None:
+    def draw(curve: Curve, **style: Any) -> None:
         """Adds a trace, on the axis that the page opens with."""
-        trace = {
-            "type": "scatter",
-            "legendgroup": str(number),
-            "name": "",
-            "x": points["steps"],
-            "y": values,
-            **style,
-        }
-        traces.append((trace, points))
+        points = {"name": "", "x": curve.steps, "y": curve.values}
+        traces.append(({"type": "scatter", "legendgroup": str(number), **points, **style}, curve))
 
     quiet: dict[str, Any] = {"hoverinfo": "skip", "showlegend": False}
     if len(curves) > 1:
         thin = {"color": color, "width": 1}
         for curve in curves:
-            draw(_points(curve), curve.values, mode="lines", opacity=0.35, line=thin, **quiet)
+            draw(curve, mode="lines", opacity=0.35, line=thin, **quiet)
         # The outline of the area: forth along the highest values, and back along the lowest.
-        outline = {axis: np.concatenate([x, x[::-1]]) for axis, x in _points(mean).items()}
-        values = np.concatenate([high, low[::-1]])
-        draw(outline, values, mode="none", fill="toself", fillcolor=f"{color}26", **quiet)
+        outline = Curve(*(np.concatenate([points, points[::-1]]) for points in mean))
+        outline = outline._replace(values=np.concatenate([high, low[::-1]]))
+        draw(outline, mode="none", fill="toself", fillcolor=f"{color}26", **quiet)
     draw(
-        _points(mean),
-        mean.values,
+        mean,
         name=html.escape(name),
         mode="lines+markers" if len(mean.steps) <= MARKED_POINTS else "lines",
         line={"color": color, "width": 2, "dash": dash},
     )
     return traces
-
-
-def _points(curve: Curve) -> Points:
-    return {axis: getattr(curve, axis) for axis in AXES_OF_RUNS}
 
 
 def _buttons(labels: Mapping[str, tuple[str, list[Any]]], left: float) -> dict[str, Any]:
