@@ -98,7 +98,8 @@ def attention(
     if mask.relative:
         q = rotate(config, q, mask.queries.positions, mask.queries.segments)
     if mask.leading:
-        seen = _led(params["prefix_k"], seen[0]), _led(params["prefix_v"], seen[1])
+        k, v = seen
+        seen = _with_leading(params["prefix_k"], k), _with_leading(params["prefix_v"], v)
     scale, soft_cap = config.attention_scale, config.attention_soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
     dropped = (config.dropout, call.key)
@@ -116,7 +117,7 @@ def attention(
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", "sequence", None)), captures
 
 
-def _led(leading: jax.Array, x: jax.Array) -> jax.Array:
+def _with_leading(leading: jax.Array, x: jax.Array) -> jax.Array:
     """Keys [P, K, H] and [B, S, K, H] -> [B, P + S, K, H], the leading ones first in each row, and
     values likewise."""
     rows = jnp.broadcast_to(leading.astype(x.dtype), (x.shape[0], *leading.shape))

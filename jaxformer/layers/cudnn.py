@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxformer.layers.masks import AttentionMask, lengths_and_starts, sees_any, segment_ids
+from jaxformer.layers.masks import AttentionMask, sees_any, segment_ids
 
 # The first and the last version of JAX whose function for packed rows is known.
 KNOWN = ((0, 10), (0, 12))
@@ -115,7 +115,7 @@ def _packed(
         groups = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
     segments: dict[str, jax.Array] = {}
-    spans = [lengths_and_starts(ids, mask.max_segments) for ids in segment_ids(mask)]
+    spans = [_lengths_and_starts(ids, mask.max_segments) for ids in segment_ids(mask)]
     (query_lengths, _), (key_lengths, _) = spans
     # Segments that have both queries and keys; the length and the offset of others are -1.
     both = (query_lengths > 0) & (key_lengths > 0)
@@ -134,3 +134,11 @@ def _packed(
         sliding_window_length=mask.window or None,
         **segments,
     )
+
+
+def _lengths_and_starts(ids: jax.Array, segments: int) -> tuple[jax.Array, jax.Array]:
+    """The number of tokens of each segment and the index of its first token, both int32
+    [B, segments], from ids [B, T]. Segments are numbered 1 to `segments`; each is contiguous."""
+    belongs = ids[:, None, :] == jnp.arange(1, segments + 1)[:, None]  # [B, segments, T]
+    starts = jnp.argmax(belongs, axis=-1).astype(jnp.int32)
+    return jnp.sum(belongs, axis=-1, dtype=jnp.int32), starts

@@ -123,11 +123,3 @@ def sees_any(mask: AttentionMask) -> jax.Array:
     if mask.relative:
         return real
     return real & jnp.any(queries[:, :, None] == keys[:, None, :], axis=-1)
-
-
-def lengths_and_starts(ids: jax.Array, segments: int) -> tuple[jax.Array, jax.Array]:
-    """The number of tokens of each segment and the index of its first token, both int32
-    [B, segments], from ids [B, T]. Segments are numbered 1 to `segments`; each is contiguous."""
-    belongs = ids[:, None, :] == jnp.arange(1, segments + 1)[:, None]  # [B, segments, T]
-    starts = jnp.argmax(belongs, axis=-1).astype(jnp.int32)
-    return jnp.sum(belongs, axis=-1, dtype=jnp.int32), starts

@@ -123,7 +123,7 @@ def attention_masks(
 
     A key is hidden where it is padding or of another segment, comes after the query in a decoder,
     or is outside the window of the layer. `layers` and `inputs` are those of `attention_maps`;
-    virtual tokens, which every query attends to, are not counted in.
+    leading keys, which every query attends to, are not counted in.
     """
     batch = {"tokens": tokens, **inputs}
     check_inputs(config, batch)

@@ -402,6 +402,18 @@ def test_the_mask_is_positions_and_segments(name):
     assert (found is None) == expected.all()
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_every_token_sees_the_leading_keys_whatever_its_segment_and_the_window(name):
+    how, seen = MASKS[name]
+    layout = layout_of(jnp.zeros((1, 6), jnp.int32), None, jnp.array([[1, 1, 1, 2, 2, 0]])).after(2)
+    np.testing.assert_array_equal(layout.positions, [[2, 3, 4, 2, 3, 2]])
+    found = visible(AttentionMask(layout, layout, leading=2, **how))[0]
+    padding = len(seen) - 1
+    for query, row in enumerate(seen):
+        lead = ".." if query == padding else "xx"
+        assert "".join(".x"[int(key)] for key in found[query]) == lead + row
+
+
 def test_a_window_wide_enough_hides_nothing():
     layout = layout_of(jnp.zeros((1, 6), jnp.int32), None, None)
     assert visible(AttentionMask(layout, layout, causal=False)) is None
