@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.arrays.mesh import make_mesh, place_batch
+from jaxformer.arrays.mesh import mesh_of, place_batch
 from jaxformer.config.run import RunConfig
 from jaxformer.report import MetricsLog
 from jaxformer.runs import train_run as loop
@@ -55,7 +55,7 @@ def _state(setup: RunSetup) -> TrainState:
 
 def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:
     """The jitted step of a run with one batch of random tokens, and the kernel in words."""
-    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
+    mesh = mesh_of(run.mesh.sizes)
     resolved, shapes = resolve_without_data(run, mesh)
     specs, optimizer = resolved.specs, resolved.optimizer
     arrays = place_batch(random_batch(shapes, run), mesh)
@@ -114,7 +114,7 @@ def random_segments(rng: np.random.Generator, shape: tuple[int, int], packed: bo
 
 def kernel_holds(run: RunConfig) -> str:
     """Which attention kernel serves the run, and its error beside float32."""
-    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
+    mesh = mesh_of(run.mesh.sizes)
     resolved, _ = resolve_without_data(run, mesh)
     return f"{resolved.kernel}. {prove_kernel(resolved)}".strip()
 

@@ -1,7 +1,7 @@
 """The device mesh, and the shardings of parameters and batches on it by `sharding.py`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,24 +30,31 @@ def make_mesh(
     Explicit axes make the sharding part of each array's type, by which the tests find missing
     placements. Raises ConfigError if the sizes do not multiply to the number of devices.
     """
+    return mesh_of({"data": data, "fsdp": fsdp, "tensor": tensor}, devices, explicit)
+
+
+def mesh_of(
+    sizes: Mapping[str, int], devices: Sequence[Any] | None = None, explicit: bool = False
+) -> Mesh:
+    """As `make_mesh`, with the sizes by the names of the axes, as `MeshConfig.sizes` has them."""
     devices = jax.devices() if devices is None else devices
-    shape = mesh_shape(len(devices), data, fsdp, tensor, devices[0].platform)
+    shape = mesh_shape(len(devices), sizes, devices[0].platform)
     kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(kind,) * 3, devices=devices)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(kind,) * len(shape), devices=devices)
 
 
-def mesh_shape(
-    devices: int, data: int, fsdp: int, tensor: int, platform: str
-) -> tuple[int, int, int]:
-    """The sizes of the three axes. Raises as `make_mesh` does."""
-    replicas = data or max(devices // (fsdp * tensor), 1)
-    if replicas * fsdp * tensor != devices:
+def mesh_shape(devices: int, sizes: Mapping[str, int], platform: str) -> tuple[int, ...]:
+    """The sizes of the axes in the order of MESH_AXES, where data=0 is the number of devices that
+    the others leave. Raises as `make_mesh` does."""
+    divided = math.prod(size for axis, size in sizes.items() if axis != "data")
+    shape = {**sizes, "data": sizes["data"] or max(devices // divided, 1)}
+    if math.prod(shape.values()) != devices:
+        asked = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
         raise ConfigError(
-            f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not fit {devices}"
-            f" device{'' if devices == 1 else 's'} ({platform}): the three must multiply"
-            f" to {devices}; mesh.data=0 takes what is left."
+            f"{asked} does not fit {devices} device{'' if devices == 1 else 's'} ({platform}): they"
+            f" must multiply to {devices}; mesh.data=0 takes what is left."
         )
-    return replicas, fsdp, tensor
+    return tuple(shape[axis] for axis in MESH_AXES)
 
 
 def check_batch_size(mesh: AnyMesh, batch_size: int, microbatches: int = 1) -> None:

@@ -2,6 +2,7 @@
 it starts."""
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -84,5 +85,5 @@ def device_of(name: str, devices: int, mesh: MeshConfig) -> tuple[str, int]:
     from jaxformer.arrays.hardware import name_of
 
     live = name_of(jax.devices()[0].device_kind) or "cpu"
-    stated = mesh.data * mesh.fsdp * mesh.tensor
+    stated = math.prod(mesh.sizes.values())
     return live, devices or (0 if stated or live == "cpu" else jax.device_count())

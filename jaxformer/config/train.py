@@ -1,6 +1,6 @@
 """The settings of training, of the device mesh, and of how several processes join."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from jaxformer.config.settings import (
@@ -92,6 +92,11 @@ class MeshConfig(Section):
     """Number of devices over which parameters and batch of a replica are sharded (FSDP)."""
     tensor: Volatile[Count] = 1
     """Tensor parallelism: devices over which heads, feed-forward width and vocabulary are split."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis, as `make_mesh` takes them."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
 
 @dataclass(frozen=True)

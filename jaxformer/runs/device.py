@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxformer.arrays.mesh import AnyMesh, parameter_sharding, undivided
 from jaxformer.arrays.params import Specs, rows
-from jaxformer.arrays.sharding import ACTIVATION_RULES, constrain
+from jaxformer.arrays.sharding import ACTIVATION_RULES, PARAMETERS, constrain
 from jaxformer.config.format import human_bytes
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.files import ConfigError
@@ -42,7 +42,7 @@ def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
             undivided_axes[path] = axes
         for entry in parameter_sharding(mesh, spec.shape, spec.axes).spec:
             used |= {entry} if isinstance(entry, str) else {*(entry or ())}
-    for name in ("fsdp", "tensor"):
+    for name in {axis: None for rule in PARAMETERS.values() for axis in rule}:
         if mesh.shape[name] > 1 and name not in used:
             reasons = [f"{path}: {', '.join(axes)}" for path, axes in undivided_axes.items()]
             listed = "\n  ".join(reasons[:8])

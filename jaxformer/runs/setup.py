@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer import data
-from jaxformer.arrays.mesh import check_batch_size, held_blocks, make_mesh, place_batch
+from jaxformer.arrays.mesh import check_batch_size, held_blocks, mesh_of, place_batch
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
@@ -92,7 +92,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     """Prepares text, tokenizer and optimizer, and selects the attention kernel. Raises ConfigError
     for settings or input that cannot work, or that are not those of the run directory."""
     run, labels = settle(run)
-    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
+    mesh = mesh_of(run.mesh.sizes)
     # Before the data is read, which may take long.
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from jaxformer.arrays.hardware import Device
-from jaxformer.arrays.mesh import make_mesh
+from jaxformer.arrays.mesh import mesh_of
 from jaxformer.config.run import RunConfig
 from jaxformer.config.saved import from_json, to_json
 from jaxformer.files import ConfigError, write_text
@@ -132,7 +132,7 @@ def compile_on(
 ) -> CompiledReport:
     """Compiles the step of a run for `devices` of kind `device`; the report calls them `target`."""
     begin = time.perf_counter()
-    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor, devices=devices)
+    mesh = mesh_of(run.mesh.sizes, devices=devices)
     resolved, batch = resolve_without_data(run, mesh, packed)
     lowered = resolved.step.lower(resolved.target, batch)
     lowered_at = time.perf_counter()

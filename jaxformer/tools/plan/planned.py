@@ -55,12 +55,13 @@ class PlannedRun(Resolved):
         return self.sequences // (self.run.train.n_microbatches * self.size("data", "fsdp"))
 
 
-def abstract_mesh(sizes: tuple[int, int, int], name: str) -> AbstractMesh:
-    """A mesh of devices of a row of `hardware.DEVICES`, which need not be attached."""
-    device = device_named(name)
+def abstract_mesh(count: int, sizes: Mapping[str, int], name: str) -> AbstractMesh:
+    """A mesh of `count` devices of a row of `hardware.DEVICES`, which need not be attached, with
+    axes of these sizes. Raises ConfigError where they do not fit."""
+    device, shape = device_named(name), mesh_shape(count, sizes, name)
     abstract = AbstractDevice(name, num_cores=device.cores, platform=device.platform)
-    kinds = (AxisType.Auto,) * 3
-    return AbstractMesh(sizes, MESH_AXES, axis_types=kinds, abstract_device=abstract)
+    kinds = (AxisType.Auto,) * len(shape)
+    return AbstractMesh(shape, MESH_AXES, axis_types=kinds, abstract_device=abstract)
 
 
 def planned_run(
@@ -78,12 +79,11 @@ def planned_run(
       ConfigError: for an unknown device, for a vocabulary that only the data knows, and for
         settings that a run refuses.
     """
-    device, settings = device_named(device_name), run.mesh
+    device, sizes = device_named(device_name), run.mesh.sizes
     if devices < 0:
         raise ConfigError(f"--devices {devices}: give the number of devices, at least 1.")
-    count = devices or max(settings.data, 1) * settings.fsdp * settings.tensor
-    sizes = mesh_shape(count, settings.data, settings.fsdp, settings.tensor, device_name)
-    mesh = abstract_mesh(sizes, device_name)
+    count = devices or math.prod(max(size, 1) for size in sizes.values())
+    mesh = abstract_mesh(count, sizes, device_name)
     resolved, batch = resolve_without_data(run, mesh, packed)
     check_split(resolved.specs, mesh)
     if resolved.has_reference:
@@ -110,14 +110,10 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
         for section, fields in sections.items()
     }
     run = dataclasses.replace(planned.run, **replaced)
-    mesh_sizes, count = run.mesh, planned.mesh.size
-    sizes = mesh_shape(
-        count, mesh_sizes.data, mesh_sizes.fsdp, mesh_sizes.tensor, planned.device_name
-    )
-    if sizes == tuple(planned.mesh.shape.values()):
-        mesh, state, batch = planned.mesh, planned.state, planned.batch
-    else:
-        mesh = abstract_mesh(sizes, planned.device_name)
+    mesh, state, batch = planned.mesh, planned.state, planned.batch
+    changed_mesh = abstract_mesh(mesh.size, run.mesh.sizes, planned.device_name)
+    if changed_mesh.shape != mesh.shape:
+        mesh = changed_mesh
         check_split(planned.specs, mesh)
         state = abstract_state(planned.specs, planned.optimizer, mesh)
         sharding = batch_sharding(mesh)
