@@ -22,10 +22,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by
 from pairing import HERE, Answer, add_smoke, print_table, save, write_table
 
 from jaxformer.arrays.hardware import DEVICES, GIB
+from jaxformer.arrays.mesh import make_mesh
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.runs.config import load_config
-from jaxformer.tools.plan.compiled import compile_on, compiled_report
+from jaxformer.runs.resolve import resolve_without_data
+from jaxformer.tools.plan.compiled import compile_for_target, compiled_report
 from jaxformer.tools.plan.compiler_report import report_of
 
 CONFIGS = HERE.parent / "configs"
@@ -126,7 +128,8 @@ def smoke() -> dict[str, Answer]:
 
     settings = (*rows_of(4, 2), *TINY)
     here = Row("small", "gpt2_124m", "cpu", settings)
-    report = compile_on(here.run(), jax.devices()[:1], DEVICES["cpu"], "cpu")
+    resolved, batch = resolve_without_data(here.run(), make_mesh(devices=jax.devices()[:1]))
+    report = compile_for_target(resolved, batch, DEVICES["cpu"], "cpu")
     gpu = Row("small", "gpt2_124m", "h100:1x1", settings)
     return {"cpu": described(here) | report.as_json(), "gpu": measure(gpu)}
 

@@ -24,9 +24,11 @@ from compiled import Row, saved
 from pairing import Answer, add_smoke, print_table, save, write_table
 
 from jaxformer.arrays.hardware import DEVICES, GIB
+from jaxformer.arrays.mesh import make_mesh
 from jaxformer.files import ConfigError
+from jaxformer.runs.resolve import resolve_without_data
 from jaxformer.tools.plan.collectives import collectives_of, sent_bytes
-from jaxformer.tools.plan.compiled import compile_on, compiled_report
+from jaxformer.tools.plan.compiled import compile_for_target, compiled_report
 from jaxformer.tools.plan.compiler_report import CompiledReport
 from jaxformer.tools.plan.make import make_plan
 from jaxformer.tools.plan.planned import PlannedRun, planned_run
@@ -200,7 +202,8 @@ def smoke() -> list[str]:
     """A row of the table for a small step that is compiled for this CPU."""
     sizes = ("model.d_model=32", "model.n_layers=2", "model.n_heads=2")
     tiny = step("quickstart", "cpu", 4, *sizes)
-    compiled = compile_on(tiny.run(), jax.devices()[:1], DEVICES["cpu"], "cpu").needed
+    resolved, batch = resolve_without_data(tiny.run(), make_mesh(devices=jax.devices()[:1]))
+    compiled = compile_for_target(resolved, batch, DEVICES["cpu"], "cpu").needed
     peak = make_plan(planned_run(tiny.run(), "cpu")).memory.peak
     sizes_shown = [f"{size / 2**20:.1f} MiB" for size in (compiled, peak)]
     return ["tiny", "cpu", "", *sizes_shown, error_of(compiled, peak)]

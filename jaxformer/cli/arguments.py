@@ -49,6 +49,26 @@ class TrainArguments(ConfigArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanArguments(ConfigArguments):
+    """Prints the parameters, memory, products and collectives of a run, whether it fits, and the
+    least time of its steps. Needs no accelerator and no data; makes no array."""
+
+    reads_weights: ClassVar[bool] = False
+    device: str = ""
+    """Kind of device: h100, h200, a100, b200, v5e, v5p, v6e, cpu and others. If empty, that of
+    --compile, or of this machine."""
+    devices: int = 0
+    """Number of devices; 0 uses those of this machine, or the product of the sizes of the mesh."""
+    tokens: int = 0
+    """Number of tokens whose least time is printed; 0 uses those of the run."""
+    json: bool = False
+    """Print JSON instead of text."""
+    compile: Annotated[str, tyro.conf.arg(metavar="TARGET")] = ""
+    """Also compile the step for a topology by its real compiler, as in v5e:4x4 or h100:1x8, and
+    print what that says. Needs the extra plan-tpu or plan-gpu."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShapesArguments(ConfigArguments):
     """Prints every sublayer and product of the forward pass in the order of computation: the shapes
     of what it reads and makes, its parameters, and the FLOPs of its products for one batch of the
@@ -287,9 +307,10 @@ class DoctorArguments(ConfigArguments):
     is 1 if there is a problem."""
 
 
-# What each command reads, by the names of `COMMANDS`; plan and lm_eval read theirs themselves.
+# What each command reads, by the names of `COMMANDS`; lm_eval reads its own.
 ARGUMENTS: dict[str, type | dict[str, Callable[..., Any]]] = {
     "train": TrainArguments,
+    "plan": PlanArguments,
     "shapes": ShapesArguments,
     "sample": SampleArguments,
     "evaluate": EvaluateArguments,

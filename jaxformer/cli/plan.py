@@ -4,49 +4,28 @@ it starts."""
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-import tyro
+import jax
 
-from jaxformer.cli.arguments import ConfigArguments, parse_with_config
+from jaxformer.arrays.hardware import name_of
+from jaxformer.cli.arguments import PlanArguments
+from jaxformer.config.run import RunConfig
 from jaxformer.config.train import MeshConfig
 from jaxformer.files import ConfigError
+from jaxformer.runs.config import origin_of
+from jaxformer.runs.loading import lacks_weights
+from jaxformer.tools.plan.compiled import compiled_report
+from jaxformer.tools.plan.make import make_plan
+from jaxformer.tools.plan.planned import planned_run
+from jaxformer.tools.plan.report import plan_numbers, plan_text
+from jaxformer.tools.plan.targets import parse_target
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanArguments(ConfigArguments):
-    """Prints the parameters, memory, products and collectives of a run, whether it fits, and the
-    least time of its steps. Needs no accelerator and no data; makes no array."""
-
-    device: str = ""
-    """Kind of device: h100, h200, a100, b200, v5e, v5p, v6e, cpu and others. If empty, that of
-    --compile, or of this machine."""
-    devices: int = 0
-    """Number of devices; 0 uses those of this machine, or the product of the sizes of the mesh."""
-    tokens: int = 0
-    """Number of tokens whose least time is printed; 0 uses those of the run."""
-    json: bool = False
-    """Print JSON instead of text."""
-    compile: Annotated[str, tyro.conf.arg(metavar="TARGET")] = ""
-    """Also compile the step for a topology by its real compiler, as in v5e:4x4 or h100:1x8, and
-    print what that says. Needs the extra plan-tpu or plan-gpu."""
-
-
-def run(argv: Sequence[str]) -> int:
-    args, config = parse_with_config(PlanArguments, "jaxformer plan", argv, weights=False)
+def run(args: PlanArguments, config: RunConfig) -> int:
     if args.tokens < 0:
         raise ConfigError(f"--tokens {args.tokens}: give a number of tokens, at least 1.")
-    from jaxformer.runs.config import origin_of
-    from jaxformer.runs.loading import lacks_weights
-    from jaxformer.tools.plan.compiled import compiled_report
-    from jaxformer.tools.plan.make import make_plan
-    from jaxformer.tools.plan.planned import planned_run
-    from jaxformer.tools.plan.report import plan_numbers, plan_text
-    from jaxformer.tools.plan.targets import parse_target
-
     if args.compile and not args.device:
         target = parse_target(args.compile)
         name, devices = target.kind, args.devices or target.size
@@ -80,10 +59,6 @@ def device_of(name: str, devices: int, mesh: MeshConfig) -> tuple[str, int]:
     if name:
         return name, devices
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import jax
-
-    from jaxformer.arrays.hardware import name_of
-
     live = name_of(jax.devices()[0].device_kind) or "cpu"
     stated = math.prod(mesh.sizes.values())
     return live, devices or (0 if stated or live == "cpu" else jax.device_count())

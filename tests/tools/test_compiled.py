@@ -10,11 +10,13 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.arrays.hardware import DEVICES
+from jaxformer.arrays.mesh import make_mesh
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.cost import parameter_count
+from jaxformer.runs.resolve import resolve_without_data
 from jaxformer.tools.plan import compiled, targets
-from jaxformer.tools.plan.compiled import compile_on, compiled_report, too_large
+from jaxformer.tools.plan.compiled import compile_for_target, compiled_report, too_large
 from jaxformer.tools.plan.compiler_report import CompiledReport, MemoryUse, report_of
 from jaxformer.tools.plan.hlo_counts import count
 from jaxformer.tools.plan.targets import (
@@ -139,7 +141,8 @@ def of_pairs(kind: str) -> RunConfig:
 def test_the_products_of_dpo_are_those_of_its_program(kind: str) -> None:
     """The reference of a whole model scores batches in a program of its own, and that below an
     adapter in the step, without the adapter."""
-    found = compile_on(of_pairs(kind), jax.devices()[:1], DEVICES["cpu"], "cpu")
+    resolved, batch = resolve_without_data(of_pairs(kind), make_mesh(devices=jax.devices()[:1]))
+    found = compile_for_target(resolved, batch, DEVICES["cpu"], "cpu")
     assert found.counts is not None and found.memory is not None
     assert found.model_flops == found.counts.flops
     # The reference is held beside the step, which does not read it.

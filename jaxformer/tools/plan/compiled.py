@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from jaxformer.config.run import RunConfig
 from jaxformer.config.saved import from_json, to_json
 from jaxformer.files import ConfigError, write_text
 from jaxformer.models.cost import flops_per_token
-from jaxformer.runs.resolve import Resolved, resolve_without_data
+from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data
 from jaxformer.tools.plan.compiler_report import CompiledReport, memory_of, report_of
 from jaxformer.tools.plan.hlo_counts import count
 from jaxformer.tools.plan.memory import capacity_of
@@ -121,19 +120,13 @@ def model_flops(resolved: Resolved) -> float:
     return float(per_token * resolved.tokens_per_step)
 
 
-def compile_on(
-    run: RunConfig,
-    devices: Sequence[Any],
-    device: Device,
-    target: str,
-    *,
-    packed: bool | None = None,
-    hlo: str = "",
+def compile_for_target(
+    resolved: Resolved, batch: AbstractBatch, device: Device, target: str, hlo: str = ""
 ) -> CompiledReport:
-    """Compiles the step of a run for `devices` of kind `device`; the report calls them `target`."""
+    """Compiles the step of a run, whose devices are of the kind `device`; the report calls them
+    `target`."""
+    mesh: Any = resolved.mesh
     begin = time.perf_counter()
-    mesh = mesh_of(run.mesh.sizes, devices=devices)
-    resolved, batch = resolve_without_data(run, mesh, packed)
     lowered = resolved.step.lower(resolved.target, batch)
     lowered_at = time.perf_counter()
     memory, counts, capacity = None, None, round(capacity_of(device) or 0)
@@ -152,7 +145,7 @@ def compile_on(
         beside, notes = tree_bytes(resolved.target.params), (REFERENCE_APART,)
     return CompiledReport(
         target=target,
-        device_kind=devices[0].device_kind,
+        device_kind=mesh.devices.flat[0].device_kind,
         mesh=dict(mesh.shape),
         packed="segment_ids" in batch,
         dtype=resolved.model.dtype,
@@ -199,10 +192,10 @@ def main() -> None:
     try:
         run = from_json(request["run"], "the settings to compile")
         target = parse_target(request["target"])
-        devices, name = target.devices(), str(target)
+        mesh = mesh_of(run.mesh.sizes, target.devices())
         with cudnn_of(target):
-            packed, hlo = request["packed"], request["hlo"]
-            report = compile_on(run, devices, target.device, name, packed=packed, hlo=hlo)
+            resolved, batch = resolve_without_data(run, mesh, request["packed"])
+            report = compile_for_target(resolved, batch, target.device, str(target), request["hlo"])
         answer = report.as_json()
     except ConfigError as error:
         answer = {"error": str(error)}
