@@ -61,8 +61,8 @@ def test_a_run_directory_that_is_not_the_same_for_all_is_told(
 ) -> None:
     expected, text = whole
     run_dir = copy(expected, tmp_path / "run")
-    hidden = "from jaxformer.checkpoints import reading\n"
-    hidden += "reading.saved_steps = lambda run_dir: [4]"
+    hidden = "from jaxformer.checkpoints import saving\n"
+    hidden += "saving.saved_steps = lambda run_dir: [4]"
     found = ends(launch_all(2, run_dir, text, SMALL, patched={1: hidden}))
     for status, _, error in found.values():
         assert status == 2 and "checkpoints: [4, 8] in process 0, [4] in process 1" in error, error
