@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from jaxformer.arrays.mesh import AnyMesh, parameter_sharding, place_array, replicated
 from jaxformer.arrays.params import Params, Spec, dotted, init_params
@@ -212,10 +211,8 @@ def state_shardings(
     shapes = _shapes(tree, optimizer, frozen)
     leaves = jax.tree.leaves_with_path(tree)
     table = {path: (tuple(leaf.shape), _sharding_of(leaf, mesh)) for path, leaf in leaves}
-    if mesh is not None:
-        everywhere: Sharding = replicated(mesh)
-    else:
-        everywhere = _replicated_like(sharding for _, sharding in table.values())
+    devices = mesh_of(tree) if mesh is None else mesh
+    everywhere = _default() if devices is None else replicated(devices)
 
     def sharding_at(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Sharding:
         for start in range(len(path) + 1):
@@ -239,14 +236,6 @@ def _sharding_of(leaf: Any, mesh: AnyMesh | None) -> Sharding:
 
 def _default() -> Sharding:
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _replicated_like(shardings: Iterator[Sharding]) -> Sharding:
-    """Replicated on the devices of the parameters."""
-    for sharding in shardings:
-        if isinstance(sharding, NamedSharding):
-            return NamedSharding(sharding.mesh, PartitionSpec())
-    return _default()
 
 
 def mesh_of(state: Any) -> AnyMesh | None:
