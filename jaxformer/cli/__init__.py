@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Sequence
 
 from jaxformer.cluster.entry_point import guarded, importing, keep_memory
+from jaxformer.config.format import escaped
+from jaxformer.files import ConfigError
 
 # The arguments of each command, and what it does.
 COMMANDS = {
@@ -55,14 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     keep_memory()
     warnings.showwarning = _note
-    with importing():
-        from jaxformer.cli.arguments import parse
-        from jaxformer.config.format import escaped
-        from jaxformer.files import ConfigError
-    name, *rest = arguments
+    name, *argv = arguments
     try:
+        with importing():
+            from jaxformer.cli.arguments import parse
         # Before the command's module, which may import JAX: --help and mistakes need not wait.
-        parsed = parse(name, rest)
+        parsed = parse(name, argv)
         with importing():
             command = importlib.import_module(f"jaxformer.cli.{name}")
         status = int(command.run(*parsed))
@@ -113,6 +113,4 @@ def _usage() -> str:
 
 def _note(message: Warning | str, *where: object, **more: object) -> None:
     """Prints a warning without the line of code that raised it."""
-    from jaxformer.config.format import escaped
-
     print(f"note: {escaped(str(message))}", file=sys.stderr)

@@ -3,7 +3,7 @@ prompt."""
 
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -166,22 +166,17 @@ def _target(
     the target the candidates of a beam search, if there is one."""
     if not beams:
         pieces = new_tokens(model, start, source, count, 0, temperature=0.0, key=jax.random.key(0))
-        return _before_end(model, itertools.chain.from_iterable(pieces)), []
+        return model.before_end(itertools.chain.from_iterable(pieces)), []
     rules = model.writing_rules() | {"source": [source], "beams": beams, "keep": 1}
     texts, steps = beam_search_steps(model.params, model.config, [start], count, **rules)
     best = np.asarray(texts.tokens[0, 0]).tolist()
-    ids = _before_end(model, best)
+    ids = model.before_end(best)
     # There are no candidates for the start but its last token, nor for tokens after the last step.
     candidates: list[list[BeamCandidate]] = [[] for _ in start[1:]]
     candidates += beam_candidates(model, steps, best)
     length = len(start) + len(ids)
     candidates += [[] for _ in range(length - len(candidates))]
     return ids, candidates[:length]
-
-
-def _before_end(model: Model, tokens: Iterable[int]) -> list[int]:
-    """The tokens before the first end token."""
-    return [*itertools.takewhile(lambda token: token not in model.tokenizer.end_tokens, tokens)]
 
 
 def _candidates(model: Model, logits: np.ndarray) -> list[Choices]:

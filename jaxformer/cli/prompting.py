@@ -3,7 +3,7 @@ tokens."""
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,11 @@ class Model:
     @property
     def end_tokens(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys([*self.tokenizer.end_tokens, *self.stops]))
+
+    def before_end(self, tokens: Iterable[int]) -> list[int]:
+        """The tokens before the first end token."""
+        end_tokens = self.end_tokens
+        return [*itertools.takewhile(lambda token: token not in end_tokens, tokens)]
 
     def writing_rules(self) -> dict[str, Any]:
         """The rules on the texts that it writes, as keywords of `jf.generate`."""

@@ -2,7 +2,6 @@
 it, or what it predicts for the prompt."""
 
 import functools
-import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from jaxformer.config.format import escaped, printable
 from jaxformer.files import ConfigError
 from jaxformer.generation.slide import slide_tokens
 from jaxformer.models.transformer import forward
+from jaxformer.report.banner import aligned
 from jaxformer.tokenizer.chat import ChatTemplate
 from jaxformer.tokenizer.messages import ASSISTANT
 
@@ -97,12 +97,12 @@ def _print_growing(model: Model, args: SampleArguments, start: list[int], source
         """The pieces up to the first end token, which `made` has too."""
         for piece in _pieces(model, args, start, source):
             made.extend(piece)
-            text_tokens = [*itertools.takewhile(lambda token: token not in end_tokens, piece)]
+            text_tokens = model.before_end(piece)
             yield text_tokens
             if len(text_tokens) < len(piece):
                 return
 
-    context, end_tokens = model.context(), model.end_tokens
+    context = model.context()
     # A pipe or a file gets the text as it is, a terminal without control characters.
     shown = printable if sys.stdout.isatty() else str
     texts: list[str] = []
@@ -110,7 +110,7 @@ def _print_growing(model: Model, args: SampleArguments, start: list[int], source
         print(shown(text), end="", flush=True)
         texts.append(text)
     print(flush=True)
-    space, ended = context - len(start), not {*made}.isdisjoint(end_tokens)
+    space, ended = context - len(start), len(model.before_end(made)) < len(made)
     if args.beyond == "stop" and space < args.max_new_tokens and not ended:
         slide = "" if source else "; --beyond slide continues beyond it"
         print(
@@ -127,29 +127,16 @@ def _pieces(
     """New tokens, in pieces as they are made."""
     count = min(args.max_new_tokens, model.context() - len(start))
     if args.beams:
-        return new_tokens(
-            model, start, source, count, args.beams, length_penalty=args.length_penalty
-        )
-    key = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
-    rules: dict[str, Any] = {
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-    }
+        penalty = args.length_penalty
+        return new_tokens(model, start, source, count, args.beams, length_penalty=penalty)
+    rules: dict[str, Any] = {"temperature": args.temperature}
+    rules |= {"top_k": args.top_k, "top_p": args.top_p}
+    rules["key"] = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
     if args.beyond == "stop":
-        return new_tokens(model, start, source, count, 0, key=key, **rules)
-    rules |= model.writing_rules()
+        return new_tokens(model, start, source, count, 0, **rules)
     # The special tokens with which every text begins stay in the window.
-    beginning = len(model.tokenizer.as_prompt([]))
-    pieces = slide_tokens(
-        model.params,
-        model.config,
-        start,
-        args.max_new_tokens,
-        key=key,
-        beginning=beginning,
-        **rules,
-    )
+    rules |= model.writing_rules() | {"beginning": len(model.tokenizer.as_prompt([]))}
+    pieces = slide_tokens(model.params, model.config, start, args.max_new_tokens, **rules)
     return (piece[0].tolist() for piece in pieces)  # [1, n]
 
 
@@ -243,10 +230,7 @@ def _tag(model: Model, args: SampleArguments) -> None:
     labels = ["(the tokenizer makes no token of it)"] * len(words)
     for index, tag in zip(encoded_words, tags, strict=True):
         labels[index] = escaped(model.labels[tag])
-    escaped_words = [escaped(word) for word in words]
-    width = max(map(len, escaped_words))
-    for word, label in zip(escaped_words, labels, strict=True):
-        print(f"{word:<{width}}  {label}")
+    print("\n".join(aligned([*zip(map(escaped, words), labels, strict=True)])))
 
 
 def _probabilities(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:

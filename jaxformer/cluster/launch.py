@@ -7,20 +7,17 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import jax
 from jax._src.lib import utils  # JAX has no public name for the level of its libraries
 
 from jaxformer.cluster.launchers import RunProcess, find_process
 from jaxformer.cluster.processes import LOST, LostProcess, exchange, together
+from jaxformer.cluster.roll_call import RollCall
 from jaxformer.cluster.signals import current
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
 from jaxformer.files import ConfigError
-
-if TYPE_CHECKING:
-    from jaxformer.cluster.roll_call import RollCall
 
 SERVICE_SECONDS = 60  # for JAX's own service, once all have come
 # Seconds of silence after which JAX's service takes a process for lost: about the largest number
@@ -28,7 +25,7 @@ SERVICE_SECONDS = 60  # for JAX's own service, once all have come
 SILENCE = 2_000_000_000
 WARNING, ERROR = 1, 2  # log levels of JAX's libraries
 
-_joined: "list[RollCall]" = []  # the roll call of this process, if it has joined others
+_joined: list[RollCall] = []  # the roll call of this process, if it has joined others
 
 
 @contextlib.contextmanager
@@ -61,8 +58,6 @@ def joined(
     if process.count == 1:
         yield
         return
-    from jaxformer.cluster.roll_call import RollCall  # which one process does not need
-
     try:
         call = RollCall(process.index, process.count, process.coordinator, settings.timeout)
         _joined.append(call)
@@ -104,7 +99,7 @@ def leave(status: int) -> int:
     return status
 
 
-def _initialize(process: RunProcess, call: "RollCall", timeout: float) -> None:
+def _initialize(process: RunProcess, call: RollCall, timeout: float) -> None:
     # Its handler of SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
     # JAX's service measures silence by the wall clock, and takes a clock that is set back for a

@@ -6,6 +6,7 @@ The forward pass is traced twice, with the sizes asked for and with sizes of whi
 the second trace tells which size of the config each axis is.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -138,17 +139,13 @@ def _symbolic(config: ModelConfig) -> ModelConfig:
 
 def _merged(rows: list[ShapeRow]) -> list[ShapeRow]:
     """Layers in a row whose rows are equal, as one layer."""
-    # The rows of each layer, and those between layers.
-    groups: list[list[ShapeRow]] = []
-    for row in rows:
-        stack = row.name.partition(".")[0]
-        last = groups[-1][-1] if groups else None
-        if last and row.layers == last.layers and stack == last.name.partition(".")[0]:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+
+    def layer_of(row: ShapeRow) -> tuple[str, tuple[int, ...]]:
+        return row.name.partition(".")[0], row.layers
+
     merged: list[list[ShapeRow]] = []
-    for group in groups:
+    # The rows of each layer, and those between layers.
+    for group in (list(group) for _, group in itertools.groupby(rows, layer_of)):
         if merged and _same(merged[-1], group):
             layers = merged[-1][0].layers + group[0].layers
             merged[-1] = [row._replace(layers=layers) for row in merged[-1]]
@@ -303,19 +300,17 @@ class _Group(NamedTuple):
 def _groups(trace: _Trace) -> Iterator[_Group]:
     """The sublayers: runs of equations within a scope that is more than that of the layer."""
     scopes = {*OUTER_SCOPES, *all_sublayers()}
-    runs: list[tuple[tuple[str, ...], list[Any]]] = []
-    for eqn in trace.program.eqns:
+
+    def scope_of(eqn: Any) -> tuple[str, ...]:
         names = str(eqn.source_info.name_stack).split("/")
         scope = tuple(name for name in names if name in scopes)
         # A norm within attention belongs to the attention.
-        scope = scope[: 2 if scope[:1] == ("layer",) else 1]
-        if runs and runs[-1][0] == scope:
-            runs[-1][1].append(eqn)
-        else:
-            runs.append((scope, [eqn]))
-    for scope, eqns in runs:
+        return scope[: 2 if scope[:1] == ("layer",) else 1]
+
+    for scope, group in itertools.groupby(trace.program.eqns, scope_of):
         if scope in ((), ("layer",)):
             continue
+        eqns = list(group)
         made = {var for eqn in eqns for var in eqn.outvars}
         inside = set(map(id, eqns))
         read: dict[Any, None] = {}

@@ -10,14 +10,14 @@ jaxformer.tools.lm_eval.harness_model` registers the model.
 import sys
 from collections.abc import Sequence
 
+from jaxformer.files import ConfigError
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the harness's command line with `arguments` (default: those of the process).
 
     Returns the exit status: 2 for a mistake in config or input, after one message.
     """
-    from jaxformer.files import ConfigError
-
     try:
         # The harness registers its own models only while there are no others.
         import lm_eval.models  # noqa: F401

@@ -107,13 +107,9 @@ class _Total:
     loops: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def add(self, other: "_Total", times: int = 1) -> None:
-        for mine, added in (
-            (self.products, other.products),
-            (self.custom_calls, other.custom_calls),
-            (self.loops, other.loops),
-        ):
-            for name, number in added.items():
-                mine[name] += times * number  # type: ignore[index]
+        for name in ("products", "custom_calls", "loops"):
+            added = getattr(other, name).items()
+            getattr(self, name).update({key: times * number for key, number in added})
         self.kernels += times * other.kernels
         self.bytes += times * other.bytes
         self.seconds += times * other.seconds
