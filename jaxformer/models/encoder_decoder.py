@@ -12,12 +12,12 @@ from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import EmbeddedInputs, added_specs, embed, embedding_specs
 from jaxformer.layers.head import head_specs
-from jaxformer.layers.masks import AttentionMask, TokenLayout
+from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.sublayer import Call, EncoderOutput
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import layers_of, leading_keys, run_stack, stack_specs
+from jaxformer.models.stack import layers_of, run_stack, stack_mask, stack_specs
 
 
 def specs(config: ModelConfig) -> Specs:
@@ -44,11 +44,10 @@ def encode(
     encoder = params["encoder"]
     # What a stack adds to its inputs has the same names in both.
     tables = params["embed"] | encoder.get("embed", {})
-    leading = leading_keys(encoder["blocks"])
-    layout: TokenLayout = inputs.source_layout.after(leading)  # type: ignore[union-attr]
-    source = EmbeddedInputs(inputs.source, layout)  # type: ignore[arg-type]
+    layout: Any = inputs.source_layout  # a model of this family always has a source here
+    mask, _ = stack_mask(encoder["blocks"], layout, causal=False)
+    source = EmbeddedInputs(inputs.source, mask.queries)  # type: ignore[arg-type]
     x = embed(tables, config, source, embed_key)
-    mask = AttentionMask(layout, layout, causal=False, leading=leading)
     call = Call(mask, key=layers_key, request=request.within("encoder"))
     return run_stack(encoder, config, x, call)
 
@@ -75,18 +74,14 @@ def hidden(
     """The residual stream before the head [B, T, D]. A cache has the source already."""
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     source_layout: Any = inputs.source_layout
-    leading = leading_keys(params["blocks"])
-    layout = inputs.layout.after(leading)
     if cache is None:
         encoded, _, encoder_aux = encode(params, config, inputs, source_key, request)
     else:
-        cache = cache.advance(layout)
         encoded, encoder_aux, source_layout = None, Aux(), cache.source_layout
-    x = embed(params["embed"], config, inputs.embedded._replace(layout=layout), embed_key)
-    to_source = AttentionMask(layout, source_layout, causal=False, relative=False)
+    mask, cache = stack_mask(params["blocks"], inputs.layout, cache)
+    x = embed(params["embed"], config, inputs.embedded._replace(layout=mask.queries), embed_key)
+    to_source = AttentionMask(mask.queries, source_layout, causal=False, relative=False)
     source = EncoderOutput(encoded, to_source)
-    keys = layout if cache is None else cache.layout
-    mask = AttentionMask(layout, keys, leading=leading)
     call = Call(mask, source=source, key=layers_key, request=request.within("decoder"))
     out = run_stack(params, config, x, call, cache)
     return out._replace(aux=merged((encoder_aux, out.aux)))

@@ -18,9 +18,8 @@ from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.layers.biases import relative_bias_specs, score_bias
 from jaxformer.layers.block import block, block_specs
-from jaxformer.layers.cache import KVCache, LayerCache
-from jaxformer.layers.capture import Request
-from jaxformer.layers.masks import Scoring
+from jaxformer.layers.cache import KVCache
+from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs, repetition_of
@@ -98,12 +97,22 @@ def _depth(stacked: Params) -> int:
     return len(jax.tree.leaves(stacked)[0])
 
 
-def leading_keys(blocks: Params | list[Params]) -> int:
-    """The number of keys that the self-attention of each layer has before those of its tokens,
-    `prefix_k` [L, P, K, H] and `prefix_v`, which an adapter puts there; 0 for most."""
+def stack_mask(
+    blocks: Params | list[Params],
+    layout: TokenLayout,
+    cache: KVCache | None = None,
+    causal: bool = True,
+) -> tuple[AttentionMask, KVCache | None]:
+    """The mask of the self-attention of a stack, and the cache, if given, with slots for the tokens
+    at `layout`. An adapter may give each layer keys `prefix_k` [L, P, K, H] (and values) that come
+    before those of all tokens, which then begin at the position P."""
     layer = blocks[0] if isinstance(blocks, list) else stacks_of(blocks)[0]
     attention = layer.get("attention", {})
-    return int(attention["prefix_k"].shape[-3]) if "prefix_k" in attention else 0
+    leading = int(attention["prefix_k"].shape[-3]) if "prefix_k" in attention else 0
+    layout = layout.after(leading)
+    cache = None if cache is None else cache.advance(layout)
+    keys = layout if cache is None else cache.layout
+    return AttentionMask(layout, keys, causal, leading=leading), cache
 
 
 def run_stack(
@@ -113,8 +122,8 @@ def run_stack(
     call: Call,
     cache: KVCache | None = None,
 ) -> Output:
-    """[B, T, D] -> [B, T, D] in the compute dtype, with a call that all layers share. A cache has
-    been advanced by the caller."""
+    """[B, T, D] -> [B, T, D] in the compute dtype, with the mask and the cache of
+    `stack_mask`. All layers share the call."""
     x = x.astype(compute_dtype(config))
     bias = None
     if config.positions in BIASED_SCORES:
@@ -129,21 +138,14 @@ def run_stack(
     return out
 
 
-def layer_of(
-    config: ModelConfig,
-    call: Call,
-    request: Request,
-    layer_cache: LayerCache | None = None,
-    scanned: bool = False,
-) -> Any:
+def layer_of(config: ModelConfig, call: Call, scanned: bool = False) -> Any:
     """A layer as a function of (x, params, its number), under the policy of `model.remat`."""
 
     def run(x: jax.Array, params: Params, key: jax.Array | None) -> Output:
-        layer_call = call._replace(cache=layer_cache, key=key, request=request)
-        return block(params, config, x, layer_call)
+        return block(params, config, x, call._replace(key=key))
 
     layer = run
-    if layer_cache is None and (config.remat != "none" or platform() != "cpu"):
+    if call.cache is None and (config.remat != "none" or platform() != "cpu"):
         layer = recomputed(run, config, scanned)
 
     def numbered(x: jax.Array, params: Params, i: Any) -> Output:
@@ -163,8 +165,8 @@ def _unrolled(
     configs = layer_configs(config, len(layers))
     for i, layer in enumerate(layers):
         layer_cache = None if cache is None else cache.layer_cache(i, call.mask.queries)
-        run = layer_of(configs[i], call, call.request.at((i,)), layer_cache)
-        x, layer_cache, aux = run(x, layer, i)
+        layer_call = call._replace(cache=layer_cache, request=call.request.at((i,)))
+        x, layer_cache, aux = layer_of(configs[i], layer_call)(x, layer, i)
         layer_caches.append(layer_cache)
         auxes.append(replace(aux, captures=call.request.named(aux.captures, i)))
     return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(auxes))
@@ -184,7 +186,7 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> O
 
     def run_layer(i: int, x: jax.Array) -> jax.Array:
         p, entry = order[i]
-        run = layer_of(configs[i], call, call.request.at((i,)))
+        run = layer_of(configs[i], call._replace(request=call.request.at((i,))))
         x, _, aux = run(x, _entry(stacks[p], entry), i)
         auxes.append(replace(aux, captures=call.request.named(aux.captures, i)))
         return x
@@ -197,8 +199,8 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> O
     def body(x: jax.Array, items: list[tuple[Params, jax.Array]]) -> tuple[jax.Array, list[Aux]]:
         auxes_of_period = []
         for p, (layer, i) in enumerate(items):
-            run = layer_of(configs[lead + p], call, call.request.at(numbers[p], i), scanned=True)
-            x, _, aux = run(x, layer, i)
+            layer_call = call._replace(request=call.request.at(numbers[p], i))
+            x, _, aux = layer_of(configs[lead + p], layer_call, scanned=True)(x, layer, i)
             auxes_of_period.append(aux)
         return x, auxes_of_period
 
