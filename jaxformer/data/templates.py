@@ -46,10 +46,11 @@ class Template(abc.ABC):
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         """The ids of each record's parts, which here are texts; a new label gets the next
         number."""
-        fields = zip(*records, strict=True)
-        return zip(
-            *(self.tokenizer.encode_batch([*map(str, field)]) for field in fields), strict=True
-        )
+        return zip(*(self.ids(records, field) for field in range(len(records[0]))), strict=True)
+
+    def ids(self, records: list[Record], field: int) -> list[list[int]]:
+        """The ids of one field of each record, which is a text."""
+        return self.tokenizer.encode_batch([str(record[field]) for record in records])
 
     def warnings(self) -> list[str]:
         """What a user should know before training on these records."""

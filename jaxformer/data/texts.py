@@ -31,14 +31,15 @@ KIND = "jaxformer tokens"
 SCANS, TOKENIZERS = "scans", "tokenizers"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared(Source):
-    """A text of a directory that `jaxformer prepare --output` wrote."""
+    """A text of a directory that `jaxformer prepare --output` wrote: its scan, the fingerprint of
+    the tokenizer, and the tokens with which its documents begin."""
 
-    folder: Path = Path()
-    scanned: Scan | None = None
-    tokenizer: str = ""
-    beginning: tuple[int, ...] = ()
+    folder: Path
+    scanned: Scan
+    tokenizer: str
+    beginning: tuple[int, ...]
 
 
 def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
@@ -121,7 +122,7 @@ def scan_of(source: Source, folder: Path, log: Log) -> Scan:
     """The scan of a text: kept with a prepared one, else made or found in `folder`."""
     if isinstance(source, IdFiles):
         return scan_ids(source, folder, log)
-    if isinstance(source, Prepared) and source.scanned:
+    if isinstance(source, Prepared):
         return source.scanned
     return scan(source, folder, log)
 

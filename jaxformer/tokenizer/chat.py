@@ -46,7 +46,7 @@ OLDEST_JINJA = (3, 1, 6)
 WITHOUT_DEFAULTS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 GENERATION = "{% generation %} ... {% endgeneration %}"
-REMEDY = (
+BLOCKS_REMEDY = (
     f"Put {GENERATION} around what the assistant writes, in a copy of the template that"
     " tokenizer.chat_template names"
 )
@@ -157,7 +157,7 @@ class ChatTemplate:
 
     def warnings(self) -> list[str]:
         """A warning where the learned text of an answer has no special token after its content: the
-        consequence and the remedy. None where the template refuses the conversation of the test."""
+        consequence and the remedy; empty where the template refuses the conversation for it."""
         messages = [{"role": role, "content": PROBE} for role in ("user", ASSISTANT)]
         try:
             text, spans = self.marked(messages)
@@ -234,7 +234,7 @@ class ChatTemplate:
             except ConfigError as error:
                 raise ConfigError(
                     f"{error} (these are the first {index} or {index + 1} of {len(messages)}, by"
-                    f" which a turn is found). {REMEDY}"
+                    f" which a turn is found). {BLOCKS_REMEDY}"
                 ) from None
             if not turn.startswith(prompt):
                 raise ConfigError(self._inconsistent(f"the prompt for message {index + 1}"))
@@ -248,7 +248,7 @@ class ChatTemplate:
     def _inconsistent(self, prefix: str) -> str:
         return (
             f"{self.where} renders {prefix} otherwise than at the beginning of what follows, so"
-            f" that the turns of the assistant cannot be told. {REMEDY}"
+            f" that the turns of the assistant cannot be told. {BLOCKS_REMEDY}"
         )
 
     @functools.cached_property

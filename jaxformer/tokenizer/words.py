@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from subprocess import PIPE, Popen
 from typing import Any, NamedTuple, TypeVar
 
-Item = TypeVar("Item")
+Sized = TypeVar("Sized")
 
 BLOCK_CHARACTERS = 1 << 19  # characters that are read and counted at a time
 FEW_BLOCKS = 24  # for fewer blocks, workers would not save time
@@ -126,8 +126,8 @@ def count_words(texts: Iterable[str], pattern: str, processes: int | None = None
 
 
 def in_batches(
-    items: Iterable[Item], size: Callable[[Item], int], enough: int
-) -> Iterator[list[Item]]:
+    items: Iterable[Sized], size: Callable[[Sized], int], enough: int
+) -> Iterator[list[Sized]]:
     """The items in lists, each of at least `enough` in size, but for the last one."""
     batch, total = [], 0
     for item in items:

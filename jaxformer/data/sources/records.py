@@ -38,7 +38,7 @@ class RecordField(NamedTuple):
 
 
 Fields = tuple[RecordField, ...]
-RowT = TypeVar("RowT")
+RawRow = TypeVar("RawRow")
 
 
 def is_text(fields: Fields) -> bool:
@@ -84,8 +84,8 @@ def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) ->
 
 
 def checked_records(
-    rows: Iterable[tuple[int, RowT]],
-    parse: Callable[[RowT], object],
+    rows: Iterable[tuple[int, RawRow]],
+    parse: Callable[[RawRow], object],
     fields: Fields,
     handler: ErrorHandler,
     where: str,
