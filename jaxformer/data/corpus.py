@@ -139,17 +139,13 @@ def prepare(
 
 
 def find_sides(
-    data: DataConfig,
-    settings: TokenizerConfig,
-    task: Task,
-    scanned: Path,
-    log: Log = lambda line: None,
+    data: DataConfig, settings: TokenizerConfig, task: Task, scans: Path, log: Log
 ) -> Sides:
     """What is for training, and what is held out. Every text is read once, so that errors show
-    before any work; its scan is kept in the directory `scanned`."""
+    before any work; its scan is kept in the directory `scans`."""
     fraction = data.validation_fraction
     train, validation = (
-        [(source, scan_of(source, scanned, log)) for source in sources]
+        [(source, scan_of(source, scans, log)) for source in sources]
         for sources in find_named(data, settings, task)
     )
     if validation or not fraction:
