@@ -3,6 +3,8 @@
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import (
+    GATED_NAMES,
+    PLAIN,
     Choice,
     ConfigFields,
     Constant,
@@ -11,25 +13,14 @@ from jaxformer.interop.fields import (
     Key,
     KeyMapping,
     Keys,
-    by_hf_name,
 )
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.tensor_table import LINEAR, TensorRow
 
-T5_FEED_FORWARD = by_hf_name(
-    {
-        "relu": "relu",
-        "geglu_tanh": "gated-gelu gated-gelu_new gated-gelu_pytorch_tanh",
-        "swiglu": "gated-silu gated-swish",
-        "reglu": "gated-relu",
-        "glu": "gated-sigmoid",
-        "gelu": "gelu",
-        "gelu_tanh": "gelu_new",
-        "silu": "silu swish",
-        "relu2": "relu2",
-        "tanh": "tanh",
-    }
-)
+# "gated-gelu" is the approximation by tanh there.
+T5_FEED_FORWARD = {**PLAIN, "gated-gelu": "geglu_tanh"} | {
+    f"gated-{name}": value for name, value in GATED_NAMES.items() if value != "geglu"
+}
 
 
 class T5Head(KeyMapping):
