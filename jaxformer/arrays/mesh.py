@@ -21,7 +21,7 @@ def make_mesh(
     fsdp: int = 1,
     tensor: int = 1,
     *,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[jax.Device] | None = None,
     explicit: bool = False,
 ) -> Mesh:
     """The mesh of `devices` (default: all) with axes data, fsdp and tensor of these sizes. With

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 Axes = Sequence[str | None]
 Rules = Mapping[str, tuple[str, ...]]
@@ -35,7 +35,7 @@ def partition(
     return PartitionSpec(*placed)
 
 
-def platform(mesh: Any = None) -> str:
+def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
     """The platform of a mesh (None: the one in force): "cpu", "gpu" or "tpu". The devices of the
     mesh need not exist on this machine. Without a mesh it is that of JAX's default backend."""
     abstract = mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh()

@@ -56,4 +56,5 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def _log(line: str) -> None:
+    """Prints a note on standard error, apart from the figures of the texts."""
     print(escaped(line), file=sys.stderr, flush=True)

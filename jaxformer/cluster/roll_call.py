@@ -120,8 +120,7 @@ class RollCall:
                 admission = (connection, deadline, refusals)
                 threading.Thread(target=self._admit, args=admission, daemon=True).start()
         self.hosts[0] = socket.gethostname()
-        for channel in self._channels.values():
-            channel.send(hosts=self.hosts)
+        self._send(hosts=self.hosts)
 
     def _is_complete(self) -> bool:
         """Whether all have come; nobody is admitted afterwards."""
@@ -170,8 +169,7 @@ class RollCall:
             f" they were started and whether they reach {self.coordinator};"
             f" {len(self._channels) + 1} of {self.count} came."
         )
-        for channel in self._channels.values():
-            channel.send(missing=text)
+        self._send(missing=text)
         return " ".join([text, *refusals])
 
     def _join(self, deadline: float, timeout: float) -> None:
@@ -207,7 +205,12 @@ class RollCall:
         connection.settimeout(timeout + ANSWER_MARGIN)
         reply = channel.read()
         if "came" in reply:  # from here on process 0 is lost where it does not answer
-            reply = channel.read() or {"missing": self._coordinator_gone()}
+            reply = channel.read()
+            if not reply:
+                raise LostProcess(
+                    f"process 0 of {self.count}, at {self.coordinator}, has ended before all had"
+                    f" come, or does not answer. {START_AGAIN}"
+                )
         if "refused" in reply:
             raise ConfigError(f"process {self.index} was refused: {reply['refused']}")
         if "missing" in reply:
@@ -217,12 +220,6 @@ class RollCall:
         connection.settimeout(None)
         self.hosts, self._channels = reply["hosts"], {0: channel}
         return True
-
-    def _coordinator_gone(self) -> str:
-        return (
-            f"process 0 of {self.count}, at {self.coordinator}, has ended before all had come, or"
-            f" does not answer. {START_AGAIN}"
-        )
 
     def _watch(self, other: int, channel: Channel) -> None:
         """Reads what another process sends, until it has ended."""

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+from jax.experimental import topologies
+
 from jaxformer.arrays.hardware import Device, device_named
 from jaxformer.files import ConfigError
 
@@ -122,13 +125,11 @@ class Target:
     def __str__(self) -> str:
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
-    def devices(self) -> list[Any]:
+    def devices(self) -> list[jax.Device]:
         """The devices of the topology, which programs can be compiled for and not run on.
 
         Raises ConfigError where the compiler is not installed, or knows no such topology.
         """
-        from jax.experimental import topologies
-
         require_compiler(self.platform)
         try:
             if self.platform == "gpu":
