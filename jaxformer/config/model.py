@@ -47,10 +47,9 @@ HeadName = Annotated[
     Literal["auto", "language", "masked", "classes", "tags", "none"],
     TableAt("jaxformer.layers.head.HEADS"),
 ]
-# Heads that an encoder may have beside that of model.head: each is the name of the setting that
-# adds it, of its row in layers/head.py, and of the branch of its parameters.
-SecondHead = Literal["next_sentence"]
-SECOND_HEAD_NAMES = get_args(SecondHead)
+# Heads that an encoder may have beside that of model.head, which predict from the pooler whether
+# the second of two texts follows the first. Each is the name of its setting and of its parameters.
+SECOND_HEADS = ("next_sentence",)
 
 # Activations of a gated feed-forward layer, down(act(gate x) * up x); a gated row of your own is
 # added here too.
@@ -247,7 +246,7 @@ class ModelConfig(Section):
     @property
     def second_heads(self) -> tuple[str, ...]:
         """The heads beside that of `head`."""
-        return tuple(name for name in SECOND_HEAD_NAMES if getattr(self, name))
+        return tuple(name for name in SECOND_HEADS if getattr(self, name))
 
     @property
     def pooled(self) -> str:

@@ -78,6 +78,12 @@ def _literal(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
+def imported_table(hint: Any) -> Table[Any] | None:
+    """The table of a setting; None where its module has not been imported, which code that adds a
+    row to it has."""
+    return _TABLES.get(get_args(_literal(hint)))
+
+
 def choices(hint: Any) -> tuple[str, ...]:
     """The allowed values of a setting: those of its `Literal`, and the rows added to its table."""
     listed = get_args(_literal(hint))

@@ -24,7 +24,7 @@ from jaxformer.arrays.params import (
     stack,
 )
 from jaxformer.checkpoints.reading import flat_leaves
-from jaxformer.config.model import SECOND_HEAD_NAMES, ModelConfig
+from jaxformer.config.model import SECOND_HEADS, ModelConfig
 from jaxformer.files import ConfigError, first_of
 from jaxformer.interop.peft_config import (
     ADAPTER_CONFIG,
@@ -250,7 +250,7 @@ def adapted_config(directory: Path, config: ModelConfig) -> ModelConfig:
             f" the head {config.output!r}: save the adapter from peft again."
         )
     changes: dict[str, Any] = {"head": head, "n_classes": stored.shape(output_layers[0])[0]}
-    changes |= dict.fromkeys((*SECOND_HEAD_NAMES, "tied_head", "head_bias"), False)
+    changes |= dict.fromkeys((*SECOND_HEADS, "tied_head", "head_bias"), False)
     if config.family == "decoder":
         # As ...ForSequenceClassification of transformers.
         changes |= {"pooling": "last", "logit_soft_cap": 0.0, "logit_scale": "none"}

@@ -1,13 +1,14 @@
 """Embeddings: rows of tables, whose sum is the input of the first layer of a stack."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import field
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from flax import struct
+from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import InitFunction, Params, Spec, Specs, lookup
 from jaxformer.config.model import EmbeddingName, ModelConfig
@@ -17,19 +18,21 @@ from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.positions import sinusoids
 
-Tokens = Int[Array | np.ndarray, "B T"]
 # The row of each token is whole, on the device of the token.
 WHOLE = ("batch", "sequence", None)
 
 
-class EmbeddedInputs(NamedTuple):
-    """What embeddings read: `tokens` and their `types` int [B, T], where these tokens are, and by
-    name the arrays of the batch that a row of `EMBEDDINGS` reads besides, [B, ...] each."""
+@struct.dataclass
+class Inputs:
+    """What a model reads: `tokens` and their `types` int [B, T], an encoder-decoder also `source`
+    int [B, S]; `arrays` are by name what a row of `EMBEDDINGS` reads besides, [B, ...] each."""
 
-    tokens: Tokens
+    tokens: jax.Array
     layout: TokenLayout
-    types: Tokens | None = None
-    arrays: Mapping[str, jax.Array] = {}
+    types: jax.Array | None = None
+    source: jax.Array | None = None
+    source_layout: TokenLayout | None = None
+    arrays: dict[str, jax.Array] = field(default_factory=dict)
 
 
 class Embedding(NamedTuple):
@@ -44,7 +47,7 @@ class Embedding(NamedTuple):
     """
 
     specs: Callable[[ModelConfig], Specs]
-    apply: Callable[[Params, ModelConfig, EmbeddedInputs], jax.Array]
+    apply: Callable[[Params, ModelConfig, Inputs], jax.Array]
     formula: Callable[[ModelConfig], str]
     reads: tuple[str, ...] = ()
 
@@ -59,7 +62,7 @@ def _token_specs(config: ModelConfig) -> Specs:
     return {"tokens": _table(config, "vocab", config.vocab_size, make.embedding)}
 
 
-def _tokens(params: Params, config: ModelConfig, inputs: EmbeddedInputs) -> jax.Array:
+def _tokens(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
     x = lookup(params["tokens"], inputs.tokens, WHOLE)
     return x * math.sqrt(config.d_model) if config.embedding_scale == "sqrt" else x
 
@@ -73,11 +76,11 @@ def _position_specs(config: ModelConfig) -> Specs:
     return {"positions": _table(config, "positions", size, make.positions)}
 
 
-def _learned(params: Params, config: ModelConfig, inputs: EmbeddedInputs) -> jax.Array:
+def _learned(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
     return lookup(params["positions"], inputs.layout.positions + config.position_offset, WHOLE)
 
 
-def _sinusoidal(params: Params, config: ModelConfig, inputs: EmbeddedInputs) -> jax.Array:
+def _sinusoidal(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
     return sinusoids(inputs.layout.positions, config.d_model, config.sinusoid_order)
 
 
@@ -86,7 +89,7 @@ def _type_specs(config: ModelConfig) -> Specs:
     return {"types": _table(config, "types", config.token_types, make.embedding)}
 
 
-def _types(params: Params, config: ModelConfig, inputs: EmbeddedInputs) -> jax.Array:
+def _types(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
     types = jnp.zeros_like(inputs.layout.positions) if inputs.types is None else inputs.types
     return lookup(params["types"], types, WHOLE)
 
@@ -124,7 +127,7 @@ def added_specs(config: ModelConfig) -> Specs:
 
 @jax.named_scope("embed")
 def embed(
-    params: Params, config: ModelConfig, inputs: EmbeddedInputs, key: jax.Array | None = None
+    params: Params, config: ModelConfig, inputs: Inputs, key: jax.Array | None = None
 ) -> Float[Array, "B T D"]:
     """[B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. Dropout needs a
     key."""

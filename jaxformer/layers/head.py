@@ -6,9 +6,6 @@ masked     the token that was masked   norm(act(x W + b)) (BERT, arXiv:1810.0480
 tags       a class of each token       x
 classes    a class of each row         tanh(pooled W + b) in an encoder, pooled in a decoder
 none       the residual stream, and no matrix
-
-A model has one head, whose parameters are the branch "head", and maybe others beside it, whose
-branches have their names.
 """
 
 import math
@@ -20,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Spec, Specs, Weight, contract, zeros
-from jaxformer.config.model import HeadName, ModelConfig, SecondHead
+from jaxformer.config.model import HeadName, ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.files import ConfigError
 from jaxformer.layers.embed import embedding_specs
@@ -34,36 +31,26 @@ class Head(NamedTuple):
     """A row: logits = rows matrix^T + bias.
 
     Attributes:
-      specs: config -> the table of its parameters. "weight" [V, D] is the matrix, "bias" [V].
-      rows: (params of the model, config, x [B, T, D], layout) -> [B, T, D], or [B, 1, D] for a
-        prediction of the whole row: what the matrix multiplies.
+      specs: config -> the table of its parameters: "weight" [V, D], "bias" [V], and others.
+      rows: (params of the model, config, x [B, T, D], layout) -> [B, T, D], or [B, 1, D].
       formula: config -> the lines of text that compute a row from x; the last one names it.
       of_tokens: whether it predicts tokens, so that its matrix may be the table of tokens.
-      of_row: whether it predicts something of the whole row, in an encoder from its pooler.
-      of_pairs: whether it predicts if the second of two texts follows the first, so that rows of
-        the data hold two texts.
-      has_logits: whether it has a matrix.
+      of_row: whether it predicts a class of the whole row, in an encoder from its pooler.
     """
 
     specs: Callable[[ModelConfig], Specs]
-    rows: Callable[[Params, ModelConfig, jax.Array, TokenLayout], jax.Array]
+    rows: Callable[[Params, ModelConfig, jax.Array, TokenLayout], jax.Array] = (
+        lambda params, config, x, layout: x
+    )
     formula: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
     of_tokens: bool = False
     of_row: bool = False
-    of_pairs: bool = False
-    has_logits: bool = True
-
-
-def heads_of(config: ModelConfig) -> dict[str, Head]:
-    """The heads of a model by the branches of their parameters, "head" first."""
-    beside = {name: SECOND_HEADS[name] for name in config.second_heads}
-    return {"head": HEADS[config.output], **beside}
 
 
 def has_pooler(config: ModelConfig) -> bool:
     """Whether a model has BERT's pooler: an encoder with a head that reads it, or asked to."""
-    is_read = any(head.of_row for head in heads_of(config).values())
-    return config.pooler or (config.family == "encoder" and is_read)
+    reads_it = config.family == "encoder" and HEADS[config.output].of_row
+    return config.pooler or bool(config.second_heads) or reads_it
 
 
 def is_tied(config: ModelConfig) -> bool:
@@ -72,10 +59,10 @@ def is_tied(config: ModelConfig) -> bool:
 
 
 def head_specs(config: ModelConfig) -> Specs:
-    """The rows named pooler, head, and those of the heads beside it, as far as the config has
-    them."""
+    """The rows named pooler, head and those of second heads, as far as the config has them."""
     table: Specs = {"pooler": _dense_specs(config)} if has_pooler(config) else {}
-    table |= {name: head.specs(config) for name, head in heads_of(config).items()}
+    table["head"] = HEADS[config.output].specs(config)
+    table |= {name: _output_specs(config, 2, "classes") for name in config.second_heads}
     if is_tied(config):
         if "tokens" not in embedding_specs(config):
             raise ConfigError(
@@ -97,10 +84,6 @@ def _output_specs(config: ModelConfig, size: int, axis: str, bias: bool = True) 
     make = INITIALIZERS[config.init](config)
     weight = Spec((size, config.d_model), (axis, "embed"), make.weight, inputs=("embed",))
     return {"weight": weight} | ({"bias": Spec((size,), (axis,), zeros)} if bias else {})
-
-
-def _language_specs(config: ModelConfig) -> Specs:
-    return _output_specs(config, config.vocab_size, "vocab", config.head_bias)
 
 
 def _masked_specs(config: ModelConfig) -> Specs:
@@ -134,12 +117,6 @@ def pooled(
     return jnp.tanh(linear("BTD,DF->BTF", params["pooler"], "dense", pooled_rows))
 
 
-def _all_tokens(
-    params: Params, config: ModelConfig, x: jax.Array, layout: TokenLayout
-) -> jax.Array:
-    return x
-
-
 def _transformed(
     params: Params, config: ModelConfig, x: jax.Array, layout: TokenLayout
 ) -> jax.Array:
@@ -168,27 +145,16 @@ def _masked_formula(config: ModelConfig) -> tuple[str, ...]:
 HEADS: Table[Head] = Table(
     HeadName,
     {
-        "language": Head(_language_specs, _all_tokens, of_tokens=True),
+        "language": Head(
+            lambda config: _output_specs(config, config.vocab_size, "vocab", config.head_bias),
+            of_tokens=True,
+        ),
         "masked": Head(_masked_specs, _transformed, _masked_formula, of_tokens=True),
         "classes": Head(_class_specs, pooled, _pooled_formula, of_row=True),
-        "tags": Head(_class_specs, _all_tokens),
-        "none": Head(lambda config: {}, _all_tokens, has_logits=False),
+        "tags": Head(_class_specs),
+        "none": Head(lambda config: {}),
     },
     besides=("auto",),
-)
-
-# By the settings that add them.
-SECOND_HEADS: Table[Head] = Table(
-    SecondHead,
-    {
-        "next_sentence": Head(
-            lambda config: _output_specs(config, 2, "classes"),
-            pooled,
-            _pooled_formula,
-            of_row=True,
-            of_pairs=True,
-        )
-    },
 )
 
 
@@ -212,22 +178,11 @@ class OutputLayer(NamedTuple):
 def output_layer(
     params: Params, config: ModelConfig, y: jax.Array, name: str = "head"
 ) -> OutputLayer:
-    """The output layer of the head `name` of `heads_of` on its input `y` [B, T, D]."""
+    """The output layer of the head `name` (or a second head) on its input `y` [B, T, D]."""
     head_params = params.get(name, {})
     tied = name == "head" and is_tied(config)
     matrix = params["embed"]["tokens"] if tied else head_params["weight"]
     return OutputLayer(y, matrix, head_params.get("bias"))
-
-
-def second_layers(
-    params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
-) -> dict[str, OutputLayer]:
-    """The output layer of each head beside the first, on the residual stream `x`."""
-    layers = {}
-    for name in config.second_heads:
-        rows = SECOND_HEADS[name].rows(params, config, x, layout)
-        layers[name] = output_layer(params, config, rows, name)
-    return layers
 
 
 def logits_of_rows(rows: jax.Array, matrix: Weight, bias: jax.Array | None = None) -> jax.Array:
@@ -243,7 +198,7 @@ def head(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B Q V"]:
     """float32 logits: [B, T, D] -> [B, T, V], or [B, 1, C] per row, or [B, T, D] without a head."""
-    if not HEADS[config.output].has_logits:
+    if config.output == "none":
         return x.astype(jnp.float32)
     y = readout(params, config, x, layout)
     logits = logits_of_rows(*output_layer(params, config, y))
@@ -253,9 +208,9 @@ def head(
 
 def head_formula(config: ModelConfig) -> tuple[str, ...]:
     """The formulas of the head, where x are the rows of the residual stream, as lines of text."""
-    row = HEADS[config.output]
-    if not row.has_logits:
+    if config.output == "none":
         return ("out = x",)
+    row = HEADS[config.output]
     lines = row.formula(config)
     # The name of the rows that the output matrix multiplies.
     rows = lines[-1].partition(" = ")[0] if lines else "x"

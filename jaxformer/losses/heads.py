@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.head import head, logits_of_rows, output_layer, readout, second_layers
+from jaxformer.layers.head import head, logits_of_rows, output_layer, pooled, readout
 from jaxformer.losses.cross_entropy import cross_entropy
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
@@ -45,7 +45,9 @@ def head_loss(
         soft_cap=config.logit_soft_cap,
     )
     weight = weights.sum()
-    for name, (rows, matrix, bias) in second_layers(params, config, x, inputs.layout).items():
+    for name in config.second_heads:
+        y = pooled(params, config, x, inputs.layout)
+        rows, matrix, bias = output_layer(params, config, y, name)
         # Added to the sum over tokens; a weight is the number of tokens that a row counts.
         targets, weights = batch[name], batch[f"{name}_weights"]
         objective += cross_entropy(rows, matrix, targets, weights, bias=bias)[0]
@@ -65,7 +67,8 @@ def accuracy(params: Params, config: ModelConfig, batch: Batch) -> Sums:
     x = hidden(params, config, inputs).x
     right = jnp.argmax(head(params, config, x, inputs.layout), axis=-1) == batch["targets"]
     sums = {"accuracy": ((right * batch["weights"]).sum(), batch["weights"].sum())}
-    for name, layer in second_layers(params, config, x, inputs.layout).items():
+    for name in config.second_heads:
+        layer = output_layer(params, config, pooled(params, config, x, inputs.layout), name)
         right = jnp.argmax(logits_of_rows(*layer), axis=-1) == batch[name]
         weights = batch[f"{name}_weights"]
         sums[f"{name}_accuracy"] = ((right * weights).sum(), weights.sum())

@@ -9,9 +9,8 @@ from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import added_specs, embed, embedding_specs
 from jaxformer.layers.head import head_specs
 from jaxformer.layers.output import Output
-from jaxformer.layers.sublayer import Call
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import run_stack, stack_mask, stack_specs
+from jaxformer.models.stack import stack_mask, stack_specs
 
 
 def specs(config: ModelConfig) -> Specs:
@@ -35,6 +34,4 @@ def hidden(
     """The residual stream before the head [B, T, D], and the cache, if given, with these tokens."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     mask, cache = stack_mask(params["blocks"], inputs.layout, cache, causal)
-    x = embed(params["embed"], config, inputs.embedded._replace(layout=mask.queries), embed_key)
-    call = Call(mask, key=layers_key, request=request.within(config.family))
-    return run_stack(params, config, x, call, cache)
+    x = embed(params["embed"], config, inputs.replace(layout=mask.queries), embed_key)

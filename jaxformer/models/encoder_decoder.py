@@ -10,7 +10,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.layers.attention import keys_and_values
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
-from jaxformer.layers.embed import EmbeddedInputs, added_specs, embed, embedding_specs
+from jaxformer.layers.embed import added_specs, embed, embedding_specs
 from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Aux, Output, merged
@@ -46,7 +46,7 @@ def encode(
     tables = params["embed"] | encoder.get("embed", {})
     layout: Any = inputs.source_layout  # a model of this family always has a source here
     mask, _ = stack_mask(encoder["blocks"], layout, causal=False)
-    source = EmbeddedInputs(inputs.source, mask.queries)  # type: ignore[arg-type]
+    source = Inputs(inputs.source, mask.queries)  # type: ignore[arg-type]
     x = embed(tables, config, source, embed_key)
     call = Call(mask, key=layers_key, request=request.within("encoder"))
     return run_stack(encoder, config, x, call)
@@ -79,7 +79,7 @@ def hidden(
     else:
         encoded, encoder_aux, source_layout = None, Aux(), cache.source_layout
     mask, cache = stack_mask(params["blocks"], inputs.layout, cache)
-    x = embed(params["embed"], config, inputs.embedded._replace(layout=mask.queries), embed_key)
+    x = embed(params["embed"], config, inputs.replace(layout=mask.queries), embed_key)
     to_source = AttentionMask(mask.queries, source_layout, causal=False, relative=False)
     source = EncoderOutput(encoded, to_source)
     call = Call(mask, source=source, key=layers_key, request=request.within("decoder"))

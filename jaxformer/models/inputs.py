@@ -1,46 +1,25 @@
 """The inputs of a model: tokens with their layout, and for an encoder-decoder the source too."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.layers.embed import EMBEDDINGS, EmbeddedInputs
-from jaxformer.layers.masks import TokenLayout, layout_of
+from jaxformer.layers.embed import EMBEDDINGS, Inputs
+from jaxformer.layers.masks import layout_of
 
-# Those that every model knows; the row of model.embedding may read others.
+# The row of model.embedding may read others.
 INPUT_NAMES = (
     *("tokens", "positions", "segment_ids", "token_types"),
     *("source", "source_segment_ids"),
 )
 
 
-@struct.dataclass
-class Inputs:
-    """`tokens` and `types` are int [B, T], `source` int [B, S]; `arrays` are by name what a row of
-    `EMBEDDINGS` reads besides, [B, ...] each."""
-
-    tokens: jax.Array
-    layout: TokenLayout
-    types: jax.Array | None = None
-    source: jax.Array | None = None
-    source_layout: TokenLayout | None = None
-    arrays: dict[str, jax.Array] = field(default_factory=dict)
-
-    @property
-    def embedded(self) -> EmbeddedInputs:
-        """What the embeddings of the tokens read."""
-        return EmbeddedInputs(self.tokens, self.layout, self.types, self.arrays)
-
-
 def inputs_of(batch: Mapping[str, Any]) -> Inputs:
-    """The inputs in a batch: tokens, and the others of the names below, or of those that an
-    embedding reads, that it has."""
+    """The inputs in a batch: tokens, and the others that it has of `INPUT_NAMES` and of those that
+    an embedding reads."""
 
     def array(name: str) -> Any:
         return jnp.asarray(batch[name]) if batch.get(name) is not None else None

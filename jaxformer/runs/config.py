@@ -15,13 +15,13 @@ from jaxformer.config.config_file import (
     read_config,
     settings_in,
 )
-from jaxformer.config.model import SECOND_HEAD_NAMES, ModelConfig
+from jaxformer.config.model import SECOND_HEADS, ModelConfig
 from jaxformer.config.run import RunConfig, TokenizerConfig
 from jaxformer.files import ConfigError
 
 # Model settings that a new run does not take from the model it starts from.
 OWN = (
-    *("head", "n_classes", "pooling", *SECOND_HEAD_NAMES, "dropout"),
+    *("head", "n_classes", "pooling", *SECOND_HEADS, "dropout"),
     *("dtype", "layer_loop", "remat", "attention_kernel"),
 )
 

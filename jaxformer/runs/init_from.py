@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxformer.arrays.mesh import parameter_sharding, place_array
 from jaxformer.arrays.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
-from jaxformer.config.model import SECOND_HEAD_NAMES, ModelConfig
+from jaxformer.config.model import SECOND_HEADS, ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.adapt import quantization_of
@@ -21,7 +21,7 @@ from jaxformer.runs.loading import labels_of, load_base, run_of
 from jaxformer.runs.objectives import objective_specs
 
 # The branches of the params that may be new, or left behind.
-HEADS = ("head", "pooler", *SECOND_HEAD_NAMES, OF_OBJECTIVE)
+HEAD_BRANCHES = ("head", "pooler", *SECOND_HEADS, OF_OBJECTIVE)
 LeafShapes = dict[str, tuple[int, ...]]
 
 
@@ -63,7 +63,7 @@ def trunk_of(model: ModelConfig) -> LeafShapes:
     # The number of classes is 0 until the data is read.
     complete = dataclasses.replace(model, n_classes=model.n_classes or 2)
     branches = model_specs(complete).items()
-    table = rows({name: branch for name, branch in branches if name not in HEADS})
+    table = rows({name: branch for name, branch in branches if name not in HEAD_BRANCHES})
     return {path: spec.shape for path, spec in table.items()}
 
 
@@ -130,7 +130,7 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
             if before and same_head and in_head and path in base_leaves:
                 grown.append(path)
     unmatched = [*new, *(path for path in base_leaves if path not in specs)]
-    misfits = [path for path in unmatched if path.partition(".")[0] not in HEADS]
+    misfits = [path for path in unmatched if path.partition(".")[0] not in HEAD_BRANCHES]
     if misfits:
         raise ConfigError(
             f"run.init_from={run.run.init_from!r} does not fit this model outside of its head:"

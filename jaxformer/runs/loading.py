@@ -7,20 +7,20 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from jaxformer.arrays.params import Params
+from jaxformer.arrays.params import Params, Specs
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.config_file import read_config
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig
+from jaxformer.config.run import DataConfig, ObjectiveName, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config.saved import to_json
+from jaxformer.config.settings import imported_table
 from jaxformer.files import ConfigError, write_text
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
 from jaxformer.interop.peft_config import base_of, is_adapter
 from jaxformer.models.quantize import check_quantization
 from jaxformer.models.quantize import quantize as quantize_params
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.runs.objectives import objective_specs
 from jaxformer.runs.run_reading import (
     adapted_params_of_run,
     base_directory,
@@ -135,7 +135,7 @@ def _load_run(
     tokenizer = Tokenizer.find(run_dir)
     require_tokenizer(run_dir, tokenizer, record)
     labels = tuple(record.get("labels", ()))
-    brought = objective_specs(run.data.objective, run.model)
+    brought = _brought_specs(run)
     if run.adapter.kind == "none":
         if base is not None:
             raise ConfigError(f"{run_dir} has no adapter: leave out base={str(base)!r}.")
@@ -158,6 +158,16 @@ def _load_run(
     table = adapted_table(run.model, run.adapter, learned) | brought
     params = adapted_params_of_run(run_dir, step, table, record, below, mesh, dtype)
     return Loaded(params, run.model, tokenizer, labels, base=str(base_dir), learned=learned)
+
+
+def _brought_specs(run: RunConfig) -> Specs:
+    """The parameters that the objective of a run brings. Those of this package bring none, and code
+    that adds one has imported their table, which is not imported here for the sake of start-up."""
+    if imported_table(ObjectiveName) is None:
+        return {}
+    from jaxformer.runs.objectives import objective_specs
+
+    return objective_specs(run.data.objective, run.model)
 
 
 def load_base(

@@ -26,7 +26,6 @@ from jaxformer.data.task import (
 )
 from jaxformer.data.templates import PairTemplate, Template
 from jaxformer.files import ConfigError
-from jaxformer.layers.head import heads_of
 from jaxformer.losses.heads import accuracy, head_loss
 from jaxformer.models.transformer import OF_OBJECTIVE
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer
@@ -186,9 +185,10 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
     fitting = _fitting(model)
     name = fitting[0] if asked == "auto" and fitting else asked
     if not fitting:
-        heads = "language, masked, classes or tags"
+        *heads, last = dict.fromkeys(row.head for row in OBJECTIVES.values())
         raise ConfigError(
-            f"a model with model.head={head} learns nothing: set model.head to {heads}."
+            f"a model with model.head={head} learns nothing: set model.head to {', '.join(heads)}"
+            f" or {last}."
         )
     if name not in fitting:
         objective = OBJECTIVES.get(name)
@@ -222,12 +222,6 @@ def objective_specs(name: str, config: ModelConfig) -> Specs:
     return {OF_OBJECTIVE: {name: specs(config)}} if specs else {}
 
 
-def _pair_target(model: ModelConfig) -> str:
-    """The name of the head that predicts whether the second of two texts follows the first, and so
-    wants rows of two texts; empty where there is none."""
-    return next((name for name, head in heads_of(model).items() if head.of_pairs), "")
-
-
 def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
     """Raises ConfigError where settings ask what the rows of an objective are not made for."""
     row = OBJECTIVES[name]
@@ -249,9 +243,10 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
             f" data.objective={name}, whose rows begin as the tokenizer's template says or in a way"
             " of their own: set it to auto."
         )
-    pair_target = _pair_target(model)
-    if data.packing != "stream" and (pair_target or not row.takes_packing):
-        setting = f"model.{pair_target}" if pair_target else f"data.objective={name}"
+    if data.packing != "stream" and (model.second_heads or not row.takes_packing):
+        setting = (
+            f"model.{model.second_heads[0]}" if model.second_heads else f"data.objective={name}"
+        )
         raise ConfigError(
             f"data.packing={data.packing} cannot be had with {setting}, whose rows are one text:"
             " set it to stream."
@@ -274,7 +269,7 @@ def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:
         data.source_length or data.sequence_length,
         marks=model.family == "encoder",
         token_types=model.token_types,
-        pair_target=_pair_target(model),
+        pair_target=next(iter(model.second_heads), ""),
         cut="end" if data.cut == "end" else "prompt",
     )
 

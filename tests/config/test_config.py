@@ -194,6 +194,7 @@ def test_a_fraction_is_refused_above_one_and_its_message_says_at_most_one() -> N
 
 def test_every_field_is_read_somewhere() -> None:
     """A setting that nothing reads is a promise that nothing keeps."""
+    from jaxformer.config.model import SECOND_HEADS
     from jaxformer.data.task import FIELD_SETTINGS
     from jaxformer.layers.pattern import LAYER_PATTERNS
 
@@ -209,7 +210,7 @@ def test_every_field_is_read_somewhere() -> None:
     outside = [path for path in (ROOT / "jaxformer").rglob("*.py") if path not in inside]
     read = {name for path in outside for name in attributes(ast.parse(path.read_text()))}
     read |= {name for node in properties if node.name in read for name in attributes(node)}
-    read |= {row.setting for row in FIELD_SETTINGS.values()} | {*LAYER_PATTERNS}
+    read |= {row.setting for row in FIELD_SETTINGS.values()} | {*LAYER_PATTERNS, *SECOND_HEADS}
     unread = [name for name in flat(RunConfig()) if name.rpartition(".")[2] not in read]
     assert not unread
 

@@ -1,5 +1,6 @@
 """The heads, each against its formula, and the one loss that serves them all."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,8 +11,10 @@ from families import SIZES, alone, params_of
 from products import slow_but
 
 import jaxformer as jf
-from jaxformer.arrays.params import rows
-from jaxformer.layers.head import output_layer, pooled, readout
+from jaxformer.arrays.params import Spec, normal, rows
+from jaxformer.layers.head import HEADS as HEAD_ROWS
+from jaxformer.layers.head import Head, head_formula, output_layer, pooled, readout
+from jaxformer.layers.linear import linear
 from jaxformer.layers.masks import layout_of
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.inputs import inputs_of
@@ -284,3 +287,35 @@ def test_a_model_that_writes_no_text_refuses_to_generate(head):
     config = jf.ModelConfig(**(SIZES | {"family": "encoder", "head": head, "n_classes": 3}))
     with pytest.raises(jf.ConfigError, match=f"'{head}' does not write text"):
         jf.generate(params_of(config), config, [[1, 2]], 3, temperature=0)
+
+
+def test_a_head_from_outside_the_package_is_a_row(monkeypatch):
+    """A head with a bottleneck of 4 numbers before the matrix."""
+
+    def head_specs(config):
+        matrix = functools.partial(Spec, init=normal(0.5), inputs=("embed",))
+        shape = (config.vocab_size, config.d_model)
+        return {
+            "weight": matrix(shape, ("vocab", "embed")),
+            "down": matrix((config.d_model, 4), ("embed", "narrow")),
+            "up": Spec((4, config.d_model), ("narrow", "embed"), normal(0.5), inputs=("narrow",)),
+        }
+
+    def narrow(params, config, x, layout):
+        down = linear("BTD,DW->BTW", params["head"], "down", x)
+        return linear("BTW,WD->BTD", params["head"], "up", down)
+
+    row = Head(head_specs, narrow, lambda config: ("h = x W_down W_up",), of_tokens=True)
+    monkeypatch.setitem(HEAD_ROWS, "narrow", row)
+    config = jf.ModelConfig(**(SIZES | {"head": "narrow"}))
+    params, (_, _, batch) = params_of(config), case("language")
+    x, _ = residual(params, config, batch)
+    bottleneck = x @ params["head"]["down"] @ params["head"]["up"]
+    expected = bottleneck @ params["head"]["weight"].T
+    np.testing.assert_allclose(jf.forward(params, config, **batch), expected, rtol=1e-4, atol=1e-4)
+    goal = targets_of(config)
+    nats = (goal["weights"] * softmax_nats(expected, goal["targets"])).sum()
+    np.testing.assert_allclose(sums(params, config, batch | goal)[1], nats, rtol=1e-4)
+    assert head_formula(config)[0] == "h = x W_down W_up" and "h W_headᵀ" in head_formula(config)[1]
+    tied = specs(dataclasses.replace(config, tied_head=True))
+    assert {*tied["head"]} == {"down", "up"}
