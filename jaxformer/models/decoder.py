@@ -1,5 +1,7 @@
 """The decoder-only family (GPT, Llama): one stack with causal attention."""
 
+from dataclasses import replace
+
 import jax
 
 from jaxformer.arrays.params import Params, Specs
@@ -34,4 +36,6 @@ def hidden(
     """The residual stream before the head [B, T, D], and the cache, if given, with these tokens."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     mask, cache = stack_mask(params["blocks"], inputs.layout, cache, causal)
-    x = embed(params["embed"], config, inputs.replace(layout=mask.queries), embed_key)
+    x = embed(params["embed"], config, replace(inputs, layout=mask.queries), embed_key)
+    call = Call(mask, key=layers_key, request=request.within(config.family))
+    return run_stack(params, config, x, call, cache)

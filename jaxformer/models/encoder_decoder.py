@@ -79,7 +79,7 @@ def hidden(
     else:
         encoded, encoder_aux, source_layout = None, Aux(), cache.source_layout
     mask, cache = stack_mask(params["blocks"], inputs.layout, cache)
-    x = embed(params["embed"], config, inputs.replace(layout=mask.queries), embed_key)
+    x = embed(params["embed"], config, replace(inputs, layout=mask.queries), embed_key)
     to_source = AttentionMask(mask.queries, source_layout, causal=False, relative=False)
     source = EncoderOutput(encoded, to_source)
     call = Call(mask, source=source, key=layers_key, request=request.within("decoder"))
