@@ -11,8 +11,9 @@ from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import added_specs, embed, embedding_specs
 from jaxformer.layers.head import head_specs
 from jaxformer.layers.output import Output
+from jaxformer.layers.sublayer import Call
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import stack_mask, stack_specs
+from jaxformer.models.stack import run_stack, stack_mask, stack_specs
 
 
 def specs(config: ModelConfig) -> Specs:
