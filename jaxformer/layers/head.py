@@ -69,7 +69,7 @@ def head_specs(config: ModelConfig) -> Specs:
                 f"model.tied_head=True needs a table of tokens, and model.embedding="
                 f"{config.embedding!r} has none: set one of the two differently."
             )
-        del table["head"]["weight"]
+        table["head"] = {name: row for name, row in table["head"].items() if name != "weight"}
     return {name: rows for name, rows in table.items() if rows}
 
 

@@ -104,6 +104,11 @@ def test_its_loss_refuses_params_without_its_parameter() -> None:
     assert losses[-1] < 0.5 * losses[0] and PATH in rows_of(params)
 
 
+def test_the_objectives_of_the_package_bring_no_parameters() -> None:
+    """As `jf.load` assumes where their table has not been imported."""
+    assert [name for name, row in OBJECTIVES.items() if row.specs] == [NAME]
+
+
 def test_the_leaves_of_the_model_start_as_without_it() -> None:
     table = jf.specs(jf.ModelConfig(**SIZES))
     extended = table | objective_specs(NAME, jf.ModelConfig(**SIZES))
