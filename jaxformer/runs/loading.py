@@ -135,7 +135,7 @@ def _load_run(
     tokenizer = Tokenizer.find(run_dir)
     require_tokenizer(run_dir, tokenizer, record)
     labels = tuple(record.get("labels", ()))
-    brought = _brought_specs(run)
+    brought = _brought_specs(run.data.objective, run.model)
     if run.adapter.kind == "none":
         if base is not None:
             raise ConfigError(f"{run_dir} has no adapter: leave out base={str(base)!r}.")
@@ -160,14 +160,14 @@ def _load_run(
     return Loaded(params, run.model, tokenizer, labels, base=str(base_dir), learned=learned)
 
 
-def _brought_specs(run: RunConfig) -> Specs:
-    """The parameters that the objective of a run brings. Those of this package bring none, and code
+def _brought_specs(objective: str, model: ModelConfig) -> Specs:
+    """The parameters that an objective brings. Those of this package bring none, and code
     that adds one has imported their table, which is not imported here for the sake of start-up."""
     if imported_table(ObjectiveName) is None:
         return {}
     from jaxformer.runs.objectives import objective_specs
 
-    return objective_specs(run.data.objective, run.model)
+    return objective_specs(objective, model)
 
 
 def load_base(

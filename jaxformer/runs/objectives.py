@@ -13,7 +13,7 @@ from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, ObjectiveName, PreferenceObjective
 from jaxformer.config.settings import Table
-from jaxformer.data.rows import RowFormat
+from jaxformer.data.rows import RowFormat, check_windows
 from jaxformer.data.sources.records import RecordField
 from jaxformer.data.task import (
     MakeRows,
@@ -252,8 +252,6 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
             " set it to stream."
         )
     if data.order == "random":
-        from jaxformer.data.rows import check_windows
-
         check_windows(data, name, reads_plain_text(row.template, row.rows))
     if min(data.sequence_length, data.source_length or data.sequence_length) < row.shortest:
         raise ConfigError(

@@ -12,6 +12,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh
 
+from jaxformer.arrays.hardware import DEVICES, name_of
 from jaxformer.arrays.mesh import AnyMesh, batch_devices, batch_sharding, check_batch_size
 from jaxformer.arrays.params import Specs
 from jaxformer.arrays.sharding import platform
@@ -20,6 +21,7 @@ from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.train import TrainConfig
+from jaxformer.data.batch_shapes import batch_shapes
 from jaxformer.data.task import Task
 from jaxformer.data.templates import SEGMENTS
 from jaxformer.files import ConfigError
@@ -360,9 +362,6 @@ def _abstract_batch(
     task: Task, data: DataConfig, batch_size: int, mesh: AnyMesh, packed: bool | None
 ) -> AbstractBatch:
     """The global batch of a run as shapes, with rows over the batch axes of the mesh."""
-    # Imported here, because a run with data does not need it.
-    from jaxformer.data.batch_shapes import batch_shapes
-
     shapes = batch_shapes(task, data, batch_size)
     for name, array in SEGMENTS.items():
         if packed is True and array in shapes:
@@ -435,9 +434,6 @@ def _capability(mesh: AnyMesh) -> tuple[int, ...]:
     """The compute capability of the GPUs of a mesh; that of Hopper where it is not known."""
     if platform(mesh) != "gpu":
         return kernels.HOPPER
-    # Imported here, because runs on other platforms do not need it.
-    from jaxformer.arrays.hardware import DEVICES, name_of
-
     device: Any = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
     # Only an attached device states its capability.
     stated = getattr(device, "compute_capability", None)

@@ -19,8 +19,11 @@ from jaxformer.runs.evaluation import (
     own_cache,
     unwatched,
 )
+from jaxformer.runs.loading import load, run_of, text_directory
 from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
+from jaxformer.runs.reference import Reference
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options
+from jaxformer.runs.translate import translate
 from jaxformer.tokenizer.metadata import tokenizer_file
 
 
@@ -43,8 +46,6 @@ def evaluate_run(
     number, and yields the batches, as `ProgressBar.evaluation` does. Raises ConfigError if there is
     no readable model at `path`, or no text to evaluate on.
     """
-    from jaxformer.runs.loading import load, run_of
-
     model = load(path, step, quantize=quantize)
     run = _on_text(run_of(path), Path(path), validation, objective, cache_dir)
     corpus = corpus_of(run, model.labels)
@@ -55,8 +56,6 @@ def evaluate_run(
     batches: Iterable[Any] = watch(heldout, len(heldout))
     row = OBJECTIVES[corpus.task.name]
     if keeps_start(row, run.adapter):
-        from jaxformer.runs.reference import Reference
-
         check_start(corpus.task.name, run.adapter, run.run.init_from)
         batches = map(Reference(run.run.init_from, model.config, path), batches)
     config, options = model.config, preference_options(row, run.train, run.adapter)
@@ -89,9 +88,6 @@ def translate_run(
     `search` are the keywords of `generation.translate.translate`. Raises ConfigError where
     `evaluate_run` does, and for a run that was not trained on pairs.
     """
-    from jaxformer.runs.loading import load, run_of
-    from jaxformer.runs.translate import translate
-
     run = _on_text(run_of(path), Path(path), validation, cache_dir=cache_dir)
     objective = objective_of(run.model, run.data)
     if objective != "seq2seq":
@@ -137,8 +133,6 @@ def _on_text(
         named = dataclasses.replace(settings, validation=text)
         data.find_texts(named, "data.validation", task_of(run.model, named).fields)
         settings = dataclasses.replace(named, train=text, weights="", epochs="")
-    from jaxformer.runs.loading import text_directory
-
     file = str(tokenizer_file(text_directory(path)))
     tokenizer = dataclasses.replace(run.tokenizer, path=file, chat_template="")
     return dataclasses.replace(run, data=settings, tokenizer=tokenizer)

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer import data
+from jaxformer.arrays.hardware import peak_flops
 from jaxformer.arrays.mesh import check_batch_size, held_blocks, mesh_of, place_batch
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
@@ -22,6 +23,7 @@ from jaxformer.runs.device import check_split
 from jaxformer.runs.directory import check_config, check_data
 from jaxformer.runs.evaluation import corpus_of
 from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes
+from jaxformer.tokenizer.chat import ChatTemplate
 from jaxformer.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -141,9 +143,6 @@ def fingerprints_of(corpus: data.Corpus, reads_messages: bool) -> dict[str, str]
     if corpus.validation:
         fingerprints["validation"] = corpus.validation.fingerprint
     if reads_messages:
-        # Imported here, because Jinja is needed for nothing else.
-        from jaxformer.tokenizer.chat import ChatTemplate
-
         fingerprints["chat_template"] = ChatTemplate.of(corpus.tokenizer).fingerprint()
     return fingerprints
 
@@ -153,9 +152,6 @@ def published_peak(model: ModelConfig, mesh: Mesh) -> float | None:
     on = platform(mesh)
     if on == "cpu":
         return None
-    # Imported here, because runs on other platforms do not need it.
-    from jaxformer.arrays.hardware import peak_flops
-
     return peak_flops(mesh.devices.flat[0].device_kind, str(compute_dtype(model, on)))
 
 

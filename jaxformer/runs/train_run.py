@@ -18,6 +18,7 @@ from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import platform
 from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.cluster.launch import finish, joined
 from jaxformer.cluster.processes import exchange, require_same, together
 from jaxformer.cluster.signals import doing
 from jaxformer.config.format import escaped
@@ -25,6 +26,8 @@ from jaxformer.config.run import RunConfig, flat
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
+from jaxformer.report.trackers import chosen_tracker
+from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import check_config, claim, is_begun, lock, profile_dir, release
 from jaxformer.runs.evaluation import (
     Evaluation,
@@ -38,6 +41,7 @@ from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state
 from jaxformer.runs.summary import summary
+from jaxformer.training.deterministic import require_deterministic
 from jaxformer.training.loop import Advance, Diverged, Hook, Interrupted, SkipSteps, fit
 from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState
@@ -85,12 +89,8 @@ def train(run: RunConfig) -> Result:
     not enough memory for the run, and Interrupted after a signal that asks the run to stop, with
     the state saved.
     """
-    from jaxformer.cluster.launch import joined
-
     begin = time.monotonic()
     if run.train.deterministic:
-        from jaxformer.training.deterministic import require_deterministic
-
         require_deterministic()
     log: Log = _ignore if run.run.progress == "none" else _print
     with joined(run.launch, log, expected=(Diverged, OutOfMemory), agreed=(Interrupted,)):
@@ -98,9 +98,6 @@ def train(run: RunConfig) -> Result:
 
 
 def _train(run: RunConfig, begin: float) -> Result:
-    from jaxformer.cluster.launch import finish
-    from jaxformer.report.trackers import chosen_tracker
-
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
     log: Log = _ignore if run.run.progress == "none" else _print
@@ -179,8 +176,6 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
                 program.result()
             # The kernel "xla" is what the others are compared with.
             if setup.model.attention_kernel != "xla":
-                from jaxformer.runs.device import prove_kernel
-
                 with memory_of("the check of the attention kernel"):
                     log(prove_kernel(setup))
             return program
@@ -253,8 +248,6 @@ def _steps(
 
     `began` is the `time.monotonic()` from which the log counts its seconds.
     """
-    from jaxformer.report.trackers import chosen_tracker
-
     settings, first, run = setup.run.train, int(state.step), setup.run.run
     before, hooks = logged_before(run.dir, first), list[Hook]()
     if settings.on_nan == "skip":

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import own_objective
 import pytest
-from jaxformer.runs.compose import run_specs
 from own_objective import NAME
 from own_sublayer import SIZES, batch
 from tiny_run import PLAIN, assert_same_run, line, logged, saved, train_here, write_text
@@ -23,6 +22,7 @@ from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.run import DataConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.runs.objectives import OBJECTIVES, objective_specs
+from jaxformer.runs.resolve import run_specs
 from jaxformer.tools.plan.make import make_plan
 from jaxformer.tools.plan.planned import planned_run
 
@@ -124,7 +124,8 @@ def test_plan_counts_its_parameter_and_an_adapter_leaves_it_trainable() -> None:
     held = [plan.memory.held[0] for plan in plans]
     assert held[0].name == "parameters" and held[1].bytes - held[0].bytes == 4 * 61 * 32
     adapted = replace(own, adapter=AdapterConfig(kind="lora", rank=2))
-    learning = {path for path, spec in rows(run_specs(adapted)).items() if spec.trainable}
+    table = run_specs(adapted.data.objective, adapted.model, adapted.adapter)
+    learning = {path for path, spec in rows(table).items() if spec.trainable}
     assert PATH in learning and "head.weight" not in learning
 
 
