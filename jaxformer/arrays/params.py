@@ -17,13 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jaxformer.arrays.sharding import Axes, activation, constrain, explicit_axes, gathered
+from jaxformer.arrays.sharding import (
+    BATCH_AXES,
+    Axes,
+    activation,
+    constrain,
+    explicit_axes,
+    gathered,
+)
 from jaxformer.files import ConfigError
 
 Params = dict[str, Any]
 Specs = dict[str, Any]
 InitFunction = Callable[[jax.Array, "Spec"], jax.Array]
-BATCH_AXES = ("layers",)
 
 
 @dataclass(frozen=True)

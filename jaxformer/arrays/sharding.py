@@ -20,6 +20,8 @@ PARAMETERS: Rules = {"embed": ("fsdp",), **BOTH}
 # Axes of `lookup` in params.py: the rows of a batch of one replica of the parameters, and the
 # columns of the embedding table that a device has.
 PARTS = {"replica": ("data",), "column": ("fsdp",)}
+# Axes of parameters that count weights beside each other (`Spec.batch`).
+BATCH_AXES = ("layers",)
 ACTIVATION_RULES: Rules = {"batch": ("data", "fsdp"), "sequence": (), **PARTS, **BOTH}
 
 

@@ -1,4 +1,4 @@
-"""Evaluation over held-out batches: sums and weights are added separately and divided once."""
+"""The totals of an evaluation over batches: sums and weights are added apart and divided once."""
 
 import math
 from collections.abc import Callable, Iterable
