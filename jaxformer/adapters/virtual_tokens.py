@@ -80,9 +80,14 @@ def _check_count(adapter: "PromptTuning | PrefixTuning") -> None:
 
 def virtual_specs(specs: Specs, config: ModelConfig, adapter: PromptTuning | PrefixTuning) -> Specs:
     """The table of the virtual tokens of a model, from that of its parameters. Raises ConfigError
-    for an encoder."""
+    for an encoder, and for a prompt without a table of tokens."""
     _refuse_encoder(config)
     if isinstance(adapter, PromptTuning):
+        if "tokens" not in specs["embed"]:
+            raise ConfigError(
+                f"prompt tuning puts rows before those of a table of tokens, which"
+                f" model.embedding={config.embedding} has not: choose prefix tuning or LoRA."
+            )
         return prompt_specs(specs, adapter.tokens)
     stacks = {"decoder": specs["blocks"]}
     if "encoder" in specs:

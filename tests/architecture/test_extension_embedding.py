@@ -89,6 +89,12 @@ def test_a_tied_head_needs_a_table_of_tokens() -> None:
         model(tied_head=True)
 
 
+def test_a_prompt_needs_a_table_of_tokens() -> None:
+    config, params = model()
+    with pytest.raises(jf.ConfigError, match=r"model\.embedding=narrow has not: choose prefix"):
+        jf.adapt(params, config, jf.PromptTuning(tokens=2), jax.random.key(1))
+
+
 def test_plan_and_shapes_read_the_row() -> None:
     config, _ = model()
     data, train = DataConfig(sequence_length=32), TrainConfig(batch_size=8)
