@@ -111,7 +111,7 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     """The parameters of `run.init_from` that fit the model of a run, and new ones, drawn from its
     seed, for heads that differ.
 
-    An adapter there is merged first, which virtual tokens cannot be. A head of classes is used only
+    An adapter there is merged first, which a prompt or a prefix cannot be. A head of classes is used only
     if `labels` begin with its labels; rows for further labels are new. Raises ConfigError if a leaf
     outside of the heads does not fit.
     """
