@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxformer.cli import main, plan
+from jaxformer.cli import main, runs
 from jaxformer.config.format import escaped
 from jaxformer.files import ConfigError
 from jaxformer.report import ProgressBar
@@ -25,12 +25,12 @@ class PanicException(BaseException):
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException, folder: Path) -> int:
     """The exit status of a command that raises an error; temporary files are in `folder`."""
 
-    def run(arguments: list[str]) -> int:
+    def run(arguments: object) -> int:
         raise error
 
-    monkeypatch.setattr(plan, "run", run)
+    monkeypatch.setattr(runs, "run", run)
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    return main(["plan", "config.py"])
+    return main(["runs", "folder"])
 
 
 @pytest.mark.parametrize("error", [KeyError("q"), PanicException("called `unwrap`\non a None")])
