@@ -111,9 +111,9 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     """The parameters of `run.init_from` that fit the model of a run, and new ones, drawn from its
     seed, for heads that differ.
 
-    An adapter there is merged first, which a prompt or a prefix cannot be. A head of classes is used only
-    if `labels` begin with its labels; rows for further labels are new. Raises ConfigError if a leaf
-    outside of the heads does not fit.
+    An adapter there is merged first, which a prompt or a prefix cannot be. A head of classes is
+    used only if `labels` begin with its labels; rows for further labels are new. Raises ConfigError
+    if a leaf outside of the heads does not fit.
     """
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
     table = model_specs(run.model) | objective_specs(run.data.objective, run.model)
