@@ -7,8 +7,7 @@ Run on eight forced host devices, it prints the losses of a step on a mesh and o
 
 import jax.numpy as jnp
 import numpy as np
-import optax
-from own_sublayer import SIZES, batch
+from own_sublayer import SIZES, batch, trained
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, lookup
@@ -54,22 +53,8 @@ def batch_with_features(step):
     return rows | {"features": np.stack([odd, 1 - odd], axis=-1).astype(np.float32)}
 
 
-class Batches:
-    def __getitem__(self, step):
-        return batch_with_features(step)
-
-
 def losses(steps, mesh=None):
-    config, seen = jf.ModelConfig(**CONFIG), []
-    optimizer = optax.adamw(1e-2)
-    state = jf.init_state(jf.specs(config), optimizer, mesh=mesh)
-    step = jf.make_step(jf.loss_of("causal", config), optimizer, microbatches=2)
-
-    def keep(number, state, metrics):
-        seen.append(float(metrics["loss"]))
-
-    state = jf.fit(step, state, Batches(), steps=steps, hooks=[keep])
-    return seen, state.params
+    return trained(jf.ModelConfig(**CONFIG), batch_with_features, steps, mesh)
 
 
 def main():

@@ -6,7 +6,7 @@ Run on eight forced host devices, it prints the losses of a step on a mesh and o
 
 import jax.numpy as jnp
 import optax
-from own_sublayer import SIZES, Batches
+from own_sublayer import SIZES, Batches, batch
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec
@@ -58,7 +58,7 @@ def losses(steps, mesh=None):
     def keep(number, state, metrics):
         seen.append(float(metrics["loss"]))
 
-    state = jf.fit(step, state, Batches(), steps=steps, hooks=[keep])
+    state = jf.fit(step, state, Batches(batch), steps=steps, hooks=[keep])
     return seen, state.params
 
 

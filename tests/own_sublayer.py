@@ -74,21 +74,30 @@ def batch(step):
 
 
 class Batches:
+    """The batch of each step, by a function of it."""
+
+    def __init__(self, batch_of):
+        self.batch_of = batch_of
+
     def __getitem__(self, step):
-        return batch(step)
+        return self.batch_of(step)
 
 
-def losses(steps, mesh=None):
-    config, seen = jf.ModelConfig(**CONFIG), []
-    optimizer = optax.adamw(1e-2)
+def trained(config, batch_of, steps, mesh=None):
+    """The loss of each step, and the final params."""
+    seen, optimizer = [], optax.adamw(1e-2)
     state = jf.init_state(jf.specs(config), optimizer, mesh=mesh)
     step = jf.make_step(jf.loss_of("causal", config), optimizer, microbatches=2)
 
     def keep(number, state, metrics):
         seen.append(float(metrics["loss"]))
 
-    state = jf.fit(step, state, Batches(), steps=steps, hooks=[keep])
+    state = jf.fit(step, state, Batches(batch_of), steps=steps, hooks=[keep])
     return seen, state.params
+
+
+def losses(steps, mesh=None):
+    return trained(jf.ModelConfig(**CONFIG), batch, steps, mesh)
 
 
 def main():
