@@ -115,7 +115,7 @@ def beam_search(
     warn_of_padding("source", source, source_segment_ids)
     rules, key = Search(**search), jax.random.key(0)
     sources = (source, source_segment_ids)
-    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, *sources)
+    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources)
     return _search(prepared(params, config), config, rules, max_new_tokens, stream)[0]
 
 
@@ -131,7 +131,7 @@ def beam_search_steps(
     """What `beam_search` returns for the same arguments, and what each of its steps chose from. All
     prompts [B, T] have one length, and so have all sources [B, S]."""
     rules, key = Search(**search), jax.random.key(0)
-    stream = start(params, config, prompt, max_new_tokens, key, None, source)
+    stream = start(params, config, prompt, max_new_tokens, key, None, (source, None))
     return _search(prepared(params, config), config, rules, max_new_tokens, stream, record=True)
 
 

@@ -82,7 +82,7 @@ def generate(
         )
     key = jax.random.key(0) if key is None else key
     sources = (source, source_segment_ids)
-    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, *sources)
+    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources)
     return finish(prepared(params, config), config, rules, max_new_tokens, stream)[0]
 
 
@@ -100,7 +100,7 @@ def stream_tokens(
     """`generate` in pieces: arrays [B, chunk] as they are made, until max_new_tokens or all rows
     have ended."""
     rules = Sampling(**sampling)
-    stream = start(params, config, prompt, max_new_tokens, key, source=source)
+    stream = start(params, config, prompt, max_new_tokens, key, sources=(source, None))
     weights = prepared(params, config)
     for made in range(0, max_new_tokens, chunk):
         tokens, stream = decode(weights, config, rules, chunk, stream)
@@ -116,12 +116,12 @@ def start(
     max_new_tokens: int,
     key: jax.Array,
     segment_ids: ArrayLike | None = None,
-    source: ArrayLike | None = None,
-    source_segment_ids: ArrayLike | None = None,
+    sources: tuple[ArrayLike | None, ArrayLike | None] = (None, None),
 ) -> Stream:
-    """The stream after the prompt was read; the arguments are those of `generate`. Raises
-    ConfigError where the prompt cannot be continued."""
+    """The stream after the prompt was read; the arguments are those of `generate`, and `sources`
+    its source with its segment ids. Raises ConfigError where the prompt cannot be continued."""
     check_model(params, config)
+    source, source_segment_ids = sources
     if config.output != "language":
         raise ConfigError(
             f"a model with the head {config.output!r} does not write text: generation needs the"
