@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 SLOW = """
 import time
-from jaxformer.training import evaluate
-mesh_of, place, evaluations = evaluate.mesh_of, evaluate.place_batch, []
+from jaxformer.training import totals
+mesh_of, place, evaluations = totals.mesh_of, totals.place_batch, []
 def begin(params):
     evaluations.append(params)
     return mesh_of(params)
@@ -23,7 +23,7 @@ def slowly(batch, mesh):
         time.sleep(0.5)
         print("evaluated a batch", file=open("{path}", "a"))
     return place(batch, mesh)
-evaluate.mesh_of, evaluate.place_batch = begin, slowly
+totals.mesh_of, totals.place_batch = begin, slowly
 """  # an evaluation of 20 seconds or more
 BATCHES = 10  # that it may go on, which are 5 seconds
 STOP = """
