@@ -47,7 +47,8 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def schedule_text(config: OptimizerConfig, steps: int) -> str:
     """A description of the learning rate during the `steps` of a run."""
     schedule, peak, warmup = make_schedule(config, steps), config.learning_rate, config.warmup_steps
-    last = float(schedule(steps - 1))
+    # One program: by themselves the operations of a schedule would be compiled one by one.
+    last = float(jax.jit(schedule)(steps - 1))
     if warmup >= steps:
         return (
             f"{last:.3g} in the last step, within the warm-up of {warmup:,} steps: the run never"
