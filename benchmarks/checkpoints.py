@@ -82,7 +82,9 @@ def main() -> None:
     begin = time.perf_counter()
     jax.block_until_ready(DIGESTS(leaves))
     first = time.perf_counter() - begin
-    digest, blocked, whole = [], {True: [], False: []}, {True: [], False: []}  # type: ignore[var-annotated]
+    digest: list[float] = []
+    blocked: dict[bool, list[float]] = {True: [], False: []}
+    whole: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory(prefix="jaxformer-checkpoints-") as scratch:
         for pair in range(options.pairs + 1):  # the first is a warm-up
             begin = time.perf_counter()

@@ -3,6 +3,11 @@
 Run on eight forced host devices, it prints the losses of a step on a mesh and on one device.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +99,17 @@ def trained(config, batch_of, steps, mesh=None):
 
     state = jf.fit(step, state, Batches(batch_of), steps=steps, hooks=[keep])
     return seen, state.params
+
+
+def printed_on_eight_devices(script):
+    """The lines that a script of this folder prints on eight forced host devices."""
+    folder = Path(__file__).parent
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{folder}:{folder.parent}"}
+    command = [sys.executable, str(folder / script)]
+    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
 
 
 def losses(steps, mesh=None):

@@ -102,7 +102,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     if run.run.sample_tokens:
         # A prompt that cannot be encoded raises now rather than at the end.
         corpus.tokenizer.encode(run.run.sample_prompt)
-    origin = "the data and of run.init_from" if labels else "the data"
+    origin = "the data and of run.init_from" if run.run.init_from else "the data"
     model = with_sizes(run.model, corpus.tokenizer.vocab_size, corpus.labels, origin)
     run = dataclasses.replace(run, model=model)
     size, blocks = run.train.batch_size, data.RowBlocks(*held_blocks(mesh))

@@ -1,18 +1,14 @@
 """An objective from outside the package may bring parameters: they are initialized, trained, saved,
 resumed, evaluated, counted by plan and sharded as those of the model."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import own_objective
 import pytest
 from own_objective import NAME
-from own_sublayer import SIZES, batch
+from own_sublayer import SIZES, batch, printed_on_eight_devices
 from tiny_run import PLAIN, assert_same_run, line, logged, saved, train_here, write_text
 
 import jaxformer as jf
@@ -26,7 +22,6 @@ from jaxformer.runs.resolve import run_specs
 from jaxformer.tools.plan.make import make_plan
 from jaxformer.tools.plan.planned import planned_run
 
-HERE = Path(__file__).parents[1]
 PATH = f"objective.{NAME}.weight"
 CHANGES = PLAIN | {
     "data.objective": NAME,
@@ -131,12 +126,7 @@ def test_plan_counts_its_parameter_and_an_adapter_leaves_it_trainable() -> None:
 
 @pytest.mark.slow
 def test_a_sharded_step_equals_the_step_of_one_device() -> None:
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
-    command = [sys.executable, str(HERE / "own_objective.py")]
-    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    numbers, shard = done.stdout.splitlines()
+    numbers, shard = printed_on_eight_devices("own_objective.py")
     values = np.array(numbers.split(), float)
     np.testing.assert_allclose(values[3:], values[:3], rtol=1e-5)
     assert shard == "(61, 16)"  # fsdp divides the width

@@ -2,15 +2,12 @@
 and shapes show it."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import own_sublayer
 import pytest
+from own_sublayer import printed_on_eight_devices
 
 import jaxformer as jf
 from jaxformer.arrays.params import rows
@@ -21,8 +18,6 @@ from jaxformer.models.cost import parameter_count
 from jaxformer.tools.model_shapes import formula_of, shapes_of
 from jaxformer.tools.plan.make import make_plan
 from jaxformer.tools.plan.planned import planned_run
-
-HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +76,6 @@ def test_plan_and_shapes_read_the_row() -> None:
 
 @pytest.mark.slow
 def test_a_sharded_step_equals_the_step_of_one_device() -> None:
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
-    command = [sys.executable, str(HERE / "own_sublayer.py")]
-    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    numbers = np.array(done.stdout.split(), float)
+    (line,) = printed_on_eight_devices("own_sublayer.py")
+    numbers = np.array(line.split(), float)
     np.testing.assert_allclose(numbers[3:], numbers[:3], rtol=1e-5)
