@@ -29,6 +29,12 @@ MESHES = {
     "all three": (2, 2, 2),
     "tensor 4": (2, 1, 4),
 }
+# Sizes of the axes data, fsdp, tensor and context.
+CONTEXT_MESHES = {
+    "context 8": (1, 1, 1, 8),
+    "context 4": (2, 1, 1, 4),
+    "context 2": (1, 2, 2, 2),
+}
 SEQUENCE_TO_SEQUENCE = {
     "family": "encoder_decoder",
     "positions": "t5",
@@ -210,7 +216,7 @@ def loaded_on_a_mesh(config):
 
 
 def main() -> None:
-    one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    one = make_mesh(devices=jax.devices()[:1])
     report = {}
     dense = losses.DENSE_LOGITS
     slow = sys.argv[1:] == ["slow"]

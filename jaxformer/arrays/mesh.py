@@ -13,7 +13,7 @@ from jaxformer.files import ConfigError
 
 # A mesh of devices, or one that has only the sizes of its axes.
 AnyMesh = Mesh | AbstractMesh
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(
@@ -21,16 +21,18 @@ def make_mesh(
     fsdp: int = 1,
     tensor: int = 1,
     *,
+    context: int = 1,
     devices: Sequence[jax.Device] | None = None,
     explicit: bool = False,
 ) -> Mesh:
-    """The mesh of `devices` (default: all) with axes data, fsdp and tensor of these sizes. With
-    data=0, the axis data has the devices that the other two leave.
+    """The mesh of `devices` (default: all) with axes data, fsdp, context and tensor of these sizes.
+    With data=0, the axis data has the devices that the others leave.
 
     Explicit axes make the sharding part of each array's type, by which the tests find missing
     placements. Raises ConfigError if the sizes do not multiply to the number of devices.
     """
-    return mesh_of({"data": data, "fsdp": fsdp, "tensor": tensor}, devices, explicit)
+    sizes = {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
+    return mesh_of(sizes, devices, explicit)
 
 
 def mesh_of(
@@ -65,6 +67,17 @@ def check_batch_size(mesh: AnyMesh, batch_size: int, microbatches: int = 1) -> N
             f"train.batch_size={batch_size} in {microbatches} microbatches gives {rows} rows at a"
             f" time, not divisible among mesh.data x mesh.fsdp = {split} devices: make"
             f" train.batch_size a multiple of {split * microbatches}."
+        )
+
+
+def check_length(mesh: AnyMesh, length: int) -> None:
+    """ConfigError if the tokens of a row do not divide among the devices of mesh.context."""
+    context = mesh.shape["context"]
+    if length % context:
+        raise ConfigError(
+            f"mesh.context={context} does not divide rows of {length} tokens: make"
+            " data.sequence_length, and data.source_length where there is one, multiples of"
+            f" {context}, or choose a mesh.context that divides them."
         )
 
 
@@ -103,9 +116,9 @@ def lengths_left(
     undivided because the size of its mesh axes does not divide its length."""
     undivided_axes = []
     for length, axis in zip(shape, axes, strict=True):
-        target = PARAMETERS.get(axis or "", ())
+        target = [name for name in PARAMETERS.get(axis or "", ()) if mesh.shape[name] > 1]
         size = math.prod(mesh.shape[name] for name in target)
-        if size > 1 and length % size:
+        if length % size:
             undivided_axes.append((str(axis), length, " x ".join(target), size))
     return undivided_axes
 
@@ -116,7 +129,8 @@ def parameter_sharding(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> Named
 
 def batch_sharding(mesh: AnyMesh) -> NamedSharding:
     """Rows over the devices of the batch axes; the other axes of an array are not divided."""
-    return NamedSharding(mesh, PartitionSpec(ACTIVATION_RULES["batch"]))
+    rows = batch_devices(mesh)
+    return NamedSharding(mesh, partition((rows,), ("batch",), ACTIVATION_RULES, mesh.shape))
 
 
 def replicated(mesh: AnyMesh) -> NamedSharding:

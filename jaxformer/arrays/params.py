@@ -327,8 +327,10 @@ def lookup(table: Any, index: Any, to: Axes) -> jax.Array:
     if to[-1]:
         return constrain(constrain(table, (None, to[-1]))[index], to)
     # A device looks up its columns of the rows of all tokens of its replica; the result is then
-    # exchanged, so that the device has all columns of its own tokens. In this way neither the table
-    # nor its gradient is ever gathered on one device.
-    by_columns = ("replica", *to[1:-1], "column")
-    looked_up = constrain(table, (None, "column"))[constrain(index, by_columns[:-1])]
-    return constrain(constrain(looked_up, by_columns), to)
+    # exchanged, first along the sequence, so that the device has all columns of its own tokens. In
+    # this way neither the table nor its gradient is ever gathered on one device.
+    everywhere = ("replica", *[None] * len(to[1:-1]))
+    looked_up = constrain(table, (None, "column"))[constrain(index, everywhere)]
+    by_columns = constrain(looked_up, (*everywhere, "column"))
+    of_sequence = constrain(by_columns, ("replica", *to[1:-1], "column_of_rows"))
+    return constrain(of_sequence, to)

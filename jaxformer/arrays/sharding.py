@@ -1,7 +1,7 @@
 """Logical axes to mesh axes: the one module that decides how arrays are placed on devices.
 
 Layers name the axes of their arrays; the two tables below map these names to the axes of the mesh
-(data, fsdp, tensor). Without a mesh in force (`jax.set_mesh`) every function here returns its
+(data, fsdp, context, tensor). Without a mesh in force (`jax.set_mesh`) every function here returns its
 input.
 """
 
@@ -16,13 +16,21 @@ Axes = Sequence[str | None]
 Rules = Mapping[str, tuple[str, ...]]
 
 BOTH = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
-PARAMETERS: Rules = {"embed": ("fsdp",), **BOTH}
-# Axes of `lookup` in params.py: the rows of a batch of one replica of the parameters, and the
-# columns of the embedding table that a device has.
-PARTS = {"replica": ("data",), "column": ("fsdp",)}
+PARAMETERS: Rules = {"embed": ("fsdp", "context"), **BOTH}
+# Axes of `lookup` in params.py: the rows of a batch of one replica of the parameters, the columns of
+# the embedding table that a device has, and those that the devices of its tokens have together.
+PARTS = {"replica": ("data",), "column": PARAMETERS["embed"], "column_of_rows": ("fsdp",)}
+# Heads while attention has all tokens of them on a device (`layers/exchange.py`).
+EXCHANGED = {"exchanged_heads": ("tensor", "context")}
 # Axes of parameters that count weights beside each other (`Spec.batch`).
 BATCH_AXES = ("layers",)
-ACTIVATION_RULES: Rules = {"batch": ("data", "fsdp"), "sequence": (), **PARTS, **BOTH}
+ACTIVATION_RULES: Rules = {
+    "batch": ("data", "fsdp"),
+    "sequence": ("context",),
+    **PARTS,
+    **BOTH,
+    **EXCHANGED,
+}
 
 
 def partition(
@@ -31,7 +39,7 @@ def partition(
     """The partition of an array; an axis whose length the mesh does not divide is replicated."""
     placed: list[tuple[str, ...] | str | None] = []
     for length, axis in zip(shape, axes, strict=True):
-        target = tuple(name for name in rules.get(axis or "", ()) if name in sizes)
+        target = tuple(name for name in rules.get(axis or "", ()) if sizes.get(name, 1) > 1)
         fits = target and length % math.prod(sizes[a] for a in target) == 0
         placed.append((target if len(target) > 1 else target[0]) if fits else None)
     return PartitionSpec(*placed)
@@ -66,8 +74,12 @@ def gathered(w: Any) -> Any:
 
 def _gathered(w: jax.Array) -> jax.Array:
     axes = jax.typeof(w).sharding.spec
-    without_batch = [None if axis in ACTIVATION_RULES["batch"] else axis for axis in axes]
-    return jax.sharding.reshard(w, PartitionSpec(*without_batch))
+    tokens = {*ACTIVATION_RULES["batch"], *ACTIVATION_RULES["sequence"]}
+    without_tokens = []
+    for axis in axes:
+        names = axis if isinstance(axis, tuple) else (axis,)
+        without_tokens.append(None if tokens & {*names} else axis)
+    return jax.sharding.reshard(w, PartitionSpec(*without_tokens))
 
 
 def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:

@@ -82,14 +82,17 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True)
 class MeshConfig(Section):
-    """Device mesh; the product of its three sizes is the number of devices."""
+    """Device mesh; the product of its sizes is the number of devices."""
 
     section = "mesh"
 
     data: Volatile[Natural] = 0
-    """Data parallelism: number of replicas; 0 uses the devices that fsdp and tensor leave."""
+    """Data parallelism: number of replicas; 0 uses the devices that the other axes leave."""
     fsdp: Volatile[Count] = 1
     """Number of devices over which parameters and batch of a replica are sharded (FSDP)."""
+    context: Volatile[Count] = 1
+    """Context parallelism: devices over which the tokens of each row are split, and parameters as
+    by fsdp."""
     tensor: Volatile[Count] = 1
     """Tensor parallelism: devices over which heads, feed-forward width and vocabulary are split."""
 

@@ -12,7 +12,7 @@ from jaxformer.arrays.params import Params, Spec, Specs, scaled, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.capture import Captures
-from jaxformer.layers.dot_product import attention_weights, plain, weighted_values
+from jaxformer.layers.dot_product import attention_weights, weighted_values
 from jaxformer.layers.kernels import attend
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import Scoring, TokenLayout
@@ -110,8 +110,6 @@ def attention(
         weights = attention_weights(q, seen[0], mask)
         weights, captures = call.request.apply(weights_name, weights)
         out = weighted_values(dropout(weights, *dropped), seen[1])
-    elif config.attention_kernel in ("auto", "xla"):
-        out = plain(q, *seen, mask)
     else:
         out = attend(config.attention_kernel, q, *seen, mask)
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", "sequence", None)), captures

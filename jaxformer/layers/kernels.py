@@ -5,24 +5,19 @@ W]; `xla` is the reference, in plain jax.numpy, for every transform and device. 
 for a training run and gives the reason.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from jaxformer.arrays.sharding import activation, free_axes
 from jaxformer.config.model import BIASED_SCORES, AttentionKernel, ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.files import ConfigError
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.dot_product import plain
-from jaxformer.layers.masks import AttentionMask, TokenLayout
-
-Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
+from jaxformer.layers.exchange import Kernel, exchange_of, on_each_device, placed
+from jaxformer.layers.masks import AttentionMask
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -55,7 +50,7 @@ class Case(NamedTuple):
 
     `segments` is the highest segment id of its rows: 1 for padded rows, 0 for rows without ids.
     `capability` is the compute capability of an NVIDIA GPU; `leading` the number of leading keys
-    that all queries see.
+    that all queries see; `gathers`: whether a device has the queries of a part of each row.
     """
 
     platform: str
@@ -65,6 +60,7 @@ class Case(NamedTuple):
     model: ModelConfig
     capability: tuple[int, ...] = HOPPER
     leading: int = 0
+    gathers: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,13 +101,15 @@ FEATURES = {
     "value width": "its values are as wide as its keys, and model.value_dim is set",
     "positions": "its positions are the index, and these rows have their own",
     "leading": "it has no keys that all segments see, as those of adapter.kind=prompt and prefix",
+    "divided queries": "it needs all queries of a row, and mesh.tensor x mesh.context does not divide"
+    " model.n_heads",
     "dropout": "it has no dropout of attention weights, and model.dropout is set",
     "score bias": "it has no bias of the scores, and model.positions adds one",
     "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
     "sinks": "it has no sinks, and model.attention_sinks is set",
 }
 # Features that all kernels of cuDNN and Pallas lack.
-EVERY = frozenset({"positions", "dropout", "leading"})
+EVERY = frozenset({"positions", "dropout", "leading", "divided queries"})
 CUDNN = EVERY | {"many segments", "window to both sides", "value width"}
 SCORES = frozenset({"score bias", "soft-cap", "sinks"})
 
@@ -127,6 +125,7 @@ def _features_of_run(case: Case) -> set[str]:
         "window to both sides": model.window and model.family != "decoder",
         "value width": model.value_width != model.head_width,
         "leading": case.leading,
+        "divided queries": case.gathers,
         "dropout": model.dropout,
         "score bias": model.positions in BIASED_SCORES,
         "soft-cap": model.attention_soft_cap,
@@ -197,7 +196,11 @@ KERNELS: Table[KernelRow] = Table(
             _tpu_device,
             partitioned=True,
         ),
-        "blocked": KernelRow(blocked_attention, "blocked attention with a saved log-sum-exp"),
+        "blocked": KernelRow(
+            blocked_attention,
+            "blocked attention with a saved log-sum-exp",
+            frozenset({"divided queries"}),
+        ),
         "xla": KernelRow(plain, "plain XLA attention"),
     },
     besides=("auto",),
@@ -210,60 +213,15 @@ PREFERRED = {
 
 
 def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Attention by the named kernel ("auto": plain). A call that this kernel does not serve is
-    computed by the plain one: a kernel chosen for the batches of a run is also called with a cache
-    and with padded prompts.
+    """Attention by the named kernel ("auto": plain), on the devices of the mesh in force. A call
+    that this kernel does not serve is computed by the plain one: a kernel chosen for the batches of
+    a run is also called with a cache and with padded prompts.
     """
     row = KERNELS["xla" if kernel == "auto" else kernel]
-    if not row.serves(mask):
-        return plain(q, k, v, mask)
-    return _on_each_device(row.run, q, k, v, mask) if row.partitioned else row.run(q, k, v, mask)
-
-
-def _on_each_device(
-    run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
-) -> jax.Array:
-    """`run` on the rows and heads of each device of the mesh in force."""
-    axes = free_axes()
-    if jax.sharding.get_abstract_mesh().size == 1 or not axes:
-        return run(q, k, v, mask)
-    by_heads = activation(q.shape, ("batch", "sequence", "heads", None))
-    batch, _, heads, _ = by_heads
-    if heads is not None:
-        # Query heads are divided, and each device needs the key heads of its groups. If the devices
-        # do not divide the number of key heads, these are repeated until they do.
-        devices = axes[heads]
-        k = jnp.repeat(k, devices // math.gcd(devices, k.shape[2]), axis=2)
-        v = jnp.repeat(v, devices // math.gcd(devices, v.shape[2]), axis=2)
-    scoring = mask.scoring
-    bias_sharding = None
-    if scoring.bias is not None:
-        bias_sharding = PartitionSpec(batch if scoring.bias.shape[0] > 1 else None, heads)
-
-    def local(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        sides: tuple[TokenLayout, TokenLayout],
-        bias: jax.Array | None,
-        sinks: jax.Array | None,
-    ) -> jax.Array:
-        queries, keys = sides
-        local_scoring = scoring._replace(bias=bias, sinks=sinks)
-        return run(q, k, v, mask._replace(scoring=local_scoring, queries=queries, keys=keys))
-
-    by_rows, per_head = PartitionSpec(batch), PartitionSpec(heads)
-    # The kernels do not declare along which axes their results vary, so that is not checked.
-    divided = jax.shard_map(
-        local,
-        in_specs=(by_heads, by_heads, by_heads, by_rows, bias_sharding, per_head),
-        out_specs=by_heads,
-        axis_names={*axes},
-        check_vma=False,
-    )
-    layouts = (mask.queries, mask.keys)
-    out: jax.Array = divided(q, k, v, layouts, scoring.bias, scoring.sinks)
-    return out
+    gathers = exchange_of(q.shape[1], q.shape[2]) == "gather"
+    if not row.serves(mask) or (gathers and "divided queries" in row.lacks):
+        row = KERNELS["xla"]
+    return (on_each_device if row.partitioned else placed)(row.run, q, k, v, mask)
 
 
 def _passed_over(name: str, case: Case) -> str:

@@ -17,7 +17,7 @@ tiles a second time, with their gradients.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -280,28 +280,37 @@ def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
     return summed if split else gathered
 
 
+def _split_positions(length: int, sizes: Mapping[str, int]) -> int:
+    """The number of devices that have different positions of a row."""
+    split = math.prod(sizes.get(name, 1) for name in ACTIVATION_RULES["sequence"])
+    return 1 if length % split else split
+
+
 def _by_device(
     run: Callable[..., Any], rows: TokenRows, head: Weight, bias: HeadBias, by_row: bool = False
 ) -> Any:
-    """`run(rows, head, bias)` -> (sums, gradients), by each device for the rows that it has.
+    """`run(rows, head, bias)` -> (sums, gradients), by each device for the tokens that it has.
 
     In this way the head is gathered once, and its gradients are summed over the devices once, not
     in every tile.
     """
     sizes = free_axes()
-    axes = tuple(name for name in ACTIVATION_RULES["batch"] if sizes.get(name, 1) > 1)
-    devices = math.prod(sizes[name] for name in axes)
-    if explicit_axes() or devices == 1 or rows.x.shape[0] % devices:
+    by_rows = tuple(name for name in ACTIVATION_RULES["batch"] if sizes.get(name, 1) > 1)
+    divided = _split_positions(rows.targets.shape[1], sizes) > 1
+    by_positions = ACTIVATION_RULES["sequence"] if divided else ()
+    axes = (*by_rows, *by_positions)
+    if explicit_axes() or not axes or rows.x.shape[0] % math.prod(sizes[name] for name in by_rows):
         return run(rows, head, bias)
 
     # The gradient of the matrix [V, D] is divided as the parameter is, along D.
     columns = tuple(axis for axis in axes if axis in PARAMETERS["embed"])
-    fits = columns and not is_custom(head) and head.shape[1] % sizes[columns[0]] == 0
+    shards = math.prod(sizes[name] for name in columns)
+    fits = columns and not is_custom(head) and head.shape[1] % shards == 0
 
     def of_device(rows: TokenRows, head: Weight, bias: HeadBias) -> Any:
         sums, (d_x, d_head, d_bias) = run(rows, head, bias)
         if fits and d_head is not None:
-            shard = jax.lax.psum_scatter(d_head, columns[0], scatter_dimension=1, tiled=True)
+            shard = jax.lax.psum_scatter(d_head, columns, scatter_dimension=1, tiled=True)
             # The barrier makes the step wait for the sum, so that the gradient of all columns is
             # not in memory until the end of the step; on some TPU topologies all columns are
             # summed, and the sum is sliced.
@@ -309,15 +318,16 @@ def _by_device(
             d_head = jax.lax.psum(shard, tuple(axis for axis in axes if axis not in columns))
         else:
             d_head = jax.lax.psum(d_head, axes)
-        sums = sums if by_row else jax.lax.psum(sums, axes)
+        sums = jax.lax.psum(sums, by_positions if by_row else axes)
         return sums, Gradients(d_x, d_head, jax.lax.psum(d_bias, axes))
 
-    replicated, split = PartitionSpec(), PartitionSpec(axes)
+    replicated, of_row = PartitionSpec(), PartitionSpec(by_rows)
+    split = PartitionSpec(by_rows, by_positions)
     matrix_split = PartitionSpec(None, columns) if fits else replicated
     return jax.shard_map(
         of_device,
         in_specs=(split, replicated, replicated),
-        out_specs=(split if by_row else replicated, Gradients(split, matrix_split, replicated)),
+        out_specs=(of_row if by_row else replicated, Gradients(split, matrix_split, replicated)),
         axis_names=set(axes),
         check_vma=False,
     )(rows, head, bias)

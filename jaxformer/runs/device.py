@@ -43,7 +43,8 @@ def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
         for entry in parameter_sharding(mesh, spec.shape, spec.axes).spec:
             used |= {entry} if isinstance(entry, str) else {*(entry or ())}
     for name in {axis: None for rule in PARAMETERS.values() for axis in rule}:
-        if mesh.shape[name] > 1 and name not in used:
+        # What divides tokens is of use without dividing parameters.
+        if mesh.shape[name] > 1 and name not in (*used, *ACTIVATION_RULES["sequence"]):
             reasons = [f"{path}: {', '.join(axes)}" for path, axes in undivided_axes.items()]
             listed = "\n  ".join(reasons[:8])
             raise ConfigError(

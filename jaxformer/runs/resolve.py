@@ -13,7 +13,13 @@ import optax
 from jax.sharding import AbstractMesh
 
 from jaxformer.arrays.hardware import DEVICES, name_of
-from jaxformer.arrays.mesh import AnyMesh, batch_devices, batch_sharding, check_batch_size
+from jaxformer.arrays.mesh import (
+    AnyMesh,
+    batch_devices,
+    batch_sharding,
+    check_batch_size,
+    check_length,
+)
 from jaxformer.arrays.params import Specs
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.adapter import AdapterConfig
@@ -26,6 +32,7 @@ from jaxformer.data.task import Task
 from jaxformer.data.templates import SEGMENTS
 from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
+from jaxformer.layers.exchange import exchange_of
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
@@ -394,7 +401,9 @@ def with_kernel(
     dtype: Any = str(compute_dtype(model, on))
     shared = adapter.kind == "prefix" or (adapter.kind, model.family) == ("prompt", "decoder")
     prefix = adapter.tokens if shared else 0
-    case = kernels.Case(on, dtype, length, segments, model, _capability(mesh), prefix)
+    check_length(mesh, length)
+    gathers = exchange_of(length, model.n_heads, mesh.shape) == "gather"
+    case = kernels.Case(on, dtype, length, segments, model, _capability(mesh), prefix, gathers)
     kernel: Any
     kernel, reason = kernels.choose(model.attention_kernel, case)
     selected = dataclasses.replace(
