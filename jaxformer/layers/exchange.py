@@ -79,21 +79,36 @@ def _repeated(x: jax.Array, devices: int) -> jax.Array:
     return jnp.repeat(x, devices // math.gcd(devices, x.shape[2]), axis=2)
 
 
+def _to_heads(x: jax.Array) -> jax.Array:
+    """Some tokens of each head [B, T / C, N, W] -> all tokens of some heads [B, T, N / C, W]."""
+    return jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+
+
+def _to_tokens(x: jax.Array) -> jax.Array:
+    """The inverse of `_to_heads`."""
+    return jax.lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+
+
 def on_each_device(
     run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
 ) -> jax.Array:
-    """`run`, which the compiler cannot divide, on the rows and heads of each device of the mesh in
-    force. Tokens are exchanged for heads where the mesh divides them."""
+    """`run` on the rows and heads of each device of the mesh in force. Tokens are exchanged for
+    heads where the mesh divides them."""
     axes = free_axes()
     if jax.sharding.get_abstract_mesh().size == 1 or not axes:
         return run(q, k, v, mask)
-    exchanged = exchange_of(q.shape[1], q.shape[2]) == "heads"
-    by_heads = activation(q.shape, BY_HEADS if exchanged else ("batch", None, "heads", None))
+    exchanges = exchange_of(q.shape[1], q.shape[2]) == "heads"
+    # Keys whose number the devices do not divide are on all of them already.
+    exchanges_keys = exchanges and k.shape[1] % axes[CONTEXT] == 0
+    by_heads = activation(q.shape, BY_HEADS if exchanges else ("batch", None, "heads", None))
     batch, _, heads, _ = by_heads
-    if exchanged:
+    if exchanges:
         q, k, v = before_exchange(q, k, v)
     else:
         k, v = (_repeated(x, _devices_along(heads)) for x in (k, v))
+    by_tokens = activation(q.shape, BY_TOKENS)
+    of_queries = by_tokens if exchanges else by_heads
+    of_keys = by_tokens if exchanges_keys else by_heads
     scoring = mask.scoring
     bias_sharding = None
     if scoring.bias is not None:
@@ -109,17 +124,21 @@ def on_each_device(
     ) -> jax.Array:
         queries, keys = sides
         local_scoring = scoring._replace(bias=bias, sinks=sinks)
-        return run(q, k, v, mask._replace(scoring=local_scoring, queries=queries, keys=keys))
+        local_mask = mask._replace(scoring=local_scoring, queries=queries, keys=keys)
+        q = _to_heads(q) if exchanges else q
+        k, v = (_to_heads(x) if exchanges_keys else x for x in (k, v))
+        out = run(q, k, v, local_mask)
+        return _to_tokens(out) if exchanges else out
 
     by_rows, per_head = PartitionSpec(batch), PartitionSpec(heads)
     # The kernels do not declare along which axes their results vary, so that is not checked.
     divided = jax.shard_map(
         local,
-        in_specs=(by_heads, by_heads, by_heads, by_rows, bias_sharding, per_head),
-        out_specs=by_heads,
+        in_specs=(of_queries, of_keys, of_keys, by_rows, bias_sharding, per_head),
+        out_specs=of_queries,
         axis_names={*axes},
         check_vma=False,
     )
     layouts = (mask.queries, mask.keys)
     out: jax.Array = divided(q, k, v, layouts, scoring.bias, scoring.sinks)
-    return constrain(out, BY_TOKENS) if exchanged else out
+    return out

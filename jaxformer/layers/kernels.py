@@ -218,10 +218,13 @@ def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
     a run is also called with a cache and with padded prompts.
     """
     row = KERNELS["xla" if kernel == "auto" else kernel]
-    gathers = exchange_of(q.shape[1], q.shape[2]) == "gather"
-    if not row.serves(mask) or (gathers and "divided queries" in row.lacks):
+    exchange = exchange_of(q.shape[1], q.shape[2])
+    if not row.serves(mask) or (exchange == "gather" and "divided queries" in row.lacks):
         row = KERNELS["xla"]
-    return (on_each_device if row.partitioned else placed)(row.run, q, k, v, mask)
+    # Dropped weights are the same on every mesh where the compiler divides them.
+    drops = mask.dropout[0] and mask.dropout[1] is not None
+    on_device = row.partitioned or (exchange == "heads" and not drops)
+    return (on_each_device if on_device else placed)(row.run, q, k, v, mask)
 
 
 def _passed_over(name: str, case: Case) -> str:
