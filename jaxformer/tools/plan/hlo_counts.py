@@ -156,14 +156,16 @@ class _Counter:
         total = _Total()
         if row.opcode == "fusion":
             total.add(self.of(row.called("calls")[0], fused=True))
-        self.instruction(computation, row, total)
+        self.instruction(computation, row, total, fused)
         if not fused:
             total.bytes = moved_bytes(self.program, computation, row)
             flops = sum(total.products.values()) + total.kernels
             total.seconds = max(flops / self.peak, total.bytes / self.bandwidth)
         return total, 1
 
-    def instruction(self, computation: Computation, row: Instruction, total: _Total) -> None:
+    def instruction(
+        self, computation: Computation, row: Instruction, total: _Total, fused: bool
+    ) -> None:
         """Adds the counts of an instruction itself, without the computations that it calls."""
         if flops := product_flops(computation, row):
             total.products[operand_dtypes(computation, row)] += flops
@@ -172,10 +174,18 @@ class _Counter:
             total.custom_calls[target] += 1
         if matched := COLLECTIVE.match(row.opcode):
             channel = row.attribute(r"channel_id=(\d+)") or f"{computation.name}/{row.name}"
-            # Those of one `jax.shard_map` may share a channel; each has a reduction of its own.
-            channel += row.attribute(r"to_apply=%?([\w.\-]+)") or ""
+            # Those of `jax.shard_map` share a channel: sums have a reduction of their own, and the
+            # others have copies only where they run behind other instructions.
+            reduction = row.attribute(r"to_apply=%?([\w.\-]+)")
+            copied = fused or _runs_behind(row)
+            channel += reduction or ("" if copied else f"{computation.name}/{row.name}")
             collective = _collective(computation, row, matched[1], bool(matched[2]))
             total.collectives[computation.name, row.name] = channel, collective
+
+
+def _runs_behind(row: Instruction) -> bool:
+    """Whether XLA's TPU compiler lets a collective run behind other instructions."""
+    return bool(row.attribute("(async_collective_name|chain_id)="))
 
 
 def _collective(
@@ -199,7 +209,7 @@ def _collective(
         shape=shape,
         bytes=sum(array.bytes for array in larger),
         group=_group_size(row),
-        asynchronous=asynchronous or bool(row.attribute("(async_collective_name|chain_id)=")),
+        asynchronous=asynchronous or _runs_behind(row),
         op_name=row.op_name,
         count=1,
     )
