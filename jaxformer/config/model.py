@@ -34,7 +34,7 @@ Initializer = Annotated[
     TableAt("jaxformer.layers.linear.INITIALIZERS"),
 ]
 AttentionKernel = Annotated[
-    Literal["auto", "xla", "blocked", "cudnn", "tpu", "flash"],
+    Literal["auto", "xla", "blocked", "ring", "cudnn", "tpu", "flash"],
     TableAt("jaxformer.layers.kernels.KERNELS"),
 ]
 

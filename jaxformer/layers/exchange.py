@@ -43,14 +43,17 @@ def exchange_of(queries: int, heads: int, sizes: Mapping[str, int] | None = None
 
 
 def placed(run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """`run`, a function that the compiler can divide among devices, with its tokens where it reads
-    them."""
+    """`run`, which the compiler can divide among devices."""
     exchange = exchange_of(q.shape[1], q.shape[2])
     if exchange == "none":
         return run(q, k, v, mask)
     if exchange == "gather":
         out = run(constrain(q, BY_TOKENS), constrain(k, KEYS), constrain(v, KEYS), mask)
         return constrain(out, BY_TOKENS)
+    rate, key = mask.dropout
+    if not rate or key is None:
+        return on_each_device(run, q, k, v, mask)
+    # The compiler divides what is drawn, so that every mesh drops the same weights.
     out = run(*(constrain(x, BY_HEADS) for x in before_exchange(q, k, v)), mask)
     return constrain(constrain(out, BY_HEADS), BY_TOKENS)
 

@@ -16,8 +16,9 @@ from jaxformer.config.settings import Table
 from jaxformer.files import ConfigError
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.dot_product import plain
-from jaxformer.layers.exchange import Kernel, exchange_of, on_each_device, placed
+from jaxformer.layers.exchange import Exchange, Kernel, exchange_of, on_each_device, placed
 from jaxformer.layers.masks import AttentionMask
+from jaxformer.layers.ring import around_ring, ring_attention
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -50,7 +51,7 @@ class Case(NamedTuple):
 
     `segments` is the highest segment id of its rows: 1 for padded rows, 0 for rows without ids.
     `capability` is the compute capability of an NVIDIA GPU; `leading` the number of leading keys
-    that all queries see; `gathers`: whether a device has the queries of a part of each row.
+    that all queries see; `exchange`: how devices that divide the tokens of a row get its keys.
     """
 
     platform: str
@@ -60,7 +61,7 @@ class Case(NamedTuple):
     model: ModelConfig
     capability: tuple[int, ...] = HOPPER
     leading: int = 0
-    gathers: bool = False
+    exchange: Exchange = "none"
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,15 @@ class KernelRow:
     """A kernel, its description, the features of `FEATURES` that it lacks, and why it cannot run on
     a device (empty if it can).
 
-    `partitioned`: the compiler cannot divide it among devices, so that each device computes its own
-    rows and heads (`jax.shard_map`).
+    `on_mesh` runs it on the devices of a mesh: `on_each_device` if the compiler cannot divide it
+    among them.
     """
 
     run: Kernel
     what: str
     lacks: frozenset[str] = frozenset()
     device: Callable[[Case], str] = lambda case: ""
-    partitioned: bool = False
+    on_mesh: Callable[..., jax.Array] = placed
 
     def refuses(self, case: Case) -> str:
         """Why the kernel cannot serve a training run; empty if it can."""
@@ -86,9 +87,9 @@ class KernelRow:
         missing = self.lacks & _features_of_run(case)
         return next((reason for name, reason in FEATURES.items() if name in missing), "")
 
-    def serves(self, mask: AttentionMask) -> bool:
-        """Whether the kernel can serve a call."""
-        return not self.lacks & _features_of_call(mask)
+    def serves(self, mask: AttentionMask, heads: int) -> bool:
+        """Whether the kernel can serve a call of so many query heads."""
+        return not self.lacks & _features_of_call(mask, heads)
 
 
 # Features that not every kernel has, and why a run that needs one cannot use a kernel without it.
@@ -100,6 +101,7 @@ FEATURES = {
     "window to both sides": "its window is to the left, and an encoder's is to both sides",
     "value width": "its values are as wide as its keys, and model.value_dim is set",
     "positions": "its positions are the index, and these rows have their own",
+    "one device": "its keys pass between the devices of mesh.context, which is 1",
     "leading": "it has no keys that all segments see, as those of adapter.kind=prompt and prefix",
     "divided queries": "it needs all queries of a row, and mesh.tensor x mesh.context does not divide"
     " model.n_heads",
@@ -125,7 +127,8 @@ def _features_of_run(case: Case) -> set[str]:
         "window to both sides": model.window and model.family != "decoder",
         "value width": model.value_width != model.head_width,
         "leading": case.leading,
-        "divided queries": case.gathers,
+        "divided queries": case.exchange == "gather",
+        "one device": case.exchange == "none",
         "dropout": model.dropout,
         "score bias": model.positions in BIASED_SCORES,
         "soft-cap": model.attention_soft_cap,
@@ -134,18 +137,22 @@ def _features_of_run(case: Case) -> set[str]:
     return {name for name, value in needed.items() if value}
 
 
-def _features_of_call(mask: AttentionMask) -> set[str]:
+def _features_of_call(mask: AttentionMask, heads: int) -> set[str]:
     """The names in `FEATURES` of what one call needs."""
     sides, scoring = (mask.queries, mask.keys), mask.scoring
     segments = any(side.segments is not None for side in sides)
+    lengths = [side.positions.shape[-1] for side in sides]
+    exchanges = [exchange_of(length, heads) for length in lengths]
     needed = {
         "segments": segments,
         "many segments": segments and not 0 < mask.max_segments <= MOST_SEGMENTS,
-        "any length": any(side.positions.shape[-1] % 128 for side in sides),
+        "any length": any(length % 128 for length in lengths),
         "window": mask.window,
         "window to both sides": mask.window and not mask.causal,
         "positions": mask.causal and not all(side.ordered for side in sides),
         "leading": mask.leading,
+        "divided queries": exchanges[0] == "gather",
+        "one device": "none" in exchanges,
         "dropout": mask.dropout[0] and mask.dropout[1] is not None,
         "score bias": scoring.bias is not None,
         "soft-cap": scoring.soft_cap,
@@ -180,34 +187,36 @@ KERNELS: Table[KernelRow] = Table(
     AttentionKernel,
     {
         "cudnn": KernelRow(
-            _cudnn, "cuDNN attention", CUDNN | SCORES, _cudnn_device, partitioned=True
+            _cudnn, "cuDNN attention", CUDNN | SCORES, _cudnn_device, on_each_device
         ),
         "tpu": KernelRow(
-            _splash,
-            "Pallas splash attention",
-            EVERY | {"score bias"},
-            _tpu_device,
-            partitioned=True,
+            _splash, "Pallas splash attention", EVERY | {"score bias"}, _tpu_device, on_each_device
         ),
         "flash": KernelRow(
             _flash,
             "Pallas flash attention",
             EVERY | {"soft-cap", "sinks", "window", "value width", "any length"},
             _tpu_device,
-            partitioned=True,
+            on_each_device,
         ),
         "blocked": KernelRow(
             blocked_attention,
             "blocked attention with a saved log-sum-exp",
             frozenset({"divided queries"}),
         ),
+        "ring": KernelRow(
+            ring_attention,
+            "ring attention over mesh.context",
+            frozenset({"dropout", "leading", "score bias", "one device"}),
+            on_mesh=around_ring,
+        ),
         "xla": KernelRow(plain, "plain XLA attention"),
     },
     besides=("auto",),
 )
 PREFERRED = {
-    "gpu": ("cudnn", "blocked", "xla"),
-    "tpu": ("tpu", "flash", "blocked", "xla"),
+    "gpu": ("cudnn", "blocked", "ring", "xla"),
+    "tpu": ("tpu", "flash", "blocked", "ring", "xla"),
     "cpu": ("blocked", "xla"),
 }
 
@@ -218,13 +227,9 @@ def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
     a run is also called with a cache and with padded prompts.
     """
     row = KERNELS["xla" if kernel == "auto" else kernel]
-    exchange = exchange_of(q.shape[1], q.shape[2])
-    if not row.serves(mask) or (exchange == "gather" and "divided queries" in row.lacks):
+    if not row.serves(mask, q.shape[2]):
         row = KERNELS["xla"]
-    # Dropped weights are the same on every mesh where the compiler divides them.
-    drops = mask.dropout[0] and mask.dropout[1] is not None
-    on_device = row.partitioned or (exchange == "heads" and not drops)
-    return (on_each_device if on_device else placed)(row.run, q, k, v, mask)
+    return row.on_mesh(row.run, q, k, v, mask)
 
 
 def _passed_over(name: str, case: Case) -> str:

@@ -402,8 +402,8 @@ def with_kernel(
     shared = adapter.kind == "prefix" or (adapter.kind, model.family) == ("prompt", "decoder")
     prefix = adapter.tokens if shared else 0
     check_length(mesh, length)
-    gathers = exchange_of(length, model.n_heads, mesh.shape) == "gather"
-    case = kernels.Case(on, dtype, length, segments, model, _capability(mesh), prefix, gathers)
+    exchange = exchange_of(length, model.n_heads, mesh.shape)
+    case = kernels.Case(on, dtype, length, segments, model, _capability(mesh), prefix, exchange)
     kernel: Any
     kernel, reason = kernels.choose(model.attention_kernel, case)
     selected = dataclasses.replace(

@@ -1,0 +1,353 @@
+"""Ring attention: each device keeps its own queries, and keys and values pass from device to
+device, so that none ever has those of all tokens (arXiv:2310.01889).
+
+              step 0    step 1    step 2    step 3
+    device 0  keys 0    keys 3    keys 2    keys 1
+    device 1  keys 1    keys 0    keys 3    keys 2
+    device 2  keys 2    keys 1    keys 0    keys 3
+    device 3  keys 3    keys 2    keys 1    keys 0
+
+The forward pass has a running maximum, sum and output of each query (arXiv:2205.14135) and saves
+the log-sum-exp. In the backward pass the gradients of keys and values pass around with them. Both
+go through blocks of queries and keys, and leave out those of which the mask hides all: what is
+computed follows from positions and segments alone, whatever the order of the tokens.
+
+In plain JAX, for rows whose keys fit on no device and whose heads the devices do not divide.
+Reverse mode only.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jaxformer.arrays.sharding import activation, free_axes
+from jaxformer.layers.exchange import BY_TOKENS, CONTEXT, Kernel
+from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
+
+# The most queries and keys of a block: its scores take memory as their product.
+LONGEST_BLOCK = 1024
+# Less than every score, and finite, so that the difference of two of them is a number.
+LEAST = -1e30
+
+
+class Static(NamedTuple):
+    """What is known when the function is traced: the number of devices in the ring, the direction
+    and the window of the mask, and how scores are computed."""
+
+    devices: int
+    causal: bool
+    window: int
+    scale: float
+    soft_cap: float
+
+
+class Keys(NamedTuple):
+    """What passes around: k [B, S, K, H], v [B, S, K, W], and the positions and segments [B, S] of
+    the keys; segments are None where rows have none."""
+
+    k: jax.Array
+    v: jax.Array
+    positions: jax.Array
+    segments: jax.Array | None
+
+
+class Queries(NamedTuple):
+    """What stays: q [B, T, N, H], the positions and segments [B, T] of the queries, and the sinks
+    [N] or None."""
+
+    q: jax.Array
+    positions: jax.Array
+    segments: jax.Array | None
+    sinks: jax.Array | None
+
+
+class Running(NamedTuple):
+    """The output so far, not yet divided by the total [B, K, G, T, W], and of each query the
+    largest score and the sum of exp(score - largest) [B, K, G, T, 1]; float32."""
+
+    out: jax.Array
+    largest: jax.Array
+    total: jax.Array
+
+
+def around_ring(
+    run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
+) -> jax.Array:
+    """`run`, a function of the tokens of each device, on the mesh in force: [B, T, N, H],
+    [B, S, K, H], [B, S, K, W] -> [B, T, N, W]."""
+    of_queries = activation(q.shape, BY_TOKENS)
+    batch, tokens, heads, _ = of_queries
+    # Each device needs the key heads of its groups.
+    if heads is not None:
+        devices = free_axes()[heads]
+        k, v = (jnp.repeat(x, devices // math.gcd(devices, x.shape[2]), 2) for x in (k, v))
+    of_layout, per_head = PartitionSpec(batch, tokens), PartitionSpec(heads)
+
+    def local(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        sides: tuple[TokenLayout, TokenLayout],
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        queries, keys = sides
+        scoring = mask.scoring._replace(sinks=sinks)
+        return run(q, k, v, mask._replace(scoring=scoring, queries=queries, keys=keys))
+
+    divided = jax.shard_map(
+        local,
+        in_specs=(of_queries, of_queries, of_queries, of_layout, per_head),
+        out_specs=of_queries,
+        axis_names={*free_axes()},
+        check_vma=False,
+    )
+    out: jax.Array = divided(q, k, v, (mask.queries, mask.keys), mask.scoring.sinks)
+    return out
+
+
+def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    """softmax(q k^T / sqrt(H)) v of the queries of a device and the keys of all devices of the
+    ring, inside `jax.shard_map`: [B, T, N, H], [B, S, K, H], [B, S, K, W] -> [B, T, N, W]."""
+    scoring: Scoring = mask.scoring
+    static = Static(
+        jax.lax.axis_size(CONTEXT),
+        mask.causal,
+        mask.window,
+        scoring.scale or 1 / math.sqrt(q.shape[-1]),
+        scoring.soft_cap,
+    )
+    queries = Queries(q, mask.queries.positions, mask.queries.segments, scoring.sinks)
+    keys = Keys(k, v, mask.keys.positions, mask.keys.segments)
+    return _ring(queries, keys, static)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _ring(queries: Queries, keys: Keys, static: Static) -> jax.Array:
+    return _forward(queries, keys, static)[0]
+
+
+def _forward(queries: Queries, keys: Keys, static: Static) -> tuple[jax.Array, Any]:
+    q = _heads_first(queries.q, keys.k.shape[2])  # [B, K, G, T, H]
+    shape, width = q.shape[:-1], keys.v.shape[-1]
+    running = Running(
+        jnp.zeros((*shape, width), jnp.float32),
+        jnp.full((*shape, 1), LEAST),
+        jnp.zeros((*shape, 1), jnp.float32),
+    )
+    if queries.sinks is not None:
+        # A sink is a key that is there from the beginning, and has no value.
+        sinks = queries.sinks.reshape(*shape[1:3], 1, 1).astype(jnp.float32)
+        largest = jnp.broadcast_to(sinks, running.largest.shape)
+        running = running._replace(largest=largest, total=jnp.ones_like(running.total))
+    # Blocks of queries are on the first axis, as `jax.lax.map` goes through them.
+    blocks = _query_blocks(queries, q)
+
+    def step(carry: tuple[Running, Keys], _: None) -> tuple[tuple[Running, Keys], None]:
+        running, keys = carry
+        of_keys = _key_blocks(keys)
+
+        def of_block(item: tuple[Any, Running]) -> Running:
+            block, before = item
+
+            def add(running: Running, key_block: Any) -> tuple[Running, None]:
+                allowed = _allowed(block, key_block, static)
+                return jax.lax.cond(
+                    jnp.any(allowed),
+                    lambda running: _added(running, block, key_block, allowed, static),
+                    lambda running: running,
+                    running,
+                ), None
+
+            return jax.lax.scan(add, before, of_keys)[0]
+
+        running = jax.lax.map(of_block, (blocks, running))
+        return (running, _passed_on(keys, static)), None
+
+    number = blocks.q.shape[0]
+    split = Running(*(_split(x, 3, number) for x in running))
+    (split, _), _ = jax.lax.scan(step, (split, keys), length=static.devices)
+    running = Running(*(_joined(x, 3) for x in split))
+    total = jnp.where(running.total == 0, 1, running.total)
+    out = _heads_last(running.out / total).astype(queries.q.dtype)
+    out = checkpoint_name(out, "attention")
+    log_sum = checkpoint_name(running.largest + jnp.log(total), "attention")
+    return out, (queries, keys, out, log_sum)
+
+
+def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Queries, Keys]:
+    queries, keys, out, log_sum = saved
+    heads = keys.k.shape[2]
+    q, d_outs, outs = (_heads_first(x, heads) for x in (queries.q, d_out, out))
+    # The sum of weights * d_weights over the keys is that of d_out * out over the width.
+    inner = jnp.sum(d_outs.astype(jnp.float32) * outs, axis=-1, keepdims=True)
+    blocks = _query_blocks(queries, q)
+    number = blocks.q.shape[0]
+    of_queries = tuple(_split(x, 3, number) for x in (d_outs, log_sum, inner))
+
+    def step(carry: Any, _: None) -> tuple[Any, None]:
+        d_q, keys, d_keys = carry
+        of_keys = _key_blocks(keys)
+
+        def of_block(d_keys: Any, item: Any) -> tuple[Any, jax.Array]:
+            block, (d_out, log_sum, inner), d_q = item
+
+            def add(d_q: jax.Array, pair: Any) -> tuple[jax.Array, Any]:
+                key_block, d_block = pair
+                allowed = _allowed(block, key_block, static)
+                rows = (d_out, log_sum, inner)
+                return jax.lax.cond(
+                    jnp.any(allowed),
+                    lambda d_q: _gradients(d_q, d_block, block, rows, key_block, allowed, static),
+                    lambda d_q: (d_q, d_block),
+                    d_q,
+                )
+
+            d_q, d_keys = jax.lax.scan(add, d_q, (of_keys, d_keys))
+            return d_keys, d_q
+
+        d_keys, d_q = jax.lax.scan(of_block, d_keys, (blocks, of_queries, d_q))
+        # The gradients of the keys move with them, and are at home after the last step.
+        return (d_q, _passed_on(keys, static), _passed_on(d_keys, static)), None
+
+    of_keys = _key_blocks(keys)
+    d_keys = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (of_keys.k, of_keys.v))
+    d_q = jnp.zeros(blocks.q.shape, jnp.float32)
+    (d_q, _, (d_k, d_v)), _ = jax.lax.scan(step, (d_q, keys, d_keys), length=static.devices)
+    d_q = _heads_last(_joined(d_q, 3)).astype(queries.q.dtype)
+    d_k, d_v = (jnp.swapaxes(_joined(x, 2), 1, 2).astype(keys.k.dtype) for x in (d_k, d_v))
+    d_sinks = None
+    if queries.sinks is not None:
+        # A sink has the weight exp(sink - log_sum) and no value, so its d_weights is 0.
+        sinks = queries.sinks.reshape(*log_sum.shape[1:3], 1, 1)
+        by_head = -jnp.sum(jnp.exp(sinks - log_sum) * inner, axis=(0, 3, 4))
+        d_sinks = by_head.reshape(queries.sinks.shape).astype(queries.sinks.dtype)
+    return Queries(d_q, None, None, d_sinks), Keys(d_k, d_v, None, None)  # type: ignore[arg-type]
+
+
+_ring.defvjp(_forward, _backward)
+
+
+def _passed_on(tree: Any, static: Static) -> Any:
+    """The arrays of a tree, each from the device before this one in the ring."""
+    to_next = [(i, (i + 1) % static.devices) for i in range(static.devices)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, to_next), tree)
+
+
+def _allowed(block: Any, key_block: Any, static: Static) -> jax.Array:
+    """bool [B or 1, queries, keys]: what the queries of a block see of the keys of another."""
+    mask = AttentionMask(
+        TokenLayout(block.positions, block.segments),
+        TokenLayout(key_block.positions, key_block.segments),
+        static.causal,
+        static.window,
+    )
+    allowed = visible(mask)
+    shape = (1, block.positions.shape[1], key_block.positions.shape[1])
+    return jnp.ones(shape, bool) if allowed is None else allowed
+
+
+def _scores(q: jax.Array, k: jax.Array, static: Static) -> tuple[jax.Array, jax.Array | None]:
+    """The scores [B, K, G, queries, keys], float32, and tanh(score / cap) with a soft-cap."""
+    scores = _product("BKGTH,BKSH->BKGTS", q, k) * static.scale
+    if not static.soft_cap:
+        return scores, None
+    bent = jnp.tanh(scores / static.soft_cap)
+    return static.soft_cap * bent, bent
+
+
+def _added(
+    running: Running, block: Any, key_block: Any, allowed: jax.Array, static: Static
+) -> Running:
+    """The running output of a block of queries with a block of keys."""
+    allowed = allowed[:, None, None]
+    scores, _ = _scores(block.q, key_block.k, static)
+    scores = jnp.where(allowed, scores, LEAST)
+    largest = jnp.maximum(running.largest, jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.where(allowed, jnp.exp(scores - largest), 0)
+    shrink = jnp.exp(running.largest - largest)
+    out = _product("BKGTS,BKSH->BKGTH", weights, key_block.v)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return Running(running.out * shrink + out, largest, running.total * shrink + total)
+
+
+def _gradients(
+    d_q: jax.Array,
+    d_block: tuple[jax.Array, jax.Array],
+    block: Any,
+    rows: tuple[jax.Array, jax.Array, jax.Array],
+    key_block: Any,
+    allowed: jax.Array,
+    static: Static,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The gradients of a block of queries, and of a block of keys and values, with what this pair
+    of blocks adds to them. `rows` are d_out, the log-sum-exp and the inner sum of the queries."""
+    (d_out, log_sum, inner), (d_k, d_v) = rows, d_block
+    scores, bent = _scores(block.q, key_block.k, static)
+    weights = jnp.where(allowed[:, None, None], jnp.exp(scores - log_sum), 0)
+    d_weights = _product("BKGTH,BKSH->BKGTS", d_out, key_block.v)
+    d_scores = weights * (d_weights - inner) * static.scale
+    if bent is not None:
+        d_scores = d_scores * (1 - jnp.square(bent))
+    d_q = d_q + _product("BKGTS,BKSH->BKGTH", d_scores, key_block.k)
+    d_k = d_k + _product("BKGTS,BKGTH->BKSH", d_scores, block.q)
+    d_v = d_v + _product("BKGTS,BKGTH->BKSH", weights, d_out)
+    return d_q, (d_k, d_v)
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
+
+
+def _query_blocks(queries: Queries, q: jax.Array) -> Queries:
+    """The queries [B, K, G, T, H], positions and segments, their blocks on a first axis."""
+    number = _blocks_of(q.shape[3])
+    positions, segments = _split_layout(queries.positions, queries.segments, number)
+    return Queries(_split(q, 3, number), positions, segments, None)
+
+
+def _key_blocks(keys: Keys) -> Keys:
+    """Keys and values [B, K, S, H], positions and segments, their blocks on a first axis."""
+    number = _blocks_of(keys.k.shape[1])
+    positions, segments = _split_layout(keys.positions, keys.segments, number)
+    k, v = (_split(jnp.swapaxes(x, 1, 2), 2, number) for x in (keys.k, keys.v))
+    return Keys(k, v, positions, segments)
+
+
+def _split_layout(
+    positions: jax.Array, segments: jax.Array | None, number: int
+) -> tuple[jax.Array, jax.Array | None]:
+    return _split(positions, 1, number), None if segments is None else _split(segments, 1, number)
+
+
+def _blocks_of(length: int) -> int:
+    """The fewest blocks of equal length that are no longer than LONGEST_BLOCK."""
+    fewest = -(-length // LONGEST_BLOCK)
+    return next(number for number in range(fewest, length + 1) if length % number == 0)
+
+
+def _split(x: jax.Array, axis: int, number: int) -> jax.Array:
+    """An axis in so many blocks, which are the first axis."""
+    split = x.reshape(*x.shape[:axis], number, -1, *x.shape[axis + 1 :])
+    return jnp.moveaxis(split, axis, 0)
+
+
+def _joined(x: jax.Array, axis: int) -> jax.Array:
+    """The inverse of `_split`."""
+    blocks = jnp.moveaxis(x, 0, axis)
+    return blocks.reshape(*blocks.shape[:axis], -1, *blocks.shape[axis + 2 :])
+
+
+def _heads_first(x: jax.Array, heads: int) -> jax.Array:
+    """[B, T, N, H] to [B, K, G, T, H]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], heads, -1, x.shape[3]), 1, 3)
+
+
+def _heads_last(x: jax.Array) -> jax.Array:
+    """[B, K, G, T, H] to [B, T, N, H]."""
+    b, k, g, t, h = x.shape
+    return jnp.moveaxis(x, 3, 1).reshape(b, t, k * g, h)
