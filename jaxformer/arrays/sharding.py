@@ -1,8 +1,8 @@
 """Logical axes to mesh axes: the one module that decides how arrays are placed on devices.
 
 Layers name the axes of their arrays; the two tables below map these names to the axes of the mesh
-(data, fsdp, context, tensor). Without a mesh in force (`jax.set_mesh`) every function here returns its
-input.
+(data, fsdp, context, tensor). Without a mesh in force (`jax.set_mesh`) every function here returns
+its input.
 """
 
 import math
@@ -17,8 +17,8 @@ Rules = Mapping[str, tuple[str, ...]]
 
 BOTH = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
 PARAMETERS: Rules = {"embed": ("fsdp", "context"), **BOTH}
-# Axes of `lookup` in params.py: the rows of a batch of one replica of the parameters, the columns of
-# the embedding table that a device has, and those that the devices of its tokens have together.
+# Axes of `lookup` in params.py: the rows of a batch of one replica of the parameters, the columns
+# of the embedding table that a device has, and those that the devices of its rows have together.
 PARTS = {"replica": ("data",), "column": PARAMETERS["embed"], "column_of_rows": ("fsdp",)}
 # Heads while attention has all tokens of them on a device (`layers/exchange.py`).
 EXCHANGED = {"exchanged_heads": ("tensor", "context")}

@@ -7,7 +7,10 @@ those whose tokens the mesh divides (`mesh.context`) get the keys and values tha
     gather   Each device has its own queries and the keys and values of all tokens, once for each
              group of heads; their gradients are summed and scattered (arXiv:2407.21783).
 
-Heads are exchanged wherever the devices divide them.
+Heads are exchanged wherever the devices divide them. Otherwise the first device would have the
+least to do under a causal mask, since its queries see the fewest keys. So the tokens are balanced:
+each of C devices has the pieces i and 2 C - 1 - i of the 2 C pieces of a row, an early and a late
+one.
 """
 
 import math
@@ -16,6 +19,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxformer.arrays.sharding import ACTIVATION_RULES, activation, constrain, free_axes
@@ -54,7 +58,8 @@ def placed(run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
     if not rate or key is None:
         return on_each_device(run, q, k, v, mask)
     # The compiler divides what is drawn, so that every mesh drops the same weights.
-    out = run(*(constrain(x, BY_HEADS) for x in before_exchange(q, k, v)), mask)
+    q, k, v = (constrain(x, BY_HEADS) for x in before_exchange(q, k, v))
+    out = run(q, k, v, mask)
     return constrain(constrain(out, BY_HEADS), BY_TOKENS)
 
 
@@ -64,21 +69,22 @@ def before_exchange(
     """Queries, keys and values by tokens, the heads of keys and values as many as an exchange
     needs. They are placed before and after heads are repeated, or else the compiler would divide
     the heads of weights, too, as those after the exchange."""
-    devices = _devices_along(activation(q.shape, BY_HEADS)[2])
+    heads = activation(q.shape, BY_HEADS)[2]
     q, k, v = (constrain(x, BY_TOKENS) for x in (q, k, v))
-    k, v = (constrain(_repeated(x, devices), BY_TOKENS) for x in (k, v))
+    k, v = (constrain(repeated(x, heads), BY_TOKENS) for x in (k, v))
     return q, k, v
 
 
-def _devices_along(axes: tuple[str, ...] | str | None) -> int:
+def devices_along(axes: tuple[str, ...] | str | None) -> int:
     """The number of devices along an entry of a partition."""
     names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
     return math.prod(free_axes()[name] for name in names)
 
 
-def _repeated(x: jax.Array, devices: int) -> jax.Array:
-    """Keys or values [B, S, K, W], their heads repeated until so many devices, which divide the
-    query heads, divide them too: each device then has the key heads of its groups."""
+def repeated(x: jax.Array, axes: tuple[str, ...] | str | None) -> jax.Array:
+    """Keys or values [B, S, K, W], their heads repeated until the devices along the axes that
+    divide the query heads divide them too: each device then has the key heads of its groups."""
+    devices = devices_along(axes)
     return jnp.repeat(x, devices // math.gcd(devices, x.shape[2]), axis=2)
 
 
@@ -108,7 +114,7 @@ def on_each_device(
     if exchanges:
         q, k, v = before_exchange(q, k, v)
     else:
-        k, v = (_repeated(x, _devices_along(heads)) for x in (k, v))
+        k, v = (repeated(x, heads) for x in (k, v))
     by_tokens = activation(q.shape, BY_TOKENS)
     of_queries = by_tokens if exchanges else by_heads
     of_keys = by_tokens if exchanges_keys else by_heads
@@ -145,3 +151,76 @@ def on_each_device(
     layouts = (mask.queries, mask.keys)
     out: jax.Array = divided(q, k, v, layouts, scoring.bias, scoring.sinks)
     return out
+
+
+def balanced(x: jax.Array) -> jax.Array:
+    """An activation [B, T, ...] with an early and a late piece of each row on every device of
+    mesh.context."""
+    return _rearranged(_to_early_and_late, x)
+
+
+def in_order(x: jax.Array) -> jax.Array:
+    """The inverse of `balanced`."""
+    return _rearranged(_from_early_and_late, x)
+
+
+def balanced_index(length: int, devices: int) -> np.ndarray:
+    """The index in its row of each token of a balanced row, int32 [T]."""
+    pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
+    early, late = pieces[:devices], pieces[devices:][::-1]
+    return np.stack([early, late], axis=1).reshape(-1)
+
+
+def _rearranged(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    by_tokens = activation(x.shape, ("batch", "sequence", *[None] * (x.ndim - 2)))
+    divided = jax.shard_map(
+        run, in_specs=by_tokens, out_specs=by_tokens, axis_names={*free_axes()}, check_vma=False
+    )
+    out: jax.Array = divided(x)
+    return out
+
+
+def _destinations(devices: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(from, to) for the first piece of each device, which is piece 2 i of the row, and for its
+    second, 2 i + 1. Piece p goes to device p or 2 C - 1 - p."""
+    first = [(i, min(2 * i, 2 * devices - 1 - 2 * i)) for i in range(devices)]
+    second = [(i, min(2 * i + 1, 2 * devices - 2 - 2 * i)) for i in range(devices)]
+    return first, second
+
+
+def _to_early_and_late(x: jax.Array) -> jax.Array:
+    """The pieces 2 i and 2 i + 1 of a row [B, T / C, ...] on device i -> the pieces i and
+    2 C - 1 - i."""
+    even, odd = jnp.split(x, 2, axis=1)
+    of_even, of_odd = _destinations(jax.lax.axis_size(CONTEXT))
+    even = jax.lax.ppermute(even, CONTEXT, of_even)
+    odd = jax.lax.ppermute(odd, CONTEXT, of_odd)
+    # Of the pieces i and 2 C - 1 - i, one is even and the other odd.
+    early_is_even = jax.lax.axis_index(CONTEXT) % 2 == 0
+    early = jnp.where(early_is_even, even, odd)
+    late = jnp.where(early_is_even, odd, even)
+    return jnp.concatenate([early, late], axis=1)
+
+
+def _from_early_and_late(x: jax.Array) -> jax.Array:
+    """The inverse of `_to_early_and_late`."""
+    early, late = jnp.split(x, 2, axis=1)
+    early_is_even = jax.lax.axis_index(CONTEXT) % 2 == 0
+    even = jnp.where(early_is_even, early, late)
+    odd = jnp.where(early_is_even, late, early)
+    of_even, of_odd = _destinations(jax.lax.axis_size(CONTEXT))
+    even = jax.lax.ppermute(even, CONTEXT, [(to, start) for start, to in of_even])
+    odd = jax.lax.ppermute(odd, CONTEXT, [(to, start) for start, to in of_odd])
+    return jnp.concatenate([even, odd], axis=1)
+
+
+def gathered_in_order(x: jax.Array, in_pieces: bool) -> jax.Array:
+    """The keys or values of all devices [B, S, K, W], in the order of their rows, from those of one
+    [B, S / C, K, W], inside `jax.shard_map`; `in_pieces`: they are balanced. Their gradients are
+    summed and scattered."""
+    if not in_pieces:
+        return jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+    early, late = (jax.lax.all_gather(piece, CONTEXT) for piece in jnp.split(x, 2, axis=1))
+    # [2 C, B, S / 2 C, K, W]: the late pieces come from the last device first.
+    pieces = jnp.moveaxis(jnp.concatenate([early, late[::-1]]), 0, 1)
+    return pieces.reshape(x.shape[0], -1, *x.shape[2:])

@@ -7,16 +7,17 @@ for a training run and gives the reason.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
+from jaxformer.arrays.sharding import free_axes
 from jaxformer.config.model import BIASED_SCORES, AttentionKernel, ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.files import ConfigError
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.dot_product import plain
-from jaxformer.layers.exchange import Exchange, Kernel, exchange_of, on_each_device, placed
+from jaxformer.layers.exchange import CONTEXT, Exchange, Kernel, exchange_of, on_each_device, placed
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.ring import around_ring, ring_attention
 
@@ -32,6 +33,12 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> ja
     from jaxformer.layers.pallas import splash_attention
 
     return splash_attention(q, k, v, mask)
+
+
+def _splash_on_mesh(run: Kernel, *inputs: Any) -> jax.Array:
+    from jaxformer.layers.pallas import splash_on_mesh
+
+    return splash_on_mesh(run, *inputs)
 
 
 def _flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -70,7 +77,7 @@ class KernelRow:
     a device (empty if it can).
 
     `on_mesh` runs it on the devices of a mesh: `on_each_device` if the compiler cannot divide it
-    among them.
+    among them. `balanced` are the exchanges in which it reads `exchange.balanced` tokens.
     """
 
     run: Kernel
@@ -78,6 +85,7 @@ class KernelRow:
     lacks: frozenset[str] = frozenset()
     device: Callable[[Case], str] = lambda case: ""
     on_mesh: Callable[..., jax.Array] = placed
+    balanced: tuple[Exchange, ...] = ()
 
     def refuses(self, case: Case) -> str:
         """Why the kernel cannot serve a training run; empty if it can."""
@@ -103,8 +111,8 @@ FEATURES = {
     "positions": "its positions are the index, and these rows have their own",
     "one device": "its keys pass between the devices of mesh.context, which is 1",
     "leading": "it has no keys that all segments see, as those of adapter.kind=prompt and prefix",
-    "divided queries": "it needs all queries of a row, and mesh.tensor x mesh.context does not divide"
-    " model.n_heads",
+    "divided queries": "it needs all tokens of a row, and mesh.tensor x mesh.context does not"
+    " divide model.n_heads",
     "dropout": "it has no dropout of attention weights, and model.dropout is set",
     "score bias": "it has no bias of the scores, and model.positions adds one",
     "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
@@ -149,7 +157,7 @@ def _features_of_call(mask: AttentionMask, heads: int) -> set[str]:
         "any length": any(length % 128 for length in lengths),
         "window": mask.window,
         "window to both sides": mask.window and not mask.causal,
-        "positions": mask.causal and not all(side.ordered for side in sides),
+        "positions": mask.causal and not (mask.balanced or all(side.ordered for side in sides)),
         "leading": mask.leading,
         "divided queries": exchanges[0] == "gather",
         "one device": "none" in exchanges,
@@ -209,6 +217,7 @@ KERNELS: Table[KernelRow] = Table(
             "ring attention over mesh.context",
             frozenset({"dropout", "leading", "score bias", "one device"}),
             on_mesh=around_ring,
+            balanced=("heads", "gather"),
         ),
         "xla": KernelRow(plain, "plain XLA attention"),
     },
@@ -230,6 +239,16 @@ def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
     if not row.serves(mask, q.shape[2]):
         row = KERNELS["xla"]
     return row.on_mesh(row.run, q, k, v, mask)
+
+
+def reads_balanced(kernel: str, mask: AttentionMask, heads: int) -> bool:
+    """Whether the named kernel wants the tokens of such a call balanced over mesh.context, because
+    a causal mask would give the devices unequal work."""
+    length = mask.queries.positions.shape[1]
+    exchange = exchange_of(length, heads)
+    halves = length % (2 * free_axes().get(CONTEXT, 1)) == 0
+    row = KERNELS["xla" if kernel == "auto" else kernel]
+    return exchange in row.balanced and mask.causal and halves and row.serves(mask, heads)
 
 
 def _passed_over(name: str, case: Case) -> str:

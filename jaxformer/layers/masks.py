@@ -50,7 +50,8 @@ class AttentionMask(NamedTuple):
     which there are no distances. `max_segments` bounds the segment ids; 0: not known. `dropout` is
     the rate and the key of the dropout of weights; without a key nothing is dropped. `leading` keys
     come before those of `keys`, at the positions 0 .. leading - 1 of every segment: each query that
-    is not padding sees all of them, whatever its segment and the window.
+    is not padding sees all of them, whatever its segment and the window. `balanced`: the tokens of
+    all devices of mesh.context are in the order of `exchange.balanced`.
     """
 
     queries: TokenLayout
@@ -62,6 +63,7 @@ class AttentionMask(NamedTuple):
     max_segments: int = 0
     dropout: tuple[float, jax.Array | None] = (0.0, None)
     leading: int = 0
+    balanced: bool = False
 
 
 def layout_of(

@@ -8,11 +8,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.arrays.hardware import name_of
-from jaxformer.arrays.sharding import platform
-from jaxformer.layers.masks import AttentionMask, sees_any, segment_ids
+from jaxformer.arrays.sharding import activation, free_axes, platform
+from jaxformer.layers.exchange import (
+    BY_TOKENS,
+    CONTEXT,
+    Kernel,
+    balanced_index,
+    devices_along,
+    exchange_of,
+    gathered_in_order,
+    in_order,
+    on_each_device,
+    repeated,
+)
+from jaxformer.layers.masks import AttentionMask, TokenLayout, sees_any, segment_ids
 
 # The kernels take lengths that are multiples of it; rows are padded to the next one.
 LANES = 128
@@ -65,42 +79,105 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMa
     are not computed. Rows may have any length: they are padded, and the padding is a segment of its
     own. A query that sees nothing gives 0.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-
-    length, scoring = q.shape[1], mask.scoring
-    scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
-    # The kernel has no scale.
-    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    heads_first = [jnp.swapaxes(_padded(x, 1), 1, 2) for x in (q, k, v)]
+    heads_first = [jnp.swapaxes(_padded(x, 1), 1, 2) for x in (_scaled(q, mask), k, v)]
     # The points q, k and v of `model.remat` are the arrays that the kernel reads.
     heads_first = [checkpoint_name(x, n) for x, n in zip(heads_first, "qkv", strict=True)]
-    rows, keys = heads_first[0].shape[2], heads_first[1].shape[2]
+    shape = heads_first[0].shape[2], heads_first[1].shape[2]
+    kernel = _splash_kernel(q.shape[2], shape, mask)
+    return _splash(kernel, heads_first, mask, padded=shape != (q.shape[1], k.shape[1]))
+
+
+def splash_on_mesh(
+    run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
+) -> jax.Array:
+    """`splash_attention` on the devices of the mesh in force. Where the devices divide the tokens
+    but not the heads, each has its own queries and the keys of all tokens."""
+    devices = free_axes().get(CONTEXT, 1)
+    if exchange_of(q.shape[1], q.shape[2]) != "gather" or k.shape[1] % devices:
+        return on_each_device(run, q, k, v, mask)
+    by_tokens = activation(q.shape, BY_TOKENS)
+    batch, tokens, heads, _ = by_tokens
+    k, v = (repeated(x, heads) for x in (k, v))
+    of_device = q.shape[2] // devices_along(heads)
+    kernel = _splash_kernel(of_device, (q.shape[1], k.shape[1]), mask, devices)
+    mesh = jax.sharding.get_abstract_mesh()
+    of_kernel = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, tokens)))
+
+    def local(
+        kernel: Any,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        sides: tuple[TokenLayout, TokenLayout],
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        # The points of `model.remat` are the keys and values of the device; those of the others are
+        # gathered again for the backward pass.
+        q, k, v = (
+            checkpoint_name(x, n) for x, n in zip((_scaled(q, mask), k, v), "qkv", strict=True)
+        )
+        k, v = (gathered_in_order(x, mask.balanced) for x in (k, v))
+        queries, keys = sides
+        scoring = mask.scoring._replace(sinks=sinks)
+        local_mask = mask._replace(queries=queries, keys=keys, scoring=scoring)
+        return _splash(kernel, [jnp.swapaxes(x, 1, 2) for x in (q, k, v)], local_mask)
+
+    # Each device has the positions and segments of its own queries, and of all keys, in order.
+    keys = mask.keys
+    if mask.balanced:
+        keys = jax.tree.map(in_order, keys)
+    of_layouts = (PartitionSpec(batch, tokens), PartitionSpec(batch))
+    divided = jax.shard_map(
+        local,
+        in_specs=(of_kernel, by_tokens, by_tokens, by_tokens, of_layouts, PartitionSpec(heads)),
+        out_specs=by_tokens,
+        axis_names={*free_axes()},
+        check_vma=False,
+    )
+    out: jax.Array = divided(kernel, q, k, v, (mask.queries, keys), mask.scoring.sinks)
+    return out
+
+
+def _scaled(q: jax.Array, mask: AttentionMask) -> jax.Array:
+    """Queries times the scale, which the kernel does not have."""
+    scale = mask.scoring.scale or 1 / math.sqrt(q.shape[-1])
+    return (q.astype(jnp.float32) * scale).astype(q.dtype)
+
+
+def _splash(
+    kernel: Any, heads_first: list[jax.Array], mask: AttentionMask, padded: bool = False
+) -> jax.Array:
+    """The kernel on rows of q [B, N, T, H], k [B, K, S, H] and v [B, K, S, W], which may be padded:
+    [B, T, N, W]."""
     ids = None
-    sides = (mask.queries, mask.keys)
-    if (rows, keys) != (length, k.shape[1]) or any(side.segments is not None for side in sides):
-        ids = kernels.SegmentIds(*(_padded(side_ids, 1) for side_ids in segment_ids(mask)))
-    kernel = _splash_kernel(q.shape[2], rows, keys, mask.causal, mask.window, scoring.soft_cap)
+    if padded or any(side.segments is not None for side in (mask.queries, mask.keys)):
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+        ids = splash_attention_kernel.SegmentIds(
+            *(_padded(side_ids, 1) for side_ids in segment_ids(mask))
+        )
 
     # A row has q [N, T, H], k [K, S, H], v [K, S, W] and its ids.
     def of_row(*row: Any) -> jax.Array:
-        return kernel(*row, scoring.sinks)  # type: ignore[no-any-return]
+        return kernel(*row, mask.scoring.sinks)  # type: ignore[no-any-return]
 
+    length = mask.queries.positions.shape[1]
     out = jnp.swapaxes(jax.vmap(of_row)(*heads_first, ids), 1, 2)[:, :length]
     return out if ids is None else jnp.where(sees_any(mask)[..., None, None], out, 0)
 
 
 def _splash_kernel(
-    heads: int, rows: int, keys: int, causal: bool, window: int, soft_cap: float
+    heads: int, shape: tuple[int, int], mask: AttentionMask, devices: int = 1
 ) -> Any:
+    """The kernel for so many heads, and for queries and keys of these numbers, of which each of
+    `devices` has a part of the queries."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    shape = (rows, keys)
-    seen: Any = masks.CausalMask(shape) if causal else masks.FullMask(shape)
-    if window:
-        seen = masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), offset=0)
-    limits = blocks_for("tpu", keys, window)
-    queries, seen_keys = _dividing(rows, limits.queries), _dividing(keys, limits.keys)
+    rows, keys = shape
+    limits = blocks_for("tpu", keys, mask.window)
+    # A block has queries of one piece.
+    pieces = 2 * devices if mask.balanced else devices
+    queries, seen_keys = _dividing(rows // pieces, limits.queries), _dividing(keys, limits.keys)
     blocks = kernels.BlockSizes(
         block_q=queries,
         block_kv=seen_keys,
@@ -111,13 +188,47 @@ def _splash_kernel(
         block_q_dq=queries,
         block_kv_dq=seen_keys,
     )
-    return kernels.make_splash_mha_single_device(
-        masks.MultiHeadMask([seen] * heads),
+    return kernels.make_splash_mha(
+        _splash_mask(heads, shape, mask, devices),
         block_sizes=blocks,
-        attn_logits_soft_cap=soft_cap or None,
+        attn_logits_soft_cap=mask.scoring.soft_cap or None,
         residual_checkpoint_name="attention",
         interpret=platform() == "cpu",
+        head_shards=1,
+        q_seq_shards=devices,
     )
+
+
+@functools.cache
+def _band() -> Any:
+    """A kind of mask of the kernel that follows from the distance of a query and a key."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    class Band(masks.LocalMask):
+        """Of a block the kernel asks whether any pair is seen and whether any is hidden. Here each
+        distance is looked at once, and not each pair, which takes minutes for long rows."""
+
+        def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
+            queries, keys = self.q_sequence[block[0]], np.arange(self.shape[1])[block[1]]
+            distances = np.arange(queries[0] - keys[-1], queries[-1] - keys[0] + 1)
+            allowed: np.ndarray = self.mask_function(distances[:, None], np.zeros((1, 1), int))
+            return allowed
+
+    return Band
+
+
+def _splash_mask(heads: int, shape: tuple[int, int], mask: AttentionMask, devices: int) -> Any:
+    """The mask of positions, which for the kernel are the index in the row."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    if not mask.causal and not mask.window:
+        return masks.MultiHeadMask([masks.FullMask(shape)] * heads)
+
+    back = mask.window - 1 if mask.window else None
+    band = _band()(shape, (back, 0 if mask.causal else back), offset=0)
+    if mask.balanced:
+        band.q_sequence = balanced_index(shape[0], devices)
+    return masks.MultiHeadMask([band] * heads)
 
 
 def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:

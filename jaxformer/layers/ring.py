@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxformer.arrays.sharding import activation, free_axes
-from jaxformer.layers.exchange import BY_TOKENS, CONTEXT, Kernel
+from jaxformer.layers.exchange import BY_TOKENS, CONTEXT, Kernel, repeated
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
 
 # The most queries and keys of a block: its scores take memory as their product.
@@ -82,10 +82,7 @@ def around_ring(
     [B, S, K, H], [B, S, K, W] -> [B, T, N, W]."""
     of_queries = activation(q.shape, BY_TOKENS)
     batch, tokens, heads, _ = of_queries
-    # Each device needs the key heads of its groups.
-    if heads is not None:
-        devices = free_axes()[heads]
-        k, v = (jnp.repeat(x, devices // math.gcd(devices, x.shape[2]), 2) for x in (k, v))
+    k, v = (repeated(x, heads) for x in (k, v))
     of_layout, per_head = PartitionSpec(batch, tokens), PartitionSpec(heads)
 
     def local(

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.arrays.params import Params, Specs, rows, stack, unstack
+from jaxformer.arrays.params import Params, Specs, is_custom, rows, stack, unstack
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.layers.biases import relative_bias_specs, score_bias
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.cache import KVCache
+from jaxformer.layers.exchange import balanced, in_order
+from jaxformer.layers.kernels import reads_balanced
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
@@ -129,13 +131,43 @@ def run_stack(
     if config.positions in BIASED_SCORES:
         bias = score_bias(params.get("relative_bias"), config, call.mask)
     call = call._replace(mask=call.mask._replace(scoring=Scoring(bias=bias)))
+    is_balanced = cache is None and _reads_balanced(params, config, call)
+    if is_balanced:
+        x, call = balanced(x), _balanced_call(call)
     if cache is None and config.layer_loop == "scan":
         out = _scanned(params["blocks"], config, x, call)
     else:
         out = _unrolled(params["blocks"], config, x, call, cache)
+    if is_balanced:
+        out = out._replace(x=in_order(out.x))
     if config.norm_placement != "post":
         out = out._replace(x=norm(params.get("final_norm", {}), config, out.x))
     return out
+
+
+def _reads_balanced(params: Params, config: ModelConfig, call: Call) -> bool:
+    """Whether the layers get the tokens of each row in the order of `exchange.balanced`. Captures
+    and what is dropped go by the index of a token, and so have them in order."""
+    leaves = jax.tree.leaves(params["blocks"], is_leaf=is_custom)
+    drops = any(getattr(leaf, "key", None) is not None for leaf in leaves)
+    if call.request or drops or (config.dropout and call.key is not None):
+        return False
+    return reads_balanced(config.attention_kernel, call.mask, config.n_heads)
+
+
+def _balanced_call(call: Call) -> Call:
+    """The call with its tokens as `balanced` arranges them."""
+
+    def arranged(layout: TokenLayout) -> TokenLayout:
+        return replace(jax.tree.map(balanced, layout), ordered=False)
+
+    mask, source = call.mask, call.source
+    queries = arranged(mask.queries)
+    if source is not None:
+        source = source._replace(mask=source.mask._replace(queries=queries))
+    return call._replace(
+        mask=mask._replace(queries=queries, keys=queries, balanced=True), source=source
+    )
 
 
 def layer_of(config: ModelConfig, call: Call, scanned: bool = False) -> Any:
