@@ -8,11 +8,10 @@ import tempfile
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from learning_steps import a_batch, a_run, step_of
 
 import jaxformer as jf
-from jaxformer.arrays.mesh import MESH_AXES, batch_sharding, make_mesh, parameter_sharding
+from jaxformer.arrays.mesh import batch_sharding, make_mesh, parameter_sharding
 from jaxformer.arrays.params import init_params, map_specs
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.losses import cross_entropy as losses

@@ -7,9 +7,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.pattern import layer_configs
+
+# The axes of cached keys and values: mesh.context divides their slots.
+SLOTS = ("batch", "sequence", "kv_heads", None)
 
 
 class LayerCache(NamedTuple):
@@ -23,7 +27,8 @@ class LayerCache(NamedTuple):
     source: tuple[jax.Array, jax.Array] | None = None
 
     def write(self, k: jax.Array, v: jax.Array) -> "LayerCache":
-        return self._replace(k=_write(self.k, k, self.at), v=_write(self.v, v, self.at))
+        k, v = _write(self.k, k, self.at), _write(self.v, v, self.at)
+        return self._replace(k=constrain(k, SLOTS), v=constrain(v, SLOTS))
 
 
 @struct.dataclass
@@ -71,7 +76,7 @@ def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -
     layers = layer_configs(config, config.n_layers)
 
     def zeros(heads: int, width: int) -> jax.Array:
-        return jnp.zeros((batch, slots, heads, width), dtype)
+        return constrain(jnp.zeros((batch, slots, heads, width), dtype), SLOTS)
 
     k = tuple(zeros(layer.kv_heads, layer.head_width) for layer in layers)
     v = tuple(zeros(layer.kv_heads, layer.value_width) for layer in layers)

@@ -58,7 +58,8 @@ class Case(NamedTuple):
 
     `segments` is the highest segment id of its rows: 1 for padded rows, 0 for rows without ids.
     `capability` is the compute capability of an NVIDIA GPU; `leading` the number of leading keys
-    that all queries see; `exchange`: how devices that divide the tokens of a row get its keys.
+    that all queries see; `exchange`: how the devices of `context`, which divide the tokens of a
+    row, get its keys.
     """
 
     platform: str
@@ -69,6 +70,7 @@ class Case(NamedTuple):
     capability: tuple[int, ...] = HOPPER
     leading: int = 0
     exchange: Exchange = "none"
+    context: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ FEATURES = {
     "window to both sides": "its window is to the left, and an encoder's is to both sides",
     "value width": "its values are as wide as its keys, and model.value_dim is set",
     "positions": "its positions are the index, and these rows have their own",
+    "short pieces": "each device has two pieces of a row, which are multiples of 128 tokens, and"
+    " data.sequence_length / (2 mesh.context) is not",
     "one device": "its keys pass between the devices of mesh.context, which is 1",
     "leading": "it has no keys that all segments see, as those of adapter.kind=prompt and prefix",
     "divided queries": "it needs all tokens of a row, and mesh.tensor x mesh.context does not"
@@ -136,6 +140,7 @@ def _features_of_run(case: Case) -> set[str]:
         "value width": model.value_width != model.head_width,
         "leading": case.leading,
         "divided queries": case.exchange == "gather",
+        "short pieces": case.exchange == "gather" and case.length % (256 * case.context),
         "one device": case.exchange == "none",
         "dropout": model.dropout,
         "score bias": model.positions in BIASED_SCORES,
@@ -160,6 +165,8 @@ def _features_of_call(mask: AttentionMask, heads: int) -> set[str]:
         "positions": mask.causal and not (mask.balanced or all(side.ordered for side in sides)),
         "leading": mask.leading,
         "divided queries": exchanges[0] == "gather",
+        "short pieces": exchanges[0] == "gather"
+        and any(length % (256 * free_axes()[CONTEXT]) for length in lengths),
         "one device": "none" in exchanges,
         "dropout": mask.dropout[0] and mask.dropout[1] is not None,
         "score bias": scoring.bias is not None,
@@ -198,7 +205,12 @@ KERNELS: Table[KernelRow] = Table(
             _cudnn, "cuDNN attention", CUDNN | SCORES, _cudnn_device, on_each_device
         ),
         "tpu": KernelRow(
-            _splash, "Pallas splash attention", EVERY | {"score bias"}, _tpu_device, on_each_device
+            _splash,
+            "Pallas splash attention",
+            (EVERY - {"divided queries"}) | {"score bias", "short pieces"},
+            _tpu_device,
+            _splash_on_mesh,
+            balanced=("gather",),
         ),
         "flash": KernelRow(
             _flash,

@@ -92,9 +92,9 @@ def splash_on_mesh(
 ) -> jax.Array:
     """`splash_attention` on the devices of the mesh in force. Where the devices divide the tokens
     but not the heads, each has its own queries and the keys of all tokens."""
-    devices = free_axes().get(CONTEXT, 1)
-    if exchange_of(q.shape[1], q.shape[2]) != "gather" or k.shape[1] % devices:
+    if exchange_of(q.shape[1], q.shape[2]) != "gather":
         return on_each_device(run, q, k, v, mask)
+    devices = free_axes()[CONTEXT]
     by_tokens = activation(q.shape, BY_TOKENS)
     batch, tokens, heads, _ = by_tokens
     k, v = (repeated(x, heads) for x in (k, v))

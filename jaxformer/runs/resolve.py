@@ -403,7 +403,17 @@ def with_kernel(
     prefix = adapter.tokens if shared else 0
     check_length(mesh, length)
     exchange = exchange_of(length, model.n_heads, mesh.shape)
-    case = kernels.Case(on, dtype, length, segments, model, _capability(mesh), prefix, exchange)
+    case = kernels.Case(
+        on,
+        dtype,
+        length,
+        segments,
+        model,
+        capability=_capability(mesh),
+        leading=prefix,
+        exchange=exchange,
+        context=mesh.shape["context"],
+    )
     kernel: Any
     kernel, reason = kernels.choose(model.attention_kernel, case)
     selected = dataclasses.replace(

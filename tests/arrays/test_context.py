@@ -1,0 +1,142 @@
+"""Rows divided over mesh.context: eight forced host devices, in a process of their own, equal one
+device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxformer.arrays.mesh import make_mesh
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import DataConfig, RunConfig
+from jaxformer.config.train import MeshConfig, TrainConfig
+from jaxformer.files import ConfigError
+from jaxformer.layers.exchange import exchange_of
+from jaxformer.tools.plan.planned import planned_run
+
+HERE = Path(__file__).parents[1]
+GROUP = pytest.mark.xdist_group("context devices")
+
+
+def on_eight_devices(*arguments):
+    """What context_devices.py prints."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    command = [sys.executable, HERE / "context_devices.py", *arguments]
+    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="session")
+def report():
+    return on_eight_devices()
+
+
+def assert_equal_to_one_device(steps, number):
+    assert len(steps) == number
+    for case, errors in steps.items():
+        assert errors["loss"] < 1e-6 and errors["params"] < 2e-6, (case, errors)
+
+
+@GROUP
+def test_a_step_with_divided_rows_equals_the_single_device_step(report):
+    assert_equal_to_one_device(report["steps"], 15)
+
+
+@GROUP
+def test_every_kernel_equals_the_plain_one_on_divided_rows_forward_and_backward(report):
+    assert len(report["attentions"]) == 30
+    assert max(report["attentions"].values()) < 2e-6, report["attentions"]
+
+
+@GROUP
+def test_splash_attention_gathers_keys_where_devices_divide_no_heads(report):
+    assert report["splash"]["error"] < 1e-6
+    assert report["splash"]["balanced"]
+
+
+@GROUP
+def test_decoding_with_a_divided_cache_gives_the_same_tokens(report):
+    decoding = report["decoding"]
+    assert decoding["several"] == decoding["one"]
+    assert decoding["share"] == 8
+
+
+@GROUP
+def test_balanced_rows_have_an_early_and_a_late_piece_on_each_device(report):
+    assert report["arrangement"] == [True] * 6
+
+
+@pytest.mark.slow
+@GROUP
+def test_divided_rows_equal_whole_ones_for_every_positional_scheme():
+    assert_equal_to_one_device(on_eight_devices("slow")["steps"], 18)
+
+
+@pytest.mark.parametrize(
+    "heads, sizes, expected",
+    [
+        (12, {"context": 1, "tensor": 2}, "none"),
+        (12, {"context": 4, "tensor": 1}, "heads"),
+        (12, {"context": 2, "tensor": 2}, "heads"),
+        (12, {"context": 8, "tensor": 1}, "gather"),
+        (12, {"context": 4, "tensor": 2}, "gather"),
+    ],
+)
+def test_heads_are_exchanged_where_the_devices_divide_them(heads, sizes, expected):
+    assert exchange_of(64, heads, sizes) == expected
+
+
+def a_run(length=512, heads=4, context=4, kernel="auto", **model):
+    return RunConfig(
+        model=ModelConfig(
+            vocab_size=512, d_model=64, n_layers=2, n_heads=heads, attention_kernel=kernel, **model
+        ),
+        data=DataConfig(sequence_length=length),
+        mesh=MeshConfig(context=context),
+        train=TrainConfig(batch_size=2),
+    )
+
+
+@pytest.mark.parametrize(
+    "device, heads, length, chosen",
+    [
+        ("h100", 4, 512, "cudnn"),
+        ("h100", 2, 512, "ring"),
+        ("v5e", 4, 512, "tpu"),
+        ("v5e", 2, 1024, "tpu"),
+        ("v5e", 2, 512, "ring"),
+    ],
+)
+def test_the_kernel_of_divided_rows_is_one_that_serves_them(device, heads, length, chosen):
+    planned = planned_run(a_run(length, heads), device, 4)
+    assert planned.model.attention_kernel == chosen
+    assert planned.mesh.shape["context"] == 4
+
+
+def test_dropout_of_weights_on_divided_rows_takes_plain_attention():
+    planned = planned_run(a_run(heads=2, dropout=0.1), "h100", 4)
+    assert planned.model.attention_kernel == "xla"
+    assert "not ring: it has no dropout of attention weights" in planned.kernel
+
+
+@pytest.mark.parametrize(
+    "run, message",
+    [
+        (a_run(length=510), "mesh.context=4 does not divide rows of 510 tokens"),
+        (a_run(context=1, kernel="ring"), "mesh.context, which is 1"),
+        (a_run(heads=2, kernel="blocked"), "does not divide model.n_heads"),
+        (a_run(heads=2, kernel="ring", dropout=0.1), "no dropout of attention weights"),
+    ],
+)
+def test_settings_that_do_not_fit_divided_rows_are_refused(run, message):
+    with pytest.raises(ConfigError, match=message):
+        planned_run(run, "cpu", run.mesh.context)
+
+
+def test_the_axis_is_one_unless_it_is_asked_for():
+    assert make_mesh().shape["context"] == 1

@@ -1,0 +1,218 @@
+"""Run on eight forced host devices: what mesh.context divides, beside one device. Prints JSON for
+test_context.py. With the argument "slow": the cases of the slow test alone."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from eight_devices import BERT, SEQUENCE_TO_SEQUENCE, train
+from learning_steps import a_run
+
+import jaxformer as jf
+from jaxformer.arrays.mesh import make_mesh
+from jaxformer.layers import exchange, kernels, ring
+from jaxformer.layers.cache import empty_cache
+from jaxformer.layers.dot_product import plain
+from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
+from jaxformer.losses import cross_entropy as losses
+
+# Sizes of data, fsdp, tensor and context.
+MESHES = {"context 8": (1, 1, 1, 8), "context 4": (2, 1, 1, 4), "context 2": (1, 2, 2, 2)}
+# Changes to the model "llama" of shapes.py, which has four query heads and two key heads: eight
+# devices do not divide them, and four do.
+STEPS = {
+    "rope": {},
+    "dropout": {"dropout": 0.1, "attention_kernel": "blocked"},
+    "ring": {"attention_kernel": "ring"},
+    "encoder-decoder": SEQUENCE_TO_SEQUENCE,
+    "encoder": BERT,
+}
+SLOW_STEPS = {
+    **{scheme: {"positions": scheme} for scheme in ("learned", "sinusoidal", "alibi", "none")},
+    "t5": {"positions": "t5", "attention_kernel": "blocked"},
+    "dynamic": {"rope_scaling": "dynamic", "rope_factor": 2.0, "rope_original_length": 8},
+    "ring of both": SEQUENCE_TO_SEQUENCE | {"positions": "rope", "attention_kernel": "ring"},
+    "scanned ring": {"attention_kernel": "ring", "layer_loop": "scan", "n_layers": 3},
+    "tiles": {},
+}
+
+
+def steps(cases, meshes):
+    """The largest relative error of losses and norms, and the largest of parameters, of the steps
+    of each model on each mesh."""
+    one, report = make_mesh(devices=jax.devices()[:1]), {}
+    for name, changes in cases.items():
+        run = a_run("llama", 16, vocab_size=64, **({"n_layers": 1} | changes))
+        dense = losses.DENSE_LOGITS
+        if name == "tiles":
+            losses.DENSE_LOGITS, losses.TILE_ROWS["cpu"] = 0, 8
+        expected, params, _, first = train(run, one)
+        for label in meshes:
+            data, fsdp, tensor, context = MESHES[label]
+            mesh = make_mesh(data, fsdp, tensor, context=context)
+            computed, placed, _, _ = train(run, mesh, first)
+            apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)
+            report[f"{name}, {label}"] = {
+                "loss": float(np.abs(computed / expected - 1).max()),
+                "params": max(jax.tree.leaves(apart)),
+            }
+        losses.DENSE_LOGITS, losses.TILE_ROWS["cpu"] = dense, 512
+    return report
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """An attention: its numbers of queries, keys, query heads and key heads, and its mask."""
+
+    queries: int = 32
+    keys: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    value_width: int = 8
+    causal: bool = True
+    window: int = 0
+    packed: bool = False
+    soft_cap: float = 0.0
+    sinks: bool = False
+    relative: bool = True
+
+
+ATTENTIONS = {
+    "causal": Attention(),
+    "window, packed, capped, sinks": Attention(
+        window=5, packed=True, soft_cap=3.0, sinks=True, value_width=6
+    ),
+    "packed cross": Attention(keys=48, kv_heads=4, causal=False, packed=True, relative=False),
+    "window to both sides": Attention(heads=6, kv_heads=3, causal=False, window=4),
+    "keys that do not divide": Attention(keys=21, causal=False, relative=False),
+}
+
+
+def gradients(kernel, case):
+    """The output of a kernel, and the gradients of q, k, v and the sinks."""
+    rng = np.random.default_rng(0)
+    shapes = [
+        (2, case.queries, case.heads, 8),
+        (2, case.keys, case.kv_heads, 8),
+        (2, case.keys, case.kv_heads, case.value_width),
+        (2, case.queries, case.heads, case.value_width),
+    ]
+    q, k, v, slope = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    sinks = rng.standard_normal(case.heads).astype(np.float32) if case.sinks else None
+
+    def layout(length):
+        text = np.arange(length)
+        ids = np.where(text < length // 3, 1, np.where(text < length * 5 // 6, 2, 0))
+        segments = jnp.asarray(np.tile(ids, (2, 1)).astype(np.int32)) if case.packed else None
+        return layout_of(jnp.zeros((2, length), jnp.int32), None, segments)
+
+    def run(q, k, v, sinks):
+        scoring = Scoring(0.0, case.soft_cap, None, sinks)
+        sides = layout(case.queries), layout(case.keys)
+        mask = AttentionMask(*sides, case.causal, case.window, scoring, case.relative)
+        return kernel(q, k, v, mask)
+
+    out, back = jax.jit(lambda *arrays: jax.vjp(run, *arrays))(q, k, v, sinks)
+    return out, jax.jit(back)(slope)
+
+
+def attentions():
+    """The largest error of each kernel on each mesh."""
+    report = {}
+    for name, case in ATTENTIONS.items():
+        expected = gradients(plain, case)
+        for label in ("context 8", "context 2"):
+            data, fsdp, tensor, context = MESHES[label]
+            with jax.set_mesh(make_mesh(data, fsdp, tensor, context=context)):
+                for kernel in ("ring", "blocked", "xla"):
+                    computed = gradients(lambda *a, k=kernel: kernels.attend(k, *a), case)
+                    errors = jax.tree.map(
+                        lambda a, b: float(np.abs(np.asarray(a) - b).max()), computed, expected
+                    )
+                    report[f"{name}, {kernel}, {label}"] = max(jax.tree.leaves(errors))
+    return report
+
+
+def splash():
+    """A step in which the devices divide no heads, so that each gathers keys: packed, windowed, and
+    by its lowered text balanced."""
+    changes = {"n_heads": 3, "n_kv_heads": 1, "head_dim": 8, "window": 200, "n_layers": 1}
+    run = a_run("llama", 4, vocab_size=64, max_length=512, **changes)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (4, 512), dtype=np.int32)
+    ids = np.where(np.arange(512) < 150, 1, np.where(np.arange(512) < 450, 2, 0))
+    batch = {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, 1),
+        "weights": np.ones(tokens.shape, np.float32),
+        "segment_ids": np.tile(ids, (4, 1)).astype(np.int32),
+    }
+    params = jf.init(run.model, jax.random.key(0))
+
+    def value(kernel):
+        config = dataclasses.replace(run.model, attention_kernel=kernel)
+
+        def loss(params):
+            total, weight = jf.loss_of("causal", config)(params, batch, None)["loss"]
+            return total / weight
+
+        return jax.jit(jax.value_and_grad(loss))
+
+    expected = value("xla")(params)
+    with jax.set_mesh(make_mesh(4, context=2)):
+        computed = value("tpu")(params)
+        text = value("tpu").lower(params).as_text()
+    errors = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - b).max()), computed, expected)
+    return {"error": max(jax.tree.leaves(errors)), "balanced": "collective_permute" in text}
+
+
+def decoding():
+    """Greedy tokens of one device and of a mesh whose cache is divided, and its share of it."""
+    config = dataclasses.replace(a_run("llama", vocab_size=64).model, max_length=64)
+    params, prompt = jf.init(config, jax.random.key(3)), np.arange(24).reshape(2, 12) % 64
+
+    def generated():
+        out = jf.generate(params, config, prompt.astype(np.int32), max_new_tokens=20, temperature=0)
+        return np.asarray(out).tolist()
+
+    one = generated()
+    with jax.set_mesh(make_mesh(context=8)):
+        cache = jax.jit(lambda: empty_cache(config, 2, 32, jnp.float32))()
+        several = generated()
+        share = cache.k[0].size // cache.k[0].addressable_shards[0].data.size
+    return {"one": one, "several": several, "share": share}
+
+
+def arrangement():
+    """Whether `balanced` is the order of `balanced_index`, and `in_order` its inverse."""
+    x = np.arange(2 * 48 * 3).reshape(2, 48, 3)
+    equal = []
+    for devices in (2, 4, 8):
+        with jax.set_mesh(make_mesh(8 // devices, context=devices)):
+            moved = jax.jit(exchange.balanced)(x)
+            back = jax.jit(exchange.in_order)(moved)
+        index = exchange.balanced_index(48, devices)
+        equal += [np.array_equal(moved, x[:, index]), np.array_equal(back, x)]
+    return equal
+
+
+def main() -> None:
+    ring.LONGEST_BLOCK = 2
+    if sys.argv[1:] == ["slow"]:
+        report = {"steps": steps(SLOW_STEPS, ["context 8", "context 2"])}
+    else:
+        report = {
+            "steps": steps(STEPS, MESHES),
+            "attentions": attentions(),
+            "splash": splash(),
+            "decoding": decoding(),
+            "arrangement": arrangement(),
+        }
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
