@@ -29,11 +29,7 @@ MESHES = {
     "tensor 4": (2, 1, 4),
 }
 # Sizes of the axes data, fsdp, tensor and context.
-CONTEXT_MESHES = {
-    "context 8": (1, 1, 1, 8),
-    "context 4": (2, 1, 1, 4),
-    "context 2": (1, 2, 2, 2),
-}
+CONTEXT_MESHES = {"context 8": (1, 1, 1, 8), "context 4": (2, 1, 1, 4), "context 2": (1, 2, 2, 2)}
 SEQUENCE_TO_SEQUENCE = {
     "family": "encoder_decoder",
     "positions": "t5",

@@ -98,10 +98,15 @@ def splash_on_mesh(
     by_tokens = activation(q.shape, BY_TOKENS)
     batch, tokens, heads, _ = by_tokens
     k, v = (repeated(x, heads) for x in (k, v))
-    of_device = q.shape[2] // devices_along(heads)
-    kernel = _splash_kernel(of_device, (q.shape[1], k.shape[1]), mask, devices)
-    mesh = jax.sharding.get_abstract_mesh()
-    of_kernel = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, tokens)))
+    of_device, length, seen = q.shape[2] // devices_along(heads), q.shape[1], k.shape[1]
+    if mask.causal or mask.window:
+        kernel = _splash_kernel(of_device, (length, seen), mask, devices)
+        mesh = jax.sharding.get_abstract_mesh()
+        of_kernel = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, tokens)))
+    else:
+        # All queries see all keys, so that every device has the same kernel.
+        kernel = _splash_kernel(of_device, (length // devices, seen), mask)
+        of_kernel = PartitionSpec()
 
     def local(
         kernel: Any,

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.fast
 SIZES = {"vocab_size": 257, "d_model": 16, "n_heads": 4, "n_kv_heads": 1, "n_layers": 2, "d_ff": 24}
 
 
-def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
-    return AbstractMesh((data, fsdp, tensor), MESH_AXES)
+def mesh_of(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> AbstractMesh:
+    return AbstractMesh((data, fsdp, context, tensor), MESH_AXES)
 
 
 def test_each_parameter_that_a_mesh_does_not_divide_is_named_with_its_bytes() -> None:
@@ -30,6 +30,15 @@ def test_each_parameter_that_a_mesh_does_not_divide_is_named_with_its_bytes() ->
     assert lines[1].endswith("kv_heads 1 by tensor 2")
     assert check_split(jf.specs(jf.ModelConfig(**SIZES)), mesh_of(fsdp=2)) == []
     assert check_split(jf.specs(jf.ModelConfig(**SIZES)), mesh_of(data=8)) == []
+
+
+def test_parameters_are_divided_over_fsdp_and_context_together() -> None:
+    specs = jf.specs(jf.ModelConfig(**SIZES))
+    assert check_split(specs, mesh_of(fsdp=2, context=4)) == []
+    # Rows are divided over it, whether or not parameters are.
+    lines = check_split(specs, mesh_of(fsdp=2, context=3))
+    assert lines[0] == "embed.tokens, 16.1 KiB, is not split along embed 16 by fsdp x context 6"
+    assert check_split(specs, mesh_of(context=3))
 
 
 @pytest.mark.parametrize("name, size", [("tensor", 5), ("fsdp", 3)])

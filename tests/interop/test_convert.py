@@ -266,7 +266,7 @@ def test_leaves_go_to_their_place_on_a_mesh_as_the_dtype_asked_for(base):
 
     from jaxformer.arrays.mesh import MESH_AXES
 
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(MESH_AXES)), MESH_AXES)
     for path in made(base, "decoder"):
         found, plain = jf.load(path, mesh=mesh, dtype="bfloat16"), jf.load(path)
         for leaf, other in zip(

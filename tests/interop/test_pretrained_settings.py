@@ -251,7 +251,7 @@ def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_lab
     assert run.run.dir == run.tokenizer.path == str(place)
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, model.params))
     assert json.loads((place / "data.json").read_text()) == {"labels": [*labels]}
-    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape((1,) * len(MESH_AXES)), MESH_AXES)
     places = map_specs(
         lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs(model.config)
     )

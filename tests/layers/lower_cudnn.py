@@ -3,6 +3,7 @@ test_lowering.py."""
 
 import itertools
 import json
+import math
 import re
 import sys
 
@@ -30,9 +31,9 @@ resolve._capability = lambda mesh: HOPPER
 def main() -> None:
     report = {}
     for family, packed, name in itertools.product(FAMILIES, [False, True], SIZES):
-        sizes = SIZES[name]
-        count = sizes[0] * sizes[1] * sizes[2]
-        mesh = make_mesh(*sizes, devices=jax.devices()[:count])
+        data, fsdp, context, tensor = sizes = SIZES[name]
+        devices = jax.devices()[: math.prod(sizes)]
+        mesh = make_mesh(data, fsdp, tensor, context=context, devices=devices)
         run = a_run(family, "cudnn")
         resolved, batch = resolve.resolve_without_data(run, mesh, packed)
         step, state = resolved.step, resolved.target

@@ -22,7 +22,13 @@ from jaxformer.runs.resolve import resolve_without_data
 
 HERE = Path(__file__).parents[1]
 FAMILIES = ("decoder", "encoder", "encoder_decoder")
-SIZES = {"1 device": (1, 1, 1), "4 devices": (1, 4, 1), "8 devices": (2, 2, 2)}
+# The sizes of the axes data, fsdp, context and tensor.
+SIZES = {
+    "1 device": (1, 1, 1, 1),
+    "4 devices": (1, 4, 1, 1),
+    "8 devices": (2, 2, 1, 2),
+    "divided rows": (1, 2, 4, 1),
+}
 DEVICES = {
     "gpu": AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
     "tpu": AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu"),
@@ -51,7 +57,7 @@ def a_run(family, kernel, remat="none"):
 
 
 def mesh_of(platform, sizes):
-    kinds = (AxisType.Auto,) * 3
+    kinds = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(sizes, MESH_AXES, axis_types=kinds, abstract_device=DEVICES[platform])
 
 
@@ -85,6 +91,18 @@ def test_the_step_lowers_on_every_mesh(sizes, platform, kernel, family, packed):
     assert CALLS.get(kernel, "") in text
 
 
+@pytest.mark.parametrize("platform, kernel", [("tpu", "tpu"), ("gpu", "ring")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_step_lowers_where_devices_divide_rows_and_no_heads(platform, kernel, family):
+    run = dataclasses.replace(
+        a_run(family, kernel), data=DataConfig(sequence_length=2048, span_length=8.0)
+    )
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, max_length=2048))
+    text = lowered(run, mesh_of(platform, (1, 1, 8, 1)))
+    assert CALLS.get(kernel, "collective_permute") in text
+    assert ("all_gather" in text) == (kernel == "tpu")
+
+
 @pytest.mark.parametrize("platform, family", covering(itertools.product(DEVICES, FAMILIES), 1))
 def test_dropout_stores_no_array_of_all_weights(platform, family):
     """A step with dropout lowers with blocked attention: no array has all queries and keys."""
@@ -93,7 +111,7 @@ def test_dropout_stores_no_array_of_all_weights(platform, family):
         run = a_run(family, kernel)
         model = dataclasses.replace(run.model, dropout=0.1, max_length=384)
         run = dataclasses.replace(run, model=model, data=DataConfig(sequence_length=384))
-        return lowered(run, mesh_of(platform, (2, 2, 2)))
+        return lowered(run, mesh_of(platform, SIZES["8 devices"]))
 
     assert "x384x384x" in step_with("xla")
     assert "x384x384x" not in step_with("auto")
@@ -102,7 +120,7 @@ def test_dropout_stores_no_array_of_all_weights(platform, family):
 @functools.cache
 def calls(platform, kernel, remat):
     """How often a step runs the kernel."""
-    mesh = mesh_of(platform, (2, 2, 2))
+    mesh = mesh_of(platform, SIZES["8 devices"])
     text = lowered(a_run("decoder", kernel, remat), mesh)
     return text.count(CALLS.get(kernel, "stablehlo.exponential"))
 

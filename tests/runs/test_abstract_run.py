@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from objective_runs import CASES, prepared
 from products import slow_but
 
-from jaxformer.arrays.mesh import make_mesh, place_batch
+from jaxformer.arrays.mesh import MESH_AXES, make_mesh, place_batch
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings
 from jaxformer.config.saved import to_json
@@ -62,7 +62,7 @@ def test_rows_are_packed_as_the_settings_or_the_caller_says() -> None:
 
 
 def test_a_microbatch_that_the_mesh_cannot_divide_is_refused() -> None:
-    mesh = jax.sharding.AbstractMesh((3, 1, 1), ("data", "fsdp", "tensor"))
+    mesh = jax.sharding.AbstractMesh((3, 1, 1, 1), MESH_AXES)
     with pytest.raises(ConfigError, match=r"not divisible among mesh\.data x mesh\.fsdp = 3"):
         resolve_without_data(run_of(), mesh)
 
@@ -77,10 +77,9 @@ def test_microbatches_of_a_cpu_have_at_least_1024_tokens_of_each_device() -> Non
 
     def on(platform: str, **axes: int) -> AbstractMesh:
         device = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=1, platform=platform)
-        names = ("data", "fsdp", "tensor")
-        sizes = tuple(axes.get(name, 1) for name in names)
-        kinds = (AxisType.Auto,) * 3
-        return AbstractMesh(sizes, names, axis_types=kinds, abstract_device=device)
+        sizes = tuple(axes.get(name, 1) for name in MESH_AXES)
+        kinds = (AxisType.Auto,) * len(sizes)
+        return AbstractMesh(sizes, MESH_AXES, axis_types=kinds, abstract_device=device)
 
     assert [selected(batch) for batch in (1, 3, 4, 7, 8, 12, 16)] == [1, 1, 1, 1, 2, 3, 4]
     assert selected(16, microbatches=1) == 1 and selected(16, microbatches=16) == 16
