@@ -5,13 +5,22 @@ lengths. Packed rows need the length and the offset of each segment, which only 
 of JAX takes: it is used in the versions of JAX named here, and `runs.device.prove_kernel` compares
 it with plain attention before a run relies on it.
 
+A bias of the scores [1 or B, N, T, S] is rounded to the dtype of the queries. cuDNN adds it to the
+scaled products and gives its gradient, summed over the rows that share it; for that it takes two
+bytes of workspace for each score [B, N, T, S], which no compiler here counts. (Plain attention has
+four and more, blocked attention about three.) JAX refuses it in training where a length is odd, and
+cuDNN below 9.10.2 beside a window. Beside lengths the public entry and cuDNN from 9.5 on accept it.
+None of this has run on a GPU: `prove_kernel` compares the output and all gradients, that of the
+bias too, on the rows, lengths and mesh of the run, and a run with attention_kernel=auto takes the
+next kernel where they are wrong or refused.
+
 That function has other options, which are not used because a training run cannot rely on them (read
 in JAX 0.12.0.1 and the XLA of its CUDA plugin; compiled for an H100 without one):
 
-`score_mod`, a function of the scores [B, N, T, S], would serve soft-caps and ALiBi.
+`score_mod`, a function of the scores [B, N, T, S], would serve soft-caps.
   - cuDNN refuses it beside its causal mask, its lengths, its windows and its own ALiBi, so that the
     mask would have to be part of the function: hidden blocks are computed, and packed rows are out.
-  - `score_mod_args` get no gradient, silently: T5's biases would never be learned.
+  - `score_mod_args` get no gradient, silently: T5's biases would not be learned by this way.
   - XLA builds the graph of the backward pass from the call of the forward pass, which it looks for
     behind the log-sum-exp in the same computation. In a scan over layers there is none, and the
     program is refused. An operation without a counterpart in cuDNN ends the process, so that a
@@ -64,10 +73,13 @@ def lacks_packed_rows() -> str:
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """q [B, T, N, H], k [B, S, K, H], v [B, S, K, H] -> [B, T, N, H], in 16 bits.
 
-    If `mask.max_segments` is 1, each row is one text, which begins with the row, followed by
+    The bias of the scores, float32, is rounded to 16 bits: in bfloat16 by 2^-9 of itself at most,
+    and a weight exp(s - b) beside the largest one by less than 2^-9 b exp(-b) < 0.001 for ALiBi's
+    -b. If `mask.max_segments` is 1, each row is one text, which begins with the row, followed by
     padding. A query that sees nothing gives 0.
     """
     options: dict[str, Any] = {
+        "bias": None if mask.scoring.bias is None else mask.scoring.bias.astype(q.dtype),
         "is_causal": mask.causal,
         "scale": mask.scoring.scale or 1 / math.sqrt(q.shape[-1]),
         "local_window_size": (mask.window - 1, 0) if mask.window else None,

@@ -5,7 +5,7 @@ W]; `xla` is the reference, in plain jax.numpy, for every transform and device. 
 for a training run and gives the reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -119,18 +119,22 @@ FEATURES = {
     " divide model.n_heads",
     "dropout": "it has no dropout of attention weights, and model.dropout is set",
     "score bias": "it has no bias of the scores, and model.positions adds one",
+    "biased texts": "it has no bias of the scores of packed rows, and model.positions adds one",
+    "biased window": "it has no window beside a bias of the scores, as model.positions adds one",
+    "biased odd length": "beside a bias of the scores its sequences have even lengths",
     "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
     "sinks": "it has no sinks, and model.attention_sinks is set",
 }
 # Features that all kernels of cuDNN and Pallas lack.
 EVERY = frozenset({"positions", "dropout", "leading", "divided queries"})
 CUDNN = EVERY | {"many segments", "window to both sides", "value width"}
-SCORES = frozenset({"score bias", "soft-cap", "sinks"})
+CUDNN |= {"biased texts", "biased window", "biased odd length", "soft-cap", "sinks"}
 
 
 def _features_of_run(case: Case) -> set[str]:
     """The names in `FEATURES` of what a training run needs."""
     model = case.model
+    biased = model.positions in BIASED_SCORES
     needed = {
         "segments": case.segments,
         "many segments": case.segments > MOST_SEGMENTS,
@@ -143,7 +147,10 @@ def _features_of_run(case: Case) -> set[str]:
         "short pieces": case.exchange == "gather" and case.length % (256 * case.context),
         "one device": case.exchange == "none",
         "dropout": model.dropout,
-        "score bias": model.positions in BIASED_SCORES,
+        "score bias": biased,
+        "biased texts": biased and case.segments > 1,
+        "biased window": biased and model.window,
+        "biased odd length": biased and case.length % 2,
         "soft-cap": model.attention_soft_cap,
         "sinks": model.attention_sinks,
     }
@@ -156,6 +163,7 @@ def _features_of_call(mask: AttentionMask, heads: int) -> set[str]:
     segments = any(side.segments is not None for side in sides)
     lengths = [side.positions.shape[-1] for side in sides]
     exchanges = [exchange_of(length, heads) for length in lengths]
+    biased = scoring.bias is not None
     needed = {
         "segments": segments,
         "many segments": segments and not 0 < mask.max_segments <= MOST_SEGMENTS,
@@ -169,7 +177,10 @@ def _features_of_call(mask: AttentionMask, heads: int) -> set[str]:
         and any(length % (256 * free_axes()[CONTEXT]) for length in lengths),
         "one device": "none" in exchanges,
         "dropout": mask.dropout[0] and mask.dropout[1] is not None,
-        "score bias": scoring.bias is not None,
+        "score bias": biased,
+        "biased texts": biased and segments and mask.max_segments != 1,
+        "biased window": biased and mask.window,
+        "biased odd length": biased and any(length % 2 for length in lengths),
         "soft-cap": scoring.soft_cap,
         "sinks": scoring.sinks is not None,
     }
@@ -201,9 +212,7 @@ def _tpu_device(case: Case) -> str:
 KERNELS: Table[KernelRow] = Table(
     AttentionKernel,
     {
-        "cudnn": KernelRow(
-            _cudnn, "cuDNN attention", CUDNN | SCORES, _cudnn_device, on_each_device
-        ),
+        "cudnn": KernelRow(_cudnn, "cuDNN attention", CUDNN, _cudnn_device, on_each_device),
         "tpu": KernelRow(
             _splash,
             "Pallas splash attention",
@@ -270,8 +279,9 @@ def _passed_over(name: str, case: Case) -> str:
     return ""
 
 
-def choose(asked: str, case: Case) -> tuple[str, str]:
+def choose(asked: str, case: Case, failed: Mapping[str, str] = {}) -> tuple[str, str]:
     """The name of the kernel for a training run, and a text that names and explains the choice.
+    `failed` has kernels that "auto" passes over, and why.
 
     Raises ConfigError if the one asked for by name cannot serve the case.
     """
@@ -285,7 +295,7 @@ def choose(asked: str, case: Case) -> tuple[str, str]:
         return asked, f"{asked} ({KERNELS[asked].what}), as asked"
     passed: list[str] = []
     for name in PREFERRED.get(case.platform, ("xla",)):
-        reason = KERNELS[name].refuses(case) or _passed_over(name, case)
+        reason = failed.get(name) or KERNELS[name].refuses(case) or _passed_over(name, case)
         if not reason:
             return name, f"{name} ({KERNELS[name].what})" + "".join(passed)
         passed.append(f"; not {name}: {reason}")

@@ -10,23 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.arrays.mesh import AnyMesh, parameter_sharding, undivided
+from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.arrays.params import Specs, rows
 from jaxformer.arrays.sharding import ACTIVATION_RULES, PARAMETERS, constrain
 from jaxformer.config.format import human_bytes
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.biases import score_bias
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
-from jaxformer.runs.resolve import Resolved
+from jaxformer.runs.resolve import Resolved, ResolvedRun, with_another_kernel
 from jaxformer.training.state import compiler_options, on_mesh
 
 # The check of a kernel takes fewer rows and heads where its float32 scores would exceed this.
 REFERENCE_BYTES = 2**30
 # The largest error of a kernel, relative to the largest element of the reference.
 TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
+# What the check compares: the output, and the gradients of the inputs.
+ARRAYS = ("output", "dq", "dk", "dv", "dbias")
 
 
 def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
@@ -59,6 +63,37 @@ def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
     ]
 
 
+def with_proven_kernel(resolved: ResolvedRun, log: Log) -> ResolvedRun:
+    """The run with a kernel that is right on its devices, and the run itself if its kernel is.
+
+    Where model.attention_kernel=auto chose a kernel that is wrong there, or that JAX or the
+    compiler refuses, the next one that serves the run is checked. Logs a sentence for each.
+
+    Raises:
+      RuntimeError: for a kernel that is wrong or refused and was asked for by name.
+      OutOfMemory: if a device has not enough memory for the check.
+    """
+    failed = dict[str, str]()
+    while True:
+        name = resolved.model.attention_kernel
+        try:
+            with memory_of("the check of the attention kernel"):
+                sentence = prove_kernel(resolved)
+        except OutOfMemory:
+            raise
+        # Also what JAX (NotImplementedError) and the compiler (JaxRuntimeError) raise.
+        except RuntimeError as error:
+            if resolved.asked.model.attention_kernel != "auto":
+                raise
+            failed[name] = f"its check on this device failed: {str(error).splitlines()[0]}"
+            resolved = with_another_kernel(resolved, failed)
+            log(f"Attention: {resolved.kernel}.")
+            continue
+        if sentence:
+            log(sentence)
+        return resolved
+
+
 def prove_kernel(resolved: Resolved) -> str:
     """Checks the kernel that a run takes, on its mesh and its shapes. Returns a sentence about it,
     empty for the reference. Raises RuntimeError if the kernel is wrong."""
@@ -82,26 +117,30 @@ def check_kernel(
     RuntimeError where the errors exceed what the rounding of the dtype explains.
     """
     dtype, source_length = compute_dtype(config), source_length or length
-    worst, leaked = np.zeros(4), 0.0
+    worst, leaked = dict.fromkeys(ARRAYS, 0.0), 0.0
     for kind in kinds_of_attention(config, length, source_length):
         arrays, segments = _case(config, rows, kind)
         compare = functools.partial(_errors, name, config, kind)
         compiled = jax.jit(compare, compiler_options=compiler_options())
-        *errors, leak = compiled([array.astype(dtype) for array in arrays], segments)
-        worst, leaked = np.maximum(worst, np.array(errors)), max(leaked, float(leak))
+        errors, leak = compiled([array.astype(dtype) for array in arrays], segments)
+        # A NaN is kept.
+        worst |= {name: float(np.maximum(worst[name], errors[name])) for name in errors}
+        leaked = max(leaked, float(leak))
     if leaked:
         raise RuntimeError(
             f"attention kernel {name!r} is wrong on this device: texts of one row read each other"
-            f" (gradients up to {leaked:.1e}). Set model.attention_kernel=xla, and report it."
+            f" (gradients up to {leaked:.1e}). Choose model.attention_kernel=xla, and report it."
         )
     allowed = TOLERANCE[str(dtype)]
-    if not np.all(worst <= allowed):  # a NaN fails too
+    if not all(error <= allowed for error in worst.values()):  # a NaN fails too
+        stated = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
         raise RuntimeError(
             f"attention kernel {name!r} is wrong on this device for {rows} rows of {length} tokens"
-            f" in {dtype}: relative errors (output, dq, dk, dv) = {[f'{e:.1e}' for e in worst]},"
-            f" allowed {allowed:g}. Set model.attention_kernel=xla, and report it."
+            f" in {dtype}: relative errors {stated}, allowed {allowed:g}. Choose"
+            " model.attention_kernel=xla, and report it."
         )
-    return f"error {worst[0]:.0e} forward, {max(worst[1:]):.0e} backward"
+    forward = worst.pop("output")
+    return f"error {forward:.0e} forward, {max(worst.values()):.0e} backward"
 
 
 class AttentionKind(NamedTuple):
@@ -129,10 +168,10 @@ def _errors(
     kind: AttentionKind,
     arrays: list[jax.Array],
     segments: Sequence[jax.Array | None],
-) -> list[jax.Array]:
-    """The errors of the output and of the gradients of q, k and v, each relative to the largest
-    element of the reference, and the largest gradient by keys and values of the first text that
-    outputs of other texts and of padding have.
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The errors of the output and of the gradients of q, k, v and the bias if there is one, by the
+    names in ARRAYS, each relative to the largest element of the reference; and the largest gradient
+    by keys and values of the first text that outputs of other texts and of padding have.
 
     `arrays` and `segments` are those of `_case`; the arrays are placed as in a step. Scores have
     the scale, the cap, the sinks and the bias of the model.
@@ -150,10 +189,11 @@ def _errors(
     kernel = functools.partial(kernels.attend, name)
     computed = _with_gradients(kernel, mask, arrays)
     expected = _with_gradients(plain, mask, [array.astype(jnp.float32) for array in arrays])
-    return [
-        jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b))
-        for a, b in zip(computed, expected, strict=True)
-    ] + [_leak(kernel, mask, arrays)]
+    errors = {
+        array: jnp.max(jnp.abs(computed[array].astype(jnp.float32) - b)) / jnp.max(jnp.abs(b))
+        for array, b in expected.items()
+    }
+    return errors, _leak(kernel, mask, arrays)
 
 
 def _leak(kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]) -> jax.Array:
@@ -162,17 +202,23 @@ def _leak(kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]) 
         return jnp.float32(0)
     of_other_texts, first = (ids[0] != 1)[..., None, None], (ids[1] == 1)[..., None, None]
     only = [*arrays[:3], jnp.where(of_other_texts, arrays[3], 0)]
-    _, _, d_k, d_v = _with_gradients(kernel, mask, only)
-    leaks = [jnp.max(jnp.abs(jnp.where(first, d, 0))) for d in (d_k, d_v)]
+    computed = _with_gradients(kernel, mask, only)
+    leaks = [jnp.max(jnp.abs(jnp.where(first, computed[name], 0))) for name in ("dk", "dv")]
     return jnp.maximum(*leaks).astype(jnp.float32)
 
 
 def _with_gradients(
     kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]
-) -> tuple[jax.Array, ...]:
-    """The output of attention, and the gradients of q, k and v for the cotangent arrays[3]."""
-    out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, mask), *arrays[:3])
-    return out, *back(arrays[3].astype(out.dtype))
+) -> dict[str, jax.Array]:
+    """The output of attention, and the gradients of q, k, v and the bias for the cotangent
+    arrays[3], by the names in ARRAYS; without a bias, none of it."""
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return kernel(q, k, v, mask._replace(scoring=mask.scoring._replace(bias=bias)))
+
+    out, back = jax.vjp(attention, *arrays[:3], mask.scoring.bias)
+    computed = zip(ARRAYS, (out, *back(arrays[3].astype(out.dtype))), strict=True)
+    return {name: array for name, array in computed if array is not None}
 
 
 def _scoring(config: ModelConfig, mask: AttentionMask) -> Scoring:

@@ -4,9 +4,10 @@ these return has every setting as the value that it is, and the functions below 
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -58,6 +59,7 @@ CPU_TOKENS = 1024
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 ASSUMED_CLASSES = 2  # of a head, where the data is not read
 
+ResolvedRun = TypeVar("ResolvedRun", bound="Resolved")
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 
 
@@ -382,15 +384,30 @@ def _abstract_batch(
     }
 
 
+def with_another_kernel(resolved: ResolvedRun, failed: Mapping[str, str]) -> ResolvedRun:
+    """A run with the first attention kernel that serves it and is not in `failed`, which has the
+    reason why each of its kernels is passed over."""
+    run, auto = resolved.run, dataclasses.replace(resolved.model, attention_kernel="auto")
+    length = math.gcd(resolved.length, resolved.source_length)
+    model, kernel = with_kernel(auto, run.adapter, length, auto.max_segments, resolved.mesh, failed)
+    return dataclasses.replace(resolved, run=dataclasses.replace(run, model=model), kernel=kernel)
+
+
 def with_kernel(
-    model: ModelConfig, adapter: AdapterConfig, length: int, segments: int, mesh: AnyMesh
+    model: ModelConfig,
+    adapter: AdapterConfig,
+    length: int,
+    segments: int,
+    mesh: AnyMesh,
+    failed: Mapping[str, str] = {},
 ) -> tuple[ModelConfig, str]:
     """`model` with its attention kernel and its dtype selected for the devices of a mesh, and a
     sentence about the kernel.
 
     `length` divides the lengths of all rows, and `segments` is their highest segment id, 0 if they
-    have none. Raises ConfigError if a kernel selected by name does not support the run, or
-    model.max_segments is below that.
+    have none; `failed` has kernels that are not selected automatically, and why. Raises
+    ConfigError if a kernel selected by name does not support the run, or model.max_segments is
+    below that.
     """
     if 0 < model.max_segments < segments:
         raise ConfigError(
@@ -415,7 +432,7 @@ def with_kernel(
         context=mesh.shape["context"],
     )
     kernel: Any
-    kernel, reason = kernels.choose(model.attention_kernel, case)
+    kernel, reason = kernels.choose(model.attention_kernel, case, failed)
     selected = dataclasses.replace(
         model, attention_kernel=kernel, dtype=dtype, max_segments=segments
     )

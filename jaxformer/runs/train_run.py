@@ -27,7 +27,7 @@ from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.trackers import chosen_tracker
-from jaxformer.runs.device import prove_kernel
+from jaxformer.runs.device import with_proven_kernel
 from jaxformer.runs.directory import check_config, claim, is_begun, lock, profile_dir, release
 from jaxformer.runs.evaluation import (
     Evaluation,
@@ -117,7 +117,7 @@ def _train(run: RunConfig, begin: float) -> Result:
         log(banner(summary(setup)))
         with checkpoints_of(setup, log) as checkpoints:
             try:
-                state, program = _begin(setup, checkpoints, log)
+                setup, state, program = _begin(setup, checkpoints, log)
                 claim(setup.asked, setup.corpus.tokenizer, setup.record)
                 if setup.reference and program is not None:
                     setup.reference.keep()
@@ -159,29 +159,32 @@ def _same_run(setup: RunSetup) -> RunSetup:
     return dataclasses.replace(setup, record=setup.record | {"run_id": exchange(drawn)[0]})
 
 
-def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainState, Any]:
-    """The state to start from, and the compiled step with its kernel checked; None for that where
-    all steps are done.
+def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetup, TrainState, Any]:
+    """The run with its kernel checked, the state to start from, and the compiled step; None for
+    that where all steps are done.
 
-    On a CPU the step compiles while the state is made; on another device before it, because the
-    compiler measures kernels on the device.
+    On a CPU the step compiles while its kernel is checked and the state is made; on another device
+    between these, because its compiler may refuse a kernel, and measures others on the device.
     """
     run, saved = setup.run, checkpoints.steps() or [0]
     require_same({f"the checkpoints in {checkpoints.folder}": str(saved)})
     with ThreadPoolExecutor(1) as thread:
 
-        def compiling() -> Future[Any]:
-            program = thread.submit(lambda: compile_step(setup, log))
-            if platform(setup.mesh) != "cpu":
+        def compiling() -> tuple[RunSetup, Future[Any]]:
+            on_cpu = platform(setup.mesh) == "cpu"
+            program = thread.submit(compile_step, setup, log) if on_cpu else None
+            proven = with_proven_kernel(setup, log)
+            require_same({"the attention kernel": proven.model.attention_kernel})
+            if program is None or proven is not setup:
+                program = thread.submit(compile_step, proven, log)
+            if not on_cpu:
                 program.result()
-            # The kernel "xla" is what the others are compared with.
-            if setup.model.attention_kernel != "xla":
-                with memory_of("the check of the attention kernel"):
-                    log(prove_kernel(setup))
-            return program
+            return proven, program
 
         # The newest checkpoint may prove unreadable, and then there are steps left.
-        program = compiling() if saved[-1] < run.train.steps else None
+        program = None
+        if saved[-1] < run.train.steps:
+            setup, program = compiling()
         with memory_of("reading the newest checkpoint"):
             state = checkpoints.restore(setup.target_over_base, log)
         if state is None:
@@ -193,12 +196,13 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
                 f"{run.run.dir} has completed all {int(state.step)} steps; raise train.steps to"
                 " continue."
             )
-            return state, None
+            return setup, state, None
+        if program is None:
+            setup, program = compiling()
         if setup.reference:
             with memory_of("reading the reference"):
                 setup.reference.load()
-        program = program or compiling()
-        return state, program.result()
+        return setup, state, program.result()
 
 
 class CountedStep:

@@ -12,7 +12,7 @@ from tiny_run import line, logged, saved, train_here, write_text
 
 import jaxformer as jf
 from jaxformer.arrays.out_of_memory import is_out_of_memory, shortage_of
-from jaxformer.runs import states
+from jaxformer.runs import device, states
 from jaxformer.runs import train_run as composer
 from jaxformer.tools import remedies
 from jaxformer.tools.remedies import is_volatile
@@ -200,7 +200,7 @@ def test_the_initial_state_and_the_check_of_the_kernel_are_named(
     run = jf.load_config(settings[0], [f"{name}={value}" for name, value in pairs])
     for owner, name, place in (
         (states, "init_state", "the initial state"),
-        (composer, "prove_kernel", "the check of the attention kernel"),
+        (device, "prove_kernel", "the check of the attention kernel"),
     ):
         with monkeypatch.context() as patched:
             replace(patched, owner, name, GPU_REQUEST)
@@ -209,7 +209,7 @@ def test_the_initial_state_and_the_check_of_the_kernel_are_named(
         assert caught.value.place == place and caught.value.asked == 176 * 2**20
         assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
     with monkeypatch.context() as patched:
-        replace(patched, composer, "prove_kernel", VMEM)
+        replace(patched, device, "prove_kernel", VMEM)
         with pytest.raises(jf.OutOfMemory, match="on-chip memory") as caught:
             jf.train(run)
         assert "--model.attention_kernel xla" in remedies.advice(caught.value)

@@ -12,11 +12,13 @@ from jax.extend.core import jaxprs_in_params
 from shapes import model
 
 import jaxformer as jf
+from jaxformer.arrays.mesh import make_mesh
 from jaxformer.layers import cudnn, kernels
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.kernels import KERNELS, Case, attend, choose, plain
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
-from jaxformer.runs.device import check_kernel
+from jaxformer.runs.device import check_kernel, with_proven_kernel
+from jaxformer.runs.resolve import resolve_without_data
 
 
 def arrays(*shapes, seed=0):
@@ -138,6 +140,66 @@ def test_a_kernel_that_lets_texts_read_each_other_is_caught_at_the_start(monkeyp
         check_kernel("blocked", model("llama", max_segments=2), 2, 32)
 
 
+@pytest.mark.parametrize("positions", ["t5", "alibi"])
+@pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
+def test_the_check_compares_the_gradient_of_the_bias_on_padded_rows(family, positions, monkeypatch):
+    config = model("llama", family=family, positions=positions, max_segments=1)
+    assert "error" in check_kernel("blocked", config, 2, 32)
+    padded = set()
+
+    @jax.custom_vjp
+    def with_wrong_gradient(bias):
+        return bias
+
+    with_wrong_gradient.defvjp(lambda bias: (bias, None), lambda _, slope: (1.01 * slope,))
+
+    def run(q, k, v, mask):
+        padded.add(mask.keys.segments is not None)
+        if mask.scoring.bias is None:
+            return blocked_attention(q, k, v, mask)
+        scoring = mask.scoring._replace(bias=with_wrong_gradient(mask.scoring.bias))
+        return blocked_attention(q, k, v, mask._replace(scoring=scoring))
+
+    monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=run))
+    with pytest.raises(RuntimeError, match=r"output \d.\de-0[6-9], .* dbias 1.0e-02, allowed"):
+        check_kernel("blocked", config, 2, 32)
+    assert padded == {True}
+
+
+def a_wrong_kernel(q, k, v, mask):
+    return 1.01 * blocked_attention(q, k, v, mask)
+
+
+def a_refused_kernel(q, k, v, mask):
+    raise NotImplementedError("Unsupported sequence length.\nMore of it.")
+
+
+@pytest.mark.parametrize(
+    "wrong, why", [(a_wrong_kernel, "wrong on this device"), (a_refused_kernel, "Unsupported")]
+)
+def test_a_run_takes_the_next_kernel_where_that_chosen_fails_its_check(wrong, why, monkeypatch):
+    def resolved(kernel):
+        changes = {"model": model("llama", attention_kernel=kernel)}
+        data = jf.config.DataConfig(sequence_length=32)
+        run = jf.RunConfig(**changes, data=data, train=jf.config.TrainConfig(batch_size=2))
+        return resolve_without_data(run, make_mesh(devices=jax.devices()[:1]))[0]
+
+    lines = []
+    auto = resolved("auto")
+    assert auto.model.attention_kernel == "blocked"
+    assert with_proven_kernel(auto, lines.append) is auto
+    assert len(lines) == 1 and "blocked was checked against float32" in lines[0]
+    monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=wrong))
+    proven = with_proven_kernel(auto, lines.append)
+    assert proven.model.attention_kernel == "xla" and proven.asked == auto.asked
+    assert proven.model == dataclasses.replace(auto.model, attention_kernel="xla")
+    line = lines.pop()
+    assert line.startswith("Attention: xla (plain XLA attention); not blocked: its check on this")
+    assert why in line and "\n" not in line and len(lines) == 1
+    with pytest.raises(RuntimeError, match=why):
+        with_proven_kernel(resolved("blocked"), lines.append)
+
+
 def test_a_kernel_whose_gradient_is_no_number_is_caught_at_the_start(monkeypatch):
     def run(q, k, v, mask):
         return plain(q, jnp.sqrt(k * 0) + k, v, mask)
@@ -169,8 +231,12 @@ ENCODER = {"family": "encoder"}
         (case(value_dim=32), "blocked", "values are as wide as its keys"),
         (case(dtype="float32"), "blocked", "16 bits"),
         (case(head_dim=300), "blocked", "head width"),
-        (case(positions="alibi"), "blocked", "bias of the scores"),
-        (case(positions="t5"), "blocked", "bias of the scores"),
+        (case(positions="alibi"), "cudnn", ""),
+        (case(positions="t5", segments=1), "cudnn", ""),
+        (case(positions="t5", segments=2), "blocked", "bias of the scores of packed rows"),
+        (case(positions="t5", window=8), "blocked", "no window beside a bias"),
+        (case(positions="alibi", length=1023), "blocked", "even lengths"),
+        (case(length=1023), "cudnn", ""),
         (case(attention_soft_cap=30.0), "blocked", "soft-cap"),
         (case(attention_sinks=True), "blocked", "sinks"),
         (case(dropout=0.1), "blocked", "not cudnn: it has no dropout"),
@@ -204,6 +270,7 @@ def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_wh
         ("flash", case("tpu", window=8), "window"),
         ("cudnn", case(segments=99), "at most 64 texts"),
         ("tpu", case("tpu", positions="alibi"), "bias of the scores"),
+        ("cudnn", case(positions="alibi", segments=9), "packed rows"),
         ("tpu", case("tpu", dropout=0.5), "dropout"),
     ],
 )
@@ -223,7 +290,8 @@ def test_packed_rows_are_refused_in_a_version_of_jax_whose_entry_is_not_known(mo
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="score_mod came with JAX 0.12")
 def test_the_arguments_of_a_score_mod_have_no_gradient(monkeypatch):
-    """Why T5's biases, which are learned, do not go to cuDNN: JAX gives no error, but zeros."""
+    """Why T5's biases, which are learned, go to cuDNN as biases: here JAX gives no error, but
+    zeros."""
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     monkeypatch.setattr(private, "check_cudnn_version", lambda: 91300)
@@ -252,6 +320,8 @@ ORDERED = layout_of(jnp.zeros((1, 128), jnp.int32), None, None)
 SEGMENTS = layout_of(jnp.zeros((1, 128), jnp.int32), None, jnp.ones((1, 128), jnp.int32))
 CACHED = TokenLayout(ORDERED.positions, SEGMENTS.segments)
 SHORT = layout_of(jnp.zeros((1, 64), jnp.int32), None, None)
+ODD = layout_of(jnp.zeros((1, 127), jnp.int32), None, None)
+BIASED = Scoring(bias=jnp.ones((1, 2, 128, 128)))
 ALL = {"cudnn", "tpu", "flash", "blocked"}
 CALLS = {  # a call that a kernel may meet, and the kernels that serve it
     "a row": (AttentionMask(ORDERED, ORDERED), ALL),
@@ -267,9 +337,19 @@ CALLS = {  # a call that a kernel may meet, and the kernels that serve it
         AttentionMask(ORDERED, ORDERED, causal=False, window=8),
         {"tpu", "blocked"},
     ),
-    "a bias": (
-        AttentionMask(ORDERED, ORDERED, scoring=Scoring(bias=jnp.ones((1, 2, 128, 128)))),
+    "a bias": (AttentionMask(ORDERED, ORDERED, scoring=BIASED), ALL - {"tpu"}),
+    "a bias of padded rows": (
+        AttentionMask(SEGMENTS, SEGMENTS, scoring=BIASED, max_segments=1),
+        ALL - {"tpu"},
+    ),
+    "a bias of packed rows": (
+        AttentionMask(SEGMENTS, SEGMENTS, scoring=BIASED, max_segments=2),
         {"flash", "blocked"},
+    ),
+    "a bias and a window": (AttentionMask(ORDERED, ORDERED, window=8, scoring=BIASED), {"blocked"}),
+    "a bias of an odd number of keys": (
+        AttentionMask(ORDERED, ODD, causal=False, scoring=BIASED),
+        {"blocked"},
     ),
     "a soft-cap": (
         AttentionMask(ORDERED, ORDERED, scoring=Scoring(soft_cap=2.0)),
