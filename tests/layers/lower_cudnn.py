@@ -1,13 +1,19 @@
-"""Run on eight forced host devices: lowers the step with cuDNN attention for CUDA. Prints JSON for
-test_lowering.py."""
+"""Run on eight forced host devices: lowers the step with cuDNN attention for CUDA, and computes
+attention with plain mathematics in place of cuDNN on each mesh. Prints JSON for test_lowering.py.
+"""
 
+import dataclasses
+import functools
 import itertools
 import json
 import math
 import re
 import sys
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from jaxformer.arrays import sharding
@@ -22,23 +28,74 @@ cudnn.is_cuda_compute_capability_equal = lambda capability: capability == "9.0"
 from test_lowering import FAMILIES, SIZES, a_run  # noqa: E402
 
 from jaxformer.arrays.mesh import make_mesh  # noqa: E402
-from jaxformer.layers.kernels import HOPPER  # noqa: E402
+from jaxformer.layers.dot_product import plain  # noqa: E402
+from jaxformer.layers.kernels import HOPPER, KERNELS, attend  # noqa: E402
+from jaxformer.layers.masks import AttentionMask, Scoring, layout_of  # noqa: E402
 from jaxformer.runs import resolve  # noqa: E402
+from jaxformer.training.state import on_mesh  # noqa: E402
 
 resolve._capability = lambda mesh: HOPPER
 
 
-def main() -> None:
+def mesh_named(name: str) -> Mesh:
+    data, fsdp, context, tensor = sizes = SIZES[name]
+    devices = jax.devices()[: math.prod(sizes)]
+    return make_mesh(data, fsdp, tensor, context=context, devices=devices)
+
+
+def lowered_calls() -> dict[str, list[str]]:
+    """The calls of cuDNN in the steps of all families, biases and meshes."""
     report = {}
-    for family, packed, name in itertools.product(FAMILIES, [False, True], SIZES):
-        data, fsdp, context, tensor = sizes = SIZES[name]
-        devices = jax.devices()[: math.prod(sizes)]
-        mesh = make_mesh(data, fsdp, tensor, context=context, devices=devices)
-        run = a_run(family, "cudnn")
+    cases = itertools.product(FAMILIES, ["rope", "t5", "alibi"], [False, True], SIZES)
+    for family, positions, packed, name in cases:
+        # Rows of a decoder with segments are packed, of others padded.
+        if (family, packed) == ("decoder", True) and positions != "rope":
+            continue
+        mesh = mesh_named(name)
+        run = a_run(family, "cudnn", positions=positions)
         resolved, batch = resolve.resolve_without_data(run, mesh, packed)
         step, state = resolved.step, resolved.target
         text = step.lower(state, batch, lowering_platforms=("cuda",)).as_text()
-        report[f"{family}, packed {packed}, {name}"] = len(re.findall(r"@__cudnn\$fmha", text))
+        calls = re.findall(r"@__cudnn\$fmha(ScaleBias)?Softmax(Backward)?", text)
+        report[f"{family}, {positions}, packed {packed}, {name}"] = sorted(map("".join, calls))
+    return report
+
+
+def error_of(sizes: tuple[int, ...], biased_rows: int) -> float:
+    """The largest relative error of the output and the gradients of q, k, v and a bias of so many
+    rows, where each device of a mesh computes its rows and heads by plain attention."""
+    rng = np.random.default_rng(0)
+    shapes = [(8, 32, 4, 16), (8, 32, 2, 16), (8, 32, 2, 16), (biased_rows, 4, 32, 32)]
+    inputs = [jnp.array(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    ids = jnp.array(np.arange(32) < rng.integers(8, 33, (8, 1)), jnp.int32)
+    layout = layout_of(ids, None, ids)
+
+    def outputs(kernel, inputs):
+        def attention(q, k, v, bias):
+            mask = AttentionMask(layout, layout, scoring=Scoring(bias=bias), max_segments=1)
+            return attend(kernel, q, k, v, mask)
+
+        out, back = jax.vjp(attention, *inputs)
+        return out, *back(jnp.cos(out))
+
+    expected = jax.jit(functools.partial(outputs, "xla"))(inputs)
+    count = sizes[0] * sizes[1] * sizes[2]
+    with on_mesh(make_mesh(*sizes, devices=jax.devices()[:count])):
+        run = jax.jit(functools.partial(outputs, "cudnn"))
+        assert ("shard_map" in str(run.trace(inputs).jaxpr)) == (count > 1)
+        computed = run(inputs)
+    pairs = zip(jax.device_get(computed), jax.device_get(expected), strict=True)
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+
+
+def main() -> None:
+    report: dict[str, Any] = {"calls": lowered_calls()}
+    KERNELS["cudnn"] = dataclasses.replace(KERNELS["cudnn"], run=plain)
+    report["errors"] = {
+        f"{name}, a bias of {rows} rows": error_of(sizes, rows)
+        for name, sizes in SIZES.items()
+        for rows in (1, 8)
+    }
     json.dump(report, sys.stdout)
 
 
