@@ -28,7 +28,7 @@ def specs(config):
 
 def loss(params, config, batch, key=None):
     inputs = inputs_of(batch)
-    x, _, _ = hidden(params, config, inputs, key=key if config.dropout else None)
+    x, _, _ = hidden(params, config, inputs, key=key if config.has_dropout else None)
     rows, matrix, bias = output_layer(params, config, readout(params, config, x, inputs.layout))
     targets, weights = batch["targets"], batch["weights"]
     nats, _ = cross_entropy(rows, matrix, targets, weights, bias=bias)

@@ -78,8 +78,9 @@ def _registry() -> Any:
         if not literals:
             return None
         allowed = choices(literals[0])
-        if int in members:
-            return _number_or(allowed)
+        for number, what in NUMBERS.items():
+            if number in members:
+                return _number_or(number, what, allowed)
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
             metavar="{" + ",".join(allowed) + "}",
@@ -92,24 +93,26 @@ def _registry() -> Any:
     return registry
 
 
-def _number_or(words: tuple[str, ...]) -> Any:
-    """How tyro reads a setting that is an int or one of these words."""
+# The types of settings that are a number or a word.
+NUMBERS: dict[type, str] = {int: "a whole number", float: "a number"}
+
+
+def _number_or(number: type, what: str, words: tuple[str, ...]) -> Any:
+    """How tyro reads a setting that is a number of a type or one of these words."""
     import tyro
 
-    def read(texts: list[str]) -> int | str:
+    def read(texts: list[str]) -> Any:
         (text,) = texts
         try:
-            return text if text in words else int(text)
+            return text if text in words else number(text)
         except ValueError:
-            raise ValueError(
-                f"{text!r} is neither a whole number nor {' or '.join(words)}"
-            ) from None
+            raise ValueError(f"{text!r} is neither {what} nor {' or '.join(words)}") from None
 
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar="INT|{" + ",".join(words) + "}",
+        metavar=f"{number.__name__.upper()}|{{{','.join(words)}}}",
         instance_from_str=read,
-        is_instance=lambda value: isinstance(value, int) or value in words,
+        is_instance=lambda value: isinstance(value, (int, number)) or value in words,
         str_from_instance=lambda value: [str(value)],
     )
 

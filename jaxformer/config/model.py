@@ -6,6 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from jaxformer.config.rules import model_conflicts
 from jaxformer.config.settings import (
+    AutoRate,
     Bounds,
     Count,
     Fraction,
@@ -184,6 +185,8 @@ class ModelConfig(Section):
     """Soft cap of the logits, cap * tanh(logit / cap); 0 disables it."""
     dropout: Rate = 0.0
     """Dropout rate in training, of embeddings, attention weights and sublayer outputs."""
+    attention_dropout: AutoRate = "auto"
+    """Dropout rate of attention weights; auto uses dropout. Fused kernels take no rate above 0."""
     init: Initializer = "gpt2"
     """Initialization: gpt2 N(0, 0.02), residual projections scaled; truncated_normal and xavier
     (uniform), variance 2 / (fan_in + fan_out); fan_in, variance 1 / fan_in."""
@@ -214,6 +217,16 @@ class ModelConfig(Section):
     @property
     def value_width(self) -> int:
         return self.value_dim or self.head_width
+
+    @property
+    def attention_dropout_rate(self) -> float:
+        """The dropout rate of attention weights, "auto" resolved."""
+        return self.dropout if self.attention_dropout == "auto" else self.attention_dropout
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training drops anything, so that a loss needs a key."""
+        return bool(self.dropout or self.attention_dropout_rate)
 
     @property
     def encoder_layers(self) -> int:

@@ -36,6 +36,7 @@ Count = Annotated[int, Bounds(1, most=2**31 - 1)]  # an int32
 AutoCount = Annotated[int | Literal["auto"], Bounds(1, most=2**31 - 1)]
 Natural = Annotated[int, Bounds(0, most=2**31 - 1)]
 Rate = Annotated[float, Bounds(0, 1)]
+AutoRate = Annotated[float | Literal["auto"], Bounds(0, 1)]
 Fraction = Annotated[float, Bounds(0, most=1)]
 NonNegative = Annotated[float, Bounds(0, below=1e30)]  # its square root and inverse are float32
 

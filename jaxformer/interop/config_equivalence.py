@@ -59,7 +59,7 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
     """The fields that do not change the logits of this config."""
     scaling, output = config.rope_scaling, config.output
     matters = {
-        "dropout init dtype layer_loop remat attention_kernel": False,
+        "dropout attention_dropout init dtype layer_loop remat attention_kernel": False,
         "max_length": config.positions == "learned",
         "n_classes": output in ("classes", "tags"),
         "tied_head": output in ("language", "masked"),

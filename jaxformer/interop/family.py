@@ -76,7 +76,7 @@ class Family:
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """The keys of a config."""
         # Fields that change no logit, or only in training, are written as they are.
-        unresolved = ("dropout", "max_length", "tied_head")
+        unresolved = ("dropout", "attention_dropout", "max_length", "tied_head")
         complete = dataclasses.replace(
             resolved(config), **{name: getattr(config, name) for name in unresolved}
         )

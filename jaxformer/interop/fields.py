@@ -167,11 +167,16 @@ class IgnoredKeys(KeyMapping):
         return {}
 
 
+OF_WEIGHTS = {"attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"}
+
+
 class Dropout(IgnoredKeys):
-    """Keys that are all written with our one rate. They are not read: a run sets its own rate."""
+    """The keys of dropout rates, of which those in OF_WEIGHTS are of attention weights alone. They
+    are not read: a run sets its own rates."""
 
     def write(self, config: ModelConfig) -> Keys:
-        return dict.fromkeys(self.keys.split(), config.dropout)
+        of_weights, others = config.attention_dropout_rate, config.dropout
+        return {key: of_weights if key in OF_WEIGHTS else others for key in self.keys.split()}
 
 
 class Constant(KeyMapping):

@@ -102,7 +102,7 @@ def attention(
         seen = _with_leading(params["prefix_k"], k), _with_leading(params["prefix_v"], v)
     scale, soft_cap = config.attention_scale, config.attention_soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
-    dropped = (config.dropout, call.key)
+    dropped = (config.attention_dropout_rate, call.key)
     mask = mask._replace(scoring=scoring, max_segments=config.max_segments, dropout=dropped)
     weights_name = f"{name}_weights"
     captures: Captures = {}
@@ -167,7 +167,7 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
         # The weights in float32, and those cast to the compute dtype for the product with the
         # values if that is another dtype; with dropout also a mask of one byte, and the dropped
         # weights.
-        dropped = 1 + sizes.number if config.dropout else 0
+        dropped = 1 + sizes.number if config.attention_dropout_rate else 0
         scores = sizes.tokens * heads * sizes.keys
         weights = scores * (4 + sizes.number % 4 + dropped)
         return [*arrays, StoredArray("weights", weights), StoredArray("attended", out)]

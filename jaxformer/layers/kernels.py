@@ -117,7 +117,7 @@ FEATURES = {
     "leading": "it has no keys that all segments see, as those of adapter.kind=prompt and prefix",
     "divided queries": "it needs all tokens of a row, and mesh.tensor x mesh.context does not"
     " divide model.n_heads",
-    "dropout": "it has no dropout of attention weights, and model.dropout is set",
+    "dropout": "it has no dropout of attention weights, and model.attention_dropout is not 0",
     "score bias": "it has no bias of the scores, and model.positions adds one",
     "biased texts": "it has no bias of the scores of packed rows, and model.positions adds one",
     "biased window": "it has no window beside a bias of the scores, as model.positions adds one",
@@ -146,7 +146,7 @@ def _features_of_run(case: Case) -> set[str]:
         "divided queries": case.exchange == "gather",
         "short pieces": case.exchange == "gather" and case.length % (256 * case.context),
         "one device": case.exchange == "none",
-        "dropout": model.dropout,
+        "dropout": model.attention_dropout_rate,
         "score bias": biased,
         "biased texts": biased and case.segments > 1,
         "biased window": biased and model.window,
@@ -274,7 +274,7 @@ def reads_balanced(kernel: str, mask: AttentionMask, heads: int) -> bool:
 
 def _passed_over(name: str, case: Case) -> str:
     """Why "auto" does not choose a kernel that could serve the case; empty if it may."""
-    if (name, case.platform) == ("blocked", "cpu") and case.model.dropout:
+    if (name, case.platform) == ("blocked", "cpu") and case.model.attention_dropout_rate:
         return "on a CPU the dropout of attention weights is that of plain attention"
     return ""
 

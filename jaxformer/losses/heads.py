@@ -31,7 +31,7 @@ def head_loss(
     key.
     """
     inputs = inputs_of(batch)
-    x, _, aux = hidden(params, config, inputs, key=key if config.dropout else None)
+    x, _, aux = hidden(params, config, inputs, key=key if config.has_dropout else None)
     rows, matrix, bias = output_layer(params, config, readout(params, config, x, inputs.layout))
     targets, weights = batch["targets"], batch["weights"]
     objective, nats = cross_entropy(

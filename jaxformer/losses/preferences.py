@@ -61,7 +61,7 @@ def pairs_of(
         return jnp.asarray(array).reshape(2 * pairs, length)
 
     inputs = inputs_of({name: sequences(batch[name]) for name in MODEL_ARRAYS if name in batch})
-    x, _, aux = hidden(params, config, inputs, key=key if config.dropout else None)
+    x, _, aux = hidden(params, config, inputs, key=key if config.has_dropout else None)
     rows, matrix, bias = output_layer(params, config, readout(params, config, x, inputs.layout))
     nats = row_nats(
         rows,

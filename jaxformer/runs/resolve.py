@@ -69,7 +69,7 @@ class Resolved:
 
     Attributes:
       run: the settings with every automatic choice made: the vocabulary, classes, dtype, attention
-        kernel, microbatches, segments of a row, and no model.dropout where steps do not apply it.
+        kernel, microbatches, segments of a row, and no dropout of the model where steps apply none.
       asked: the settings before these choices, with the sizes that the data has: what config.json
         holds.
       mesh: its devices, which need not be attached.
@@ -169,7 +169,7 @@ class Resolved:
     @property
     def is_rowwise(self) -> bool:
         """Whether the loss is a sum over rows that do not read each other, nor its key."""
-        dropout = self.model.dropout or self.run.adapter.dropout
+        dropout = self.model.has_dropout or self.run.adapter.dropout
         return self.objective.rowwise and not (dropout and self.drops_out)
 
     @property
@@ -265,7 +265,7 @@ def resolve(
     source_length = encoded_length(run.model, run.data, run.adapter, segments)
     model = run.model
     if not drops_out(objective, run.train):
-        model = dataclasses.replace(model, dropout=0.0)
+        model = dataclasses.replace(model, dropout=0.0, attention_dropout=0.0)
     length = math.gcd(run.data.sequence_length, source_length)
     model, kernel = with_kernel(model, run.adapter, length, segments, mesh)
     # The fewest tokens of a row in which a text of each of its sequences is one segment.

@@ -113,10 +113,11 @@ def beginning_text(corpus: Corpus, bos: str) -> str:
 
 def _dropout(setup: RunSetup) -> dict[str, str]:
     """A line where the settings ask for a dropout that the objective leaves out."""
-    rates = {
-        "model.dropout": setup.asked.model.dropout,
-        "adapter.dropout": setup.asked.adapter.dropout,
-    }
+    model, adapter = setup.asked.model, setup.asked.adapter
+    rates = {"model.dropout": model.dropout}
+    if model.attention_dropout != "auto":
+        rates["model.attention_dropout"] = model.attention_dropout
+    rates["adapter.dropout"] = adapter.dropout
     named = " and ".join(f"{name}={rate:g}" for name, rate in rates.items() if rate)
     if setup.drops_out or not named:
         return {}

@@ -195,7 +195,7 @@ def traced_rows(
     """The rows of a trace, each of one layer, without symbols."""
     # None of these changes a shape; with them every product is an equation of its own.
     plain = {"layer_loop": "unroll", "attention_kernel": "xla", "remat": "none", "dropout": 0.0}
-    plain["dtype"] = "float32"
+    plain |= {"attention_dropout": 0.0, "dtype": "float32"}
     config = replace(config, **plain)  # type: ignore[arg-type]
     table = specs(config)
     params = map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), table)

@@ -192,7 +192,7 @@ def token_nats(
     """The cross-entropy of each target of a batch in nats, [B, T] float32, computed one row at a
     time, so that only the logits of one row, [T, V], are in memory. A key turns dropout on."""
     inputs = inputs_of(batch)
-    x = hidden(params, config, inputs, key=key if config.dropout else None).x  # [B, T, D]
+    x = hidden(params, config, inputs, key=key if config.has_dropout else None).x  # [B, T, D]
     out = output_layer(params, config, readout(params, config, x, inputs.layout))
 
     def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:  # [T, D], [T] -> [T]

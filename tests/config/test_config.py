@@ -192,6 +192,21 @@ def test_a_fraction_is_refused_above_one_and_its_message_says_at_most_one() -> N
         jf.ModelConfig(dropout=1.0)
 
 
+def test_the_dropout_of_attention_weights_is_a_rate_or_auto() -> None:
+    assert jf.ModelConfig(dropout=0.1).attention_dropout_rate == 0.1
+    for text, rate in (("0", 0.0), ("0.25", 0.25), ("auto", 0.0)):
+        override = f"model.attention_dropout={text}"
+        model = jf.load_config(ROOT / "configs/quickstart.py", [override]).model
+        assert model.attention_dropout_rate == rate
+    for value in (1.0, -0.5, float("nan")):
+        with pytest.raises(ConfigError, match=r"attention_dropout=.* at least 0 and below 1"):
+            jf.ModelConfig(attention_dropout=value)
+    with pytest.raises(ConfigError, match="'none' is neither a number nor auto"):
+        jf.load_config(ROOT / "configs/quickstart.py", ["model.attention_dropout=none"])
+    with pytest.raises(ConfigError, match="'none' is not of type float or 'auto'"):
+        jf.ModelConfig(attention_dropout="none")  # type: ignore[arg-type]
+
+
 def test_every_field_is_read_somewhere() -> None:
     """A setting that nothing reads is a promise that nothing keeps."""
     from jaxformer.config.model import SECOND_HEADS

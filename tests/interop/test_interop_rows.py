@@ -77,6 +77,12 @@ def test_the_rate_of_dropout_is_written_by_keys_that_the_reference_has(kind):
     written = FAMILY[kind].write(config, next(iter(FAMILY[kind].architectures)))
     keys = {key for key, value in written.items() if value == 0.28125}
     assert keys and keys <= stated(kind).keys()
+    apart = dataclasses.replace(config, attention_dropout=0.15625)
+    changed = FAMILY[kind].write(apart, next(iter(FAMILY[kind].architectures)))
+    of_weights = {key for key in keys if "att" in key}
+    assert changed == written | dict.fromkeys(of_weights, 0.15625)
+    # A row without such a key has one rate for all.
+    assert of_weights or keys == {"dropout_rate"}
 
 
 # which layers have a window, by what stood for it before there was layer_types and since

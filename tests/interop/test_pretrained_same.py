@@ -30,6 +30,7 @@ SAME = [  # settings of a model, and others of the same function
         (DECODER, change)
         for change in (
             dict(dropout=0.1),
+            dict(attention_dropout=0.1),
             dict(init="xavier"),
             dict(dtype="bfloat16"),
             dict(max_length=7),

@@ -80,6 +80,7 @@ OWN = dict(
     n_classes=3,
     pooling="mean",
     dropout=0.25,
+    attention_dropout=0.5,
     dtype="bfloat16",
     layer_loop="scan",
     remat="full",

@@ -240,6 +240,8 @@ ENCODER = {"family": "encoder"}
         (case(attention_soft_cap=30.0), "blocked", "soft-cap"),
         (case(attention_sinks=True), "blocked", "sinks"),
         (case(dropout=0.1), "blocked", "not cudnn: it has no dropout"),
+        (case(dropout=0.1, attention_dropout=0.0), "cudnn", ""),
+        (case(attention_dropout=0.1), "blocked", "and model.attention_dropout is not 0"),
         (case("tpu"), "tpu", ""),
         (case("tpu", segments=99), "tpu", ""),
         (case("tpu", length=100), "tpu", ""),
@@ -252,6 +254,7 @@ ENCODER = {"family": "encoder"}
         (case("cpu"), "blocked", ""),
         (case("cpu", window=8, value_dim=32), "blocked", ""),
         (case("cpu", dropout=0.1), "xla", "not blocked: on a CPU the dropout"),
+        (case("cpu", dropout=0.1, attention_dropout=0.0), "blocked", ""),
         (case("metal"), "xla", ""),
     ],
 )
@@ -272,6 +275,7 @@ def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_wh
         ("tpu", case("tpu", positions="alibi"), "bias of the scores"),
         ("cudnn", case(positions="alibi", segments=9), "packed rows"),
         ("tpu", case("tpu", dropout=0.5), "dropout"),
+        ("tpu", case("tpu", attention_dropout=0.5), "model.attention_dropout is not 0"),
     ],
 )
 def test_a_kernel_asked_for_by_name_is_refused_where_it_cannot_run(asked, case, why):

@@ -123,6 +123,7 @@ def test_at_the_start_dpo_is_log_2_and_ipo_is_its_target_squared(models):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_dropout_of_model_and_adapter_is_left_out_unless_it_is_asked_for(name, models):
     dropped, key = replace(CONFIG, dropout=0.4), jax.random.key(5)
+    of_weights = replace(CONFIG, attention_dropout=0.4)
     batch = a_batch() | scored(models[0], dropped, a_batch())
 
     def adapted(params, config):
@@ -130,7 +131,8 @@ def test_dropout_of_model_and_adapter_is_left_out_unless_it_is_asked_for(name, m
         found = jf.adapt(params, config, adapter, jax.random.key(1))
         return jax.tree.map(lambda leaf: leaf + 0.05, found)  # so that it changes the model
 
-    for config, params in ((dropped, models[0]), (CONFIG, adapted(models[0], CONFIG))):
+    dropping = ((dropped, models[0]), (of_weights, models[0]), (CONFIG, adapted(models[0], CONFIG)))
+    for config, params in dropping:
         loss = jf.loss_of(name, config)
         without = float(loss(params, batch, None)["loss"][0])
         assert float(loss(params, batch, key)["loss"][0]) == without
@@ -147,7 +149,7 @@ def test_dropout_of_model_and_adapter_is_left_out_unless_it_is_asked_for(name, m
 
 
 def test_a_run_applies_dropout_to_pairs_only_where_it_is_on():
-    model = replace(CONFIG, dropout=0.4)
+    model = replace(CONFIG, dropout=0.4, attention_dropout=0.2)
     for name in OBJECTIVES:
         for setting, rate in (("auto", 0.0), ("off", 0.0), ("on", 0.4)):
             train = TrainConfig(preference_dropout=setting)
@@ -155,6 +157,9 @@ def test_a_run_applies_dropout_to_pairs_only_where_it_is_on():
             run = RunConfig(model=model, data=data, train=train)
             resolved = resolve(run, jf.make_mesh(), 1)
             assert resolved.model.dropout == rate and run.model.dropout == 0.4
+            assert resolved.model.attention_dropout_rate == rate / 2
+            alone = replace(run, model=replace(CONFIG, attention_dropout=0.2))
+            assert resolve(alone, jf.make_mesh(), 1).is_rowwise == (rate == 0)
             assert resolved.is_rowwise == (rate == 0)
             assert resolved.loss_options.get("dropout", False) == (setting == "on")
     causal = RunConfig(model=model, data=DataConfig(sequence_length=16))

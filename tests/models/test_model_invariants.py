@@ -13,9 +13,11 @@ import pytest
 from shapes import LENGTH, MODELS, VOCABULARY, forward, made, model, strong, weights_and_tokens
 
 import jaxformer as jf
+from jaxformer.layers.attention import self_attention
 from jaxformer.layers.cache import empty_cache
 from jaxformer.layers.head import head
-from jaxformer.layers.masks import TokenLayout, layout_of
+from jaxformer.layers.masks import AttentionMask, TokenLayout, layout_of
+from jaxformer.layers.sublayer import Call
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import hidden
 
@@ -169,6 +171,41 @@ def test_dropout_needs_a_key_and_keeps_the_mean():
 
     mask = dropout(jnp.ones(100_000), 0.3, jax.random.key(0))
     assert abs(float(mask.mean()) - 1) < 0.01 and abs(float((mask == 0).mean()) - 0.3) < 0.01
+
+
+@pytest.mark.parametrize("kernel", ["auto", "xla", "blocked"])
+def test_the_dropout_of_attention_weights_has_a_rate_of_its_own(kernel):
+    """By default it is model.dropout, bit for bit; 0 leaves attention out, and nothing else."""
+    params, config, row = weights_and_tokens("llama", dropout=0.3, attention_kernel=kernel)
+    layout, key = layout_of(row, None, None), jax.random.key(2)
+
+    def dropped(**changes):
+        changed = dataclasses.replace(config, **changes)
+        attended = jax.random.normal(jax.random.key(5), (*row.shape, config.d_model))
+        layer = jax.tree.map(lambda leaf: leaf[0], params["blocks"]["attention"])
+
+        def attention(key):
+            mask = AttentionMask(layout, layout)
+            return self_attention(layer, changed, attended, Call(mask, key=key)).x
+
+        return [
+            np.abs(function(key) - function(None)).max() > 1e-3
+            for function in (
+                lambda key: residual(params, changed, row, layout, key=key),
+                jax.jit(attention),
+            )
+        ]
+
+    as_before = residual(params, config, row, layout, key=key)
+    same = dataclasses.replace(config, attention_dropout=0.3)
+    np.testing.assert_array_equal(as_before, residual(params, same, row, layout, key=key))
+    assert dropped() == [True, True]
+    assert dropped(attention_dropout=0.0) == [True, False]
+    assert dropped(dropout=0.0, attention_dropout=0.3) == [True, True]
+    assert dropped(dropout=0.0) == [False, False]
+    rates = [(0.3, 0.0), (0.0, 0.3), (0.3, "auto"), (0.0, "auto"), (0.0, 0.0)]
+    configs = [dataclasses.replace(config, dropout=a, attention_dropout=b) for a, b in rates]
+    assert [one.has_dropout for one in configs] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("loop, remat", [("scan", "none"), ("unroll", "full"), ("scan", "full")])

@@ -102,17 +102,20 @@ def test_the_margin_rises_from_zero_and_is_logged(whole):
 
 def test_a_dropout_that_is_left_out_is_said_once(base, capsys):
     one = {"train.steps": 1, "train.eval_every": 0}
-    for name, changes, count in (
-        ("said", {}, 1),
-        ("none", {"model.dropout": 0.0}, 0),
-        ("asked", {"train.preference_dropout": "on"}, 0),
+    of_weights = {"model.dropout": 0.0, "model.attention_dropout": 0.2}
+    for name, changes, left_out in (
+        ("said", {}, "model.dropout=0.1"),
+        ("weights", of_weights, "model.attention_dropout=0.2"),
+        ("none", {"model.dropout": 0.0}, ""),
+        ("asked", {"train.preference_dropout": "on"}, ""),
     ):
         assert train_here(arguments(base, name, one | changes)) == 0
         out = " ".join(capsys.readouterr().out.split())
-        told = "dpo does not apply model.dropout=0.1; train.preference_dropout=on does"
-        assert out.count(told) == count, out
-    losses = {name: logged(base / name)[0]["loss"] for name in ("said", "none", "asked")}
-    assert losses["said"] == losses["none"] != losses["asked"]
+        told = f"dpo does not apply {left_out}; train.preference_dropout=on does"
+        assert out.count(told) == bool(left_out), out
+    names = ("said", "weights", "none", "asked")
+    losses = {name: logged(base / name)[0]["loss"] for name in names}
+    assert losses["said"] == losses["weights"] == losses["none"] != losses["asked"]
 
 
 def test_commands_compare_with_the_same_reference(base, whole, capsys):

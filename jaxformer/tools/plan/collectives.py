@@ -231,7 +231,7 @@ def _of_data(planned: PlannedRun) -> Iterator[Collective]:
     """The gradients of the shards, over the replicas."""
     devices, fsdp = planned.size("data"), planned.size("fsdp")
     microbatches = planned.run.train.n_microbatches
-    rowwise = planned.objective.rowwise and not planned.model.dropout
+    rowwise = planned.objective.rowwise and not planned.model.has_dropout
     # Each replica accumulates its own gradients.
     together = microbatches > 1 and rowwise
 
