@@ -77,7 +77,9 @@ STEPS = {
     "bert_base": step("bert_base", GPU, 64, PLAIN),
     "bert_base_full": step("bert_base", GPU, 128, PLAIN, FULL),
     "bert_base_dropout": step("bert_base", GPU, 64),
-    "bert_base_data_dropout": step("bert_base", GPUS, 256, "train.microbatches=2"),
+    "bert_base_data_dropout": step(
+        "bert_base", GPUS, 256, "train.microbatches=2", "model.attention_dropout=auto"
+    ),
     "bert_base_fsdp": step("bert_base", GPUS, 256, PLAIN, "mesh.fsdp=8"),
     "t5_small": step("t5_small", GPU, 128, PLAIN),
     "t5_small_full": step("t5_small", GPU, 128, PLAIN, FULL),

@@ -25,6 +25,8 @@ config = RunConfig(
         embedding_scale="sqrt",
         tied_head=True,
         dropout=0.1,
+        # As in section 5.4 of the paper, which drops of embeddings and outputs of sublayers alone.
+        attention_dropout=0.0,
         init="xavier",
     ),
     data=DataConfig(objective="seq2seq", sequence_length=512),

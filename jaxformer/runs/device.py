@@ -1,9 +1,10 @@
 """Checks of a run on its devices: what its mesh splits, and that its attention kernel is right."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jaxformer.layers.biases import score_bias
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
-from jaxformer.runs.resolve import Resolved, ResolvedRun, with_another_kernel
+from jaxformer.runs.resolve import Resolved, with_kernel
 from jaxformer.training.state import compiler_options, on_mesh
 
 # The check of a kernel takes fewer rows and heads where its float32 scores would exceed this.
@@ -30,7 +31,9 @@ REFERENCE_BYTES = 2**30
 # The largest error of a kernel, relative to the largest element of the reference.
 TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
 # What the check compares: the output, and the gradients of the inputs.
-ARRAYS = ("output", "dq", "dk", "dv", "dbias")
+COMPARED = ("output", "dq", "dk", "dv", "dbias")
+
+ResolvedRun = TypeVar("ResolvedRun", bound=Resolved)
 
 
 def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
@@ -86,12 +89,20 @@ def with_proven_kernel(resolved: ResolvedRun, log: Log) -> ResolvedRun:
             if resolved.asked.model.attention_kernel != "auto":
                 raise
             failed[name] = f"its check on this device failed: {str(error).splitlines()[0]}"
-            resolved = with_another_kernel(resolved, failed)
+            resolved = _with_another_kernel(resolved, failed)
             log(f"Attention: {resolved.kernel}.")
             continue
         if sentence:
             log(sentence)
         return resolved
+
+
+def _with_another_kernel(resolved: ResolvedRun, failed: Mapping[str, str]) -> ResolvedRun:
+    """The run with the first kernel that serves it and is not in `failed`."""
+    run, auto = resolved.run, dataclasses.replace(resolved.model, attention_kernel="auto")
+    length = math.gcd(resolved.length, resolved.source_length)
+    model, kernel = with_kernel(auto, run.adapter, length, auto.max_segments, resolved.mesh, failed)
+    return dataclasses.replace(resolved, run=dataclasses.replace(run, model=model), kernel=kernel)
 
 
 def prove_kernel(resolved: Resolved) -> str:
@@ -117,7 +128,7 @@ def check_kernel(
     RuntimeError where the errors exceed what the rounding of the dtype explains.
     """
     dtype, source_length = compute_dtype(config), source_length or length
-    worst, leaked = dict.fromkeys(ARRAYS, 0.0), 0.0
+    worst, leaked = dict.fromkeys(COMPARED, 0.0), 0.0
     for kind in kinds_of_attention(config, length, source_length):
         arrays, segments = _case(config, rows, kind)
         compare = functools.partial(_errors, name, config, kind)
@@ -169,9 +180,9 @@ def _errors(
     arrays: list[jax.Array],
     segments: Sequence[jax.Array | None],
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The errors of the output and of the gradients of q, k, v and the bias if there is one, by the
-    names in ARRAYS, each relative to the largest element of the reference; and the largest gradient
-    by keys and values of the first text that outputs of other texts and of padding have.
+    """The errors by the names in COMPARED, each relative to the largest element of the reference,
+    and the largest gradient by keys and values of the first text that outputs of other texts and of
+    padding have.
 
     `arrays` and `segments` are those of `_case`; the arrays are placed as in a step. Scores have
     the scale, the cap, the sinks and the bias of the model.
@@ -211,13 +222,13 @@ def _with_gradients(
     kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]
 ) -> dict[str, jax.Array]:
     """The output of attention, and the gradients of q, k, v and the bias for the cotangent
-    arrays[3], by the names in ARRAYS; without a bias, none of it."""
+    arrays[3], by the names in COMPARED; without a bias, none of it."""
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> jax.Array:
         return kernel(q, k, v, mask._replace(scoring=mask.scoring._replace(bias=bias)))
 
     out, back = jax.vjp(attention, *arrays[:3], mask.scoring.bias)
-    computed = zip(ARRAYS, (out, *back(arrays[3].astype(out.dtype))), strict=True)
+    computed = zip(COMPARED, (out, *back(arrays[3].astype(out.dtype))), strict=True)
     return {name: array for name, array in computed if array is not None}
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import optax
@@ -59,7 +59,6 @@ CPU_TOKENS = 1024
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 ASSUMED_CLASSES = 2  # of a head, where the data is not read
 
-ResolvedRun = TypeVar("ResolvedRun", bound="Resolved")
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 
 
@@ -382,15 +381,6 @@ def _abstract_batch(
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=of_rows)
         for name, array in shapes.items()
     }
-
-
-def with_another_kernel(resolved: ResolvedRun, failed: Mapping[str, str]) -> ResolvedRun:
-    """A run with the first attention kernel that serves it and is not in `failed`, which has the
-    reason why each of its kernels is passed over."""
-    run, auto = resolved.run, dataclasses.replace(resolved.model, attention_kernel="auto")
-    length = math.gcd(resolved.length, resolved.source_length)
-    model, kernel = with_kernel(auto, run.adapter, length, auto.max_segments, resolved.mesh, failed)
-    return dataclasses.replace(resolved, run=dataclasses.replace(run, model=model), kernel=kernel)
 
 
 def with_kernel(

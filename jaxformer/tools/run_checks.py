@@ -20,7 +20,7 @@ from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.files import ConfigError
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
-from jaxformer.runs.device import with_proven_kernel
+from jaxformer.runs.device import ResolvedRun, with_proven_kernel
 from jaxformer.runs.directory import check_config
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.setup import RunSetup, make_setup
@@ -163,17 +163,17 @@ def disk(target: TrainState, run_dir: str, count: int) -> Finding:
     return Finding("ok", "disk space", text)
 
 
-def kernel(setup: RunSetup) -> Generator[Finding, None, RunSetup]:
+def kernel(resolved: ResolvedRun) -> Generator[Finding, None, ResolvedRun]:
     """The attention kernel, and its errors against float32. Returns the run with a kernel that is
     right, and as it is where there is none."""
     lines: list[str] = []
     try:
-        proven = with_proven_kernel(setup, lines.append)
+        proven = with_proven_kernel(resolved, lines.append)
     except (RuntimeError, ConfigError) as error:
         yield Finding("problem", "attention", str(error))
-        return setup
-    if proven is setup:
-        yield Finding("ok", "attention", " ".join([setup.kernel, *lines]))
+        return resolved
+    if proven is resolved:
+        yield Finding("ok", "attention", " ".join([resolved.kernel, *lines]))
     else:
         yield Finding("note", "attention", " ".join(lines))
     return proven

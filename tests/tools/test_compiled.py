@@ -207,3 +207,7 @@ def test_the_step_of_a_config_compiles(name: str, target: str) -> None:
     assert all(loop.trips for loop in found.counts.loops)
     assert found.counts.collectives or target == "h100:1x1"
     assert (found.memory.host > 0) == ("model.offload=out" in changes)
+    on_gpu = parse_target(target).platform == "gpu"
+    assert found.kernel.startswith("cudnn (" if on_gpu else ("tpu (", "flash ("))
+    biased = "__cudnn$fmhaScaleBiasSoftmaxBackward" in found.counts.custom_calls
+    assert biased == (on_gpu and name == "t5_small")
