@@ -2,17 +2,19 @@
 
 import collections
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
 import pytest
-from tiny_run import line, write_text
+from tiny_run import line, logged, train_here, write_text
 
 from jaxformer.cli import main
 from jaxformer.layers import kernels
 
 pytestmark = pytest.mark.slow
 
+KERNEL = "model.attention_kernel"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -47,6 +49,30 @@ def test_each_problem_is_named_and_the_status_is_one(
     out = printed(capsys)
     assert "problem run.dir: " in out and "problem data.cache_dir: " in out
     assert "problem settings and data: " in out and "3 problems." in out
+
+
+def test_a_kernel_that_fails_its_check_is_noted_and_a_run_takes_the_next(
+    text: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"model.dropout": 0.0, "train.steps": 3}
+    assert train_here(line(tmp_path / "plain", text, changes | {KERNEL: "xla"})) == 0
+    wrong = dataclasses.replace(kernels.KERNELS["blocked"], run=lambda q, k, v, mask: 0 * q)
+    monkeypatch.setitem(kernels.KERNELS, "blocked", wrong)
+    capsys.readouterr()
+    chosen = line(tmp_path / "chosen", text, changes)
+    assert main(["doctor", *chosen]) == 0
+    why = "xla (plain XLA attention); not blocked: its check on this device failed: attention"
+    assert f"note attention: Attention: {why}" in printed(capsys)
+    assert train_here(chosen) == 0
+    out = printed(capsys)
+    assert "blocked (blocked attention with a saved log-sum-exp)" in out and why in out
+    plain, chosen_losses = (
+        [entry["loss"] for entry in logged(tmp_path / name) if "loss" in entry]
+        for name in ("plain", "chosen")
+    )
+    assert plain == chosen_losses and len(plain) == 3
+    settings = json.loads((tmp_path / "chosen/config.json").read_text())
+    assert settings["model"]["attention_kernel"] == "auto"
 
 
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_a_problem(
