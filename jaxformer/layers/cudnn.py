@@ -10,17 +10,20 @@ scaled products and gives its gradient, summed over the rows that share it; for 
 bytes of workspace for each score [B, N, T, S], which no compiler here counts. (Plain attention has
 four and more, blocked attention about three.) JAX refuses it in training where a length is odd, and
 cuDNN below 9.10.2 beside a window. Beside lengths the public entry and cuDNN from 9.5 on accept it.
-None of this has run on a GPU: `prove_kernel` compares the output and all gradients, that of the
+Packed rows with a bias are left out: on Blackwell cuDNN refuses its gradient there, and nothing
+says that each segment reads the bias from its first row and column.
+
+No bias has run on a GPU: `prove_kernel` compares the output and all gradients, that of the
 bias too, on the rows, lengths and mesh of the run, and a run with attention_kernel=auto takes the
 next kernel where they are wrong or refused.
 
-That function has other options, which are not used because a training run cannot rely on them (read
-in JAX 0.12.0.1 and the XLA of its CUDA plugin; compiled for an H100 without one):
+The private function has other options, which are not used because a training run cannot rely on
+them (read in JAX 0.12.0.1 and the XLA of its CUDA plugin; compiled for an H100 without one):
 
 `score_mod`, a function of the scores [B, N, T, S], would serve soft-caps.
   - cuDNN refuses it beside its causal mask, its lengths, its windows and its own ALiBi, so that the
     mask would have to be part of the function: hidden blocks are computed, and packed rows are out.
-  - `score_mod_args` get no gradient, silently: T5's biases would not be learned by this way.
+  - `score_mod_args` get no gradient, silently: T5's biases would not be learned in this way.
   - XLA builds the graph of the backward pass from the call of the forward pass, which it looks for
     behind the log-sum-exp in the same computation. In a scan over layers there is none, and the
     program is refused. An operation without a counterpart in cuDNN ends the process, so that a
