@@ -150,7 +150,7 @@ def _reads_balanced(params: Params, config: ModelConfig, call: Call) -> bool:
     and what is dropped go by the index of a token, and so have them in order."""
     leaves = jax.tree.leaves(params["blocks"], is_leaf=is_custom)
     drops = any(getattr(leaf, "key", None) is not None for leaf in leaves)
-    if call.request or drops or (config.dropout and call.key is not None):
+    if call.request or drops or (config.has_dropout and call.key is not None):
         return False
     return reads_balanced(config.attention_kernel, call.mask, config.n_heads)
 

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.sharding import Mesh
 
 from jaxformer.arrays import sharding
 
@@ -93,9 +93,7 @@ def main() -> None:
     report: dict[str, Any] = {"calls": lowered_calls()}
     KERNELS["cudnn"] = dataclasses.replace(KERNELS["cudnn"], run=plain)
     report["errors"] = {
-        f"{name}, a bias of {rows} rows": error_of(name, rows)
-        for name in SIZES
-        for rows in (1, 8)
+        f"{name}, a bias of {rows} rows": error_of(name, rows) for name in SIZES for rows in (1, 8)
     }
     json.dump(report, sys.stdout)
 
