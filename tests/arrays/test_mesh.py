@@ -35,10 +35,11 @@ def test_each_parameter_that_a_mesh_does_not_divide_is_named_with_its_bytes() ->
 def test_parameters_are_divided_over_fsdp_and_context_together() -> None:
     specs = jf.specs(jf.ModelConfig(**SIZES))
     assert check_split(specs, mesh_of(fsdp=2, context=4)) == []
+    with pytest.raises(jf.ConfigError, match="embed 16 by fsdp x context 6"):
+        check_split(specs, mesh_of(fsdp=2, context=3))
     # Rows are divided over it, whether or not parameters are.
-    lines = check_split(specs, mesh_of(fsdp=2, context=3))
-    assert lines[0] == "embed.tokens, 16.1 KiB, is not split along embed 16 by fsdp x context 6"
-    assert check_split(specs, mesh_of(context=3))
+    lines = check_split(specs, mesh_of(context=3))
+    assert lines[0] == "embed.tokens, 16.1 KiB, is not split along embed 16 by context 3"
 
 
 @pytest.mark.parametrize("name, size", [("tensor", 5), ("fsdp", 3)])
