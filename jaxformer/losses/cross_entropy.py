@@ -125,8 +125,11 @@ def row_nats(
 
 def tile_length(rows: int, length: int, vocab: int) -> int:
     """Positions of a sequence to compute at a time, in tiles of nearly equal length; 0 for few
-    logits, which are computed at once, and differentiable in every way."""
-    devices = math.prod(free_axes().values())
+    logits, which are computed at once, and differentiable in every way. Where the mesh divides the
+    positions, they are those of one device."""
+    sizes = free_axes()
+    split = _split_positions(length, sizes)
+    length, devices = length // split, math.prod(sizes.values()) // split
     if rows * length * vocab <= DENSE_LOGITS * devices:
         return 0
     rows_of_tile = min(TILE_ROWS.get(platform(), TILE_ROWS_ELSEWHERE), TILE_LOGITS // vocab)
