@@ -36,6 +36,13 @@ STRETCHED = {  # lengths and turns at which each way to stretch shows at a few t
     "yarn": {"rope_original_length": 16, "rope_beta_fast": 1.0, "rope_beta_slow": 0.1},
     "llama3": {"rope_original_length": 8, "rope_low_frequency": 0.1, "rope_high_frequency": 1.0},
 }
+LONGROPE = {
+    "rope_scaling": "longrope",
+    "rope_factor": 2.0,
+    "rope_original_length": 32,
+    "rope_short_factor": "1.5 1.25",
+    "rope_long_factor": "1.5 4",
+}
 VARIANTS = {
     "family": rows_of("family"),
     "positions": (
@@ -51,6 +58,7 @@ VARIANTS = {
         | {"rope with two bases": {"rope_window_theta": 50.0, "window": 3, "window_pattern": "wf"}}
         | {"learned behind an offset": {"positions": "learned", "position_offset": 2}}
         | {"sinusoidal half": {"positions": "sinusoidal", "sinusoid_order": "half"}}
+        | {"longrope": LONGROPE}
     ),
     "heads": (
         {"grouped": {}, "multi-head": {"n_kv_heads": 0}, "multi-query": {"n_kv_heads": 1}}

@@ -1,10 +1,11 @@
 """The settings of a model: its family, its shape, and its row of each table of variants."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from jaxformer.config.rules import model_conflicts
+from jaxformer.config.rules import model_conflicts, numbers_of
 from jaxformer.config.settings import (
     AutoRate,
     Bounds,
@@ -24,7 +25,7 @@ Activation = Annotated[
     TableAt("jaxformer.layers.ffn.ACTIVATIONS"),
 ]
 RopeScaling = Annotated[
-    Literal["none", "linear", "dynamic", "yarn", "llama3"],
+    Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"],
     TableAt("jaxformer.layers.positions.FREQUENCIES"),
 ]
 Normalization = Annotated[
@@ -55,6 +56,14 @@ SECOND_HEADS = ("next_sentence",)
 # Activations of a gated feed-forward layer, down(act(gate x) * up x); a gated row of your own is
 # added here too.
 GATED = {*get_args(Gated)}
+# The factor of the rotated queries and keys where model.rope_attention_factor is 0, of the scalings
+# that have one; that of a scaling of your own is added here too.
+ATTENTION_FACTORS: dict[str, Callable[[Any], float]] = {
+    "yarn": lambda config: 0.1 * math.log(config.rope_factor) + 1,
+    "longrope": lambda config: math.sqrt(
+        1 + math.log(config.rope_factor) / math.log(config.original_length)
+    ),
+}
 BIASED_SCORES = ("alibi", "t5")  # the positions that add a bias to the scores
 BIASED = {
     "none": frozenset[str](),
@@ -122,8 +131,16 @@ class ModelConfig(Section):
     """yarn: frequencies with more rotations over the original length are not scaled."""
     rope_beta_slow: NonNegative = 1.0
     """yarn: frequencies with fewer rotations over the original length are fully scaled."""
+    rope_truncate: bool = True
+    """yarn: widen the range of the partly scaled frequencies to whole indices of pairs."""
+    rope_short_factor: str = ""
+    """longrope: divisor of the frequency of each pair, for example '1 1.5', in sequences of at most
+    the original length."""
+    rope_long_factor: str = ""
+    """longrope: divisor of the frequency of each pair in longer sequences."""
     rope_attention_factor: NonNegative = 0.0
-    """yarn: factor of the rotated queries and keys; 0 uses 1 + 0.1 ln(rope_factor)."""
+    """yarn, longrope: factor of the rotated queries and keys; 0 uses 1 + 0.1 ln(rope_factor), or
+    sqrt(1 + ln(rope_factor) / ln(rope_original_length))."""
     position_offset: Natural = 0
     """Rows of the table of learned positions before the first token's (2 in RoBERTa, BART)."""
     sinusoid_order: Literal["interleaved", "half"] = "interleaved"
@@ -279,10 +296,15 @@ class ModelConfig(Section):
 
     @property
     def rope_scale(self) -> float:
-        """The factor of rotated queries and keys (YaRN, arXiv:2309.00071)."""
-        if self.rope_scaling != "yarn":
+        """The factor of rotated queries and keys (arXiv:2309.00071, 2402.13753)."""
+        if self.rope_scaling not in ATTENTION_FACTORS:
             return 1.0
-        return self.rope_attention_factor or 0.1 * math.log(self.rope_factor) + 1
+        return self.rope_attention_factor or ATTENTION_FACTORS[self.rope_scaling](self)
+
+    @property
+    def rope_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """LongRoPE's divisors of the frequencies, for short and for long sequences."""
+        return numbers_of(self.rope_short_factor), numbers_of(self.rope_long_factor)
 
     def conflicts(self) -> list[str]:
         return model_conflicts(self)

@@ -1,5 +1,6 @@
 """Combinations of model settings that are refused, each with its reason and the remedy."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,15 @@ def names_of(text: str) -> tuple[str, ...]:
     return tuple(text.replace(",", " ").split())
 
 
+def numbers_of(text: str) -> tuple[float, ...]:
+    """The numbers in a setting, which are separated by commas or spaces; none if one is not a
+    number."""
+    try:
+        return tuple(map(float, names_of(text)))
+    except ValueError:
+        return ()
+
+
 def _points(config: Any) -> Iterator[str]:
     for name, allowed in (("saved", (*POINTS, "none")), ("offload", POINTS)):
         names = names_of(getattr(config, name))
@@ -100,5 +110,20 @@ def _positions(config: Any) -> Iterator[str]:
             f"rope_scaling='yarn' needs model.rope_beta_fast={fast:g} above model.rope_beta_slow="
             f"{slow:g}, that above 0, and model.rope_theta={config.rope_theta:g} above 1."
         )
+    if scaling == "longrope":
+        yield from _longrope(config)
     if positions == "t5" and distance <= buckets // 2:
         yield f"relative_distance={distance} must be above half of relative_buckets={buckets}."
+
+
+def _longrope(config: Any) -> Iterator[str]:
+    pairs = -(-config.rotated_width // 2)
+    for name in ("rope_short_factor", "rope_long_factor"):
+        numbers = numbers_of(getattr(config, name))
+        if len(numbers) != pairs or not all(0 < number < math.inf for number in numbers):
+            yield (
+                f"{name}={getattr(config, name)!r} must be {pairs} numbers above 0 with"
+                " rope_scaling='longrope': one for each pair of dimensions that RoPE rotates."
+            )
+    if config.original_length < 2:
+        yield f"rope_original_length={config.original_length} must be 2 or more for 'longrope'."

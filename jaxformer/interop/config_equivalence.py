@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxformer.config.model import BIASED, ModelConfig
+from jaxformer.config.model import ATTENTION_FACTORS, BIASED, ModelConfig
 from jaxformer.layers.head import has_pooler
 from jaxformer.layers.norm import norm_specs
 from jaxformer.layers.pattern import layer_configs
@@ -27,6 +27,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
     biased = config.biased if "bias" in norm_specs(config) else config.biased - {"norm"}
     scale = config.attention_scale or config.head_width**-0.5
     has_pooler_anyway = has_pooler(dataclasses.replace(config, pooler=False))
+    short_factor, long_factor = (" ".join(map(str, numbers)) for numbers in config.rope_factors)
     fields: dict[str, Any] = {
         "n_kv_heads": config.kv_heads,
         "head_dim": config.head_width,
@@ -39,6 +40,8 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "bias": bias_named(biased),
         "rope_original_length": config.original_length,
         "rope_attention_factor": float(f"{config.rope_scale:.9g}"),
+        "rope_short_factor": short_factor,
+        "rope_long_factor": long_factor,
         "window_pattern": _window_pattern(config),
     }
     if config.family == "encoder_decoder":
@@ -65,8 +68,10 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         "tied_head": output in ("language", "masked"),
         "pooling": output == "classes",
         "window window_pattern rope_window_theta": has_windows,
-        "rope_beta_fast rope_beta_slow rope_attention_factor": scaling == "yarn",
+        "rope_beta_fast rope_beta_slow rope_truncate": scaling == "yarn",
         "rope_low_frequency rope_high_frequency": scaling == "llama3",
+        "rope_short_factor rope_long_factor": scaling == "longrope",
+        "rope_attention_factor": scaling in ATTENTION_FACTORS,
         "rope_original_length": scaling != "none",
     }
     unused = [name for names, is_used in matters.items() if not is_used for name in names.split()]

@@ -73,19 +73,24 @@ def _linear(config: ModelConfig, positions: jax.Array, segments: Segments = None
     return _plain(config, positions, segments) / config.rope_factor
 
 
-def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    """[B, T, W], or [B, 1, W] without segments: the base is theta (s n / L - s + 1)^(W / (W - 2)),
-    with s the factor, L the original length, and n the length of the token's segment in this call,
-    at least L. Other segments of the row have no effect. Cached keys keep the base of the call in
-    which they were computed."""
-    original, width, s = config.original_length, config.rotated_width, config.rope_factor
+def _segment_lengths(positions: jax.Array, segments: Segments) -> jax.Array:
+    """[B, T, 1], or [B, 1, 1] without segments: the length of each token's segment up to its last
+    token in this call. Other segments of the row have no effect."""
     if segments is None:
         last = positions.max(axis=-1, keepdims=True)  # [B, 1]
     else:
         # [B, T, T]: whether two tokens are of one segment, which XLA fuses into the maximum.
         together = segments[..., :, None] == segments[..., None, :]
         last = jnp.where(together, positions[..., None, :], 0).max(axis=-1)
-    length = jnp.maximum(last + 1, original)[..., None]
+    return (last + 1)[..., None]
+
+
+def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
+    """[B, T, W], or [B, 1, W] without segments: the base is theta (s n / L - s + 1)^(W / (W - 2)),
+    with s the factor, L the original length, and n the length of the token's segment in this call,
+    at least L. Cached keys keep the base of the call in which they were computed."""
+    original, width, s = config.original_length, config.rotated_width, config.rope_factor
+    length = jnp.maximum(_segment_lengths(positions, segments), original)
     growth = (s * length / original - s + 1) ** (width / max(width - 2, 1))
     return rope_frequencies(width, config.rope_theta * growth)
 
@@ -100,8 +105,10 @@ def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) 
     def index(rotations: float) -> float:
         return width * math.log(original / (rotations * 2 * math.pi)) / period
 
-    low = max(math.floor(index(config.rope_beta_fast)), 0)
-    high = min(math.ceil(index(config.rope_beta_slow)), width - 1)
+    low, high = index(config.rope_beta_fast), index(config.rope_beta_slow)
+    if config.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
     scaled = jnp.clip((jnp.arange(-(-width // 2)) - low) / max(high - low, 1e-3), 0, 1)
     plain = _plain(config, positions, segments)
     return plain / config.rope_factor * scaled + plain * (1 - scaled)
@@ -116,9 +123,26 @@ def _llama3(config: ModelConfig, positions: jax.Array, segments: Segments = None
     return plain * unscaled + plain / config.rope_factor * (1 - unscaled)
 
 
+def _longrope(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
+    """[B, T, W], or [B, 1, W] without segments: each pair has a divisor of its frequency for tokens
+    of segments within the original length, and one for those of longer segments
+    (arXiv:2402.13753). The length is that in this call; cached keys keep the divisors of the call
+    in which they were computed."""
+    short, long = (jnp.array(factors, jnp.float32) for factors in config.rope_factors)
+    is_long = _segment_lengths(positions, segments) > config.original_length
+    return _plain(config, positions, segments) / jnp.where(is_long, long, short)
+
+
 FREQUENCIES: Table[Callable[..., jax.Array]] = Table(
     RopeScaling,
-    {"none": _plain, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "llama3": _llama3},
+    {
+        "none": _plain,
+        "linear": _linear,
+        "dynamic": _dynamic,
+        "yarn": _yarn,
+        "llama3": _llama3,
+        "longrope": _longrope,
+    },
 )
 
 
@@ -134,7 +158,7 @@ def rotate(
         return x
     frequencies = FREQUENCIES[config.rope_scaling](config, positions, segments)
     rotated = rope(x, positions, pairing=config.rope_pairing, frequencies=frequencies)
-    if config.rope_scaling != "yarn":
+    if config.rope_scale == 1:
         return rotated
     width = 2 * frequencies.shape[-1]
     scaled = (config.rope_scale * rotated[..., :width]).astype(x.dtype)

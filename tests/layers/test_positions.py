@@ -49,6 +49,10 @@ def test_rope_makes_scores_depend_on_distance_alone(pairing):
 
 
 SMALL = {"vocab_size": 8, "d_model": 64, "n_heads": 4, "max_length": 64}
+DIVISORS = {
+    "rope_short_factor": "1 1.1 1.2 1.3 1.4 1.5 1.6 1.7",
+    "rope_long_factor": "1, 1.5, 2, 2.5, 3, 4, 6, 8",
+}
 # transformers 5.23, ROPE_INIT_FUNCTIONS of a LlamaConfig with the same settings: inverse
 # frequencies
 PUBLISHED = {
@@ -114,6 +118,14 @@ PUBLISHED = {
             3.222933e-07,
         ],
     ),
+    "longrope, 200 tokens of 64": (
+        {"rope_scaling": "longrope", "rope_factor": 4.0} | DIVISORS,
+        [1.0, 0.2108185, 0.05, 0.01264911, 0.003333333, 0.0007905695, 0.0001666667, 3.952847e-05],
+    ),
+    "longrope, 200 tokens of 200": (
+        {"rope_scaling": "longrope", "rope_factor": 4.0, "rope_original_length": 200} | DIVISORS,
+        [1.0, 0.2874798, 0.08333334, 0.02432521, 0.007142857, 0.002108185, 0.000625, 0.0001860163],
+    ),
 }
 
 
@@ -133,6 +145,50 @@ def test_every_way_to_stretch_rope_is_held_against_published_numbers():
     }
 
 
+LONG_SCALING = {"rope_scaling": "longrope"} | DIVISORS
+
+
+def test_longrope_switches_its_divisors_behind_the_original_length():
+    """64 tokens have the short ones, 65 the long ones, at every position."""
+    config = jf.ModelConfig(**SMALL, **LONG_SCALING, rope_factor=4.0)
+    x = jnp.array(array(1, 65, 2, 16))
+    plain, scale = 10_000.0 ** (-jnp.arange(8) / 8), math.sqrt(1 + math.log(4) / math.log(64))
+    for length, divisors in zip((64, 65), config.rope_factors, strict=True):
+        positions = jnp.arange(length)[None]
+        expected = layers.rope(x[:, :length], positions, frequencies=plain / jnp.array(divisors))
+        np.testing.assert_allclose(
+            rotate(config, x[:, :length], positions), scale * expected, atol=1e-5
+        )
+
+
+def test_longrope_of_equal_divisors_is_linear_scaling():
+    plain = {"rope_short_factor": " ".join(["4"] * 8), "rope_long_factor": " ".join(["4"] * 8)}
+    config = jf.ModelConfig(
+        **SMALL, **LONG_SCALING | plain, rope_factor=4.0, rope_attention_factor=1.0
+    )
+    linear = jf.ModelConfig(**SMALL, rope_scaling="linear", rope_factor=4.0)
+    x, positions = jnp.array(array(1, 80, 2, 16)), jnp.arange(80)[None]
+    np.testing.assert_allclose(rotate(config, x, positions), rotate(linear, x, positions))
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"rope_long_factor": "1 2"}, r"rope_long_factor='1 2' must be 8 numbers above 0"),
+        ({"rope_short_factor": ""}, r"rope_short_factor='' must be 8 numbers above 0"),
+        ({"rope_short_factor": "1 1 1 1 1 1 1 a"}, "rope_short_factor=.* must be 8 numbers"),
+        ({"rope_short_factor": "1 1 1 1 1 1 1 0"}, "rope_short_factor=.* must be 8 numbers"),
+        ({"rope_short_factor": "1 1 1 1 1 1 1 inf"}, "rope_short_factor=.* must be 8 numbers"),
+        ({"rope_fraction": 0.5}, "rope_long_factor=.* must be 4 numbers"),
+        ({"rope_original_length": 1}, "rope_original_length=1 must be 2 or more"),
+        ({"rope_factor": 1.0}, "set both, the factor above 1"),
+    ],
+)
+def test_longrope_needs_a_divisor_for_each_pair(setting, message):
+    with pytest.raises(jf.ConfigError, match=message):
+        jf.ModelConfig(**SMALL | LONG_SCALING | {"rope_factor": 4.0} | setting)
+
+
 def test_dynamic_rope_is_plain_up_to_the_original_length_and_grows_its_base_beyond():
     plain, config = (
         jf.ModelConfig(**SMALL, **more)
@@ -149,11 +205,10 @@ def test_dynamic_rope_is_plain_up_to_the_original_length_and_grows_its_base_beyo
     )
 
 
-def test_dynamic_rope_goes_by_the_length_of_each_tokens_own_segment():
+@pytest.mark.parametrize("scaling", [{"rope_scaling": "dynamic"}, LONG_SCALING])
+def test_scaling_by_length_goes_by_that_of_each_tokens_own_segment(scaling):
     """Not by that of other rows, other segments, or padding."""
-    config = jf.ModelConfig(
-        **SMALL, n_layers=2, rope_scaling="dynamic", rope_factor=4.0, rope_original_length=4
-    )
+    config = jf.ModelConfig(**SMALL, **scaling, rope_factor=4.0, rope_original_length=6)
     params = jf.init(config, jax.random.key(0))
     short, long = (jnp.arange(n)[None] % 8 for n in (6, 40))
     expected = [jf.forward(params, config, tokens) for tokens in (short, long)]

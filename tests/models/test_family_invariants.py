@@ -22,6 +22,7 @@ from families import (
     FAMILIES,
     HINTS,
     LAYOUTS,
+    LONGROPE,
     POSITIONS,
     SIZES,
     VARIANTS,
@@ -126,7 +127,7 @@ def test_the_pairs_are_all_there():
         for pair in itertools.combinations(options, 2)
         if pair[0][0] != pair[1][0] and frozenset(pair) not in held | APART
     ]
-    assert not missing and len(options) == 61 and len(PAIRS) >= 55
+    assert not missing and len(options) == 62 and len(PAIRS) >= 55
     assert all(not fits(dict(pair)) for pair in APART) and len(APART) == 2
 
 
@@ -279,19 +280,25 @@ def test_remat_changes_no_value_and_no_gradient(family, loop, remat):
 
 @pytest.mark.parametrize("family", WRITERS)
 @pytest.mark.parametrize("original, equal", [(DOCUMENT, True), (4, False)])
-def test_dynamic_rope_is_cached_as_it_is_whole_up_to_its_original_length_alone(
-    family, original, equal
+@pytest.mark.parametrize(
+    "scaling", [{"rope_scaling": "dynamic"}, LONGROPE], ids=["dynamic", "longrope"]
+)
+def test_scaling_by_length_is_cached_as_it_is_whole_up_to_its_original_length_alone(
+    family, original, equal, scaling
 ):
-    config = small(
-        family, "rope", rope_scaling="dynamic", rope_factor=4.0, rope_original_length=original
-    )
+    changes = scaling | dict(rope_factor=4.0, rope_original_length=original)
+    config = small(family, "rope", **changes)
     found, expected = cached(config, alone(config), size=3), logits_alone(config)
     assert (float(jnp.abs(found - expected).max()) < 1e-4) is equal
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_is_no_length_that_stretches_dynamic_rope(family):
-    config = small(family, "rope", rope_scaling="dynamic", rope_factor=4.0, rope_original_length=4)
+@pytest.mark.parametrize(
+    "scaling", [{"rope_scaling": "dynamic"}, LONGROPE], ids=["dynamic", "longrope"]
+)
+def test_padding_is_no_length_that_stretches_rope(family, scaling):
+    changes = scaling | dict(rope_factor=4.0, rope_original_length=4)
+    config = small(family, "rope", **changes)
     for layout in LAYOUTS:
         assert_documents_are_as_alone(config, layout, "full")
 
