@@ -155,15 +155,17 @@ def outputs(model, batch):
 
 
 def logits(model, batch):
-    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+    kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")
+    if kind in ("dynamic", "longrope"):
         return logits_of_rows_alone(model, batch)
     found = outputs(model, batch)
     return getattr(found, "prediction_logits" if "prediction_logits" in found else "logits").numpy()
 
 
 def logits_of_rows_alone(model, batch):
-    """Those of each row without the others, of which transformers stretches all by the longest; it
-    also keeps the longest of earlier calls, until a call within the original length."""
+    """Those of each row without the others, of which transformers scales all by the longest; for
+    dynamic NTK it also keeps the longest of earlier calls, until a call within the original length.
+    """
     found = []
     for index in range(len(batch["input_ids"])):
         outputs(model, {name: rows[index : index + 1, :1] for name, rows in batch.items()})
@@ -223,10 +225,14 @@ def filled(config):
         (config.window_pattern * config.n_layers)[: config.n_layers] if config.window else "w"
     )
     fields["n_classes"] = config.n_classes if config.output in ("classes", "tags") else 0
-    if config.rope_scaling == "yarn":
-        fields["rope_attention_factor"] = round(
-            config.rope_attention_factor or 1 + 0.1 * math.log(config.rope_factor), 6
-        )
+    factor, original = config.rope_factor, config.original_length
+    defaults = {
+        "yarn": 1 + 0.1 * math.log(factor),
+        "longrope": (1 + math.log(factor) / math.log(original)) ** 0.5,
+    }
+    if config.rope_scaling in defaults:
+        scale = config.rope_attention_factor or defaults[config.rope_scaling]
+        fields["rope_attention_factor"] = round(scale, 6)
     return dataclasses.replace(config, **fields)
 
 

@@ -22,6 +22,7 @@ QWEN2 = {name: value for name, value in QWEN.items() if name != "head_dim"} | di
     hidden_size=48, tie_word_embeddings=False
 )
 OLMO = {name: value for name, value in LLAMA.items() if name != "head_dim"} | dict(hidden_size=48)
+PHI3 = OLMO | dict(hidden_size=60)
 WINDOWED = dict(use_sliding_window=True, sliding_window=5)
 GEMMA = LLAMA | dict(num_hidden_layers=4, sliding_window=5, query_pre_attn_scalar=23)
 GEMMA |= dict(rms_norm_eps=2e-2, attn_logit_softcapping=1.5, final_logit_softcapping=2.5)
@@ -67,6 +68,9 @@ LLAMA3 = dict(original_max_position_embeddings=8, low_freq_factor=0.2, high_freq
 SHORT = dict(
     max_position_embeddings=LENGTH - 4
 )  # the input is longer than the positions that the model was made for
+LONG = dict(short_factor=[1.0, 1.05, 1.25, 1.5, 2.5], long_factor=[1.0, 2.0, 4.5, 9.0, 11.5])
+LONG_IN_PART = dict(short_factor=[1.0, 1.5, 2.5], long_factor=[1.0, 4.5, 11.5])
+BEFORE = dict(original_max_position_embeddings=10)  # rows of 9 to 14 tokens: within it and beyond
 LOCAL = dict(rope_type="default", rope_theta=91.0)
 
 VARIANTS = {
@@ -93,11 +97,28 @@ VARIANTS = {
         tf.LlamaForCausalLM,
         LLAMA | rope("yarn", 4.0, attention_factor=1.3, **YARN),
     ),
+    "llama yarn by parts of pairs": (
+        tf.LlamaForCausalLM,
+        LLAMA | rope("yarn", 4.0, **YARN, truncate=False, mscale=0.7, mscale_all_dim=0.4),
+    ),
     "llama llama3": (tf.LlamaForCausalLM, LLAMA | rope("llama3", 3.0, **LLAMA3)),
     "mistral": (tf.MistralForCausalLM, LLAMA | dict(sliding_window=5, hidden_size=44)),
     "mistral no window": (
         tf.MistralForCausalLM,
         LLAMA | dict(sliding_window=None, hidden_size=48, head_dim=None),
+    ),
+    "phi3": (tf.Phi3ForCausalLM, PHI3 | rope("default", None, partial_rotary_factor=0.6)),
+    "phi3 longrope": (tf.Phi3ForCausalLM, PHI3 | rope("longrope", None, **LONG) | BEFORE),
+    "phi3 longrope in part": (
+        tf.Phi3ForCausalLM,
+        PHI3
+        | rope("longrope", None, **LONG_IN_PART, partial_rotary_factor=0.6)
+        | BEFORE
+        | dict(sliding_window=5, tie_word_embeddings=True),
+    ),
+    "phi3 longrope factor": (
+        tf.Phi3ForCausalLM,
+        PHI3 | rope("longrope", 3.0, **LONG, attention_factor=1.3) | BEFORE,
     ),
     "qwen2": (tf.Qwen2ForCausalLM, QWEN),
     "qwen2 window above layer 1": (

@@ -273,12 +273,13 @@ class Windows(KeyMapping):
     period: str = ""
     kinds: bool = True  # the architecture reads layer_types
     switch: bool = False
+    default_window: int | None = 4096
 
     def read(self, hf: HFConfig) -> ConfigFields:
         layers = hf.get("num_hidden_layers", self.default_layers)
         if type(layers) is not int or layers > MOST_LAYERS:
             raise hf.unsupported("num_hidden_layers", layers, [f"1 to {MOST_LAYERS}"])
-        window = hf.get("sliding_window", 4096) or 0
+        window = hf.get("sliding_window", self.default_window) or 0
         if self.switch and not hf.flag("use_sliding_window", False):
             window = 0
         kinds = hf.get("layer_types") if self.kinds else None

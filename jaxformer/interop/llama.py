@@ -1,13 +1,13 @@
 """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and the decoders with its tensors: Mistral,
-Qwen, OLMo 2 and Gemma."""
+Phi-3, Qwen, OLMo 2 and Gemma."""
 
 from collections.abc import Sequence
 
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import KeyMapping, Windows
-from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.tensor_table import TensorRow, linear, norm
+from jaxformer.interop.rope import ORIGINAL, Length, Rope
+from jaxformer.interop.tensor_table import QKV, STACKED, TensorRow, linear, norm
 
 ATTENTION, FFN = frozenset({"qkv", "out"}), frozenset({"ffn"})
 LAYER = "model.layers.{}."
@@ -106,6 +106,40 @@ MISTRAL = llama_like(
     "Mistral",
     ROWS,
     (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32, kinds=False), fields.tied(False)),
+)
+
+# Phi-3 (arXiv:2404.14219) and Phi-4-mini (arXiv:2503.01743): LongRoPE, and one matrix for queries,
+# keys and values, and one for gate and up.
+SEPARATE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+PHI3_ROWS = (
+    *(row for row in ROWS if row.hf.split(".")[-2] not in SEPARATE),
+    *linear(LAYER + "self_attn.qkv_proj", QKV, STACKED),
+    *linear(LAYER + "mlp.gate_up_proj", ("blocks.ffn.gate", "blocks.ffn.up"), STACKED),
+)
+PHI3_SIZES = sizes(
+    vocab_size=32064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+)
+PHI3 = llama_like(
+    "phi3",
+    "Phi3",
+    PHI3_ROWS,
+    (
+        *PHI3_SIZES,
+        fields.Dropout("resid_pdrop embd_pdrop"),
+        RMS,
+        SILU,
+        Rope(
+            fraction=("partial_rotary_factor", 1.0),
+            original=(ORIGINAL, 4096),
+            kinds=("default", "longrope"),
+        ),
+        Windows(32, kinds=False, default_window=None),
+        fields.tied(False),
+    ),
 )
 
 # Qwen 2 (arXiv:2407.10671), with biases of queries, keys and values, and Qwen 3 (arXiv:2505.09388),

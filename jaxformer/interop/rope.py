@@ -1,12 +1,14 @@
 """RoPE in a config.json: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling`
 before. The older keys are written, since every reader takes them."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.fields import FULL, SLIDING, ConfigFields, KeyMapping, Keys
+from jaxformer.config.rules import numbers_of
+from jaxformer.interop.fields import FULL, SLIDING, TYPES, ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 
 # The fields of each scaling's own keys.
@@ -18,10 +20,17 @@ SCALING_KEYS: dict[str, dict[str, str]] = {
         "attention_factor": "rope_attention_factor",
         "beta_fast": "rope_beta_fast",
         "beta_slow": "rope_beta_slow",
+        "truncate": "rope_truncate",
     },
     "llama3": {"low_freq_factor": "rope_low_frequency", "high_freq_factor": "rope_high_frequency"},
+    "longrope": {
+        "attention_factor": "rope_attention_factor",
+        "short_factor": "rope_short_factor",
+        "long_factor": "rope_long_factor",
+    },
 }
 ORIGINAL = "original_max_position_embeddings"
+WITH_ORIGINAL = ("yarn", "llama3", "longrope")  # scalings with that key
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", ORIGINAL}
 MSCALES = ("mscale", "mscale_all_dim")  # of YaRN, instead of attention_factor
 
@@ -29,11 +38,15 @@ MSCALES = ("mscale", "mscale_all_dim")  # of YaRN, instead of attention_factor
 @dataclass(frozen=True)
 class Rope(KeyMapping):
     """RoPE of a family. `theta`, `fraction` and `local` are (key, default) for what rope_parameters
-    does not say: the base, the rotated part of a head, and the base of layers with a window."""
+    does not say: the base, the rotated part of a head, and the base of layers with a window.
+    `original` is (key, default) of the length before scaling where it is beside rope_parameters.
+    `kinds` are the scalings: LongRoPE is Phi-3's, and other readers of Llama do not know it."""
 
     theta: tuple[str, float] = ("rope_theta", 10_000.0)
     fraction: tuple[str, float] | None = None
     local: tuple[str, float] | None = None
+    original: tuple[str, int] | None = None
+    kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
 
     def read(self, hf: HFConfig) -> ConfigFields:
         parameters, scaling = hf.table("rope_parameters"), hf.table("rope_scaling")
@@ -43,6 +56,8 @@ class Rope(KeyMapping):
             windowed = parameters.get(SLIDING) or {}
             parameters = parameters.get(FULL) or parameters
         entry = {**parameters, **scaling}
+        if self.original:
+            entry[ORIGINAL] = hf.number(*self.original)
         rotation: ConfigFields = {
             "positions": "rope",
             "rope_theta": _stated(hf, entry, "rope_theta", self.theta),
@@ -56,7 +71,7 @@ class Rope(KeyMapping):
             kinds = hf.get("layer_types") or [SLIDING]
             if hf.get("sliding_window", 4096) and SLIDING in kinds:
                 rotation["rope_window_theta"] = window_theta
-        return rotation | _scaling(hf, entry, tuple(SCALING_KEYS))
+        return rotation | _scaling(hf, entry, self.kinds)
 
     def write(self, config: ModelConfig) -> Keys:
         keys: Keys = {self.theta[0]: config.rope_theta, "rope_scaling": None}
@@ -67,11 +82,17 @@ class Rope(KeyMapping):
             keys[self.local[0]] = config.rope_window_theta or config.rope_theta
         if config.rope_scaling != "none":
             kind = config.rope_scaling
-            keys["rope_scaling"] = scaling = {"rope_type": kind, "factor": config.rope_factor}
+            scaling: Keys = {"rope_type": kind, "factor": config.rope_factor}
             for key, field in SCALING_KEYS.get(kind, {}).items():
-                scaling[key] = getattr(config, field)
-            if kind in ("yarn", "llama3"):
+                value = getattr(config, field)
+                # Older readers do not know YaRN's flag, which is true in them.
+                if value is not True:
+                    scaling[key] = [*numbers_of(value)] if isinstance(value, str) else value
+            if kind in WITH_ORIGINAL:
                 scaling[ORIGINAL] = config.rope_original_length
+            keys["rope_scaling"] = _three_keys(scaling, config) if self.original else scaling
+        if self.original:
+            keys[self.original[0]] = config.rope_original_length or config.max_length
         return keys
 
 
@@ -88,6 +109,7 @@ def _stated(
 def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> ConfigFields:
     """The fields of a scaling; none where it changes nothing."""
     kind = entry.get("rope_type", entry.get("type", "default")) or "default"
+    kind = "longrope" if kind == "su" else kind  # as in older files
     if kind not in allowed:
         raise hf.unsupported("rope_type", kind, allowed)
     _refuse_unknown(hf, entry, kind)
@@ -95,13 +117,13 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
     original = hf.checked_number(ORIGINAL, entry.get(ORIGINAL) or length)
     factor = entry.get("factor")
     if factor is None:
-        # YaRN's follows from the two lengths.
-        factor = length / original if kind == "yarn" else 1
+        # That of these two follows from the two lengths.
+        factor = length / original if kind in ("yarn", "longrope") else 1
     factor = float(hf.checked_number("rope_parameters.factor", factor))
     scaling: ConfigFields = {}
     for key, field in SCALING_KEYS[kind].items():
         if entry.get(key) is not None:
-            scaling[field] = float(hf.checked_number(f"rope_parameters.{key}", entry[key]))
+            scaling[field] = _entry_value(hf, f"rope_parameters.{key}", entry[key], TYPES[field])
     if kind == "yarn" and "rope_attention_factor" not in scaling and all(map(entry.get, MSCALES)):
         # The factor is m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor) (DeepSeek).
         log = math.log(factor) if factor > 1 else 0.0
@@ -109,7 +131,7 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
         scales = [1 + 0.1 * number * log for number in numbers]
         scaling["rope_attention_factor"] = scales[0] / scales[1]
     unchanged = factor == 1 and scaling.get("rope_attention_factor", 1) == 1
-    if kind == "default" or (unchanged and kind != "dynamic"):
+    if kind == "default" or (unchanged and kind not in ("dynamic", "longrope")):
         return {}
     if factor <= 1:
         raise hf.unsupported("rope_parameters.factor", factor, ["a number above 1"])
@@ -117,18 +139,42 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
     if kind == "dynamic":
         # config.json has the length before scaling.
         scaling["max_length"] = int(length * factor)
-    elif kind in ("yarn", "llama3"):
+    elif kind in WITH_ORIGINAL:
         scaling["rope_original_length"] = original
     return scaling
+
+
+def _three_keys(scaling: Keys, config: ModelConfig) -> Keys:
+    """LongRoPE with the keys that transformers 4 demands of Phi-3, and no others but for numbers
+    that do not follow from the two lengths."""
+    default_scale = dataclasses.replace(config, rope_attention_factor=0.0).rope_scale
+    following = {
+        "factor": config.max_length / config.rope_original_length,
+        "attention_factor": float(f"{default_scale:.9g}"),
+        ORIGINAL: config.rope_original_length,
+    }
+    different = {key: value for key, value in scaling.items() if value != following.get(key)}
+    return {"type": different.pop("rope_type")} | different
+
+
+def _entry_value(hf: HFConfig, key: str, value: Any, kind: type) -> float | bool | str:
+    """The value of a setting of type `kind`: a number, a flag, or numbers as one text."""
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise hf.unsupported(key, value, [True, False])
+        return value
+    if kind is str:
+        if not isinstance(value, list):
+            raise hf.unsupported(key, value, ["a list of numbers"])
+        return " ".join(str(float(hf.checked_number(key, number))) for number in value)
+    return float(hf.checked_number(key, value))
 
 
 def _refuse_unknown(hf: HFConfig, entry: dict[str, Any], kind: str) -> None:
     """ConfigError for a key of the scaling that nothing here reads."""
     read_keys = ROPE_KEYS | SCALING_KEYS[kind].keys() | ({*MSCALES} if kind == "yarn" else set())
     for key, value in entry.items():
-        # YaRN's correction range is rounded here, as it is by default.
-        is_default_rounding = key == "truncate" and value is True
-        if key not in read_keys and value is not None and not is_default_rounding:
+        if key not in read_keys and value is not None:
             raise hf.unsupported(f"rope_parameters.{key}", value, [None])
 
 

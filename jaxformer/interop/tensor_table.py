@@ -41,6 +41,28 @@ def _reshaped(shape: Callable[[LayerSpecs], tuple[int, ...]]) -> Transform:
     )
 
 
+def _one_below_another() -> Transform:
+    """The matrices [out, in] of several leaves, whose numbers of outputs may differ."""
+
+    def each(specs: LayerSpecs) -> list[LayerSpecs]:
+        return [[spec] for spec in specs]
+
+    def shape(specs: LayerSpecs) -> tuple[int, ...]:
+        shapes = [LINEAR.shape(one) for one in each(specs)]
+        return (sum(first for first, *_ in shapes), *shapes[0][1:])
+
+    def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
+        ends = np.cumsum([LINEAR.shape(one)[0] for one in each(specs)])
+        matrices = np.split(tensor, ends[:-1])
+        return [LINEAR.split(*pair)[0] for pair in zip(matrices, each(specs), strict=True)]
+
+    def join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
+        pairs = zip(leaves, each(specs), strict=True)
+        return np.concatenate([LINEAR.join([leaf], one) for leaf, one in pairs])
+
+    return Transform(shape, split, join)
+
+
 def _ordered(order: str) -> Transform:
     """Leaves with their axes in another order, as a matrix of inputs and outputs.
 
@@ -79,6 +101,7 @@ AS_ROW = _reshaped(lambda specs: (1, *specs[0].shape))  # a vector as a matrix o
 LINEAR = _ordered("PNHI")  # torch.nn.Linear: [out, in]
 CONV = _ordered("IPNH")  # GPT-2's Conv1D: [in, out]; several leaves side by side
 BY_HEAD = _ordered("NPHI")  # GPT-NeoX and BLOOM: [out, in] with the parts of each head together
+STACKED = _one_below_another()  # Phi-3: [out, in] of queries, keys and values, or of gate and up
 
 
 class TensorRow(NamedTuple):

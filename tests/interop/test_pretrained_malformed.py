@@ -196,6 +196,10 @@ MALFORMED = {
         ),
         [CONFIG, "longrope"],
     ),
+    "a rounding of yarn that is no flag": (
+        keys(rope_parameters=dict(rope_type="yarn", factor=2.0, truncate=1)),
+        [CONFIG, "rope_parameters.truncate"],
+    ),
     "rope parameters that are none": (keys(rope_parameters="linear"), [CONFIG, "rope_parameters"]),
     "quantized weights": (
         keys(quantization_config={"quant_method": "gptq", "bits": 4}),

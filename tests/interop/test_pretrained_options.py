@@ -13,8 +13,10 @@ from pretrained_variants import (
     GEMMA,
     GPT2,
     LLAMA,
+    LONG,
     NEOX,
     OLMO,
+    PHI3,
     QWEN,
     ROBERTA,
     SHORT,
@@ -58,6 +60,7 @@ CAUSAL = {
     "qwen3": (tf.Qwen3ForCausalLM, QWEN),
     "gemma2": (tf.Gemma2ForCausalLM, GEMMA),
     "gemma3": (tf.Gemma3ForCausalLM, GEMMA | dict(attn_logit_softcapping=None)),
+    "phi3": (tf.Phi3ForCausalLM, PHI3),
     "olmo2": (tf.Olmo2ForCausalLM, OLMO),
     "gpt-neox": (tf.GPTNeoXForCausalLM, NEOX),
     "bloom": (tf.BloomForCausalLM, BLOOM),
@@ -68,6 +71,7 @@ CAUSAL = {
     "marian": (tf.MarianMTModel, BART),
 }
 MSCALE = dict(mscale=0.7, mscale_all_dim=0.4)
+LONGROPE = rope("longrope", None, **LONG)
 # family, changes, and the words of which a refusal has to name one
 OPTIONS = [
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
@@ -132,6 +136,10 @@ OPTIONS = [
         },
         "rope",
     ),
+    ("phi3", dict(sliding_window=5), "sliding_window"),
+    ("phi3", dict(resid_pdrop=0.3), "resid_pdrop"),
+    ("phi3", LONGROPE, "rope"),
+    ("phi3", LONGROPE | dict(original_max_position_embeddings=300), "factor"),
     ("olmo2", dict(attention_bias=True), "attention_bias"),
     ("olmo2", rope("yarn", 4.0, **YARN), "rope"),
     ("gpt-neox", dict(rotary_pct=0.3), "rotary_pct"),

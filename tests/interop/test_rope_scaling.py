@@ -1,0 +1,137 @@
+"""Scalings of RoPE, as config.json states them, against the functions of transformers that compute
+their frequencies and attention factors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers as tf
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from jaxformer.interop.architectures import ARCHITECTURES
+from jaxformer.interop.hf_config import HFConfig
+from jaxformer.layers.positions import FREQUENCIES
+
+ORIGINAL = "original_max_position_embeddings"
+# Numbers for 48 pairs, as many as Phi-3-mini has.
+SHORT, LONG = (np.geomspace(1, last, 48).round(4).tolist() for last in (2.8, 64.0))
+# Name: rope_parameters, max_position_embeddings and head_dim.
+SCALINGS = {
+    "linear": (dict(rope_type="linear", factor=2.5), 64, 16),
+    "linear, a wide head": (dict(rope_type="linear", factor=8.0, rope_theta=5e5), 4096, 128),
+    "dynamic": (dict(rope_type="dynamic", factor=2.0), 64, 16),
+    "dynamic, a wide head": (dict(rope_type="dynamic", factor=6.0, rope_theta=5e5), 64, 128),
+    "yarn": (dict(rope_type="yarn", factor=4.0, **{ORIGINAL: 64}), 256, 16),
+    "yarn of Qwen2.5": (
+        dict(rope_type="yarn", factor=4.0, rope_theta=1e6, **{ORIGINAL: 32768}),
+        131072,
+        128,
+    ),
+    "yarn of DeepSeek-V3": (
+        dict(rope_type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)
+        | {ORIGINAL: 4096},
+        163840,
+        64,
+    ),
+    "yarn of DeepSeek-V2": (
+        dict(rope_type="yarn", factor=40, mscale=0.707, mscale_all_dim=0.5, **{ORIGINAL: 4096}),
+        163840,
+        64,
+    ),
+    "yarn of gpt-oss": (
+        dict(rope_type="yarn", factor=32.0, rope_theta=150000, truncate=False)
+        | {"beta_fast": 32.0, "beta_slow": 1.0, ORIGINAL: 4096},
+        131072,
+        64,
+    ),
+    "yarn, a factor of the lengths": (
+        dict(rope_type="yarn", factor=None, attention_factor=1.25, **{ORIGINAL: 1024}),
+        8192,
+        64,
+    ),
+    "yarn, one mscale": (
+        dict(rope_type="yarn", factor=8.0, mscale=0.5, mscale_all_dim=0, **{ORIGINAL: 1024}),
+        8192,
+        64,
+    ),
+    "llama3 of Llama 3.1": (
+        dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+        | {"rope_theta": 5e5, ORIGINAL: 8192},
+        131072,
+        128,
+    ),
+    "llama3 of Llama 3.2": (
+        dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+        | {"rope_theta": 5e5, ORIGINAL: 8192},
+        131072,
+        64,
+    ),
+    "llama3, other turns": (
+        dict(rope_type="llama3", factor=5.0, low_freq_factor=0.5, high_freq_factor=9.0)
+        | {ORIGINAL: 512},
+        2048,
+        32,
+    ),
+    "longrope": (
+        dict(rope_type="longrope", short_factor=SHORT, long_factor=LONG, **{ORIGINAL: 4096}),
+        131072,
+        96,
+    ),
+    "longrope, stated factors": (
+        dict(rope_type="longrope", short_factor=SHORT, long_factor=LONG, **{ORIGINAL: 64})
+        | {"factor": 3.0, "attention_factor": 1.19},
+        256,
+        96,
+    ),
+    "longrope in part": (
+        dict(rope_type="longrope", short_factor=SHORT, long_factor=LONG, **{ORIGINAL: 64})
+        | {"partial_rotary_factor": 0.75, "factor": 7.0},
+        256,
+        128,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("length", [1, 64, 65, 300, 5000])
+def test_frequencies_and_attention_factors_are_those_of_transformers(name, length):
+    stated, longest, width = SCALINGS[name]
+    kind = stated["rope_type"]
+    before = {ORIGINAL: stated[ORIGINAL]} if kind == "longrope" else {}
+    reference = (tf.Phi3Config if before else tf.LlamaConfig)(
+        hidden_size=2 * width,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=longest,
+        rope_parameters={"rope_theta": 10_000.0} | stated,
+        **before,
+    )
+    expected, scale = ROPE_INIT_FUNCTIONS[kind](reference, "cpu", seq_len=length)
+    architecture = "Phi3ForCausalLM" if before else "LlamaForCausalLM"
+    config = ARCHITECTURES[architecture].read(HFConfig(reference.to_dict()), architecture)
+    assert config.rope_scaling == kind
+    frequencies = jax.jit(FREQUENCIES[kind], static_argnums=0)(config, jnp.arange(length)[None])
+    np.testing.assert_allclose(np.squeeze(frequencies), expected.numpy(), rtol=3e-6)
+    np.testing.assert_allclose(config.rope_scale, scale, rtol=1e-12)
+
+
+def test_every_scaling_is_compared_with_transformers():
+    assert {stated["rope_type"] for stated, *_ in SCALINGS.values()} == {*FREQUENCIES} - {"none"}
+
+
+@pytest.mark.parametrize("older", ["longrope", "su"])
+def test_phi3_is_written_with_the_three_keys_of_older_files_and_read_from_them(older):
+    """transformers 4 refuses a rope_scaling of Phi-3 with any other key."""
+    family = ARCHITECTURES["Phi3ForCausalLM"]
+    file = dict(
+        hidden_size=192,
+        num_attention_heads=2,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        rope_scaling=dict(type=older, short_factor=SHORT, long_factor=LONG),
+    )
+    config = family.read(HFConfig(file), "Phi3ForCausalLM")
+    assert (config.rope_factor, config.rope_original_length) == (32.0, 4096)
+    written = family.write(config, "Phi3ForCausalLM")
+    assert written["rope_scaling"] == file["rope_scaling"] | {"type": "longrope"}
+    assert written[ORIGINAL] == 4096
