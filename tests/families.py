@@ -84,7 +84,7 @@ VARIANTS = {
     ),
     "output": (
         {"own": {}, "tied": {"tied_head": True}, "logit scale": {"logit_scale": "rsqrt"}}
-        | {"logit soft-cap": {"logit_soft_cap": 10.0}, "bias": {"head_bias": True}}
+        | {"logit soft-cap": {"logit_soft_cap": 40.0}, "bias": {"head_bias": True}}
     ),
     "kernel": {"plain": {}, "blocked": {"attention_kernel": "blocked"}},
 }
