@@ -129,8 +129,8 @@ def _ring(queries: Queries, keys: Keys, static: Static) -> jax.Array:
 
 
 def _forward(queries: Queries, keys: Keys, static: Static) -> tuple[jax.Array, Any]:
-    # The barrier makes the masks depend on the queries. Otherwise JAX computes those of all pairs of
-    # blocks before a scan over layers, and stores them.
+    # The barrier makes the masks depend on the queries. Otherwise JAX computes those of all pairs
+    # of blocks before a scan over layers, and stores them.
     queries, keys = jax.lax.optimization_barrier((queries, keys))
     q = _heads_first(queries.q, keys.k.shape[2])  # [B, K, G, T, H]
     shape, width = q.shape[:-1], keys.v.shape[-1]
