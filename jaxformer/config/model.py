@@ -209,8 +209,9 @@ class ModelConfig(Section):
     (uniform), variance 2 / (fan_in + fan_out); fan_in, variance 1 / fan_in."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
-    layer_loop: Volatile[Literal["unroll", "scan"]] = "unroll"
-    """scan compiles one layer for all; unroll compiles each layer and runs faster."""
+    layer_loop: Volatile[Literal["auto", "unroll", "scan"]] = "auto"
+    """scan compiles one layer for all, unroll compiles each and runs faster on CPU and GPU; auto
+    scans on TPU, and more than 40 layers on GPU."""
     remat: Volatile[Literal["none", "names", "dots", "full"]] = "none"
     """Recomputed in the backward pass: none, names (all but the points of model.saved), dots (all
     but matrix products), full (all but attention)."""

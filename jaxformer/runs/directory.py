@@ -25,6 +25,7 @@ from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
 ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
 LEFT_OPEN = (
+    ("model", "layer_loop"),
     ("train", "microbatches"),
     ("train", "preference_dropout"),
     ("data", "cut"),
@@ -123,7 +124,8 @@ def _remove_empty(folder: Path, missing: list[Path]) -> None:
 
 def as_begun(run: RunConfig) -> RunConfig:
     """`run`, where the settings of `LEFT_OPEN` that are "auto" are those of its directory: earlier
-    versions began runs with 1 microbatch, cut at the end, without BOS, and with dropout."""
+    versions began runs with unrolled layers, 1 microbatch, cut at the end, without BOS, and with
+    dropout."""
     path = Path(run.run.dir) / "config.json"
     if not run.run.dir or not path.is_file():
         return run

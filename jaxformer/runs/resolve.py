@@ -35,7 +35,7 @@ from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.exchange import exchange_of
 from jaxformer.models.cost import flops_per_token
-from jaxformer.models.stack import compute_dtype
+from jaxformer.models.stack import compute_dtype, layer_loop_of
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.config import origin_of, with_tokenizer_of
 from jaxformer.runs.directory import as_begun
@@ -68,7 +68,8 @@ class Resolved:
 
     Attributes:
       run: the settings with every automatic choice made: the vocabulary, classes, dtype, attention
-        kernel, microbatches, segments of a row, and no dropout of the model where steps apply none.
+        kernel, loop over the layers, microbatches, segments of a row, and no dropout of the model
+        where steps apply none.
       asked: the settings before these choices, with the sizes that the data has: what config.json
         holds.
       mesh: its devices, which need not be attached.
@@ -391,8 +392,8 @@ def with_kernel(
     mesh: AnyMesh,
     failed: Mapping[str, str] = {},
 ) -> tuple[ModelConfig, str]:
-    """`model` with its attention kernel and its dtype selected for the devices of a mesh, and a
-    sentence about the kernel.
+    """`model` with its attention kernel, its dtype and the loop over its layers selected for the
+    devices of a mesh, and a sentence about the kernel.
 
     `length` divides the lengths of all rows, and `segments` is their highest segment id, 0 if they
     have none; `failed` has kernels that are not selected automatically, and why. Raises
@@ -424,7 +425,11 @@ def with_kernel(
     kernel: Any
     kernel, reason = kernels.choose(model.attention_kernel, case, failed)
     selected = dataclasses.replace(
-        model, attention_kernel=kernel, dtype=dtype, max_segments=segments
+        model,
+        attention_kernel=kernel,
+        dtype=dtype,
+        layer_loop=layer_loop_of(model, on),
+        max_segments=segments,
     )
     return selected, reason
 

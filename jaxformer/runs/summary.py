@@ -14,6 +14,8 @@ from jaxformer.runs.setup import RunSetup
 from jaxformer.training.optim import decay_groups, schedule_text
 from jaxformer.training.state import TrainState, split_frozen
 
+LOOPS = {"scan": "in a loop", "unroll": "unrolled"}
+
 
 def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     """The banner of a run: what it computes, on which devices, and from which data."""
@@ -35,7 +37,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         "model": (
             f"{model.family}, {_parameters(setup.counted_specs, setup.target)}, {_layers(model)}"
             f" layers, {model.d_model} wide, {model.n_heads} heads ({model.kv_heads} key-value),"
-            f" {compute_dtype(model)} products"
+            f" {compute_dtype(model)} products, layers {LOOPS[model.layer_loop]}"
         ),
         "learning rate": schedule_text(run.optimizer, run.train.steps),
         "weight decay": "; ".join(

@@ -162,7 +162,7 @@ def test_logits_are_those_of_the_arrays_bit_for_bit(name, kind):
     params, config, batch = case(name, kind)
     expected = forward(made(params), config, **batch)
     np.testing.assert_array_equal(forward(params, config, **batch), expected)
-    other = replace(config, layer_loop="scan" if config.layer_loop == "unroll" else "unroll")
+    other = replace(config, layer_loop="unroll" if config.layer_loop == "scan" else "scan")
     np.testing.assert_array_equal(
         forward(params, other, **batch), forward(made(params), other, **batch)
     )

@@ -8,6 +8,7 @@ from jaxformer.arrays.hardware import Device
 from jaxformer.arrays.params import count, rows
 from jaxformer.report import banner, human_bytes, human_count, human_time
 from jaxformer.report.banner import INDENT, aligned
+from jaxformer.runs.summary import LOOPS
 from jaxformer.tools.plan.changes import shown
 from jaxformer.tools.plan.make import Plan
 from jaxformer.tools.plan.planned import PlannedRun
@@ -18,7 +19,6 @@ WORDS = (
     " `--compile` asks it; bound: published peaks, with products, memory and links overlapped"
     " entirely. No speed is promised: a real step takes longer than its bound."
 )
-LOOPS = {"scan": "in a loop", "unroll": "unrolled"}
 
 
 def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
