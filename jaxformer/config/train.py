@@ -28,7 +28,7 @@ class TrainConfig(Section):
     """Number of sequences per step, over all devices."""
     microbatches: AutoCount = "auto"
     """Number of microbatches into which a batch is split to save memory; auto selects 1 on GPU and
-    TPU, and on CPU the most that leave a device 1,024 tokens in each."""
+    TPU, and on CPU the fewest whose activations take 4 GB at most."""
     label_smoothing: Rate = 0.0
     """Weight of the uniform distribution in the targets."""
     z_loss: NonNegative = 0.0

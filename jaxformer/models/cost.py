@@ -1,15 +1,15 @@
-"""Parameters, stacks and FLOPs of a model, counted from its table of parameters and the rows of its
-sublayers."""
+"""Parameters, stacks, FLOPs and activations of a model, counted from its table of parameters and
+the rows of its sublayers."""
 
 import math
 from typing import NamedTuple
 
 from jaxformer.arrays.params import Specs, count, rows
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.block import sublayers_of
+from jaxformer.layers.block import PLACEMENTS, sublayers_of
 from jaxformer.layers.head import is_tied
 from jaxformer.layers.pattern import layer_configs
-from jaxformer.layers.sublayer import Sublayer
+from jaxformer.layers.sublayer import Sizes, StoredArray, Sublayer
 from jaxformer.models.transformer import specs
 
 
@@ -102,6 +102,42 @@ def matrix_flops(config: ModelConfig, share: float, table: Specs) -> dict[str, f
         passes = 1.0 if embedding is not None and embedding.trainable else 2 / 3
         flops["embed.tokens"] = 6 * passes * config.vocab_size * config.d_model
     return flops
+
+
+def block_arrays(layer: ModelConfig, stack: Stack, sizes: Sizes) -> list[StoredArray]:
+    """All arrays of a layer that its backward pass reads, stored or computed again; `sizes` are
+    those of the self-attention of its stack."""
+    norms = PLACEMENTS[layer.norm_placement].norms
+    sublayers = stack.sublayers(layer)
+    wide = sizes.tokens * layer.d_model * sizes.number  # a residual stream
+    arrays = [StoredArray("input", wide)]
+    for name, sublayer in sublayers.items():
+        last = name == list(sublayers)[-1]
+        if "before" in norms or "after" in norms:
+            # The input of the products after its norm, or the sum before its norm.
+            arrays.append(StoredArray("normed", wide))
+        # The output of a sublayer is read again by its norm, and for what the next one reads.
+        read_by_next = not last and layer.residual == "sequential"
+        if read_by_next or "output" in norms or "after" in norms:
+            arrays.append(StoredArray(sublayer.product, wide))
+        if read_by_next:
+            arrays.append(StoredArray("residual", wide))
+        arrays += sublayer.stored(layer, sizes._replace(keys=stack.keys(sublayer)))
+        if layer.dropout:
+            # The mask of the elements that are zero.
+            arrays.append(StoredArray("dropout", sizes.tokens * layer.d_model))
+    return arrays
+
+
+def activation_bytes(config: ModelConfig, length: int, source_length: int = 0) -> float:
+    """Bytes of float32 arrays that the backward passes of all layers read for a row of `length`
+    tokens and a source of `source_length`, where none is computed again."""
+    return sum(
+        array.bytes
+        for stack in stacks(config, length, source_length)
+        for layer in stack.layers
+        for array in block_arrays(layer, stack, Sizes(1, stack.tokens, stack.tokens, number=4))
+    )
 
 
 def visible_pairs(length: int, window: int = 0, causal: bool = True) -> int:

@@ -34,7 +34,7 @@ from jaxformer.data.templates import SEGMENTS
 from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.exchange import exchange_of
-from jaxformer.models.cost import flops_per_token
+from jaxformer.models.cost import activation_bytes, flops_per_token
 from jaxformer.models.stack import compute_dtype, layer_loop_of
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.config import origin_of, with_tokenizer_of
@@ -52,10 +52,9 @@ from jaxformer.training.program import Step
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, make_step
 
-# A microbatch on a CPU has at least so many tokens of a device, since activations take memory in
-# proportion. On two cores of an AMD EPYC a step of benchmarks/train_cpu.py (small, 4,096 tokens)
-# has 1,176 tokens/s and 1.17 GB in 4 microbatches, 1,160 and 1.69 GB in 1, not run in turn.
-CPU_TOKENS = 1024
+# On a CPU the activations of a microbatch take at most so many bytes of the host: a quarter of a
+# laptop's. More microbatches are not faster: see docs/training.md.
+CPU_ACTIVATIONS = 4e9
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 ASSUMED_CLASSES = 2  # of a head, where the data is not read
 
@@ -268,10 +267,9 @@ def resolve(
         model = dataclasses.replace(model, dropout=0.0, attention_dropout=0.0)
     length = math.gcd(run.data.sequence_length, source_length)
     model, kernel = with_kernel(model, run.adapter, length, segments, mesh)
-    # The fewest tokens of a row in which a text of each of its sequences is one segment.
-    one_text = encoded_length(run.model, run.data, run.adapter, 1)
-    row_tokens = objective.sequences * (run.data.sequence_length + one_text)
-    train = dataclasses.replace(run.train, microbatches=_microbatches(run.train, row_tokens, mesh))
+    row_bytes = activation_bytes(model, run.data.sequence_length, source_length)
+    pieces = _microbatches(run.train, objective.sequences * row_bytes, mesh)
+    train = dataclasses.replace(run.train, microbatches=pieces)
     specs = run_specs(task.name, run.model, run.adapter, learned)
     schedule = make_schedule(run.optimizer, run.train.steps)
     return Resolved(
@@ -434,18 +432,15 @@ def with_kernel(
     return selected, reason
 
 
-def _microbatches(train: TrainConfig, row_tokens: int, mesh: AnyMesh) -> int:
+def _microbatches(train: TrainConfig, row_bytes: float, mesh: AnyMesh) -> int:
     """train.microbatches, "auto" resolved for the devices of a mesh; a row of the batch has
-    `row_tokens` tokens at least."""
+    `row_bytes` of activations."""
     if train.microbatches != "auto" or platform(mesh) != "cpu":
         return train.n_microbatches
-    batch, split = train.batch_size, batch_devices(mesh)
-    # The fewest rows of a device in a microbatch.
-    fewest_rows = math.ceil(CPU_TOKENS / row_tokens)
-    for count in range(batch // (split * fewest_rows), 1, -1):
-        if batch % (count * split) == 0:
-            return count
-    return 1
+    # Rows of a device in all microbatches. Several devices of a CPU share the memory of one host.
+    rows = train.batch_size // batch_devices(mesh)
+    fewest = math.ceil(train.batch_size * row_bytes / CPU_ACTIVATIONS)
+    return next((count for count in range(fewest, rows) if rows % count == 0), rows)
 
 
 def encoded_length(

@@ -17,8 +17,9 @@ from jaxformer.config.run import DataConfig, RunConfig, RunSettings
 from jaxformer.config.saved import to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
+from jaxformer.models.cost import activation_bytes
 from jaxformer.runs.directory import as_begun, check_config
-from jaxformer.runs.resolve import resolve, resolve_without_data
+from jaxformer.runs.resolve import CPU_ACTIVATIONS, resolve, resolve_without_data
 from jaxformer.runs.setup import make_setup
 
 SIZES = dict(d_model=16, n_layers=2, n_heads=2, max_length=32, layer_loop="scan")
@@ -67,7 +68,9 @@ def test_a_microbatch_that_the_mesh_cannot_divide_is_refused() -> None:
         resolve_without_data(run_of(), mesh)
 
 
-def test_microbatches_of_a_cpu_have_at_least_1024_tokens_of_each_device() -> None:
+def test_a_batch_is_split_on_a_cpu_only_where_its_activations_take_more_than_4_gb(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def selected(batch: int, mesh: Any = None, **train: Any) -> int:
         run = replace(run_of(), train=TrainConfig(batch_size=batch, **train))
         run = replace(run, data=replace(run.data, sequence_length=256))
@@ -81,13 +84,21 @@ def test_microbatches_of_a_cpu_have_at_least_1024_tokens_of_each_device() -> Non
         kinds = (AxisType.Auto,) * len(sizes)
         return AbstractMesh(sizes, MESH_AXES, axis_types=kinds, abstract_device=device)
 
-    assert [selected(batch) for batch in (1, 3, 4, 7, 8, 12, 16)] == [1, 1, 1, 1, 2, 3, 4]
+    assert [selected(batch) for batch in (1, 7, 16, 4096)] == [1] * 4
+    assert 1e9 <= CPU_ACTIVATIONS <= 8e9 and selected(2**18) > 1
+    model = replace(run_of().model, attention_kernel="blocked")
+    four_rows = 4 * activation_bytes(model, 256)
+    monkeypatch.setattr("jaxformer.runs.resolve.CPU_ACTIVATIONS", four_rows)
+    # Of 7 rows there are 7 microbatches or 1.
+    assert [selected(batch) for batch in (1, 3, 4, 7, 8, 12, 16)] == [1, 1, 1, 7, 2, 3, 4]
     assert selected(16, microbatches=1) == 1 and selected(16, microbatches=16) == 16
-    assert [selected(16, on("cpu", data=size)) for size in (1, 2, 4)] == [4, 2, 1]
+    # Devices of a CPU share its memory, and each has a row at least.
+    assert [selected(16, on("cpu", data=size)) for size in (1, 2, 4, 8)] == [4, 4, 4, 2]
     assert selected(16, on("gpu")) == selected(16, on("tpu")) == 1
     # Of a pair both sequences count.
-    run = replace(run_of(objective="dpo"), train=TrainConfig(batch_size=64))
-    assert resolve(run, make_mesh(), 0).run.train.n_microbatches == 4
+    pairs = replace(run_of(objective="dpo"), train=TrainConfig(batch_size=64))
+    monkeypatch.setattr("jaxformer.runs.resolve.CPU_ACTIVATIONS", 32 * activation_bytes(model, 32))
+    assert resolve(pairs, make_mesh(), 0).run.train.n_microbatches == 4
 
 
 def test_microbatches_that_are_no_number_are_refused_with_what_is_allowed() -> None:
@@ -103,14 +114,14 @@ def test_a_run_that_an_earlier_version_began_keeps_its_microbatches(tmp_path: Pa
     asked = replace(run, model=replace(run.model, **SIZES), train=TrainConfig(batch_size=64))
     assert as_begun(asked) == asked
     new = make_setup(asked, lambda line: None).run
-    assert new.train.microbatches == 2
+    assert new.train.microbatches == 1
     model = replace(asked.model, vocab_size=new.model.vocab_size)  # a directory has the filled one
-    begun = replace(asked, model=model, train=replace(asked.train, microbatches=1))
+    begun = replace(asked, model=model, train=replace(asked.train, microbatches=2))
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "config.json").write_text(to_json(begun))
     check_config(asked)
     assert as_begun(asked).train == begun.train
-    assert make_setup(asked, lambda line: None).run.train.microbatches == 1
+    assert make_setup(asked, lambda line: None).run.train.microbatches == 2
     other = replace(asked, train=replace(asked.train, microbatches=4))
-    with pytest.raises(ConfigError, match=r"train.microbatches: 1 in the directory, 4 now"):
+    with pytest.raises(ConfigError, match=r"train.microbatches: 2 in the directory, 4 now"):
         check_config(other)

@@ -11,10 +11,9 @@ from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
-from jaxformer.layers.block import PLACEMENTS
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
 from jaxformer.layers.sublayer import Sizes, StoredArray
-from jaxformer.models.cost import Stack, stacks
+from jaxformer.models.cost import Stack, block_arrays, stacks
 from jaxformer.models.remat import kept_points
 from jaxformer.tools.plan.planned import PlannedRun
 
@@ -28,29 +27,9 @@ BLOCK_ARRAYS = 12
 PRODUCTS = ("q", "k", "v", "out", "gate", "up", "down")
 
 
-def block_arrays(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> list[StoredArray]:
+def arrays_of(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> list[StoredArray]:
     """All arrays of a layer that its backward pass reads, stored or computed again."""
-    norms = PLACEMENTS[layer.norm_placement].norms
-    sublayers = stack.sublayers(layer)
-    tokens = planned.rows * stack.tokens
-    wide = tokens * layer.d_model * planned.dtype_bytes  # a residual stream
-    arrays = [StoredArray("input", wide)]
-    for name, sublayer in sublayers.items():
-        last = name == list(sublayers)[-1]
-        if "before" in norms or "after" in norms:
-            # The input of the products after its norm, or the sum before its norm.
-            arrays.append(StoredArray("normed", wide))
-        # The output of a sublayer is read again by its norm, and for what the next one reads.
-        read_by_next = not last and layer.residual == "sequential"
-        if read_by_next or "output" in norms or "after" in norms:
-            arrays.append(StoredArray(sublayer.product, wide))
-        if read_by_next:
-            arrays.append(StoredArray("residual", wide))
-        arrays += sublayer.stored(layer, sizes_of(planned, stack.tokens, stack.keys(sublayer)))
-        if layer.dropout:
-            # The mask of the elements that are zero.
-            arrays.append(StoredArray("dropout", tokens * layer.d_model))
-    return arrays
+    return block_arrays(layer, stack, sizes_of(planned, stack.tokens, stack.tokens))
 
 
 def sizes_of(planned: PlannedRun, length: int, keys: int) -> Sizes:
@@ -75,7 +54,7 @@ def is_stored(planned: PlannedRun, layer: ModelConfig, name: str) -> bool:
 
 def recomputed_names(planned: PlannedRun) -> set[str]:
     """The names of the arrays that the backward pass of the last stack computes again."""
-    arrays = block_arrays(planned, planned.model, planned_stacks(planned)[-1])
+    arrays = arrays_of(planned, planned.model, planned_stacks(planned)[-1])
     return {array.name for array in arrays if not is_stored(planned, planned.model, array.name)}
 
 
@@ -98,7 +77,7 @@ def activations(planned: PlannedRun) -> list[StackActivations]:
 def _of_stack(planned: PlannedRun, stack: Stack) -> StackActivations:
     stored = recomputed = working = 0.0
     for layer, count in Counter(stack.layers).items():
-        arrays = block_arrays(planned, layer, stack)
+        arrays = arrays_of(planned, layer, stack)
         layer_bytes = sum(array.bytes for array in arrays if is_stored(planned, layer, array.name))
         stored += count * layer_bytes
         recomputed = max(recomputed, sum(array.bytes for array in arrays) - layer_bytes)
