@@ -3,11 +3,16 @@ how they compare.
 
     python benchmarks/train_cpu.py [--torch-python PYTHON] [--workloads small gpt2_124m] [--samples
     8]
+    python benchmarks/train_cpu.py --jax-peers [--peers-python PYTHON]
 
 Both start from the same weights on the same tokens, so their losses must agree; that is checked.
+
+With --jax-peers the step runs in turn with those of other libraries in JAX: GPT-2 of the same
+shape, each with its own initial values, on the same tokens in float32 by the same AdamW.
 """
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
@@ -45,6 +50,13 @@ HEADER = [
     "PyTorch",
     "ratio",
 ]
+
+PEERS = {  # of jax_peer_baseline.py
+    "nanodo": "nanodo's model",
+    "nnx": "a decoder of flax.nnx",
+    "keras_hub": "KerasHub's GPT-2",
+}
+PEERS_HEADER = ["library", "tokens/s", "we are faster by", "fastest", "peak memory"]
 
 
 def measure(workload: str, microbatches: int, options: argparse.Namespace) -> Answer:
@@ -110,6 +122,66 @@ def row(result: Answer, product: float) -> list[str]:
     return [name, *rates, *ratios, *mfu, *memory, f"{ours / baseline:.2f}x"]
 
 
+def measure_peers(options: argparse.Namespace) -> Answer:
+    """Our step of the small workload in turn with those of the peers that are installed."""
+    run = shrunk(WORKLOADS["small"]) if options.smoke else WORKLOADS["small"]
+    own = ["--workload", "small", *(["--smoke"] if options.smoke else [])]
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(python_worker("jaxformer", "jax_baseline.py", *own))
+        peers = [
+            stack.enter_context(
+                python_worker(
+                    name,
+                    "jax_peer_baseline.py",
+                    *("--peer", name, *torch_flags(run)),
+                    python=options.peers_python,
+                )
+            )
+            for name in PEERS
+        ]
+        workers = [ours, *(peer for peer in peers if "missing" not in peer.about)]
+        first = alternate(workers, "step", samples=3, warmups=0)
+        neighbours = Neighbours(workers)
+        steps = alternate(workers, "step", options.samples, warmups=0)
+        share = neighbours.share()
+    for worker, before, after in zip(workers, first, steps, strict=True):
+        if not after[-1]["loss"] < before[0]["loss"]:
+            raise SystemExit(f"{worker.name} does not learn: {column(before + after, 'loss')}")
+    tokens = run.train.batch_size * run.data.sequence_length
+    own_seconds = column(steps[0], "seconds")
+    rows: dict[str, Answer] = {peer.name: peer.about for peer in peers}
+    for worker, answers in zip(workers, steps, strict=True):
+        seconds = column(answers, "seconds")
+        rows[worker.name] = {
+            "tokens_per_second": tokens / statistics.median(seconds),
+            "ratio": paired_ratio(own_seconds, seconds),
+            "ratio_of_the_fastest": min(seconds) / min(own_seconds),
+            "peak_bytes": max(column(answers, "peak_bytes")),
+            "seconds": seconds,
+            "versions": worker.about["versions"],
+        }
+    return {
+        "neighbours": share,
+        "rows": {worker.name: rows[worker.name] for worker in (ours, *peers)},
+    }
+
+
+def peer_row(name: str, result: Answer) -> list[str]:
+    if "missing" in result:
+        return [PEERS[name], result["missing"], *[""] * len(PEERS_HEADER[2:])]
+    ratios = [ratio_text(result["ratio"]), f"{result['ratio_of_the_fastest']:.2f}x"]
+    memory = f"{result['peak_bytes'] / 1e9:.2f} GB"
+    return [PEERS.get(name, name), f"{result['tokens_per_second']:,.0f}", *ratios, memory]
+
+
+def compare_peers(options: argparse.Namespace) -> None:
+    result = measure_peers(options)
+    print_table(PEERS_HEADER, [peer_row(name, row) for name, row in result["rows"].items()])
+    print(f"Faster by: median (range) of {options.samples} pairs; fastest: of the fastest steps.")
+    print(verdict(result["neighbours"]))
+    save("train_cpu_peers", result, options.smoke)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -123,10 +195,15 @@ def main() -> None:
         help="NAME, in the microbatches that a run selects, or NAME:MICROBATCHES",
     )
     parser.add_argument("--samples", type=int, default=8, help="paired samples")
+    parser.add_argument("--jax-peers", action="store_true", help="beside libraries in JAX")
+    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has them")
     add_smoke(parser)
     options = parser.parse_args()
     if options.smoke:
         options.workloads, options.samples = ["small:2"], 2
+    if options.jax_peers:
+        compare_peers(options)
+        return
     results = []
     for name in options.workloads:
         workload, _, pieces = name.partition(":")

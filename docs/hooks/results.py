@@ -71,6 +71,21 @@ def train_cpu(result: Result) -> tuple[list[str], Iterable[list[str]]]:
     )
 
 
+def train_cpu_peers(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    header = ["library", "tokens/s", "ratio of pairs: jaxformer over it", "peak memory"]
+    return header, (
+        [name, row["missing"], "", ""]
+        if "missing" in row
+        else [
+            name,
+            f"{row['tokens_per_second']:,.0f}",
+            ratio(row["ratio"]),
+            gigabytes(row["peak_bytes"]),
+        ]
+        for name, row in result["rows"].items()
+    )
+
+
 def decode_cpu(result: Result) -> tuple[list[str], Iterable[list[str]]]:
     header = ["library", "seconds for all", "first token", "tokens/s after it", "of the limit"]
     sides = zip(
@@ -152,6 +167,7 @@ def pretrained_memory(result: Result) -> tuple[list[str], Iterable[list[str]]]:
 
 TABLES: dict[str, Callable[[Result], tuple[list[str], Iterable[list[str]]]]] = {
     "train_cpu": train_cpu,
+    "train_cpu_peers": train_cpu_peers,
     "decode_cpu": decode_cpu,
     "tokens_training": tokens_training,
     "tokens_encoding": tokens_encoding,
