@@ -125,9 +125,9 @@ def row(result: Answer, product: float) -> list[str]:
 def measure_peers(options: argparse.Namespace) -> Answer:
     """Our step of the small workload in turn with those of the peers that are installed."""
     run = shrunk(WORKLOADS["small"]) if options.smoke else WORKLOADS["small"]
-    own = ["--workload", "small", *(["--smoke"] if options.smoke else [])]
+    workload = ["--workload", "small", *(["--smoke"] if options.smoke else [])]
     with contextlib.ExitStack() as stack:
-        ours = stack.enter_context(python_worker("jaxformer", "jax_baseline.py", *own))
+        ours = stack.enter_context(python_worker("jaxformer", "jax_baseline.py", *workload))
         peers = [
             stack.enter_context(
                 python_worker(
@@ -148,14 +148,14 @@ def measure_peers(options: argparse.Namespace) -> Answer:
         if not after[-1]["loss"] < before[0]["loss"]:
             raise SystemExit(f"{worker.name} does not learn: {column(before + after, 'loss')}")
     tokens = run.train.batch_size * run.data.sequence_length
-    own_seconds = column(steps[0], "seconds")
+    our_seconds = column(steps[0], "seconds")
     rows: dict[str, Answer] = {peer.name: peer.about for peer in peers}
     for worker, answers in zip(workers, steps, strict=True):
         seconds = column(answers, "seconds")
         rows[worker.name] = {
             "tokens_per_second": tokens / statistics.median(seconds),
-            "ratio": paired_ratio(own_seconds, seconds),
-            "ratio_of_the_fastest": min(seconds) / min(own_seconds),
+            "ratio": paired_ratio(our_seconds, seconds),
+            "ratio_of_the_fastest": min(seconds) / min(our_seconds),
             "peak_bytes": max(column(answers, "peak_bytes")),
             "seconds": seconds,
             "versions": worker.about["versions"],

@@ -68,6 +68,28 @@ def test_a_benchmark_runs_in_small(name: str) -> None:
     assert before == after, "a smoke test saves nothing"
 
 
+@pytest.mark.slow
+def test_peers_in_jax_are_measured_and_one_that_is_missing_says_how_it_is_installed() -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "train_cpu.py"), "--jax-peers", "--smoke"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    cells = {line[0].strip("| "): line[1].strip() for line in lines}
+    for name in ("jaxformer", "nanodo's model", "a decoder of flax.nnx", "KerasHub's GPT-2"):
+        measured = cells[name].replace(",", "").isdigit()
+        assert measured or "pip install" in cells[name], cells
+    # flax is a dependency of jaxformer.
+    assert cells["jaxformer"].replace(",", "").isdigit()
+    assert cells["a decoder of flax.nnx"].replace(",", "").isdigit()
+    assert "Traceback" not in done.stderr
+
+
 def test_checkouts_that_differ_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     differences = importlib.import_module("same_numbers").differences

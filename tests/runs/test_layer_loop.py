@@ -107,7 +107,7 @@ def test_a_run_goes_on_with_the_loop_that_its_directory_states(before: Any, tmp_
     setup = make_setup(run, lambda line: None)
     assert setup.model.layer_loop == setup.asked.model.layer_loop == before
     # A setting that does not move the numbers may change.
-    other = "scan" if before == "unroll" else "unroll"
-    changed = replace(run, model=replace(run.model, layer_loop=other))  # type: ignore[arg-type]
+    opposite = "scan" if before == "unroll" else "unroll"
+    changed = replace(run, model=replace(run.model, layer_loop=opposite))  # type: ignore[arg-type]
     check_config(changed)
-    assert make_setup(changed, lambda line: None).model.layer_loop == other
+    assert make_setup(changed, lambda line: None).model.layer_loop == opposite
