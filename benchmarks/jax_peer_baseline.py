@@ -178,11 +178,12 @@ class Trainer:
         self.advance = step
 
     def step(self) -> dict[str, float]:
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         loss = float(jax.block_until_ready(self.advance(self.tokens, self.targets)))
-        seconds = time.perf_counter() - begin
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"seconds": seconds, "loss": loss, "peak_bytes": peak}
+        times = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+        return times | {"loss": loss, "peak_bytes": peak}
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ PEERS = {  # of jax_peer_baseline.py
     "nnx": "a decoder of flax.nnx",
     "keras_hub": "KerasHub's GPT-2",
 }
-PEERS_HEADER = ["library", "tokens/s", "we are faster by", "fastest", "peak memory"]
+PEERS_HEADER = ["library", "tokens/s", "ratio", "fastest", "of CPU seconds", "peak memory"]
 
 
 def measure(workload: str, microbatches: int, options: argparse.Namespace) -> Answer:
@@ -148,16 +148,18 @@ def measure_peers(options: argparse.Namespace) -> Answer:
         if not after[-1]["loss"] < before[0]["loss"]:
             raise SystemExit(f"{worker.name} does not learn: {column(before + after, 'loss')}")
     tokens = run.train.batch_size * run.data.sequence_length
-    our_seconds = column(steps[0], "seconds")
+    our_seconds, our_cpu_seconds = column(steps[0], "seconds"), column(steps[0], "cpu_seconds")
     rows: dict[str, Answer] = {peer.name: peer.about for peer in peers}
     for worker, answers in zip(workers, steps, strict=True):
-        seconds = column(answers, "seconds")
+        seconds, cpu_seconds = column(answers, "seconds"), column(answers, "cpu_seconds")
         rows[worker.name] = {
             "tokens_per_second": tokens / statistics.median(seconds),
             "ratio": paired_ratio(our_seconds, seconds),
             "ratio_of_the_fastest": min(seconds) / min(our_seconds),
+            "ratio_of_cpu_seconds": paired_ratio(our_cpu_seconds, cpu_seconds),
             "peak_bytes": max(column(answers, "peak_bytes")),
             "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
             "versions": worker.about["versions"],
         }
     return {
@@ -170,6 +172,7 @@ def peer_row(name: str, result: Answer) -> list[str]:
     if "missing" in result:
         return [PEERS[name], result["missing"], *[""] * len(PEERS_HEADER[2:])]
     ratios = [ratio_text(result["ratio"]), f"{result['ratio_of_the_fastest']:.2f}x"]
+    ratios.append(ratio_text(result["ratio_of_cpu_seconds"]))
     memory = f"{result['peak_bytes'] / 1e9:.2f} GB"
     return [PEERS.get(name, name), f"{result['tokens_per_second']:,.0f}", *ratios, memory]
 
@@ -177,7 +180,10 @@ def peer_row(name: str, result: Answer) -> list[str]:
 def compare_peers(options: argparse.Namespace) -> None:
     result = measure_peers(options)
     print_table(PEERS_HEADER, [peer_row(name, row) for name, row in result["rows"].items()])
-    print(f"Faster by: median (range) of {options.samples} pairs; fastest: of the fastest steps.")
+    print(
+        f"Ratios: theirs over ours, median (range) of {options.samples} pairs; fastest: of the two"
+        " fastest steps; CPU seconds: of all threads, which neighbours change least."
+    )
     print(verdict(result["neighbours"]))
     save("train_cpu_peers", result, options.smoke)
 

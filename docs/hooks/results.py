@@ -72,14 +72,15 @@ def train_cpu(result: Result) -> tuple[list[str], Iterable[list[str]]]:
 
 
 def train_cpu_peers(result: Result) -> tuple[list[str], Iterable[list[str]]]:
-    header = ["library", "tokens/s", "ratio of pairs: jaxformer over it", "peak memory"]
+    header = ["library", "tokens/s", "ratio of pairs", "ratio of CPU seconds", "peak memory"]
     return header, (
-        [name, row["missing"], "", ""]
+        [name, row["missing"], "", "", ""]
         if "missing" in row
         else [
             name,
             f"{row['tokens_per_second']:,.0f}",
             ratio(row["ratio"]),
+            ratio(row["ratio_of_cpu_seconds"]),
             gigabytes(row["peak_bytes"]),
         ]
         for name, row in result["rows"].items()
