@@ -31,9 +31,11 @@ def table_of(name: str) -> str:
 def _origin(name: str, result: Result) -> str:
     machine, versions = result["machine"], _versions(result)
     used = ", ".join(f"{package} {number}" for package, number in versions.items())
+    neighbours = result.get("neighbours", 0.0)
+    shared = f" Other processes took {neighbours:.0%} of the CPU." if neighbours > 0.03 else ""
     return (
         f"Measured on {result['date'][:10]} on {machine['cores']} cores of an {machine['cpu']}"
-        f"{f' with {used}' if used else ''}; `benchmarks/results/{name}.json`."
+        f"{f' with {used}' if used else ''}; `benchmarks/results/{name}.json`.{shared}"
     )
 
 
