@@ -18,7 +18,9 @@ from jaxformer.arrays.hardware import DEVICES, name_of, peak_flops
 from jaxformer.cli import main
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import RunConfig
-from jaxformer.models.cost import flops_per_token, parameter_count
+from jaxformer.models.cost import activation_bytes, flops_per_token, parameter_count
+from jaxformer.runs.resolve import CPU_ACTIVATIONS
+from jaxformer.tools.plan.activations import activations, bias_bytes, planned_stacks
 from jaxformer.tools.plan.make import Plan, make_plan
 from jaxformer.tools.plan.planned import PlannedRun, planned_run, replanned
 from jaxformer.tools.plan.report import parameters_by_part, plan_numbers, plan_text
@@ -208,6 +210,17 @@ def test_less_is_stored_with_remat_and_with_microbatches() -> None:
     assert temporary == sorted(temporary, reverse=True) and len(set(temporary)) == 3
     few = plan("gpt2_124m", "h100", 0, "train.microbatches=4").memory.temporary
     assert few > plan("gpt2_124m", "h100", 0, "train.microbatches=16").memory.temporary
+
+
+@pytest.mark.parametrize("name", ["transformer_base", "t5_small", "tinystories"])
+def test_the_microbatches_that_auto_selects_on_a_cpu_store_4_gb_at_most(name: str) -> None:
+    run = planned(name, "cpu", 0, "model.vocab_size=40000")
+    stacks, count = activations(run), run.run.train.n_microbatches
+    biases = sum(bias_bytes(run, stack)[0] for stack in planned_stacks(run))
+    stored = sum(stack.stored for stack in stacks) - biases
+    assert count > 1 and 0.25 * CPU_ACTIVATIONS < stored <= CPU_ACTIVATIONS
+    row_bytes = activation_bytes(run.model, run.length, run.source_length)
+    assert stored == pytest.approx(run.rows * row_bytes)
 
 
 @pytest.mark.parametrize(("device", "kernel"), [("a100", "blocked"), ("h100", "cudnn")])
