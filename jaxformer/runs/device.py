@@ -24,7 +24,8 @@ from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.resolve import Resolved, with_kernel
-from jaxformer.training.state import compiler_options, on_mesh
+from jaxformer.training.compiler_options import compiler_options
+from jaxformer.training.state import on_mesh
 
 # The check of a kernel takes fewer rows and heads where its float32 scores would exceed this.
 REFERENCE_BYTES = 2**30

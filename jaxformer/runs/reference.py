@@ -20,7 +20,8 @@ from jaxformer.files import ConfigError, first_of, read_object, write_text
 from jaxformer.losses.preferences import REFERENCE_ARRAYS, reference_log_probs
 from jaxformer.models.transformer import check_model
 from jaxformer.runs.loading import load_base
-from jaxformer.training.state import compiler_options, on_mesh
+from jaxformer.training.compiler_options import compiler_options
+from jaxformer.training.state import on_mesh
 
 RECORD = "reference.json"  # in a run directory: the digest of each leaf of the reference
 

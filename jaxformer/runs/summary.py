@@ -11,6 +11,7 @@ from jaxformer.data import Corpus
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
+from jaxformer.training.compiler_options import option_lines
 from jaxformer.training.optim import decay_groups, schedule_text
 from jaxformer.training.state import TrainState, split_frozen
 
@@ -28,6 +29,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         compared = f", and {human_bytes(reference)} of those of the reference"
     groups = decay_groups(run.optimizer, setup.specs).items()
     mesh = ", ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
+    options = option_lines(setup.mesh, *run.train.stated_options)
     return {
         "device": (
             f"{jax.device_count()} x {device.device_kind} ({device.platform})"
@@ -47,6 +49,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         "memory": f"{human_bytes(state)} of parameters and optimizer state per device{compared}",
         "FLOPs": f"{flops} per token, forward and backward{' and reference' if compared else ''}",
         "attention": setup.kernel,
+        **({"compiler": options} if options else {}),
         **_dropout(setup),
         **_data(setup),
         "run directory": run.run.dir,

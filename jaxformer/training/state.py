@@ -1,7 +1,6 @@
 """The state of a training run between steps, for any parameters and any optax optimizer."""
 
 import contextlib
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,8 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from jaxformer.arrays.mesh import AnyMesh, parameter_sharding, place_array, replicated
 from jaxformer.arrays.params import Params, Spec, dotted, init_params
-from jaxformer.arrays.sharding import platform
 from jaxformer.files import ConfigError
+from jaxformer.training.compiler_options import compiler_options
 
 # Which leaves learn: a pytree of bools (a bool may stand for a whole branch), or a function of the
 # leaf's dotted path and the leaf itself (its `Spec`, where a table of specs was given). None: all
@@ -268,17 +267,3 @@ def _shapes(
         return TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen)
 
     return jax.eval_shape(start, jax.tree.map(shape, tree))
-
-
-def compiler_options(mesh: AnyMesh | None = None) -> dict[str, int] | None:
-    """The options that programs on the devices of a mesh are compiled with: on a CPU, LLVM's first
-    level, unless XLA_FLAGS names one.
-
-    They run as fast as with its third (1.00 times, 0.90 to 1.09, 14 samples in turn on two cores of
-    an AMD EPYC with AVX-512); a step takes a quarter less time to compile, and the initial values a
-    fifth of the time.
-    """
-    level = "xla_backend_optimization_level"
-    if platform(mesh) != "cpu" or level in os.environ.get("XLA_FLAGS", ""):
-        return None
-    return {level: 1}

@@ -105,6 +105,7 @@ def report(**changes: object) -> CompiledReport:
         "memory": MemoryUse(GIB, GIB, GIB, 7 * GIB, 0, 8 * GIB),
         "counts": count(text, peak=1e12, bandwidth=1e9),
         "warnings": ("slow",),
+        "options": ("xla_x=1 (faster)", "xla_y is left out"),
     }
     return CompiledReport(**(fields | changes))
 
@@ -119,6 +120,7 @@ def test_a_report_says_whether_it_fits() -> None:
     lines = "\n".join(report().lines())
     assert "fits: 8.00 GiB of 16.00 GiB a device" in lines and "the compiler warns: slow" in lines
     assert "all-reduce 1 x 0.00 MiB" in lines
+    assert "compiler option xla_x=1 (faster)\ncompiler option xla_y is left out\n" in lines
     lines = "\n".join(report(fits=False, needed=60 * GIB, memory=None, counts=None).lines())
     assert "does not fit: 60.00 GiB of 16.00 GiB a device" in lines
 
@@ -211,3 +213,26 @@ def test_the_step_of_a_config_compiles(name: str, target: str) -> None:
     assert found.kernel.startswith("cudnn (" if on_gpu else ("tpu (", "flash ("))
     biased = "__cudnn$fmhaScaleBiasSoftmaxBackward" in found.counts.custom_calls
     assert biased == (on_gpu and name == "t5_small")
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(3600)
+def test_gathers_of_weights_are_not_windowed_on_tpus() -> None:
+    """Without the option of the table a device moves more of its main memory, for the same products
+    of the model."""
+    try:
+        require_compiler("tpu")
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+    changes = ["mesh.fsdp=4", "train.batch_size=4", "train.microbatches=1", "model.n_layers=2"]
+    reports = []
+    for setting in ("auto", "none"):
+        chosen = [*changes, "model.layer_loop=scan", f"train.compiler_options={setting}"]
+        run = jf.load_config(CONFIGS / "llama_1b.py", chosen)
+        reports.append(compiled_report(run, "v5e:2x2"))
+    with_option, without = reports
+    assert with_option.options[0].startswith("xla_tpu_enable_windowed_einsum_for_all_gather=false")
+    assert without.options == ()
+    print(with_option.counts.bytes / GIB, without.counts.bytes / GIB)
+    assert with_option.counts.bytes < 0.9 * without.counts.bytes
+    assert with_option.model_flops == without.model_flops

@@ -322,13 +322,23 @@ def test_the_command_prints_text_or_json(capsys: Capture) -> None:
     given = [path, "--device", "v5e", "--devices", "4", "--mesh.fsdp", "4", "--tokens", "1000000"]
     assert main(["plan", *given]) == 0
     text = capsys.readouterr().out
-    words = ("4 x v5e", "attention", "exact", "estimate", "not faster than", "No speed is promised")
+    option = "xla_tpu_enable_windowed_einsum_for_all_gather"
+    words = (
+        f"{option}=false (weights",
+        "4 x v5e",
+        "attention",
+        "exact",
+        "estimate",
+        "not faster than",
+        "No speed is promised",
+    )
     assert all(word in text for word in words)
     assert not re.search(r"\d tokens/s|tokens per second", text)
     assert main(["plan", *given, "--json"]) == 0
     numbers: dict[str, Any] = json.loads(capsys.readouterr().out)
     found = plan("gpt2_124m", "v5e", 4, "mesh.fsdp=4")
     assert numbers["memory"]["peak"] == found.memory.peak
+    assert numbers["compiler_options"] == {option: "false"}
     assert numbers["seconds_for_tokens"] == found.seconds_for(1_000_000)
     assert numbers["bound"]["seconds"] == found.bound.seconds
 

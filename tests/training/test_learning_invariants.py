@@ -28,7 +28,7 @@ from jaxformer.training.optim import (
     make_schedule,
     schedule_text,
 )
-from jaxformer.training.state import TrainState, compiler_options, init_state, state_shardings
+from jaxformer.training.state import TrainState, init_state, state_shardings
 from jaxformer.training.step import gradients, make_step
 
 pytestmark = pytest.mark.fast
@@ -74,19 +74,6 @@ def test_a_loss_is_traced_once_whatever_the_pieces(pieces):
     state, _ = make_step(loss, optimizer, microbatches=pieces)(state, {"x": x})
     assert traced == [(8 // pieces, 3)]
     np.testing.assert_allclose(state.params["w"], 1 - 0.5 * x.mean(axis=0), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("flags", "options"),
-    [
-        ("", {"xla_backend_optimization_level": 1}),
-        ("--xla_cpu_enable_fast_math=false", {"xla_backend_optimization_level": 1}),
-        ("--xla_backend_optimization_level=3", None),
-    ],
-)
-def test_programs_are_compiled_at_the_level_that_xla_flags_name(flags, options, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    assert compiler_options() == options
 
 
 def test_the_gradient_is_that_of_the_mean_loss_over_weighted_tokens():

@@ -32,6 +32,7 @@ from jaxformer.tools.plan.hlo_counts import count
 from jaxformer.tools.plan.memory import capacity_of
 from jaxformer.tools.plan.planned import tree_bytes
 from jaxformer.tools.plan.targets import Target, cudnn_of, parse_target, require_compiler
+from jaxformer.training.compiler_options import option_lines
 from jaxformer.training.deterministic import FLAG
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -161,6 +162,7 @@ def compile_for_target(
         compile_seconds=time.perf_counter() - lowered_at,
         versions=versions(),
         notes=notes,
+        options=tuple(option_lines(mesh, *resolved.run.train.stated_options)),
     )
 
 

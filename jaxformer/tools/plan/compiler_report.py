@@ -39,8 +39,8 @@ class CompiledReport:
     `needed` and `capacity` are bytes of a device, the latter those that JAX takes of it. Where the
     compiler refuses a program that is too large, both are its own figures, and `memory` and
     `counts` are None. `model_flops` are those of a step by `models.cost`, and `peak_flops` the
-    published FLOP/s (0: unknown), both of one device. `warnings` are the compiler's own lines;
-    `notes` say what the figures leave out.
+    published FLOP/s (0: unknown), both of one device. `options` are the lines of
+    `option_lines`, `warnings` the compiler's own lines; `notes` say what the figures leave out.
     """
 
     target: str
@@ -61,6 +61,7 @@ class CompiledReport:
     warnings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     @property
     def mfu_bound(self) -> float:
@@ -78,6 +79,7 @@ class CompiledReport:
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         on = f"{self.target} ({self.device_kind}, mesh {shape})"
         lines = [f"compiled for {on}: {self.dtype}, attention {self.kernel}"]
+        lines += [f"compiler option {line}" for line in self.options]
         fit = "fits" if self.fits else "does not fit"
         lines.append(
             f"{fit}: {self.needed / GIB:.2f} GiB of {self.capacity / GIB:.2f} GiB a device"
@@ -124,7 +126,8 @@ class CompiledReport:
 
 def report_of(record: dict[str, Any]) -> CompiledReport:
     """The inverse of `CompiledReport.as_json`."""
-    changes: dict[str, Any] = {name: tuple(record.get(name, ())) for name in ("warnings", "notes")}
+    lists = ("warnings", "notes", "options")
+    changes: dict[str, Any] = {name: tuple(record.get(name, ())) for name in lists}
     if record["memory"] is not None:
         changes["memory"] = MemoryUse(**record["memory"])
     if (counts := record["counts"]) is not None:

@@ -13,6 +13,7 @@ from jaxformer.tools.plan.changes import shown
 from jaxformer.tools.plan.make import Plan
 from jaxformer.tools.plan.planned import PlannedRun
 from jaxformer.tools.plan.undivided import REPEATED_AXES, sentence
+from jaxformer.training.compiler_options import compiler_options, option_lines
 
 WORDS = (
     "exact: follows from the settings; estimate: what a compiler is expected to need, which"
@@ -61,6 +62,8 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
             " time"
         ),
     }
+    if lines := option_lines(planned.mesh, *run.train.stated_options):
+        head["compiler"] = lines
     if plan.undivided:
         head["not divided"] = [sentence(one) for one in plan.undivided]
     if planned.notes:
@@ -217,6 +220,7 @@ def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
         "devices": planned.mesh.size,
         "mesh": dict(planned.mesh.shape),
         "attention": planned.kernel,
+        "compiler_options": compiler_options(planned.mesh, *planned.run.train.stated_options),
         "packed": planned.packed,
         "assumed": list(planned.notes),
         "parameters": parameters_by_part(planned),

@@ -1,0 +1,113 @@
+"""The options of XLA that programs are compiled with, by platform and mesh.
+
+A compiler refuses a program with an option that it does not have, and those for TPUs change with
+the version of libtpu: an option is tried first, with a program that does nothing, in some 30 ms.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from jaxformer.arrays.mesh import AnyMesh, replicated
+from jaxformer.arrays.sharding import platform
+from jaxformer.files import ConfigError
+
+OptionValues = Mapping[str, int | str]
+NO_OPTIONS: OptionValues = MappingProxyType({})
+
+
+class OptionRow(NamedTuple):
+    """An option; `applies` takes the platform and the sizes of the axes of the mesh, if any."""
+
+    name: str
+    value: int | str
+    applies: Callable[[str, Mapping[str, int]], bool]
+    effect: str
+
+
+COMPILER_OPTIONS = (
+    # Programs run as fast as with LLVM's third level (1.00 times, 0.90 to 1.09, 14 samples in turn
+    # on two cores of an AMD EPYC with AVX-512); a step takes a quarter less time to compile, and
+    # the initial values a fifth of the time.
+    OptionRow(
+        "xla_backend_optimization_level",
+        1,
+        lambda platform, sizes: platform == "cpu",
+        "LLVM's first level",
+    ),
+    # A windowed product multiplies each piece of a weight while the next one arrives, and adds up
+    # its results in bfloat16 in main memory, once a piece. Without that a step of 16 rows of
+    # llama3_8b on v5e:4x4 with fsdp 16 moves 423 GiB of main memory a device instead of 922, and
+    # takes at least 2,926 ms instead of 3,256 (`benchmarks/compiled.py`; nothing was run).
+    OptionRow(
+        "xla_tpu_enable_windowed_einsum_for_all_gather",
+        "false",
+        lambda platform, sizes: platform == "tpu" and sizes.get("fsdp", 1) > 1,
+        "weights are gathered before their product, not in pieces during it",
+    ),
+)
+
+
+def compiler_options(
+    mesh: AnyMesh | None = None, stated: OptionValues = NO_OPTIONS, table: bool = True
+) -> dict[str, int | str]:
+    """The options for the devices of a mesh (None: the default device): `stated`, which the
+    compiler must have, and with `table` the rows that apply and that it has, except those that
+    XLA_FLAGS or LIBTPU_INIT_ARGS names. Raises ConfigError for a stated option that is refused."""
+    for name, value in stated.items():
+        if message := refusal(mesh, name, value):
+            raise ConfigError(f"the compiler option {name}={value} is refused: {message}")
+    rows = {row.name: row.value for row in rows_for(mesh) if table}
+    unknown = refused_options(mesh)
+    return {name: rows[name] for name in rows if name not in unknown} | dict(stated)
+
+
+def rows_for(mesh: AnyMesh | None) -> list[OptionRow]:
+    """The rows of the table for the devices of a mesh that no variable of the environment names."""
+    words = f"{os.environ.get('XLA_FLAGS')} {os.environ.get('LIBTPU_INIT_ARGS')}".split()
+    named = {word.lstrip("-").partition("=")[0] for word in words}
+    on, sizes = platform(mesh), {} if mesh is None else dict(mesh.shape)
+    return [row for row in COMPILER_OPTIONS if row.name not in named and row.applies(on, sizes)]
+
+
+def refused_options(mesh: AnyMesh | None) -> list[str]:
+    """The names of the rows for a mesh that its compiler does not have. The one for CPUs, which
+    comes with jaxlib, is not asked."""
+    rows = rows_for(mesh) if platform(mesh) != "cpu" else []
+    return [row.name for row in rows if refusal(mesh, row.name, row.value)]
+
+
+def option_lines(
+    mesh: AnyMesh | None = None, stated: OptionValues = NO_OPTIONS, table: bool = True
+) -> list[str]:
+    """A line for each of `compiler_options`, and one for each row that the compiler does not
+    have."""
+    effects = {(row.name, row.value): f" ({row.effect})" for row in COMPILER_OPTIONS}
+    values = compiler_options(mesh, stated, table)
+    absent = [name for name in refused_options(mesh) if table and name not in values]
+    return [
+        *(f"{name}={value}{effects.get((name, value), '')}" for name, value in values.items()),
+        *(f"{name} is left out: this compiler does not have it" for name in absent),
+    ]
+
+
+@functools.cache
+def refusal(mesh: AnyMesh | None, name: str, value: int | str) -> str:
+    """What the compiler for the devices of a mesh says against an option; empty if it takes it. An
+    abstract mesh has no compiler."""
+    if isinstance(mesh, AbstractMesh):
+        return ""
+    where = None if mesh is None else replicated(mesh)
+    try:
+        jax.jit(
+            lambda: jnp.float32(0), out_shardings=where, compiler_options={name: value}
+        ).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""

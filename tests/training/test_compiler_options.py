@@ -1,0 +1,182 @@
+"""The options of XLA that programs are compiled with: the rows of the table, which devices they are
+for, what a compiler refuses, and what a setting changes."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxformer as jf
+from jaxformer.arrays.mesh import make_mesh
+from jaxformer.config.train import TrainConfig
+from jaxformer.files import ConfigError
+from jaxformer.runs.resolve import resolve_without_data
+from jaxformer.tools.plan.planned import abstract_mesh
+from jaxformer.training import compiler_options as options
+from jaxformer.training.compiler_options import (
+    COMPILER_OPTIONS,
+    compiler_options,
+    option_lines,
+    refusal,
+)
+
+pytestmark = pytest.mark.fast
+
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+LEVEL = {"xla_backend_optimization_level": 1}
+GATHERS = "xla_tpu_enable_windowed_einsum_for_all_gather"
+
+
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch):
+    """The tests are compiled at another level, which their environment names."""
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def sizes(**axes):
+    return {"data": 1, "fsdp": 1, "tensor": 1} | axes
+
+
+@pytest.mark.parametrize(
+    ("device", "axes", "expected"),
+    [
+        ("v5e", {"fsdp": 4}, {GATHERS: "false"}),
+        ("v5p", {"data": 2, "fsdp": 2}, {GATHERS: "false"}),
+        ("v5e", {"data": 4}, {}),
+        ("v5e", {"tensor": 4}, {}),
+        ("h100", {"fsdp": 4}, {}),
+        ("cpu", {"fsdp": 4}, LEVEL),
+    ],
+)
+def test_the_options_are_those_of_the_devices_and_the_mesh(device, axes, expected):
+    assert compiler_options(abstract_mesh(4, sizes(**axes), device)) == expected
+
+
+def test_every_row_says_what_it_changes():
+    for row in COMPILER_OPTIONS:
+        assert len(row.effect) > 10 and row.name.startswith("xla_")
+    assert len({row.name for row in COMPILER_OPTIONS}) == len(COMPILER_OPTIONS)
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", LEVEL),
+        ("--xla_cpu_enable_fast_math=false", LEVEL),
+        ("--xla_backend_optimization_level_2=3", LEVEL),
+        ("--xla_cpu_enable_fast_math=false --xla_backend_optimization_level=3", {}),
+    ],
+)
+def test_an_option_that_the_environment_names_is_left_to_it(variable, flags, expected, monkeypatch):
+    monkeypatch.setenv(variable, flags)
+    assert compiler_options() == expected
+
+
+def test_programs_on_a_cpu_have_one_option_on_every_mesh():
+    """What a step has on a CPU is what it had before there were options for other devices."""
+    assert compiler_options() == compiler_options(make_mesh()) == LEVEL
+    for count, axes in ((1, {}), (4, {"fsdp": 4}), (8, {"data": 2, "fsdp": 2, "tensor": 2})):
+        assert compiler_options(abstract_mesh(count, sizes(**axes), "cpu")) == LEVEL
+
+
+def test_what_a_compiler_does_not_have_is_left_out_and_said(monkeypatch):
+    """The compiler for CPUs is asked for the option of TPUs, which it does not have."""
+    mesh, row = make_mesh(), COMPILER_OPTIONS[1]._replace(applies=lambda platform, sizes: True)
+    monkeypatch.setattr(options, "platform", lambda mesh: "tpu")
+    monkeypatch.setattr(options, "COMPILER_OPTIONS", (row,))
+    assert compiler_options(mesh) == {}
+    assert option_lines(mesh) == [f"{GATHERS} is left out: this compiler does not have it"]
+    # In its place one that it has.
+    row = row._replace(name="xla_backend_optimization_level", value="1")
+    monkeypatch.setattr(options, "COMPILER_OPTIONS", (row,))
+    assert compiler_options(mesh) == {row.name: "1"}
+    assert option_lines(mesh) == [f"{row.name}=1 ({row.effect})"]
+
+
+def test_an_option_is_tried_once_and_on_the_mesh_in_force():
+    mesh = make_mesh()
+    with jax.set_mesh(mesh):
+        assert "No such compile option" in refusal(mesh, "xla_no_such_option", "1")
+        assert refusal(mesh, "xla_backend_optimization_level", "1") == ""
+        assert "not a valid int32" in refusal(mesh, "xla_backend_optimization_level", "high")
+    before = refusal.cache_info().misses
+    refusal(mesh, "xla_backend_optimization_level", "1")
+    assert refusal.cache_info().misses == before
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("auto", {GATHERS: "false"}),
+        ("none", {}),
+        ("xla_x=2", {"xla_x": "2"}),
+        ("auto xla_x=2 xla_y=a=b", {GATHERS: "false", "xla_x": "2", "xla_y": "a=b"}),
+        (f"auto {GATHERS}=true", {GATHERS: "true"}),
+    ],
+)
+def test_the_setting_switches_the_table_and_adds_to_it(text, expected):
+    mesh = abstract_mesh(4, sizes(fsdp=4), "v5e")
+    stated = TrainConfig(compiler_options=text).stated_options
+    assert compiler_options(mesh, *stated) == expected
+    lines = [line.partition(" ")[0] for line in option_lines(mesh, *stated)]
+    assert lines == [f"{name}={value}" for name, value in expected.items()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "automatic",
+        "auto none",
+        "none xla_x=1",
+        "auto --xla_x=1",
+        "xla_x",
+        "xla_x=",
+        "auto  a=1",
+    ],
+)
+def test_a_malformed_setting_is_refused_with_what_is_allowed(text):
+    message = rf"train\.compiler_options={text!r} is neither auto, nor none, nor .* name=value"
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(compiler_options=text)
+
+
+def loss(params, batch, key):
+    return {"loss": (jnp.sum((params["w"] - batch["x"]) ** 2), jnp.float32(len(batch["x"])))}
+
+
+def test_a_step_of_an_own_loop_has_the_options_and_can_have_others(monkeypatch):
+    asked = []
+    jit = jax.jit
+
+    def recorded(function, **arguments):
+        asked.append(arguments.get("compiler_options"))
+        return jit(function, **arguments)
+
+    optimizer = optax.sgd(0.1)
+    step = jf.make_step(loss, optimizer)
+    batch = {"x": jnp.ones((4, 2))}
+    states = [jf.init_state({"w": jnp.zeros(2)}, optimizer) for _ in range(2)]
+    monkeypatch.setattr(jax, "jit", recorded)
+    after, _ = step(states[0], batch)
+    plain, _ = step.with_options({}, table=False)(states[1], batch)
+    assert asked.count(LEVEL) == asked.count({}) == 1
+    assert jnp.array_equal(after.params["w"], plain.params["w"])
+    with pytest.raises(ConfigError, match=r"option xla_none=1 is refused: .*'xla_none'"):
+        step.with_options({"xla_none": "1"})(after, batch)
+
+
+def test_the_step_of_a_run_has_the_options_of_its_setting():
+    def lowered(text):
+        run = jf.RunConfig(
+            model=jf.ModelConfig(vocab_size=64, d_model=16, n_layers=1, n_heads=2),
+            train=TrainConfig(compiler_options=text, batch_size=2, microbatches=1),
+        )
+        resolved, batch = resolve_without_data(run, make_mesh())
+        return resolved.step.lower(resolved.target, batch)
+
+    assert lowered("auto").as_text() == lowered("none").as_text()
+    with pytest.raises(ConfigError, match="option xla_none=1 is refused"):
+        lowered("auto xla_none=1")
