@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,17 @@ def test_remat_computes_fused_attention_no_more_often(platform, kernel, remat):
     assert found == calls(platform, kernel, "none") > 0
     if platform == "tpu":
         assert found == 3  # forward, and the gradients of queries and of keys and values
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("platform", DEVICES)
+def test_a_loop_on_tpus_ties_the_weights_of_a_layer_to_its_number(platform, remat):
+    """Without that XLA for TPUs casts those of all layers before the loop and keeps them. It is
+    done again in the backward pass: what came of it is not stored."""
+    text = lowered(a_run("decoder", "blocked", remat), mesh_of(platform, (1, 4, 1)))
+    tied = len(re.findall(r"stablehlo\.subtract .*: tensor<128x256xf32>", text))
+    # The matrices gate and up.
+    assert tied == (4 if platform == "tpu" else 0)
 
 
 @pytest.mark.slow

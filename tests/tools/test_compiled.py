@@ -217,22 +217,25 @@ def test_the_step_of_a_config_compiles(name: str, target: str) -> None:
 
 @pytest.mark.compile
 @pytest.mark.timeout(3600)
-def test_gathers_of_weights_are_not_windowed_on_tpus() -> None:
-    """Without the option of the table a device moves more of its main memory, for the same products
-    of the model."""
+def test_a_step_on_tpus_gathers_weights_whole_and_casts_them_in_the_loop(tmp_path: Path) -> None:
+    """Without the option of the table a device moves more of its main memory, for the same model;
+    and no program holds the weights of all layers in two dtypes."""
     try:
         require_compiler("tpu")
     except ConfigError as missing:
         pytest.skip(str(missing))
-    changes = ["mesh.fsdp=4", "train.batch_size=4", "train.microbatches=1", "model.n_layers=2"]
-    reports = []
-    for setting in ("auto", "none"):
+    changes = ["mesh.fsdp=4", "train.batch_size=4", "train.microbatches=1", "model.n_layers=3"]
+    reports, path = [], tmp_path / "program"
+    for setting in ("none", "auto"):
         chosen = [*changes, "model.layer_loop=scan", f"train.compiler_options={setting}"]
         run = jf.load_config(CONFIGS / "llama_1b.py", chosen)
-        reports.append(compiled_report(run, "v5e:2x2"))
-    with_option, without = reports
+        reports.append(compiled_report(run, "v5e:2x2", hlo=path))
+    without, with_option = reports
     assert with_option.options[0].startswith("xla_tpu_enable_windowed_einsum_for_all_gather=false")
     assert without.options == ()
     print(with_option.counts.bytes / GIB, without.counts.bytes / GIB)
     assert with_option.counts.bytes < 0.9 * without.counts.bytes
     assert with_option.model_flops == without.model_flops
+    # The shard of the matrix "up" of all layers.
+    text = path.read_text()
+    assert "f32[3,512,5632]" in text and "bf16[3,512,5632]" not in text
