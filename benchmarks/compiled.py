@@ -2,17 +2,21 @@
 what these say: memory, traffic, the bound on the step, and collectives. Nothing is run.
 
     python benchmarks/compiled.py [--rows gpt2_scanned ...] [--label before] [--table FILE]
+    python benchmarks/compiled.py --rows --peer llama_1b_v5e maxtext.hlo
 
 Needs the extras plan-tpu and plan-gpu; a row whose compiler is missing says so. Each row compiles
 in a process of its own, one after the other, and is saved at once in results/compiled.json, or with
 --label in results/compiled_LABEL.json. The table shows the figures of results/compiled_before.json
 in brackets. --table writes it between the marks `<!-- compiled -->` and `<!-- /compiled -->` of a
-Markdown file.
+Markdown file, and between those of `peers` the same steps beside those of other libraries. --peer
+counts the optimized program of another library for the step of a row, from a text file, as ours are
+counted; --rows without names compiles none.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +31,11 @@ from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.runs.config import load_config
 from jaxformer.runs.resolve import resolve_without_data
-from jaxformer.tools.plan.compiled import compile_for_target, compiled_report
+from jaxformer.tools.plan.compiled import compile_for_target, compiled_report, model_flops
 from jaxformer.tools.plan.compiler_report import report_of
+from jaxformer.tools.plan.hlo_counts import count
+from jaxformer.tools.plan.planned import planned_run
+from jaxformer.tools.plan.targets import parse_target
 
 CONFIGS = HERE.parent / "configs"
 DESCRIPTION = ("title", "config", "settings", "note")  # what a row has beside its report
@@ -66,12 +73,14 @@ def long_rows(length: int) -> tuple[str, ...]:
 
 UNROLLED = ("train.batch_size=64", "train.microbatches=1")
 FSDP4, FSDP16 = "mesh.fsdp=4", "mesh.fsdp=16"
+KEPT_BY_HOST = ("model.remat=names", "model.saved=none", "model.offload=attention")
 ROWS = {
     "gpt2_unrolled": Row("gpt2_124m, 64 rows, unrolled", "gpt2_124m", "h100:1x1", UNROLLED),
     "gpt2_scanned": Row("the same, scanned", "gpt2_124m", "h100:1x1", rows_of(64)),
     "gpt2_packed": Row("scanned and packed", "gpt2_124m", "h100:1x1", rows_of(64), packed=True),
     "llama_1b": Row("llama_1b, 8 rows, scanned", "llama_1b", "h100:1x1", rows_of(8)),
     "gpt2_v5e": Row("gpt2_124m, 32 rows, fsdp 4", "gpt2_124m", "v5e:2x2", rows_of(32, 1, FSDP4)),
+    "llama_1b_v5e": Row("llama_1b, 8 rows, fsdp 4", "llama_1b", "v5e:2x2", rows_of(8, 1, FSDP4)),
     "llama3_8b_v5e": Row(
         "llama3_8b, 16 rows, fsdp 16", "llama3_8b", "v5e:4x4", rows_of(16, 1, FSDP16)
     ),
@@ -80,6 +89,12 @@ ROWS = {
         "llama3_8b",
         "v5e:4x4",
         rows_of(16, 1, FSDP16, "model.remat=names", "model.saved=none"),
+    ),
+    "llama3_8b_v5e_host": Row(
+        "the same, attention kept by the host",
+        "llama3_8b",
+        "v5e:4x4",
+        rows_of(16, 1, FSDP16, *KEPT_BY_HOST),
     ),
     "llama3_8b_h100": Row(
         "llama3_8b, its config, fsdp 8", "llama3_8b", "h100:1x8", ("mesh.fsdp=8",)
@@ -103,6 +118,24 @@ ROWS = {
         for length in (8192, 16_384, 32_768)
     },
 }
+# The steps of other libraries with the same model, rows, dtype and mesh, counted in the same way:
+# (milliseconds at least, GiB at the peak).
+PEERS: dict[str, dict[str, tuple[float, float]]] = {
+    "llama_1b_v5e": {"MaxText 0.2.5": (198, 9.07), "Levanter, with remat": (211, 4.71)},
+    "gpt2_v5e": {
+        "MaxText 0.2.5": (55.9, math.nan),
+        "the same without its one-hot embedding": (49.4, math.nan),
+    },
+    "llama3_8b_v5e": {"MaxText 0.2.5": (3424, 12.4)},
+    "llama3_8b_v5e_host": {"MaxText 0.2.5": (3424, 12.4)},
+    "llama_1b": {"MaxText 0.2.5": (182, math.nan)},
+    "gpt2_unrolled": {
+        "MaxText 0.2.5": (123, math.nan),
+        "the same, by arithmetic without its detours": (111, math.nan),
+        "nanodo": (197, math.nan),
+    },
+}
+PEERS_HEADER = ["step", "target", "at least", "peak", "peer", "at least", "peak", "time", "memory"]
 TINY = (
     *("model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.vocab_size=512"),
     *("model.max_length=64", "data.sequence_length=64", "tokenizer.vocab_size=512"),
@@ -162,6 +195,41 @@ def figures(result: Answer) -> list[str]:
     return [*gib, *bound, *numbers, report.kernel.partition(" ")[0]]
 
 
+def beside_peers(rows: dict[str, Answer]) -> list[list[str]]:
+    """The rows of the table of peers: our figures, theirs, and ours as shares of theirs."""
+    table = []
+    for name in [name for name in PEERS if "error" not in rows.get(name, {"error": ""})]:
+        answer = rows[name]
+        report = report_of({key: answer[key] for key in answer if key not in DESCRIPTION})
+        if report.counts is None or report.memory is None:
+            continue
+        ours = (report.counts.seconds * 1e3, report.memory.peak / GIB)
+        for peer, theirs in PEERS[name].items():
+            shares = [f"{mine / other:.0%}" for mine, other in zip(ours, theirs, strict=True)]
+            table.append(
+                [answer["title"], answer["target"], *shown(*ours), peer, *shown(*theirs), *shares]
+            )
+    return [["" if cell.startswith("nan") else cell for cell in row] for row in table]
+
+
+def shown(milliseconds: float, gib: float) -> tuple[str, str]:
+    return f"{milliseconds:,.1f} ms", f"{gib:.2f} GiB"
+
+
+def counted(row: Row, path: Path) -> str:
+    """A line about a peer's optimized program for the step of a row; its text has no memory."""
+    target = parse_target(row.target)
+    peak, bandwidth = target.device.bfloat16 or math.inf, target.device.bandwidth or math.inf
+    counts = count(path.read_text(encoding="utf-8"), peak, bandwidth)
+    step = planned_run(row.run(), target.kind, target.size, row.packed)
+    mfu = model_flops(step) / (target.size * peak * counts.seconds)
+    collectives = [f"{entry.count} x {entry.kind} {entry.shape}" for entry in counts.collectives]
+    return (
+        f"{path.name} as {row.title}: traffic {counts.bytes / GIB:.1f} GiB, at least"
+        f" {counts.seconds * 1e3:,.1f} ms, MFU at most {mfu:.1%}; {'; '.join(collectives[:8])}"
+    )
+
+
 def saved(name: str) -> dict[str, Answer]:
     """The rows in results/NAME.json; none where there is no such file."""
     path = HERE / "results" / f"{name}.json"
@@ -177,6 +245,9 @@ def main() -> None:
     parser.add_argument("--label", default="", help="save as results/compiled_LABEL.json")
     parser.add_argument("--table", type=Path, help="a Markdown file that gets the table")
     parser.add_argument("--hlo", type=Path, help="a directory for the optimized programs")
+    parser.add_argument(
+        "--peer", nargs=2, action="append", default=[], metavar=("ROW", "FILE"), help="count a file"
+    )
     add_smoke(parser)
     options = parser.parse_args()
     name = f"compiled_{options.label}" if options.label else "compiled"
@@ -191,10 +262,15 @@ def main() -> None:
     table = [cells(rows[row], before.get(row)) for row in [*ROWS, *rows] if row in rows]
     unique = list(dict.fromkeys(map(tuple, table)))
     print_table(HEADER, unique)
+    peers = beside_peers(rows)
+    print_table(PEERS_HEADER, peers)
+    for row, path in options.peer:
+        print(counted(ROWS[row], Path(path)))
     if options.smoke:
         save(name, {"rows": rows}, smoke=True)
     if options.table:
         write_table(options.table, "compiled", HEADER, unique)
+        write_table(options.table, "peers", PEERS_HEADER, peers)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,27 @@ def test_checkouts_that_differ_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
     assert differences(params, {"head": np.array([[1.0, -4.0]], np.float32)}) == math.inf
 
 
+def test_a_program_of_another_library_is_counted_as_ours_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    compiled = importlib.import_module("compiled")
+    rows = compiled.saved("compiled")
+    ours = rows["llama3_8b_v5e"]["counts"]["seconds"] * 1e3
+    (line,) = compiled.beside_peers({"llama3_8b_v5e": rows["llama3_8b_v5e"]})
+    assert line[2] == f"{ours:,.1f} ms" and line[5] == "3,424.0 ms"
+    assert line[7] == f"{ours / 3424:.0%}" and line[4] == "MaxText 0.2.5"
+    # A peak that is not known is an empty cell.
+    (line, *_) = compiled.beside_peers({"llama_1b": rows["llama_1b"]})
+    assert [line[6], line[8]] == ["", ""]
+    assert compiled.beside_peers({"llama_1b": {"error": "not installed"}}) == []
+    path, size = tmp_path / "peer.hlo", 2**28
+    text = f"ENTRY %m (p: f32[{size}]) -> f32[{size}] {{\n  ROOT %c = f32[{size}]{{0}} copy(%p)\n}}"
+    path.write_text(text.replace("{\n", f"{{\n  %p = f32[{size}]{{0}} parameter(0)\n"))
+    told = compiled.counted(compiled.ROWS["gpt2_v5e"], path)
+    assert told.startswith("peer.hlo as gpt2_124m, 32 rows, fsdp 4: traffic 2.0 GiB, at least 2.6")
+
+
 SCHEDULE = """
      0x0   :  { %s1 = smov 0 }
      0x4 LB: > { %s2 = sphi %s1 } /* Start region 9 */
