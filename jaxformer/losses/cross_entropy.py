@@ -313,10 +313,9 @@ def _by_device(
     def of_device(rows: TokenRows, head: Weight, bias: HeadBias) -> Any:
         sums, (d_x, d_head, d_bias) = run(rows, head, bias)
         if fits and d_head is not None:
-            shard = jax.lax.psum_scatter(d_head, columns, scatter_dimension=1, tiled=True)
+            shard = _columns_of_sum(d_head, columns, shards)
             # The barrier makes the step wait for the sum, so that the gradient of all columns is
-            # not in memory until the end of the step; on some TPU topologies all columns are
-            # summed, and the sum is sliced.
+            # not in memory until the end of the step.
             d_x, shard = jax.lax.optimization_barrier((d_x, shard))
             d_head = jax.lax.psum(shard, tuple(axis for axis in axes if axis not in columns))
         else:
@@ -334,3 +333,39 @@ def _by_device(
         axis_names=set(axes),
         check_vma=False,
     )(rows, head, bias)
+
+
+def _columns_of_sum(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Array:
+    """The sum of x [V, D] over the devices of some axes, of which each gets its columns
+    [V, D / n].
+
+    XLA for TPUs sums all columns on each device where these form a square or a cube of more than
+    four, such as v5e:4x4, and then slices. Those pass the pieces of the sum on in a ring instead,
+    half the rows in each direction, which sends half the bytes.
+    """
+    vocab, width = x.shape[0], x.shape[1] // devices
+    if platform() != "tpu" or devices <= 4 or width % 128:
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
+    return jnp.concatenate(
+        [
+            ring_sum(x[: vocab // 2], axes, devices, direction=1),
+            ring_sum(x[vocab // 2 :], axes, devices, direction=-1),
+        ]
+    )
+
+
+def ring_sum(x: jax.Array, axes: Any, devices: int, direction: int) -> jax.Array:
+    """`jax.lax.psum_scatter` of the columns of x [V, D] to the next device (1) or to the one before
+    (-1). A sum visits all devices, the one that keeps it last."""
+    width, index = x.shape[1] // devices, jax.lax.axis_index(axes)
+    ring = [(i, (i + direction) % devices) for i in range(devices)]
+
+    def columns(distance: Any) -> jax.Array:
+        """Those of the device at a distance from this one, in the other direction."""
+        first = (index - direction * distance) % devices * width
+        return jax.lax.dynamic_slice_in_dim(x, first, width, axis=1)
+
+    def add(i: Any, partial: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(partial, axes, ring) + columns(i + 1)
+
+    return jax.lax.fori_loop(1, devices, add, columns(1))  # type: ignore[no-any-return]

@@ -149,6 +149,20 @@ def test_a_loop_on_tpus_ties_the_weights_of_a_layer_to_its_number(platform, rema
     assert tied == (4 if platform == "tpu" else 0)
 
 
+@pytest.mark.parametrize(
+    ("platform", "devices", "in_a_ring"), [("tpu", 8, True), ("tpu", 4, False), ("gpu", 8, False)]
+)
+def test_the_gradient_of_the_head_is_scattered(platform, devices, in_a_ring):
+    """Where XLA for TPUs would sum all of it on every device, in a ring."""
+    run = a_run("decoder", "xla")
+    model = dataclasses.replace(run.model, d_model=1024, n_heads=8, vocab_size=16384)
+    data, train = DataConfig(sequence_length=1024), TrainConfig(batch_size=16, microbatches=1)
+    run = dataclasses.replace(run, model=model, data=data, train=train)
+    text = lowered(run, mesh_of(platform, (1, devices, 1)))
+    assert ("stablehlo.collective_permute" in text) is in_a_ring
+    assert ("stablehlo.reduce_scatter" in text) is not in_a_ring
+
+
 @pytest.mark.slow
 def test_the_step_lowers_with_cudnn_on_every_mesh():
     """cuDNN's calls are divided by JAX for devices that are there, so eight are forced. A kernel in

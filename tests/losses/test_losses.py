@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxformer.adapters.low_rank import LowRank
-from jaxformer.losses.cross_entropy import cross_entropy, row_nats
+from jaxformer.losses.cross_entropy import cross_entropy, ring_sum, row_nats
 
 B, T, D, V = 3, 10, 8, 23
 EXTRAS = [
@@ -216,3 +216,12 @@ def test_an_output_layer_that_does_not_learn_has_no_gradient():
     np.testing.assert_allclose(
         jax.grad(objective)(x, head), jax.grad(objective, argnums=(0, 1))(x, head)[0], atol=1e-5
     )
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("devices", [2, 5, 8])
+def test_a_ring_gives_each_device_its_columns_of_the_sum(devices, direction):
+    x = jax.random.normal(jax.random.key(0), (devices, 6, 4 * devices))
+    ring = jax.vmap(lambda x: ring_sum(x, "fsdp", devices, direction), axis_name="fsdp")
+    expected = jnp.moveaxis(x.sum(0).reshape(6, devices, 4), 1, 0)
+    np.testing.assert_allclose(ring(x), expected, rtol=0, atol=2e-6)
