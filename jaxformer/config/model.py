@@ -218,7 +218,7 @@ class ModelConfig(Section):
     saved: Volatile[str] = ""
     """Points kept by remat=names: none, or of q k v attention out gate up down; empty: q to out."""
     offload: Volatile[str] = ""
-    """Points that remat=names keeps in the memory of the host."""
+    """Points, or input (that of a layer), that remat=names keeps in the memory of the host."""
     attention_kernel: Volatile[AttentionKernel] = "auto"
     """Attention kernel; auto selects the fastest that supports the model in training, else xla."""
     max_segments: Volatile[Natural] = 0

@@ -78,7 +78,7 @@ def numbers_of(text: str) -> tuple[float, ...]:
 
 
 def _points(config: Any) -> Iterator[str]:
-    for name, allowed in (("saved", (*POINTS, "none")), ("offload", POINTS)):
+    for name, allowed in (("saved", (*POINTS, "none")), ("offload", (*POINTS, "input"))):
         names = names_of(getattr(config, name))
         if names and not (config.remat == "names" and set(names) <= set(allowed)):
             yield (

@@ -3,7 +3,8 @@
 The points of a layer have names: the products of its matrices are named as their parameters, and
 "attention" is the output of the attention kernel with its log-sum-exp. On GPU and TPU norms,
 activations and rotations are computed again even with `none`: they take less time than reading
-what they would store. The inputs of layers are always kept.
+what they would store. The input of a layer is always kept: on the device, or with "input" in
+`model.offload` by its host.
 
 none       every point                     dots   products without a batch axis, and attention
 names      those of `model.saved`          full   attention alone
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
@@ -38,7 +40,12 @@ def kept_points(config: ModelConfig) -> tuple[str, ...]:
 def recomputed(layer: Callable[..., Any], config: ModelConfig, scanned: bool) -> Callable[..., Any]:
     """The layer under the policy of its config. Outside of a scan, the compiler must be kept from
     merging the second computation with the first (`prevent_cse`)."""
-    return jax.checkpoint(layer, policy=_policy(config), prevent_cse=not scanned)
+
+    def named(x: jax.Array, *arguments: Any) -> Any:
+        return layer(checkpoint_name(x, "input"), *arguments)
+
+    run = named if "input" in names_of(config.offload) else layer
+    return jax.checkpoint(run, policy=_policy(config), prevent_cse=not scanned)
 
 
 def _policy(config: ModelConfig) -> Callable[..., Any]:

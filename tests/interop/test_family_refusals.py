@@ -48,6 +48,7 @@ REFUSED = [
     ({"saved": "q"}, "saved='q' needs remat='names'"),
     ({"remat": "names", "saved": "q, gates"}, "names of q k v attention out gate up down none"),
     ({"remat": "names", "offload": "none"}, "offload='none' needs remat='names', and names of"),
+    ({"remat": "names", "saved": "input"}, "saved='input' needs remat='names', and names of"),
     ({"remat": "full", "offload": "attention"}, "offload='attention' needs remat='names'"),
 ]
 

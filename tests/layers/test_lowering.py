@@ -149,6 +149,18 @@ def test_a_loop_on_tpus_ties_the_weights_of_a_layer_to_its_number(platform, rema
     assert tied == (4 if platform == "tpu" else 0)
 
 
+@pytest.mark.parametrize("platform", DEVICES)
+def test_the_host_keeps_the_points_that_it_is_asked_to_and_the_inputs_of_layers(platform):
+    def moved(offload):
+        """How many arrays of a layer go to the host."""
+        run = a_run("decoder", "blocked", "names")
+        model = dataclasses.replace(run.model, saved="none", offload=offload)
+        text = lowered(dataclasses.replace(run, model=model), mesh_of(platform, (1, 4, 1)))
+        return text.count('"pinned_host"')
+
+    assert [moved(offload) for offload in ("", "out", "out,input")] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("platform", "devices", "in_a_ring"), [("tpu", 8, True), ("tpu", 4, False), ("gpu", 8, False)]
 )

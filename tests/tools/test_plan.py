@@ -208,6 +208,8 @@ def test_less_is_stored_with_remat_and_with_microbatches() -> None:
         for remat in ("none", "names", "full")
     ]
     assert temporary == sorted(temporary, reverse=True) and len(set(temporary)) == 3
+    host = ("model.remat=names", "model.saved=none", "model.offload=attention,input")
+    assert plan("llama_1b", "h100", 0, *host).memory.temporary < temporary[2]
     few = plan("gpt2_124m", "h100", 0, "train.microbatches=4").memory.temporary
     assert few > plan("gpt2_124m", "h100", 0, "train.microbatches=16").memory.temporary
 

@@ -1,9 +1,10 @@
 """The arrays of a forward pass that the backward pass reads: what one device holds for a
 microbatch.
 
-A layer keeps its input, and those of its points that `model.remat` names (`models/remat.py`);
-norms, activation functions and rotations are computed again. Kept points that nothing reads again,
-such as the output of the last product, are not stored. On a CPU `remat=none` keeps everything.
+A layer keeps its input, unless the host does, and those of its points that `model.remat` names
+(`models/remat.py`); norms, activation functions and rotations are computed again. Kept points that
+nothing reads again, such as the output of the last product, are not stored. On a CPU `remat=none`
+keeps everything.
 """
 
 import math
@@ -11,6 +12,7 @@ from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.config.rules import names_of
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
 from jaxformer.layers.sublayer import Sizes, StoredArray
 from jaxformer.models.cost import Stack, block_arrays, stacks
@@ -49,7 +51,9 @@ def is_stored(planned: PlannedRun, layer: ModelConfig, name: str) -> bool:
     if layer.remat == "none" and planned.device.platform == "cpu":
         return True
     products = PRODUCTS if layer.remat == "dots" else ()
-    return name in ("input", *kept_points(layer), *products)
+    if name == "input":
+        return name not in names_of(layer.offload)
+    return name in (*kept_points(layer), *products)
 
 
 def recomputed_names(planned: PlannedRun) -> set[str]:
