@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxformer.arrays.mesh import AnyMesh, replicated
-from jaxformer.arrays.sharding import platform
+from jaxformer.arrays.sharding import PARAMETERS, platform
 from jaxformer.files import ConfigError
 
 OptionValues = Mapping[str, int | str]
@@ -48,7 +48,9 @@ COMPILER_OPTIONS = (
     OptionRow(
         "xla_tpu_enable_windowed_einsum_for_all_gather",
         "false",
-        lambda platform, sizes: platform == "tpu" and sizes.get("fsdp", 1) > 1,
+        lambda platform, sizes: (
+            platform == "tpu" and any(sizes.get(name, 1) > 1 for name in PARAMETERS["embed"])
+        ),
         "weights are gathered before their product, not in pieces during it",
     ),
 )
