@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
+from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import Activation, ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.layers.linear import INITIALIZERS, linear
@@ -34,6 +35,18 @@ def _gelu_tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array,
     return gelu(x), slope * tangent
 
 
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3) (arXiv:1606.08415).
+
+    By the tanh it takes less time on a CPU. By the sigmoid XLA's compiler for GPUs computes it and
+    its derivative in one pass; tanh u is written and read again there, 4 of the 104 ms of a step of
+    gpt2_124m on an H100, by the count of benchmarks/compiled.py.
+    """
+    if platform() == "cpu":
+        return jax.nn.gelu(x)
+    return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
+
+
 def relu2(x: jax.Array) -> jax.Array:
     """max(x, 0)^2 (arXiv:2109.08668)."""
     return jnp.square(jax.nn.relu(x))
@@ -45,11 +58,11 @@ ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
     {
         "swiglu": jax.nn.silu,
         "geglu": gelu,
-        "geglu_tanh": jax.nn.gelu,
+        "geglu_tanh": gelu_tanh,
         "reglu": jax.nn.relu,
         "glu": jax.nn.sigmoid,
         "gelu": gelu,
-        "gelu_tanh": jax.nn.gelu,
+        "gelu_tanh": gelu_tanh,
         "relu": jax.nn.relu,
         "silu": jax.nn.silu,
         "relu2": relu2,

@@ -66,6 +66,39 @@ def test_a_norm_has_the_slopes_of_its_formula(center):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_layer_norm_has_the_slopes_of_its_scale_and_bias():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(5, 8), (8,), (8,), (5, 8)]
+    x, scale, bias, weights = map(jax.random.normal, keys, shapes)
+
+    def formula(x, scale, bias):
+        x = x - x.mean(-1, keepdims=True)
+        return x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * scale + bias
+
+    def slopes(function):
+        def total(*values):
+            return (weights * function(*values)).sum()
+
+        return jax.grad(total, argnums=(0, 1, 2))(x, scale, bias)
+
+    for slope, expected in zip(slopes(layers.layer_norm), slopes(formula), strict=True):
+        np.testing.assert_allclose(slope, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_statistics_of_a_layer_norm_are_computed_before_its_gradients():
+    """A compiler for GPUs would otherwise compute them again in each kernel that reads them."""
+    x, ones = jnp.ones((5, 8)), jnp.ones(8)
+
+    def total(x, scale, bias):
+        return jnp.square(layers.layer_norm(x, scale, bias)).sum()
+
+    forward, backward = (
+        str(jax.make_jaxpr(function)(x, ones, ones)) for function in (total, jax.grad(total))
+    )
+    assert "optimization_barrier" not in forward
+    assert backward.count("optimization_barrier") == 1
+
+
 @pytest.mark.parametrize("norm", [layers.rms_norm, layers.layer_norm])
 def test_a_norm_of_bfloat16_is_computed_in_float32(norm):
     x = jnp.array(1000 + array(4, 64), jnp.bfloat16)
@@ -117,6 +150,18 @@ FORMULAS |= {
         "reglu": "relu",
     }.items()
 }
+
+
+@pytest.mark.parametrize("on", ["cpu", "gpu"])
+def test_gelu_tanh_and_its_slopes_are_the_formula_on_every_platform(on, monkeypatch):
+    monkeypatch.setattr("jaxformer.layers.ffn.platform", lambda: on)
+    x = np.linspace(-8, 8, 1001)
+    formula, gelu_tanh = FORMULAS["gelu_tanh"], ACTIVATIONS["gelu_tanh"]
+    slopes = jax.vmap(jax.grad(gelu_tanh))
+    expected = (formula(x + 1e-5) - formula(x - 1e-5)) / 2e-5
+    np.testing.assert_allclose(gelu_tanh(jnp.float32(x)), formula(x), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(slopes(jnp.float32(x)), expected, atol=1e-5)
+    assert (" tanh " in str(jax.make_jaxpr(slopes)(x))) == (on == "cpu")
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
