@@ -10,7 +10,7 @@ none       the residual stream, and no matrix
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -185,11 +185,14 @@ def output_layer(
     return OutputLayer(y, matrix, head_params.get("bias"))
 
 
-def logits_of_rows(rows: jax.Array, matrix: Weight, bias: jax.Array | None = None) -> jax.Array:
-    """rows matrix^T + bias, float32: [B, T, D], [V, D], [V] -> [B, T, V]."""
-    logits = contract(
-        "BTD,VD->BTV", rows, matrix, to=("batch", "sequence", "vocab"), dtype=jnp.float32
-    )
+def logits_of_rows(
+    rows: jax.Array, matrix: Weight, bias: jax.Array | None = None, dtype: Any = jnp.float32
+) -> jax.Array:
+    """rows matrix^T + bias, float32, with the product stored in `dtype`: [B, T, D], [V, D], [V] ->
+    [B, T, V]."""
+    axes = ("batch", "sequence", "vocab")
+    product = contract("BTD,VD->BTV", rows, matrix, to=axes, dtype=dtype)
+    logits = product.astype(jnp.float32)
     return logits if bias is None else logits + bias
 
 

@@ -35,7 +35,17 @@ from jaxformer.arrays.sharding import (
     platform,
 )
 from jaxformer.layers.head import logits_of_rows
-from jaxformer.losses.logits import Extras, gathered, logits_gradient, summed, sums_of_logits
+from jaxformer.losses.logits import (
+    DIFFERENTIABLE,
+    Extras,
+    Passes,
+    extras_of,
+    gathered,
+    logits_gradient,
+    sums_of_logits,
+    top_and_total,
+    top_and_total_at_once,
+)
 
 # Up to this number of logits on a device, all are computed at once.
 DENSE_LOGITS = 2**23
@@ -85,6 +95,7 @@ def cross_entropy(
     *,
     bias: Float[Array, "V"] | None = None,
     tile: int | None = None,
+    logits_dtype: str = "float32",
     **extras: float,
 ) -> ObjectiveAndNats:
     """Weighted sums over the tokens (objective, nats): [B, T, D], [V, D], int [B, T], float32
@@ -95,9 +106,11 @@ def cross_entropy(
     (arXiv:1512.00567), and adds `z_loss` lse^2 (arXiv:2204.02311); with a `soft_cap` c, logits l
     become c tanh(l / c). `tile` is the number of positions computed at a time; the default is all
     if the logits are few. In tiles, the gradient is one of reverse mode only, and each device
-    computes the tiles of its own rows.
+    computes the tiles of its own rows. `logits_dtype` is that in which x head^T is stored:
+    "bfloat16" halves what is written and read, and rounds each logit by up to 1/512; all that
+    follows is computed in float32.
     """
-    options = Extras(*map(float, Extras(**extras)))
+    options = extras_of(**extras)._replace(logits_dtype=jnp.dtype(logits_dtype))
     objective, nats = _sums(TokenRows(x, targets, weights), head, bias, options, tile, by_row=False)
     return objective, jax.lax.stop_gradient(nats)
 
@@ -119,7 +132,7 @@ def row_nats(
     `soft_cap` and `tile` are those of `cross_entropy`. In tiles, the gradient is one of reverse
     mode only, which computes the logits a second time.
     """
-    options = Extras(soft_cap=float(soft_cap))
+    options = extras_of(soft_cap=soft_cap)
     return _sums(TokenRows(x, targets, weights), head, bias, options, tile, by_row=True)[0]
 
 
@@ -150,7 +163,7 @@ def _sums(
         tile = 0
     if tile:
         return _tiled(rows, head, bias, extras, tile, by_row)  # type: ignore[no-any-return]
-    logits = logits_of_rows(rows.x, head, bias)
+    logits = logits_of_rows(rows.x, head, bias, extras.logits_dtype)
     return sums_of_logits(logits, *rows[1:], extras, by_row=by_row)[:2]
 
 
@@ -158,12 +171,12 @@ def _sums(
 def _tiled(
     rows: TokenRows, head: Weight, bias: HeadBias, extras: Extras, tile: int, by_row: bool
 ) -> ObjectiveAndNats:
-    target_logits = _target_logits()
+    passes = _passes()
 
     def sums_of(rows: TokenRows, matrix: Weight, bias: HeadBias) -> Any:
         def add(totals: ObjectiveAndNats, piece: TokenRows) -> tuple[ObjectiveAndNats, None]:
-            logits = logits_of_rows(piece.x, matrix, bias)
-            objective, nats, _ = sums_of_logits(logits, *piece[1:], extras, target_logits, by_row)
+            logits = logits_of_rows(piece.x, matrix, bias, extras.logits_dtype)
+            objective, nats, _ = sums_of_logits(logits, *piece[1:], extras, passes, by_row)
             return (totals[0] + objective, totals[1] + nats), None
 
         zero = jnp.zeros(len(rows.x) if by_row else (), jnp.float32)
@@ -219,7 +232,7 @@ def _sums_and_gradients(
 ) -> tuple[ObjectiveAndNats, Gradients]:
     """The sums over all tokens and the gradients of the objective; the logits of each tile are
     computed once for both. `learning` is the head with None for each leaf that does not learn."""
-    target_logits = _target_logits()
+    passes = _passes()
     if not is_custom(head):
         head = head.astype(rows.x.dtype)
 
@@ -227,9 +240,9 @@ def _sums_and_gradients(
         local = jax.tree.map(lambda leaf, learns: None if learns is None else leaf, head, learning)
 
         def add(totals: Any, piece: TokenRows) -> tuple[Any, jax.Array]:
-            logits, pull = _logits_and_pull(piece.x, head, local)
+            logits, pull = _logits_and_pull(piece.x, head, local, extras.logits_dtype)
             logits = logits if bias is None else logits + bias
-            *sums, softmax = sums_of_logits(logits, *piece[1:], extras, target_logits)
+            *sums, softmax = sums_of_logits(logits, *piece[1:], extras, passes)
             d_logits = logits_gradient(softmax, *piece[1:], extras)
             d_x, d_head = pull(d_logits.astype(piece.x.dtype))
             d_bias = None if bias is None else d_logits.sum((0, 1))
@@ -246,15 +259,18 @@ def _sums_and_gradients(
     return _by_device(gradients_of, rows, head, bias)  # type: ignore[no-any-return]
 
 
-def _logits_and_pull(x: jax.Array, head: Weight, learning: Any) -> tuple[jax.Array, Any]:
+def _logits_and_pull(
+    x: jax.Array, head: Weight, learning: Any, dtype: Any
+) -> tuple[jax.Array, Any]:
     """The logits of a tile without bias, and the function from their gradient to the gradients of x
     and, in float32, of the leaves that learn."""
     if not is_custom(head) and learning is not None:
-        return logits_of_rows(x, head), functools.partial(_pull_of_matrix, x, head)  # type: ignore[arg-type]
+        pull_of_matrix = functools.partial(_pull_of_matrix, x, head)  # type: ignore[arg-type]
+        return logits_of_rows(x, head, dtype=dtype), pull_of_matrix
 
     def logits_of(x: jax.Array, learning: Any) -> jax.Array:
         merged = jax.tree.map(lambda leaf, new: leaf if new is None else new, head, learning)
-        return logits_of_rows(x, merged.astype(x.dtype))
+        return logits_of_rows(x, merged.astype(x.dtype), dtype=dtype)
 
     def pull(d_logits: jax.Array) -> tuple[jax.Array, Any]:
         d_x, d_head = back(d_logits.astype(jnp.float32))
@@ -275,12 +291,13 @@ def _pull_of_matrix(
     return d_x, jax.lax.dot_general(d_flat, flat, over_tokens, preferred_element_type=dtype)
 
 
-def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """How the logits of targets are taken: by a gather, or by a sum if the mesh in force splits the
-    vocabulary."""
+def _passes() -> Passes:
+    """How the logits of a tile are read: in the fewest passes, unless the mesh in force splits the
+    vocabulary. On a CPU one pass over (logit, 1) takes longer than two over the logits."""
     sizes = free_axes()
-    split = explicit_axes() or any(sizes.get(name, 1) > 1 for name in PARAMETERS["vocab"])
-    return summed if split else gathered
+    if explicit_axes() or any(sizes.get(name, 1) > 1 for name in PARAMETERS["vocab"]):
+        return DIFFERENTIABLE
+    return Passes(gathered, top_and_total if platform() == "cpu" else top_and_total_at_once)
 
 
 def _split_positions(length: int, sizes: Mapping[str, int]) -> int:

@@ -20,6 +20,7 @@ def head_loss(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    logits_dtype: str = "float32",
 ) -> Sums:
     """The cross-entropy of a model's head, as sums over the targets of a batch and their weight.
 
@@ -28,7 +29,7 @@ def head_loss(
     "loss" is the objective; "nats" is the plain cross-entropy, if label smoothing, the z-loss, a
     second head (targets and weights [B, 1], under its name and with "_weights") or losses of the
     layers make that another. Losses and metrics of the layers are there by name. Dropout needs a
-    key.
+    key. `logits_dtype` is that of `cross_entropy`.
     """
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, key=key if config.has_dropout else None)
@@ -42,6 +43,7 @@ def head_loss(
         bias=bias,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
+        logits_dtype=logits_dtype,
         soft_cap=config.logit_soft_cap,
     )
     weight = weights.sum()

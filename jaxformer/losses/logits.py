@@ -10,7 +10,7 @@ a soft cap c, l is c tanh(l / c) of what the output layer gives.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,27 @@ from jaxformer.files import ConfigError
 
 
 class Extras(NamedTuple):
-    """Options of a cross-entropy; each is off where it is 0."""
+    """Options of a cross-entropy: numbers, each of which is off where it is 0, and the dtype in
+    which the product of hidden states and output layer is stored."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     soft_cap: float = 0.0
+    logits_dtype: np.dtype[Any] = np.dtype("float32")
+
+
+def extras_of(label_smoothing: float = 0.0, z_loss: float = 0.0, soft_cap: float = 0.0) -> Extras:
+    """Extras with numbers of any type as floats, which can be compared and hashed."""
+    return Extras(float(label_smoothing), float(z_loss), float(soft_cap))
 
 
 class Softmax(NamedTuple):
-    """The probabilities p = powers exp(-log_total), with powers = exp(l - top) [..., V], lse
-    [..., 1] and log_total = lse - top [..., 1], and the derivative of the soft cap [..., V], None
-    without one."""
+    """The probabilities p = exp(l - top) exp(-log_total), with the logits l [..., V], the largest
+    one of each token, lse and log_total = lse - top [..., 1], and the derivative of the soft cap
+    [..., V], None without one."""
 
-    powers: jax.Array
+    logits: jax.Array
+    top: jax.Array
     lse: jax.Array
     log_total: jax.Array
     cap_slope: jax.Array | None
@@ -63,7 +71,7 @@ def softmax_cross_entropy(
             f" target, and a weight, for each row of logits: {list(rows)}."
         )
     weights = jnp.ones(rows) if weights is None else jnp.asarray(weights, jnp.float32)
-    options = Extras(*map(float, Extras(**extras)))
+    options = extras_of(**extras)
     logits, targets = logits.astype(jnp.float32), jnp.asarray(targets)
     total, _, _ = sums_of_logits(logits, targets, weights, options)
     return total, jnp.sum(weights)
@@ -81,6 +89,47 @@ def gathered(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logits, targets[..., None], axis=-1)
 
 
+def top_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(top, sum exp(l - top)) [..., 1] of logits l [..., V] with top their largest, in two passes,
+    which support gradients of every mode."""
+    # Subtracting the largest logit of a token keeps exp finite; it cancels in lse, so it needs no
+    # gradient.
+    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    return top, jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True)
+
+
+def top_and_total_at_once(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `top_and_total`, in one pass without a derivative: pieces of the vocabulary have (top,
+    total), and two of them have the larger top and the sum of their totals relative to it
+    (arXiv:1805.02867)."""
+    lowest = jnp.finfo(logits.dtype).min
+
+    def merged(left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
+        (top, total), (other_top, other_total) = left, right
+        factor = jnp.exp(-jnp.abs(top - other_top))
+        of_left = total + other_total * factor
+        of_right = total * factor + other_total
+        return jnp.maximum(top, other_top), jnp.where(top > other_top, of_left, of_right)
+
+    # The difference of two logits of -inf would not be a number.
+    finite, ones = jnp.maximum(logits, lowest), jnp.ones_like(logits)
+    axis = logits.ndim - 1
+    top, total = jax.lax.reduce((finite, ones), (lowest, np.float32(0)), merged, (axis,))
+    return top[..., None], total[..., None]
+
+
+class Passes(NamedTuple):
+    """How the logits [..., V] are read: what takes those of the targets, and what takes the largest
+    one and the sum of the powers."""
+
+    targets: Callable[[jax.Array, jax.Array], jax.Array] = summed
+    totals: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = top_and_total
+
+
+# In the ways that support a sharded vocabulary, and gradients of every mode.
+DIFFERENTIABLE = Passes()
+
+
 def _is_target(targets: jax.Array, vocab: int) -> jax.Array:
     """bool [..., V], by comparison: a gather from a vocabulary that is sharded over devices would
     need communication."""
@@ -92,20 +141,17 @@ def sums_of_logits(
     targets: jax.Array,
     weights: jax.Array,
     extras: Extras,
-    target_logits: Callable[[jax.Array, jax.Array], jax.Array] = summed,
+    passes: Passes = DIFFERENTIABLE,
     by_row: bool = False,
 ) -> tuple[jax.Array, jax.Array, Softmax]:
     """(objective, nats, what `logits_gradient` needs) of logits [..., V], targets and weights
     [...]: scalars, or by row [B] of logits [B, T, V]."""
     if extras.soft_cap:
         logits = extras.soft_cap * jnp.tanh(logits / extras.soft_cap)
-    # Subtracting the largest logit of a token keeps exp finite; it cancels in lse, so it needs no
-    # gradient.
-    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    powers = jnp.exp(logits - top)
-    log_total = jnp.log(jnp.sum(powers, axis=-1, keepdims=True))
+    top, total = passes.totals(logits)
+    log_total = jnp.log(total)
     lse = top + log_total
-    nats = lse - target_logits(logits, targets)
+    nats = lse - passes.targets(logits, targets)
     objective = nats
     if extras.label_smoothing:
         # Cross-entropy is linear in the targets: (1 - e) that of onehot plus e that of 1 / V.
@@ -115,7 +161,7 @@ def sums_of_logits(
         objective = objective + extras.z_loss * jnp.square(lse)
     cap_slope = 1 - jnp.square(logits / extras.soft_cap) if extras.soft_cap else None
     weights, axes = weights[..., None], (1, 2) if by_row else None
-    softmax = Softmax(powers, lse, log_total, cap_slope)
+    softmax = Softmax(logits, top, lse, log_total, cap_slope)
     return jnp.sum(weights * objective, axes), jnp.sum(weights * nats, axes), softmax
 
 
@@ -127,11 +173,10 @@ def logits_gradient(
     The derivative of lse is p, that of z lse^2 is 2 z lse p, and that of the targets' terms is the
     smoothed onehot.
     """
-    smoothing, z_loss, _ = extras
-    vocab, weights = softmax.powers.shape[-1], weights[..., None]
+    smoothing, vocab, weights = extras.label_smoothing, softmax.logits.shape[-1], weights[..., None]
     onehot = jnp.where(_is_target(targets, vocab), weights * (1 - smoothing), 0)
     smoothed = onehot + weights * (smoothing / vocab)
     # The factor of the powers: that of p and 2 z lse p, divided by the sum of the powers.
-    scale = weights * (1 + 2 * z_loss * softmax.lse) * jnp.exp(-softmax.log_total)
-    gradient = softmax.powers * scale - smoothed
+    scale = weights * (1 + 2 * extras.z_loss * softmax.lse) * jnp.exp(-softmax.log_total)
+    gradient = jnp.exp(softmax.logits - softmax.top) * scale - smoothed
     return gradient if softmax.cap_slope is None else gradient * softmax.cap_slope

@@ -293,9 +293,10 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     Sums.
 
     `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies,
-    where 0 leaves one out; beta, and margin of "simpo", for preferences (`losses/preferences.py`),
-    whose loss applies dropout only with dropout=True, whatever the key. Called outside of a
-    transform of JAX, the loss warns where rows look padded without segment_ids.
+    where 0 leaves one out, and their logits_dtype ("float32" or "bfloat16"); beta, and margin of
+    "simpo", for preferences (`losses/preferences.py`), whose loss applies dropout only with
+    dropout=True, whatever the key. Called outside of a transform of JAX, the loss warns where rows
+    look padded without segment_ids.
     Raises ConfigError for an objective that there is not, and for an option that its loss does not
     have; the loss raises it for params without the parameters that the objective brings
     (`objective_specs`).

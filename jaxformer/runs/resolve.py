@@ -55,6 +55,8 @@ from jaxformer.training.step import Loss, make_step
 # On a CPU the activations of a microbatch take at most so many bytes of the host: a quarter of a
 # laptop's. More microbatches are not faster: see docs/training.md.
 CPU_ACTIVATIONS = 4e9
+# The settings of train that losses take as options; a loss may lack one that is at its default.
+LOSS_SETTINGS = ("label_smoothing", "z_loss", "logits_dtype")
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 ASSUMED_CLASSES = 2  # of a head, where the data is not read
 
@@ -161,8 +163,11 @@ class Resolved:
     def loss(self) -> Loss:
         """What the run minimizes."""
         train = self.run.train
-        extras = {"label_smoothing": train.label_smoothing, "z_loss": train.z_loss}
-        options = {name: value for name, value in extras.items() if value}
+        options = {
+            name: getattr(train, name)
+            for name in LOSS_SETTINGS
+            if getattr(train, name) != getattr(TrainConfig, name)
+        }
         return loss_of(self.task.name, self.model, **options, **self.loss_options)
 
     @property

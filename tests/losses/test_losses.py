@@ -5,9 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxformer.adapters.low_rank import LowRank
+from jaxformer.arrays.mesh import MESH_AXES
+from jaxformer.losses import cross_entropy as cross_entropy_module
 from jaxformer.losses.cross_entropy import cross_entropy, ring_sum, row_nats
+from jaxformer.losses.logits import DIFFERENTIABLE, top_and_total, top_and_total_at_once
 
 B, T, D, V = 3, 10, 8, 23
 EXTRAS = [
@@ -225,3 +229,73 @@ def test_a_ring_gives_each_device_its_columns_of_the_sum(devices, direction):
     ring = jax.vmap(lambda x: ring_sum(x, "fsdp", devices, direction), axis_name="fsdp")
     expected = jnp.moveaxis(x.sum(0).reshape(6, devices, 4), 1, 0)
     np.testing.assert_allclose(ring(x), expected, rtol=0, atol=2e-6)
+
+
+def test_one_pass_over_logits_gives_their_maximum_and_total():
+    logits = 30 * jax.random.normal(jax.random.key(0), (5, 1000))
+    logits = logits.at[0, :990].set(-jnp.inf).at[1].set(0.0).at[2, 7].set(1e4)
+    top, total = jax.jit(top_and_total_at_once)(logits)
+    expected_top, expected_total = top_and_total(logits)
+    np.testing.assert_array_equal(top, expected_top)
+    np.testing.assert_allclose(total, expected_total, rtol=2e-6)
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS[-1]], ids=str)
+@pytest.mark.parametrize("loss", [cross_entropy, row_nats])
+def test_tiles_of_an_accelerator_give_the_sums_and_gradients_of_a_cpu(loss, extras, monkeypatch):
+    args = inputs()
+    extras = extras if loss is cross_entropy else {}
+
+    def values_and_program():
+        def total(x, head):
+            return jnp.square(jnp.stack(loss(x, head, *args[2:], tile=4, **extras))).sum()
+
+        step = jax.value_and_grad(total, argnums=(0, 1))
+        return jax.tree.leaves(step(*args[:2])), str(jax.make_jaxpr(step)(*args[:2]))
+
+    of_cpu, program_of_cpu = values_and_program()
+    monkeypatch.setattr(cross_entropy_module, "platform", lambda: "gpu")
+    of_gpu, program_of_gpu = values_and_program()
+    for value, expected in zip(of_gpu, of_cpu, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6 * abs(expected).max())
+    assert "reduce_max" in program_of_cpu and "reduce_max" not in program_of_gpu
+
+
+def test_only_a_vocabulary_that_no_mesh_splits_is_read_in_one_pass():
+    gpu = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+
+    def passes_on(**sizes):
+        shape = tuple(sizes.get(name, 1) for name in MESH_AXES)
+        kinds = (AxisType.Auto,) * len(shape)
+        mesh = AbstractMesh(shape, MESH_AXES, axis_types=kinds, abstract_device=gpu)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return cross_entropy_module._passes()
+
+    assert passes_on(fsdp=4).totals is top_and_total_at_once
+    assert passes_on(tensor=2) == DIFFERENTIABLE
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("tile", [None, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_logits_of_bfloat16_are_rounded_and_nothing_else(dtype, tile, kind):
+    """What follows them is that of the same logits in float32, up to the rounding of gradients."""
+    x, head, targets, weights = inputs(dtype)
+    learned = HEADS[kind](head)
+    logits = cross_entropy_module.logits_of_rows(x, learned, None, jnp.bfloat16)
+    np.testing.assert_array_equal(logits, logits.astype(jnp.bfloat16).astype(jnp.float32))
+    options = {"z_loss": 1e-3, "tile": tile, "logits_dtype": "bfloat16"}
+    sums = cross_entropy(x, learned, targets, weights, **options)
+    # A product with the identity gives the logits themselves.
+    same = cross_entropy(logits, jnp.eye(V), targets, weights, z_loss=1e-3, tile=tile)
+    # A compiled program may add the two products of an adapter before it rounds.
+    np.testing.assert_allclose(sums, same, rtol=1e-3 if kind == "below an adapter" else 1e-5)
+
+    def objective(x, **options):
+        return cross_entropy(x, learned, targets, weights, tile=tile, **options)[0]
+
+    slopes = jax.grad(objective)
+    rounded, exact = slopes(x, logits_dtype="bfloat16"), slopes(x)
+    assert rounded.dtype == dtype
+    np.testing.assert_allclose(*(a.astype(jnp.float32) for a in (rounded, exact)), atol=0.08)
+    assert np.any(rounded != exact)

@@ -62,6 +62,15 @@ def test_rows_are_packed_as_the_settings_or_the_caller_says() -> None:
             assert batch["segment_ids"] == batch["tokens"]
 
 
+def test_the_dtype_of_the_logits_is_that_of_the_loss_and_of_no_evaluation() -> None:
+    for dtype, is_rounded in (("float32", False), ("bfloat16", True)):
+        run = replace(run_of(), train=TrainConfig(batch_size=4, logits_dtype=dtype))
+        resolved, batch = resolve_without_data(run, make_mesh())
+        loss = jax.make_jaxpr(resolved.loss)(resolved.target.params, batch, None)
+        assert ("bf16[128,64]" in str(loss)) == is_rounded
+        assert "logits_dtype" not in resolved.loss_options
+
+
 def test_a_microbatch_that_the_mesh_cannot_divide_is_refused() -> None:
     mesh = jax.sharding.AbstractMesh((3, 1, 1, 1), MESH_AXES)
     with pytest.raises(ConfigError, match=r"not divisible among mesh\.data x mesh\.fsdp = 3"):

@@ -213,6 +213,25 @@ def test_a_fusion_moves_what_it_touches() -> None:
     assert counted(*arguments, near, fusion, more=FUSED).bytes == 64 * 64 * 4 + 4
 
 
+CONVERTED = """
+%fused (a.1: bf16[64,512], b.1: s32[64,1]) -> f32[64] {
+  %a.1 = bf16[64,512]{1,0} parameter(0)
+  %b.1 = s32[64,1]{1,0} parameter(1)
+  %wide = f32[64,512]{1,0} convert(%a.1)
+  ROOT %of_targets = f32[64]{0} gather(%wide, %b.1), offset_dims={}
+}
+"""
+
+
+def test_a_conversion_of_which_slices_are_read_reads_no_more() -> None:
+    arguments = "%a = bf16[64,512]{1,0} parameter(0)", "%b = s32[64,1]{1,0} parameter(1)"
+    fusion = "ROOT %f = f32[64]{0} fusion(%a, %b), kind=kLoop, calls=%fused"
+    sliced = counted(*arguments, fusion, more=CONVERTED)
+    assert sliced.bytes == 64 * 4 * 3
+    summed = CONVERTED.replace("gather(%wide, %b.1), offset_dims={}", "custom-call(%wide)")
+    assert counted(*arguments, fusion, more=summed).bytes == 64 * 512 * 2 + 64 * 4
+
+
 def test_what_runs_beside_others_counts_as_what_it_is() -> None:
     """As XLA's GPU compiler of jax 0.12 writes it: the type of a start has its operands too."""
     layers, layer = "bf16[22,2048,512]{2,1,0}", "bf16[1,2048,512]{2,1,0}"

@@ -225,6 +225,15 @@ def test_the_microbatches_that_auto_selects_on_a_cpu_store_4_gb_at_most(name: st
     assert stored == pytest.approx(run.rows * row_bytes)
 
 
+def test_logits_of_bfloat16_take_half_the_bytes() -> None:
+    tiles = []
+    for dtype in ("float32", "bfloat16"):
+        stages = plan("gpt2_124m", "h100", 0, f"train.logits_dtype={dtype}").memory.stages
+        tiles += [line.bytes for line in stages["loss"] if line.name == "logits of a tile"]
+    # The gradient of the logits is in bfloat16 with both.
+    assert tiles[1] / tiles[0] == pytest.approx(4 / 6)
+
+
 @pytest.mark.parametrize(("device", "kernel"), [("a100", "blocked"), ("h100", "cudnn")])
 def test_packed_rows_take_the_kernel_of_the_compute_capability(device: str, kernel: str) -> None:
     found = planned_run(config("gpt2_124m"), device, packed=True)

@@ -11,6 +11,8 @@ import math
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.config.rules import names_of
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
@@ -21,7 +23,7 @@ from jaxformer.tools.plan.planned import PlannedRun
 
 # A TPU stores the last axis of an array in lanes, so heads of 64 take as much as heads of 128.
 LANES_OF_TPU = 128
-# Float32 copies of the logits of a tile: a TPU has the logits and their powers at one time.
+# Copies of the logits of a tile: a TPU has the logits and their powers at one time.
 LOGIT_COPIES = {"tpu": 2}
 # Arrays of the scores of one block of queries that blocked attention has at a time.
 BLOCK_ARRAYS = 12
@@ -147,9 +149,9 @@ def edge_bytes(planned: PlannedRun) -> float:
 def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
     """(bytes of the logits of a tile and of their gradient, bytes of all tiles together besides).
 
-    `tile` is the number of positions of each row that are computed at a time. The logits are
-    float32, their gradient has the compute dtype; the gradient of the matrix is float32, and the
-    matrix itself is gathered.
+    `tile` is the number of positions of each row that are computed at a time. The logits have
+    train.logits_dtype, their gradient has the compute dtype; the gradient of the matrix is
+    float32, and the matrix itself is gathered.
     """
     model, numbers = planned.model, planned.dtype_bytes
     outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
@@ -158,7 +160,8 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
     share = sizes_of(planned, planned.length, planned.length).share(outputs)
     positions = 1 if model.output == "classes" else min(tile, planned.length)
     copies = LOGIT_COPIES.get(planned.device.platform, 1)
-    logits = planned.rows * positions * share * (4 * copies + numbers)
+    stored = jnp.dtype(planned.run.train.logits_dtype).itemsize
+    logits = planned.rows * positions * share * (stored * copies + numbers)
     tiles = math.ceil(planned.length / max(positions, 1))
     matrix = share * model.d_model
     of_x = planned.rows * planned.length * model.d_model * numbers

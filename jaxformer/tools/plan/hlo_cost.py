@@ -249,7 +249,7 @@ def _read_bytes(program: Program, body: Computation, value: Instruction, depth: 
         elif user.opcode == "tuple" or COLLECTIVE.match(user.opcode) or "Async" in target_of(user):
             # Read by a collective that runs behind this fusion.
             continue
-        elif user.opcode in SAME_DATA and depth < 8:
+        elif (user.opcode in SAME_DATA or _is_sliced(body, user)) and depth < 8:
             total += _read_bytes(program, body, user, depth + 1)
         elif user.opcode == "fusion" and depth < 8:
             inner = program.computations[user.called("calls")[0]]
@@ -258,3 +258,11 @@ def _read_bytes(program: Program, body: Computation, value: Instruction, depth: 
         else:
             return all_bytes
     return min(total, all_bytes)
+
+
+def _is_sliced(body: Computation, value: Instruction) -> bool:
+    """Whether a value is a conversion of which only slices are read, and so converted."""
+    users = body.users[value.name]
+    return (
+        value.opcode == "convert" and bool(users) and all(user.opcode in SLICES for user in users)
+    )
