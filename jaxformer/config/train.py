@@ -38,10 +38,9 @@ class TrainConfig(Section):
     z_loss: NonNegative = 0.0
     """Coefficient of the squared log-partition function, usually 1e-4; 0 disables it."""
     logits_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which the loss of training stores logits; its sums are float32, as is all of an
-    evaluation. bfloat16 halves what is stored, and rounds a logit by up to 1/512 of its size: the
-    loss of a token by 0.01 nats and gradients by 0.4 % (root mean squares) where logits are below
-    16, by 0.14 nats and 3 % where they are near -100. Losses of preferences take float32."""
+    """Dtype in which the loss of training stores logits; all sums, and evaluations, are float32.
+    bfloat16 has an error of 0.01 nats a token and 0.4 % of a gradient (root mean squares) where
+    logits are below 16, of 0.14 nats and 3 % near -100. Losses of preferences take float32."""
     preference_beta: NonNegative = 0.0
     """Coefficient beta of a preference objective (lambda of orpo, tau of ipo); 0 uses its default:
     0.1 for dpo, ipo and orpo, 2 for simpo."""

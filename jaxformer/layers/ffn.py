@@ -37,11 +37,8 @@ def _gelu_tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array,
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3) (arXiv:1606.08415).
-
-    By the tanh it takes less time on a CPU. By the sigmoid XLA's compiler for GPUs computes it and
-    its derivative in one pass; tanh u is written and read again there, 4 of the 104 ms of a step of
-    gpt2_124m on an H100, by the count of benchmarks/compiled.py.
-    """
+    The tanh is faster on a CPU; a GPU writes it and reads it again, and the sigmoid not: 4 of the
+    104 ms of a step of gpt2_124m on an H100, by the count of benchmarks/compiled.py."""
     if platform() == "cpu":
         return jax.nn.gelu(x)
     return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))

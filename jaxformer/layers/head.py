@@ -188,11 +188,9 @@ def output_layer(
 def logits_of_rows(
     rows: jax.Array, matrix: Weight, bias: jax.Array | None = None, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """rows matrix^T + bias, float32, with the product stored in `dtype`: [B, T, D], [V, D], [V] ->
-    [B, T, V]."""
+    """float32 rows matrix^T, rounded to `dtype`, + bias: [B, T, D], [V, D], [V] -> [B, T, V]."""
     axes = ("batch", "sequence", "vocab")
-    product = contract("BTD,VD->BTV", rows, matrix, to=axes, dtype=dtype)
-    logits = product.astype(jnp.float32)
+    logits = contract("BTD,VD->BTV", rows, matrix, to=axes, dtype=dtype).astype(jnp.float32)
     return logits if bias is None else logits + bias
 
 

@@ -87,10 +87,11 @@ def linear(
     equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None
 ) -> jax.Array:
     """`contract(equation, x, params[name])`, plus `params[name_bias]` where there is one. The
-    result is a point of that name for `model.remat`."""
-    y = contract(equation, x, params[name], to=to)
+    product is a point of that name for `model.remat`; to add the bias again takes less time than to
+    write the sum."""
+    y = checkpoint_name(contract(equation, x, params[name], to=to), name)
     bias = params.get(f"{name}_bias")
-    return checkpoint_name(y if bias is None else y + bias.astype(y.dtype), name)
+    return y if bias is None else y + bias.astype(y.dtype)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -45,34 +45,24 @@ def _normalized_tangent(
     eps: float, centered: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """With y = (x - m) r, dy = r (dx - mean(dx) - y mean(y dx)), without mean(dx) where m is 0:
-    fewer arrays of the size of x are kept for the backward pass than where each term is
-    differentiated.
-
-    The barrier has m and r computed before what uses them. Without it XLA's compiler for GPUs
-    computes them again in each kernel, and writes y dy in float32 for the gradient of the scale: 4
-    of the 104 ms of a step of gpt2_124m on an H100, by the count of benchmarks/compiled.py.
-    """
+    fewer arrays are kept for the backward pass than where each term is differentiated. Without the
+    barrier XLA computes m and r again in each kernel of a GPU, and writes y dy in float32: 4 of the
+    104 ms of a step of gpt2_124m on an H100, by the count of benchmarks/compiled.py."""
     (x, scale, bias), (d_x, d_scale, d_bias) = primals, tangents
     mean, root = _mean_and_root(x, eps, centered)
     if centered:
         mean, root = jax.lax.optimization_barrier((mean, root))
-        d_x = d_x - _mean(d_x)
+        d_x = d_x - jnp.mean(d_x, axis=-1, keepdims=True)
     y = (x - mean) * root
-    tangent = root * (d_x - y * _mean(y * d_x)) * scale + y * d_scale
-    if bias is not None:
-        tangent = tangent + d_bias
-    return _normalized(x, scale, bias, eps, centered), tangent
+    tangent = root * (d_x - y * jnp.mean(y * d_x, axis=-1, keepdims=True)) * scale + y * d_scale
+    return _normalized(x, scale, bias, eps, centered), tangent if bias is None else tangent + d_bias
 
 
 def _mean_and_root(x: jax.Array, eps: float, centered: bool) -> tuple[jax.Array | float, jax.Array]:
     """(m, r = 1 / sqrt(mean((x - m)^2) + eps)) over the last axis, [..., 1]; m is the mean of x, or
     0 unless `centered`."""
-    mean = _mean(x) if centered else 0.0
-    return mean, jax.lax.rsqrt(_mean(jnp.square(x - mean)) + eps)
-
-
-def _mean(x: jax.Array) -> jax.Array:
-    return jnp.mean(x, axis=-1, keepdims=True)
+    mean = jnp.mean(x, axis=-1, keepdims=True) if centered else 0.0
+    return mean, jax.lax.rsqrt(jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True) + eps)
 
 
 def scale_spec(config: ModelConfig, shape: tuple[int, ...]) -> Spec:
