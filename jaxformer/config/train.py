@@ -79,7 +79,7 @@ class TrainConfig(Section):
 
     @property
     def n_microbatches(self) -> int:
-        """The number of microbatches; 1 for an "auto" that is not resolved (by `with_kernel`)."""
+        """The number of microbatches; 1 for an "auto" that `runs/selection.py` has not resolved."""
         return 1 if self.microbatches == "auto" else self.microbatches
 
     @property

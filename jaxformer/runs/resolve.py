@@ -4,25 +4,15 @@ these return has every setting as the value that it is, and the functions below 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh
 
-from jaxformer.arrays.hardware import DEVICES, name_of
-from jaxformer.arrays.mesh import (
-    AnyMesh,
-    batch_devices,
-    batch_sharding,
-    check_batch_size,
-    check_length,
-)
+from jaxformer.arrays.mesh import AnyMesh, batch_sharding, check_batch_size
 from jaxformer.arrays.params import Specs
-from jaxformer.arrays.sharding import platform
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
@@ -32,10 +22,7 @@ from jaxformer.data.batch_shapes import batch_shapes
 from jaxformer.data.task import Task
 from jaxformer.data.templates import SEGMENTS
 from jaxformer.files import ConfigError
-from jaxformer.layers import kernels
-from jaxformer.layers.exchange import exchange_of
 from jaxformer.models.cost import activation_bytes, flops_per_token
-from jaxformer.models.stack import compute_dtype, layer_loop_of
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.config import origin_of, with_tokenizer_of
 from jaxformer.runs.directory import as_begun
@@ -47,14 +34,12 @@ from jaxformer.runs.objectives import (
     objective_specs,
     task_of,
 )
+from jaxformer.runs.selection import microbatches_of, with_kernel
 from jaxformer.training.optim import make_optimizer, make_schedule
 from jaxformer.training.program import Step
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, make_step
 
-# On a CPU the activations of a microbatch take at most so many bytes of the host: a quarter of a
-# laptop's. More microbatches are not faster: see docs/training.md.
-CPU_ACTIVATIONS = 4e9
 # The settings of train that losses take as options; a loss may lack one that is at its default.
 LOSS_SETTINGS = ("label_smoothing", "z_loss", "logits_dtype")
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
@@ -273,7 +258,7 @@ def resolve(
     length = math.gcd(run.data.sequence_length, source_length)
     model, kernel = with_kernel(model, run.adapter, length, segments, mesh)
     row_bytes = activation_bytes(model, run.data.sequence_length, source_length)
-    pieces = _microbatches(run.train, objective.sequences * row_bytes, mesh)
+    pieces = microbatches_of(run.train, objective.sequences * row_bytes, mesh)
     train = dataclasses.replace(run.train, microbatches=pieces)
     specs = run_specs(task.name, run.model, run.adapter, learned)
     schedule = make_schedule(run.optimizer, run.train.steps)
@@ -387,67 +372,6 @@ def _abstract_batch(
     }
 
 
-def with_kernel(
-    model: ModelConfig,
-    adapter: AdapterConfig,
-    length: int,
-    segments: int,
-    mesh: AnyMesh,
-    failed: Mapping[str, str] = {},
-) -> tuple[ModelConfig, str]:
-    """`model` with its attention kernel, its dtype and the loop over its layers selected for the
-    devices of a mesh, and a sentence about the kernel.
-
-    `length` divides the lengths of all rows, and `segments` is their highest segment id, 0 if they
-    have none; `failed` has kernels that are not selected automatically, and why. Raises
-    ConfigError if a kernel selected by name does not support the run, or model.max_segments is
-    below that.
-    """
-    if 0 < model.max_segments < segments:
-        raise ConfigError(
-            f"model.max_segments={model.max_segments} is below the {segments} texts of the fullest"
-            " row: set it to 0, which takes the number from the data."
-        )
-    on = platform(mesh)
-    dtype: Any = str(compute_dtype(model, on))
-    shared = adapter.kind == "prefix" or (adapter.kind, model.family) == ("prompt", "decoder")
-    prefix = adapter.tokens if shared else 0
-    check_length(mesh, length)
-    exchange = exchange_of(length, model.n_heads, mesh.shape)
-    case = kernels.Case(
-        on,
-        dtype,
-        length,
-        segments,
-        model,
-        capability=_capability(mesh),
-        leading=prefix,
-        exchange=exchange,
-        context=mesh.shape["context"],
-    )
-    kernel: Any
-    kernel, reason = kernels.choose(model.attention_kernel, case, failed)
-    selected = dataclasses.replace(
-        model,
-        attention_kernel=kernel,
-        dtype=dtype,
-        layer_loop=layer_loop_of(model, on),
-        max_segments=segments,
-    )
-    return selected, reason
-
-
-def _microbatches(train: TrainConfig, row_bytes: float, mesh: AnyMesh) -> int:
-    """train.microbatches, "auto" resolved for the devices of a mesh; a row of the batch has
-    `row_bytes` of activations."""
-    if train.microbatches != "auto" or platform(mesh) != "cpu":
-        return train.n_microbatches
-    # Rows of a device in all microbatches. Several devices of a CPU share the memory of one host.
-    rows = train.batch_size // batch_devices(mesh)
-    fewest = math.ceil(train.batch_size * row_bytes / CPU_ACTIVATIONS)
-    return next((count for count in range(fewest, rows) if rows % count == 0), rows)
-
-
 def encoded_length(
     model: ModelConfig, data: DataConfig, adapter: AdapterConfig, segments: int
 ) -> int:
@@ -459,16 +383,3 @@ def encoded_length(
     if adapter.kind != "prompt":
         return source
     return source + adapter.tokens * max(segments, 1)
-
-
-def _capability(mesh: AnyMesh) -> tuple[int, ...]:
-    """The compute capability of the GPUs of a mesh; that of Hopper where it is not known."""
-    if platform(mesh) != "gpu":
-        return kernels.HOPPER
-    device: Any = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
-    # Only an attached device states its capability.
-    stated = getattr(device, "compute_capability", None)
-    if stated:
-        return tuple(int(number) for number in stated.split("."))
-    name = name_of(device.device_kind)
-    return DEVICES[name].capability if name else kernels.HOPPER

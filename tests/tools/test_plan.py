@@ -19,7 +19,7 @@ from jaxformer.cli import main
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import RunConfig
 from jaxformer.models.cost import activation_bytes, flops_per_token, parameter_count
-from jaxformer.runs.resolve import CPU_ACTIVATIONS
+from jaxformer.runs.selection import CPU_ACTIVATIONS
 from jaxformer.tools.plan.activations import activations, bias_bytes, planned_stacks
 from jaxformer.tools.plan.make import Plan, make_plan
 from jaxformer.tools.plan.planned import PlannedRun, planned_run, replanned

@@ -1,0 +1,98 @@
+"""What "auto" stands for on the devices of a run: its attention kernel, its dtype, the loop over
+its layers and its microbatches."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from jaxformer.arrays.hardware import DEVICES, name_of
+from jaxformer.arrays.mesh import AnyMesh, batch_devices, check_length
+from jaxformer.arrays.sharding import platform
+from jaxformer.config.adapter import AdapterConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.train import TrainConfig
+from jaxformer.files import ConfigError
+from jaxformer.layers import kernels
+from jaxformer.layers.exchange import exchange_of
+from jaxformer.models.stack import compute_dtype, layer_loop_of
+
+# On a CPU the activations of a microbatch take at most so many bytes of the host: a quarter of a
+# laptop's. More microbatches are not faster: see docs/training.md.
+CPU_ACTIVATIONS = 4e9
+
+
+def with_kernel(
+    model: ModelConfig,
+    adapter: AdapterConfig,
+    length: int,
+    segments: int,
+    mesh: AnyMesh,
+    failed: Mapping[str, str] = {},
+) -> tuple[ModelConfig, str]:
+    """`model` with its attention kernel, its dtype and the loop over its layers selected for the
+    devices of a mesh, and a sentence about the kernel.
+
+    `length` divides the lengths of all rows, and `segments` is their highest segment id, 0 if they
+    have none; `failed` has kernels that are not selected automatically, and why. Raises
+    ConfigError if a kernel selected by name does not support the run, or model.max_segments is
+    below that.
+    """
+    if 0 < model.max_segments < segments:
+        raise ConfigError(
+            f"model.max_segments={model.max_segments} is below the {segments} texts of the fullest"
+            " row: set it to 0, which takes the number from the data."
+        )
+    on = platform(mesh)
+    dtype: Any = str(compute_dtype(model, on))
+    shared = adapter.kind == "prefix" or (adapter.kind, model.family) == ("prompt", "decoder")
+    prefix = adapter.tokens if shared else 0
+    check_length(mesh, length)
+    exchange = exchange_of(length, model.n_heads, mesh.shape)
+    case = kernels.Case(
+        on,
+        dtype,
+        length,
+        segments,
+        model,
+        capability=_capability(mesh),
+        leading=prefix,
+        exchange=exchange,
+        context=mesh.shape["context"],
+    )
+    kernel: Any
+    kernel, reason = kernels.choose(model.attention_kernel, case, failed)
+    selected = dataclasses.replace(
+        model,
+        attention_kernel=kernel,
+        dtype=dtype,
+        layer_loop=layer_loop_of(model, on),
+        max_segments=segments,
+    )
+    return selected, reason
+
+
+def microbatches_of(train: TrainConfig, row_bytes: float, mesh: AnyMesh) -> int:
+    """train.microbatches, "auto" resolved for the devices of a mesh; a row of the batch has
+    `row_bytes` of activations."""
+    if train.microbatches != "auto" or platform(mesh) != "cpu":
+        return train.n_microbatches
+    # Rows of a device in all microbatches. Several devices of a CPU share the memory of one host.
+    rows = train.batch_size // batch_devices(mesh)
+    fewest = math.ceil(train.batch_size * row_bytes / CPU_ACTIVATIONS)
+    return next((count for count in range(fewest, rows) if rows % count == 0), rows)
+
+
+def _capability(mesh: AnyMesh) -> tuple[int, ...]:
+    """The compute capability of the GPUs of a mesh; that of Hopper where it is not known."""
+    if platform(mesh) != "gpu":
+        return kernels.HOPPER
+    device: Any = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    # Only an attached device states its capability.
+    stated = getattr(device, "compute_capability", None)
+    if stated:
+        return tuple(int(number) for number in stated.split("."))
+    name = name_of(device.device_kind)
+    return DEVICES[name].capability if name else kernels.HOPPER
