@@ -44,7 +44,7 @@ def assert_equal_to_one_device(steps, number):
 
 @GROUP
 def test_a_step_with_divided_rows_equals_the_single_device_step(report):
-    assert_equal_to_one_device(report["steps"], 15)
+    assert_equal_to_one_device(report["steps"], 17)
 
 
 @GROUP
