@@ -132,6 +132,22 @@ MISTRAL = less(LLAMA2, "_name_or_path", "pretraining_tp", "rope_scaling") | dict
 )
 case("mistral-7b-v0.1", MISTRAL, BF16)
 
+LONGROPE = dict(long_factor=[1.08, 4.5, 11.5], short_factor=[1.0, 1.02, 2.5], type="longrope")
+PHI35 = less(LLAMA3, "mlp_bias") | dict(
+    _name_or_path="Phi-3.5-mini-instruct", architectures=["Phi3ForCausalLM"], embd_pdrop=0.0,
+    auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}, eos_token_id=32000, model_type="phi3",
+    num_key_value_heads=4,
+    original_max_position_embeddings=10, pad_token_id=3, resid_pdrop=0.0, rope_scaling=LONGROPE,
+    rope_theta=10000.0, sliding_window=262144, transformers_version="4.43.3",
+)  # fmt: skip
+PHI4 = PHI35 | dict(
+    full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, mlp_bias=False,
+    num_key_value_heads=2, partial_rotary_factor=0.75, tie_word_embeddings=True,
+    rope_scaling=LONGROPE | dict(long_factor=[1.0, 9.5], short_factor=[1.0, 1.5]),
+)  # fmt: skip
+case("phi-3.5-mini-instruct", PHI35, BF16)
+case("phi-4-mini-instruct", PHI4, BF16)
+
 QWEN2 = less(LLAMA3, "pretraining_tp", "rope_scaling", "attention_bias", "mlp_bias") | dict(
     architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_window_layers=2,
     sliding_window=ROOM,

@@ -116,20 +116,22 @@ PHI3_ROWS = (
     *linear(LAYER + "self_attn.qkv_proj", QKV, STACKED),
     *linear(LAYER + "mlp.gate_up_proj", ("blocks.ffn.gate", "blocks.ffn.up"), STACKED),
 )
-PHI3_SIZES = sizes(
-    vocab_size=32064,
-    hidden_size=3072,
-    intermediate_size=8192,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
-)
+PHI3_SIZES = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
 PHI3 = llama_like(
     "phi3",
     "Phi3",
     PHI3_ROWS,
     (
-        *PHI3_SIZES,
+        # The width of a head follows from the two others.
+        *(row for row in sizes(**PHI3_SIZES) if row != fields.Key("head_dim", "head_dim")),
         fields.Dropout("resid_pdrop embd_pdrop"),
+        fields.IgnoredKeys("full_attn_mod interpolate_factor"),
         RMS,
         SILU,
         Rope(

@@ -22,6 +22,7 @@ from jaxformer.models.transformer import specs
 CLASSES = {
     "llama": tf.LlamaConfig,
     "mistral": tf.MistralConfig,
+    "phi3": tf.Phi3Config,
     "qwen2": tf.Qwen2Config,
     "qwen3": tf.Qwen3Config,
     "gemma2": tf.Gemma2Config,

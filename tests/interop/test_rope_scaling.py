@@ -8,6 +8,7 @@ import pytest
 import transformers as tf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from jaxformer.config.model import ModelConfig
 from jaxformer.interop.architectures import ARCHITECTURES
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.positions import FREQUENCIES
@@ -119,6 +120,9 @@ def test_every_scaling_is_compared_with_transformers():
     assert {stated["rope_type"] for stated, *_ in SCALINGS.values()} == {*FREQUENCIES} - {"none"}
 
 
+LONGROPE = dict(rope_scaling="longrope", rope_short_factor="1 1", rope_long_factor="1 2")
+
+
 @pytest.mark.parametrize("older", ["longrope", "su"])
 def test_phi3_is_written_with_the_three_keys_of_older_files_and_read_from_them(older):
     """transformers 4 refuses a rope_scaling of Phi-3 with any other key."""
@@ -135,3 +139,19 @@ def test_phi3_is_written_with_the_three_keys_of_older_files_and_read_from_them(o
     written = family.write(config, "Phi3ForCausalLM")
     assert written["rope_scaling"] == file["rope_scaling"] | {"type": "longrope"}
     assert written[ORIGINAL] == 4096
+
+
+@pytest.mark.parametrize(
+    "fields, obstacle",
+    [
+        (dict(rope_scaling="llama3"), 'rope_type="llama3" is not supported'),
+        # The file has no key for the width of a head, and divisors for that of d_model / n_heads.
+        (LONGROPE | dict(head_dim=4), "must be 6 numbers"),
+        (LONGROPE | dict(head_dim=4, d_model=16, rope_original_length=99), None),
+    ],
+)
+def test_phi3_is_written_where_transformers_reads_it(fields, obstacle):
+    sizes = dict(vocab_size=8, d_model=48, n_heads=4, rope_factor=2.0)
+    config = ModelConfig(**sizes | fields)
+    found = ARCHITECTURES["Phi3ForCausalLM"].obstacles(config, "Phi3ForCausalLM")
+    assert obstacle in found[0] if obstacle else not found
