@@ -267,5 +267,5 @@ assert min(last["dynamic"], last["yarn"], last["llama3"]) < last["none"]
 
 # %% [markdown]
 # A scaling is a start for training on longer rows, not a replacement of it: the config of such a
-# run sets `model.rope_scaling` and `model.rope_factor`, and begins with `run.init_from`
-# (`docs/finetuning.md`).
+# run sets `model.rope_scaling`, `model.rope_factor` and `model.rope_original_length`, and begins
+# with `run.init_from` (`docs/models.md`, "Long context", which also has `longrope`).
