@@ -154,7 +154,9 @@ def score_flops(config: ModelConfig, keys: int | float) -> int | float:
 
 def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     """The arrays that the backward pass of attention reads, in bytes on one device."""
-    heads, kv_heads = sizes.share(config.n_heads), sizes.share(config.kv_heads)
+    heads = sizes.share(config.n_heads)
+    # Of all heads the keys of a device, or of some heads all keys, which takes as much.
+    kv_heads = sizes.key_heads(config.n_heads, config.kv_heads) / sizes.context
     width, value_width = sizes.padded(config.head_width), sizes.padded(config.value_width)
     q = sizes.tokens * heads * width * sizes.number
     k = sizes.rows * sizes.keys * kv_heads * width * sizes.number
@@ -163,6 +165,8 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     arrays = [StoredArray("q", q), StoredArray("k", k), StoredArray("v", v)]
     if config.query_key_norm != "none" or config.positions == "rope":
         arrays += [StoredArray("changed q", q), StoredArray("changed k", k)]
+    if sizes.exchange == "gather":
+        arrays += [StoredArray("gathered", sizes.context * (k + v))]
     if config.attention_kernel == "xla":
         # The weights in float32, and those cast to the compute dtype for the product with the
         # values if that is another dtype; with dropout also a mask of one byte, and the dropped
@@ -220,7 +224,7 @@ SELF_ATTENTION = Sublayer(
     apply=self_attention,
     product="out",
     stored=_stored,
-    gradients=("q", "k", "v", "attention", "attended", "weights"),
+    gradients=("q", "k", "v", "gathered", "attention", "attended", "weights"),
     formula=_self_formula,
     scores=score_flops,
     draws=True,

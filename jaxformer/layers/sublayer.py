@@ -5,6 +5,7 @@ file of a sublayer (`attention.py`, `ffn.py`) has its row at its end, and `block
 all rows.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,9 +39,12 @@ class Call(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """A microbatch on one device: rows of `length` tokens which attend to `keys` tokens each, the
-    bytes of a number in the compute dtype, the devices among which tensor parallelism divides an
-    axis, and the lanes that the last axis of an array fills."""
+    """A microbatch on one device: rows of which it has `length` tokens, which attend to `keys`
+    tokens each, the bytes of a number in the compute dtype, the devices among which tensor
+    parallelism divides an axis, and the lanes that the last axis of an array fills.
+
+    `context` is the number of devices that have the tokens of a row together. With `exchange`
+    "heads" each has some heads of all tokens where attention is computed."""
 
     rows: int
     length: int
@@ -48,6 +52,8 @@ class Sizes(NamedTuple):
     number: int
     tensor: int = 1
     lanes: int = 1
+    context: int = 1
+    exchange: str = "none"
 
     @property
     def tokens(self) -> int:
@@ -56,6 +62,13 @@ class Sizes(NamedTuple):
     def share(self, length: int) -> float:
         """The length of an axis on one device."""
         return length / self.tensor if length % self.tensor == 0 else length
+
+    def key_heads(self, heads: int, kv_heads: int) -> float:
+        """The heads of keys in the tokens of a device, repeated until the devices that divide the
+        query heads divide them too."""
+        devices = self.tensor * (self.context if self.exchange == "heads" else 1)
+        repeated = kv_heads if heads % devices else math.lcm(kv_heads, devices)
+        return self.share(repeated)
 
     def padded(self, width: int) -> int:
         """The width of a head as it is stored."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.config.rules import names_of
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
+from jaxformer.layers.ring import LONGEST_BLOCK
 from jaxformer.layers.sublayer import Sizes, StoredArray
 from jaxformer.models.cost import Stack, block_arrays, stacks
 from jaxformer.models.remat import kept_points
@@ -25,8 +26,10 @@ from jaxformer.tools.plan.planned import PlannedRun
 LANES_OF_TPU = 128
 # Copies of the logits of a tile: a TPU has the logits and their powers at one time.
 LOGIT_COPIES = {"tpu": 2}
-# Arrays of the scores of one block of queries that blocked attention has at a time.
+# Arrays of scores at a time: of a block of queries in blocked attention, and of a block of queries
+# and keys in ring attention.
 BLOCK_ARRAYS = 12
+RING_ARRAYS = 3
 # What model.remat=dots stores besides.
 PRODUCTS = ("q", "k", "v", "out", "gate", "up", "down")
 
@@ -37,10 +40,17 @@ def arrays_of(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> list[Sto
 
 
 def sizes_of(planned: PlannedRun, length: int, keys: int) -> Sizes:
-    """A microbatch on one device: its rows of `length` tokens, which attend to `keys` each."""
-    lanes = LANES_OF_TPU if planned.device.platform == "tpu" else 1
-    tensor = planned.size("tensor")
-    return Sizes(planned.rows, length, keys, planned.dtype_bytes, tensor, lanes)
+    """A microbatch on one device: its tokens of rows of `length`, which attend to `keys` each."""
+    return Sizes(
+        planned.rows,
+        planned.positions(length),
+        keys,
+        planned.dtype_bytes,
+        tensor=planned.size("tensor"),
+        lanes=LANES_OF_TPU if planned.device.platform == "tpu" else 1,
+        context=planned.context,
+        exchange=planned.exchange,
+    )
 
 
 def planned_stacks(planned: PlannedRun) -> list[Stack]:
@@ -103,18 +113,25 @@ def backward_bytes(
     largest = 0.0
     for sublayer in stack.sublayers(layer).values():
         gradients = sum(sizes[name] for name in sublayer.gradients)
-        if "attention" in sublayer.gradients and layer.attention_kernel == "blocked":
-            keys = max(stack.tokens, stack.source)
-            gradients += BLOCK_ARRAYS * block_scores(planned, layer, stack.tokens, keys)
+        if "attention" in sublayer.gradients:
+            gradients += scores_bytes(planned, layer, stack)
         largest = max(largest, gradients)
     return largest + 2 * sizes["input"]
 
 
-def block_scores(planned: PlannedRun, layer: ModelConfig, length: int, keys: int) -> float:
-    """Bytes of the scores, float32, of one block of queries in blocked attention."""
-    block = min(max(QUERY_BLOCK, -(-length // MOST_BLOCKS)), length)
-    heads = sizes_of(planned, length, keys).share(layer.n_heads)
-    return 4 * planned.rows * heads * block * keys
+def scores_bytes(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> float:
+    """Bytes of the scores, float32, that blocked and ring attention have at a time; 0 for other
+    kernels."""
+    keys = max(stack.tokens, stack.source)
+    heads = sizes_of(planned, stack.tokens, keys).share(layer.n_heads)
+    if layer.attention_kernel == "ring":
+        block = min(LONGEST_BLOCK, planned.positions(keys))
+        return RING_ARRAYS * 4 * planned.rows * heads * block**2
+    if layer.attention_kernel != "blocked":
+        return 0.0
+    block = min(max(QUERY_BLOCK, -(-stack.tokens // MOST_BLOCKS)), stack.tokens)
+    # Blocked attention has all tokens of some heads.
+    return BLOCK_ARRAYS * 4 * planned.rows * heads / planned.context * block * keys
 
 
 def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
@@ -123,7 +140,7 @@ def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
     model = planned.model
     if model.positions not in BIASED_SCORES:
         return 0.0, 0.0
-    heads = sizes_of(planned, stack.tokens, stack.tokens).share(model.n_heads)
+    heads = sizes_of(planned, stack.tokens, stack.tokens).share(model.n_heads) / planned.context
     biases = 4 * heads * stack.tokens**2
     return biases, biases if model.positions == "t5" else 0.0
 
@@ -131,12 +148,13 @@ def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
 def edge_bytes(planned: PlannedRun) -> float:
     """What is stored before the first layer and after the last one."""
     model, numbers = planned.model, planned.dtype_bytes
-    tokens = planned.rows * planned.length
+    tokens = planned.rows * planned.positions(planned.length)
     wide = tokens * model.d_model * numbers
     # The input and the output of the final norm; of the encoder's too, which all layers read.
     total = 2.0 * wide
     if model.family == "encoder_decoder":
-        total += 2 * planned.rows * planned.source_length * model.d_model * numbers
+        source = planned.positions(planned.source_length)
+        total += 2 * planned.rows * source * model.d_model * numbers
     if model.output == "masked":
         # The dense layer, its activation and its norm.
         total += 3 * wide
@@ -149,21 +167,22 @@ def edge_bytes(planned: PlannedRun) -> float:
 def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
     """(bytes of the logits of a tile and of their gradient, bytes of all tiles together besides).
 
-    `tile` is the number of positions of each row that are computed at a time. The logits have
-    train.logits_dtype, their gradient has the compute dtype; the gradient of the matrix is
-    float32, and the matrix itself is gathered.
+    `tile` is the number of positions of a device in each row that are computed at a time. The
+    logits have train.logits_dtype, their gradient has the compute dtype; the gradient of the matrix
+    is float32, and the matrix itself is gathered.
     """
     model, numbers = planned.model, planned.dtype_bytes
     outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
     if model.output == "none":
         return 0.0, 0.0
     share = sizes_of(planned, planned.length, planned.length).share(outputs)
-    positions = 1 if model.output == "classes" else min(tile, planned.length)
+    length = planned.positions(planned.length)
+    positions = 1 if model.output == "classes" else min(tile, length)
     copies = LOGIT_COPIES.get(planned.device.platform, 1)
     stored = jnp.dtype(planned.run.train.logits_dtype).itemsize
     logits = planned.rows * positions * share * (stored * copies + numbers)
-    tiles = math.ceil(planned.length / max(positions, 1))
+    tiles = math.ceil(length / max(positions, 1))
     matrix = share * model.d_model
-    of_x = planned.rows * planned.length * model.d_model * numbers
-    gathered = numbers if planned.size("fsdp") > 1 or tiles > 1 else 0
+    of_x = planned.rows * length * model.d_model * numbers
+    gathered = numbers if planned.shards > 1 or tiles > 1 else 0
     return logits, matrix * (4 + gathered) + of_x

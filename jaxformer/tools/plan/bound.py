@@ -18,7 +18,7 @@ from jaxformer.tools.plan.planned import PlannedRun
 from jaxformer.tools.plan.undivided import REPEATED_AXES, undivided_axes
 
 # Kernels that leave out the keys beyond a window; the others compute them and mask their scores.
-WINDOWED = ("cudnn", "tpu")
+WINDOWED = ("cudnn", "tpu", "ring")
 
 
 class Products(NamedTuple):
@@ -141,8 +141,8 @@ def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
     """
     state = sum(line.bytes for line in memory.held if line.name not in ("batch", REFERENCE))
     reference = sum(line.bytes for line in memory.held if line.name == REFERENCE)
-    # Each device multiplies by whole matrices, gathered over fsdp.
-    matrices = matrix_elements(planned) * planned.size("fsdp") * planned.dtype_bytes
+    # Each device multiplies by whole matrices, gathered over fsdp and context.
+    matrices = matrix_elements(planned) * planned.shards * planned.dtype_bytes
     stored = sum(stack.stored for stack in activations(planned))
     pieces = 2 * matrices + 2 * stored
     microbatches = planned.run.train.n_microbatches

@@ -1,11 +1,13 @@
 """The collectives of a step, by the placements of `sharding.py` and what XLA makes of them.
 
-fsdp: each device holds a shard of every matrix. A layer's matrices are gathered in the compute
-dtype in the forward and again in the backward pass of every microbatch, and their gradients are
-summed and scattered. data: the gradients of the shards are summed over the replicas, once a step
-where each replica accumulates its own, else those of the layers once a microbatch. tensor: heads,
-feed-forward width and vocabulary are split, so the output of attention and of the feed-forward, and
-the gradients of their inputs, are summed, and the table of tokens is gathered for its look-up.
+fsdp and context: each device holds a shard of every matrix. A layer's matrices are gathered in the
+compute dtype in the forward and again in the backward pass of every microbatch, and their gradients
+are summed and scattered. context: attention exchanges tokens for heads, gathers keys and values, or
+passes them around (`layers/exchange.py`, `layers/ring.py`). data: the gradients of the shards are
+summed over the replicas, once a step where each replica accumulates its own, else those of the
+layers once a microbatch. tensor: heads, feed-forward width and vocabulary are split, so the output
+of attention and of the feed-forward, and the gradients of their inputs, are summed, and the table
+of tokens is gathered for its look-up.
 
 XLA's compiler for TPUs turns the product with a gathered matrix, and the scatter of its gradient,
 into a loop that sends a shard on while it multiplies by another: a windowed product (Wang et al.
@@ -14,17 +16,26 @@ into a loop that sends a shard on while it multiplies by another: a windowed pro
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jaxformer.arrays.params import Spec, rows
 from jaxformer.arrays.sharding import PARAMETERS, partition
 from jaxformer.layers.embed import added_embeddings, added_specs, embedding_specs
+from jaxformer.layers.exchange import CONTEXT
 from jaxformer.layers.head import HEADS, is_tied
-from jaxformer.tools.plan.activations import planned_stacks, recomputed_names
+from jaxformer.layers.kernels import reads_balanced
+from jaxformer.layers.masks import AttentionMask, TokenLayout
+from jaxformer.models.cost import Stack
+from jaxformer.tools.plan.activations import bias_bytes, planned_stacks, recomputed_names, sizes_of
 from jaxformer.tools.plan.planned import PlannedRun
 
 # A loop over more devices than these sends two shards that it does not use.
 UNROLLED = 4
+# Kernels that name the queries, keys and values that they read, so that a layer may store these.
+NAMED_INPUTS = ("cudnn", "tpu", "flash")
 
 
 class Collective(NamedTuple):
@@ -66,8 +77,10 @@ def link_bytes(collectives: list[Collective], platform: str) -> float:
 def collectives_of(planned: PlannedRun) -> list[Collective]:
     """The collectives of a step; those of a few numbers, and of token ids, are left out."""
     collectives: list[Collective] = []
-    if planned.size("fsdp") > 1:
-        collectives += [*_of_layers(planned), *_of_fsdp(planned), *_of_lookups(planned)]
+    if planned.shards > 1:
+        collectives += [*_of_layers(planned), *_of_shards(planned), *_of_lookups(planned)]
+    if planned.context > 1:
+        collectives += [*_of_attention(planned), *_of_balance(planned)]
     if planned.size("data") > 1:
         collectives += _of_data(planned)
     if planned.size("tensor") > 1:
@@ -77,7 +90,7 @@ def collectives_of(planned: PlannedRun) -> list[Collective]:
 
 class _Leaf(NamedTuple):
     """A row of the table of parameters: its path, its number of arrays, the elements that a device
-    has after a gather over fsdp, and whether fsdp divides them."""
+    has after a gather over fsdp and context, and whether these divide them."""
 
     path: str
     spec: Spec
@@ -104,11 +117,17 @@ def _leaves(planned: PlannedRun, kind: str) -> list[_Leaf]:
         if _kind(path, spec) != kind:
             continue
         placed = partition(spec.shape, spec.axes, PARAMETERS, planned.mesh.shape)
-        split = math.prod(planned.size(axis) for axis in placed if axis and axis != "fsdp")
+        divided = _entry(planned.sharded) in placed
+        split = math.prod(planned.size(axis) for axis in placed if axis in PARAMETERS["mlp"])
         count = spec.shape[0] if spec.is_stacked else 1
         elements = math.prod(spec.shape) / split
-        leaves.append(_Leaf(path, spec, count, elements, "fsdp" in placed))
+        leaves.append(_Leaf(path, spec, count, elements, divided))
     return leaves
+
+
+def _entry(axes: tuple[str, ...]) -> tuple[str, ...] | str:
+    """These axes of the mesh as an entry of a partition."""
+    return axes[0] if len(axes) == 1 else axes
 
 
 def _kind(path: str, spec: Spec) -> str:
@@ -120,7 +139,7 @@ def _kind(path: str, spec: Spec) -> str:
 
 
 def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
-    """The weights of the layers and their gradients, over fsdp."""
+    """The weights of the layers and their gradients, over fsdp and context."""
     leaves = _leaves(planned, "layers")
     divided = [leaf for leaf in leaves if leaf.divided]
     if planned.device.platform == "tpu":
@@ -136,20 +155,22 @@ def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
 def _of_matrices(planned: PlannedRun, kind: str, purpose: str, leaves: list[_Leaf]) -> Collective:
     times = sum(leaf.arrays for leaf in leaves)
     size = sum(leaf.elements for leaf in leaves) * planned.dtype_bytes
-    return _of_microbatches(planned, kind, purpose, "fsdp", times, size)
+    return _of_microbatches(planned, kind, purpose, planned.sharded, times, size)
 
 
 def _of_microbatches(
-    planned: PlannedRun, kind: str, purpose: str, axis: str, times: int, size: float
+    planned: PlannedRun, kind: str, purpose: str, axes: tuple[str, ...], times: int, size: float
 ) -> Collective:
-    """Collectives of which each microbatch has `times`, of `size` bytes in all."""
-    microbatches, devices = planned.run.train.n_microbatches, planned.size(axis)
-    return Collective(kind, purpose, axis, times * microbatches, size * microbatches, devices)
+    """Collectives over axes of the mesh, of which each microbatch has `times`, of `size` bytes in
+    all."""
+    microbatches, devices = planned.run.train.n_microbatches, planned.size(*axes)
+    name = " x ".join(axes)
+    return Collective(kind, purpose, name, times * microbatches, size * microbatches, devices)
 
 
 def _windowed(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
     """The weights of the layers and their gradients in windowed products."""
-    devices = planned.size("fsdp")
+    devices = planned.shards
     unrolled = devices <= UNROLLED
 
     def permutes(purpose: str, of: list[_Leaf], sends: int) -> Collective:
@@ -177,12 +198,12 @@ def _windowed(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
     yield permutes("gradients of equal shapes", repeats, devices - 1)
 
 
-def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
-    """The output layer and the parameters outside of layers, over fsdp."""
+def _of_shards(planned: PlannedRun) -> Iterator[Collective]:
+    """The output layer and the parameters outside of layers, over fsdp and context."""
     numbers, tensor = planned.dtype_bytes, planned.size("tensor")
 
     def one(kind: str, purpose: str, arrays: int, size: float) -> Collective:
-        return _of_microbatches(planned, kind, purpose, "fsdp", arrays, size)
+        return _of_microbatches(planned, kind, purpose, planned.sharded, arrays, size)
 
     matrices = _leaves(planned, "embed" if is_tied(planned.model) else "head")
     if matrices and matrices[0].divided:
@@ -194,7 +215,7 @@ def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
         purpose, size = "gradient of the output layer", 4 * table_size
         yield one("reduce-scatter", purpose, 1, size)
         if tensor > 1 and table_size != elements:
-            yield _of_microbatches(planned, "all-gather", purpose, "tensor", 1, size)
+            yield _of_microbatches(planned, "all-gather", purpose, ("tensor",), 1, size)
     leaves = _leaves(planned, "rest")
     dense = [leaf for leaf in leaves if leaf.divided and not leaf.spec.lookup]
     gathered = sum(leaf.elements for leaf in dense) * numbers
@@ -206,11 +227,11 @@ def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
 
 def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
     """Each device looks up the tokens of all in its columns of a table, and then the rows are
-    exchanged; their gradients go back."""
+    exchanged, first over context and then over fsdp; their gradients go back."""
     model = planned.model
     embeddings = rows(embedding_specs(model) | added_specs(model)).values()
     tables = sum(spec.lookup for spec in embeddings)
-    tokens = planned.rows * (planned.length + planned.source_length)
+    tokens = planned.rows * planned.positions(planned.length + planned.source_length)
     # Rows are summed and normed in float32; alone they are exchanged in the compute dtype.
     alone = not added_embeddings(model) and model.embedding_scale == "none"
     changed = model.embedding_norm or model.dropout
@@ -224,19 +245,25 @@ def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
         ("gradients of looked-up rows", times, backward),
     ):
         size, stacks = count * tokens * model.d_model * width, 2 if planned.source_length else 1
-        yield _of_microbatches(planned, "all-to-all", purpose, "fsdp", count * stacks, size)
+        for axis in planned.sharded:
+            # Between two exchanges, rows are not yet converted.
+            wide = 4 / width if axis == CONTEXT and len(planned.sharded) > 1 else 1
+            exchanged = size * wide
+            yield _of_microbatches(
+                planned, "all-to-all", purpose, (axis,), count * stacks, exchanged
+            )
 
 
 def _of_data(planned: PlannedRun) -> Iterator[Collective]:
     """The gradients of the shards, over the replicas."""
-    devices, fsdp = planned.size("data"), planned.size("fsdp")
+    devices, shards = planned.size("data"), planned.shards
     microbatches = planned.run.train.n_microbatches
     rowwise = planned.objective.rowwise and not planned.model.has_dropout
     # Each replica accumulates its own gradients.
     together = microbatches > 1 and rowwise
 
     def one(purpose: str, leaves: list[_Leaf], width: int, times: int = 1) -> Collective:
-        size = sum(leaf.elements / (fsdp if leaf.divided else 1) for leaf in leaves) * width
+        size = sum(leaf.elements / (shards if leaf.divided else 1) for leaf in leaves) * width
         return Collective("all-reduce", purpose, "data", times * len(leaves), times * size, devices)
 
     layers = _leaves(planned, "layers")
@@ -269,13 +296,15 @@ def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     for stack in planned_stacks(planned):
         for layer in stack.layers:
             products = [sublayer.product for sublayer in stack.sublayers(layer).values()]
-            outputs += [wide * stack.tokens] * len(products)
-            repeated += [wide * stack.tokens] * sum(name in again for name in products)
+            output = wide * planned.positions(stack.tokens)
+            outputs += [output] * len(products)
+            repeated += [output] * sum(name in again for name in products)
     # All layers of a decoder add to the gradient of the encoder's output before it is summed.
-    inputs = [*outputs, wide * planned.source_length] if planned.source_length else outputs
+    source = wide * planned.positions(planned.source_length)
+    inputs = [*outputs, source] if source else outputs
 
     def one(kind: str, purpose: str, sizes: list[float]) -> Collective:
-        return _of_microbatches(planned, kind, purpose, "tensor", len(sizes), sum(sizes))
+        return _of_microbatches(planned, kind, purpose, ("tensor",), len(sizes), sum(sizes))
 
     yield one("all-reduce", "outputs of the sublayers", outputs)
     yield one("all-reduce", "outputs that remat computes again", repeated)
@@ -283,8 +312,120 @@ def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     for table in _leaves(planned, "embed"):
         table_size = math.prod(table.spec.shape)
         if table.elements < table_size:
-            shards = planned.size("fsdp") if table.divided else 1
+            shards = planned.shards if table.divided else 1
             yield one("all-gather", "table of tokens", [4 * table_size / shards])
     of_tokens = HEADS[model.output].of_tokens
     if of_tokens and model.vocab_size % planned.size("tensor") == 0:
-        yield one("all-reduce", "gradient of the output layer's input", [wide * planned.length])
+        of_input = wide * planned.positions(planned.length)
+        yield one("all-reduce", "gradient of the output layer's input", [of_input])
+
+
+def _of_attention(planned: PlannedRun) -> Iterator[Collective]:
+    """What attention exchanges over context, where each device has some tokens of a row."""
+    exchange, again = EXCHANGES[planned.exchange], recomputed_names(planned)
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
+
+    def add(name: tuple[str, str], times: int, size: float) -> None:
+        before = totals.get(name, (0, 0.0))
+        totals[name] = before[0] + times, before[1] + size
+
+    for stack in planned_stacks(planned):
+        for layer in stack.layers:
+            for sublayer in stack.sublayers(layer).values():
+                if "attention" not in sublayer.gradients:
+                    continue
+                sizes = sizes_of(planned, stack.tokens, stack.keys(sublayer))._replace(lanes=1)
+                stored = {array.name: array.bytes for array in sublayer.stored(layer, sizes)}
+                out = stored["q"] * layer.value_width / layer.head_width
+                arrays = _Exchanged(stored["q"], stored["k"], stored["v"], out)
+                for kind, purpose, times, size in exchange(planned, arrays, again):
+                    add((kind, purpose), times, size)
+        biases, slopes = bias_bytes(planned, stack)
+        if slopes and planned.exchange == "heads":
+            # They are looked up for the tokens of a device.
+            add(("all-to-all", "biases of scores and their gradients"), 2, biases + slopes)
+    for (kind, purpose), (times, size) in totals.items():
+        yield _of_microbatches(planned, kind, purpose, (CONTEXT,), times, size)
+
+
+class _Exchanged(NamedTuple):
+    """Bytes of queries, keys, values and the output of attention on a device."""
+
+    q: float
+    k: float
+    v: float
+    out: float
+
+
+# (kind, purpose, times, bytes) of one sublayer.
+_Exchanges = Iterator[tuple[str, str, int, float]]
+
+
+def _of_heads(planned: PlannedRun, arrays: _Exchanged, again: set[str]) -> _Exchanges:
+    """Tokens for heads, and back. The product with the output matrix reads tokens, so that what
+    attention stored is exchanged once more for its gradient."""
+    total, unnamed = sum(arrays), planned.model.attention_kernel not in NAMED_INPUTS
+    inputs = [getattr(arrays, name) for name in ("q", "k", "v") if unnamed or name in again]
+    yield "all-to-all", "tokens of attention for heads, and back", 4, total
+    yield (
+        "all-to-all",
+        "tokens for heads again, backward",
+        1 + len(inputs),
+        arrays.out + sum(inputs),
+    )
+    yield "all-to-all", "gradients of tokens and heads", 4, total
+
+
+def _of_gathers(planned: PlannedRun, arrays: _Exchanged, again: set[str]) -> _Exchanges:
+    """The keys and values of all tokens for the queries of each device, in both passes. Of plain
+    attention, which the compiler divides, the gradients of all are summed."""
+    del again
+    keys = planned.context * (arrays.k + arrays.v)
+    scattered = planned.model.attention_kernel in NAMED_INPUTS
+    yield "all-gather", "keys and values of all tokens, forward", 2, keys
+    yield "all-gather", "keys and values of all tokens, backward", 2, keys
+    kind = "reduce-scatter" if scattered else "all-reduce"
+    yield kind, "gradients of keys and values", 2, keys
+
+
+def _of_ring(planned: PlannedRun, arrays: _Exchanged, again: set[str]) -> _Exchanges:
+    """Keys and values around the ring, and with them their float32 gradients."""
+    steps, keys = planned.context, arrays.k + arrays.v
+    passes = 2 if "attention" in again else 1
+    yield (
+        "collective-permute",
+        "keys and values, forward",
+        2 * steps * passes,
+        steps * passes * keys,
+    )
+    yield "collective-permute", "keys and values, backward", 2 * steps, steps * keys
+    gradients = steps * keys * 4 / planned.dtype_bytes
+    yield "collective-permute", "gradients of keys and values", 2 * steps, gradients
+
+
+# How attention gets the keys and values of the tokens of other devices (`PlannedRun.exchange`).
+EXCHANGES = {"heads": _of_heads, "gather": _of_gathers, "ring": _of_ring}
+
+
+def _of_balance(planned: PlannedRun) -> Iterator[Collective]:
+    """The residual stream before and after a stack that has its tokens in a balanced order, and its
+    gradients: each device sends both halves of its tokens."""
+    for stack in planned_stacks(planned):
+        if not is_balanced(planned, stack):
+            continue
+        tokens = planned.rows * planned.positions(stack.tokens)
+        size = 4 * tokens * planned.model.d_model * planned.dtype_bytes
+        purpose = f"tokens of the {stack.name} in a balanced order"
+        yield _of_microbatches(planned, "collective-permute", purpose, (CONTEXT,), 8, size)
+
+
+def is_balanced(planned: PlannedRun, stack: Stack) -> bool:
+    """Whether a stack has the tokens of each row in the order of `exchange.balanced`."""
+    model = planned.model
+    positions: Any = jax.ShapeDtypeStruct((planned.rows, stack.tokens), jnp.int32)
+    tokens = TokenLayout(positions, positions if planned.packed else None)
+    mask = AttentionMask(tokens, tokens, stack.causal, model.window)
+    mask = mask._replace(max_segments=model.max_segments)
+    with jax.sharding.use_abstract_mesh(planned.mesh):
+        reads = reads_balanced(model.attention_kernel, mask, model.n_heads)
+    return reads and not model.dropout

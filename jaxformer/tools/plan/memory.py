@@ -122,7 +122,7 @@ def _of_one_layer(planned: PlannedRun, stack: StackActivations) -> list[MemoryLi
     lines = [MemoryLine("gradients of a layer's arrays", stack.working)]
     if stack.recomputed:
         lines.append(MemoryLine("a layer's recomputed arrays", stack.recomputed))
-    if planned.size("fsdp") > 1:
+    if planned.shards > 1:
         # Of this layer and of the next, which is gathered meanwhile.
         elements, numbers = layer_elements(planned), planned.dtype_bytes
         gathered = 2 * elements * numbers
@@ -151,7 +151,7 @@ def matrix_elements(planned: PlannedRun) -> float:
 
 
 def layer_elements(planned: PlannedRun) -> float:
-    """Elements of the matrices of the largest layer, gathered over fsdp."""
+    """Elements of the matrices of the largest layer, gathered over fsdp and context."""
     sizes: dict[str, float] = {}
     for path, spec in rows(planned.specs).items():
         if not spec.is_matrix or not spec.is_stacked:

@@ -11,11 +11,19 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxformer.arrays.hardware import Device, device_named
-from jaxformer.arrays.mesh import MESH_AXES, batch_sharding, check_batch_size, mesh_shape
+from jaxformer.arrays.mesh import (
+    MESH_AXES,
+    batch_devices,
+    batch_sharding,
+    check_batch_size,
+    mesh_shape,
+)
+from jaxformer.arrays.sharding import PARAMETERS
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
+from jaxformer.layers.exchange import CONTEXT, exchange_of
 from jaxformer.runs.device import check_split
-from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data
+from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data, with_kernel
 from jaxformer.training.state import TrainState, abstract_state
 
 
@@ -44,6 +52,36 @@ class PlannedRun(Resolved):
         """The number of devices along axes of the mesh."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
+    def axes(self, *names: str) -> tuple[str, ...]:
+        """Those of some axes of the mesh along which there are several devices."""
+        return tuple(name for name in names if self.mesh.shape[name] > 1)
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The axes of the mesh that divide parameters, which are gathered for their products."""
+        return self.axes(*PARAMETERS["embed"])
+
+    @property
+    def shards(self) -> int:
+        """The number of devices among which parameters are divided, besides tensor parallelism."""
+        return self.size(*self.sharded)
+
+    @property
+    def context(self) -> int:
+        """The number of devices that have different tokens of a row."""
+        return self.size(CONTEXT)
+
+    def positions(self, length: int) -> int:
+        """Tokens of a row of `length` on a device."""
+        return length // self.context
+
+    @property
+    def exchange(self) -> str:
+        """How attention gets the keys of the tokens of other devices: an `Exchange`, or "ring"."""
+        exchange = exchange_of(self.length, self.model.n_heads, self.mesh.shape)
+        is_ring = self.model.attention_kernel == "ring"
+        return "ring" if is_ring and exchange != "none" else exchange
+
     @property
     def of_pairs(self) -> bool:
         """Whether the loss is one of pairs, which computes the logits again for their gradient."""
@@ -52,7 +90,7 @@ class PlannedRun(Resolved):
     @property
     def rows(self) -> int:
         """Sequences of a microbatch on a device."""
-        return self.sequences // (self.run.train.n_microbatches * self.size("data", "fsdp"))
+        return self.sequences // (self.run.train.n_microbatches * batch_devices(self.mesh))
 
 
 def abstract_mesh(count: int, sizes: Mapping[str, int], name: str) -> AbstractMesh:
@@ -97,8 +135,9 @@ def planned_run(
 
 def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
     """The same devices with other values of some settings, by their dotted names: of the mesh,
-    microbatches, remat or the loop of layers. A mesh.fsdp takes its devices from mesh.data. Raises
-    ConfigError where the devices or the rows do not divide."""
+    microbatches, remat or the loop of layers. Other axes of the mesh take their devices from
+    mesh.data. Raises ConfigError where the devices, the rows or the tokens of rows do not
+    divide."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         section, _, field = name.partition(".")
@@ -111,10 +150,17 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
     }
     run = dataclasses.replace(planned.run, **replaced)
     mesh, state, batch = planned.mesh, planned.state, planned.batch
+    kernel = planned.kernel
     changed_mesh = abstract_mesh(mesh.size, run.mesh.sizes, planned.device_name)
     if changed_mesh.shape != mesh.shape:
         mesh = changed_mesh
         check_split(planned.specs, mesh)
+        asked = dataclasses.replace(
+            run.model, attention_kernel=planned.asked.model.attention_kernel
+        )
+        length = math.gcd(planned.length, planned.source_length)
+        model, kernel = with_kernel(asked, run.adapter, length, asked.max_segments, mesh)
+        run = dataclasses.replace(run, model=model)
         state = abstract_state(planned.specs, planned.optimizer, mesh)
         sharding = batch_sharding(mesh)
         batch = {
@@ -122,7 +168,7 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
             for name, array in planned.batch.items()
         }
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
-    return dataclasses.replace(planned, run=run, mesh=mesh, state=state, batch=batch)
+    return dataclasses.replace(planned, run=run, mesh=mesh, kernel=kernel, state=state, batch=batch)
 
 
 def shard_bytes(leaf: Any) -> int:

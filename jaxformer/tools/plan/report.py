@@ -20,6 +20,12 @@ WORDS = (
     " `--compile` asks it; bound: published peaks, with products, memory and links overlapped"
     " entirely. No speed is promised: a real step takes longer than its bound."
 )
+# How attention gets the keys and values of tokens that mesh.context has on other devices.
+EXCHANGES = {
+    "heads": "devices of mesh.context exchange tokens for heads before attention, and back",
+    "gather": "each device of mesh.context gathers the keys and values of all tokens",
+    "ring": "keys and values pass around the devices of mesh.context",
+}
 
 
 def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
@@ -45,6 +51,8 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         layers = f"{model.encoder_layers} + {model.n_layers}"
     source = f" and sources of {planned.source_length:,}" if planned.source_length else ""
     pairs = f", both of {run.train.batch_size:,} pairs" if planned.of_pairs else ""
+    exchange = [EXCHANGES[planned.exchange]] if planned.context > 1 else []
+    tokens = f", {planned.positions(planned.length):,} tokens of each" if exchange else ""
     microbatches = "microbatch" if run.train.n_microbatches == 1 else "microbatches"
     head: dict[str, str | list[str]] = {
         "devices": f"{planned.mesh.size} x {planned.device_name}{_figures(planned.device)}",
@@ -54,12 +62,12 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
             f" {model.d_model} wide, {model.vocab_size:,} tokens, {model.dtype} products,"
             f" layers {LOOPS[model.layer_loop]}, remat {model.remat}"
         ),
-        "attention": planned.kernel,
+        "attention": [planned.kernel, *exchange],
         "a step": (
             f"{planned.sequences:,} rows of {planned.length:,} tokens{source}{pairs},"
             f" {'with' if planned.packed else 'without'} segment ids, in"
             f" {run.train.n_microbatches} {microbatches}: {planned.rows:,} rows of a device at a"
-            " time"
+            f" time{tokens}"
         ),
     }
     if lines := option_lines(planned.mesh, *run.train.stated_options):
@@ -138,7 +146,10 @@ def _changes(plan: Plan) -> str:
     if plan.changes is None:
         return ""
     if not plan.changes:
-        return "No change of mesh.fsdp, microbatches, remat and layer_loop fits: use more devices."
+        return (
+            "No change of mesh.fsdp, mesh.context, microbatches, remat and layer_loop fits: use"
+            " more devices."
+        )
     table = [(shown(change.settings), human_bytes(change.peak)) for change in plan.changes]
     return _titled("Smallest changes that fit (estimate)", table)
 
@@ -220,6 +231,7 @@ def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
         "devices": planned.mesh.size,
         "mesh": dict(planned.mesh.shape),
         "attention": planned.kernel,
+        "exchange": planned.exchange,
         "compiler_options": compiler_options(planned.mesh, *planned.run.train.stated_options),
         "packed": planned.packed,
         "assumed": list(planned.notes),

@@ -1,6 +1,7 @@
 """Axes of parameters that a mesh would divide and does not, because the number of its devices does
 not divide their length: each of these devices then stores and computes all of them."""
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -17,8 +18,9 @@ MULTIPLE = 64  # of padded lengths, which products in 16 bits like
 
 
 class UndividedAxis(NamedTuple):
-    """An axis of parameters, its length, the axis of the mesh that would divide it, the number of
-    devices along that, the parameters, and settings with which the mesh divides it."""
+    """An axis of parameters, its length, the axis of the mesh that would divide it (or several, as
+    in "fsdp x context"), the number of devices along that, the parameters, and settings with which
+    the mesh divides it."""
 
     axis: str
     length: int
@@ -36,24 +38,32 @@ def undivided_axes(specs: Specs, mesh: AnyMesh, may_be_longer: bool = True) -> l
         for left in lengths_left(mesh, spec.shape, spec.axes):
             paths_of_axis.setdefault(left, []).append(path)
     return [
-        UndividedAxis(*left, tuple(paths), _remedy(*left, may_be_longer))
+        UndividedAxis(*left, tuple(paths), _remedy(left, mesh, may_be_longer))
         for left, paths in paths_of_axis.items()
     ]
 
 
-def _remedy(axis: str, length: int, mesh_axis: str, devices: int, may_be_longer: bool) -> str:
+def _remedy(left: tuple[str, int, str, int], mesh: AnyMesh, may_be_longer: bool) -> str:
     """A longer axis where the model can have one, else fewer devices along that of the mesh."""
+    axis, length, mesh_axis, devices = left
     if axis in PADDED and may_be_longer:
         multiple = math.lcm(MULTIPLE, devices)
         return f"--{PADDED[axis]} {-(-length // multiple) * multiple} is divided"
-    sizes = [n for n in range(2, devices) if devices % n == 0 and length % n == 0]
-    return f"--mesh.{mesh_axis} {sizes[-1] if sizes else 1} divides it"
+    names = mesh_axis.split(" x ")
+    smaller = [
+        [n for n in range(1, size + 1) if size % n == 0] for size in map(mesh.shape.get, names)
+    ]
+    dividing = [sizes for sizes in itertools.product(*smaller) if length % math.prod(sizes) == 0]
+    largest = max(dividing, key=math.prod)
+    settings = [f"--mesh.{name} {size}" for name, size in zip(names, largest, strict=True)]
+    return f"{' '.join(settings)} divides it"
 
 
 def sentence(one: UndividedAxis) -> str:
     """An axis in words."""
     paths = first_of(one.paths, 4, ", ")
+    mesh_axis = one.mesh_axis.replace(" x ", " x mesh.")
     return (
-        f"{one.axis} {one.length:,} by mesh.{one.mesh_axis} {one.devices}: each of these devices"
+        f"{one.axis} {one.length:,} by mesh.{mesh_axis} {one.devices}: each of these devices"
         f" has all of {paths}; {one.remedy}"
     )
