@@ -21,7 +21,7 @@ WORDS = (
     " entirely. No speed is promised: a real step takes longer than its bound."
 )
 # How attention gets the keys and values of tokens that mesh.context has on other devices.
-EXCHANGES = {
+EXCHANGE_WORDS = {
     "heads": "devices of mesh.context exchange tokens for heads before attention, and back",
     "gather": "each device of mesh.context gathers the keys and values of all tokens",
     "ring": "keys and values pass around the devices of mesh.context",
@@ -51,7 +51,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         layers = f"{model.encoder_layers} + {model.n_layers}"
     source = f" and sources of {planned.source_length:,}" if planned.source_length else ""
     pairs = f", both of {run.train.batch_size:,} pairs" if planned.of_pairs else ""
-    exchange = [EXCHANGES[planned.exchange]] if planned.context > 1 else []
+    exchange = [EXCHANGE_WORDS[planned.exchange]] if planned.context > 1 else []
     tokens = f", {planned.positions(planned.length):,} tokens of each" if exchange else ""
     microbatches = "microbatch" if run.train.n_microbatches == 1 else "microbatches"
     head: dict[str, str | list[str]] = {
