@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.cli.arguments import ReplayArguments, check_output
 from jaxformer.files import ConfigError, write_text
 from jaxformer.report import printable
@@ -19,8 +20,8 @@ def run(args: ReplayArguments) -> int:
     if args.worst < 0:
         raise ConfigError(f"--worst {args.worst}: give a number of tokens, at least 0.")
     check_output(args.output)
-    mesh = {"data": args.data, "fsdp": args.fsdp, "tensor": args.tensor}
-    mesh_sizes = {name: size for name, size in mesh.items() if size is not None}
+    mesh = {axis: getattr(args, axis) for axis in MESH_AXES}
+    mesh_sizes = {axis: size for axis, size in mesh.items() if size is not None}
     replayed = replay(args.path, args.step, print, mesh_sizes, args.cache_dir)
     print("\n".join(["", *_lines(replayed, args.worst)]))
     if args.output is not None:

@@ -63,8 +63,8 @@ def remedies_of(setup: RunSetup, shortage: Shortage, planned: Plan | None) -> li
 
 
 def _planned_remedy(settings: dict[str, Any], peak: float) -> Remedy:
-    # The devices that mesh.fsdp gets are taken from mesh.data.
-    if "mesh.fsdp" in settings:
+    # The devices that an axis of the mesh gets are taken from mesh.data.
+    if any(name.startswith("mesh.") for name in settings):
         settings = {"mesh.data": 0, **settings}
     return Remedy(settings, f"{human_bytes(peak)} of a device (estimate)")
 

@@ -428,4 +428,4 @@ def is_balanced(planned: PlannedRun, stack: Stack) -> bool:
     mask = mask._replace(max_segments=model.max_segments)
     with jax.sharding.use_abstract_mesh(planned.mesh):
         reads = reads_balanced(model.attention_kernel, mask, model.n_heads)
-    return reads and not model.dropout
+    return reads and not model.has_dropout
