@@ -46,7 +46,7 @@ HEADER += ["all-reduces", "reduce-scatters", "attention"]
 @dataclass(frozen=True)
 class Row:
     """A step to compile: what it is, its config, target and settings; `packed` as in
-    `compiled_report`.
+    `compiled_report`; `table` is the mark in the Markdown file of the table that it is in.
     """
 
     title: str
@@ -54,6 +54,7 @@ class Row:
     target: str
     settings: tuple[str, ...] = ()
     packed: bool | None = None
+    table: str = "compiled"
 
     def run(self) -> RunConfig:
         return load_config(CONFIGS / f"{self.config}.py", self.settings)
@@ -71,8 +72,18 @@ def long_rows(length: int) -> tuple[str, ...]:
     return rows_of(1, 1, "model.n_layers=2", *sizes)
 
 
+def divided_row(length: int, target: str, *more: str) -> Row:
+    """A row of `length` tokens of llama_1b, divided over all devices of a target."""
+    devices = parse_target(target).size
+    sizes = (f"model.max_length={length}", f"data.sequence_length={length}")
+    settings = rows_of(1, 1, f"mesh.context={devices}", *sizes, *more)
+    title = ", ".join([f"a row of {length:,}", f"context {devices}", *more])
+    return Row(title, "llama_1b", target, settings, table="context")
+
+
 UNROLLED = ("train.batch_size=64", "train.microbatches=1")
 FSDP4, FSDP16 = "mesh.fsdp=4", "mesh.fsdp=16"
+FULL = "model.remat=full"
 KEPT_BY_HOST = ("model.remat=names", "model.saved=none", "model.offload=attention,input")
 ROWS = {
     "gpt2_unrolled": Row("gpt2_124m, 64 rows, unrolled", "gpt2_124m", "h100:1x1", UNROLLED),
@@ -117,6 +128,23 @@ ROWS = {
         )
         for length in (8192, 16_384, 32_768)
     },
+    "llama_1b_unrolled": Row(
+        "llama_1b, 8 rows, unrolled", "llama_1b", "h100:1x1", (*UNROLLED[1:], "train.batch_size=8")
+    ),
+    **{
+        f"context_{length // 1024}k_{target.replace(':', '_')}": divided_row(length, target, *more)
+        for length, target, *more in (
+            (32_768, "h100:1x8"),
+            (131_072, "h100:1x2", FULL),
+            (131_072, "h100:1x4", FULL),
+            (131_072, "h100:1x8", FULL),
+            (524_288, "h100:1x8", FULL),
+            (32_768, "v5e:4x4"),
+            (131_072, "v5e:4x4", FULL),
+            (131_072, "v5p:2x2x4"),
+            (524_288, "v5p:2x2x4", FULL),
+        )
+    },
 }
 # The steps of other libraries with the same model, rows, dtype and mesh, counted in the same way:
 # (milliseconds at least, GiB at the peak).
@@ -128,7 +156,7 @@ PEERS: dict[str, dict[str, tuple[float, float]]] = {
     },
     "llama3_8b_v5e": {"MaxText 0.2.5": (3424, 12.4)},
     "llama3_8b_v5e_host": {"MaxText 0.2.5": (3424, 12.4)},
-    "llama_1b": {"MaxText 0.2.5": (182, math.nan)},
+    "llama_1b_unrolled": {"MaxText 0.2.5": (182, math.nan)},
     "gpt2_unrolled": {
         "MaxText 0.2.5": (123, math.nan),
         "the same, by arithmetic without its detours": (111, math.nan),
@@ -259,17 +287,20 @@ def main() -> None:
         rows[row] = measure(ROWS[row], hlo)
         print(f"{row}: {', '.join(figures(rows[row]))}", flush=True)
         save(name, {"rows": rows}, smoke=False)
-    table = [cells(rows[row], before.get(row)) for row in [*ROWS, *rows] if row in rows]
-    unique = list(dict.fromkeys(map(tuple, table)))
-    print_table(HEADER, unique)
+    tables: dict[str, list[list[str]]] = {"compiled": [], "context": []}
+    for row in [row for row in dict.fromkeys([*ROWS, *rows]) if row in rows]:
+        of_table = ROWS[row].table if row in ROWS else "compiled"
+        tables[of_table].append(cells(rows[row], before.get(row)))
     peers = beside_peers(rows)
-    print_table(PEERS_HEADER, peers)
+    for header, table in [*((HEADER, table) for table in tables.values()), (PEERS_HEADER, peers)]:
+        print_table(header, table)
     for row, path in options.peer:
         print(counted(ROWS[row], Path(path)))
     if options.smoke:
         save(name, {"rows": rows}, smoke=True)
     if options.table:
-        write_table(options.table, "compiled", HEADER, unique)
+        for mark, table in tables.items():
+            write_table(options.table, mark, HEADER, table)
         write_table(options.table, "peers", PEERS_HEADER, peers)
 
 
