@@ -48,7 +48,15 @@ def step(config: str, target: str, rows: int, *settings: str, packed: bool | Non
 GPU, GPUS, SLICE = "h100:1x1", "h100:1x8", "v5e:2x2"
 FULL, NAMES, UNROLLED = "model.remat=full", "model.remat=names", "model.layer_loop=unroll"
 PLAIN = "model.dropout=0.0"
-LONG = ("model.max_length=8192", "data.sequence_length=8192")
+C4, C8 = "mesh.context=4", "mesh.context=8"
+
+
+def long(length: int) -> tuple[str, str]:
+    """Settings for rows of `length` tokens."""
+    return f"model.max_length={length}", f"data.sequence_length={length}"
+
+
+LONG, LONGER = long(8192), long(32_768)
 STEPS = {
     "gpt2": step("gpt2_124m", GPU, 64),
     "gpt2_packed": step("gpt2_124m", GPU, 64, packed=True),
@@ -86,6 +94,23 @@ STEPS = {
     "t5_small_tensor": step("t5_small", "h100:1x4", 64, PLAIN, "mesh.tensor=4"),
     "transformer_base": step("transformer_base", GPU, 56, PLAIN),
     "transformer_base_fsdp": step("transformer_base", GPUS, 128, PLAIN, "mesh.fsdp=4"),
+    "gpt2_context": step("gpt2_124m", "h100:1x4", 8, C4, *LONG),
+    "gpt2_context_ring": step("gpt2_124m", GPUS, 8, C8, *LONG),
+    "gpt2_context_ring_full": step("gpt2_124m", GPUS, 1, C8, *long(65_536), FULL),
+    "gpt2_data_context": step("gpt2_124m", GPUS, 16, C4, "train.microbatches=2", *LONG),
+    "llama_1b_context": step("llama_1b", GPUS, 1, C8, *LONGER),
+    "llama_1b_context_packed": step("llama_1b", "h100:1x4", 1, C4, FULL, *LONGER, packed=True),
+    "llama_1b_context_tensor": step("llama_1b", GPUS, 1, C4, "mesh.tensor=2", *LONGER),
+    "llama_1b_fsdp_context": step("llama_1b", GPUS, 2, "mesh.fsdp=2", C4, FULL, *LONGER),
+    "llama3_8b_context": step("llama3_8b", GPUS, 1, C8, FULL, *LONGER),
+    "bert_base_context": step("bert_base", "h100:1x4", 32, PLAIN, C4, *long(2048)),
+    "t5_small_context": step("t5_small", "h100:1x4", 64, PLAIN, C4),
+    "transformer_base_context": step("transformer_base", "h100:1x4", 56, PLAIN, C4),
+    "gpt2_data_unrolled": step("gpt2_124m", GPUS, 256, UNROLLED, "train.microbatches=2"),
+    "gpt2_tensor_unrolled": step("gpt2_124m", "h100:1x4", 64, "mesh.tensor=4", UNROLLED),
+    "gpt2_context_unrolled": step("gpt2_124m", "h100:1x4", 8, C4, UNROLLED, *LONG),
+    "llama_1b_fsdp_unrolled": step("llama_1b", GPUS, 64, "mesh.fsdp=8", UNROLLED),
+    "bert_base_unrolled": step("bert_base", GPU, 64, PLAIN, UNROLLED),
     "v5e_gpt2": step("gpt2_124m", SLICE, 32, "mesh.fsdp=4"),
     "v5e_gpt2_full": step("gpt2_124m", SLICE, 64, "mesh.fsdp=4", FULL),
     "v5e_gpt2_packed": step("gpt2_124m", SLICE, 32, "mesh.fsdp=4", packed=True),
@@ -94,6 +119,7 @@ STEPS = {
     "v5e_llama_1b": step("llama_1b", SLICE, 8, "mesh.fsdp=4"),
     "v5e_bert_base": step("bert_base", SLICE, 64, PLAIN, "mesh.fsdp=4"),
     "v5e_transformer_base": step("transformer_base", SLICE, 64, PLAIN, "mesh.fsdp=4"),
+    "v5e_llama_1b_context": step("llama_1b", SLICE, 1, C4, "model.n_layers=4", *LONG),
     "v5e_llama3_8b": step("llama3_8b", "v5e:4x4", 16, "mesh.fsdp=16", FULL),
     "v5p_llama_1b": step("llama_1b", "v5p:2x2x1", 32, "mesh.fsdp=4"),
     "v5p_llama_1b_names": step("llama_1b", "v5p:2x2x1", 64, "mesh.fsdp=4", NAMES),

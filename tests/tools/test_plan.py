@@ -22,9 +22,9 @@ from jaxformer.models.cost import activation_bytes, flops_per_token, parameter_c
 from jaxformer.runs.selection import CPU_ACTIVATIONS
 from jaxformer.tools.plan.activations import activations, bias_bytes, planned_stacks
 from jaxformer.tools.plan.make import Plan, make_plan
-from jaxformer.tools.plan.planned import PlannedRun, planned_run, replanned
+from jaxformer.tools.plan.planned import PlannedRun, abstract_mesh, planned_run, replanned
 from jaxformer.tools.plan.report import parameters_by_part, plan_numbers, plan_text
-from jaxformer.tools.plan.undivided import undivided_axes
+from jaxformer.tools.plan.undivided import sentence, undivided_axes
 from jaxformer.training.optim import make_optimizer, make_schedule
 from jaxformer.training.state import init_state
 
@@ -86,6 +86,59 @@ def test_shards_take_their_share_of_the_bytes() -> None:
     divided = held(one)["parameters"] - norms
     assert held(eight)["parameters"] == divided / 8 + norms
     assert held(eight)["batch"] == held(one)["batch"] / 8
+
+
+LONG_ROW = ("data.sequence_length=32768", "model.max_length=32768", "train.microbatches=1")
+
+
+def test_context_divides_state_and_activations() -> None:
+    plans = [
+        plan("llama_1b", "h100", n, f"mesh.context={n}", "train.batch_size=1", *LONG_ROW)
+        for n in (1, 2, 4)
+    ]
+    one = plans[0]
+    norms = 4 * parameters_by_part(one.planned)["norms"]
+    for found in plans[1:]:
+        count = found.planned.context
+        divided = held(one)["parameters"] - norms
+        assert held(found)["parameters"] == divided / count + norms
+        assert found.planned.rows == 1 and found.planned.positions(32_768) == 32_768 // count
+        stages = found.memory.stages.values(), one.memory.stages.values()
+        for lines, of_one in zip(*stages, strict=True):
+            stored = [line.bytes for line in lines if line.name == "activations"]
+            assert stored == [line.bytes / count for line in of_one if line.name == "activations"]
+    assert plans[1].memory.peak < 0.6 * one.memory.peak
+    assert plans[2].memory.peak < 0.6 * plans[1].memory.peak
+    text = " ".join(plan_text(plans[2], "").split())
+    assert "context 4" in text and "1 rows of a device at a time, 8,192 tokens of each" in text
+    assert "devices of mesh.context exchange tokens for heads before attention" in text
+    assert plan_numbers(plans[2])["exchange"] == "heads"
+    assert "mesh.context" not in plan_text(one, "")
+
+
+def test_a_row_that_fits_on_no_device_is_divided_by_context() -> None:
+    rows = ("data.sequence_length=262144", "model.max_length=262144", "train.microbatches=1")
+    settings = ("mesh.fsdp=8", "train.batch_size=8", *rows)
+    found = plan("llama_1b", "h100", 8, *settings)
+    assert found.memory.fits is False and found.changes
+    for change in found.changes:
+        settings = change.settings
+        assert settings["mesh.fsdp"] * settings["mesh.context"] == 8 > settings["mesh.fsdp"]
+        memory = make_plan(replanned(found.planned, settings)).memory
+        assert memory.fits and memory.peak == change.peak
+    # Where fewer tokens of a device at a time are enough, rows are not divided.
+    short = plan("llama_1b", "a100_40gb", 4, "train.microbatches=1", "train.batch_size=64")
+    assert short.changes and not any("mesh.context" in one.settings for one in short.changes)
+
+
+def test_another_mesh_has_the_kernel_that_it_needs() -> None:
+    settings = ("train.batch_size=8", "data.sequence_length=8192", "model.max_length=8192")
+    run = planned("gpt2_124m", "h100", 8, *settings, "train.microbatches=1")
+    assert run.model.attention_kernel == "cudnn" and run.exchange == "none"
+    ring = replanned(run, {"mesh.context": 8})
+    assert ring.model.attention_kernel == "ring" == ring.exchange
+    assert ring.kernel.startswith("ring")
+    assert replanned(ring, {"mesh.context": 4}).model.attention_kernel == "cudnn"
 
 
 def test_products_are_those_of_the_cost_model() -> None:
@@ -200,6 +253,16 @@ def test_every_axis_that_is_left_has_a_remedy(
         assert one.axis not in {left.axis for left in other.undivided}
     # Compilers divide the products with keys and values by the width of a head.
     assert bool(found.products.undivided) == ("heads" in axes)
+
+
+def test_an_axis_that_two_axes_of_the_mesh_would_divide_is_named_with_both() -> None:
+    run = planned("quickstart", "h100", 1, "model.d_model=36", "model.n_heads=3")
+    mesh = abstract_mesh(8, {"data": 1, "fsdp": 2, "context": 4, "tensor": 1}, "h100")
+    (one,) = [one for one in undivided_axes(run.specs, mesh) if one.axis == "embed"]
+    assert (one.length, one.mesh_axis, one.devices) == (36, "fsdp x context", 8)
+    assert "embed 36 by mesh.fsdp x mesh.context 8" in sentence(one)
+    fsdp, context = (int(word) for word in one.remedy.split() if word.isdigit())
+    assert fsdp * context == 4
 
 
 def test_less_is_stored_with_remat_and_with_microbatches() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import jaxformer as jf
+from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.models.cost import parameter_count
 from jaxformer.tools.plan.collectives import Collective, collectives_of, sent_bytes
 from jaxformer.tools.plan.make import make_plan
@@ -79,6 +80,71 @@ def test_tensor_parallelism_sums_each_sublayer() -> None:
     assert make_plan(run).memory.temporary < one.memory.temporary
 
 
+def long_rows(length: int, rows: int) -> tuple[str, ...]:
+    return (
+        *(f"model.max_length={length}", f"data.sequence_length={length}"),
+        *(f"train.batch_size={rows}", "train.microbatches=1"),
+    )
+
+
+def test_attention_exchanges_tokens_for_heads() -> None:
+    run = planned("llama_1b", "h100", 8, "mesh.fsdp=2", "mesh.context=4", *long_rows(8192, 2))
+    assert run.exchange == "heads" and run.shards == 8
+    found = by_purpose(run)
+    # Weights and their gradients go over both axes that divide parameters.
+    weights = found["all-gather", "weights of the layers, forward"]
+    assert (weights.axis, weights.devices) == ("fsdp x context", 8)
+    assert weights.bytes == 2 * matrices_of_layers(run)
+    # One row of a device, of whose tokens it has a quarter: queries of 32 heads, keys and values of
+    # 4, and the output.
+    tokens, heads = 8192 // 4, 32 + 4 + 4 + 32
+    forward = found["all-to-all", "tokens of attention for heads, and back"]
+    assert (forward.axis, forward.devices, forward.times) == ("context", 4, 4 * 22)
+    assert forward.bytes == 22 * 2 * tokens * heads * 64
+    assert found["all-to-all", "gradients of tokens and heads"].bytes == forward.bytes
+    again = "all-to-all", "tokens for heads again, backward"
+    assert found[again].bytes == 22 * 2 * tokens * 32 * 64
+    # What remat does not store is exchanged again.
+    mesh = ("mesh.fsdp=2", "mesh.context=4", "model.remat=full")
+    full = by_purpose(planned("llama_1b", "h100", 8, *mesh, *long_rows(8192, 2)))
+    assert full[again].bytes == forward.bytes
+    # Eight devices need the four heads of keys and values twice.
+    eight = by_purpose(planned("llama_1b", "h100", 8, "mesh.context=8", *long_rows(8192, 1)))
+    repeated = eight["all-to-all", forward.purpose].bytes
+    assert repeated == 22 * 2 * (8192 // 8) * (32 + 8 + 8 + 32) * 64
+
+
+def test_looked_up_rows_are_exchanged_over_context_and_then_over_fsdp() -> None:
+    run = planned("llama_1b", "h100", 8, "mesh.fsdp=2", "mesh.context=4", *long_rows(8192, 2))
+    rows = {one.axis: one for one in collectives_of(run) if one.purpose == "looked-up rows"}
+    assert list(rows) == ["fsdp", "context"]
+    assert rows["fsdp"].bytes == 2 * (8192 // 4) * 2048 == rows["context"].bytes / 2
+
+
+def test_heads_that_the_devices_do_not_divide_need_the_keys_of_all() -> None:
+    settings = ("mesh.context=8", *long_rows(8192, 1))
+    # A device has keys and values of 12 heads of 64.
+    keys = 12 * 2 * (2 * (8192 // 8) * 12 * 64)
+    ring = planned("gpt2_124m", "h100", 8, *settings)
+    assert ring.exchange == "ring"
+    found = by_purpose(ring)
+    for purpose, width in (("keys and values, forward", 1), ("gradients of keys and values", 2)):
+        one = found["collective-permute", purpose]
+        assert (one.times, one.bytes) == (12 * 2 * 8, 8 * width * keys)
+    balance = found["collective-permute", "tokens of the decoder in a balanced order"]
+    assert balance.bytes == 4 * (8192 // 8) * 768 * 2
+    gather = planned("gpt2_124m", "v5e", 8, *settings)
+    assert gather.exchange == "gather"
+    found = by_purpose(gather)
+    for kind, purpose in (
+        ("all-gather", "keys and values of all tokens, forward"),
+        ("all-gather", "keys and values of all tokens, backward"),
+        ("reduce-scatter", "gradients of keys and values"),
+    ):
+        assert found[kind, purpose].bytes == 8 * keys
+    assert balance.purpose in {one.purpose for one in collectives_of(gather)}
+
+
 def test_gradients_are_summed_once_unless_dropout_depends_on_the_batch() -> None:
     pieces = ("train.microbatches=4", "train.batch_size=256")
     apart, layers = "all-reduce", "gradients of the layers"
@@ -104,8 +170,11 @@ def test_planned_collectives_are_those_that_the_compilers_wrote(
 
     found = plan_memory.sent(plan_memory.saved("plan_memory"))
     assert len(found) >= 20 and {name.startswith("v") for name in found} == {True, False}
-    meshes = {one.axis for name in found for one in collectives_of(step_of(name))}
-    assert meshes == {"data", "fsdp", "tensor"}
+    steps = [step_of(name) for name in found]
+    axes = {
+        name for step in steps for one in collectives_of(step) for name in one.axis.split(" x ")
+    }
+    assert {"data", "fsdp", "tensor"} <= axes <= {*MESH_AXES}
     for name, (compiled, planned) in found.items():
         if name in SUMMED_WHOLE:
             # An all-reduce in a ring sends twice what a reduce-scatter does.

@@ -423,7 +423,7 @@ def is_balanced(planned: PlannedRun, stack: Stack) -> bool:
     """Whether a stack has the tokens of each row in the order of `exchange.balanced`."""
     model = planned.model
     positions: Any = jax.ShapeDtypeStruct((planned.rows, stack.tokens), jnp.int32)
-    tokens = TokenLayout(positions, positions if planned.packed else None)
+    tokens = TokenLayout(positions, positions if planned.packed else None, ordered=True)
     mask = AttentionMask(tokens, tokens, stack.causal, model.window)
     mask = mask._replace(max_segments=model.max_segments)
     with jax.sharding.use_abstract_mesh(planned.mesh):
