@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_run import EVERY, STEPS, contents, copy, line, reference, train_here, write_text
 
+from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.cli import main
 from jaxformer.files import ConfigError
 from jaxformer.report import read_metrics
@@ -116,6 +117,13 @@ def test_the_command_prints_the_batch_as_text_and_writes_every_token(
     assert row["loss"] == pytest.approx(float(np.mean(nats)), rel=1e-5)
     ranked = max(token["nats"] for row in found["rows"] for token in row["tokens"])
     assert f"  {ranked:.4f}  row" in out.split("highest loss:\n")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize("axis", MESH_AXES)
+def test_a_step_is_replayed_on_another_mesh(axis: str, trained: Path, capsys: Capture) -> None:
+    # There is one device.
+    assert main(["replay", str(trained), "--step", "6", f"--mesh.{axis}", "3"]) == 2
+    assert f"mesh.{axis}=3" in capsys.readouterr().err
 
 
 def test_what_differs_from_the_log_is_named(trained: Path, tmp_path: Path, capsys: Capture) -> None:
