@@ -102,7 +102,7 @@ ROWS = {
         rows_of(16, 1, FSDP16, "model.remat=names", "model.saved=none"),
     ),
     "llama3_8b_v5e_host": Row(
-        "the same, stored by the host",
+        "llama3_8b, 16 rows, stored by the host",
         "llama3_8b",
         "v5e:4x4",
         rows_of(16, 1, FSDP16, *KEPT_BY_HOST),
