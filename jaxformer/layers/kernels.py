@@ -19,7 +19,6 @@ from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.exchange import CONTEXT, Exchange, Kernel, exchange_of, on_each_device, placed
 from jaxformer.layers.masks import AttentionMask
-from jaxformer.layers.ring import around_ring, ring_attention
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -45,6 +44,19 @@ def _flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax
     from jaxformer.layers.pallas import flash_attention
 
     return flash_attention(q, k, v, mask)
+
+
+def _ring(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    # Imported here, so that runs whose rows are not divided do not load it.
+    from jaxformer.layers.ring import ring_attention
+
+    return ring_attention(q, k, v, mask)
+
+
+def _around_ring(run: Kernel, *inputs: Any) -> jax.Array:
+    from jaxformer.layers.ring import around_ring
+
+    return around_ring(run, *inputs)
 
 
 HOPPER = (9, 0)
@@ -234,10 +246,10 @@ KERNELS: Table[KernelRow] = Table(
             frozenset({"divided queries"}),
         ),
         "ring": KernelRow(
-            ring_attention,
+            _ring,
             "ring attention over mesh.context",
             frozenset({"dropout", "leading", "score bias", "one device"}),
-            on_mesh=around_ring,
+            on_mesh=_around_ring,
             balanced=("heads", "gather"),
         ),
         "xla": KernelRow(plain, "plain XLA attention"),
