@@ -48,8 +48,8 @@ def test_collectives_follow_from_the_placements() -> None:
 
 @pytest.mark.parametrize(("devices", "sends"), [(4, 3), (16, 17)])
 def test_a_windowed_product_passes_shards_on(devices: int, sends: int) -> None:
-    mesh = f"mesh.fsdp={devices}"
-    run = planned("llama_1b", "v5e", devices, mesh)
+    windowed = "train.compiler_options=none"
+    run = planned("llama_1b", "v5e", devices, f"mesh.fsdp={devices}", windowed)
     found, microbatches = by_purpose(run), run.run.train.n_microbatches
     forward = found["collective-permute", "weights of the layers, forward"]
     assert forward.times == 7 * 22 * microbatches * sends
@@ -57,13 +57,25 @@ def test_a_windowed_product_passes_shards_on(devices: int, sends: int) -> None:
     assert forward.bytes == forward.sent("tpu") == sends * shards
     # With remat those of attention are gathered once more; those of gate and up are shared.
     backward = "weights of the layers, backward"
-    again = by_purpose(planned("llama_1b", "v5e", devices, mesh, "model.remat=full"))
+    full = (f"mesh.fsdp={devices}", windowed, "model.remat=full")
+    again = by_purpose(planned("llama_1b", "v5e", devices, *full))
     attention = 2 * parameters_by_part(run)["attention"] * microbatches / devices
     gate_and_up = 2 / 3 * 2 * parameters_by_part(run)["ffn"] * microbatches
     assert again["all-gather", backward].bytes == pytest.approx(gate_and_up)
     assert again["collective-permute", backward].bytes == pytest.approx(
         forward.bytes + sends * (attention - gate_and_up / devices)
     )
+
+
+def test_a_tpu_gathers_weights_at_once_by_the_options_of_its_compiler() -> None:
+    run = planned("llama_1b", "v5e", 16, "mesh.fsdp=16", "model.remat=full")
+    found, microbatches = by_purpose(run), run.run.train.n_microbatches
+    for one_pass in ("forward", "backward"):
+        gathers = found["all-gather", f"weights of the layers, {one_pass}"]
+        assert gathers.bytes == 2 * matrices_of_layers(run) * microbatches
+    # The sums of gradients are passed on, as before.
+    gradients = found["collective-permute", "gradients of the layers"]
+    assert gradients.bytes == 17 / 16 * 2 * matrices_of_layers(run) * microbatches
 
 
 def test_tensor_parallelism_sums_each_sublayer() -> None:
@@ -183,6 +195,10 @@ def test_planned_collectives_are_those_that_the_compilers_wrote(
             assert compiled["all-reduce"] == pytest.approx(2 * scattered, rel=0.05)
             compiled["all-reduce"] -= round(scattered)
         assert planned.total() == pytest.approx(compiled.total(), rel=0.1), name
+        if name.startswith("v"):
+            # The compiler options of a TPU say whether its weights are gathered in pieces.
+            for kinds in (compiled, planned):
+                kinds["all-gather"] += kinds.pop("collective-permute", 0)
         for kind, size in compiled.items():
             if size > 0.05 * compiled.total() and name not in SUMMED_WHOLE:
                 assert planned[kind] == pytest.approx(size, rel=0.1), (name, kind)

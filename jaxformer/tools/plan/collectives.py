@@ -9,9 +9,9 @@ layers once a microbatch. tensor: heads, feed-forward width and vocabulary are s
 of attention and of the feed-forward, and the gradients of their inputs, are summed, and the table
 of tokens is gathered for its look-up.
 
-XLA's compiler for TPUs turns the product with a gathered matrix, and the scatter of its gradient,
-into a loop that sends a shard on while it multiplies by another: a windowed product (Wang et al.
-2023, "Overlap communication with dependent computation via decomposition").
+XLA's compiler for TPUs turns the scatter of a gradient into a loop that sends a shard on while it
+multiplies by another: a windowed product (Wang et al. 2023, "Overlap communication with dependent
+computation via decomposition"). The product with a gathered matrix, too, where its option is on.
 """
 
 import math
@@ -31,9 +31,12 @@ from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.models.cost import Stack
 from jaxformer.tools.plan.activations import bias_bytes, planned_stacks, recomputed_names, sizes_of
 from jaxformer.tools.plan.planned import PlannedRun
+from jaxformer.training.compiler_options import compiler_options
 
 # A loop over more devices than these sends two shards that it does not use.
 UNROLLED = 4
+# The option of XLA that has the weights of a product sent on in pieces.
+WINDOWED_WEIGHTS = "xla_tpu_enable_windowed_einsum_for_all_gather"
 # Kernels that name the queries, keys and values that they read, so that a layer may store these.
 NAMED_INPUTS = ("cudnn", "tpu", "flash")
 
@@ -142,11 +145,16 @@ def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
     """The weights of the layers and their gradients, over fsdp and context."""
     leaves = _leaves(planned, "layers")
     divided = [leaf for leaf in leaves if leaf.divided]
-    if planned.device.platform == "tpu":
-        yield from _windowed(planned, divided)
+    on_tpu = planned.device.platform == "tpu"
+    options = compiler_options(planned.mesh, *planned.run.train.stated_options)
+    if on_tpu and options.get(WINDOWED_WEIGHTS) != "false":
+        yield from _windowed_weights(planned, divided)
     else:
         yield _of_matrices(planned, "all-gather", "weights of the layers, forward", divided)
         yield _of_matrices(planned, "all-gather", "weights of the layers, backward", divided)
+    if on_tpu:
+        yield from _windowed_gradients(planned, divided)
+    else:
         yield _of_matrices(planned, "reduce-scatter", "gradients of the layers", divided)
     replicated = [leaf for leaf in leaves if not leaf.divided]
     yield _of_matrices(planned, "all-reduce", "gradients of the layers", replicated)
@@ -168,34 +176,38 @@ def _of_microbatches(
     return Collective(kind, purpose, name, times * microbatches, size * microbatches, devices)
 
 
-def _windowed(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
-    """The weights of the layers and their gradients in windowed products."""
-    devices = planned.shards
-    unrolled = devices <= UNROLLED
+def _permutes(planned: PlannedRun, purpose: str, leaves: list[_Leaf], sends: int) -> Collective:
+    """Shards of matrices that are sent on so many times."""
+    one = _of_matrices(planned, "collective-permute", purpose, leaves)
+    return one._replace(times=one.times * sends, bytes=one.bytes / planned.shards * sends)
 
-    def permutes(purpose: str, of: list[_Leaf], sends: int) -> Collective:
-        one = _of_matrices(planned, "collective-permute", purpose, of)
-        return one._replace(times=one.times * sends, bytes=one.bytes / devices * sends)
 
+def _windowed_weights(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
+    """The weights of the layers in windowed products."""
     # What remat repeats of the feed-forward reads the same gathered matrix as the product of its
     # gradient. The products of attention see other shapes of theirs, so each gathers for itself.
     again = recomputed_names(planned)
     repeated = [leaf for leaf in leaves if leaf.name in again]
     shared = [leaf for leaf in repeated if "mlp" in leaf.spec.axes]
     windows = [leaf for leaf in [*leaves, *repeated] if leaf not in shared]
-    sends = devices - 1 if unrolled else devices + 1
-    yield permutes("weights of the layers, forward", leaves, sends)
-    yield permutes("weights of the layers, backward", windows, sends)
+    sends = planned.shards + (-1 if planned.shards <= UNROLLED else 1)
+    yield _permutes(planned, "weights of the layers, forward", leaves, sends)
+    yield _permutes(planned, "weights of the layers, backward", windows, sends)
     yield _of_matrices(planned, "all-gather", "weights of the layers, backward", shared)
+
+
+def _windowed_gradients(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
+    """The gradients of the layers in windowed products."""
     # Sums travel both ways around. The two begin as zeros, which are sent too, unless another
     # product of the layer has sent zeros of this shape outside of a loop.
     first: list[_Leaf] = []
     repeats: list[_Leaf] = []
     for leaf in leaves:
-        has_zeros = unrolled and any(leaf.shard == earlier.shard for earlier in first)
+        sent = any(leaf.shard == earlier.shard for earlier in first)
+        has_zeros = planned.shards <= UNROLLED and sent
         (repeats if has_zeros else first).append(leaf)
-    yield permutes("gradients of the layers", first, devices + 1)
-    yield permutes("gradients of equal shapes", repeats, devices - 1)
+    yield _permutes(planned, "gradients of the layers", first, planned.shards + 1)
+    yield _permutes(planned, "gradients of equal shapes", repeats, planned.shards - 1)
 
 
 def _of_shards(planned: PlannedRun) -> Iterator[Collective]:
