@@ -64,7 +64,7 @@ def accuracy(params: Any, config: jf.ModelConfig, batch: dict[str, jax.Array]) -
     return (is_right * batch["weights"]).sum() / batch["weights"].sum()
 
 
-def scaled(scaling: str, **settings: Any) -> jf.ModelConfig:
+def scaled(scaling: Any, **settings: Any) -> jf.ModelConfig:
     """The config for rows of up to FACTOR times the trained length."""
     return dataclasses.replace(
         CONFIG,
