@@ -109,19 +109,24 @@ def test_raising_the_number_of_steps_trains_on(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_a_run_continues_on_another_mesh_and_what_eight_devices_saved_loads_on_one(
-    whole: tuple[Path, Path], tmp_path: Path
+    axis: str, whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
     expected, text = whole
     run_dir = copy_until(STEPS - 2 * EVERY, expected, tmp_path / "run")
-    arguments = line(run_dir, text, {"mesh.fsdp": 2, "mesh.tensor": 2})
+    arguments = line(run_dir, text, {"mesh.fsdp": 2, f"mesh.{axis}": 2})
     out, _ = finish(
         fork(
             arguments,
             XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
         )
     )
-    assert "data 2, fsdp 2, tensor 2" in out and f"from step {STEPS - 2 * EVERY}" in out
+    sizes = {"data": 2, "fsdp": 2, "context": 1, "tensor": 1} | {axis: 2}
+    assert (
+        ", ".join(f"{name} {size}" for name, size in sizes.items()) in out
+        and f"from step {STEPS - 2 * EVERY}" in out
+    )
     for found, wanted in zip(logged(run_dir), logged(expected), strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
     for a, b in zip(params_of(run_dir), params_of(expected), strict=True):
