@@ -151,7 +151,10 @@ def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
         yield from _windowed_weights(planned, divided)
     else:
         yield _of_matrices(planned, "all-gather", "weights of the layers, forward", divided)
-        yield _of_matrices(planned, "all-gather", "weights of the layers, backward", divided)
+        # On a TPU the products of flattened rows that remat repeats gather for themselves.
+        repeated = _repeated(planned, divided)[1] if on_tpu and planned.context == 1 else []
+        backward = [*divided, *repeated]
+        yield _of_matrices(planned, "all-gather", "weights of the layers, backward", backward)
     if on_tpu:
         yield from _windowed_gradients(planned, divided)
     else:
@@ -182,14 +185,20 @@ def _permutes(planned: PlannedRun, purpose: str, leaves: list[_Leaf], sends: int
     return one._replace(times=one.times * sends, bytes=one.bytes / planned.shards * sends)
 
 
-def _windowed_weights(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
-    """The weights of the layers in windowed products."""
-    # What remat repeats of the feed-forward reads the same gathered matrix as the product of its
-    # gradient. The products of attention see other shapes of theirs, so each gathers for itself.
+def _repeated(planned: PlannedRun, leaves: list[_Leaf]) -> tuple[list[_Leaf], list[_Leaf]]:
+    """The matrices of products that remat repeats: those of the feed-forward, where the product of
+    a gradient reads the same gathered matrix, and those of attention, where the two see different
+    shapes of it, so that each gathers for itself."""
     again = recomputed_names(planned)
     repeated = [leaf for leaf in leaves if leaf.name in again]
     shared = [leaf for leaf in repeated if "mlp" in leaf.spec.axes]
-    windows = [leaf for leaf in [*leaves, *repeated] if leaf not in shared]
+    return shared, [leaf for leaf in repeated if leaf not in shared]
+
+
+def _windowed_weights(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
+    """The weights of the layers in windowed products."""
+    shared, apart = _repeated(planned, leaves)
+    windows = [leaf for leaf in [*leaves, *apart] if leaf not in shared]
     sends = planned.shards + (-1 if planned.shards <= UNROLLED else 1)
     yield _permutes(planned, "weights of the layers, forward", leaves, sends)
     yield _permutes(planned, "weights of the layers, backward", windows, sends)
