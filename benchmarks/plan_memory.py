@@ -119,7 +119,7 @@ STEPS = {
     "v5e_llama_1b": step("llama_1b", SLICE, 8, "mesh.fsdp=4"),
     "v5e_bert_base": step("bert_base", SLICE, 64, PLAIN, "mesh.fsdp=4"),
     "v5e_transformer_base": step("transformer_base", SLICE, 64, PLAIN, "mesh.fsdp=4"),
-    "v5e_llama_1b_context": step("llama_1b", SLICE, 1, C4, "model.n_layers=4", *LONG),
+    "v5e_llama_1b_context": step("llama_1b", SLICE, 1, C4, *LONG),
     "v5e_llama3_8b": step("llama3_8b", "v5e:4x4", 16, "mesh.fsdp=16", FULL),
     "v5p_llama_1b": step("llama_1b", "v5p:2x2x1", 32, "mesh.fsdp=4"),
     "v5p_llama_1b_names": step("llama_1b", "v5p:2x2x1", 64, "mesh.fsdp=4", NAMES),
