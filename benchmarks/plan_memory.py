@@ -97,6 +97,7 @@ STEPS = {
     "gpt2_context": step("gpt2_124m", "h100:1x4", 8, C4, *LONG),
     "gpt2_context_ring": step("gpt2_124m", GPUS, 8, C8, *LONG),
     "gpt2_context_ring_full": step("gpt2_124m", GPUS, 1, C8, *long(65_536), FULL),
+    "gpt2_fsdp_context_full": step("gpt2_124m", GPUS, 8, "mesh.fsdp=2", C4, FULL, *LONG),
     "gpt2_data_context": step("gpt2_124m", GPUS, 16, C4, "train.microbatches=2", *LONG),
     "llama_1b_context": step("llama_1b", GPUS, 1, C8, *LONGER),
     "llama_1b_context_packed": step("llama_1b", "h100:1x4", 1, C4, FULL, *LONGER, packed=True),
