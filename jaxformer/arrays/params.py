@@ -18,11 +18,13 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jaxformer.arrays.sharding import (
+    ACTIVATION_RULES,
     BATCH_AXES,
     Axes,
     activation,
     constrain,
     explicit_axes,
+    free_axes,
     gathered,
 )
 from jaxformer.files import ConfigError
@@ -241,7 +243,9 @@ def contract(
 
 def _product(equation: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     left, right, out = _letters(equation, x.shape, w.shape)
-    if _flattens(left, right, out):
+    # Rows of which the mesh divides the tokens cannot be flattened: the compiler would gather them.
+    divides_tokens = any(free_axes().get(name, 1) > 1 for name in ACTIVATION_RULES["sequence"])
+    if _flattens(left, right, out) and not divides_tokens:
         return _flat_product(left, right, x, w, dtype)
     return jnp.einsum(equation, x, w, preferred_element_type=dtype)
 

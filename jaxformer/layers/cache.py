@@ -13,7 +13,7 @@ from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.pattern import layer_configs
 
 # The axes of cached keys and values: mesh.context divides their slots.
-SLOTS = ("batch", "sequence", "kv_heads", None)
+CACHE_AXES = ("batch", "sequence", "kv_heads", None)
 
 
 class LayerCache(NamedTuple):
@@ -28,7 +28,7 @@ class LayerCache(NamedTuple):
 
     def write(self, k: jax.Array, v: jax.Array) -> "LayerCache":
         k, v = _write(self.k, k, self.at), _write(self.v, v, self.at)
-        return self._replace(k=constrain(k, SLOTS), v=constrain(v, SLOTS))
+        return self._replace(k=constrain(k, CACHE_AXES), v=constrain(v, CACHE_AXES))
 
 
 @struct.dataclass
@@ -76,7 +76,7 @@ def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -
     layers = layer_configs(config, config.n_layers)
 
     def zeros(heads: int, width: int) -> jax.Array:
-        return constrain(jnp.zeros((batch, slots, heads, width), dtype), SLOTS)
+        return constrain(jnp.zeros((batch, slots, heads, width), dtype), CACHE_AXES)
 
     k = tuple(zeros(layer.kv_heads, layer.head_width) for layer in layers)
     v = tuple(zeros(layer.kv_heads, layer.value_width) for layer in layers)

@@ -35,7 +35,7 @@ LONGEST_BLOCK = 1024
 LEAST = -1e30
 
 
-class Static(NamedTuple):
+class Ring(NamedTuple):
     """What is known when the function is traced: the number of devices in the ring, the direction
     and the window of the mask, and how scores are computed."""
 
@@ -46,7 +46,7 @@ class Static(NamedTuple):
     soft_cap: float
 
 
-class Keys(NamedTuple):
+class PassedKeys(NamedTuple):
     """What passes around: k [B, S, K, H], v [B, S, K, W], and the positions and segments [B, S] of
     the keys; segments are None where rows have none."""
 
@@ -111,7 +111,7 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
     """softmax(q k^T / sqrt(H)) v of the queries of a device and the keys of all devices of the
     ring, inside `jax.shard_map`: [B, T, N, H], [B, S, K, H], [B, S, K, W] -> [B, T, N, W]."""
     scoring: Scoring = mask.scoring
-    static = Static(
+    ring = Ring(
         jax.lax.axis_size(CONTEXT),
         mask.causal,
         mask.window,
@@ -119,16 +119,16 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
         scoring.soft_cap,
     )
     queries = Queries(q, mask.queries.positions, mask.queries.segments, scoring.sinks)
-    keys = Keys(k, v, mask.keys.positions, mask.keys.segments)
-    return _ring(queries, keys, static)
+    keys = PassedKeys(k, v, mask.keys.positions, mask.keys.segments)
+    return _ring(queries, keys, ring)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _ring(queries: Queries, keys: Keys, static: Static) -> jax.Array:
-    return _forward(queries, keys, static)[0]
+def _ring(queries: Queries, keys: PassedKeys, ring: Ring) -> jax.Array:
+    return _forward(queries, keys, ring)[0]
 
 
-def _forward(queries: Queries, keys: Keys, static: Static) -> tuple[jax.Array, Any]:
+def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array, Any]:
     # The barrier makes the masks depend on the queries. Otherwise JAX computes those of all pairs
     # of blocks before a scan over layers, and stores them.
     queries, keys = jax.lax.optimization_barrier((queries, keys))
@@ -147,7 +147,7 @@ def _forward(queries: Queries, keys: Keys, static: Static) -> tuple[jax.Array, A
     # Blocks of queries are on the first axis, as `jax.lax.map` goes through them.
     blocks = _query_blocks(queries, q)
 
-    def step(carry: tuple[Running, Keys], _: None) -> tuple[tuple[Running, Keys], None]:
+    def step(carry: tuple[Running, PassedKeys], _: None) -> tuple[tuple[Running, PassedKeys], None]:
         running, keys = carry
         of_keys = _key_blocks(keys)
 
@@ -155,10 +155,10 @@ def _forward(queries: Queries, keys: Keys, static: Static) -> tuple[jax.Array, A
             block, before = item
 
             def add(running: Running, key_block: Any) -> tuple[Running, None]:
-                allowed = _allowed(block, key_block, static)
+                allowed = _allowed(block, key_block, ring)
                 return jax.lax.cond(
                     jnp.any(allowed),
-                    lambda running: _added(running, block, key_block, allowed, static),
+                    lambda running: _added(running, block, key_block, allowed, ring),
                     lambda running: running,
                     running,
                 ), None
@@ -166,11 +166,11 @@ def _forward(queries: Queries, keys: Keys, static: Static) -> tuple[jax.Array, A
             return jax.lax.scan(add, before, of_keys)[0]
 
         running = jax.lax.map(of_block, (blocks, running))
-        return (running, _passed_on(keys, static)), None
+        return (running, _passed_on(keys, ring)), None
 
     number = blocks.q.shape[0]
     split = Running(*(_split(x, 3, number) for x in running))
-    (split, _), _ = jax.lax.scan(step, (split, keys), length=static.devices)
+    (split, _), _ = jax.lax.scan(step, (split, keys), length=ring.devices)
     running = Running(*(_joined(x, 3) for x in split))
     total = jnp.where(running.total == 0, 1, running.total)
     out = _heads_last(running.out / total).astype(queries.q.dtype)
@@ -179,7 +179,7 @@ def _forward(queries: Queries, keys: Keys, static: Static) -> tuple[jax.Array, A
     return out, (queries, keys, out, log_sum)
 
 
-def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Queries, Keys]:
+def _backward(ring: Ring, saved: Any, d_out: jax.Array) -> tuple[Queries, PassedKeys]:
     queries, keys, out, log_sum = saved
     heads = keys.k.shape[2]
     q, d_outs, outs = (_heads_first(x, heads) for x in (queries.q, d_out, out))
@@ -198,11 +198,11 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Queries, Ke
 
             def add(d_q: jax.Array, pair: Any) -> tuple[jax.Array, Any]:
                 key_block, d_block = pair
-                allowed = _allowed(block, key_block, static)
+                allowed = _allowed(block, key_block, ring)
                 rows = (d_out, log_sum, inner)
                 return jax.lax.cond(
                     jnp.any(allowed),
-                    lambda d_q: _gradients(d_q, d_block, block, rows, key_block, allowed, static),
+                    lambda d_q: _gradients(d_q, d_block, block, rows, key_block, allowed, ring),
                     lambda d_q: (d_q, d_block),
                     d_q,
                 )
@@ -212,12 +212,12 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Queries, Ke
 
         d_keys, d_q = jax.lax.scan(of_block, d_keys, (blocks, of_queries, d_q))
         # The gradients of the keys move with them, and are at home after the last step.
-        return (d_q, _passed_on(keys, static), _passed_on(d_keys, static)), None
+        return (d_q, _passed_on(keys, ring), _passed_on(d_keys, ring)), None
 
     of_keys = _key_blocks(keys)
     d_keys = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (of_keys.k, of_keys.v))
     d_q = jnp.zeros(blocks.q.shape, jnp.float32)
-    (d_q, _, (d_k, d_v)), _ = jax.lax.scan(step, (d_q, keys, d_keys), length=static.devices)
+    (d_q, _, (d_k, d_v)), _ = jax.lax.scan(step, (d_q, keys, d_keys), length=ring.devices)
     d_q = _heads_last(_joined(d_q, 3)).astype(queries.q.dtype)
     d_k, d_v = (jnp.swapaxes(_joined(x, 2), 1, 2).astype(keys.k.dtype) for x in (d_k, d_v))
     d_sinks = None
@@ -226,46 +226,44 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Queries, Ke
         sinks = queries.sinks.reshape(*log_sum.shape[1:3], 1, 1)
         by_head = -jnp.sum(jnp.exp(sinks - log_sum) * inner, axis=(0, 3, 4))
         d_sinks = by_head.reshape(queries.sinks.shape).astype(queries.sinks.dtype)
-    return Queries(d_q, None, None, d_sinks), Keys(d_k, d_v, None, None)  # type: ignore[arg-type]
+    return Queries(d_q, None, None, d_sinks), PassedKeys(d_k, d_v, None, None)  # type: ignore[arg-type]
 
 
 _ring.defvjp(_forward, _backward)
 
 
-def _passed_on(tree: Any, static: Static) -> Any:
+def _passed_on(tree: Any, ring: Ring) -> Any:
     """The arrays of a tree, each from the device before this one in the ring."""
-    to_next = [(i, (i + 1) % static.devices) for i in range(static.devices)]
+    to_next = [(i, (i + 1) % ring.devices) for i in range(ring.devices)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, to_next), tree)
 
 
-def _allowed(block: Any, key_block: Any, static: Static) -> jax.Array:
+def _allowed(block: Any, key_block: Any, ring: Ring) -> jax.Array:
     """bool [B or 1, queries, keys]: what the queries of a block see of the keys of another."""
     mask = AttentionMask(
         TokenLayout(block.positions, block.segments),
         TokenLayout(key_block.positions, key_block.segments),
-        static.causal,
-        static.window,
+        ring.causal,
+        ring.window,
     )
     allowed = visible(mask)
     shape = (1, block.positions.shape[1], key_block.positions.shape[1])
     return jnp.ones(shape, bool) if allowed is None else allowed
 
 
-def _scores(q: jax.Array, k: jax.Array, static: Static) -> tuple[jax.Array, jax.Array | None]:
+def _scores(q: jax.Array, k: jax.Array, ring: Ring) -> tuple[jax.Array, jax.Array | None]:
     """The scores [B, K, G, queries, keys], float32, and tanh(score / cap) with a soft-cap."""
-    scores = _product("BKGTH,BKSH->BKGTS", q, k) * static.scale
-    if not static.soft_cap:
+    scores = _product("BKGTH,BKSH->BKGTS", q, k) * ring.scale
+    if not ring.soft_cap:
         return scores, None
-    bent = jnp.tanh(scores / static.soft_cap)
-    return static.soft_cap * bent, bent
+    bent = jnp.tanh(scores / ring.soft_cap)
+    return ring.soft_cap * bent, bent
 
 
-def _added(
-    running: Running, block: Any, key_block: Any, allowed: jax.Array, static: Static
-) -> Running:
+def _added(running: Running, block: Any, key_block: Any, allowed: jax.Array, ring: Ring) -> Running:
     """The running output of a block of queries with a block of keys."""
     allowed = allowed[:, None, None]
-    scores, _ = _scores(block.q, key_block.k, static)
+    scores, _ = _scores(block.q, key_block.k, ring)
     scores = jnp.where(allowed, scores, LEAST)
     largest = jnp.maximum(running.largest, jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.where(allowed, jnp.exp(scores - largest), 0)
@@ -282,15 +280,15 @@ def _gradients(
     rows: tuple[jax.Array, jax.Array, jax.Array],
     key_block: Any,
     allowed: jax.Array,
-    static: Static,
+    ring: Ring,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The gradients of a block of queries, and of a block of keys and values, with what this pair
     of blocks adds to them. `rows` are d_out, the log-sum-exp and the inner sum of the queries."""
     (d_out, log_sum, inner), (d_k, d_v) = rows, d_block
-    scores, bent = _scores(block.q, key_block.k, static)
+    scores, bent = _scores(block.q, key_block.k, ring)
     weights = jnp.where(allowed[:, None, None], jnp.exp(scores - log_sum), 0)
     d_weights = _product("BKGTH,BKSH->BKGTS", d_out, key_block.v)
-    d_scores = weights * (d_weights - inner) * static.scale
+    d_scores = weights * (d_weights - inner) * ring.scale
     if bent is not None:
         d_scores = d_scores * (1 - jnp.square(bent))
     d_q = d_q + _product("BKGTS,BKSH->BKGTH", d_scores, key_block.k)
@@ -310,12 +308,12 @@ def _query_blocks(queries: Queries, q: jax.Array) -> Queries:
     return Queries(_split(q, 3, number), positions, segments, None)
 
 
-def _key_blocks(keys: Keys) -> Keys:
-    """Keys and values [B, K, S, H], positions and segments, their blocks on a first axis."""
+def _key_blocks(keys: PassedKeys) -> PassedKeys:
+    """PassedKeys and values [B, K, S, H], positions and segments, their blocks on a first axis."""
     number = _blocks_of(keys.k.shape[1])
     positions, segments = _split_layout(keys.positions, keys.segments, number)
     k, v = (_split(jnp.swapaxes(x, 1, 2), 2, number) for x in (keys.k, keys.v))
-    return Keys(k, v, positions, segments)
+    return PassedKeys(k, v, positions, segments)
 
 
 def _split_layout(

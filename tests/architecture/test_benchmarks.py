@@ -115,9 +115,9 @@ def test_a_program_of_another_library_is_counted_as_ours_are(
     assert line[2] == f"{ours:,.1f} ms" and line[5] == "3,424.0 ms"
     assert line[7] == f"{ours / 3424:.0%}" and line[4] == "MaxText 0.2.5"
     # A peak that is not known is an empty cell.
-    (line, *_) = compiled.beside_peers({"llama_1b": rows["llama_1b"]})
+    (line, *_) = compiled.beside_peers({"llama_1b_unrolled": rows["llama_1b"]})
     assert [line[6], line[8]] == ["", ""]
-    assert compiled.beside_peers({"llama_1b": {"error": "not installed"}}) == []
+    assert compiled.beside_peers({"llama_1b_unrolled": {"error": "not installed"}}) == []
     path, size = tmp_path / "peer.hlo", 2**28
     text = f"ENTRY %m (p: f32[{size}]) -> f32[{size}] {{\n  ROOT %c = f32[{size}]{{0}} copy(%p)\n}}"
     path.write_text(text.replace("{\n", f"{{\n  %p = f32[{size}]{{0}} parameter(0)\n"))

@@ -40,6 +40,14 @@ REFUSED = [
         "above model.rope_beta_slow=32",
     ),
     ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_theta": 1.0}, "rope_theta=1 above 1"),
+    (
+        {"rope_scaling": "longrope", "rope_factor": 2.0, "rope_short_factor": "1 -1"},
+        "rope_short_factor='1 -1' must be . numbers above 0",
+    ),
+    (
+        {"rope_scaling": "longrope", "rope_factor": 2.0, "rope_original_length": 1},
+        "rope_original_length=1 must be 2 or more",
+    ),
     ({"pooler": True}, "pooler=True needs model.family='encoder'"),
     ({"family": "encoder", "head_bias": True}, "head 'masked' always has a bias"),
     ({"position_offset": 2}, "needs model.positions='learned'"),
@@ -79,7 +87,7 @@ def test_every_rule_of_the_model_settings_is_tested():
         sys.settrace(None)
     lines = enumerate(source.read_text().splitlines(), start=1)
     rules = {number for number, line in lines if line.lstrip().startswith("yield ")}
-    assert len(rules) == 21 and rules <= reached
+    assert len(rules) == 24 and rules <= reached
 
 
 CALLS = [

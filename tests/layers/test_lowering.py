@@ -143,7 +143,7 @@ def test_remat_computes_fused_attention_no_more_often(platform, kernel, remat):
 def test_a_loop_on_tpus_ties_the_weights_of_a_layer_to_its_number(platform, remat):
     """Without that XLA for TPUs casts those of all layers before the loop and keeps them. It is
     done again in the backward pass: what came of it is not stored."""
-    text = lowered(a_run("decoder", "blocked", remat), mesh_of(platform, (1, 4, 1)))
+    text = lowered(a_run("decoder", "blocked", remat), mesh_of(platform, SIZES["4 devices"]))
     tied = len(re.findall(r"stablehlo\.subtract .*: tensor<128x256xf32>", text))
     # The matrices gate and up.
     assert tied == (4 if platform == "tpu" else 0)
@@ -155,7 +155,7 @@ def test_the_host_keeps_the_points_that_it_is_asked_to_and_the_inputs_of_layers(
         """How many arrays of a layer go to the host."""
         run = a_run("decoder", "blocked", "names")
         model = dataclasses.replace(run.model, saved="none", offload=offload)
-        text = lowered(dataclasses.replace(run, model=model), mesh_of(platform, (1, 4, 1)))
+        text = lowered(dataclasses.replace(run, model=model), mesh_of(platform, SIZES["4 devices"]))
         return text.count('"pinned_host"')
 
     assert [moved(offload) for offload in ("", "out", "out,input")] == [0, 1, 2]
@@ -170,7 +170,7 @@ def test_the_gradient_of_the_head_is_scattered(platform, devices, in_a_ring):
     model = dataclasses.replace(run.model, d_model=1024, n_heads=8, vocab_size=16384)
     data, train = DataConfig(sequence_length=1024), TrainConfig(batch_size=16, microbatches=1)
     run = dataclasses.replace(run, model=model, data=data, train=train)
-    text = lowered(run, mesh_of(platform, (1, devices, 1)))
+    text = lowered(run, mesh_of(platform, (1, devices, 1, 1)))
     assert ("stablehlo.collective_permute" in text) is in_a_ring
     assert ("stablehlo.reduce_scatter" in text) is not in_a_ring
 

@@ -232,5 +232,5 @@ def test_the_kernel_of_a_run_takes_a_prefix_or_says_why_not():
         kernels.choose("cudnn", case)
     layout = TokenLayout(jnp.arange(128)[None], ordered=True)
     mask = AttentionMask(layout, layout, leading=4)
-    assert not kernels.KERNELS["cudnn"].serves(mask)
-    assert kernels.KERNELS["blocked"].serves(mask)
+    assert not kernels.KERNELS["cudnn"].serves(mask, heads=4)
+    assert kernels.KERNELS["blocked"].serves(mask, heads=4)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from objective_runs import prepared
 
 import jaxformer as jf
-from jaxformer.arrays.mesh import make_mesh
+from jaxformer.arrays.mesh import MESH_AXES, make_mesh
 from jaxformer.arrays.params import map_specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings
@@ -31,8 +31,8 @@ DEVICES = {"cpu": "cpu", "gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5 lite"}
 
 def mesh_on(platform: str) -> AbstractMesh:
     device = AbstractDevice(DEVICES[platform], num_cores=1, platform=platform)
-    kinds, names = (AxisType.Auto,) * 3, ("data", "fsdp", "tensor")
-    return AbstractMesh((1, 1, 1), names, axis_types=kinds, abstract_device=device)
+    sizes, kinds = zip(*[(1, AxisType.Auto) for _ in MESH_AXES], strict=True)
+    return AbstractMesh(sizes, MESH_AXES, axis_types=kinds, abstract_device=device)
 
 
 def run_of(**model: Any) -> RunConfig:

@@ -12,7 +12,7 @@ from learning_steps import a_batch, a_run, loss_for, step_of
 from shapes import VOCABULARY, model
 
 import jaxformer as jf
-from jaxformer.arrays.mesh import make_mesh
+from jaxformer.arrays.mesh import MESH_AXES, make_mesh
 from jaxformer.arrays.params import rows
 from jaxformer.config.config_file import check
 from jaxformer.config.run import OptimizerConfig, RunConfig
@@ -283,7 +283,8 @@ def test_moments_are_sharded_as_their_parameters():
     run = a_run(optimizer={"name": "muon"})
     specs, schedule = transformer.specs(run.model), make_schedule(run.optimizer, 10)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
-    placed = state_shardings(specs, optimizer, make_mesh(), ())
+    mesh = jax.sharding.AbstractMesh((1, 2, 1, 1), MESH_AXES)
+    placed = state_shardings(specs, optimizer, mesh, ())
     moments = [
         path
         for path, place in jax.tree.leaves_with_path(placed.optimizer)
