@@ -30,6 +30,8 @@ from jaxformer.training.state import on_mesh
 
 # The check of a kernel takes fewer rows and heads where its float32 scores would exceed this.
 REFERENCE_BYTES = 2**30
+# It takes shorter rows where those of one row would exceed this.
+ROW_BYTES = 2**33
 # The largest error of a kernel, relative to the largest element of the reference.
 TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
 # What the check compares: the output, and the gradients of the inputs.
@@ -115,9 +117,26 @@ def prove_kernel(resolved: Resolved) -> str:
     if name == "xla":
         return ""
     rows = train.batch_size // train.n_microbatches
+    length, source_length = checked_lengths(
+        model.n_heads, resolved.mesh.shape, length, resolved.source_length
+    )
     with on_mesh(resolved.mesh):
-        errors = check_kernel(name, model, rows, length, resolved.source_length)
+        errors = check_kernel(name, model, rows, length, source_length)
     return f"The attention kernel {name} was checked against float32 on rows of {length}: {errors}."
+
+
+def checked_lengths(
+    heads: int, sizes: Mapping[str, int], length: int, source_length: int
+) -> tuple[int, int]:
+    """The lengths of the rows of a check, on a mesh of these sizes: those of a run, halved while
+    the scores of one row would exceed ROW_BYTES on a device, and a device keeps whole blocks."""
+    context = sizes["context"]
+    limit = ROW_BYTES * context * sizes["tensor"]
+    while 16 * heads * max(length, source_length) ** 2 > limit:
+        if length % (512 * context) or source_length % (512 * context):
+            break
+        length, source_length = length // 2, source_length // 2
+    return length, source_length
 
 
 def check_kernel(

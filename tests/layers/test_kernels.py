@@ -17,7 +17,7 @@ from jaxformer.layers import cudnn, kernels
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.kernels import KERNELS, Case, attend, choose, plain
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
-from jaxformer.runs.device import check_kernel, with_proven_kernel
+from jaxformer.runs.device import check_kernel, checked_lengths, with_proven_kernel
 from jaxformer.runs.resolve import resolve_without_data
 
 
@@ -410,3 +410,17 @@ def test_plain_attention_in_16_bits_has_no_float32_product_forward_or_backward()
         np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.05)
     _, pushed = jax.jvp(total, (q, k, v), (q, k, v))
     assert np.isfinite(pushed)
+
+
+@pytest.mark.parametrize(
+    "heads, sizes, lengths, expected",
+    [
+        (32, {"context": 1, "tensor": 1}, (4096, 0), (4096, 0)),
+        (32, {"context": 1, "tensor": 1}, (32_768, 0), (4096, 0)),
+        (32, {"context": 16, "tensor": 1}, (131_072, 0), (16_384, 0)),
+        (32, {"context": 8, "tensor": 1}, (524_288, 262_144), (8192, 4096)),
+        (32, {"context": 1, "tensor": 1}, (9000, 0), (9000, 0)),
+    ],
+)
+def test_a_kernel_is_checked_on_rows_whose_scores_fit(heads, sizes, lengths, expected):
+    assert checked_lengths(heads, sizes, *lengths) == expected
