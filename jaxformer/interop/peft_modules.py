@@ -19,7 +19,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
 from jaxformer.interop.family import Copy, Family
-from jaxformer.interop.tensor_table import BY_HEAD, LINEAR, SAME, Tensor, Transform
+from jaxformer.interop.tensor_table import BY_HEAD, LINEAR, SAME, STACKED, Tensor, Transform
 from jaxformer.models.transformer import specs as model_specs
 
 PREFIX = "base_model.model."  # of every name in adapter_model.safetensors
@@ -151,4 +151,4 @@ def _low_rank_specs(tensor: Tensor, rank: int) -> list[tuple[Spec, Spec]]:
 def _order(tensor: Tensor) -> Transform:
     """How the rows [outputs, R] of lora_B are ordered: as those of the module's weight. peft has
     this shape also over weights that are stored as [inputs, outputs], and over embeddings."""
-    return BY_HEAD if tensor.transform is BY_HEAD else LINEAR
+    return tensor.transform if tensor.transform in (BY_HEAD, STACKED) else LINEAR
