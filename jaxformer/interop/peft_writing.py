@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save as safetensors_bytes
 
-from jaxformer.adapters.low_rank import LowRank
+from jaxformer.adapters.low_rank import LowRank, low_rank
 from jaxformer.arrays.params import Params, Weight, check_params, is_custom
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
@@ -148,7 +148,7 @@ def _leaf_adapter(leaf: Weight, layer: int | None) -> LeafAdapter | None:
 def _module_of(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule:
     """The adapter of a module from those of its leaves, of which some may have none."""
     adapted = [adapter for adapter in adapters if adapter]
-    scale, outputs = adapted[0].scale, adapted[0].b.shape[1:]
+    scale = adapted[0].scale
     shared = all(np.array_equal(adapter.a, adapted[0].a) for adapter in adapted)
     if not shared:
         # a is [a_q a_k a_v] then, and each b lies in the rows of its own a.
@@ -156,8 +156,8 @@ def _module_of(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule
         adapted = [adapter for adapter in adapters if adapter]
     a = adapted[0].a if shared else np.concatenate([adapter.a for adapter in adapted], -1)
     bs, row = [], 0
-    for adapter in adapters:
-        b = np.zeros((a.shape[-1], *outputs), np.float32)
+    for adapter, spec in zip(adapters, tensor.specs, strict=True):
+        b = np.zeros(low_rank(spec, a.shape[-1], 1.0).b.shape, np.float32)
         if adapter:
             # One module has one scale: another leaf's goes into its b.
             b[row : row + len(adapter.b)] = adapter.b * np.float32(adapter.scale / scale)

@@ -52,7 +52,8 @@ from jaxformer.cli import main
 from jaxformer.runs.loading import run_of
 
 ROOT = Path(__file__).parents[2]
-FUSED = ["gpt2", "gpt-neox", "bloom"]  # one module for queries, keys and values in transformers
+# One module for queries, keys and values in transformers.
+FUSED = ["gpt2", "gpt-neox", "bloom", "phi3"]
 QV = dict(target_modules=["q_proj", "v_proj"], r=4, lora_alpha=6)
 
 
