@@ -98,6 +98,17 @@ def _to_tokens(x: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
 
 
+def mask_of_device(
+    mask: AttentionMask,
+    sides: tuple[TokenLayout, TokenLayout],
+    sinks: jax.Array | None,
+    bias: jax.Array | None = None,
+) -> AttentionMask:
+    """The mask with the queries and keys, the sinks [N] and the bias [B, N, T, S] of one device."""
+    scoring = mask.scoring._replace(bias=bias, sinks=sinks)
+    return mask._replace(scoring=scoring, queries=sides[0], keys=sides[1])
+
+
 def on_each_device(
     run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
 ) -> jax.Array:
@@ -131,12 +142,9 @@ def on_each_device(
         bias: jax.Array | None,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        queries, keys = sides
-        local_scoring = scoring._replace(bias=bias, sinks=sinks)
-        local_mask = mask._replace(scoring=local_scoring, queries=queries, keys=keys)
         q = _to_heads(q) if exchanges else q
         k, v = (_to_heads(x) if exchanges_keys else x for x in (k, v))
-        out = run(q, k, v, local_mask)
+        out = run(q, k, v, mask_of_device(mask, sides, sinks, bias))
         return _to_tokens(out) if exchanges else out
 
     by_rows, per_head = PartitionSpec(batch), PartitionSpec(heads)

@@ -23,6 +23,7 @@ from jaxformer.layers.exchange import (
     exchange_of,
     gathered_in_order,
     in_order,
+    mask_of_device,
     on_each_device,
     repeated,
 )
@@ -122,9 +123,7 @@ def splash_on_mesh(
             checkpoint_name(x, n) for x, n in zip((_scaled(q, mask), k, v), "qkv", strict=True)
         )
         k, v = (gathered_in_order(x, mask.balanced) for x in (k, v))
-        queries, keys = sides
-        scoring = mask.scoring._replace(sinks=sinks)
-        local_mask = mask._replace(queries=queries, keys=keys, scoring=scoring)
+        local_mask = mask_of_device(mask, sides, sinks)
         return _splash(kernel, [jnp.swapaxes(x, 1, 2) for x in (q, k, v)], local_mask)
 
     # Each device has the positions and segments of its own queries, and of all keys, in order.

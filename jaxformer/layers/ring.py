@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxformer.arrays.sharding import activation, free_axes
-from jaxformer.layers.exchange import BY_TOKENS, CONTEXT, Kernel, repeated
+from jaxformer.layers.exchange import BY_TOKENS, CONTEXT, Kernel, mask_of_device, repeated
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
 
 # The most queries and keys of a block: its scores take memory as their product.
@@ -92,9 +92,7 @@ def around_ring(
         sides: tuple[TokenLayout, TokenLayout],
         sinks: jax.Array | None,
     ) -> jax.Array:
-        queries, keys = sides
-        scoring = mask.scoring._replace(sinks=sinks)
-        return run(q, k, v, mask._replace(scoring=scoring, queries=queries, keys=keys))
+        return run(q, k, v, mask_of_device(mask, sides, sinks))
 
     divided = jax.shard_map(
         local,
@@ -226,7 +224,10 @@ def _backward(ring: Ring, saved: Any, d_out: jax.Array) -> tuple[Queries, Passed
         sinks = queries.sinks.reshape(*log_sum.shape[1:3], 1, 1)
         by_head = -jnp.sum(jnp.exp(sinks - log_sum) * inner, axis=(0, 3, 4))
         d_sinks = by_head.reshape(queries.sinks.shape).astype(queries.sinks.dtype)
-    return Queries(d_q, None, None, d_sinks), PassedKeys(d_k, d_v, None, None)  # type: ignore[arg-type]
+    # Positions and segments have no gradient.
+    d_queries: Any = (d_q, None, None, d_sinks)
+    d_passed_keys: Any = (d_k, d_v, None, None)
+    return Queries(*d_queries), PassedKeys(*d_passed_keys)
 
 
 _ring.defvjp(_forward, _backward)

@@ -1,13 +1,8 @@
 """Rows divided over mesh.context: eight forced host devices, in a process of their own, equal one
 device."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from forced_devices import on_eight_devices
 
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.config.model import ModelConfig
@@ -17,23 +12,12 @@ from jaxformer.files import ConfigError
 from jaxformer.layers.exchange import exchange_of
 from jaxformer.tools.plan.planned import planned_run
 
-HERE = Path(__file__).parents[1]
 GROUP = pytest.mark.xdist_group("context devices")
-
-
-def on_eight_devices(*arguments):
-    """What context_devices.py prints."""
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
-    command = [sys.executable, HERE / "context_devices.py", *arguments]
-    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="session")
 def report():
-    return on_eight_devices()
+    return on_eight_devices("context_devices.py")
 
 
 def assert_equal_to_one_device(steps, number):
@@ -74,7 +58,7 @@ def test_balanced_rows_have_an_early_and_a_late_piece_on_each_device(report):
 @pytest.mark.slow
 @GROUP
 def test_divided_rows_equal_whole_ones_for_every_positional_scheme():
-    assert_equal_to_one_device(on_eight_devices("slow")["steps"], 18)
+    assert_equal_to_one_device(on_eight_devices("context_devices.py", "slow")["steps"], 18)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,9 @@
 """A sharded step equals the single-device step: eight forced host devices in a process of their
 own, every mesh in turn."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from forced_devices import on_eight_devices
 
-HERE = Path(__file__).parents[1]
 CASES = [
     *(
         f"llama, 1 microbatches, {mesh}"
@@ -43,19 +37,9 @@ SLOW_EXPLICIT = [
 ]
 
 
-def on_eight_devices(*arguments):
-    """What eight_devices.py prints."""
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
-    command = [sys.executable, HERE / "eight_devices.py", *arguments]
-    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="session")
 def report():
-    return on_eight_devices()
+    return on_eight_devices("eight_devices.py")
 
 
 def assert_equal_to_one_device(report, cases):
@@ -83,7 +67,7 @@ def test_a_sharded_step_equals_the_single_device_step_on_each_mesh(report):
 @pytest.mark.slow
 @pytest.mark.xdist_group("eight devices")
 def test_a_sharded_step_of_further_models_equals_it_on_further_meshes():
-    report = on_eight_devices("slow")
+    report = on_eight_devices("eight_devices.py", "slow")
     assert sorted(report) == sorted([*SLOW, *SLOW_EXPLICIT])
     assert_equal_to_one_device(report, SLOW)
     assert_explicit_axes_trace(report, SLOW_EXPLICIT)
