@@ -30,6 +30,8 @@ from jaxformer.training.compiler_options import compiler_options
 
 # A loop over more devices than these sends two shards that it does not use.
 UNROLLED = 4
+# TPUs on which the compiler scatters the gradients of the layers, and windows none of them.
+SCATTERED = ("v5p",)
 # The option of XLA that has the weights of a product sent on in pieces.
 WINDOWED_WEIGHTS = "xla_tpu_enable_windowed_einsum_for_all_gather"
 
@@ -149,7 +151,7 @@ def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
         repeated = _repeated(planned, divided)[1] if on_tpu and planned.context == 1 else []
         backward = [*divided, *repeated]
         yield _of_matrices(planned, "all-gather", "weights of the layers, backward", backward)
-    if on_tpu:
+    if on_tpu and planned.device_name not in SCATTERED:
         yield from _windowed_gradients(planned, divided)
     else:
         yield _of_matrices(planned, "reduce-scatter", "gradients of the layers", divided)
