@@ -9,11 +9,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxformer.arrays.sharding import ACTIVATION_RULES, PARAMETERS, Axes, partition
+from jaxformer.config.settings import divisors
 from jaxformer.files import ConfigError
 
 # A mesh of devices, or one that has only the sizes of its axes.
 AnyMesh = Mesh | AbstractMesh
-MESH_AXES = ("data", "fsdp", "context", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 def make_mesh(
@@ -22,16 +23,17 @@ def make_mesh(
     tensor: int = 1,
     *,
     context: int = 1,
+    expert: int = 1,
     devices: Sequence[jax.Device] | None = None,
     explicit: bool = False,
 ) -> Mesh:
-    """The mesh of `devices` (default: all) with axes data, fsdp, context and tensor of these sizes.
-    With data=0, the axis data has the devices that the others leave.
+    """The mesh of `devices` (default: all) with axes data, fsdp, expert, context and tensor of these
+    sizes. With data=0, the axis data has the devices that the others leave.
 
     Explicit axes make the sharding part of each array's type, by which the tests find missing
     placements. Raises ConfigError if the sizes do not multiply to the number of devices.
     """
-    sizes = {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
+    sizes = {"data": data, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor}
     return mesh_of(sizes, devices, explicit)
 
 
@@ -63,9 +65,10 @@ def check_batch_size(mesh: AnyMesh, batch_size: int, microbatches: int = 1) -> N
     """ConfigError if a microbatch does not divide among the devices that hold different rows."""
     rows, split = batch_size // microbatches, batch_devices(mesh)
     if rows % split:
+        expert = " x mesh.expert" if mesh.shape["expert"] > 1 else ""
         raise ConfigError(
             f"train.batch_size={batch_size} in {microbatches} microbatches gives {rows} rows at a"
-            f" time, not divisible among mesh.data x mesh.fsdp = {split} devices: make"
+            f" time, not divisible among mesh.data x mesh.fsdp{expert} = {split} devices: make"
             f" train.batch_size a multiple of {split * microbatches}."
         )
 
@@ -78,6 +81,22 @@ def check_length(mesh: AnyMesh, length: int) -> None:
             f"mesh.context={context} does not divide rows of {length} tokens: make"
             " data.sequence_length, and data.source_length where there is one, multiples of"
             f" {context}, or choose a mesh.context that divides them."
+        )
+
+
+def check_experts(mesh: AnyMesh, experts: int) -> None:
+    """ConfigError if the experts of a model (0: it has none) do not divide among the devices of
+    mesh.expert."""
+    devices = mesh.shape["expert"]
+    if devices > 1 and not experts:
+        raise ConfigError(
+            f"mesh.expert={devices} divides experts, and this model has none: set it to 1, and"
+            " mesh.fsdp to the number of devices."
+        )
+    if experts % devices:
+        raise ConfigError(
+            f"mesh.expert={devices} does not divide model.n_experts={experts}: choose one of"
+            f" {divisors(experts)}."
         )
 
 

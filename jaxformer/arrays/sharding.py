@@ -1,7 +1,7 @@
 """Logical axes to mesh axes: the one module that decides how arrays are placed on devices.
 
 Layers name the axes of their arrays; the two tables below map these names to the axes of the mesh
-(data, fsdp, context, tensor). Without a mesh in force (`jax.set_mesh`) every function here returns
+(data, fsdp, expert, context, tensor). Without a mesh in force (`jax.set_mesh`) every function here returns
 its input.
 """
 
@@ -16,16 +16,16 @@ Axes = Sequence[str | None]
 Rules = Mapping[str, tuple[str, ...]]
 
 BOTH = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
-PARAMETERS: Rules = {"embed": ("fsdp", "context"), **BOTH}
+PARAMETERS: Rules = {"experts": ("expert",), "embed": ("fsdp", "expert", "context"), **BOTH}
 # Axes of `lookup` in params.py: the rows of a batch of one replica of the parameters, the columns
 # of the embedding table that a device has, and those that the devices of its rows have together.
-PARTS = {"replica": ("data",), "column": PARAMETERS["embed"], "column_of_rows": ("fsdp",)}
+PARTS = {"replica": ("data",), "column": PARAMETERS["embed"], "column_of_rows": ("fsdp", "expert")}
 # Heads while attention has all tokens of them on a device (`layers/exchange.py`).
 EXCHANGED = {"exchanged_heads": ("tensor", "context")}
 # Axes of parameters that count weights beside each other (`Spec.batch`).
-BATCH_AXES = ("layers",)
+BATCH_AXES = ("layers", "experts")
 ACTIVATION_RULES: Rules = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "sequence": ("context",),
     **PARTS,
     **BOTH,
@@ -36,12 +36,19 @@ ACTIVATION_RULES: Rules = {
 def partition(
     shape: Sequence[int], axes: Axes, rules: Rules, sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """The partition of an array; an axis whose length the mesh does not divide is replicated."""
+    """The partition of an array; an axis whose length the mesh does not divide is replicated. What
+    divides one axis of an array divides no later one."""
     placed: list[tuple[str, ...] | str | None] = []
+    used = set[str]()
     for length, axis in zip(shape, axes, strict=True):
-        target = tuple(name for name in rules.get(axis or "", ()) if sizes.get(name, 1) > 1)
+        target = tuple(
+            name
+            for name in rules.get(axis or "", ())
+            if sizes.get(name, 1) > 1 and name not in used
+        )
         fits = target and length % math.prod(sizes[a] for a in target) == 0
         placed.append((target if len(target) > 1 else target[0]) if fits else None)
+        used |= {*target} if fits else set()
     return PartitionSpec(*placed)
 
 

@@ -291,6 +291,8 @@ class ReplayArguments:
     """Size of that axis of the mesh, if not the run's; 0 uses the devices that are left."""
     fsdp: Annotated[int | None, tyro.conf.arg(name="mesh.fsdp", metavar="INT")] = None
     """Size of that axis of the mesh, if not the run's."""
+    expert: Annotated[int | None, tyro.conf.arg(name="mesh.expert", metavar="INT")] = None
+    """Size of that axis of the mesh, if not the run's."""
     context: Annotated[int | None, tyro.conf.arg(name="mesh.context", metavar="INT")] = None
     """Size of that axis of the mesh, if not the run's."""
     tensor: Annotated[int | None, tyro.conf.arg(name="mesh.tensor", metavar="INT")] = None

@@ -42,7 +42,10 @@ AttentionKernel = Annotated[
 
 # The sublayers of a block: the one that reads other tokens, and the one that reads each by itself.
 Mixer = Annotated[Literal["attention"], TableAt("jaxformer.layers.block.MIXERS")]
-FeedForward = Annotated[Literal["ffn"], TableAt("jaxformer.layers.block.FEED_FORWARDS")]
+FeedForward = Annotated[Literal["ffn", "experts"], TableAt("jaxformer.layers.block.FEED_FORWARDS")]
+ExpertKernel = Annotated[
+    Literal["auto", "xla", "loop", "ragged"], TableAt("jaxformer.layers.grouped.GROUPED_KERNELS")
+]
 
 EmbeddingName = Annotated[Literal["tokens"], TableAt("jaxformer.layers.embed.EMBEDDINGS")]
 HeadName = Annotated[
@@ -105,6 +108,44 @@ class ModelConfig(Section):
     """Width of the values of a head; 0 uses head_dim."""
     d_ff: Natural = 0
     """Hidden width of the feed-forward layer; 0 uses 4 d_model (gated: 8/3, multiple of 64)."""
+    n_experts: Natural = 0
+    """Number of experts of feed_forward=experts."""
+    experts_per_token: Count = 2
+    """Number of experts that each token is routed to (top-k)."""
+    expert_ff: Natural = 0
+    """Hidden width of an expert; 0 uses d_ff."""
+    shared_ff: Natural = 0
+    """Hidden width of the shared expert, which every token passes; 0 has none."""
+    expert_pattern: str = "e"
+    """Pattern repeated over the layers: e has experts, d a dense feed-forward of width d_ff."""
+    dense_layers: Natural = 0
+    """Number of first layers that have a dense feed-forward, whatever the pattern."""
+    expert_capacity: NonNegative = 0.0
+    """Most tokens of a row that an expert takes, as a multiple of their mean; the others are
+    dropped. 0 drops none."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts from the logits of the router."""
+    router_renormalize: bool = True
+    """Divide the scores of the experts of a token by their sum."""
+    router_scale: NonNegative = 1.0
+    """Factor of the weights of the experts."""
+    router_bias: Literal["none", "learned", "balanced"] = "none"
+    """Bias of the router: learned is added to its logits; balanced, to the scores by which experts
+    are selected, and moves against their load."""
+    router_bias_rate: NonNegative = 0.001
+    """Change of a balanced bias in a step."""
+    router_groups: Count = 1
+    """Number of groups of experts, of which each token selects some."""
+    router_top_groups: Count = 1
+    """Number of groups of experts that a token may select from."""
+    router_noise: NonNegative = 0.0
+    """Standard deviation of noise on the logits of the router in training."""
+    router_balance_loss: NonNegative = 0.01
+    """Weight of the load-balancing loss over the tokens of a microbatch."""
+    router_sequence_loss: NonNegative = 0.0
+    """Weight of the load-balancing loss over the tokens of each row."""
+    router_z_loss: NonNegative = 0.001
+    """Weight of the mean square of the log-sum-exp of the router's logits."""
     max_length: Count = 2048
     """Maximum length of a sequence in tokens; also the size of the table of learned positions."""
     positions: Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"] = "rope"
@@ -221,6 +262,9 @@ class ModelConfig(Section):
     """Points, or input (that of a layer), that remat=names keeps in the memory of the host."""
     attention_kernel: Volatile[AttentionKernel] = "auto"
     """Attention kernel; auto selects the fastest that supports the model in training, else xla."""
+    expert_kernel: Volatile[ExpertKernel] = "auto"
+    """Kernel of the grouped matrix products of experts; auto selects the fastest in training, else
+    loop. xla, which multiplies all rows by all experts, is for forward-mode derivatives."""
     max_segments: Volatile[Natural] = 0
     """Bound of the segment ids of a row, which cuDNN needs; 0: training takes it from the data."""
 
@@ -243,8 +287,9 @@ class ModelConfig(Section):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training drops anything, so that a loss needs a key."""
-        return bool(self.dropout or self.attention_dropout_rate)
+        """Whether training drops anything or adds noise, so that a loss needs a key."""
+        noise = self.feed_forward == "experts" and self.router_noise
+        return bool(self.dropout or self.attention_dropout_rate or noise)
 
     @property
     def encoder_layers(self) -> int:
@@ -267,6 +312,11 @@ class ModelConfig(Section):
     def ff_width(self) -> int:
         gated, plain = -(-self.d_model * 8 // 3 // 64) * 64, 4 * self.d_model
         return self.d_ff or (gated if self.gated else plain)
+
+    @property
+    def expert_width(self) -> int:
+        """The hidden width of an expert."""
+        return self.expert_ff or self.ff_width
 
     @property
     def output(self) -> str:

@@ -13,7 +13,8 @@ POINTS = ("q", "k", "v", "attention", "out", "gate", "up", "down")
 def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
     heads = list(_heads(config))
-    return [*heads, *([] if heads else _rotation(config)), *_family(config), *_positions(config)]
+    rotation = [] if heads else _rotation(config)
+    return [*heads, *rotation, *_family(config), *_positions(config), *_experts(config)]
 
 
 def _heads(config: Any) -> Iterator[str]:
@@ -61,6 +62,40 @@ def _family(config: Any) -> Iterator[str]:
         yield "residual='parallel' has one sum for all sublayers: choose another norm_placement."
     if config.head_bias and output != "language":
         yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
+
+
+def _experts(config: Any) -> Iterator[str]:
+    number, chosen, groups = config.n_experts, config.experts_per_token, config.router_groups
+    pattern = config.expert_pattern
+    if not pattern or not set(pattern) <= {"e", "d"}:
+        yield f"expert_pattern={pattern!r} must be letters e (experts) and d (dense), as in 'de'."
+    if config.feed_forward != "experts":
+        if number:
+            yield f"n_experts={number} needs model.feed_forward='experts'."
+        return
+    if not number:
+        yield "feed_forward='experts' needs model.n_experts, their number."
+        return
+    if chosen > number:
+        yield (
+            f"experts_per_token={chosen} is above model.n_experts={number}: a token is routed to"
+            f" each expert once at most, so choose 1 to {number}."
+        )
+    if number % groups:
+        yield (
+            f"n_experts={number} is not divisible by model.router_groups={groups}: choose one of"
+            f" {divisors(number)} groups."
+        )
+    elif config.router_top_groups > groups:
+        yield (
+            f"router_top_groups={config.router_top_groups} is above model.router_groups={groups}:"
+            f" choose 1 to {groups}."
+        )
+    elif groups > 1 and chosen > config.router_top_groups * (number // groups):
+        yield (
+            f"experts_per_token={chosen} is above the {number // groups} experts of"
+            f" {config.router_top_groups} groups: raise model.router_top_groups."
+        )
 
 
 def names_of(text: str) -> tuple[str, ...]:

@@ -115,6 +115,9 @@ class MeshConfig(Section):
     """Data parallelism: number of replicas; 0 uses the devices that the other axes leave."""
     fsdp: Volatile[Count] = 1
     """Number of devices over which parameters and batch of a replica are sharded (FSDP)."""
+    expert: Volatile[Count] = 1
+    """Expert parallelism: devices over which experts are split, rows and other parameters as by
+    fsdp."""
     context: Volatile[Count] = 1
     """Context parallelism: devices over which the tokens of each row are split, and parameters as
     by fsdp."""

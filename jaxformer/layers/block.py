@@ -13,6 +13,7 @@ from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import FeedForward, Mixer, ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.layers.attention import CROSS_ATTENTION, SELF_ATTENTION
+from jaxformer.layers.experts import EXPERTS
 from jaxformer.layers.ffn import FEED_FORWARD
 from jaxformer.layers.linear import dropout
 from jaxformer.layers.norm import norm, norm_specs
@@ -20,7 +21,7 @@ from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.sublayer import Call, Sublayer
 
 MIXERS: Table[Sublayer] = Table(Mixer, {"attention": SELF_ATTENTION})
-FEED_FORWARDS: Table[Sublayer] = Table(FeedForward, {"ffn": FEED_FORWARD})
+FEED_FORWARDS: Table[Sublayer] = Table(FeedForward, {"ffn": FEED_FORWARD, "experts": EXPERTS})
 CROSS = "cross"
 
 

@@ -30,7 +30,20 @@ def _full(config: ModelConfig) -> Mapping[str, Any]:
     return {"window": 0, "rope_window_theta": 0.0}
 
 
-LAYER_PATTERNS: dict[str, dict[str, Changes]] = {"window_pattern": {"w": _windowed, "f": _full}}
+def _unchanged(config: ModelConfig) -> Mapping[str, Any]:
+    return {}
+
+
+def _dense(config: ModelConfig) -> Mapping[str, Any]:
+    return {"feed_forward": "ffn", "n_experts": 0}
+
+
+LAYER_PATTERNS: dict[str, dict[str, Changes]] = {
+    "window_pattern": {"w": _windowed, "f": _full},
+    "expert_pattern": {"e": _unchanged, "d": _dense},
+}
+# Settings that count first layers, which have a letter of a pattern whatever its letters are.
+LEADING_LAYERS = {"dense_layers": ("expert_pattern", "d")}
 
 
 @functools.lru_cache
@@ -41,9 +54,12 @@ def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
     defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
     configs = []
     for i in range(layers):
-        changes: dict[str, Any] = {name: defaults[name] for name in patterns}
-        for name, letters in patterns.items():
-            letter = letters[i % len(letters)]
+        letters_of_layer = {name: letters[i % len(letters)] for name, letters in patterns.items()}
+        for setting, (name, letter) in LEADING_LAYERS.items():
+            if i < getattr(config, setting):
+                letters_of_layer[name] = letter
+        changes: dict[str, Any] = {name: defaults[name] for name in (*patterns, *LEADING_LAYERS)}
+        for name, letter in letters_of_layer.items():
             changes |= LAYER_PATTERNS[name][letter](config)
         configs.append(dataclasses.replace(config, **changes))
     return tuple(configs)

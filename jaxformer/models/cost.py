@@ -94,7 +94,7 @@ def matrix_flops(config: ModelConfig, share: float, table: Specs) -> dict[str, f
     for path, spec in leaves.items():
         if spec.is_matrix and not spec.lookup:
             passes = 1.0 if spec.trainable else 2 / 3
-            flops[path] = 6 * passes * math.prod(spec.shape)
+            flops[path] = 6 * passes * spec.active * math.prod(spec.shape)
             flops[path] *= share if spec.reads == "source" else 1
     if is_tied(config):
         # With an adapter on the embedding, this path is not a leaf.

@@ -159,7 +159,9 @@ class Resolved:
     def is_rowwise(self) -> bool:
         """Whether the loss is a sum over rows that do not read each other, nor its key."""
         dropout = self.model.has_dropout or self.run.adapter.dropout
-        return self.objective.rowwise and not (dropout and self.drops_out)
+        # The balance of experts is that of all rows.
+        apart = self.objective.rowwise and self.model.feed_forward != "experts"
+        return apart and not (dropout and self.drops_out)
 
     @property
     def step(self) -> Step:

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from jaxformer.arrays.hardware import DEVICES, name_of
-from jaxformer.arrays.mesh import AnyMesh, batch_devices, check_length
+from jaxformer.arrays.mesh import AnyMesh, batch_devices, check_experts, check_length
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
@@ -17,6 +17,7 @@ from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.exchange import exchange_of
+from jaxformer.layers.grouped import choose_grouped
 from jaxformer.models.stack import compute_dtype, layer_loop_of
 
 # On a CPU the activations of a microbatch take at most so many bytes of the host: a quarter of a
@@ -50,6 +51,7 @@ def with_kernel(
     shared = adapter.kind == "prefix" or (adapter.kind, model.family) == ("prompt", "decoder")
     prefix = adapter.tokens if shared else 0
     check_length(mesh, length)
+    check_experts(mesh, model.n_experts if model.feed_forward == "experts" else 0)
     exchange = exchange_of(length, model.n_heads, mesh.shape)
     case = kernels.Case(
         on,
@@ -64,9 +66,14 @@ def with_kernel(
     )
     kernel: Any
     kernel, reason = kernels.choose(model.attention_kernel, case, failed)
+    expert_kernel: Any = model.expert_kernel
+    if model.feed_forward == "experts":
+        expert_kernel, grouped = choose_grouped(model.expert_kernel, on)
+        reason = f"{reason}; experts: {grouped}"
     selected = dataclasses.replace(
         model,
         attention_kernel=kernel,
+        expert_kernel=expert_kernel,
         dtype=dtype,
         layer_loop=layer_loop_of(model, on),
         max_segments=segments,

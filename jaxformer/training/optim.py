@@ -163,10 +163,16 @@ OPTIMIZERS: Table[Rule] = Table(
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, specs: Specs
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, the update rule, decoupled weight decay, and the learning rate."""
-    return optax.chain(
+    """Clipping by global norm, the update rule, decoupled weight decay, and the learning rate; the
+    leaves with a `Spec.sign_rate` move by that against the sign of their gradient."""
+    rule = optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         OPTIMIZERS[config.name](config, specs),
         optax.add_decayed_weights(config.weight_decay, decay_mask(config, specs)),
         optax.scale_by_learning_rate(schedule),
     )
+    rates = {spec.sign_rate for spec in rows(specs).values() if spec.sign_rate}
+    if not rates:
+        return rule
+    signs = {rate: optax.chain(optax.scale_by_sign(), optax.scale(-rate)) for rate in rates}
+    return optax.partition({0.0: rule, **signs}, map_specs(lambda _, spec: spec.sign_rate, specs))

@@ -276,6 +276,7 @@ def _of_data(planned: PlannedRun) -> Iterator[Collective]:
     devices, shards = planned.size("data"), planned.shards
     microbatches = planned.run.train.n_microbatches
     rowwise = planned.objective.rowwise and not planned.model.has_dropout
+    rowwise = rowwise and planned.model.feed_forward != "experts"
     # Each replica accumulates its own gradients.
     together = microbatches > 1 and rowwise
 

@@ -1,0 +1,458 @@
+"""The sublayer of experts: a router sends each token to some of many feed-forward layers, and adds
+what they return with its weights (arXiv:1701.06538, 2101.03961, 2401.04088, 2412.19437).
+
+    1  route     scores of all experts for each token, its top k, and their weights
+    2  sort      the pairs of a token and an expert by expert, so that each expert has rows in turn
+    3  gather    the token of each pair, [M, D]
+    4  multiply  grouped products, one matrix for each group of rows (`grouped.py`)
+    5  combine   the sum of each token's k rows
+
+Nothing is dropped unless model.expert_capacity is set. Padding is sent to no expert.
+
+In the comments, B are the rows of a batch, T their tokens, N the tokens of a device, E the experts,
+K those of a token, M the pairs, D the width of the model and F that of an expert.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxformer.arrays.params import Params, Spec, Specs, contract, is_custom, zeros
+from jaxformer.arrays.sharding import PARAMETERS, activation, constrain, free_axes, partition
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
+from jaxformer.layers.ffn import ACTIVATIONS, FEED_FORWARD, ffn, ffn_specs
+from jaxformer.layers.grouped import Groups
+from jaxformer.layers.linear import INITIALIZERS
+from jaxformer.layers.masks import AttentionMask
+from jaxformer.layers.output import Aux, AuxSums, Output
+from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
+
+# The axis of the mesh that divides experts, and tokens outside of them.
+EXPERT = "expert"
+BY_TOKENS = ("batch", "sequence", None)
+# The gradient of a balanced bias, of which only the sign counts, is so small that it is nothing in
+# the norm of all gradients.
+BIAS_GRADIENT = 1e-6
+
+
+def shared_config(config: ModelConfig) -> ModelConfig:
+    """The config of the shared expert, a plain feed-forward."""
+    return replace(config, feed_forward="ffn", n_experts=0, d_ff=config.shared_ff)
+
+
+def expert_specs(config: ModelConfig) -> Specs:
+    make = INITIALIZERS[config.init](config)
+    d, f, e = config.d_model, config.expert_width, config.n_experts
+    active = config.experts_per_token / e
+    into = Spec((e, d, f), ("experts", "embed", "mlp"), make.weight, ("embed",), active=active)
+    out = Spec((e, f, d), ("experts", "mlp", "embed"), make.residual, ("mlp",), active=active)
+    # "scores" and not "experts": it is an axis of outputs here, and does not count matrices.
+    specs: Specs = {"router": Spec((d, e), ("embed", "scores"), make.weight, ("embed",))}
+    if config.router_bias != "none":
+        rate = config.router_bias_rate if config.router_bias == "balanced" else 0.0
+        specs["router_bias"] = Spec((e,), ("scores",), zeros, sign_rate=rate)
+    hidden = ("gate", "up") if config.gated else ("up",)
+    specs |= {**dict.fromkeys(hidden, into), "down": out}
+    if "ffn" in config.biased:
+        specs |= {f"{name}_bias": Spec((e, f), ("experts", "mlp"), zeros) for name in hidden}
+        specs["down_bias"] = Spec((e, d), ("experts", "residual"), zeros)
+    if config.shared_ff:
+        specs["shared"] = ffn_specs(shared_config(config))
+    return specs
+
+
+class Routes(NamedTuple):
+    """The experts int32 [B, T, K] of each token, E where a token is sent to none, and their weights
+    float32 [B, T, K]."""
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+def route(
+    params: Params,
+    config: ModelConfig,
+    x: Float[Array, "B T D"],
+    mask: AttentionMask,
+    key: jax.Array | None = None,
+    capped: bool = True,
+) -> tuple[Routes, Aux]:
+    """The experts of each token with their weights, and the losses and metrics of the router; with
+    `capped` an expert takes no more tokens of a row than model.expert_capacity says."""
+    number, k = config.n_experts, config.experts_per_token
+    logits = contract("BTD,DE->BTE", x, params["router"], dtype=jnp.float32)
+    if config.router_bias == "learned":
+        logits += params["router_bias"].astype(jnp.float32)
+    if config.router_noise and key is not None:
+        logits += config.router_noise * jax.random.normal(key, logits.shape)
+    logits = constrain(logits, BY_TOKENS)
+    scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
+    select = scores
+    if config.router_bias == "balanced":
+        select = scores + jax.lax.stop_gradient(params["router_bias"]).astype(jnp.float32)
+    if config.router_groups > 1:
+        select = _in_top_groups(select, config.router_groups, config.router_top_groups)
+    _, experts = jax.lax.top_k(jax.lax.stop_gradient(select), k)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if config.router_renormalize:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    weights = weights * config.router_scale
+    segments = mask.queries.segments
+    real = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
+    experts = jnp.where(real[..., None], experts, number)
+    kept = experts
+    if config.expert_capacity and capped:
+        kept = _within_capacity(experts, number, capacity_of(config, x.shape[1]))
+    aux = _router_aux(params, config, logits, scores, experts, kept, real)
+    return Routes(kept, weights), aux
+
+
+def _in_top_groups(select: jax.Array, groups: int, top: int) -> jax.Array:
+    """Scores [B, T, E] with -inf for the experts outside of the groups with the highest sums of
+    their two best scores (arXiv:2412.19437)."""
+    of_group = select.reshape(*select.shape[:-1], groups, -1)
+    best, _ = jax.lax.top_k(of_group, min(2, of_group.shape[-1]))
+    _, chosen = jax.lax.top_k(best.sum(-1), top)  # [B, T, top]
+    allowed = (chosen[..., None] == jnp.arange(groups)).any(-2)  # [B, T, G]
+    return jnp.where(allowed[..., None], of_group, -jnp.inf).reshape(select.shape)
+
+
+def capacity_of(config: ModelConfig, length: int) -> int:
+    """The most tokens of a row of so many that an expert takes. Raises ConfigError below 1."""
+    share = length * config.experts_per_token / config.n_experts
+    capacity = math.floor(config.expert_capacity * share)
+    if capacity < 1:
+        raise ConfigError(
+            f"model.expert_capacity={config.expert_capacity:g} lets an expert take"
+            f" {config.expert_capacity * share:.2g} tokens of a row of {length}, below 1: the mean"
+            f" is {share:.3g} tokens, so set it to {1 / share:.3g} or more, or to 0, which drops"
+            " none."
+        )
+    return capacity
+
+
+def _within_capacity(experts: jax.Array, number: int, capacity: int) -> jax.Array:
+    """The experts [B, T, K] with E in place of those that have `capacity` tokens of the row before:
+    the first choices of all tokens come before the second ones, in the order of the tokens."""
+    b, t, k = experts.shape
+    in_order = experts.swapaxes(1, 2).reshape(b, k * t)
+    one_hot = in_order[..., None] == jnp.arange(number)  # [B, K T, E]
+    before = jnp.cumsum(one_hot, axis=1, dtype=jnp.int32) - 1
+    position = jnp.where(one_hot, before, 0).sum(-1)
+    kept = jnp.where(position < capacity, in_order, number)
+    return kept.reshape(b, k, t).swapaxes(1, 2)
+
+
+def _router_aux(
+    params: Params,
+    config: ModelConfig,
+    logits: jax.Array,
+    scores: jax.Array,
+    experts: jax.Array,
+    kept: jax.Array,
+    real: jax.Array,
+) -> Aux:
+    """The loss of the router, and its metrics. A load or a loss of 1 is that of equal use.
+
+    balance   E sum_e f_e p_e, of the fraction f of the tokens that are routed to an expert and the
+              mean p of its probabilities, over all tokens (arXiv:2101.03961, 2401.06066)
+    sequence  the same over the tokens of each row, as a mean over rows (arXiv:2412.19437)
+    z         mean of logsumexp(logits)^2 (arXiv:2202.08906)
+    """
+    number, k = config.n_experts, config.experts_per_token
+    probabilities = scores / scores.sum(-1, keepdims=True) if config.router == "sigmoid" else scores
+    # [B, T, E]: whether the token is routed to the expert; no row has E, where padding is.
+    routed = (experts[..., None] == jnp.arange(number)).any(-2)
+    tokens = real.sum(-1).astype(jnp.float32)  # [B]
+    total = jnp.maximum(tokens.sum(), 1)
+    counts = routed.sum(1).astype(jnp.float32)  # [B, E]
+    sums = jnp.where(real[..., None], probabilities, 0).sum(1)  # [B, E]
+    load = counts.sum(0) * number / (k * total)  # [E]
+    balance = (load * sums.sum(0)).sum() / total
+    of_row = (counts * sums).sum(-1) * number / (k * jnp.square(jnp.maximum(tokens, 1)))
+    sequence = (of_row * tokens).sum() / total
+    z = jnp.where(real, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0).sum() / total
+    entropies = -jax.scipy.special.xlogy(probabilities, probabilities).sum(-1)
+    entropy = jnp.where(real, entropies, 0).sum() / total
+    dropped = (kept != experts).sum() / (k * total)
+    loss = config.router_balance_loss * balance + config.router_sequence_loss * sequence
+    loss += config.router_z_loss * z
+    if config.router_bias == "balanced":
+        bias = params["router_bias"].astype(jnp.float32)
+        # 0, with the load above the mean as the gradient of the bias.
+        moved = bias - jax.lax.stop_gradient(bias)
+        loss += BIAS_GRADIENT * (jax.lax.stop_gradient(load - 1) * moved).sum()
+    one = jnp.float32(1)
+    metrics: AuxSums = {
+        "router_balance": (balance, one),
+        "router_z": (z, one),
+        "router_entropy": (entropy, one),
+        "expert_dropped": (dropped, one),
+        "expert_load_max": (load.max(), one),
+        "expert_load_min": (load.min(), one),
+        **{f"expert_load_{e}": (load[e], one) for e in range(number)},
+    }
+    losses: AuxSums = {"router_loss": (loss, one)}
+    stopped = {name: (jax.lax.stop_gradient(value), w) for name, (value, w) in metrics.items()}
+    return Aux(losses=losses, metrics=stopped)
+
+
+class Pairs(NamedTuple):
+    """The pairs of a token and an expert of a device, sorted by expert.
+
+    `token` int32 [M] is the index of the token of a row; `row` int32 [N, K] that of the row of a
+    token's choice, and `real` bool [N, K] whether it has one; `choice` int32 [M] the index of the
+    pair among all N K; `sizes` int32 [E] the rows of each expert.
+    """
+
+    token: jax.Array
+    row: jax.Array
+    real: jax.Array
+    choice: jax.Array
+    sizes: jax.Array
+
+
+def sorted_pairs(experts: jax.Array, number: int, most: int) -> Pairs:
+    """The pairs of tokens with experts [N, K], of which those outside 0 .. number - 1 are not of
+    this device. There are `most` rows, as many as can be."""
+    n, k = experts.shape
+    of_pair = experts.reshape(-1)
+    order = jnp.argsort(of_pair, stable=True)
+    row = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(n * k, dtype=order.dtype), unique_indices=True)
+    )
+    choice = order[:most]
+    real = experts < number
+    sizes = (of_pair[:, None] == jnp.arange(number)).sum(0, dtype=jnp.int32)
+    return Pairs(choice // k, jnp.minimum(row.reshape(n, k), most - 1), real, choice, sizes)
+
+
+def _gather(x: jax.Array, pairs: Pairs) -> jax.Array:
+    """Tokens [N, D] -> the token of each row [M, D]."""
+    return x[pairs.token]
+
+
+def _combine(y: jax.Array, pairs: Pairs) -> jax.Array:
+    """Rows [M, D] -> the sum of the rows of each token [N, D]."""
+    return jnp.where(pairs.real[..., None], y[pairs.row], 0).sum(1)
+
+
+# The transpose of `_gather` is `_combine`, and the reverse. JAX's own are scatters, which a GPU adds
+# in any order.
+gather = jax.custom_vjp(_gather)
+gather.defvjp(lambda x, pairs: (_gather(x, pairs), pairs), lambda p, dx: (_combine(dx, p), None))
+combine = jax.custom_vjp(_combine)
+combine.defvjp(lambda y, pairs: (_combine(y, pairs), pairs), lambda p, dy: (_gather(dy, p), None))
+
+
+def _added_bias(y: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
+    """Rows [M, F] plus the bias [E, F] of the expert of each, by a product, whose gradient adds in
+    one order."""
+    if bias is None:
+        return y
+    ends = jnp.cumsum(sizes)
+    index = jnp.arange(len(y))[:, None]
+    of_expert = (index >= ends - sizes) & (index < ends)  # [M, E]
+    return y + of_expert.astype(y.dtype) @ bias.astype(y.dtype)
+
+
+def _expert_rows(
+    weights: Params, config: ModelConfig, rows: jax.Array, scale: jax.Array, groups: Groups
+) -> jax.Array:
+    """The rows [M, D] of each expert through its feed-forward, times `scale` [M]: [M, D]. The hidden
+    rows are scaled, so that the backward pass reads no output of an expert."""
+
+    def linear(name: str, x: jax.Array, equation: str) -> jax.Array:
+        y = checkpoint_name(contract(equation, x, weights[name], groups=groups), name)
+        return _added_bias(y, weights.get(f"{name}_bias"), groups.sizes)
+
+    act = ACTIVATIONS[config.activation]
+    up = linear("up", rows, "MD,EDF->MF")
+    hidden = act(linear("gate", rows, "MD,EDF->MF")) * up if config.gated else act(up)
+    scale = scale.astype(hidden.dtype)[:, None]
+    y = contract("MF,EFD->MD", hidden * scale, weights["down"], groups=groups)
+    bias = weights.get("down_bias")
+    return y if bias is None else y + scale * _added_bias(jnp.zeros_like(y), bias, groups.sizes)
+
+
+class Division(NamedTuple):
+    """How the devices of a mesh divide the experts: the mesh axes that divide tokens, experts and
+    hidden width (none: empty), and whether the tokens have to be gathered for the experts."""
+
+    tokens: PartitionSpec
+    experts: tuple[str, ...]
+    width: tuple[str, ...]
+    gathers: bool
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+
+
+def expert_sum(
+    params: Params, config: ModelConfig, x: Float[Array, "B T D"], routes: Routes
+) -> Float[Array, "B T D"]:
+    """The weighted sum of what the experts of each token return, on the devices of the mesh."""
+    axes = free_axes()
+    weights = {
+        name: leaf for name, leaf in params.items() if name.split("_")[0] in ("gate", "up", "down")
+    }
+    if jax.sharding.get_abstract_mesh().size == 1 or not axes:
+        return _of_device(weights, config, x, *routes, Division(PartitionSpec(), (), (), False))
+    table = expert_specs(config)
+    shards = {name: _sharding(leaf, table[name], axes) for name, leaf in weights.items()}
+    plain = not any(is_custom(leaf) for leaf in weights.values())
+    if not plain:
+        # Parts of a leaf that is no array are divided by experts alone.
+        shards = {name: _by_experts(leaf, config, axes) for name, leaf in weights.items()}
+    tokens = activation(x.shape, BY_TOKENS)
+    up = shards["up"] if plain else PartitionSpec()
+    experts = (EXPERT,) if axes.get(EXPERT, 1) > 1 and config.n_experts % axes[EXPERT] == 0 else ()
+    width = _names(up[2]) if plain else ()
+    division = Division(tokens, experts, width, EXPERT in _names(tokens[0]) and bool(experts))
+    local = functools.partial(_of_device, config=config, division=division, shards=shards)
+    # The kernels do not declare along which axes their results vary, so that is not checked.
+    divided = jax.shard_map(
+        lambda weights, x, experts, scale: local(weights, x=x, experts=experts, scale=scale),
+        in_specs=(shards, tokens, tokens, tokens),
+        out_specs=tokens,
+        axis_names={*axes},
+        check_vma=False,
+    )
+    out: jax.Array = divided(
+        weights, constrain(x, BY_TOKENS), *(constrain(r, BY_TOKENS) for r in routes)
+    )
+    return out
+
+
+def _sharding(leaf: Any, spec: Spec, axes: Mapping[str, int]) -> Any:
+    return partition(spec.shape, spec.axes, PARAMETERS, axes)
+
+
+def _by_experts(leaf: Any, config: ModelConfig, axes: Mapping[str, int]) -> Any:
+    divides = axes.get(EXPERT, 1) > 1 and config.n_experts % axes[EXPERT] == 0
+
+    def of_part(part: Any) -> PartitionSpec:
+        has_experts = divides and np.ndim(part) and np.shape(part)[0] == config.n_experts
+        return PartitionSpec(EXPERT) if has_experts else PartitionSpec()
+
+    return jax.tree.map(of_part, leaf)
+
+
+def _whole(leaf: jax.Array, sharding: PartitionSpec, dtype: Any) -> jax.Array:
+    """A weight [E, A, B] of a device, gathered along the axes of the mesh that divide `embed`."""
+    leaf = leaf.astype(dtype)
+    for axis, entry in enumerate(sharding):
+        gathered = tuple(name for name in _names(entry) if name in PARAMETERS["embed"])
+        if gathered and axis:
+            leaf = jax.lax.all_gather(leaf, gathered, axis=axis, tiled=True)
+    return leaf
+
+
+def _of_device(
+    weights: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    experts: jax.Array,
+    scale: jax.Array,
+    division: Division,
+    shards: Any = None,
+) -> jax.Array:
+    """The sum for the tokens [B, T, D] of a device, whose experts are `weights`."""
+    shape = x.shape
+    x, experts, scale = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
+    if shards is not None:
+        weights = {
+            name: leaf if is_custom(leaf) else _whole(leaf, shards[name], x.dtype)
+            for name, leaf in weights.items()
+        }
+    number = config.n_experts
+    if division.experts:
+        number //= jax.lax.axis_size(EXPERT)
+        experts = experts - number * jax.lax.axis_index(EXPERT)
+        if division.gathers:
+            x, experts, scale = (
+                jax.lax.all_gather(array, EXPERT, tiled=True) for array in (x, experts, scale)
+            )
+        # Those of other devices.
+        experts = jnp.where((experts < 0) | (experts >= number), number, experts)
+    n, k = experts.shape
+    most = n * min(k, number)
+    if config.expert_capacity:
+        rows = -(-n // shape[1])
+        most = min(most, number * rows * capacity_of(config, shape[1]))
+    pairs = sorted_pairs(experts, number, most)
+    plain = config.expert_kernel == "xla"
+    rows = _gather(x, pairs) if plain else gather(x, pairs)
+    of_row = scale.reshape(-1).at[pairs.choice].get(unique_indices=True)
+    y = _expert_rows(weights, config, rows, of_row, Groups(pairs.sizes, config.expert_kernel))
+    out = _combine(y, pairs) if plain else combine(y, pairs)
+    if division.width:
+        out = jax.lax.psum(out, division.width)
+    if division.gathers:
+        out = jax.lax.psum_scatter(out, EXPERT, tiled=True)
+    elif division.experts:
+        out = jax.lax.psum(out, EXPERT)
+    return out.reshape(shape)
+
+
+def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
+    # A call with a cache has a few tokens of each row, of which none is dropped.
+    routes, aux = route(params, config, x, call.mask, call.key, capped=call.cache is None)
+    y = checkpoint_name(expert_sum(params, config, x, routes), "down")
+    if config.shared_ff:
+        y = y + ffn(params["shared"], shared_config(config), x)
+    return Output(y, call.cache, aux)
+
+
+def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
+    pairs = sizes.tokens * config.experts_per_token
+    hidden = pairs * sizes.share(config.expert_width) * sizes.number
+    names = ("gate", "up", "hidden") if config.gated else ("up", "hidden")
+    arrays = [StoredArray(name, hidden) for name in names]
+    arrays.append(StoredArray("gathered rows", pairs * config.d_model * sizes.number))
+    if config.shared_ff:
+        arrays += FEED_FORWARD.stored(shared_config(config), sizes)
+    return arrays
+
+
+def _formula(config: ModelConfig) -> tuple[str, ...]:
+    bias = biased_text(config, "router", "b") if config.router_bias == "none" else " + b"
+    scores = f"s = {config.router}(x W_router{bias if config.router_bias == 'learned' else ''})"
+    chosen = "s + b" if config.router_bias == "balanced" else "s"
+    groups = ""
+    if config.router_groups > 1:
+        groups = f" in {config.router_top_groups} of {config.router_groups} groups"
+    weight = "s_e / Σ s" if config.router_renormalize else "s_e"
+    scale = f"{config.router_scale:g} " if config.router_scale != 1 else ""
+    shared = " + shared(x)" if config.shared_ff else ""
+    (dense,) = FEED_FORWARD.formula(config)
+    return (
+        f"{scores},  e = top {config.experts_per_token} of {config.n_experts} by {chosen}{groups}",
+        f"experts = Σ_e {scale}{weight} · expert_e(x){shared}",
+        dense.replace("ffn =", "expert ="),
+    )
+
+
+EXPERTS = Sublayer(
+    specs=expert_specs,
+    apply=_apply,
+    product="down",
+    stored=_stored,
+    gradients=("gate", "up", "hidden"),
+    formula=_formula,
+    draws=True,
+    capture="mlp_out",
+)

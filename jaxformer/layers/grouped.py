@@ -1,0 +1,197 @@
+"""Grouped matrix products, as experts compute them: rows in groups, each times a matrix of its own.
+
+Every kernel maps rows x [M, A] sorted by group, matrices w [E, A, B] and the sizes int32 [E] of the
+groups to [M, B]. `xla` is the reference, for every transform and device, with the work of all
+experts for all rows; the others have gradients of their own, and no forward-mode derivative. The
+rows after the last group belong to none: what a kernel gives for them is not defined, and no kernel
+lets them into the gradient of a matrix.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer.config.model import ExpertKernel
+from jaxformer.config.settings import Table
+from jaxformer.files import ConfigError
+
+# product(x, w, sizes, transposed) -> [M, B], or with w [E, B, A] transposed.
+Product = Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
+# outer(x, dy, sizes) -> [E, A, B]: for each group the product of its rows x^T [A, m] and dy [m, B].
+Outer = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class GroupedRow(NamedTuple):
+    """A kernel: its product and that of the gradients of its matrices, its description, and the
+    platforms that it runs on."""
+
+    product: Product
+    outer: Outer
+    what: str
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+
+
+def _dense(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
+    """The product of all rows with each matrix in turn, of which the rows of its group are kept."""
+    ends = jnp.cumsum(sizes)
+    index = jnp.arange(len(x))
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def add(total: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        matrix, start, end = group
+        of_group = (index >= start) & (index < end)
+        y = jax.lax.dot_general(x, matrix, contracted)
+        return jnp.where(of_group[:, None], y, total), None
+
+    zeros = jnp.zeros((len(x), w.shape[1 if transposed else 2]), x.dtype)
+    return jax.lax.scan(add, zeros, (w, ends - sizes, ends))[0]
+
+
+def _dense_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
+    ends = jnp.cumsum(sizes)
+    index = jnp.arange(len(x))
+
+    def of_group(bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
+        rows = ((index >= bounds[0]) & (index < bounds[1]))[:, None]
+        x_of_group, dy_of_group = (jnp.where(rows, array, 0) for array in (x, dy))
+        return jax.lax.dot_general(x_of_group, dy_of_group, (((0,), (0,)), ((), ())))
+
+    return jax.lax.map(of_group, (ends - sizes, ends))
+
+
+def _ragged(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
+    return jax.lax.ragged_dot(x, w.swapaxes(1, 2) if transposed else w, sizes)
+
+
+def _ragged_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
+    dimensions = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
+    )
+    return jax.lax.ragged_dot_general(x, dy, sizes, dimensions)
+
+
+class _Blocks(NamedTuple):
+    """Groups cut into blocks of `rows` rows, the last of a group maybe shorter: how many there are,
+    and for each its group, its first row, and how many of its rows are of the group."""
+
+    rows: int
+    number: jax.Array
+    group: jax.Array
+    start: jax.Array
+    real: jax.Array
+
+
+def _blocks(m: int, sizes: jax.Array) -> _Blocks:
+    """Blocks of about the mean size of a group."""
+    groups = len(sizes)
+    rows = min(max(1 << (max(m // groups, 1) - 1).bit_length(), 8), 512)
+    counts = -(-sizes // rows)
+    ends = jnp.cumsum(counts)
+    index = jnp.arange(m // rows + groups, dtype=sizes.dtype)
+    group = jnp.minimum(jnp.searchsorted(ends, index, side="right"), groups - 1)
+    in_group = (index - (ends - counts)[group]) * rows
+    first = (jnp.cumsum(sizes) - sizes)[group]
+    return _Blocks(rows, ends[-1], group, first + in_group, jnp.clip(sizes[group] - in_group, 0))
+
+
+def _loop(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
+    """A loop over blocks of rows of one group. A block writes all its rows, and the next group then
+    writes over those of its own."""
+    blocks, width = _blocks(len(x), sizes), w.shape[1 if transposed else 2]
+    padded = jnp.pad(x, ((0, blocks.rows), (0, 0)))
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def add(i: jax.Array, out: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(padded, blocks.start[i], blocks.rows)
+        matrix = jax.lax.dynamic_index_in_dim(w, blocks.group[i], keepdims=False)
+        y = jax.lax.dot_general(rows, matrix, contracted)
+        return jax.lax.dynamic_update_slice_in_dim(out, y, blocks.start[i], 0)
+
+    out = jnp.zeros((len(padded), width), x.dtype)
+    return jax.lax.fori_loop(0, blocks.number, add, out)[: len(x)]
+
+
+def _loop_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
+    blocks = _blocks(len(x), sizes)
+    x, dy = (jnp.pad(array, ((0, blocks.rows), (0, 0))) for array in (x, dy))
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        of_block = jnp.arange(blocks.rows) < blocks.real[i]
+        rows, gradient = (
+            jax.lax.dynamic_slice_in_dim(array, blocks.start[i], blocks.rows) for array in (x, dy)
+        )
+        # Both, because what is not of the group may be NaN.
+        rows, gradient = (jnp.where(of_block[:, None], array, 0) for array in (rows, gradient))
+        y = jax.lax.dot_general(
+            rows, gradient, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        before = jax.lax.dynamic_index_in_dim(total, blocks.group[i], keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(total, before + y, blocks.group[i], 0)
+
+    total = jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, blocks.number, add, total).astype(x.dtype)
+
+
+GROUPED_KERNELS: Table[GroupedRow] = Table(
+    ExpertKernel,
+    {
+        "xla": GroupedRow(_dense, _dense_outer, "all rows times each expert"),
+        "loop": GroupedRow(_loop, _loop_outer, "a loop over blocks of rows of one expert"),
+        "ragged": GroupedRow(_ragged, _ragged_outer, "XLA's ragged product"),
+    },
+    besides=("auto",),
+)
+# In the order in which auto prefers them.
+PREFERRED = {"cpu": ("loop",), "gpu": ("loop",), "tpu": ("ragged", "loop")}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradients(name: str, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return GROUPED_KERNELS[name].product(x, w, sizes, False)
+
+
+def _forward(name: str, x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+    return _with_gradients(name, x, w, sizes), (x, w, sizes)
+
+
+def _backward(name: str, arrays: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, w, sizes = arrays
+    row = GROUPED_KERNELS[name]
+    return row.product(dy, w, sizes, True), row.outer(x, dy, sizes), None
+
+
+_with_gradients.defvjp(_forward, _backward)
+
+
+class Groups(NamedTuple):
+    """Rows sorted by group: `sizes` int32 [E] of the groups, and the kernel of their products."""
+
+    sizes: jax.Array
+    kernel: str
+
+    def product(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """x [M, A], w [E, A, B] -> [M, B]: the rows of group e times w[e]."""
+        if self.kernel == "xla":
+            return _dense(x, w, self.sizes)
+        return _with_gradients("loop" if self.kernel == "auto" else self.kernel, x, w, self.sizes)
+
+
+def choose_grouped(asked: str, platform: str) -> tuple[str, str]:
+    """The name of the kernel for the experts of a run on a platform, and a text that names it.
+
+    Raises ConfigError if the one asked for by name does not run there.
+    """
+    able = [name for name in PREFERRED[platform] if platform in GROUPED_KERNELS[name].platforms]
+    name = able[0] if asked == "auto" else asked
+    if platform not in GROUPED_KERNELS[name].platforms:
+        raise ConfigError(
+            f"model.expert_kernel={asked!r} cannot run here: it needs a"
+            f" {' or '.join(GROUPED_KERNELS[name].platforms)}, and this device is a {platform}."
+            f" Choose {' or '.join(repr(other) for other in ('auto', *able))}."
+        )
+    return name, f"{name} ({GROUPED_KERNELS[name].what})"
