@@ -27,8 +27,8 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     explicit: bool = False,
 ) -> Mesh:
-    """The mesh of `devices` (default: all) with axes data, fsdp, expert, context and tensor of these
-    sizes. With data=0, the axis data has the devices that the others leave.
+    """The mesh of `devices` (default: all) with axes data, fsdp, expert, context and tensor of
+    these sizes. With data=0, the axis data has the devices that the others leave.
 
     Explicit axes make the sharding part of each array's type, by which the tests find missing
     placements. Raises ConfigError if the sizes do not multiply to the number of devices.

@@ -253,8 +253,9 @@ def contract(
     Raises ValueError for an equation that does not fit the shapes.
     """
     if is_custom(w):
-        in_groups = {"groups": groups} if groups is not None else {}
-        return w.contract(equation, x, to=to, dtype=dtype, **in_groups)  # type: ignore[no-any-return]
+        # A leaf of somebody else need not know of groups.
+        of_groups = {} if groups is None else {"groups": groups}
+        return w.contract(equation, x, to=to, dtype=dtype, **of_groups)  # type: ignore[no-any-return]
     left, right, out = _letters(equation, x.shape, w.shape)
     if groups is not None:
         return groups.product(x, w.astype(x.dtype)).astype(dtype or x.dtype)

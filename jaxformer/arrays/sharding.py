@@ -1,8 +1,8 @@
 """Logical axes to mesh axes: the one module that decides how arrays are placed on devices.
 
 Layers name the axes of their arrays; the two tables below map these names to the axes of the mesh
-(data, fsdp, expert, context, tensor). Without a mesh in force (`jax.set_mesh`) every function here returns
-its input.
+(data, fsdp, expert, context, tensor). Without a mesh in force (`jax.set_mesh`) every function here
+returns its input.
 """
 
 import math

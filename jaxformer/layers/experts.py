@@ -249,8 +249,8 @@ def _combine(y: jax.Array, pairs: Pairs) -> jax.Array:
     return jnp.where(pairs.real[..., None], y[pairs.row], 0).sum(1)
 
 
-# The transpose of `_gather` is `_combine`, and the reverse. JAX's own are scatters, which a GPU adds
-# in any order.
+# The transpose of `_gather` is `_combine`, and the reverse. JAX's own are scatters, which a GPU
+# adds in any order.
 gather = jax.custom_vjp(_gather)
 gather.defvjp(lambda x, pairs: (_gather(x, pairs), pairs), lambda p, dx: (_combine(dx, p), None))
 combine = jax.custom_vjp(_combine)
@@ -271,8 +271,8 @@ def _added_bias(y: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.A
 def _expert_rows(
     weights: Params, config: ModelConfig, rows: jax.Array, scale: jax.Array, groups: Groups
 ) -> jax.Array:
-    """The rows [M, D] of each expert through its feed-forward, times `scale` [M]: [M, D]. The hidden
-    rows are scaled, so that the backward pass reads no output of an expert."""
+    """The rows [M, D] of each expert through its feed-forward, times `scale` [M]: [M, D]. The
+    hidden rows are scaled, so that the backward pass reads no output of an expert."""
 
     def linear(name: str, x: jax.Array, equation: str) -> jax.Array:
         y = checkpoint_name(contract(equation, x, weights[name], groups=groups), name)
