@@ -15,21 +15,18 @@ K those of a token, M the pairs, D the width of the model and F that of an exper
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxformer.arrays.params import Params, Spec, Specs, contract, is_custom, zeros
-from jaxformer.arrays.sharding import PARAMETERS, activation, constrain, free_axes, partition
+from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
+from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
+from jaxformer.layers.dispatch import BY_TOKENS, Dispatch, Routes, expert_sum
 from jaxformer.layers.ffn import ACTIVATIONS, FEED_FORWARD, ffn, ffn_specs
 from jaxformer.layers.grouped import Groups
 from jaxformer.layers.linear import INITIALIZERS
@@ -37,9 +34,7 @@ from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Aux, AuxSums, Output
 from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
 
-# The axis of the mesh that divides experts, and tokens outside of them.
-EXPERT = "expert"
-BY_TOKENS = ("batch", "sequence", None)
+WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 # The gradient of a balanced bias, of which only the sign counts, is so small that it is nothing in
 # the norm of all gradients.
 BIAS_GRADIENT = 1e-6
@@ -69,14 +64,6 @@ def expert_specs(config: ModelConfig) -> Specs:
     if config.shared_ff:
         specs["shared"] = ffn_specs(shared_config(config))
     return specs
-
-
-class Routes(NamedTuple):
-    """The experts int32 [B, T, K] of each token, E where a token is sent to none, and their weights
-    float32 [B, T, K]."""
-
-    experts: jax.Array
-    weights: jax.Array
 
 
 def route(
@@ -207,69 +194,20 @@ def _router_aux(
     return Aux(losses=losses, metrics=stopped)
 
 
-class Pairs(NamedTuple):
-    """The pairs of a token and an expert of a device, sorted by expert.
-
-    `token` int32 [M] is the index of the token of a row; `row` int32 [N, K] that of the row of a
-    token's choice, and `real` bool [N, K] whether it has one; `choice` int32 [M] the index of the
-    pair among all N K; `sizes` int32 [E] the rows of each expert.
-    """
-
-    token: jax.Array
-    row: jax.Array
-    real: jax.Array
-    choice: jax.Array
-    sizes: jax.Array
-
-
-def sorted_pairs(experts: jax.Array, number: int, most: int) -> Pairs:
-    """The pairs of tokens with experts [N, K], of which those outside 0 .. number - 1 are not of
-    this device. There are `most` rows, as many as can be."""
-    n, k = experts.shape
-    of_pair = experts.reshape(-1)
-    order = jnp.argsort(of_pair, stable=True)
-    row = (
-        jnp.zeros_like(order)
-        .at[order]
-        .set(jnp.arange(n * k, dtype=order.dtype), unique_indices=True)
-    )
-    choice = order[:most]
-    real = experts < number
-    sizes = (of_pair[:, None] == jnp.arange(number)).sum(0, dtype=jnp.int32)
-    return Pairs(choice // k, jnp.minimum(row.reshape(n, k), most - 1), real, choice, sizes)
-
-
-def _gather(x: jax.Array, pairs: Pairs) -> jax.Array:
-    """Tokens [N, D] -> the token of each row [M, D]."""
-    return x[pairs.token]
-
-
-def _combine(y: jax.Array, pairs: Pairs) -> jax.Array:
-    """Rows [M, D] -> the sum of the rows of each token [N, D]."""
-    return jnp.where(pairs.real[..., None], y[pairs.row], 0).sum(1)
-
-
-# The transpose of `_gather` is `_combine`, and the reverse. JAX's own are scatters, which a GPU
-# adds in any order.
-gather = jax.custom_vjp(_gather)
-gather.defvjp(lambda x, pairs: (_gather(x, pairs), pairs), lambda p, dx: (_combine(dx, p), None))
-combine = jax.custom_vjp(_combine)
-combine.defvjp(lambda y, pairs: (_combine(y, pairs), pairs), lambda p, dy: (_gather(dy, p), None))
-
-
 def _added_bias(y: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
     """Rows [M, F] plus the bias [E, F] of the expert of each, by a product, whose gradient adds in
-    one order."""
+    one order. Rows without an expert, which may be anything, are 0."""
     if bias is None:
         return y
     ends = jnp.cumsum(sizes)
     index = jnp.arange(len(y))[:, None]
     of_expert = (index >= ends - sizes) & (index < ends)  # [M, E]
-    return y + of_expert.astype(y.dtype) @ bias.astype(y.dtype)
+    biased = y + of_expert.astype(y.dtype) @ bias.astype(y.dtype)
+    return jnp.where(index < ends[-1], biased, 0)
 
 
 def _expert_rows(
-    weights: Params, config: ModelConfig, rows: jax.Array, scale: jax.Array, groups: Groups
+    config: ModelConfig, weights: Params, rows: jax.Array, scale: jax.Array, groups: Groups
 ) -> jax.Array:
     """The rows [M, D] of each expert through its feed-forward, times `scale` [M]: [M, D]. The
     hidden rows are scaled, so that the backward pass reads no output of an expert."""
@@ -287,131 +225,16 @@ def _expert_rows(
     return y if bias is None else y + scale * _added_bias(jnp.zeros_like(y), bias, groups.sizes)
 
 
-class Division(NamedTuple):
-    """How the devices of a mesh divide the experts: the mesh axes that divide tokens, experts and
-    hidden width (none: empty), and whether the tokens have to be gathered for the experts."""
-
-    tokens: PartitionSpec
-    experts: tuple[str, ...]
-    width: tuple[str, ...]
-    gathers: bool
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
-
-
-def expert_sum(
-    params: Params, config: ModelConfig, x: Float[Array, "B T D"], routes: Routes
-) -> Float[Array, "B T D"]:
-    """The weighted sum of what the experts of each token return, on the devices of the mesh."""
-    axes = free_axes()
-    weights = {
-        name: leaf for name, leaf in params.items() if name.split("_")[0] in ("gate", "up", "down")
-    }
-    if jax.sharding.get_abstract_mesh().size == 1 or not axes:
-        return _of_device(weights, config, x, *routes, Division(PartitionSpec(), (), (), False))
-    table = expert_specs(config)
-    shards = {name: _sharding(leaf, table[name], axes) for name, leaf in weights.items()}
-    plain = not any(is_custom(leaf) for leaf in weights.values())
-    if not plain:
-        # Parts of a leaf that is no array are divided by experts alone.
-        shards = {name: _by_experts(leaf, config, axes) for name, leaf in weights.items()}
-    tokens = activation(x.shape, BY_TOKENS)
-    up = shards["up"] if plain else PartitionSpec()
-    experts = (EXPERT,) if axes.get(EXPERT, 1) > 1 and config.n_experts % axes[EXPERT] == 0 else ()
-    width = _names(up[2]) if plain else ()
-    division = Division(tokens, experts, width, EXPERT in _names(tokens[0]) and bool(experts))
-    local = functools.partial(_of_device, config=config, division=division, shards=shards)
-    # The kernels do not declare along which axes their results vary, so that is not checked.
-    divided = jax.shard_map(
-        lambda weights, x, experts, scale: local(weights, x=x, experts=experts, scale=scale),
-        in_specs=(shards, tokens, tokens, tokens),
-        out_specs=tokens,
-        axis_names={*axes},
-        check_vma=False,
-    )
-    out: jax.Array = divided(
-        weights, constrain(x, BY_TOKENS), *(constrain(r, BY_TOKENS) for r in routes)
-    )
-    return out
-
-
-def _sharding(leaf: Any, spec: Spec, axes: Mapping[str, int]) -> Any:
-    return partition(spec.shape, spec.axes, PARAMETERS, axes)
-
-
-def _by_experts(leaf: Any, config: ModelConfig, axes: Mapping[str, int]) -> Any:
-    divides = axes.get(EXPERT, 1) > 1 and config.n_experts % axes[EXPERT] == 0
-
-    def of_part(part: Any) -> PartitionSpec:
-        has_experts = divides and np.ndim(part) and np.shape(part)[0] == config.n_experts
-        return PartitionSpec(EXPERT) if has_experts else PartitionSpec()
-
-    return jax.tree.map(of_part, leaf)
-
-
-def _whole(leaf: jax.Array, sharding: PartitionSpec, dtype: Any) -> jax.Array:
-    """A weight [E, A, B] of a device, gathered along the axes of the mesh that divide `embed`."""
-    leaf = leaf.astype(dtype)
-    for axis, entry in enumerate(sharding):
-        gathered = tuple(name for name in _names(entry) if name in PARAMETERS["embed"])
-        if gathered and axis:
-            leaf = jax.lax.all_gather(leaf, gathered, axis=axis, tiled=True)
-    return leaf
-
-
-def _of_device(
-    weights: Params,
-    config: ModelConfig,
-    x: jax.Array,
-    experts: jax.Array,
-    scale: jax.Array,
-    division: Division,
-    shards: Any = None,
-) -> jax.Array:
-    """The sum for the tokens [B, T, D] of a device, whose experts are `weights`."""
-    shape = x.shape
-    x, experts, scale = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
-    if shards is not None:
-        weights = {
-            name: leaf if is_custom(leaf) else _whole(leaf, shards[name], x.dtype)
-            for name, leaf in weights.items()
-        }
-    number = config.n_experts
-    if division.experts:
-        number //= jax.lax.axis_size(EXPERT)
-        experts = experts - number * jax.lax.axis_index(EXPERT)
-        if division.gathers:
-            x, experts, scale = (
-                jax.lax.all_gather(array, EXPERT, tiled=True) for array in (x, experts, scale)
-            )
-        # Those of other devices.
-        experts = jnp.where((experts < 0) | (experts >= number), number, experts)
-    n, k = experts.shape
-    most = n * min(k, number)
-    if config.expert_capacity:
-        rows = -(-n // shape[1])
-        most = min(most, number * rows * capacity_of(config, shape[1]))
-    pairs = sorted_pairs(experts, number, most)
-    plain = config.expert_kernel == "xla"
-    rows = _gather(x, pairs) if plain else gather(x, pairs)
-    of_row = scale.reshape(-1).at[pairs.choice].get(unique_indices=True)
-    y = _expert_rows(weights, config, rows, of_row, Groups(pairs.sizes, config.expert_kernel))
-    out = _combine(y, pairs) if plain else combine(y, pairs)
-    if division.width:
-        out = jax.lax.psum(out, division.width)
-    if division.gathers:
-        out = jax.lax.psum_scatter(out, EXPERT, tiled=True)
-    elif division.experts:
-        out = jax.lax.psum(out, EXPERT)
-    return out.reshape(shape)
-
-
 def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     # A call with a cache has a few tokens of each row, of which none is dropped.
-    routes, aux = route(params, config, x, call.mask, call.key, capped=call.cache is None)
-    y = checkpoint_name(expert_sum(params, config, x, routes), "down")
+    capped = call.cache is None
+    routes, aux = route(params, config, x, call.mask, call.key, capped)
+    capacity = capacity_of(config, x.shape[1]) if config.expert_capacity and capped else 0
+    dispatch = Dispatch(config.n_experts, config.expert_kernel, capacity)
+    weights = {name: params[name] for name in WEIGHTS if name in params}
+    run = functools.partial(_expert_rows, config)
+    y = expert_sum(run, weights, expert_specs(config), x, routes, dispatch)
+    y = checkpoint_name(y, "down")
     if config.shared_ff:
         y = y + ffn(params["shared"], shared_config(config), x)
     return Output(y, call.cache, aux)

@@ -1,0 +1,340 @@
+"""From tokens to the rows of their experts and back, on one device and on the devices of a mesh.
+
+On a device, the pairs of a token and an expert are sorted by expert, each gets its token as a row,
+and the rows of a token are added up after the experts have run. On a mesh each device has its own
+tokens, and with `mesh.expert` its own experts, so that rows or tokens travel:
+
+    rows     Each row goes to the device of its expert and back, by an all-to-all in which a device
+             sends as many rows as there are (arXiv:2006.16668): for k experts of a token and P
+             devices k (P - 1) / P rows a token, each way.
+    tokens   Each device gets all tokens and computes those of its experts; the sums are added up
+             and scattered: P - 1 tokens a token, each way. It is chosen where k is at least P.
+
+A device has room for as many rows as could be sent to it. `model.expert_capacity` bounds them.
+
+In the comments, N are the tokens of a device, K the experts of a token, M the rows, E the experts,
+P the devices of mesh.expert and D the width of the model.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxformer.arrays.params import Params, Specs, is_custom
+from jaxformer.arrays.sharding import (
+    PARAMETERS,
+    activation,
+    constrain,
+    free_axes,
+    partition,
+    platform,
+)
+from jaxformer.layers.grouped import Groups
+
+# The axis of the mesh that divides experts.
+(EXPERT,) = PARAMETERS["experts"]
+BY_TOKENS = ("batch", "sequence", None)
+
+# run(weights, rows [M, D], scale [M], groups) -> [M, D]: the rows of each expert through it, times
+# their scale.
+RunExperts = Callable[[Params, jax.Array, jax.Array, Groups], jax.Array]
+
+
+class Routes(NamedTuple):
+    """The experts int32 [B, T, K] of each token, E where a token is sent to none, and their weights
+    float32 [B, T, K]."""
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+class Pairs(NamedTuple):
+    """Pairs of a token and an expert, sorted by expert: a row for each.
+
+    `token` int32 [M] is the token of a row, and `choice` int32 [M] the number of the pair among all
+    N K; `row` int32 [N, K] is the row of each pair, and `real` bool [N, K] whether it has one;
+    `sizes` int32 [E] are the rows of each expert.
+    """
+
+    token: jax.Array
+    choice: jax.Array
+    row: jax.Array
+    real: jax.Array
+    sizes: jax.Array
+
+
+def sorted_pairs(experts: jax.Array, number: int, most: int) -> Pairs:
+    """The pairs of tokens with their experts [N, K]; an expert of `number` or above is none. There
+    are `most` rows, at least as many as pairs that have an expert."""
+    n, k = experts.shape
+    of_pair = experts.reshape(-1)
+    order = jnp.argsort(of_pair, stable=True)
+    index = jnp.arange(n * k, dtype=order.dtype)
+    row = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
+    sizes = (of_pair[:, None] == jnp.arange(number)).sum(0, dtype=jnp.int32)
+    choice = order[:most]
+    in_range = jnp.minimum(row.reshape(n, k), most - 1)
+    return Pairs(choice // k, choice, in_range, experts < number, sizes)
+
+
+def _gather(x: jax.Array, pairs: Pairs) -> jax.Array:
+    return x[pairs.token]
+
+
+def _combine(y: jax.Array, pairs: Pairs) -> jax.Array:
+    return jnp.where(pairs.real[..., None], y[pairs.row], 0).sum(1)
+
+
+# The transpose of `_gather` is `_combine`, and the reverse. JAX's own are scatters, which a GPU
+# adds in any order.
+_gather_once = jax.custom_vjp(_gather)
+_gather_once.defvjp(
+    lambda x, pairs: (_gather(x, pairs), pairs), lambda pairs, dx: (_combine(dx, pairs), None)
+)
+_combine_once = jax.custom_vjp(_combine)
+_combine_once.defvjp(
+    lambda y, pairs: (_combine(y, pairs), pairs), lambda pairs, dy: (_gather(dy, pairs), None)
+)
+
+
+def gather(x: Float[Array, "N D"], pairs: Pairs, kernel: str) -> Float[Array, "M D"]:
+    """The token of each row; with the kernel "xla" for every transform of JAX."""
+    return _gather(x, pairs) if kernel == "xla" else _gather_once(x, pairs)
+
+
+def combine(y: Float[Array, "M D"], pairs: Pairs, kernel: str) -> Float[Array, "N D"]:
+    """The sum of the rows of each token; with the kernel "xla" for every transform of JAX."""
+    return _combine(y, pairs) if kernel == "xla" else _combine_once(y, pairs)
+
+
+def _scale_of_rows(scale: jax.Array, pairs: Pairs) -> jax.Array:
+    """The weight of each row [M], of those of the pairs [N, K]. That of a row without an expert,
+    for which a kernel may give anything, is 0 and has no gradient."""
+    of_row = scale.reshape(-1).at[pairs.choice].get(unique_indices=True)
+    return jnp.where(jnp.arange(len(of_row)) < pairs.sizes.sum(), of_row, 0)
+
+
+class Dispatch(NamedTuple):
+    """How tokens find their experts: the number of experts, the kernel of their products, and the
+    most tokens of a row that an expert takes (0: any number)."""
+
+    number: int
+    kernel: str
+    capacity: int = 0
+
+
+class Division(NamedTuple):
+    """How the mesh in force divides experts: the number P of devices that have different ones, and
+    of those among them that have different tokens (1 or P); the axes that divide the hidden width
+    of an expert; the partition of each weight; and the biases of what is summed along `width`."""
+
+    devices: int
+    of_tokens: int
+    width: tuple[str, ...] = ()
+    weights: Any = None
+    added_once: tuple[str, ...] = ()
+
+
+def expert_sum(
+    run: RunExperts,
+    weights: Params,
+    table: Specs,
+    x: Float[Array, "B T D"],
+    routes: Routes,
+    dispatch: Dispatch,
+) -> Float[Array, "B T D"]:
+    """The sum of what the experts of each token return, on the devices of the mesh in force.
+    `table` has the rows of `weights`, whose first axis counts experts."""
+    axes = free_axes()
+    if jax.sharding.get_abstract_mesh().size == 1 or not axes:
+        return _on_device(run, dispatch, Division(1, 1), weights, x, *routes)
+    tokens = activation(x.shape, BY_TOKENS)
+    division = _division(weights, table, tokens, axes, dispatch)
+    # The kernels do not declare along which axes their results vary, so that is not checked.
+    divided = jax.shard_map(
+        functools.partial(_on_device, run, dispatch, division),
+        in_specs=(division.weights, tokens, tokens, tokens),
+        out_specs=tokens,
+        axis_names={*axes},
+        check_vma=False,
+    )
+    out: jax.Array = divided(weights, *(constrain(array, BY_TOKENS) for array in (x, *routes)))
+    return out
+
+
+def _division(
+    weights: Params,
+    table: Specs,
+    tokens: PartitionSpec,
+    axes: Mapping[str, int],
+    dispatch: Dispatch,
+) -> Division:
+    devices = axes.get(EXPERT, 1)
+    devices = 1 if dispatch.number % devices else devices
+    of_tokens = devices if EXPERT in _names(tokens[0]) else 1
+    if any(is_custom(leaf) for leaf in weights.values()):
+        # The parts of a leaf that is no array have experts first, and nothing else is divided.
+        of_part = PartitionSpec(EXPERT if devices > 1 else None)
+        has_experts = jax.tree.map(lambda part: np.shape(part)[:1] == (dispatch.number,), weights)
+        by_experts = jax.tree.map(lambda has: of_part if has else PartitionSpec(), has_experts)
+        return Division(devices, of_tokens, weights=by_experts)
+    shards = {}
+    width: tuple[str, ...] = ()
+    for name in weights:
+        spec = table[name]
+        shards[name] = partition(spec.shape, spec.axes, PARAMETERS, axes)
+        if "mlp" in spec.axes:
+            width = _names(shards[name][spec.axes.index("mlp")])
+    added_once = tuple(name for name in weights if width and "mlp" not in table[name].axes)
+    return Division(devices, of_tokens, width, shards, added_once)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+
+
+def _gathered(leaf: Any, sharding: Any, dtype: Any) -> Any:
+    """A weight of a device, gathered along the axes of the mesh that divide `embed`."""
+    if is_custom(leaf):
+        return leaf
+    leaf = leaf.astype(dtype)
+    for axis, entry in enumerate(sharding):
+        names = tuple(name for name in _names(entry) if name in PARAMETERS["embed"])
+        if names and axis > 0:
+            leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
+    return leaf
+
+
+def _on_device(
+    run: RunExperts,
+    dispatch: Dispatch,
+    division: Division,
+    weights: Params,
+    x: jax.Array,
+    experts: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """The sum for the tokens [B, T, D] of a device, with the experts that it has."""
+    shape = x.shape
+    x, experts, scale = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
+    if division.weights is not None:
+        weights = {
+            name: _gathered(leaf, division.weights[name], x.dtype) for name, leaf in weights.items()
+        }
+    for name in division.added_once:
+        weights[name] = weights[name] * (jax.lax.axis_index(division.width) == 0)
+    n, k = experts.shape
+    of_device = dispatch.number // division.devices
+    # The most rows that can come to a device.
+    most = n * min(k, of_device) * division.of_tokens
+    if dispatch.capacity:
+        most = min(most, shape[0] * division.of_tokens * of_device * dispatch.capacity)
+    if division.of_tokens > max(k, 1):
+        out = _by_rows(run, dispatch, most, weights, x, experts, scale)
+    else:
+        out = _by_tokens(run, dispatch, division, most, weights, x, experts, scale)
+    if division.width:
+        out = jax.lax.psum(out, division.width)
+    return out.reshape(shape)
+
+
+def _by_tokens(
+    run: RunExperts,
+    dispatch: Dispatch,
+    division: Division,
+    most: int,
+    weights: Params,
+    x: jax.Array,
+    experts: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """[N, D] -> [N, D], the tokens of all devices gathered and the sums scattered."""
+    number = dispatch.number // division.devices
+    if division.of_tokens > 1:
+        x, experts, scale = (
+            jax.lax.all_gather(array, EXPERT, tiled=True) for array in (x, experts, scale)
+        )
+    if division.devices > 1:
+        experts = experts - number * jax.lax.axis_index(EXPERT)
+        # Those of other devices are none.
+        experts = jnp.where((experts < 0) | (experts >= number), number, experts)
+    pairs = sorted_pairs(experts, number, most)
+    rows = gather(x, pairs, dispatch.kernel)
+    y = run(weights, rows, _scale_of_rows(scale, pairs), Groups(pairs.sizes, dispatch.kernel))
+    out = combine(y, pairs, dispatch.kernel)
+    if division.of_tokens > 1:
+        return jax.lax.psum_scatter(out, EXPERT, tiled=True)
+    return jax.lax.psum(out, EXPERT) if division.devices > 1 else out
+
+
+class Traffic(NamedTuple):
+    """An all-to-all as a device sees it, int32 [P] each: the offset and the number of the rows that
+    it sends to each device, their offset there, and the number that it gets from each."""
+
+    offsets: jax.Array
+    sizes: jax.Array
+    offsets_there: jax.Array
+    received: jax.Array
+
+
+def traffic_of(sent: jax.Array, me: jax.Array) -> tuple[Traffic, Traffic]:
+    """The traffic of device `me` where device i sends sent[i, j] rows to j, [P, P], and that of the
+    way back. Rows lie by destination where they are sent, and by source where they arrive."""
+    before_there = jnp.cumsum(sent, axis=0) - sent
+    before_here = jnp.cumsum(sent, axis=1) - sent
+    there = Traffic(before_here[me], sent[me], before_there[me], sent[:, me])
+    back = Traffic(before_there[:, me], sent[:, me], before_here[:, me], sent[me])
+    return there, back
+
+
+def exchanged(x: jax.Array, most: int, traffic: Traffic) -> jax.Array:
+    """The rows [most, ...] that a device gets from all, of the rows [M, ...] of each; those after
+    the last are 0."""
+    if platform() != "cpu":
+        out = jnp.zeros((most, *x.shape[1:]), x.dtype)
+        return jax.lax.ragged_all_to_all(x, out, *traffic, axis_name=EXPERT)
+    # XLA has no such collective for a CPU. Every device sends as many rows as there could be.
+    index = jnp.arange(len(x))
+    blocks = x[jnp.minimum(traffic.offsets[:, None] + index, len(x) - 1)]  # [P, M, ...]
+    blocks = jax.lax.all_to_all(blocks, EXPERT, split_axis=0, concat_axis=0, tiled=True)
+    offsets = jnp.cumsum(traffic.received) - traffic.received
+    real = index < traffic.received[:, None]
+    targets = jnp.where(real, offsets[:, None] + index, most)
+    return jnp.zeros((most, *x.shape[1:]), x.dtype).at[targets].set(blocks, mode="drop")
+
+
+def _by_rows(
+    run: RunExperts,
+    dispatch: Dispatch,
+    most: int,
+    weights: Params,
+    x: jax.Array,
+    experts: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """[N, D] -> [N, D], each row sent to the device of its expert and back."""
+    devices = jax.lax.axis_size(EXPERT)
+    me = jax.lax.axis_index(EXPERT)
+    kernel, number = dispatch.kernel, dispatch.number // devices
+    pairs = sorted_pairs(experts, dispatch.number, experts.size)
+    # [P, P, E / P]: the rows that each device sends to each expert of each.
+    sizes = jax.lax.all_gather(pairs.sizes, EXPERT).reshape(devices, devices, number)
+    there, back = traffic_of(sizes.sum(-1), me)
+    rows = exchanged(gather(x, pairs, kernel), most, there)
+    scale = exchanged(_scale_of_rows(scale, pairs)[:, None], most, there)
+    # They arrive by source, and from each by expert.
+    ends = jnp.cumsum(sizes[:, me].reshape(-1))
+    block = jnp.searchsorted(ends, jnp.arange(most), side="right")
+    expert = jnp.where(block < len(ends), block % number, number)
+    here = sorted_pairs(expert[:, None].astype(jnp.int32), number, most)
+    y = run(
+        weights, gather(rows, here, kernel), _scale_of_rows(scale, here), Groups(here.sizes, kernel)
+    )
+    returned = exchanged(combine(y, here, kernel), experts.size, back)
+    return combine(returned, pairs, kernel)

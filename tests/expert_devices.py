@@ -1,0 +1,143 @@
+"""Run on eight forced host devices: steps of models with experts on each mesh, beside one device.
+Prints JSON for test_expert_devices.py. With the argument "slow": the cases of the slow test alone.
+"""
+
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from eight_devices import train
+from learning_steps import a_run
+
+import jaxformer as jf
+from jaxformer.arrays.mesh import make_mesh
+from jaxformer.layers import dispatch
+
+MESHES = {
+    "expert 8": dict(data=1, expert=8),
+    "expert 4 x fsdp 2": dict(data=1, fsdp=2, expert=4),
+    "expert 2 x tensor 2 x data 2": dict(data=2, expert=2, tensor=2),
+    "expert 2 x context 2 x fsdp 2": dict(data=1, fsdp=2, expert=2, context=2),
+    "fsdp 4 x tensor 2": dict(data=1, fsdp=4, tensor=2),
+    "data 8": dict(data=8),
+}
+EXPERTS = {"feed_forward": "experts", "n_experts": 8, "expert_ff": 32}
+SIGMOID = {
+    "router": "sigmoid",
+    "router_bias": "balanced",
+    "router_groups": 4,
+    "router_top_groups": 2,
+    "router_scale": 2.5,
+    "router_sequence_loss": 0.01,
+    "shared_ff": 16,
+    "dense_layers": 1,
+    "n_layers": 3,
+    "layer_loop": "scan",
+}
+STEPS = {
+    "top 2": ({}, list(MESHES)),
+    "biases, learned router": (
+        {"bias": "all", "router_bias": "learned", "activation": "gelu"},
+        ["expert 2 x tensor 2 x data 2", "expert 4 x fsdp 2"],
+    ),
+    "capacity": ({"expert_capacity": 1.0}, ["expert 8", "expert 2 x context 2 x fsdp 2"]),
+    "sigmoid in groups": (SIGMOID, ["expert 4 x fsdp 2"]),
+    "one expert": (
+        {"experts_per_token": 1, "router_renormalize": False},
+        ["expert 2 x tensor 2 x data 2"],
+    ),
+}
+SLOW_STEPS = {
+    "noise": ({"router_noise": 0.3}, ["expert 8", "expert 2 x tensor 2 x data 2"]),
+    "encoder": ({"family": "encoder"}, ["expert 4 x fsdp 2"]),
+    "both": (
+        {"family": "encoder_decoder", "n_encoder_layers": 1, "positions": "t5"},
+        ["expert 2 x tensor 2 x data 2"],
+    ),
+    "alternating": ({"expert_pattern": "de", "n_layers": 4}, ["expert 4 x fsdp 2"]),
+    "sigmoid in groups": (SIGMOID, list(MESHES)),
+    "xla": ({"expert_kernel": "xla"}, ["expert 8"]),
+    "ragged": ({"expert_kernel": "ragged"}, ["expert 8"]),
+}
+
+
+def steps(cases):
+    """The largest relative error of losses and norms, and the largest of parameters, of the steps
+    of each model on each of its meshes."""
+    one, report = make_mesh(devices=jax.devices()[:1]), {}
+    for name, (changes, meshes) in cases.items():
+        run = a_run("llama", 16, vocab_size=64, **({"n_layers": 1} | EXPERTS | changes))
+        expected, params, _, first = train(run, one)
+        for label in meshes:
+            computed, placed, _, _ = train(run, make_mesh(**MESHES[label]), first)
+            apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)
+            report[f"{name}, {label}"] = {
+                "loss": float(np.abs(computed / expected - 1).max()),
+                "params": max(jax.tree.leaves(apart)),
+            }
+    return report
+
+
+def traffic():
+    """Whether rows of sizes drawn at random, also of none, arrive at the device that they were sent
+    to in the order of their sources, and come back to their places."""
+    mesh, rng = make_mesh(1, expert=8), np.random.default_rng(0)
+    sent = rng.integers(0, 5, (8, 8))
+    sent[2], sent[:, 3] = 0, 0
+    rows = np.full((8, 40), -1)
+    for source in range(8):
+        flat = [100 * source + 10 * to + i for to in range(8) for i in range(sent[source, to])]
+        rows[source, : len(flat)] = flat
+
+    def there_and_back(x):
+        me = jax.lax.axis_index("expert")
+        there, back = dispatch.traffic_of(jnp.asarray(sent), me)
+        arrived = dispatch.exchanged(x.reshape(-1, 1), 40, there)
+        returned = dispatch.exchanged(arrived, 40, back)
+        return arrived.reshape(1, -1), returned.reshape(1, -1)
+
+    by_device = jax.P("expert")
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(
+            there_and_back, in_specs=by_device, out_specs=by_device, check_vma=False
+        )
+        arrived, returned = (np.asarray(array) for array in jax.jit(run)(rows.astype(np.float32)))
+    right = []
+    for to in range(8):
+        expected = [
+            100 * source + 10 * to + i for source in range(8) for i in range(sent[source, to])
+        ]
+        right.append(arrived[to, : len(expected)].tolist() == expected)
+        number = sent[to].sum()
+        right.append(np.array_equal(returned[to, :number], rows[to, :number]))
+    return right
+
+
+def decoding():
+    """Greedy tokens on a mesh that divides experts and on one device, of a batch that the mesh
+    divides and of one that it does not."""
+    config = jf.ModelConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=2, **EXPERTS)
+    params = jf.init(config, jax.random.key(0))
+    answers = {}
+    for rows in (8, 3):
+        prompt = np.random.default_rng(0).integers(0, 64, (rows, 6), dtype=np.int32)
+        generate = functools.partial(jf.generate, params, config, prompt, 8, temperature=0)
+        answers[f"one, {rows} rows"] = np.asarray(generate()).tolist()
+        with jax.set_mesh(make_mesh(data=1, expert=4, tensor=2)):
+            answers[f"several, {rows} rows"] = np.asarray(generate()).tolist()
+    return answers
+
+
+def main():
+    if sys.argv[1:] == ["slow"]:
+        report = {"steps": steps(SLOW_STEPS)}
+    else:
+        report = {"steps": steps(STEPS), "traffic": traffic(), "decoding": decoding()}
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
