@@ -28,6 +28,21 @@ MODELS = {
     ),
     "relu with biases": dict(activation="relu", bias="all", norm="rms"),
     "tanh gelu, learned": dict(activation="gelu_tanh", positions="learned"),
+    "experts": dict(feed_forward="experts", n_experts=4, expert_ff=24, bias="all"),
+    "experts in groups after a dense layer": dict(
+        feed_forward="experts",
+        n_experts=6,
+        experts_per_token=3,
+        expert_ff=16,
+        shared_ff=8,
+        dense_layers=1,
+        n_layers=3,
+        router="sigmoid",
+        router_bias="balanced",
+        router_groups=3,
+        router_top_groups=2,
+        router_scale=1.5,
+    ),
 }
 
 

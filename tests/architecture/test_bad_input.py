@@ -148,7 +148,7 @@ def test_a_setting_that_cannot_work_is_named(case: str, tmp_path: Path, capsys: 
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_named() -> None:
-    mesh = jax.sharding.AbstractMesh((4, 1, 1, 1), MESH_AXES)
+    mesh = jax.sharding.AbstractMesh((4, 1, 1, 1, 1), MESH_AXES)
     for batch, pieces, remedy in ((6, 1, 4), (8, 4, 16)):
         with pytest.raises(
             ConfigError, match=rf"train\.batch_size={batch} .* multiple of {remedy}\."

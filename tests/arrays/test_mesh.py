@@ -15,7 +15,7 @@ SIZES = {"vocab_size": 257, "d_model": 16, "n_heads": 4, "n_kv_heads": 1, "n_lay
 
 
 def mesh_of(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> AbstractMesh:
-    return AbstractMesh((data, fsdp, context, tensor), MESH_AXES)
+    return AbstractMesh((data, fsdp, 1, context, tensor), MESH_AXES)
 
 
 def test_each_parameter_that_a_mesh_does_not_divide_is_named_with_its_bytes() -> None:

@@ -209,9 +209,10 @@ def test_the_dropout_of_attention_weights_is_a_rate_or_auto() -> None:
 
 def test_every_field_is_read_somewhere() -> None:
     """A setting that nothing reads is a promise that nothing keeps."""
+    from jaxformer.arrays.mesh import MESH_AXES
     from jaxformer.config.model import SECOND_HEADS
     from jaxformer.data.task import FIELD_SETTINGS
-    from jaxformer.layers.pattern import LAYER_PATTERNS
+    from jaxformer.layers.pattern import LAYER_PATTERNS, LEADING_LAYERS
 
     modules = ("run.py", "model.py", "train.py")
     inside = [ROOT / "jaxformer/config" / name for name in modules]
@@ -225,7 +226,12 @@ def test_every_field_is_read_somewhere() -> None:
     outside = [path for path in (ROOT / "jaxformer").rglob("*.py") if path not in inside]
     read = {name for path in outside for name in attributes(ast.parse(path.read_text()))}
     read |= {name for node in properties if node.name in read for name in attributes(node)}
-    read |= {row.setting for row in FIELD_SETTINGS.values()} | {*LAYER_PATTERNS, *SECOND_HEADS}
+    read |= {row.setting for row in FIELD_SETTINGS.values()} | {
+        *LAYER_PATTERNS,
+        *LEADING_LAYERS,
+        *SECOND_HEADS,
+        *MESH_AXES,
+    }
     unread = [name for name in flat(RunConfig()) if name.rpartition(".")[2] not in read]
     assert not unread
 

@@ -15,6 +15,7 @@ from jaxformer.models.inputs import check_inputs
 
 pytestmark = pytest.mark.fast
 
+EXPERTS = {"feed_forward": "experts", "n_experts": 5}
 REFUSED = [
     ({"family": "encoder", "head": "language"}, "an encoder sees the next token"),
     ({"head": "masked"}, "head='masked'"),
@@ -58,6 +59,13 @@ REFUSED = [
     ({"remat": "names", "offload": "none"}, "offload='none' needs remat='names', and names of"),
     ({"remat": "names", "saved": "input"}, "saved='input' needs remat='names', and names of"),
     ({"remat": "full", "offload": "attention"}, "offload='attention' needs remat='names'"),
+    (EXPERTS | {"experts_per_token": 9}, "experts_per_token=9 is above model.n_experts=5"),
+    (EXPERTS | {"n_experts": 0}, "feed_forward='experts' needs model.n_experts"),
+    ({"n_experts": 4}, "n_experts=4 needs model.feed_forward='experts'"),
+    (EXPERTS | {"expert_pattern": "ex"}, r"must be letters e \(experts\) and d \(dense\)"),
+    (EXPERTS | {"router_groups": 2}, "is not divisible by model.router_groups=2"),
+    (EXPERTS | {"router_groups": 5, "router_top_groups": 6}, "router_top_groups=6 is above"),
+    (EXPERTS | {"router_groups": 5}, "raise model.router_top_groups"),
 ]
 
 
@@ -87,7 +95,7 @@ def test_every_rule_of_the_model_settings_is_tested():
         sys.settrace(None)
     lines = enumerate(source.read_text().splitlines(), start=1)
     rules = {number for number, line in lines if line.lstrip().startswith("yield ")}
-    assert len(rules) == 24 and rules <= reached
+    assert len(rules) == 31 and rules <= reached
 
 
 CALLS = [

@@ -39,7 +39,7 @@ selection._capability = lambda mesh: HOPPER
 
 
 def mesh_named(name: str) -> Mesh:
-    data, fsdp, context, tensor = sizes = SIZES[name]
+    data, fsdp, _, context, tensor = sizes = SIZES[name]
     devices = jax.devices()[: math.prod(sizes)]
     return make_mesh(data, fsdp, tensor, context=context, devices=devices)
 

@@ -25,10 +25,10 @@ HERE = Path(__file__).parents[1]
 FAMILIES = ("decoder", "encoder", "encoder_decoder")
 # The sizes of the axes data, fsdp, context and tensor.
 SIZES = {
-    "1 device": (1, 1, 1, 1),
-    "4 devices": (1, 4, 1, 1),
-    "8 devices": (2, 2, 1, 2),
-    "divided rows": (1, 2, 4, 1),
+    "1 device": (1, 1, 1, 1, 1),
+    "4 devices": (1, 4, 1, 1, 1),
+    "8 devices": (2, 2, 1, 1, 2),
+    "divided rows": (1, 2, 1, 4, 1),
 }
 DEVICES = {
     "gpu": AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),

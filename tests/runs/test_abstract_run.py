@@ -73,7 +73,7 @@ def test_the_dtype_of_the_logits_is_that_of_the_loss_and_of_no_evaluation() -> N
 
 
 def test_a_microbatch_that_the_mesh_cannot_divide_is_refused() -> None:
-    mesh = jax.sharding.AbstractMesh((3, 1, 1, 1), MESH_AXES)
+    mesh = jax.sharding.AbstractMesh((3, 1, 1, 1, 1), MESH_AXES)
     with pytest.raises(ConfigError, match=r"not divisible among mesh\.data x mesh\.fsdp = 3"):
         resolve_without_data(run_of(), mesh)
 

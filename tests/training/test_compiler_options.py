@@ -35,7 +35,7 @@ def no_flags(monkeypatch):
 
 
 def sizes(**axes):
-    return {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | axes
+    return {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1} | axes
 
 
 @pytest.mark.parametrize(

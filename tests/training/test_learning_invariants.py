@@ -283,7 +283,7 @@ def test_moments_are_sharded_as_their_parameters():
     run = a_run(optimizer={"name": "muon"})
     specs, schedule = transformer.specs(run.model), make_schedule(run.optimizer, 10)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
-    mesh = jax.sharding.AbstractMesh((1, 2, 1, 1), MESH_AXES)
+    mesh = jax.sharding.AbstractMesh((1, 2, 1, 1, 1), MESH_AXES)
     placed = state_shardings(specs, optimizer, mesh, ())
     moments = [
         path
