@@ -57,6 +57,7 @@ def long(length: int) -> tuple[str, str]:
 
 
 LONG, LONGER = long(8192), long(32_768)
+E8 = "mesh.expert=8"
 STEPS = {
     "gpt2": step("gpt2_124m", GPU, 64),
     "gpt2_packed": step("gpt2_124m", GPU, 64, packed=True),
@@ -112,6 +113,22 @@ STEPS = {
     "gpt2_context_unrolled": step("gpt2_124m", "h100:1x4", 8, C4, UNROLLED, *LONG),
     "llama_1b_fsdp_unrolled": step("llama_1b", GPUS, 64, "mesh.fsdp=8", UNROLLED),
     "bert_base_unrolled": step("bert_base", GPU, 64, PLAIN, UNROLLED),
+    "olmoe": step("olmoe_1b_7b", GPU, 4, "model.n_layers=2"),
+    "olmoe_full": step("olmoe_1b_7b", GPU, 8, "model.n_layers=3", FULL),
+    "olmoe_names": step("olmoe_1b_7b", GPU, 8, "model.n_layers=2", NAMES),
+    "olmoe_fsdp": step("olmoe_1b_7b", GPUS, 16, "model.n_layers=8", "mesh.fsdp=8", FULL),
+    "olmoe_expert": step("olmoe_1b_7b", GPUS, 16, "model.n_layers=4", E8),
+    "olmoe_expert_capacity": step(
+        "olmoe_1b_7b", GPUS, 16, "model.n_layers=8", E8, "model.expert_capacity=1.25"
+    ),
+    "olmoe_expert_fsdp": step(
+        "olmoe_1b_7b", GPUS, 16, "model.n_layers=4", "mesh.expert=4", "mesh.fsdp=2", FULL
+    ),
+    "mixtral_expert": step("mixtral_8x7b", GPUS, 8, "model.n_layers=2", E8),
+    "mixtral_expert_tensor": step(
+        "mixtral_8x7b", GPUS, 8, "model.n_layers=2", "mesh.expert=4", "mesh.tensor=2", FULL
+    ),
+    "mixtral_data_expert": step("mixtral_8x7b", GPUS, 8, "model.n_layers=1", "mesh.expert=4", FULL),
     "v5e_gpt2": step("gpt2_124m", SLICE, 32, "mesh.fsdp=4"),
     "v5e_gpt2_full": step("gpt2_124m", SLICE, 64, "mesh.fsdp=4", FULL),
     "v5e_gpt2_packed": step("gpt2_124m", SLICE, 32, "mesh.fsdp=4", packed=True),
@@ -124,6 +141,9 @@ STEPS = {
     "v5e_llama3_8b": step("llama3_8b", "v5e:4x4", 16, "mesh.fsdp=16", FULL),
     "v5p_llama_1b": step("llama_1b", "v5p:2x2x1", 32, "mesh.fsdp=4"),
     "v5p_llama_1b_names": step("llama_1b", "v5p:2x2x1", 64, "mesh.fsdp=4", NAMES),
+    "v5e_olmoe_expert": step(
+        "olmoe_1b_7b", "v5e:4x4", 16, "model.n_layers=4", "mesh.expert=16", FULL
+    ),
     "v6e_gpt2": step("gpt2_124m", "v6e:2x2", 64, "mesh.fsdp=4"),
 }
 

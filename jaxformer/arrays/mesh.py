@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxformer.arrays.sharding import ACTIVATION_RULES, PARAMETERS, Axes, partition
+from jaxformer.arrays.sharding import ACTIVATION_RULES, PARAMETERS, Axes, partition, targets
 from jaxformer.config.settings import divisors
 from jaxformer.files import ConfigError
 
@@ -134,8 +134,8 @@ def lengths_left(
     """(axis, its length, the axes of the mesh, their size) for each axis of a parameter that stays
     undivided because the size of its mesh axes does not divide its length."""
     undivided_axes = []
-    for length, axis in zip(shape, axes, strict=True):
-        target = [name for name in PARAMETERS.get(axis or "", ()) if mesh.shape[name] > 1]
+    should_divide = targets(shape, axes, PARAMETERS, mesh.shape)
+    for length, axis, target in zip(shape, axes, should_divide, strict=True):
         size = math.prod(mesh.shape[name] for name in target)
         if length % size:
             undivided_axes.append((str(axis), length, " x ".join(target), size))

@@ -33,22 +33,30 @@ ACTIVATION_RULES: Rules = {
 }
 
 
+def targets(
+    shape: Sequence[int], axes: Axes, rules: Rules, sizes: Mapping[str, int]
+) -> list[tuple[str, ...]]:
+    """The axes of the mesh that should divide each axis of an array. What divides one axis of it
+    divides no later one."""
+    targets_of_axes = []
+    used = set[str]()
+    for length, axis in zip(shape, axes, strict=True):
+        names = (name for name in rules.get(axis or "", ()) if sizes.get(name, 1) > 1)
+        target = tuple(name for name in names if name not in used)
+        targets_of_axes.append(target)
+        if length % math.prod(sizes[name] for name in target) == 0:
+            used |= {*target}
+    return targets_of_axes
+
+
 def partition(
     shape: Sequence[int], axes: Axes, rules: Rules, sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """The partition of an array; an axis whose length the mesh does not divide is replicated. What
-    divides one axis of an array divides no later one."""
+    """The partition of an array; an axis whose length the mesh does not divide is replicated."""
     placed: list[tuple[str, ...] | str | None] = []
-    used = set[str]()
-    for length, axis in zip(shape, axes, strict=True):
-        target = tuple(
-            name
-            for name in rules.get(axis or "", ())
-            if sizes.get(name, 1) > 1 and name not in used
-        )
-        fits = target and length % math.prod(sizes[a] for a in target) == 0
+    for length, target in zip(shape, targets(shape, axes, rules, sizes), strict=True):
+        fits = target and length % math.prod(sizes[name] for name in target) == 0
         placed.append((target if len(target) > 1 else target[0]) if fits else None)
-        used |= {*target} if fits else set()
     return PartitionSpec(*placed)
 
 

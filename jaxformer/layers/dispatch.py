@@ -211,6 +211,20 @@ def _gathered(leaf: Any, sharding: Any, dtype: Any) -> Any:
     return leaf
 
 
+def sends_rows(k: int, devices: int) -> bool:
+    """Whether rows travel, and not tokens, where so many devices have different tokens and
+    experts."""
+    return k < devices
+
+
+def most_rows(tokens: int, rows: int, k: int, dispatch: Dispatch, devices: int) -> int:
+    """The most rows of experts that a device can have, of so many tokens in so many rows of a
+    batch, where `devices` divide the experts."""
+    number = dispatch.number // devices
+    most = tokens * min(k, number)
+    return min(most, rows * number * dispatch.capacity) if dispatch.capacity else most
+
+
 def _on_device(
     run: RunExperts,
     dispatch: Dispatch,
@@ -230,12 +244,9 @@ def _on_device(
     for name in division.added_once:
         weights[name] = weights[name] * (jax.lax.axis_index(division.width) == 0)
     n, k = experts.shape
-    of_device = dispatch.number // division.devices
-    # The most rows that can come to a device.
-    most = n * min(k, of_device) * division.of_tokens
-    if dispatch.capacity:
-        most = min(most, shape[0] * division.of_tokens * of_device * dispatch.capacity)
-    if division.of_tokens > max(k, 1):
+    of_all = division.of_tokens
+    most = most_rows(n * of_all, shape[0] * of_all, k, dispatch, division.devices)
+    if sends_rows(k, of_all):
         out = _by_rows(run, dispatch, most, weights, x, experts, scale)
     else:
         out = _by_tokens(run, dispatch, division, most, weights, x, experts, scale)

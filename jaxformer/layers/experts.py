@@ -26,7 +26,7 @@ from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.layers.dispatch import BY_TOKENS, Dispatch, Routes, expert_sum
+from jaxformer.layers.dispatch import BY_TOKENS, Dispatch, Routes, expert_sum, most_rows
 from jaxformer.layers.ffn import ACTIVATIONS, FEED_FORWARD, ffn, ffn_specs
 from jaxformer.layers.grouped import Groups
 from jaxformer.layers.linear import INITIALIZERS
@@ -225,12 +225,17 @@ def _expert_rows(
     return y if bias is None else y + scale * _added_bias(jnp.zeros_like(y), bias, groups.sizes)
 
 
+def dispatch_of(config: ModelConfig, length: int, capped: bool) -> Dispatch:
+    """How the tokens of rows of so many find their experts."""
+    capacity = capacity_of(config, length) if config.expert_capacity and capped else 0
+    return Dispatch(config.n_experts, config.expert_kernel, capacity)
+
+
 def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     # A call with a cache has a few tokens of each row, of which none is dropped.
     capped = call.cache is None
     routes, aux = route(params, config, x, call.mask, call.key, capped)
-    capacity = capacity_of(config, x.shape[1]) if config.expert_capacity and capped else 0
-    dispatch = Dispatch(config.n_experts, config.expert_kernel, capacity)
+    dispatch = dispatch_of(config, x.shape[1], capped)
     weights = {name: params[name] for name in WEIGHTS if name in params}
     run = functools.partial(_expert_rows, config)
     y = expert_sum(run, weights, expert_specs(config), x, routes, dispatch)
@@ -241,7 +246,14 @@ def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Out
 
 
 def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
-    pairs = sizes.tokens * config.experts_per_token
+    # The devices that divide the experts have different tokens, all of which may come to one.
+    pairs = most_rows(
+        sizes.tokens * sizes.expert,
+        sizes.rows * sizes.expert,
+        config.experts_per_token,
+        dispatch_of(config, sizes.length * sizes.context, capped=True),
+        sizes.expert,
+    )
     hidden = pairs * sizes.share(config.expert_width) * sizes.number
     names = ("gate", "up", "hidden") if config.gated else ("up", "hidden")
     arrays = [StoredArray(name, hidden) for name in names]

@@ -44,7 +44,8 @@ class Sizes(NamedTuple):
     parallelism divides an axis, and the lanes that the last axis of an array fills.
 
     `context` is the number of devices that have the tokens of a row together. With `exchange`
-    "heads" each has some heads of all tokens where attention is computed."""
+    "heads" each has some heads of all tokens where attention is computed. `expert` is the number of
+    devices that have different experts."""
 
     rows: int
     length: int
@@ -54,6 +55,7 @@ class Sizes(NamedTuple):
     lanes: int = 1
     context: int = 1
     exchange: str = "none"
+    expert: int = 1
 
     @property
     def tokens(self) -> int:

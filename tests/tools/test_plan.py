@@ -257,7 +257,7 @@ def test_every_axis_that_is_left_has_a_remedy(
 
 def test_an_axis_that_two_axes_of_the_mesh_would_divide_is_named_with_both() -> None:
     run = planned("quickstart", "h100", 1, "model.d_model=36", "model.n_heads=3")
-    mesh = abstract_mesh(8, {"data": 1, "fsdp": 2, "context": 4, "tensor": 1}, "h100")
+    mesh = abstract_mesh(8, {"data": 1, "fsdp": 2, "expert": 1, "context": 4, "tensor": 1}, "h100")
     (one,) = [one for one in undivided_axes(run.specs, mesh) if one.axis == "embed"]
     assert (one.length, one.mesh_axis, one.devices) == (36, "fsdp x context", 8)
     assert "embed 36 by mesh.fsdp x mesh.context 8" in sentence(one)

@@ -50,6 +50,7 @@ def sizes_of(planned: PlannedRun, length: int, keys: int) -> Sizes:
         lanes=LANES_OF_TPU if planned.device.platform == "tpu" else 1,
         context=planned.context,
         exchange=planned.exchange,
+        expert=planned.size("expert"),
     )
 
 

@@ -11,7 +11,7 @@ from jaxformer.tools.plan.memory import (
     REFERENCE,
     MemoryPlan,
     gradient_bytes,
-    matrix_elements,
+    multiplied_elements,
     tile_length,
 )
 from jaxformer.tools.plan.planned import PlannedRun
@@ -126,7 +126,8 @@ def repeated_flops(planned: PlannedRun) -> float:
     for path, spec in rows(planned.specs).items():
         name = path.rpartition(".")[2]
         if spec.is_matrix and spec.is_stacked and name in again:
-            total += 2 * math.prod(spec.shape) * (share if spec.reads == "source" else 1)
+            flops = 2 * spec.active * math.prod(spec.shape)
+            total += flops * (share if spec.reads == "source" else 1)
     if "weights" in again:
         total += attention_flops(planned) / 3
     return total
@@ -141,8 +142,7 @@ def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
     """
     state = sum(line.bytes for line in memory.held if line.name not in ("batch", REFERENCE))
     reference = sum(line.bytes for line in memory.held if line.name == REFERENCE)
-    # Each device multiplies by whole matrices, gathered over fsdp and context.
-    matrices = matrix_elements(planned) * planned.shards * planned.dtype_bytes
+    matrices = multiplied_elements(planned) * planned.dtype_bytes
     stored = sum(stack.stored for stack in activations(planned))
     pieces = 2 * matrices + 2 * stored
     microbatches = planned.run.train.n_microbatches

@@ -3,10 +3,11 @@
 import itertools
 from typing import Any, NamedTuple, get_type_hints
 
-from jaxformer.arrays.sharding import PARAMETERS
+from jaxformer.arrays.mesh import batch_devices
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import choices
 from jaxformer.files import ConfigError
+from jaxformer.layers.exchange import CONTEXT
 from jaxformer.tools.plan.memory import memory_plan
 from jaxformer.tools.plan.planned import PlannedRun, replanned
 
@@ -63,7 +64,7 @@ def _options(planned: PlannedRun) -> dict[str, list[Any]]:
     allowed = choices(get_type_hints(ModelConfig, include_extras=True)["remat"])
     policies = [policy for policy in RECOMPUTING if policy in allowed]
     # Rows of a device in all microbatches.
-    rows = run.train.batch_size // planned.size("data", "fsdp")
+    rows = run.train.batch_size // batch_devices(planned.mesh)
     return {
         "mesh.fsdp": [n for n in _divisors(planned.size("data", "fsdp")) if n > fsdp],
         "train.microbatches": [n for n in _divisors(rows) if n > run.train.n_microbatches],
@@ -83,7 +84,7 @@ def _options_of_tokens(planned: PlannedRun, options: dict[str, list[Any]]) -> di
 def _contexts(planned: PlannedRun) -> list[dict[str, Any]]:
     """The sizes of fsdp and context that divide parameters among all devices, with more devices for
     the tokens of a row."""
-    devices = planned.size("data", *PARAMETERS["embed"])
+    devices = planned.size("data", "fsdp", CONTEXT)
     contexts = [n for n in _divisors(devices) if n > planned.context]
     return [{"mesh.fsdp": devices // n, "mesh.context": n} for n in contexts]
 

@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 from jaxformer.arrays.params import Spec, rows
 from jaxformer.arrays.sharding import PARAMETERS, partition
+from jaxformer.layers.dispatch import EXPERT
 from jaxformer.layers.embed import added_embeddings, added_specs, embedding_specs
 from jaxformer.layers.exchange import CONTEXT
 from jaxformer.layers.head import HEADS, is_tied
 from jaxformer.tools.plan.activations import planned_stacks, recomputed_names
-from jaxformer.tools.plan.exchanges import attention_exchanges, balance_exchanges
+from jaxformer.tools.plan.exchanges import attention_exchanges, balance_exchanges, expert_exchanges
 from jaxformer.tools.plan.planned import PlannedRun
 from jaxformer.training.compiler_options import compiler_options
 
@@ -80,6 +81,8 @@ def collectives_of(planned: PlannedRun) -> list[Collective]:
     if planned.context > 1:
         exchanges = [*attention_exchanges(planned), *balance_exchanges(planned)]
         collectives += [_of_microbatches(planned, *one) for one in exchanges]
+    if planned.size(EXPERT) > 1:
+        collectives += [_of_microbatches(planned, *one) for one in expert_exchanges(planned)]
     if planned.size("data") > 1:
         collectives += _of_data(planned)
     if planned.size("tensor") > 1:
@@ -89,13 +92,23 @@ def collectives_of(planned: PlannedRun) -> list[Collective]:
 
 class _Leaf(NamedTuple):
     """A row of the table of parameters: its path, its number of arrays, the elements that a device
-    has after a gather over fsdp and context, and whether these divide them."""
+    has after they are gathered, and the axes of the mesh over which they are (empty: none)."""
 
     path: str
     spec: Spec
     arrays: int
     elements: float
-    divided: bool
+    gathered: tuple[str, ...]
+
+    @property
+    def divided(self) -> bool:
+        """Whether it has to be gathered."""
+        return bool(self.gathered)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is gathered by `layers/dispatch.py`, and not by the compiler."""
+        return "experts" in self.spec.axes
 
     @property
     def name(self) -> str:
@@ -115,18 +128,14 @@ def _leaves(planned: PlannedRun, kind: str) -> list[_Leaf]:
     for path, spec in rows(planned.specs).items():
         if _kind(path, spec) != kind:
             continue
-        placed = partition(spec.shape, spec.axes, PARAMETERS, planned.mesh.shape)
-        divided = _entry(planned.sharded) in placed
-        split = math.prod(planned.size(axis) for axis in placed if axis in PARAMETERS["mlp"])
+        gathered: tuple[str, ...] = ()
+        if "embed" in spec.axes:
+            placed = partition(spec.shape, spec.axes, PARAMETERS, planned.mesh.shape)
+            entry = placed[spec.axes.index("embed")]
+            gathered = entry if isinstance(entry, tuple) else (entry,) if entry else ()
         count = spec.shape[0] if spec.is_stacked else 1
-        elements = math.prod(spec.shape) / split
-        leaves.append(_Leaf(path, spec, count, elements, divided))
+        leaves.append(_Leaf(path, spec, count, planned.gathered_elements(spec), gathered))
     return leaves
-
-
-def _entry(axes: tuple[str, ...]) -> tuple[str, ...] | str:
-    """These axes of the mesh as an entry of a partition."""
-    return axes[0] if len(axes) == 1 else axes
 
 
 def _kind(path: str, spec: Spec) -> str:
@@ -140,6 +149,16 @@ def _kind(path: str, spec: Spec) -> str:
 def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
     """The weights of the layers and their gradients, over fsdp and context."""
     leaves = _leaves(planned, "layers")
+    experts = [leaf for leaf in leaves if leaf.of_experts and leaf.divided]
+    for kind, purpose in (
+        ("all-gather", "weights of the experts, forward"),
+        ("all-gather", "weights of the experts, backward"),
+        ("reduce-scatter", "gradients of the experts"),
+    ):
+        for axes in dict.fromkeys(leaf.gathered for leaf in experts):
+            of_axes = [leaf for leaf in experts if leaf.gathered == axes]
+            yield _of_matrices(planned, kind, purpose, of_axes, axes)
+    leaves = [leaf for leaf in leaves if not leaf.of_experts]
     divided = [leaf for leaf in leaves if leaf.divided]
     on_tpu = planned.device.platform == "tpu"
     options = compiler_options(planned.mesh, *planned.run.train.stated_options)
@@ -159,10 +178,12 @@ def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
     yield _of_matrices(planned, "all-reduce", "gradients of the layers", replicated)
 
 
-def _of_matrices(planned: PlannedRun, kind: str, purpose: str, leaves: list[_Leaf]) -> Collective:
+def _of_matrices(
+    planned: PlannedRun, kind: str, purpose: str, leaves: list[_Leaf], axes: tuple[str, ...] = ()
+) -> Collective:
     times = sum(leaf.arrays for leaf in leaves)
     size = sum(leaf.elements for leaf in leaves) * planned.dtype_bytes
-    return _of_microbatches(planned, kind, purpose, planned.sharded, times, size)
+    return _of_microbatches(planned, kind, purpose, axes or planned.sharded, times, size)
 
 
 def _of_microbatches(
@@ -273,7 +294,7 @@ def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
 
 def _of_data(planned: PlannedRun) -> Iterator[Collective]:
     """The gradients of the shards, over the replicas."""
-    devices, shards = planned.size("data"), planned.shards
+    devices = planned.size("data")
     microbatches = planned.run.train.n_microbatches
     rowwise = planned.objective.rowwise and not planned.model.has_dropout
     rowwise = rowwise and planned.model.feed_forward != "experts"
@@ -281,7 +302,7 @@ def _of_data(planned: PlannedRun) -> Iterator[Collective]:
     together = microbatches > 1 and rowwise
 
     def one(purpose: str, leaves: list[_Leaf], width: int, times: int = 1) -> Collective:
-        size = sum(leaf.elements / (shards if leaf.divided else 1) for leaf in leaves) * width
+        size = sum(leaf.elements / planned.size(*leaf.gathered) for leaf in leaves) * width
         return Collective("all-reduce", purpose, "data", times * len(leaves), times * size, devices)
 
     layers = _leaves(planned, "layers")

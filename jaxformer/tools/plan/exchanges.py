@@ -1,9 +1,10 @@
-"""What the devices of `mesh.context`, which have some tokens of each row, exchange in attention.
+"""What devices exchange in a layer: those of `mesh.context`, which have some tokens of each row, in
+attention, and those of `mesh.expert`, which have some of the experts, in these.
 
 heads: tokens for heads before attention, and back after it. gather: the keys and values of all
 tokens. ring: keys and values, sent on from device to device. Where the tokens of a row are in a
 balanced order in the layers, the residual stream is brought into it, and back
-(`layers/exchange.py`, `layers/ring.py`).
+(`layers/exchange.py`, `layers/ring.py`). Experts get rows or tokens (`layers/dispatch.py`).
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxformer.layers.dispatch import EXPERT, sends_rows
 from jaxformer.layers.exchange import CONTEXT
 from jaxformer.layers.kernels import reads_balanced
 from jaxformer.layers.masks import AttentionMask, TokenLayout
@@ -143,3 +145,31 @@ def is_balanced(planned: PlannedRun, stack: Stack) -> bool:
     with jax.sharding.use_abstract_mesh(planned.mesh):
         reads = reads_balanced(model.attention_kernel, mask, model.n_heads)
     return reads and not model.has_dropout
+
+
+def expert_exchanges(planned: PlannedRun) -> Iterator[Exchanged]:
+    """The rows or tokens of the experts of other devices, and their gradients. The rows that the
+    experts read are sent once more for the backward pass."""
+    model, devices = planned.model, planned.size(EXPERT)
+    layers = [
+        (layer, planned.rows * planned.positions(stack.tokens))
+        for stack in planned_stacks(planned)
+        for layer in stack.layers
+        if layer.feed_forward == "experts"
+    ]
+    number, wide = len(layers), model.d_model * planned.dtype_bytes
+    sizes = [tokens * layer.experts_per_token for layer, tokens in layers]
+    if sends_rows(model.experts_per_token, devices):
+        size = sum(sizes) * wide
+        for purpose, times in (
+            ("rows of experts, and back", 2),
+            ("rows of experts again, backward", 1),
+            ("gradients of the rows of experts", 2),
+        ):
+            yield Exchanged("ragged-all-to-all", purpose, (EXPERT,), times * number, times * size)
+        return
+    size = devices * sum(tokens for _, tokens in layers) * wide
+    yield Exchanged("all-gather", "tokens of experts, forward", (EXPERT,), number, size)
+    yield Exchanged("all-gather", "tokens and gradients, backward", (EXPERT,), 2 * number, 2 * size)
+    yield Exchanged("reduce-scatter", "sums of experts", (EXPERT,), number, size)
+    yield Exchanged("reduce-scatter", "gradients of the tokens", (EXPERT,), number, size)

@@ -199,6 +199,10 @@ def _collective(
     operands = [computation.operand(row, index) for index in range(len(row.operands))]
     operand_arrays = tuple(array for operand in operands if operand for array in operand.types)
     larger = max(results, operand_arrays, key=lambda arrays: sum(array.bytes for array in arrays))
+    if kind == "ragged-all-to-all":
+        # The rows of a device, and the array that they come into or that they come from, which has
+        # room for more: no more than those can be sent.
+        larger = (min(operand_arrays[:2], key=lambda array: array.bytes),)
     # A fusion of XLA's TPU compiler in which each device keeps its part of the sum.
     scattered = kind == "all-reduce" and computation.name.startswith("all-reduce-scatter")
     shape = ", ".join(map(str, larger[:3]))

@@ -1,6 +1,5 @@
 """What a device holds during a step: the state exactly, and an estimate of the temporary arrays."""
 
-import math
 import os
 from typing import Literal, NamedTuple
 
@@ -150,16 +149,24 @@ def matrix_elements(planned: PlannedRun) -> float:
     )
 
 
+def multiplied_elements(planned: PlannedRun) -> float:
+    """Elements of all matrices that the products of a device read."""
+    return sum(
+        planned.gathered_elements(spec)
+        for spec in rows(planned.specs).values()
+        if spec.is_matrix and not spec.lookup
+    )
+
+
 def layer_elements(planned: PlannedRun) -> float:
-    """Elements of the matrices of the largest layer, gathered over fsdp and context."""
+    """Elements on a device of the matrices of the largest layer, gathered over fsdp and context."""
     sizes: dict[str, float] = {}
     for path, spec in rows(planned.specs).items():
         if not spec.is_matrix or not spec.is_stacked:
             continue
         stack = path.partition("blocks")[0]
-        of_layer = math.prod(spec.shape) / spec.shape[spec.axes.index("layers")]
-        split = any(axis in ("heads", "kv_heads", "mlp") for axis in spec.axes)
-        sizes[stack] = sizes.get(stack, 0) + of_layer / (planned.size("tensor") if split else 1)
+        of_layer = planned.gathered_elements(spec) / spec.shape[spec.axes.index("layers")]
+        sizes[stack] = sizes.get(stack, 0) + of_layer
     return max(sizes.values(), default=0)
 
 

@@ -18,13 +18,17 @@ from jaxformer.arrays.mesh import (
     check_batch_size,
     mesh_shape,
 )
-from jaxformer.arrays.sharding import PARAMETERS
+from jaxformer.arrays.params import Spec
+from jaxformer.arrays.sharding import PARAMETERS, partition
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.exchange import CONTEXT, exchange_of
 from jaxformer.runs.device import check_split
 from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data, with_kernel
 from jaxformer.training.state import TrainState, abstract_state
+
+# The rules of the axes of parameters that are not gathered for a product.
+NOT_GATHERED = {name: axes for name, axes in PARAMETERS.items() if name != "embed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,11 @@ class PlannedRun(Resolved):
     def shards(self) -> int:
         """The number of devices among which parameters are divided, besides tensor parallelism."""
         return self.size(*self.sharded)
+
+    def gathered_elements(self, spec: Spec) -> float:
+        """Elements of a parameter on a device that has gathered it over fsdp and context."""
+        placed = partition(spec.shape, spec.axes, NOT_GATHERED, self.mesh.shape)
+        return math.prod(spec.shape) / self.size(*(axis for axis in placed if axis))
 
     @property
     def context(self) -> int:
