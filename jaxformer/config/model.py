@@ -44,7 +44,8 @@ AttentionKernel = Annotated[
 Mixer = Annotated[Literal["attention"], TableAt("jaxformer.layers.block.MIXERS")]
 FeedForward = Annotated[Literal["ffn", "experts"], TableAt("jaxformer.layers.block.FEED_FORWARDS")]
 ExpertKernel = Annotated[
-    Literal["auto", "xla", "loop", "ragged"], TableAt("jaxformer.layers.grouped.GROUPED_KERNELS")
+    Literal["auto", "xla", "loop", "ragged", "tpu", "gpu"],
+    TableAt("jaxformer.layers.grouped.GROUPED_KERNELS"),
 ]
 
 EmbeddingName = Annotated[Literal["tokens"], TableAt("jaxformer.layers.embed.EMBEDDINGS")]

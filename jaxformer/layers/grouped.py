@@ -3,12 +3,12 @@
 Every kernel maps rows x [M, A] sorted by group, matrices w [E, A, B] and the sizes int32 [E] of the
 groups to [M, B]. `xla` is the reference, for every transform and device, with the work of all
 experts for all rows; the others have gradients of their own, and no forward-mode derivative. The
-rows after the last group belong to none: what a kernel gives for them is not defined, and no kernel
-lets them into the gradient of a matrix.
+rows after the last group belong to none: every kernel gives 0 for them, whatever they contain.
+`choose_grouped` selects a kernel for a training run and gives the reason.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +25,23 @@ Outer = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class GroupedRow(NamedTuple):
-    """A kernel: its product and that of the gradients of its matrices, its description, and the
-    platforms that it runs on."""
+    """A kernel: its product and that of the gradients of its matrices, its description, the
+    platforms that it runs on, and the least compute capability of an NVIDIA GPU that it takes."""
 
     product: Product
     outer: Outer
     what: str
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    capability: tuple[int, ...] = (0, 0)
+
+    def refuses(self, platform: str, capability: tuple[int, ...]) -> str:
+        """Why the kernel cannot run on a device; empty if it can."""
+        if platform not in self.platforms:
+            return f"it needs a {' or '.join(self.platforms)}, and this device is a {platform}"
+        if platform == "gpu" and capability < self.capability:
+            least, actual = (".".join(map(str, pair)) for pair in (self.capability, capability))
+            return f"it needs compute capability {least}, and this device has {actual}"
+        return ""
 
 
 def _dense(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
@@ -86,22 +96,23 @@ class _Blocks(NamedTuple):
     real: jax.Array
 
 
-def _blocks(m: int, sizes: jax.Array) -> _Blocks:
-    """Blocks of about the mean size of a group."""
+def _blocks(m: int, sizes: jax.Array, least: int = 8, most: int = 512) -> _Blocks:
+    """Blocks of about the mean size of a group, of `least` to `most` rows."""
     groups = len(sizes)
-    rows = min(max(1 << (max(m // groups, 1) - 1).bit_length(), 8), 512)
+    rows = min(max(1 << (max(m // groups, 1) - 1).bit_length(), least), most)
     counts = -(-sizes // rows)
     ends = jnp.cumsum(counts)
     index = jnp.arange(m // rows + groups, dtype=sizes.dtype)
-    group = jnp.minimum(jnp.searchsorted(ends, index, side="right"), groups - 1)
+    after_group = jnp.searchsorted(ends, index, side="right", method="compare_all")
+    group = jnp.minimum(after_group, groups - 1)
     in_group = (index - (ends - counts)[group]) * rows
     first = (jnp.cumsum(sizes) - sizes)[group]
     return _Blocks(rows, ends[-1], group, first + in_group, jnp.clip(sizes[group] - in_group, 0))
 
 
 def _loop(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
-    """A loop over blocks of rows of one group. A block writes all its rows, and the next group then
-    writes over those of its own."""
+    """A loop over blocks of rows of one group. A block writes all its rows, those that are not of
+    its group as 0, and the next group then writes over those of its own."""
     blocks, width = _blocks(len(x), sizes), w.shape[1 if transposed else 2]
     padded = jnp.pad(x, ((0, blocks.rows), (0, 0)))
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
@@ -109,7 +120,8 @@ def _loop(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False
     def add(i: jax.Array, out: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(padded, blocks.start[i], blocks.rows)
         matrix = jax.lax.dynamic_index_in_dim(w, blocks.group[i], keepdims=False)
-        y = jax.lax.dot_general(rows, matrix, contracted)
+        of_block = (jnp.arange(blocks.rows) < blocks.real[i])[:, None]
+        y = jnp.where(of_block, jax.lax.dot_general(rows, matrix, contracted), 0)
         return jax.lax.dynamic_update_slice_in_dim(out, y, blocks.start[i], 0)
 
     out = jnp.zeros((len(padded), width), x.dtype)
@@ -137,17 +149,46 @@ def _loop_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, blocks.number, add, total).astype(x.dtype)
 
 
+def _megablox(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
+    # Imported here and below, so that other platforms do not load Pallas.
+    from jaxformer.layers.grouped_pallas import tpu_product
+
+    return tpu_product(x, w, sizes, transposed)
+
+
+def _megablox_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
+    from jaxformer.layers.grouped_pallas import tpu_outer
+
+    return tpu_outer(x, dy, sizes)
+
+
+def _triton(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
+    from jaxformer.layers.grouped_pallas import gpu_product
+
+    # The rows after the last group are a group more.
+    all_sizes = jnp.append(sizes, len(x) - sizes.sum(dtype=sizes.dtype))
+    return gpu_product(x, w, _blocks(len(x), all_sizes, 16, 128), transposed)
+
+
+def _triton_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
+    from jaxformer.layers.grouped_pallas import gpu_outer
+
+    return gpu_outer(x, dy, sizes)
+
+
 GROUPED_KERNELS: Table[GroupedRow] = Table(
     ExpertKernel,
     {
         "xla": GroupedRow(_dense, _dense_outer, "all rows times each expert"),
         "loop": GroupedRow(_loop, _loop_outer, "a loop over blocks of rows of one expert"),
         "ragged": GroupedRow(_ragged, _ragged_outer, "XLA's ragged product"),
+        "tpu": GroupedRow(_megablox, _megablox_outer, "Pallas megablox", ("tpu",)),
+        "gpu": GroupedRow(_triton, _triton_outer, "Pallas kernels by Triton", ("gpu",), (8, 0)),
     },
     besides=("auto",),
 )
 # In the order in which auto prefers them.
-PREFERRED = {"cpu": ("loop",), "gpu": ("loop",), "tpu": ("ragged", "loop")}
+PREFERRED = {"cpu": ("loop",), "gpu": ("gpu", "loop"), "tpu": ("tpu", "ragged", "loop")}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -181,17 +222,29 @@ class Groups(NamedTuple):
         return _with_gradients("loop" if self.kernel == "auto" else self.kernel, x, w, self.sizes)
 
 
-def choose_grouped(asked: str, platform: str) -> tuple[str, str]:
-    """The name of the kernel for the experts of a run on a platform, and a text that names it.
+def choose_grouped(
+    asked: str, platform: str, capability: tuple[int, ...], failed: Mapping[str, str] = {}
+) -> tuple[str, str]:
+    """The name of the kernel for the experts of a run on a device, and a text that names and
+    explains the choice. `failed` has kernels that "auto" passes over, and why.
 
     Raises ConfigError if the one asked for by name does not run there.
     """
-    able = [name for name in PREFERRED[platform] if platform in GROUPED_KERNELS[name].platforms]
-    name = able[0] if asked == "auto" else asked
-    if platform not in GROUPED_KERNELS[name].platforms:
-        raise ConfigError(
-            f"model.expert_kernel={asked!r} cannot run here: it needs a"
-            f" {' or '.join(GROUPED_KERNELS[name].platforms)}, and this device is a {platform}."
-            f" Choose {' or '.join(repr(other) for other in ('auto', *able))}."
-        )
-    return name, f"{name} ({GROUPED_KERNELS[name].what})"
+    rows = GROUPED_KERNELS
+    if asked != "auto":
+        reason = rows[asked].refuses(platform, capability)
+        if reason:
+            able = [name for name in rows if not rows[name].refuses(platform, capability)]
+            raise ConfigError(
+                f"model.expert_kernel={asked!r} cannot run here: {reason}. Choose"
+                f" {' or '.join(repr(name) for name in ('auto', *able))}."
+            )
+        return asked, f"{asked} ({rows[asked].what}), as asked"
+    passed: list[str] = []
+    # The reference serves where all others have failed.
+    for name in (*PREFERRED[platform], "xla"):
+        reason = failed.get(name) or rows[name].refuses(platform, capability)
+        if not reason:
+            return name, f"{name} ({rows[name].what})" + "".join(passed)
+        passed.append(f"; not {name}: {reason}")
+    raise ConfigError(f"no kernel of experts runs on a {platform}: {'; '.join(failed.values())}")

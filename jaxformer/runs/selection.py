@@ -32,13 +32,14 @@ def with_kernel(
     segments: int,
     mesh: AnyMesh,
     failed: Mapping[str, str] = {},
+    failed_experts: Mapping[str, str] = {},
 ) -> tuple[ModelConfig, str]:
     """`model` with its attention kernel, its dtype and the loop over its layers selected for the
     devices of a mesh, and a sentence about the kernel.
 
     `length` divides the lengths of all rows, and `segments` is their highest segment id, 0 if they
-    have none; `failed` has kernels that are not selected automatically, and why. Raises
-    ConfigError if a kernel selected by name does not support the run, or model.max_segments is
+    have none; `failed` and `failed_experts` have kernels of attention and of experts that are not
+    selected automatically, and why. Raises ConfigError if a kernel selected by name does not support the run, or model.max_segments is
     below that.
     """
     if 0 < model.max_segments < segments:
@@ -53,13 +54,14 @@ def with_kernel(
     check_length(mesh, length)
     check_experts(mesh, model.n_experts if model.feed_forward == "experts" else 0)
     exchange = exchange_of(length, model.n_heads, mesh.shape)
+    capability = _capability(mesh)
     case = kernels.Case(
         on,
         dtype,
         length,
         segments,
         model,
-        capability=_capability(mesh),
+        capability=capability,
         leading=prefix,
         exchange=exchange,
         context=mesh.shape["context"],
@@ -68,7 +70,7 @@ def with_kernel(
     kernel, reason = kernels.choose(model.attention_kernel, case, failed)
     expert_kernel: Any = model.expert_kernel
     if model.feed_forward == "experts":
-        expert_kernel, grouped = choose_grouped(model.expert_kernel, on)
+        expert_kernel, grouped = choose_grouped(model.expert_kernel, on, capability, failed_experts)
         reason = f"{reason}; experts: {grouped}"
     selected = dataclasses.replace(
         model,
