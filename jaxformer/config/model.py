@@ -253,7 +253,7 @@ class ModelConfig(Section):
     """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
     layer_loop: Volatile[Literal["auto", "unroll", "scan"]] = "auto"
     """scan compiles one layer for all, unroll compiles each and runs faster on CPU and GPU; auto
-    scans on TPU, and more than 40 layers on GPU."""
+    scans on TPU, and experts or more than 40 layers on GPU."""
     remat: Volatile[Literal["none", "names", "dots", "full"]] = "none"
     """Recomputed in the backward pass: none, names (all but the points of model.saved), dots (all
     but matrix products), full (all but attention)."""

@@ -257,7 +257,8 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     hidden = pairs * sizes.share(config.expert_width) * sizes.number
     names = ("gate", "up", "hidden") if config.gated else ("up", "hidden")
     arrays = [StoredArray(name, hidden) for name in names]
-    arrays.append(StoredArray("gathered rows", pairs * config.d_model * sizes.number))
+    wide = pairs * config.d_model * sizes.number
+    arrays += [StoredArray("gathered rows", wide), StoredArray("returned rows", wide)]
     if config.shared_ff:
         arrays += FEED_FORWARD.stored(shared_config(config), sizes)
     return arrays
@@ -286,7 +287,7 @@ EXPERTS = Sublayer(
     apply=_apply,
     product="down",
     stored=_stored,
-    gradients=("gate", "up", "hidden"),
+    gradients=("gate", "up", "hidden", "gathered rows"),
     formula=_formula,
     draws=True,
     capture="mlp_out",

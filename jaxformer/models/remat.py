@@ -23,8 +23,8 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.rules import POINTS, names_of
 from jaxformer.files import ConfigError
 
-# Fused kernels that give no names to their outputs: JAX's primitives of cuDNN and Pallas.
-FUSED = ("dot_product_attention_fwd_wrapper", "pallas_call")
+# A fused kernel that gives no names to its outputs: JAX's primitive of cuDNN.
+FUSED = ("dot_product_attention_fwd_wrapper",)
 # The points that `names` stores if model.saved is empty.
 DEFAULT = ("q", "k", "v", "attention", "out")
 
