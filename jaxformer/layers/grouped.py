@@ -48,6 +48,8 @@ def _dense(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = Fals
     """The product of all rows with each matrix in turn, of which the rows of its group are kept."""
     ends = jnp.cumsum(sizes)
     index = jnp.arange(len(x))
+    # JAX's own gradient of w multiplies the rows of no group by 0, and they may be NaN.
+    x = jnp.where((index < ends[-1])[:, None], x, 0)
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def add(total: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]) -> Any:

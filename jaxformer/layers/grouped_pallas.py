@@ -81,7 +81,8 @@ def tpu_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) 
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     width = w.shape[1 if transposed else 2]
-    tiles = product_tiles(*x.shape, width, len(w), x.dtype.itemsize)
+    m, depth = x.shape
+    tiles = product_tiles(m, depth, width, len(w), x.dtype.itemsize)
     y = gmm(
         _padded(x, tiles[0]),
         w,
@@ -98,7 +99,8 @@ def tpu_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     """x [M, A], dy [M, B] -> [E, A, B], 0 for a group without rows."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    tiles = outer_tiles(*x.shape, dy.shape[1], len(sizes), x.dtype.itemsize)
+    m, depth = x.shape
+    tiles = outer_tiles(m, depth, dy.shape[1], len(sizes), x.dtype.itemsize)
     dw: jax.Array = tgmm(
         _padded(x, tiles[0]).swapaxes(0, 1),
         _padded(dy, tiles[0]),

@@ -1,4 +1,4 @@
-"""Checks of a run on its devices: what its mesh splits, and that its attention kernel is right."""
+"""Checks of a run on its devices: what its mesh splits, and that its kernels are right."""
 
 import dataclasses
 import functools
@@ -23,6 +23,7 @@ from jaxformer.layers.biases import score_bias
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
+from jaxformer.runs.expert_check import prove_experts
 from jaxformer.runs.resolve import Resolved
 from jaxformer.runs.selection import with_kernel
 from jaxformer.training.compiler_options import compiler_options
@@ -71,41 +72,53 @@ def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
 
 
 def with_proven_kernel(resolved: ResolvedRun, log: Log) -> ResolvedRun:
-    """The run with a kernel that is right on its devices, and the run itself if its kernel is.
+    """The run with kernels of attention and of experts that are right on its devices, and the run
+    itself if its kernels are.
 
-    Where model.attention_kernel=auto chose a kernel that is wrong there, or that JAX or the
-    compiler refuses, the next one that serves the run is checked. Logs a sentence for each.
+    Where "auto" chose a kernel that is wrong there, or that JAX or the compiler refuses, the next
+    one that serves the run is checked. Logs a sentence for each.
 
     Raises:
       RuntimeError: for a kernel that is wrong or refused and was asked for by name.
       OutOfMemory: if a device has not enough memory for the check.
     """
-    failed = dict[str, str]()
-    while True:
-        name = resolved.model.attention_kernel
-        try:
-            with memory_of("the check of the attention kernel"):
-                sentence = prove_kernel(resolved)
-        except OutOfMemory:
-            raise
-        # Also what JAX (NotImplementedError) and the compiler (JaxRuntimeError) raise.
-        except RuntimeError as error:
-            if resolved.asked.model.attention_kernel != "auto":
+    checks = {
+        "attention_kernel": ("the check of the attention kernel", prove_kernel),
+        "expert_kernel": ("the check of the kernel of experts", prove_experts),
+    }
+    failed: dict[str, dict[str, str]] = {setting: {} for setting in checks}
+    for setting, (step, prove) in checks.items():
+        sentence = None
+        while sentence is None:
+            try:
+                with memory_of(step):
+                    sentence = prove(resolved)
+            except OutOfMemory:
                 raise
-            failed[name] = f"its check on this device failed: {str(error).splitlines()[0]}"
-            resolved = _with_another_kernel(resolved, failed)
-            log(f"Attention: {resolved.kernel}.")
-            continue
+            # Also what JAX (NotImplementedError) and the compiler (JaxRuntimeError) raise.
+            except RuntimeError as error:
+                if getattr(resolved.asked.model, setting) != "auto":
+                    raise
+                reason = f"its check on this device failed: {str(error).splitlines()[0]}"
+                failed[setting][getattr(resolved.model, setting)] = reason
+                resolved = _with_other_kernels(resolved, *failed.values())
+                log(f"Attention: {resolved.kernel}.")
         if sentence:
             log(sentence)
-        return resolved
+    return resolved
 
 
-def _with_another_kernel(resolved: ResolvedRun, failed: Mapping[str, str]) -> ResolvedRun:
-    """The run with the first kernel that serves it and is not in `failed`."""
-    run, auto = resolved.run, dataclasses.replace(resolved.model, attention_kernel="auto")
+def _with_other_kernels(
+    resolved: ResolvedRun, failed: Mapping[str, str], failed_experts: Mapping[str, str]
+) -> ResolvedRun:
+    """The run with the first kernels that serve it and have not failed."""
+    run, asked, mesh = resolved.run, resolved.asked.model, resolved.mesh
+    auto = dataclasses.replace(
+        resolved.model, attention_kernel=asked.attention_kernel, expert_kernel=asked.expert_kernel
+    )
     length = math.gcd(resolved.length, resolved.source_length)
-    model, kernel = with_kernel(auto, run.adapter, length, auto.max_segments, resolved.mesh, failed)
+    segments = auto.max_segments
+    model, kernel = with_kernel(auto, run.adapter, length, segments, mesh, failed, failed_experts)
     return dataclasses.replace(resolved, run=dataclasses.replace(run, model=model), kernel=kernel)
 
 

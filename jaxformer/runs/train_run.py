@@ -174,7 +174,11 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
             on_cpu = platform(setup.mesh) == "cpu"
             program = thread.submit(compile_step, setup, log) if on_cpu else None
             proven = with_proven_kernel(setup, log)
-            require_same({"the attention kernel": proven.model.attention_kernel})
+            kernels = {
+                "the attention kernel": proven.model.attention_kernel,
+                "the kernel of experts": proven.model.expert_kernel,
+            }
+            require_same(kernels)
             if program is None or proven is not setup:
                 program = thread.submit(compile_step, proven, log)
             if not on_cpu:

@@ -50,6 +50,8 @@ def is_volatile(name: str) -> bool:
 def remedies_of(setup: RunSetup, shortage: Shortage, planned: Plan | None) -> list[Remedy]:
     """What to change. For a step these are the smallest changes that fit by the plan, where it has
     any; else changes that need less, those that cost least first."""
+    if shortage.on_chip and "experts" in shortage.place:
+        return [Remedy({"model.expert_kernel": "ragged"}, "experts without a Pallas kernel")]
     if shortage.on_chip:
         return [Remedy({"model.attention_kernel": "xla"}, "attention without a fused kernel")]
     # A training step stores activations for its backward pass.

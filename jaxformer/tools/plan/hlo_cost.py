@@ -32,6 +32,8 @@ COLLECTIVE = re.compile(
 DOT_IN_CALL = re.compile(r"^__cublas\$(?:lt\$matmul|gemm)")
 ATTENTION = re.compile(r"^__cudnn\$fmha")
 SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
+# The kernels of `layers/grouped_pallas.py` for GPUs, whose calls have no cost estimate.
+GROUPED = re.compile(r'\bname"?\s*[=:]\s*"grouped_(?:product|outer)"')
 SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 MOST_PAIRS = 4_000_000  # pairs of output and kernel position that are counted one by one
 
@@ -61,16 +63,20 @@ def product_flops(computation: Computation, row: Instruction) -> int:
 
 
 def kernel_flops(computation: Computation, row: Instruction) -> int:
-    """FLOPs inside a custom call: those that a Pallas kernel states as its cost estimate, and those
-    of cuDNN and splash attention, where the half that a causal mask hides is not done, and of cuDNN
-    what a window hides; 0 for others. What windows of splash attention and the limits of packed
-    texts hide besides is not known here."""
+    """FLOPs inside a custom call: those that a Pallas kernel states as its cost estimate, those of
+    grouped products, where all rows count as if they were in a group, and those of cuDNN and splash
+    attention, where the half that a causal mask hides is not done, and of cuDNN what a window
+    hides; 0 for others. What windows of splash attention and the limits of packed texts hide
+    besides is not known here."""
     if row.opcode != "custom-call":
         return 0
     if stated := row.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)'):
         return int(stated)
     named = (computation.instructions.get(name) for name in row.operands)
     arrays = [array for operand in named if operand for array in operand.types]
+    if GROUPED.search(row.attributes):  # x [M, A] -> [M, B] or [E, A, B]
+        x = next(array.shape for array in arrays if array.dtype in ("bf16", "f32"))
+        return 2 * math.prod(x) * row.types[0].shape[-1]
     if ATTENTION.match(target_of(row)):  # [B, T, N, H] and [B, S, K, H]
         shapes = [array.shape for array in arrays if len(array.shape) == 4][:2]
         if len(shapes) < 2:
