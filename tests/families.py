@@ -72,7 +72,7 @@ VARIANTS = {
     "query_key_norm": rows_of("query_key_norm"),
     "norm": rows_of("norm"),
     "norm_placement": rows_of("norm_placement"),
-    "residual": rows_of("residual"),
+    "residual": rows_of("residual") | {"multiplier": {"residual_multiplier": 0.5}},
     "activation": {
         "swiglu": {},
         "gelu": {"activation": "gelu"},
@@ -80,11 +80,12 @@ VARIANTS = {
     "bias": rows_of("bias"),
     "embedding": (
         {"plain": {}, "scale": {"embedding_scale": "sqrt"}, "norm": {"embedding_norm": True}}
-        | {"types": {"token_types": 2}}
+        | {"types": {"token_types": 2}, "multiplier": {"embedding_multiplier": 3.0}}
     ),
     "output": (
         {"own": {}, "tied": {"tied_head": True}, "logit scale": {"logit_scale": "rsqrt"}}
         | {"logit soft-cap": {"logit_soft_cap": 40.0}, "bias": {"head_bias": True}}
+        | {"logit divisor": {"logit_divisor": 2.5}}
     ),
     "kernel": {"plain": {}, "blocked": {"attention_kernel": "blocked"}},
 }

@@ -10,6 +10,7 @@ from jaxformer.config.settings import (
     AutoRate,
     Bounds,
     Count,
+    Factor,
     Fraction,
     Natural,
     NonNegative,
@@ -19,7 +20,7 @@ from jaxformer.config.settings import (
     Volatile,
 )
 
-Gated = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu"]
+Gated = Literal["swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu", "glu"]
 Activation = Annotated[
     Literal[Gated, "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh"],
     TableAt("jaxformer.layers.ffn.ACTIVATIONS"),
@@ -212,14 +213,19 @@ class ModelConfig(Section):
     """Constant added to the variance, or to the mean square, before the square root."""
     residual: Literal["sequential", "parallel"] = "sequential"
     """Input of the sublayers of a block: the output of the one before, or the same for all."""
+    residual_multiplier: Factor = 1.0
+    """Factor of what each sublayer adds to the residual stream."""
     activation: Activation = "swiglu"
-    """Activation of the feed-forward layer; swiglu, geglu, geglu_tanh, reglu and glu are gated."""
+    """Activation of the feed-forward layer; swiglu, swiglu_clamped (gpt-oss), geglu, geglu_tanh,
+    reglu and glu are gated."""
     bias: Literal["none", "qkv", "attention", "ffn", "ffn_norm", "all"] = "none"
     """Where biases are used: none, qkv, attention (qkv and output), ffn, ffn_norm, all."""
     embedding: EmbeddingName = "tokens"
     """Embedding of the inputs, to which a stack adds embedded positions and token types."""
     embedding_scale: Literal["none", "sqrt"] = "none"
     """Scale of the token embeddings: none, or sqrt(d_model)."""
+    embedding_multiplier: Factor = 1.0
+    """Factor of the token embeddings."""
     embedding_norm: bool = False
     """Apply a norm to the embeddings."""
     token_types: Natural = 0
@@ -240,6 +246,8 @@ class ModelConfig(Section):
     """Add a bias to the language head; the other heads always have one."""
     logit_scale: Literal["none", "rsqrt"] = "none"
     """Scale of the input of the output layer: none, or rsqrt (1 / sqrt(d_model))."""
+    logit_divisor: Factor = 1.0
+    """Divisor of the logits, before their soft cap."""
     logit_soft_cap: NonNegative = 0.0
     """Soft cap of the logits, cap * tanh(logit / cap); 0 disables it."""
     dropout: Rate = 0.0

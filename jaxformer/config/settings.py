@@ -39,6 +39,7 @@ Rate = Annotated[float, Bounds(0, 1)]
 AutoRate = Annotated[float | Literal["auto"], Bounds(0, 1)]
 Fraction = Annotated[float, Bounds(0, most=1)]
 NonNegative = Annotated[float, Bounds(0, below=1e30)]  # its square root and inverse are float32
+Factor = Annotated[float, Bounds(1e-6, most=1e6)]
 
 # Marks the type of a setting that a continued run may change, because the numbers of the run do not
 # depend on it.

@@ -92,6 +92,8 @@ def block(params: Params, config: ModelConfig, x: Float[Array, "B T D"], call: C
         auxes += [aux, Aux(captures=captured)]
         if "output" in norms:
             out = norm(params[f"{name}_output_norm"], config, out)
+        if config.residual_multiplier != 1:
+            out = out * config.residual_multiplier
         total = total + dropout(out, config.dropout, outer_keys[name])
         if "after" in norms:
             total = norm(params[f"{name}_norm"], config, total)

@@ -64,11 +64,14 @@ def _token_specs(config: ModelConfig) -> Specs:
 
 def _tokens(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
     x = lookup(params["tokens"], inputs.tokens, WHOLE)
-    return x * math.sqrt(config.d_model) if config.embedding_scale == "sqrt" else x
+    x = x * math.sqrt(config.d_model) if config.embedding_scale == "sqrt" else x
+    return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
 
 
 def _token_formula(config: ModelConfig) -> str:
-    return "E[token]" + (" · √D" if config.embedding_scale == "sqrt" else "")
+    multiplier = config.embedding_multiplier
+    scale = " · √D" if config.embedding_scale == "sqrt" else ""
+    return f"E[token]{scale}" + ("" if multiplier == 1 else f" · {multiplier:g}")
 
 
 def _position_specs(config: ModelConfig) -> Specs:

@@ -27,7 +27,7 @@ from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.dispatch import BY_TOKENS, Dispatch, Routes, expert_sum, most_rows
-from jaxformer.layers.ffn import ACTIVATIONS, FEED_FORWARD, ffn, ffn_specs
+from jaxformer.layers.ffn import FEED_FORWARD, ffn, ffn_specs, hidden_layer
 from jaxformer.layers.grouped import Groups
 from jaxformer.layers.linear import INITIALIZERS
 from jaxformer.layers.masks import AttentionMask
@@ -216,9 +216,9 @@ def _expert_rows(
         y = checkpoint_name(contract(equation, x, weights[name], groups=groups), name)
         return _added_bias(y, weights.get(f"{name}_bias"), groups.sizes)
 
-    act = ACTIVATIONS[config.activation]
     up = linear("up", rows, "MD,EDF->MF")
-    hidden = act(linear("gate", rows, "MD,EDF->MF")) * up if config.gated else act(up)
+    gate = linear("gate", rows, "MD,EDF->MF") if config.gated else None
+    hidden = hidden_layer(config, up, gate)
     scale = scale.astype(hidden.dtype)[:, None]
     y = contract("MF,EFD->MD", hidden * scale, weights["down"], groups=groups)
     bias = weights.get("down_bias")

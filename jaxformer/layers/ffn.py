@@ -49,11 +49,21 @@ def relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
+CLAMP = 7.0  # of swiglu_clamped
+
+
+def clamped_swish(gate: jax.Array) -> jax.Array:
+    """g sigmoid(1.702 g), g = min(gate, 7) (gpt-oss, arXiv:2508.10925)."""
+    gate = jnp.minimum(gate, CLAMP)
+    return gate * jax.nn.sigmoid(1.702 * gate)
+
+
 # Activations of the hidden layer, or of the gate for the names in `config.model.GATED`.
 ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
     Activation,
     {
         "swiglu": jax.nn.silu,
+        "swiglu_clamped": clamped_swish,
         "geglu": gelu,
         "geglu_tanh": gelu_tanh,
         "reglu": jax.nn.relu,
@@ -66,6 +76,18 @@ ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
         "tanh": jnp.tanh,
     },
 )
+# What the activated gate multiplies, of up x; for other activations it is up x itself.
+GATE_FACTORS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "swiglu_clamped": lambda up: jnp.clip(up, -CLAMP, CLAMP) + 1
+}
+
+
+def hidden_layer(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    """act(up), or act(gate) times what its activation makes of up."""
+    act, name = ACTIVATIONS[config.activation], config.activation
+    if gate is None:
+        return act(up)
+    return act(gate) * (GATE_FACTORS[name](up) if name in GATE_FACTORS else up)
 
 
 def swiglu(
@@ -96,9 +118,9 @@ def ffn_specs(config: ModelConfig) -> Specs:
 
 def ffn(params: Params, config: ModelConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """[B, T, D] -> [B, T, D]: down(act(up x)), or down(act(gate x) * up x)."""
-    act = ACTIVATIONS[config.activation]
     up = linear("BTD,DF->BTF", params, "up", x)
-    hidden = act(linear("BTD,DF->BTF", params, "gate", x)) * up if config.gated else act(up)
+    gate = linear("BTD,DF->BTF", params, "gate", x) if config.gated else None
+    hidden = hidden_layer(config, up, gate)
     return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", "sequence", None))
 
 
@@ -112,9 +134,11 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     return [StoredArray(name, hidden) for name in names]
 
 
-# In formulas; the others are written as they are named.
+# In formulas; the others are written as they are named, and up x as it is.
+FACTOR_TEXTS = {"swiglu_clamped": "clip({}, ±7) + 1"}
 ACTIVATION_TEXTS = {
     "swiglu": "silu",
+    "swiglu_clamped": "clamped_swish",
     "geglu": "gelu",
     "geglu_tanh": "gelu_tanh",
     "reglu": "relu",
@@ -129,7 +153,8 @@ def _formula(config: ModelConfig) -> tuple[str, ...]:
     down = f"W_down{biased_text(config, 'ffn', 'c')}"
     if config.gated:
         gate = f"x W_gate{biased_text(config, 'ffn', 'a')}"
-        return (f"ffn = ({act}({gate}) ⊙ ({up})) {down}",)
+        factor = FACTOR_TEXTS.get(config.activation, "{}").format(up)
+        return (f"ffn = ({act}({gate}) ⊙ ({factor})) {down}",)
     return (f"ffn = {act}({up}) {down}",)
 
 

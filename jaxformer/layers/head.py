@@ -164,7 +164,8 @@ def readout(
 ) -> Float[Array, "B Q D"]:
     """The input of `output_layer`: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the row."""
     x = HEADS[config.output].rows(params, config, x, layout)
-    return x / math.sqrt(config.d_model) if config.logit_scale == "rsqrt" else x
+    x = x / math.sqrt(config.d_model) if config.logit_scale == "rsqrt" else x
+    return x if config.logit_divisor == 1 else x / config.logit_divisor
 
 
 class OutputLayer(NamedTuple):
@@ -216,6 +217,7 @@ def head_formula(config: ModelConfig) -> tuple[str, ...]:
     # The name of the rows that the output matrix multiplies.
     rows = lines[-1].partition(" = ")[0] if lines else "x"
     scale = " / √D" if config.logit_scale == "rsqrt" else ""
+    scale += "" if config.logit_divisor == 1 else f" / {config.logit_divisor:g}"
     matrix = "Eᵀ" if is_tied(config) else "W_headᵀ"
     bias = " + b" if "bias" in row.specs(config) else ""
     logits = f"{rows}{scale} {matrix}{bias}"

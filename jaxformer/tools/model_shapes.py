@@ -184,6 +184,8 @@ def formula_of(config: ModelConfig, name: str) -> tuple[str, ...]:
     if sublayer is None:
         return ()
     added = PLACEMENTS[config.norm_placement].formula.format(what)
+    if config.residual_multiplier != 1:
+        added = added.replace("x + ", f"x + {config.residual_multiplier:g} · ")
     if config.residual == "parallel":
         added += ", with the same x for all sublayers of a block"
     return (*sublayer.formula(config), added)

@@ -319,3 +319,15 @@ def test_a_head_from_outside_the_package_is_a_row(monkeypatch):
     assert head_formula(config)[0] == "h = x W_down W_up" and "h W_headᵀ" in head_formula(config)[1]
     tied = specs(dataclasses.replace(config, tied_head=True))
     assert {*tied["head"]} == {"down", "up"}
+
+
+def test_the_logits_are_divided_and_the_embeddings_and_sublayers_multiplied():
+    """Of a model whose sublayers add next to nothing: the logits of the scaled embeddings."""
+    small = jf.ModelConfig(**SIZES, norm_placement="output", residual_multiplier=1e-6)
+    config = dataclasses.replace(small, embedding_multiplier=3.0, logit_divisor=2.5)
+    tokens = alone(config)["tokens"]
+    params = params_of(config) | {"final_norm": {"scale": jnp.ones(config.d_model)}}
+    x = 3 * params["embed"]["tokens"][tokens]
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    expected = np.einsum("btd,vd->btv", x, params["head"]["weight"]) / 2.5
+    np.testing.assert_allclose(jf.forward(params, config, tokens), expected, atol=1e-4)

@@ -140,6 +140,7 @@ FORMULAS = {
     "relu2": lambda x: np.maximum(x, 0) ** 2,
     "tanh": np.tanh,
     "glu": lambda x: 1 / (1 + np.exp(-x)),
+    "swiglu_clamped": lambda x: np.minimum(x, 7) / (1 + np.exp(-1.702 * np.minimum(x, 7))),
 }
 FORMULAS |= {
     gated: FORMULAS[of]
@@ -168,7 +169,8 @@ def test_gelu_tanh_and_its_slopes_are_the_formula_on_every_platform(on, monkeypa
 def test_the_feed_forward_is_its_formula(name):
     config = model("llama", activation=name)
     x, up, gate, down = array(2, 3, 32), array(32, 40), array(32, 40), array(40, 32)
-    hidden = FORMULAS[name](x @ gate) * (x @ up) if config.gated else FORMULAS[name](x @ up)
+    factor = np.clip(x @ up, -7, 7) + 1 if name == "swiglu_clamped" else x @ up
+    hidden = FORMULAS[name](x @ gate) * factor if config.gated else FORMULAS[name](x @ up)
     found = ffn(
         {"gate": gate, "up": up, "down": down} if config.gated else {"up": up, "down": down},
         config,

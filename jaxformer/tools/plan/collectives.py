@@ -271,7 +271,8 @@ def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
     tables = sum(spec.lookup for spec in embeddings)
     tokens = planned.rows * planned.positions(planned.length + planned.source_length)
     # Rows are summed and normed in float32; alone they are exchanged in the compute dtype.
-    alone = not added_embeddings(model) and model.embedding_scale == "none"
+    scaled = model.embedding_scale != "none" or model.embedding_multiplier != 1
+    alone = not added_embeddings(model) and not scaled
     changed = model.embedding_norm or model.dropout
     forward = planned.dtype_bytes if alone and not changed else 4
     times, backward = tables, 4 if changed else planned.dtype_bytes
