@@ -86,7 +86,7 @@ def stacks_of(blocks: Params) -> list[Params]:
     return [blocks[str(p)] for p in range(len(blocks))] if "0" in blocks else [blocks]
 
 
-def _order(counts: list[int]) -> list[tuple[int, int]]:
+def layer_order(counts: list[int]) -> list[tuple[int, int]]:
     """For each layer the number of its stacked tree and its index there, from the numbers of layers
     of the trees. The trees of one layer before a longer one are the lead; the others take turns."""
     depth = sum(counts)
@@ -101,14 +101,14 @@ def layers_of(blocks: Params | list[Params]) -> list[Params]:
     if isinstance(blocks, list):
         return blocks
     stacks = [unstack(stacked) for stacked in stacks_of(blocks)]
-    return [stacks[p][i] for p, i in _order([len(layers) for layers in stacks])]
+    return [stacks[p][i] for p, i in layer_order([len(layers) for layers in stacks])]
 
 
 def stacked_as(blocks: Params, layers: list[Params]) -> Params:
     """Trees of all layers, stacked as the params of blocks are."""
     counts = [_depth(stacked) for stacked in stacks_of(blocks)]
     members: list[list[Params]] = [[] for _ in counts]
-    for layer, (p, _) in zip(layers, _order(counts), strict=True):
+    for layer, (p, _) in zip(layers, layer_order(counts), strict=True):
         members[p].append(layer)
     trees = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) for group in members]
     return trees[0] if len(trees) == 1 else {str(p): tree for p, tree in enumerate(trees)}
@@ -241,7 +241,7 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> O
     """The leading layers unrolled, a scan over the whole periods of the pattern, and the remaining
     layers unrolled."""
     stacks = stacks_of(blocks)
-    order = _order([_depth(stacked) for stacked in stacks])
+    order = layer_order([_depth(stacked) for stacked in stacks])
     depth = len(order)
     configs = layer_configs(config, depth)
     lead, period = repetition_of(configs)
