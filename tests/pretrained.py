@@ -70,7 +70,7 @@ def made(architecture, settings, seed=0):
     """A model of transformers', float32 and with plain attention."""
     torch.manual_seed(seed)
     config = architecture.config_class(**copy.deepcopy(settings))
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = perturbed(architecture(config), seed + 1)
     if model.config.model_type == "t5" and settings.get("tie_word_embeddings") is False:
         model.lm_head.weight = torch.nn.Parameter(

@@ -57,6 +57,23 @@ BART |= dict(
 )
 
 
+EXPERTS = LLAMA | dict(num_local_experts=5, num_experts_per_tok=2, router_aux_loss_coef=0.02)
+MIXTRAL = EXPERTS | dict(hidden_size=44)
+QWEN_MOE = LLAMA | dict(
+    num_experts=5, num_experts_per_tok=2, moe_intermediate_size=23, num_hidden_layers=4
+)
+OLMOE = OLMO | dict(num_experts=5, num_experts_per_tok=3)
+MULTIPLIERS = dict(
+    embedding_multiplier=2.5, residual_multiplier=0.6, logits_scaling=1.7, attention_multiplier=0.21
+)
+GRANITE = {name: value for name, value in EXPERTS.items() if name != "head_dim"} | dict(
+    hidden_size=48, **MULTIPLIERS
+)
+GPT_OSS = EXPERTS | dict(
+    hidden_size=64, intermediate_size=32, num_hidden_layers=3, sliding_window=5
+)
+
+
 def rope(kind, factor, **more):
     return {"rope_parameters": dict(rope_theta=THETA) | dict(rope_type=kind, factor=factor) | more}
 
@@ -180,6 +197,47 @@ VARIANTS = {
     "olmo2 all heads, tied": (
         tf.Olmo2ForCausalLM,
         OLMO | dict(num_key_value_heads=6, hidden_size=36, tie_word_embeddings=True),
+    ),
+    "mixtral": (tf.MixtralForCausalLM, MIXTRAL),
+    "mixtral window": (
+        tf.MixtralForCausalLM,
+        MIXTRAL | dict(sliding_window=5, num_experts_per_tok=1, tie_word_embeddings=True),
+    ),
+    "qwen3-moe": (tf.Qwen3MoeForCausalLM, QWEN_MOE | dict(norm_topk_prob=True)),
+    "qwen3-moe dense layers": (
+        tf.Qwen3MoeForCausalLM,
+        QWEN_MOE
+        | dict(num_hidden_layers=5, mlp_only_layers=[0, 3], attention_bias=True)
+        | dict(tie_word_embeddings=True),
+    ),
+    "qwen3-moe every second layer": (
+        tf.Qwen3MoeForCausalLM,
+        QWEN_MOE | dict(decoder_sparse_step=2),
+    ),
+    "olmoe": (tf.OlmoeForCausalLM, OLMOE),
+    "olmoe renormalized": (
+        tf.OlmoeForCausalLM,
+        OLMOE | dict(norm_topk_prob=True, num_key_value_heads=6, hidden_size=36),
+    ),
+    "granite-moe": (tf.GraniteMoeForCausalLM, GRANITE),
+    "granite-moe tied, bias": (
+        tf.GraniteMoeForCausalLM,
+        GRANITE | dict(tie_word_embeddings=True, attention_bias=True),
+    ),
+    "granite-moe-shared": (
+        tf.GraniteMoeSharedForCausalLM,
+        GRANITE | dict(shared_intermediate_size=19),
+    ),
+    "gpt-oss": (tf.GptOssForCausalLM, GPT_OSS),
+    "gpt-oss yarn": (
+        tf.GptOssForCausalLM,
+        GPT_OSS
+        | rope("yarn", 4.0, **YARN, truncate=False)
+        | dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
+    ),
+    "gpt-oss no attention bias": (
+        tf.GptOssForCausalLM,
+        GPT_OSS | dict(attention_bias=False, tie_word_embeddings=True, num_experts_per_tok=4),
     ),
     "gpt-neox": (tf.GPTNeoXForCausalLM, NEOX),
     "gpt-neox in turn": (

@@ -26,6 +26,8 @@ def resolved(config: ModelConfig) -> ModelConfig:
     has_windows = any(layer.window for layer in layer_configs(config, config.n_layers))
     biased = config.biased if "bias" in norm_specs(config) else config.biased - {"norm"}
     scale = config.attention_scale or config.head_width**-0.5
+    pattern = _expert_pattern(config)
+    is_dense = config.feed_forward == "experts" and "e" not in pattern
     has_pooler_anyway = has_pooler(dataclasses.replace(config, pooler=False))
     short_factor, long_factor = (" ".join(map(str, numbers)) for numbers in config.rope_factors)
     fields: dict[str, Any] = {
@@ -43,6 +45,10 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "rope_short_factor": short_factor,
         "rope_long_factor": long_factor,
         "window_pattern": _window_pattern(config),
+        "expert_ff": config.expert_width,
+        "expert_pattern": pattern,
+        "dense_layers": 0,
+        "feed_forward": "ffn" if is_dense else config.feed_forward,
     }
     if config.family == "encoder_decoder":
         fields["n_encoder_layers"] = config.encoder_layers
@@ -58,11 +64,24 @@ def _window_pattern(config: ModelConfig) -> str:
     return "".join("w" if layer.window else "f" for layer in layer_configs(config, config.n_layers))
 
 
+def _expert_pattern(config: ModelConfig) -> str:
+    """One letter for each layer."""
+    layers = layer_configs(config, config.n_layers)
+    return "".join("e" if layer.feed_forward == "experts" else "d" for layer in layers)
+
+
 def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
     """The fields that do not change the logits of this config."""
-    scaling, output = config.rope_scaling, config.output
+    scaling, output, pattern = config.rope_scaling, config.output, _expert_pattern(config)
     matters = {
         "dropout attention_dropout init dtype layer_loop remat attention_kernel": False,
+        "expert_kernel router_noise router_bias_rate router_balance_loss": False,
+        "router_sequence_loss router_z_loss": False,
+        "n_experts experts_per_token expert_ff shared_ff expert_capacity expert_pattern": "e"
+        in pattern,
+        "router router_renormalize router_scale router_bias router_groups": "e" in pattern,
+        "router_top_groups": config.router_groups > 1,
+        "d_ff": "d" in pattern,
         "max_length": config.positions == "learned",
         "n_classes": output in ("classes", "tags"),
         "tied_head": output in ("language", "masked"),

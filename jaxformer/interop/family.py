@@ -4,13 +4,15 @@ the params."""
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.config_equivalence import differences, resolved
 from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping
-from jaxformer.interop.hf_config import REQUIRED, HFConfig
+from jaxformer.interop.hf_config import QUANTIZATION, REQUIRED, HFConfig, quantization_of
+from jaxformer.interop.tensor_files import TensorFiles
 from jaxformer.interop.tensor_table import Tensor, TensorRow, paths_without_tensor, tensors
 from jaxformer.models.transformer import specs as model_specs
 
@@ -44,6 +46,7 @@ class Family:
     first. `bases` are classes without a head, read as the first architecture with a tied output
     layer. `prefix` is the start of names that files of a base, and older files, leave out.
     `ignored` are patterns of tensors that are not read; `renamed` are (pattern, new) of old names.
+    `packed` are the readers of packed weights, by quant_method of quantization_config.
     """
 
     model_type: str
@@ -55,12 +58,15 @@ class Family:
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    packed: Mapping[str, type[TensorFiles]] = dataclasses.field(default_factory=dict)
 
     def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
         """The config of a config.json. Raises ConfigError for a value that is not supported."""
         for key, allowed in REQUIRED.items():
-            if key in hf.values:
-                hf.only(key, allowed)
+            is_read = key == QUANTIZATION and quantization_of(hf.values) in self.packed
+            if key in hf.values and not is_read:
+                methods = [{"quant_method": name} for name in self.packed]
+                hf.only(key, (*allowed, *(methods if key == QUANTIZATION else ())))
         config_fields: ConfigFields = {}
         for row in self.fields:
             config_fields |= row.read(hf)
@@ -69,6 +75,10 @@ class Family:
             config_fields.pop("n_classes", None)
         return ModelConfig(**config_fields)
 
+    def files(self, directory: Path, values: Mapping[str, Any]) -> TensorFiles:
+        """The tensors of a directory whose config.json has these keys."""
+        return self.packed.get(quantization_of(values), TensorFiles)(directory)
+
     def keys(self) -> dict[str, str]:
         """The key of each field that has one key."""
         return {row.field: row.hf for row in self.fields if isinstance(row, (Key, Choice))}
@@ -76,10 +86,9 @@ class Family:
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """The keys of a config."""
         # Fields that change no logit, or only in training, are written as they are.
-        unresolved = ("dropout", "attention_dropout", "max_length", "tied_head")
-        complete = dataclasses.replace(
-            resolved(config), **{name: getattr(config, name) for name in unresolved}
-        )
+        unresolved = "dropout attention_dropout max_length tied_head router_balance_loss".split()
+        written = {name: getattr(config, name) for name in unresolved}
+        complete = dataclasses.replace(resolved(config), **written, d_ff=config.ff_width)
         keys = {"architectures": [architecture], "model_type": self.model_type}
         for row in self.fields:
             keys |= row.write(complete)

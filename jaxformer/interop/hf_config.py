@@ -30,8 +30,9 @@ pooler_num_fc_layers pooler_size_per_head pooler_type sentence_transformers
 sbert_ce_default_activation_function
 """
 # Keys of any architecture that do, and the values for which nothing is missing here.
+QUANTIZATION = "quantization_config"
 REQUIRED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None, {}),
+    QUANTIZATION: (None, {}),
     "is_decoder": (False, None),
     "add_cross_attention": (False, None),
     "tie_encoder_decoder": (False, None),
@@ -105,6 +106,12 @@ class HFConfig:
             for key, value in self.values.items()
             if key not in neutral and value not in (None, False, [], {})
         )
+
+
+def quantization_of(values: Mapping[str, Any]) -> str:
+    """The method by which the weights beside a config.json are packed; empty where it has none."""
+    config = values.get(QUANTIZATION)
+    return str(config.get("quant_method", "")) if isinstance(config, dict) else ""
 
 
 def check_dtype(name: str) -> None:

@@ -1,12 +1,13 @@
 """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and the decoders with its tensors: Mistral,
 Phi-3, Qwen, OLMo 2 and Gemma."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import KeyMapping, Windows
 from jaxformer.interop.rope import ORIGINAL, Length, Rope
+from jaxformer.interop.tensor_files import TensorFiles
 from jaxformer.interop.tensor_table import QKV, STACKED, TensorRow, linear, norm
 
 ATTENTION, FFN = frozenset({"qkv", "out"}), frozenset({"ffn"})
@@ -66,9 +67,11 @@ def llama_like(
     rows: tuple[TensorRow, ...],
     mappings: Sequence[KeyMapping],
     base: str = "",
+    packed: Mapping[str, type[TensorFiles]] | None = None,
 ) -> Family:
     """A family of decoders with the tensors of Llama but for the norms; `name` begins the names of
-    its classes in transformers, and `base` is the class without a head if it has another name."""
+    its classes in transformers, and `base` is the class without a head if it has another name.
+    `packed` is as in `Family`."""
     return Family(
         model_type,
         {f"{name}ForCausalLM": {}},
@@ -78,6 +81,7 @@ def llama_like(
         bases=(base or f"{name}Model",),
         copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
         ignored=(INV_FREQ,),
+        packed=packed or {},
     )
 
 

@@ -53,6 +53,11 @@ class Layout:
     def obstacle(self, tensor: Tensor) -> str:
         """Why peft cannot adapt a module as it is adapted here; empty where it can."""
         path = tensor.paths[0]
+        if is_routed(tensor):
+            return (
+                f"{path} is a parameter of experts or of their router in transformers, which has no"
+                " module for it"
+            )
         uses = [tensor.name, *(copy.name for copy in self.copies if copy.of == tensor.name)]
         if len(uses) > 1:
             return (
@@ -86,7 +91,7 @@ def _of_classes(config: ModelConfig, architecture: str | None) -> Layout:
     plan = family.tensors(plain)
     trunk = [tensor for tensor in plan if not tensor.paths[0].startswith("head.")]
     weight = rows(model_specs(config))["head.weight"]
-    score = Tensor(f"{SCORE}.weight", ("head.weight",), None, (weight,), SAME)
+    score = Tensor(f"{SCORE}.weight", ("head.weight",), (), (weight,), SAME)
     return _layout(family, [*trunk, score], ())
 
 
@@ -95,10 +100,15 @@ def _layout(family: Family, tensors: Sequence[Tensor], copies: tuple[Copy, ...])
     modules = {
         name.removesuffix(".weight"): tensor
         for name, tensor in by_name.items()
-        if tensor.specs[0].is_matrix and name.endswith(".weight")
+        if tensor.specs[0].is_matrix and (name.endswith(".weight") or tensor.experts)
     }
     copies = tuple(copy._replace(name=_in_class(copy.name)) for copy in copies)
     return Layout(by_name, modules, copies, family.prefix, (*family.renamed, *OLD_MODULES))
+
+
+def is_routed(tensor: Tensor) -> bool:
+    """Whether it holds experts or their router, which no linear layer of transformers does."""
+    return tensor.has_experts or tensor.paths[0].endswith("experts.router")
 
 
 def _in_class(name: str) -> str:

@@ -38,6 +38,7 @@ from jaxformer.interop.peft_modules import (
     PREFIX,
     SCORE,
     Layout,
+    is_routed,
     layout_of,
     matrix_names,
     matrix_shapes,
@@ -130,10 +131,10 @@ def _fitted_modules(
     for name, tensor in layout.modules.items():
         module = peft_names[name]
         is_output = tensor.paths == ("head.weight",) and tensor.specs[0].axes[0] == "vocab"
-        is_linear = not tensor.specs[0].lookup and not is_output
+        is_linear = not (tensor.specs[0].lookup or is_output or is_routed(tensor))
         is_target = of_modules.is_target(module, in_all_linear=is_linear)
         if name not in names:
-            if is_target:
+            if is_target and not is_routed(tensor):
                 problems.append(
                     f"{module}: {ADAPTER_CONFIG} names it, and {ADAPTER_WEIGHTS} has no tensors of"
                     " it"
@@ -298,13 +299,13 @@ def _adapted_leaf(
     tensor, rank = modules[0].tensor, max(module.rank for module in modules)
     spec = tensor.specs[tensor.paths.index(path)]
     specs = low_rank(spec, rank, 1.0, stored.settings.dropout)
-    if tensor.layer is not None:
+    if tensor.entry:
         specs = stack(specs, weight.shape[0])  # type: ignore[arg-type, assignment]
     # float32: a [I..., R], b [R, O...] and scale [], in a stack all with the axis of the layers.
     a, b, scale = (np.zeros(row.shape, np.float32) for row in (specs.a, specs.b, specs.scale))
     for module in modules:
         matrices = split_matrices(module.tensor, *map(stored.read, module.names))
-        layer = () if module.tensor.layer is None else (module.tensor.layer,)
+        layer: tuple[Any, ...] = module.tensor.entry
         at = module.tensor.paths.index(path)
         a[(*layer, ..., slice(module.rank))], b[(*layer, slice(module.rank))] = matrices[at]
         scale[layer] = module.scale
@@ -325,14 +326,14 @@ def _with_saved(
     table, new = rows(model_specs(config)), dict[str, np.ndarray]()
     leaves = flat_leaves(params, is_custom)
     for tensor, name in saved:
-        values = tensor.transform.split(stored.read(name), tensor.specs)
+        values = tensor.leaves_of(stored.read(name))
         for path, value in zip(tensor.paths, values, strict=True):
-            if tensor.layer is None:
+            if not tensor.entry:
                 new[path] = np.asarray(value)
                 continue
             if path not in new:
                 new[path] = np.array(_array_at(leaves, path, name))
-            new[path][tensor.layer] = value
+            new[path][tensor.entry] = value
         if tensor.name == f"{SCORE}.weight":
             # It has no bias in transformers.
             new["head.bias"] = np.zeros(config.n_classes, np.float32)

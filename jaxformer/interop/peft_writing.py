@@ -118,7 +118,7 @@ def _modules_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftM
     not."""
     modules = {}
     for name, tensor in layout.modules.items():
-        adapters = [_leaf_adapter(leaves[path], tensor.layer) for path in tensor.paths]
+        adapters = [_leaf_adapter(leaves[path], tensor.entry[:1]) for path in tensor.paths]
         if not any(adapters):
             continue
         if obstacle := layout.obstacle(tensor):
@@ -135,12 +135,13 @@ def _modules_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftM
     return modules
 
 
-def _leaf_adapter(leaf: Weight, layer: int | None) -> LeafAdapter | None:
-    """A leaf's adapter in one layer, on the host; None where it has none."""
+def _leaf_adapter(leaf: Weight, layer: tuple[int, ...]) -> LeafAdapter | None:
+    """A leaf's adapter in one layer (none: it has no layers), on the host; None where it has
+    none."""
     if not isinstance(leaf, LowRank):
         return None
     arrays = leaf.a, leaf.b, leaf.scale
-    a, b, scale = (np.asarray(x if layer is None else x[layer], np.float32) for x in arrays)
+    a, b, scale = (np.asarray(x[layer] if layer else x, np.float32) for x in arrays)
     # 0: a layer that the adapter leaves out.
     return LeafAdapter(a, b, float(scale)) if scale else None
 

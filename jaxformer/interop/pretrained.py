@@ -140,7 +140,7 @@ class Opened(NamedTuple):
 def _opened(directory: Path) -> Opened:
     path, values = directory / "config.json", read_config_json(directory)
     family, architecture = stated_architecture(path, values)
-    files = TensorFiles(directory)
+    files = family.files(directory, values)
     hf = HFConfig(values, family.named(files.entries))
     config = _config_of(path, hf, family, architecture)
     _check_size(directory, config, files)

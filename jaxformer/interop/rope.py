@@ -3,6 +3,7 @@ before. The older keys are written, since every reader takes them."""
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +41,15 @@ class Rope(KeyMapping):
     """RoPE of a family. `theta`, `fraction` and `local` are (key, default) for what rope_parameters
     does not say: the base, the rotated part of a head, and the base of layers with a window.
     `original` is (key, default) of the length before scaling where it is beside rope_parameters.
-    `kinds` are the scalings: LongRoPE is Phi-3's, and other readers of Llama do not know it."""
+    `kinds` are the scalings: LongRoPE is Phi-3's, and other readers of Llama do not know it.
+    `otherwise` is the scaling of a file that states none."""
 
     theta: tuple[str, float] = ("rope_theta", 10_000.0)
     fraction: tuple[str, float] | None = None
     local: tuple[str, float] | None = None
     original: tuple[str, int] | None = None
     kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
+    otherwise: Mapping[str, Any] | None = None
 
     def read(self, hf: HFConfig) -> ConfigFields:
         parameters, scaling = hf.table("rope_parameters"), hf.table("rope_scaling")
@@ -55,7 +58,7 @@ class Rope(KeyMapping):
             # Parameters by kind of layer; older files have one table for both kinds.
             windowed = parameters.get(SLIDING) or {}
             parameters = parameters.get(FULL) or parameters
-        entry = {**parameters, **scaling}
+        entry = {**(parameters or scaling or self.otherwise or {}), **scaling}
         if self.original:
             entry[ORIGINAL] = hf.number(*self.original)
         rotation: ConfigFields = {
@@ -74,7 +77,8 @@ class Rope(KeyMapping):
         return rotation | _scaling(hf, entry, self.kinds)
 
     def write(self, config: ModelConfig) -> Keys:
-        keys: Keys = {self.theta[0]: config.rope_theta, "rope_scaling": None}
+        unscaled = {"rope_type": "default"} if self.otherwise else None
+        keys: Keys = {self.theta[0]: config.rope_theta, "rope_scaling": unscaled}
         if self.fraction:
             keys[self.fraction[0]] = config.rope_fraction
         if self.local:

@@ -100,11 +100,16 @@ class TensorFiles:
 
         Raises ConfigError for a dtype that is not floating-point.
         """
-        entry = self.entries[name]
+        return self.read_entry(name, self.entries[name], rows, DTYPES)
+
+    def read_entry(
+        self, name: str, entry: Entry, rows: slice, dtypes: Mapping[str, np.dtype]
+    ) -> np.ndarray:
+        """As `read`, of a tensor whose dtype is one of these."""
         path = self.directory / entry.file
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in dtypes:
             raise ConfigError(
-                f"{name} in {path} is of dtype {entry.dtype}; supported are {', '.join(DTYPES)}."
+                f"{name} in {path} is of dtype {entry.dtype}; supported are {', '.join(dtypes)}."
                 " Quantized weights are not supported: save the model unquantized."
             )
         with _opened(path) as file:
@@ -113,7 +118,7 @@ class TensorFiles:
             start, stop, _ = rows.indices(entry.shape[0])
             if start >= stop:
                 # The library refuses empty slices.
-                return np.empty((0, *entry.shape[1:]), DTYPES[entry.dtype])
+                return np.empty((0, *entry.shape[1:]), dtypes[entry.dtype])
             return np.asarray(file.get_slice(name)[start:stop])
 
 

@@ -1,9 +1,10 @@
 """The table of a family's tensors, (name in the files, paths of the params, transform), and the
 functions that apply it in both directions."""
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,15 +13,16 @@ from numpy.typing import DTypeLike
 
 from jaxformer.arrays.params import Spec, Specs
 from jaxformer.arrays.params import rows as spec_rows
+from jaxformer.models.stack import layer_order
 
 Arrays = Sequence[np.ndarray]
-LayerSpecs = Sequence[Spec]  # of the leaves in one tensor, without the axis of layers
+LayerSpecs = Sequence[Spec]  # of the leaves in one tensor, without the axes of layers and experts
 PIECE = 1 << 22  # numbers of a two-dimensional leaf that are read at a time
 
 
 class Transform(NamedTuple):
-    """How leaves of one layer are stored in a tensor: the tensor's shape, the leaves of a tensor,
-    and the tensor of the leaves."""
+    """How leaves of one layer (and of one expert) are stored in a tensor: the tensor's shape, the
+    leaves of a tensor, and the tensor of the leaves."""
 
     shape: Callable[[LayerSpecs], tuple[int, ...]]
     split: Callable[[np.ndarray, LayerSpecs], Arrays]
@@ -101,12 +103,18 @@ AS_ROW = _reshaped(lambda specs: (1, *specs[0].shape))  # a vector as a matrix o
 LINEAR = _ordered("PNHI")  # torch.nn.Linear: [out, in]
 CONV = _ordered("IPNH")  # GPT-2's Conv1D: [in, out]; several leaves side by side
 BY_HEAD = _ordered("NPHI")  # GPT-NeoX and BLOOM: [out, in] with the parts of each head together
+INTERLEAVED = _ordered("INHP")  # gpt-oss: [in, out], the numbers of gate and up in turn
 STACKED = _one_below_another()  # Phi-3: [out, in] of queries, keys and values, or of gate and up
 
 
 class TensorRow(NamedTuple):
     """The name of a tensor, with {} for the layer, and the dotted path of its leaf in the params,
-    or the paths of the leaves that share it."""
+    or the paths of the leaves that share it.
+
+    Leaves of experts have a tensor for each expert where the name has a second {}, and else one of
+    all, whose first axis counts them. Where the layers of a stack differ, "blocks" in a path stands
+    for the tree of each layer, and a row is of the layers that have its leaves.
+    """
 
     hf: str
     leaves: str | tuple[str, ...]
@@ -143,36 +151,94 @@ QKV = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor in the files: the paths of its leaves, and the layer that it holds of them (None
-    where they are not stacked)."""
+    """One tensor in the files: the paths of its leaves, and the entry that it holds of them: the
+    index of a layer, those of a layer and an expert, or none where they are not stacked.
+
+    With `experts` it has so many entries, of all experts of a layer, on its first axis. `specs` are
+    those of one entry.
+    """
 
     name: str
     paths: tuple[str, ...]
-    layer: int | None
+    entry: tuple[int, ...]
     specs: tuple[Spec, ...]
     transform: Transform
+    experts: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.transform.shape(self.specs)
+        shape = self.transform.shape(self.specs)
+        return (self.experts, *shape) if self.experts else shape
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its numbers are those of one expert, or of all."""
+        return bool(self.experts) or len(self.entry) > 1
+
+    def leaves_of(self, values: np.ndarray) -> Arrays:
+        """The values of its leaves, with the axis of its experts if it has one."""
+        if not self.experts:
+            return self.transform.split(values, self.specs)
+        experts = [self.transform.split(value, self.specs) for value in values]
+        return [np.stack(leaf) for leaf in zip(*experts, strict=True)]
+
+    def entries(self) -> Iterator[tuple[tuple[int, ...], slice]]:
+        """Each entry that it holds, and the rows of its first axis with that one."""
+        if not self.experts:
+            yield self.entry, slice(None)
+        for expert in range(self.experts):
+            yield (*self.entry, expert), slice(expert, expert + 1)
+
+
+def _paths_by_layer(row: TensorRow, table: Mapping[str, Spec]) -> Iterator[Any]:
+    """For each layer with the leaves of a row: its number, their paths, and its index in them."""
+    if all(path in table for path in row.paths):
+        for layer in range(table[row.paths[0]].shape[0]):
+            yield layer, row.paths, layer
+        return
+    stack, _, _ = row.paths[0].partition("blocks.")
+    depths = {}
+    for path, spec in table.items():
+        match = re.match(rf"{re.escape(stack)}blocks\.(\d+)\.", path)
+        if match:
+            depths[int(match[1])] = spec.shape[0]
+    trees = layer_order([depths[tree] for tree in range(len(depths))])
+    for layer, (tree, index) in enumerate(trees):
+        paths = tuple(path.replace("blocks.", f"blocks.{tree}.", 1) for path in row.paths)
+        if all(path in table for path in paths):
+            yield layer, paths, index
+
+
+def _of_entry(spec: Spec) -> Spec:
+    """The row of one matrix or vector of a leaf that stacks them."""
+    depth = len(spec.batch)
+    return replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
 
 
 def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
     """All tensors of a model; rows whose leaves the model does not have are left out."""
     table, plan = spec_rows(specs), []
     for row in rows:
-        if not all(path in table for path in row.paths):
-            continue
-        leaf_specs = tuple(table[path] for path in row.paths)
-        if not leaf_specs[0].is_stacked:
-            plan.append(Tensor(row.hf, row.paths, None, leaf_specs, row.transform))
+        name, _, transform = row
+        first = table.get(row.paths[0])
+        if first is not None and not first.is_stacked:
+            if all(path in table for path in row.paths):
+                leaf_specs = tuple(table[path] for path in row.paths)
+                plan.append(Tensor(name, row.paths, (), leaf_specs, transform))
             continue
         # A leaf stacks its layers, [L, ...], and a file has a tensor for each.
-        of_layer = tuple(
-            replace(spec, shape=spec.shape[1:], axes=spec.axes[1:]) for spec in leaf_specs
-        )
-        for layer in range(leaf_specs[0].shape[0]):
-            plan.append(Tensor(row.hf.format(layer), row.paths, layer, of_layer, row.transform))
+        for layer, paths, index in _paths_by_layer(row, table):
+            first = table[paths[0]]
+            entry_specs = tuple(_of_entry(table[path]) for path in paths)
+            experts = first.shape[1] if "experts" in first.batch else 0
+            if name.count("{}") < 2:
+                args = ((index,), entry_specs, transform, experts)
+                plan.append(Tensor(name.format(layer), paths, *args))
+                continue
+            for e in range(experts):
+                plan.append(
+                    Tensor(name.format(layer, e), paths, (index, e), entry_specs, transform)
+                )
     return plan
 
 
@@ -200,36 +266,44 @@ def leaf_reader(
     """A function (path, index, dtype) that reads the numbers of a leaf which one device holds.
 
     `names` maps tensors to their names in the files; `read` gives rows of a tensor by that name.
-    Besides these numbers, memory holds one tensor of a layer, or `PIECE` numbers of a table.
+    Besides these numbers, memory holds one tensor of a layer, or of an expert, or `PIECE` numbers
+    of a table.
     """
-    tensors_of: dict[str, list[Tensor]] = {}
+    # For each leaf its entries, with the tensor that holds one and the rows of the tensor.
+    entries_of: dict[str, dict[tuple[int, ...], tuple[Tensor, slice]]] = {}
     for tensor in plan:
         for path in tensor.paths:
-            tensors_of.setdefault(path, []).append(tensor)
+            for entry, tensor_rows in tensor.entries():
+                entries_of.setdefault(path, {})[entry] = (tensor, tensor_rows)
 
-    def read_layer(tensor: Tensor, path: str) -> np.ndarray:
-        leaves = tensor.transform.split(read(names[tensor.name], slice(None)), tensor.specs)
+    def read_entry(path: str, entry: tuple[int, ...]) -> np.ndarray:
+        tensor, tensor_rows = entries_of[path][entry]
+        values = read(names[tensor.name], tensor_rows)
+        leaves = tensor.transform.split(values[0] if tensor.experts else values, tensor.specs)
         return leaves[tensor.paths.index(path)]
 
     def read_leaf(path: str, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:
-        first = tensors_of[path][0]
-        spec = first.specs[first.paths.index(path)]
-        if first.layer is not None:
-            # A leaf [L, ...]: its layers are tensors, and are read one after another.
-            layers = tensors_of[path][index[0]]
-            values = _empty((len(layers), *_lengths(index[1:], spec.shape)), dtype)
-            for row, tensor in zip(values, layers, strict=True):
-                row[...] = read_layer(tensor, path)[index[1:]]
+        last = max(entries_of[path])
+        tensor, _ = entries_of[path][last]
+        spec, depth = tensor.specs[tensor.paths.index(path)], len(last)
+        if depth:
+            # A leaf [L, ...] or [L, E, ...], whose entries are read one after another.
+            numbers = [range(n + 1)[cut] for n, cut in zip(last, index[:depth], strict=True)]
+            shape = (*map(len, numbers), *_lengths(index[depth:], spec.shape))
+            values = _empty(shape, dtype)
+            rows_of_entries = values.reshape(-1, *shape[depth:])
+            for row, entry in zip(rows_of_entries, itertools.product(*numbers), strict=True):
+                row[...] = read_entry(path, entry)[index[depth:]]
             return values
-        if first.transform is not SAME or len(spec.shape) != 2:
-            return read_layer(first, path)[index].astype(dtype)
+        if tensor.transform is not SAME or len(spec.shape) != 2:
+            return read_entry(path, ())[index].astype(dtype)
         # A table [rows, width], as of the embedding, is the largest leaf: it is read by rows.
         values = _empty(_lengths(index, spec.shape), dtype)
         begin, step = index[0].start or 0, max(1, PIECE // spec.shape[1])
         for at in range(0, len(values), step):
             piece = values[at : at + step]
             rows = slice(begin + at, begin + at + len(piece))
-            piece[...] = read(names[first.name], rows)[:, index[1]]
+            piece[...] = read(names[tensor.name], rows)[:, index[1]]
         return values
 
     return read_leaf
@@ -240,13 +314,16 @@ def _lengths(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[int]:
 
 
 def tensor_of(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
-    """The tensor for the files, from the leaves by path; only its layer is copied to the host."""
+    """The tensor for the files, from the leaves by path; only its entry is copied to the host."""
     arrays = []
     for path in tensor.paths:
         leaf = leaves[path]
         # A copy, because an array keeps its value on the host for as long as it lives.
-        arrays.append(np.asarray(leaf.copy() if tensor.layer is None else leaf[tensor.layer]))
-    return tensor.transform.join(arrays, tensor.specs)
+        arrays.append(np.asarray(leaf[tensor.entry] if tensor.entry else leaf.copy()))
+    if not tensor.experts:
+        return tensor.transform.join(arrays, tensor.specs)
+    experts = zip(*arrays, strict=True)
+    return np.stack([tensor.transform.join(expert, tensor.specs) for expert in experts])
 
 
 def matched(

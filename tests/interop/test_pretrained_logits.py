@@ -43,6 +43,11 @@ GREEDY = [
     ),
     *(
         "gpt-neox in turn",
+        "mixtral window",
+        "qwen3-moe dense layers",
+        "olmoe",
+        "granite-moe-shared",
+        "gpt-oss yarn",
         "bloom",
         "bloom 4 heads",
         "t5",

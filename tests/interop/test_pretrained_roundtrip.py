@@ -30,7 +30,7 @@ def reread(place):
     missing or left over."""
     fields = json.loads((place / "config.json").read_text())
     model, told = getattr(tf, fields["architectures"][0]).from_pretrained(
-        place, output_loading_info=True, attn_implementation="eager"
+        place, output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
     )
     assert not any(
         told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
