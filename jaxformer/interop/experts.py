@@ -88,8 +88,6 @@ class SparseLayers(KeyMapping):
         if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
             raise hf.unsupported("mlp_only_layers", dense, ["a list of numbers of layers"])
         has_experts = [(i + 1) % step == 0 and i not in dense for i in range(int(layers))]
-        if not any(has_experts):
-            raise hf.unsupported("mlp_only_layers", dense, ["a list without some layers"])
         return {"expert_pattern": "".join("e" if has else "d" for has in has_experts)}
 
     def write(self, config: ModelConfig) -> Keys:
@@ -105,7 +103,8 @@ def routed(
     default of those of a token and `loss` of the weight of the balance loss."""
     names = {"num_experts", "num_local_experts"} - {number[0]}
     return (
-        fields.Constant(feed_forward="experts", **constants),
+        # transformers has no z-loss in these models.
+        fields.Constant(feed_forward="experts", router_z_loss=0.0, **constants),
         fields.Key(number[0], "n_experts", number[1], instead=names.pop()),
         fields.Key("num_experts_per_tok", "experts_per_token", chosen),
         BalanceLoss(loss, chosen),

@@ -16,6 +16,9 @@ from jaxformer.interop.tensor_files import TensorFiles
 from jaxformer.interop.tensor_table import Tensor, TensorRow, paths_without_tensor, tensors
 from jaxformer.models.transformer import specs as model_specs
 
+# Fields that change no logit, or only in training, and are written as they are.
+UNRESOLVED = ("dropout", "attention_dropout", "max_length", "tied_head", "router_balance_loss")
+
 
 class Copy(NamedTuple):
     """A tensor that repeats the tensor `of`. `written`: it is saved too. `checked`: the two have to
@@ -85,9 +88,7 @@ class Family:
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """The keys of a config."""
-        # Fields that change no logit, or only in training, are written as they are.
-        unresolved = "dropout attention_dropout max_length tied_head router_balance_loss".split()
-        written = {name: getattr(config, name) for name in unresolved}
+        written = {name: getattr(config, name) for name in UNRESOLVED}
         complete = dataclasses.replace(resolved(config), **written, d_ff=config.ff_width)
         keys = {"architectures": [architecture], "model_type": self.model_type}
         for row in self.fields:

@@ -20,20 +20,18 @@ BLOCK_BYTES = 16
 BYTES = {"U8": np.dtype("u1")}
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = np.array([*MAGNITUDES, *(-value for value in MAGNITUDES)], np.float32)
-# The two numbers of a byte, and 2^(byte - 127) of a scale; 255 is beyond float32, as in
-# transformers.
-PAIRS = VALUES[np.arange(256)[:, None] >> np.array([0, 4]) & 15]
-with np.errstate(over="ignore"):
-    POWERS = np.exp2(np.arange(256, dtype=np.float32) - 127)
+# The two numbers of a byte, times 2, and 2^(scale - 128): no power of a scale is beyond float32.
+PAIRS = 2 * VALUES[np.arange(256)[:, None] >> np.array([0, 4]) & 15]
+POWERS = np.exp2(np.arange(256, dtype=np.float32) - 128)
 
 
 def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """uint8 blocks [E, out, G, 16] and scales [E, out, G] -> bfloat16 [E, in, out]."""
     experts, outputs, groups, _ = blocks.shape
-    with np.errstate(invalid="ignore"):
-        numbers = PAIRS[blocks].reshape(experts, outputs, groups, 2 * BLOCK_BYTES)
+    numbers = PAIRS[blocks].reshape(experts, outputs, groups, 2 * BLOCK_BYTES)
+    with np.errstate(over="ignore"):
         numbers *= POWERS[scales][..., None]
-        return numbers.reshape(experts, outputs, -1).swapaxes(1, 2).astype(ml_dtypes.bfloat16)
+    return numbers.reshape(experts, outputs, -1).swapaxes(1, 2).astype(ml_dtypes.bfloat16)
 
 
 class Packed(NamedTuple):

@@ -291,7 +291,7 @@ def leaf_reader(
             numbers = [range(n + 1)[cut] for n, cut in zip(last, index[:depth], strict=True)]
             shape = (*map(len, numbers), *_lengths(index[depth:], spec.shape))
             values = _empty(shape, dtype)
-            rows_of_entries = values.reshape(-1, *shape[depth:])
+            rows_of_entries = values.reshape(math.prod(shape[:depth]), *shape[depth:])
             for row, entry in zip(rows_of_entries, itertools.product(*numbers), strict=True):
                 row[...] = read_entry(path, entry)[index[depth:]]
             return values

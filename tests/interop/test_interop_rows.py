@@ -2,6 +2,7 @@
 what is written."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import transformers as tf
 from transformers.models.auto import configuration_auto
 
 import jaxformer as jf
+from jaxformer.arrays.params import rows
 from jaxformer.interop import tensor_table
 from jaxformer.interop.architectures import ARCHITECTURES, BASES, HF_FAMILIES, stated_architecture
 from jaxformer.interop.config_equivalence import resolved
@@ -134,6 +136,16 @@ REFUSED = [
     ("gemma2", dict(num_hidden_layers=3, layer_types=["full_attention"]), "3 of"),
     ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+    ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1"),
+    ("mixtral", dict(num_experts_per_tok=None), "num_experts_per_tok=null"),
+    ("qwen3_moe", dict(use_sliding_window=True), "use_sliding_window"),
+    ("qwen3_moe", dict(decoder_sparse_step=0), "decoder_sparse_step=0"),
+    ("qwen3_moe", dict(mlp_only_layers=["0"]), "a list of numbers of layers"),
+    ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0"),
+    ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit=5.0"),
+    ("gpt_oss", dict(hidden_act="gelu"), "hidden_act"),
+    ("gpt_oss", dict(quantization_config={"quant_method": "gptq"}), "mxfp4"),
+    ("mixtral", dict(quantization_config={"quant_method": "mxfp4"}), "quantization_config"),
     (
         "bloom",
         dict(apply_residual_connection_post_layernorm=True),
@@ -155,6 +167,26 @@ REFUSED = [
 def test_a_key_that_is_not_computed_is_refused_by_name(kind, keys, reason):
     with pytest.raises(jf.ConfigError, match=reason):
         read(kind, **keys)
+
+
+@pytest.mark.parametrize(
+    "pattern, dense, keys",
+    [
+        ("e", 2, [0, 1]),
+        ("ed", 0, [1, 3]),
+        ("de", 3, [0, 1, 2]),
+        ("e", 0, []),
+        ("d", 0, [0, 1, 2, 3]),
+    ],
+)
+def test_layers_without_experts_are_written_by_their_numbers(pattern, dense, keys):
+    config = read("qwen3_moe", num_hidden_layers=4, hidden_size=64, num_attention_heads=4)
+    config = dataclasses.replace(config, expert_pattern=pattern, dense_layers=dense)
+    family, name = FAMILY["qwen3_moe"], "Qwen3MoeForCausalLM"
+    written = family.write(config, name)
+    assert written["mlp_only_layers"] == keys and written["decoder_sparse_step"] == 1
+    assert family.obstacles(config, name) == []
+    assert resolved(family.read(HFConfig(written, ()), name)) == resolved(config)
 
 
 NEEDED = {  # keys of any family that change what is computed
@@ -407,3 +439,46 @@ def test_a_part_of_a_leaf_is_that_part_of_its_tensors_read_in_pieces(piece, monk
                 )
     table_reads = [size for name, size in asked if name.endswith("word_embeddings.weight")]
     assert max(table_reads) <= max(piece, config.d_model)
+
+
+TINY = dict(vocab_size=7, hidden_size=8, num_hidden_layers=3, num_attention_heads=2)
+TINY |= dict(num_key_value_heads=1, intermediate_size=6, num_local_experts=4, num_experts_per_tok=2)
+EXPERTS = {
+    "mixtral": {},
+    "granitemoeshared": dict(shared_intermediate_size=5),
+    "gpt_oss": {},
+    "qwen3_moe": dict(mlp_only_layers=[0], moe_intermediate_size=5),
+    "olmoe": {},
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_a_part_of_the_experts_is_that_part_of_their_tensors(kind):
+    """As each device of a mesh that divides experts asks for its own: it reads no others."""
+    config = read(kind, **TINY | EXPERTS[kind])
+    leaves = {
+        path: np.random.default_rng(0).normal(size=spec.shape).astype(np.float32)
+        for path, spec in rows(specs(config)).items()
+    }
+    plan = FAMILY[kind].tensors(config)
+    assert not tensor_table.paths_without_tensor(plan, specs(config))
+    stored = {tensor.name: tensor_table.tensor_of(tensor, leaves) for tensor in plan}
+    assert {name: tensor.shape for name, tensor in stored.items()} == {
+        tensor.name: tensor.shape for tensor in plan
+    }
+    sizes = []
+
+    def read_rows(name, cut):
+        sizes.append(stored[name][cut].size)
+        return stored[name][cut]
+
+    part = tensor_table.leaf_reader(plan, {name: name for name in stored}, read_rows)
+    for path, leaf in leaves.items():
+        for index in itertools.product([slice(None), slice(1, 3)], repeat=min(2, leaf.ndim)):
+            sizes.clear()
+            cut = (*index, *[slice(None)] * (leaf.ndim - len(index)))
+            assert np.array_equal(part(path, cut, np.float32), leaf[cut]), (path, cut)
+            if "experts.down" in path:
+                # One expert at a time, and those asked for.
+                matrix = leaf[0, 0].size
+                assert sizes == [matrix] * (leaf[index].size // matrix)
