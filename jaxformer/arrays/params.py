@@ -42,6 +42,8 @@ class Spec:
     `reads`: the sequence that it is applied to. `active`: the fraction of the tokens that it is
     applied to, as of the experts that a token is routed to. `sign_rate`: where it is above 0, a
     step moves each number so far against the sign of its gradient, whatever the optimizer.
+    `quantizable`: whether quantization may round it. It may not round a router, in which a small
+    error sends a token to another expert.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +56,7 @@ class Spec:
     dtype: str = "float32"
     active: float = 1.0
     sign_rate: float = 0.0
+    quantizable: bool = True
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -84,6 +87,7 @@ class Spec:
         return math.prod(length for axis, length in lengths if axis in axes)
 
 
+@runtime_checkable
 class RowGroups(Protocol):
     """Rows in groups, each of which is multiplied by a matrix of its own (`layers/grouped.py`)."""
 
@@ -111,7 +115,8 @@ class CustomLeaf(Protocol):
         dtype: Any,
         groups: "RowGroups | None" = None,
     ) -> jax.Array:
-        """As `contract(equation, x, w)` of the array it stands for."""
+        """As `contract(equation, x, w)` of the array it stands for. Only in the place of the
+        weights of experts does it get `groups`, and a leaf for other weights need not take them."""
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """As `lookup(table, index, to)` of the array it stands for."""

@@ -52,7 +52,8 @@ def expert_specs(config: ModelConfig) -> Specs:
     into = Spec((e, d, f), ("experts", "embed", "mlp"), make.weight, ("embed",), active=active)
     out = Spec((e, f, d), ("experts", "mlp", "embed"), make.residual, ("mlp",), active=active)
     # "scores" and not "experts": it is an axis of outputs here, and does not count matrices.
-    specs: Specs = {"router": Spec((d, e), ("embed", "scores"), make.weight, ("embed",))}
+    router = Spec((d, e), ("embed", "scores"), make.weight, ("embed",), quantizable=False)
+    specs: Specs = {"router": router}
     if config.router_bias != "none":
         rate = config.router_bias_rate if config.router_bias == "balanced" else 0.0
         specs["router_bias"] = Spec((e,), ("scores",), zeros, sign_rate=rate)
