@@ -1,7 +1,7 @@
 """A weight plus a product of two narrow matrices that learn: LoRA (arXiv:2106.09685).
 
-In the comments, I are the axes of the inputs of a weight and O those of its outputs, R is the rank
-and L the number of layers of a stack.
+In the comments, I are the axes of the inputs of a weight and O those of its outputs, R is the rank,
+L the number of layers of a stack and E that of experts.
 """
 
 import math
@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.arrays.params import CustomLeaf, Params, Spec, contract, dotted, lookup, zeros
+from jaxformer.arrays.params import (
+    CustomLeaf,
+    Params,
+    RowGroups,
+    Spec,
+    contract,
+    dotted,
+    lookup,
+    zeros,
+)
 from jaxformer.arrays.sharding import Axes
 
 
@@ -23,10 +32,11 @@ class LowRank:
     """weight + scale (a b), contracted without being made.
 
     `weight` [*] is an array or a `CustomLeaf` (as a quantized weight), with inputs I... and outputs
-    O... in any order; a [I..., R] and b [R, O...] learn; `scale` [] is a float32 constant. In a
-    stack of layers each of them has their leading axis. `inputs` are the axes of the inputs,
-    counted from the end, as -3. All layers of a stack have one rank: a layer of a smaller one is
-    filled up with zeros, which get no gradient.
+    O... in any order; a [I..., R] and b [R, O...] learn; `scale` [] is a float32 constant. The
+    weights of experts, [E, *], have a [E, I..., R], b [E, R, O...] and one scale. In a stack of
+    layers each of them has their leading axis. `inputs` are the axes of the inputs, counted from
+    the end, as -3. All layers of a stack, and all experts, have one rank: those of a smaller one
+    are filled up with zeros, which get no gradient.
 
     With a `key` (uint32, see `keyed`) a fraction `dropout` of the numbers that `a` reads is zeroed,
     and the others are divided by 1 - dropout.
@@ -53,9 +63,17 @@ class LowRank:
     @property
     def layers(self) -> int | None:
         """The length of the leading axis of a stack; None outside of one."""
-        return self.a.shape[0] if self.a.ndim > len(self.inputs) + 1 else None
+        return self.scale.shape[0] if self.scale.ndim else None
 
-    def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        *,
+        to: Axes | None,
+        dtype: Any,
+        groups: RowGroups | None = None,
+    ) -> jax.Array:
         """As `params.contract` of the array that it stands for.
 
         x is multiplied by one factor and the result by the other: R (I + O) multiplications a
@@ -63,18 +81,22 @@ class LowRank:
         """
         left, right, out = re.split(",|->", equation)  # "BTD,DNH->BTNH": "BTD", "DNH", "BTNH"
         into = "".join(right[axis] for axis in self.inputs)  # "D"
-        outputs = "".join(letter for letter in right if letter not in into)  # "NH"
-        free = "".join(letter for letter in left if letter not in right)  # "BT"
+        experts = right[: self.a.ndim - len(into) - 1]  # "", and "E" of "MD,EDF->MF"
+        outputs = "".join(letter for letter in right if letter not in experts + into)  # "NH"
+        free = "".join(letter for letter in left if letter not in into + outputs)  # "BT"
         # Over inputs x is multiplied by a first; over outputs (a tied output layer) by b.
-        factors = [(f"{into}R", self.a), (f"R{outputs}", self.b)]
+        factors = [(f"{experts}{into}R", self.a), (f"{experts}R{outputs}", self.b)]
         if not set(into) <= set(left):
             factors.reverse()
         (first_axes, first), (second_axes, second) = factors
         narrow_to = (*to[: len(free)], None) if to else None  # R is not split
-        narrow = contract(f"{left},{first_axes}->{free}R", self._dropped(x), first, to=narrow_to)
+        narrow_equation = f"{left},{first_axes}->{free}R"
+        dropped = self._dropped(x)
+        narrow = contract(narrow_equation, dropped, first, to=narrow_to, groups=groups)
         scaled = (narrow * self.scale).astype(narrow.dtype)
-        update = contract(f"{free}R,{second_axes}->{out}", scaled, second, to=to, dtype=dtype)
-        return contract(equation, x, self.weight, to=to, dtype=dtype) + update
+        update_equation = f"{free}R,{second_axes}->{out}"
+        update = contract(update_equation, scaled, second, to=to, dtype=dtype, groups=groups)
+        return contract(equation, x, self.weight, to=to, dtype=dtype, groups=groups) + update
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """As `params.lookup` of the array that it stands for, without dropout, as in peft."""
@@ -92,12 +114,16 @@ class LowRank:
     def product(self) -> jax.Array:
         """scale (a b), with the axes of the weight, in float32."""
 
-        def of_layer(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+        def of_matrix(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
             inputs_first = scale * jnp.tensordot(a, b, 1)  # [I..., O...]
             return jnp.moveaxis(inputs_first, range(len(self.inputs)), self.inputs)
 
-        make = of_layer if self.layers is None else jax.vmap(of_layer)
+        make = of_matrix
+        for _ in range(self.a.ndim - len(self.inputs) - 1 - self.scale.ndim):
+            make = jax.vmap(make, in_axes=(0, 0, None))
+        if self.layers is not None:
+            make = jax.vmap(make)
         return make(self.a, self.b, self.scale)
 
     def _dropped(self, x: jax.Array) -> jax.Array:
@@ -146,24 +172,26 @@ def low_rank(
     stands for it, as of a quantized one).
 
     As in peft, `a` starts uniform within 1/sqrt(inputs) of zero and `b` at zero; for a table whose
-    rows are looked up `a` starts at zero and `b` normal. Either way a b starts at zero.
+    rows are looked up `a` starts at zero and `b` normal. Either way a b starts at zero. Each weight
+    of `Spec.batch`, as each expert, has factors of its own; the row has no axis of layers yet.
     """
     count = len(spec.axes)
     # Counted from the end, because a stack puts its axis of layers in front.
     inputs = tuple(i - count for i, axis in enumerate(spec.axes) if axis in spec.inputs)
-    outputs = tuple(i - count for i, axis in enumerate(spec.axes) if axis not in spec.inputs)
+    batch = tuple(i - count for i, axis in enumerate(spec.axes) if axis in spec.batch)
+    outputs = tuple(i for i in range(-count, 0) if i not in inputs + batch)
 
     def shape_and_axes(indices: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         return tuple(spec.shape[i] for i in indices), tuple(spec.axes[i] for i in indices)
 
-    input_shape, input_axes = shape_and_axes(inputs)
+    a_shape, a_axes = shape_and_axes(batch + inputs)
+    batch_shape, batch_axes = shape_and_axes(batch)
     output_shape, output_axes = shape_and_axes(outputs)
     init_a, init_b = (zeros, normal_one) if spec.lookup else (kaiming_uniform, zeros)
-    a = Spec(
-        (*input_shape, rank), (*input_axes, "rank"), init_a, inputs=input_axes, lookup=spec.lookup
-    )
-    b = Spec((rank, *output_shape), ("rank", *output_axes), init_b, inputs=("rank",))
-    a, b = (replace(row, reads=spec.reads) for row in (a, b))
+    a = Spec((*a_shape, rank), (*a_axes, "rank"), init_a, inputs=spec.inputs, lookup=spec.lookup)
+    b_shape, b_axes = (*batch_shape, rank, *output_shape), (*batch_axes, "rank", *output_axes)
+    b = Spec(b_shape, b_axes, init_b, inputs=("rank",))
+    a, b = (replace(row, reads=spec.reads, active=spec.active) for row in (a, b))
     scale_row = Spec((), (), lambda _, row: jnp.full(row.shape, scale), trainable=False)
     frozen = replace(spec, trainable=False) if weight is None else weight
     return LowRank(frozen, a, b, scale_row, inputs=inputs, dropout=dropout)

@@ -2,7 +2,8 @@
 arXiv:2305.14314) in blocks of 64, with the codes of bitsandbytes.
 
 A leaf holds codes and scales, and makes the array that they stand for where it is used: products
-are those of that array, bit for bit. Neither codes nor scales learn.
+are those of that array, bit for bit. Neither codes nor scales learn. Of the weights of experts the
+arrays of all experts of a layer are made, also of those to which no token is sent.
 
 A data type of few bits is a table of ascending values in [-1, 1]. A number is divided by the
 largest absolute value of its block, and its code is the index of the nearest value. In the
@@ -22,7 +23,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxformer.arrays.params import CustomLeaf, Spec, contract, lookup, zeros
+from jaxformer.arrays.params import CustomLeaf, RowGroups, Spec, contract, lookup, zeros
 from jaxformer.arrays.sharding import Axes, constrain, explicit_axes, gathered
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.settings import Table
@@ -124,8 +125,16 @@ class Int8Weight:
         leaf = gathered(self)
         return _scaled(leaf.codes, leaf.scale, 127).astype(self.dtype)
 
-    def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
-        return _contract(self, equation, x, to=to, dtype=dtype)
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        *,
+        to: Axes | None,
+        dtype: Any,
+        groups: RowGroups | None = None,
+    ) -> jax.Array:
+        return _contract(self, equation, x, to=to, dtype=dtype, groups=groups)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """Rows of the array; only these are made."""
@@ -143,13 +152,13 @@ class Int8Weight:
 @struct.dataclass
 class NF4Weight:
     """Values of NF4 times the absolute maximum of their block, each block 64 weights of the
-    flattened weight (of one layer in a stack); the last is filled up with zeros.
+    flattened weight (of one layer in a stack, and of one expert); the last is filled up with zeros.
 
     `codes` uint8 [..., B, 32]: two codes of 4 bits each, the first in the high bits. `absmax` [...,
     B] is float32, or with double quantization uint8: then each stands for a value of the dynamic
     data type, times the number in `nested` [..., C] of its 256 blocks, plus the `mean` [...].
-    `size` is the shape of the weight (without the axis of layers), `dtype` that of the array that
-    it stands for.
+    `size` is the shape of the weight (without the axes of layers and of experts), `dtype` that of
+    the array that it stands for.
     """
 
     # Arrays or `Spec`s; Any, because JAX makes this node with objects of its own in their place.
@@ -187,8 +196,16 @@ class NF4Weight:
         scale = jnp.repeat(self.nested, NESTED_BLOCK, -1)[..., : self.absmax.shape[-1]]
         return _scaled(values, scale) + self.mean[..., None]
 
-    def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
-        return _contract(self, equation, x, to=to, dtype=dtype)
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        *,
+        to: Axes | None,
+        dtype: Any,
+        groups: RowGroups | None = None,
+    ) -> jax.Array:
+        return _contract(self, equation, x, to=to, dtype=dtype, groups=groups)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """Rows of the array; only these are made where each is a number of blocks."""
@@ -209,7 +226,13 @@ class NF4Weight:
 
 
 def _contract(
-    leaf: QuantizedLeaf, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any
+    leaf: QuantizedLeaf,
+    equation: str,
+    x: jax.Array,
+    *,
+    to: Axes | None,
+    dtype: Any,
+    groups: RowGroups | None,
 ) -> jax.Array:
     """As `params.contract` of the array of a leaf, which is made again for the backward pass, once
     x is there: the arrays of all layers are never in memory at once, nor is one made before a loop
@@ -223,7 +246,7 @@ def _contract(
     def product(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
         # The barrier ties the leaf to x. Without it XLA could make the arrays of all layers first.
         x, leaf = jax.lax.optimization_barrier((x, leaf))
-        return contract(equation, x, leaf.array(), to=to, dtype=dtype)
+        return contract(equation, x, leaf.array(), to=to, dtype=dtype, groups=groups)
 
     return product(x, leaf)
 
@@ -256,8 +279,8 @@ def to_int8(weight: jax.Array, spec: Spec) -> Int8Weight:
     """A weight with the axes of its row, [*] floating-point, as round(weight / scale) with scale =
     absmax / 127 of each output channel, half to even.
 
-    Output channels are the axes that are not inputs, in a stack for each layer; of a table that is
-    looked up they are its rows.
+    Output channels are the axes that are not inputs, in a stack for each layer and of each expert;
+    of a table that is looked up they are its rows.
     """
     weight_32 = weight.astype(jnp.float32)
     absmax = jnp.abs(weight_32).max(_shared_axes(spec), keepdims=True)
@@ -274,14 +297,15 @@ def _shared_axes(spec: Spec) -> tuple[int, ...]:
 
 
 def to_nf4(weight: jax.Array, spec: Spec, double: bool = False) -> NF4Weight:
-    """A weight with the axes of its row, [*] floating-point, in blocks of NF4.
+    """A weight with the axes of its row, [*] floating-point, in blocks of NF4, of each layer and
+    each expert by itself.
 
     Takes 0.5625 bytes a weight, or with `double` quantization 0.516: the absolute maxima, less
     their mean, are then 8-bit codes of the dynamic data type in blocks of 256.
     """
-    layers = weight.shape[: _layer_axes(spec)]  # (L,) or ()
-    size, dtype = tuple(weight.shape[len(layers) :]), str(weight.dtype)
-    flat = _replicated(weight).astype(jnp.float32).reshape(*layers, -1)
+    batch = weight.shape[: _batch_axes(spec)]  # (), (L,), (E,) or (L, E)
+    size, dtype = tuple(weight.shape[len(batch) :]), str(weight.dtype)
+    flat = _replicated(weight).astype(jnp.float32).reshape(*batch, -1)
     codes, absmax = scaled_codes(in_blocks(flat, BLOCK), NF4_VALUES)  # [..., B, 64], [..., B]
     packed = codes[..., ::2] << 4 | codes[..., 1::2]  # [..., B, 32]
     if not double:
@@ -290,13 +314,13 @@ def to_nf4(weight: jax.Array, spec: Spec, double: bool = False) -> NF4Weight:
     mean = jnp.minimum(absmax.mean(-1), absmax.max(-1))  # [...]
     nested_blocks = in_blocks(absmax - mean[..., None], NESTED_BLOCK)  # [..., C, 256]
     absmax_codes, nested = scaled_codes(nested_blocks, DYNAMIC_VALUES)
-    absmax_codes = absmax_codes.reshape(*layers, -1)[..., : absmax.shape[-1]]  # [..., B]
+    absmax_codes = absmax_codes.reshape(*batch, -1)[..., : absmax.shape[-1]]  # [..., B]
     return NF4Weight(packed, absmax_codes, nested, mean, size, dtype)
 
 
-def _layer_axes(spec: Spec) -> int:
-    """The number of leading axes that are of layers: 0 or 1."""
-    return int(spec.is_stacked)
+def _batch_axes(spec: Spec) -> int:
+    """The number of the leading axes that count weights beside each other."""
+    return next(index for index, axis in enumerate(spec.axes) if axis not in spec.batch)
 
 
 def int8_rows(spec: Spec) -> Int8Weight:
@@ -313,7 +337,7 @@ def nf4_rows(spec: Spec, double: bool = False) -> NF4Weight:
 
     Blocks are placed as the first axis of the weight, along which they follow one another.
     """
-    first = _layer_axes(spec)
+    first = _batch_axes(spec)
     size = spec.shape[first:]
     count = -(-math.prod(size) // BLOCK)
 
@@ -324,6 +348,7 @@ def nf4_rows(spec: Spec, double: bool = False) -> NF4Weight:
             zeros,
             trainable=False,
             reads=spec.reads,
+            active=spec.active,
             dtype=dtype,
         )
 

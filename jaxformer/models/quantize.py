@@ -24,10 +24,10 @@ def quantize(params: Params, kind: str) -> Params:
 
     `kind` is "int8" (`to_int8`: a scale for each output channel), "nf4" (`to_nf4`: blocks of 64) or
     "nf4_double" (whose scales have 8 bits too).
-    Embeddings, heads, norms and biases stay as they are, as in bitsandbytes. A leaf is used
-    wherever its array was, and one of an array on a mesh stays on it. Raises ConfigError for params
-    without blocks of our models, for leaves that are custom already, and for numbers that are not
-    finite.
+    Of a layer of experts these are the matrices of the experts, each by itself. Embeddings, heads,
+    norms, biases and routers stay as they are, as in bitsandbytes. A leaf is used wherever its
+    array was, and one of an array on a mesh stays on it. Raises ConfigError for params without
+    blocks of our models, for leaves that are custom already, and for numbers that are not finite.
     """
     check_quantization(kind)
     specs_of_block, n_quantized = _block_rows(), 0
@@ -75,8 +75,9 @@ def check_quantization(kind: str) -> None:
 
 
 def is_quantized(spec: Spec) -> bool:
-    """Whether `quantize` replaces the leaf of a row: the matrices of a stack of blocks."""
-    return spec.is_matrix and not spec.lookup and spec.is_stacked
+    """Whether `quantize` replaces the leaf of a row: the matrices of a stack of blocks, but for
+    routers."""
+    return spec.is_matrix and spec.quantizable and not spec.lookup and spec.is_stacked
 
 
 def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
@@ -105,8 +106,13 @@ def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
 @functools.cache
 def _block_rows() -> dict[str, Spec]:
     """The rows of one layer by their path in the block, with every matrix and every bias that a
-    block can have. Only their axes are used, which are the same in all models."""
-    return rows(block_specs(ModelConfig(activation="swiglu", bias="all"), cross=True))
+    block can have. Only their axes and whether they are quantizable are used, which are the same in
+    all models."""
+    dense = ModelConfig(activation="swiglu", bias="all")
+    experts = replace(
+        dense, feed_forward="experts", n_experts=2, experts_per_token=1, shared_ff=1, expert_ff=1
+    )
+    return rows(block_specs(dense, cross=True)) | rows(block_specs(experts))
 
 
 def _within_block(names: list[str]) -> str:

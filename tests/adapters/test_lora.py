@@ -17,6 +17,14 @@ FAMILIES = {
     "decoder": {"tied_head": True, "window": 3, "window_pattern": "wf"},
     "encoder": {"family": "encoder", "head": "masked", "positions": "learned", "bias": "all"},
     "encoder_decoder": {"family": "encoder_decoder", "positions": "t5"},
+    "experts": {
+        "feed_forward": "experts",
+        "n_experts": 4,
+        "experts_per_token": 2,
+        "n_layers": 3,
+        "dense_layers": 1,
+        "shared_ff": 8,
+    },
 }
 EVERYTHING = jf.LoRA(rank=3, alpha=5.0, targets=("*",))
 forward = jax.jit(jf.forward, static_argnums=1)

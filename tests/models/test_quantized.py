@@ -33,7 +33,7 @@ from jaxformer.adapters.quantized import (
     to_int8,
     to_nf4,
 )
-from jaxformer.arrays.params import Spec, contract, is_custom, lookup, rows, zeros
+from jaxformer.arrays.params import Spec, contract, dotted, is_custom, lookup, rows, zeros
 from jaxformer.cli import main
 from jaxformer.interop import pretrained
 from jaxformer.models.quantize import is_quantized
@@ -43,11 +43,19 @@ from jaxformer.runs.run_evaluation import evaluate_run
 
 HERE = Path(__file__).parents[1]
 KINDS = ("int8", "nf4")
+EXPERTS = {
+    "feed_forward": "experts",
+    "n_experts": 4,
+    "experts_per_token": 2,
+    "expert_ff": 12,
+    "router_bias": "balanced",
+}
 MODELS = {
     "decoder": {"tied_head": True, "window": 3, "window_pattern": "wf"},
     "encoder": {"family": "encoder", "token_types": 2, "layer_loop": "scan"},
     "encoder-decoder": {"family": "encoder_decoder", "positions": "t5", "bias": "all"},
     "bfloat16": {"dtype": "bfloat16", "activation": "gelu", "positions": "learned"},
+    "experts": EXPERTS | {"dense_layers": 1, "n_layers": 3, "shared_ff": 8},
 }
 forward = jax.jit(jf.forward, static_argnums=1)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -79,6 +87,7 @@ ROWS = {  # a row, and the axes that share a scale
     "head": (row((37, 24), "vocab embed", "embed"), (1,)),
     "embedding": (row((37, 24), "vocab embed", "vocab", lookup=True), (1,)),
     "experts": (row((3, 4, 24, 8), "layers experts embed mlp", "embed"), (2,)),
+    "one layer of experts": (row((4, 24, 8), "experts mlp embed", "mlp"), (1,)),
 }
 
 
@@ -132,6 +141,22 @@ def test_nf4_codes_are_the_nearest_of_each_block_two_to_a_byte(shape, double):
     parts = jax.tree.map(lambda part: (part.shape, str(part.dtype)), found)
     assert parts == jax.tree.map(lambda part: (part.shape, part.dtype), nf4_rows(spec, double))
     assert found.shape == nf4_rows(spec, double).shape == shape and found.ndim == len(shape)
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_each_expert_is_quantized_by_itself(kind):
+    """Neither a scale nor a block has numbers of two experts, or of two layers."""
+    quantizer, size = QUANTIZERS[kind], (3, 7)  # no multiple of a block
+    spec = row((2, 4, *size), "layers experts embed mlp", "embed")
+    weight = jnp.asarray(drawn(*spec.shape) * 10.0 ** np.arange(8).reshape(2, 4, 1, 1))
+    found, one = quantizer.make(weight, spec), row(size, "embed mlp", "embed")
+    shapes = jax.tree.map(lambda part: (part.shape, str(part.dtype)), found)
+    assert shapes == jax.tree.map(lambda part: (part.shape, part.dtype), quantizer.rows(spec))
+    for layer, expert in itertools.product(range(2), range(4)):
+        leaf = jax.tree.map(lambda part, at=(layer, expert): part[at], found)
+        wanted = quantizer.make(weight[layer, expert], one)
+        jax.tree.map(np.testing.assert_array_equal, leaf, wanted)
+        np.testing.assert_array_equal(found.array()[layer, expert], wanted.array())
 
 
 def test_a_number_between_two_values_gets_the_lower_one():
@@ -255,17 +280,31 @@ def test_a_cast_changes_the_dtype_of_the_array_and_no_code(kind):
     assert half["blocks"]["ffn"]["up"].array().dtype == jnp.bfloat16
 
 
-CONFIGS = {
-    f"{factor} {option}": settings
-    for factor in ("scores", "query_key_norm", "norm", "norm_placement")
-    for option, settings in VARIANTS[factor].items()
-} | {
-    f"{family} {activation} {bias}": VARIANTS["family"][family]
-    | {"activation": activation, "bias": bias, "value_dim": 6, "window": 3, "window_pattern": "wf"}
-    for family in VARIANTS["family"]
-    for activation in ("swiglu", "gelu")
-    for bias in ("none", "all")
-}
+CONFIGS = (
+    {
+        f"{factor} {option}": settings
+        for factor in ("scores", "query_key_norm", "norm", "norm_placement")
+        for option, settings in VARIANTS[factor].items()
+    }
+    | {
+        f"{family} {activation} {bias}": VARIANTS["family"][family]
+        | {
+            "activation": activation,
+            "bias": bias,
+            "value_dim": 6,
+            "window": 3,
+            "window_pattern": "wf",
+        }
+        for family in VARIANTS["family"]
+        for activation in ("swiglu", "gelu")
+        for bias in ("none", "all")
+    }
+    | {
+        f"experts {activation} {bias}": MODELS["experts"] | {"activation": activation, "bias": bias}
+        for activation in ("swiglu", "gelu")
+        for bias in ("none", "all")
+    }
+)
 
 
 @each_kind
@@ -283,10 +322,14 @@ def test_every_matrix_of_the_blocks_is_quantized_by_its_row_and_nothing_else_is(
         found = jax.eval_shape(lambda params: jf.quantize(params, kind), params)
         shapes = jax.tree.map(lambda part: (part.shape, str(part.dtype)), found)
         assert shapes == jax.tree.map(lambda part: (part.shape, part.dtype), wanted), name
-        leaves = jax.tree.leaves(found, is_leaf=is_custom)
-        matrices = [spec for spec in rows(table).values() if spec.is_matrix and not spec.lookup]
-        heads = [spec for spec in matrices if "layers" not in spec.axes]
-        assert sum(map(is_custom, leaves)) == len(matrices) - len(heads) > 0, name
+        leaves = jax.tree.leaves_with_path(found, is_leaf=is_custom)
+        quantized = {dotted(path) for path, leaf in leaves if is_custom(leaf)}
+        matrices = {
+            path
+            for path, spec in rows(table).items()
+            if spec.is_matrix and "layers" in spec.axes and not path.endswith("experts.router")
+        }
+        assert quantized == matrices and quantized, name
 
 
 @each_kind
