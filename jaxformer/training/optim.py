@@ -96,8 +96,13 @@ SCHEDULES: Table[Callable[[OptimizerConfig, int], optax.Schedule]] = Table(
 
 
 def decay_mask(config: OptimizerConfig, specs: Specs) -> Mask:
-    """True for every leaf that decays: the matrices (and embeddings), or all."""
-    return map_specs(lambda _, spec: config.decay == "all" or spec.is_matrix, specs)
+    """True for every leaf that decays: the matrices (and embeddings), or all, except those that
+    move by a `Spec.sign_rate`."""
+    return map_specs(lambda _, spec: _decays(config, spec), specs)
+
+
+def _decays(config: OptimizerConfig, spec: Spec) -> bool:
+    return (config.decay == "all" or spec.is_matrix) and not spec.sign_rate
 
 
 def decay_groups(config: OptimizerConfig, specs: Specs) -> dict[str, tuple[int, int]]:
@@ -106,7 +111,7 @@ def decay_groups(config: OptimizerConfig, specs: Specs) -> dict[str, tuple[int, 
     for spec in rows(specs).values():
         if not spec.trainable:
             continue
-        name = "decayed" if config.decay == "all" or spec.is_matrix else "not decayed"
+        name = "decayed" if _decays(config, spec) else "not decayed"
         tensors, parameters = groups[name]
         groups[name] = (tensors + 1, parameters + math.prod(spec.shape))
     return groups
@@ -116,14 +121,18 @@ Rule = Callable[[OptimizerConfig, Specs], optax.GradientTransformation]
 
 
 def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Factored second moments and clipped updates, at the schedule's own rate
-    (arXiv:1804.04235)."""
+    """Factored second moments and clipped updates, at the schedule's own rate (arXiv:1804.04235).
+
+    Moments are factored over the two longest axes of a leaf: those of the matrix of each layer and
+    expert, unless there are more experts than the matrix has rows or columns. The updates of all
+    layers and experts of a leaf are clipped together.
+    """
     return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
 
 
 def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Muon on the blocks' matrices, a layer and a product at a time; Adam on embeddings, output
-    layer, norms and biases.
+    """Muon on the blocks' matrices, a layer, a product and an expert at a time; Adam on embeddings,
+    output layer, norms and biases.
 
     Updates are scaled to the RMS that Adam's have, so one learning rate and decay serve both
     (arXiv:2502.16982).
@@ -171,7 +180,7 @@ def make_optimizer(
         optax.add_decayed_weights(config.weight_decay, decay_mask(config, specs)),
         optax.scale_by_learning_rate(schedule),
     )
-    rates = {spec.sign_rate for spec in rows(specs).values() if spec.sign_rate}
+    rates = {spec.sign_rate for spec in rows(specs).values() if spec.trainable and spec.sign_rate}
     if not rates:
         return rule
     signs = {rate: optax.chain(optax.scale_by_sign(), optax.scale(-rate)) for rate in rates}

@@ -1,0 +1,233 @@
+"""How experts and their routers are moved: each expert's matrix by itself, and a balanced bias of a
+router by a step of one size against its load, whatever the optimizer."""
+
+import functools
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from learning_steps import a_batch, a_run, step_of
+from tiny_run import PLAIN, assert_same_run, line, train_here, write_text
+
+import jaxformer as jf
+from jaxformer.arrays.params import Spec, dotted, init_params, rows, zeros
+from jaxformer.config.adapter import AdapterConfig
+from jaxformer.models import transformer
+from jaxformer.models.adapt import adapted_table
+from jaxformer.training.optim import (
+    OPTIMIZERS,
+    decay_groups,
+    decay_mask,
+    make_optimizer,
+    make_schedule,
+)
+from jaxformer.training.state import init_state
+
+RATE = 0.01
+EXPERTS = {
+    "feed_forward": "experts",
+    "n_experts": 4,
+    "experts_per_token": 2,
+    "expert_ff": 12,
+    "router_bias": "balanced",
+    "router_bias_rate": RATE,
+    "n_layers": 1,
+}
+BIAS = "blocks.experts.router_bias"
+
+
+def expert_run(optimizer, pieces=1, **changes):
+    """A run with what could move a bias otherwise: decay of all leaves, and strong clipping."""
+    settings = {"name": optimizer, "weight_decay": 0.5, "decay": "all", "clip_norm": 1e-3}
+    return a_run("llama", train={"microbatches": pieces}, optimizer=settings, **EXPERTS | changes)
+
+
+def start(run, table=None):
+    table = table or transformer.specs(run.model)
+    schedule = make_schedule(run.optimizer, run.train.steps)
+    optimizer = make_optimizer(run.optimizer, schedule, table)
+    return init_state(table, optimizer), step_of(run, optimizer, schedule)
+
+
+def batch_of(seed):
+    """Rows that all have one half of the tokens, so that the experts have unequal loads."""
+    return a_batch(seed=seed, uneven=False)
+
+
+def bias_of(state):
+    return np.asarray(state.params["blocks"]["experts"]["router_bias"])[0]
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_balanced_bias_moves_by_its_rate_towards_equal_loads(name, pieces):
+    """By the load of the whole batch, also where it is computed in microbatches."""
+    run = expert_run(name, pieces)
+    state, step = start(run)
+    for seed in range(5):
+        before = bias_of(state)
+        state, metrics = step(state, batch_of(seed))
+        loads = np.array([metrics[f"expert_load_{e}"] for e in range(4)])
+        np.testing.assert_allclose(loads.mean(), 1, atol=1e-6)
+        # A load that is the mean may differ from it by the rounding of the sum over microbatches.
+        apart = np.abs(loads - 1) > 1e-4
+        assert apart.any()
+        moved = np.float32(RATE) * np.sign(1 - loads)
+        np.testing.assert_allclose((bias_of(state) - before)[apart], moved[apart], atol=1e-7)
+
+
+def test_a_load_of_several_microbatches_is_that_of_the_batch():
+    """The first step, whose parameters are the same."""
+    biases = []
+    for pieces in (1, 2, 8):
+        state, step = start(expert_run("adamw", pieces))
+        state, _ = step(state, batch_of(0))
+        biases.append(bias_of(state))
+    np.testing.assert_array_equal(biases[0], biases[1])
+    np.testing.assert_array_equal(biases[0], biases[2])
+
+
+def test_a_balanced_bias_has_no_moments_and_does_not_decay():
+    run = expert_run("adamw")
+    table = transformer.specs(run.model)
+    assert not decay_mask(run.optimizer, table)["blocks"]["experts"]["router_bias"]
+    counts = decay_groups(run.optimizer, table)
+    assert counts["not decayed"] == (1, 4)
+    learned = transformer.specs(replace(run.model, router_bias="learned"))
+    assert decay_mask(run.optimizer, learned)["blocks"]["experts"]["router_bias"]
+    state, _ = start(run)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state.optimizer)]
+    assert (1, 4) not in shapes and (1, 4, 32, 12) in shapes
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_adapter_leaves_a_balanced_bias_as_it_is(name):
+    run = expert_run(name)
+    adapter = AdapterConfig(kind="lora", targets="experts", rank=2)
+    state, step = start(run, adapted_table(run.model, adapter))
+    after = state
+    for seed in range(2):
+        after, _ = step(after, batch_of(seed))
+    np.testing.assert_array_equal(bias_of(after), 0)
+    first, last = (
+        s.params["blocks"]["experts"]["up"]
+        for s in (start(run, adapted_table(run.model, adapter))[0], after)
+    )
+    np.testing.assert_array_equal(last.weight, first.weight)
+    assert jnp.any(last.b != first.b)
+
+
+@pytest.mark.parametrize("frozen", ["router_bias", "blocks.experts"])
+def test_a_frozen_balanced_bias_stays(frozen):
+    run = expert_run("adamw")
+    table, schedule = transformer.specs(run.model), make_schedule(run.optimizer, 60)
+    optimizer = make_optimizer(run.optimizer, schedule, table)
+
+    def learns(path, leaf):
+        return frozen not in path
+
+    state = init_state(table, optimizer, trainable=learns)
+    before = jax.tree.map(np.asarray, state.params)
+    step = jf.make_step(jf.loss_of("causal", run.model), optimizer, trainable=learns)
+    state, _ = step(state, batch_of(0))
+    for path, leaf in jax.tree.leaves_with_path(state.params):
+        old = functools.reduce(lambda tree, key: tree[key.key], path, before)
+        assert bool(jnp.any(leaf != old)) == learns(dotted(path), leaf), dotted(path)
+
+
+def test_a_run_of_experts_continues_bitwise(tmp_path: Path):
+    text, changes = (
+        write_text(tmp_path / "text.txt"),
+        {
+            **PLAIN,
+            **{f"model.{name}": value for name, value in EXPERTS.items()},
+            "train.steps": 8,
+            "train.eval_every": 4,
+            "optimizer.decay_steps": 8,
+        },
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train_here(line(whole, text, changes)) == 0
+    assert train_here(line(parts, text, changes | {"train.steps": 4})) == 0
+    assert train_here(line(parts, text, changes)) == 0
+    assert_same_run(parts, whole)
+    bias = np.asarray(jf.load(parts).params["blocks"]["experts"]["router_bias"])
+    np.testing.assert_allclose(np.round(bias / RATE) * RATE, bias, atol=1e-6)
+    assert np.abs(bias).max() >= 2 * RATE
+
+
+def orthogonalized(gradient):
+    """Five Newton-Schulz steps on one matrix, as arXiv:2502.16982, in float64."""
+    x = gradient / np.linalg.norm(gradient)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    x = x if x.shape == gradient.shape else x.T
+    return 0.2 * np.sqrt(max(gradient.shape)) * x
+
+
+def table_of(config_changes, **sizes):
+    run = a_run("llama", **EXPERTS | {"n_layers": 2, "bias": "all"} | config_changes)
+    return run, transformer.specs(run.model)
+
+
+def test_muon_takes_the_matrix_of_each_layer_and_expert_by_itself():
+    run, table = table_of({"shared_ff": 8})
+    rule = OPTIMIZERS["muon"](replace(run.optimizer, name="muon"), table)
+    # Of very different sizes, which would show in what is orthogonalized together.
+    numbers = iter(range(1000))
+
+    def gradient(spec):
+        noise = np.random.default_rng(next(numbers)).standard_normal(spec.shape)
+        scale = 10.0 ** np.arange(np.prod(spec.shape[:2])).clip(max=7)
+        if "experts" in spec.axes:
+            noise *= scale.reshape(*spec.shape[:2], *[1] * (noise.ndim - 2)) / 1e3
+        return jnp.asarray(noise, jnp.float32)
+
+    gradients = jax.tree.map(gradient, table, is_leaf=lambda node: isinstance(node, Spec))
+    params = jax.tree.map(jnp.zeros_like, gradients)
+    updates, _ = rule.update(gradients, rule.init(params), params)
+    found, given = updates["blocks"]["experts"], gradients["blocks"]["experts"]
+    for name, layer, expert in itertools.product(("gate", "up", "down"), range(2), range(4)):
+        wanted = orthogonalized(np.float64(given[name][layer, expert]))
+        np.testing.assert_allclose(found[name][layer, expert], wanted, atol=2e-3)
+    for name, layer in itertools.product(("router",), range(2)):
+        wanted = orthogonalized(np.float64(given[name][layer]))
+        np.testing.assert_allclose(found[name][layer], wanted, atol=2e-3)
+    # A bias of each expert is no matrix: the first step of Adam is the sign of the gradient.
+    by_adam = found["up_bias"] / np.sign(given["up_bias"])
+    np.testing.assert_allclose(by_adam, by_adam.mean(), rtol=1e-3)
+
+
+def test_adafactor_has_the_moments_of_each_expert():
+    """Where the matrices are longer than the number of experts: the factors are those of the two
+    longest axes."""
+    spec = Spec((2, 4, 128, 160), ("layers", "experts", "embed", "mlp"), zeros, ("embed",))
+    rule = OPTIMIZERS["adafactor"](a_run().optimizer, {"w": spec})
+    noise = np.random.default_rng(0).standard_normal(spec.shape)
+    gradient = jnp.asarray(noise * 10.0 ** np.arange(8).reshape(2, 4, 1, 1) / 1e4, jnp.float32)
+    params = init_params({"w": spec}, jax.random.key(0))
+    state = rule.init(params)
+    assert {(2, 4, 128), (2, 4, 160)} < {leaf.shape for leaf in jax.tree.leaves(state)}
+    found = np.asarray(rule.update({"w": gradient}, state, params)[0]["w"])
+    for layer, expert in itertools.product(range(2), range(4)):
+        one = np.float64(gradient[layer, expert])
+        by_row, by_column = (np.square(one).mean(axis, keepdims=True) for axis in (1, 0))
+        wanted = one / np.sqrt(by_row * by_column / by_row.mean())
+        ratio = found[layer, expert] / wanted
+        np.testing.assert_allclose(ratio, ratio.mean(), rtol=1e-3)
+        # One factor for the leaf: its updates are clipped together.
+        np.testing.assert_allclose(ratio.mean(), (found[0, 0] / found[0, 0]).mean(), rtol=0.1)
+
+
+def test_the_matrices_of_experts_decay_and_their_biases_do_not():
+    run, table = table_of({})
+    mask = decay_mask(replace(run.optimizer, decay="matrices"), table)["blocks"]["experts"]
+    names = {name for name, decays in mask.items() if decays}
+    assert names == {"router", "gate", "up", "down"} and "up_bias" in mask
+    assert rows(table)[BIAS].sign_rate == RATE
