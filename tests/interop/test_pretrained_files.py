@@ -401,7 +401,17 @@ MANY = dict(num_hidden_layers=7)
 def test_what_a_config_leaves_out_is_what_the_reference_takes_for_it(name, tmp_path):
     family = name.split()[0]
     settings = SIZES.get(family, PLAIN | (MANY if family in ("gemma2", "gemma3") else {}))
-    if family in ("mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3"):
+    if family in (
+        "mixtral",
+        "gpt-oss",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "olmo2",
+        "phi3",
+    ):
         settings = settings | dict(num_key_value_heads=2)
     if family in ("olmo2", "gemma2", "gemma3", "phi3"):
         settings = settings | dict(pad_token_id=None)

@@ -5,15 +5,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 import transformers as tf
 from pretrained import (
     QUICK,
     assert_close,
     each,
+    folder,
     inputs,
     loaded,
     logits,
+    made,
     our_logits,
     outputs,
     reference,
@@ -101,6 +104,56 @@ def test_the_next_sentence_is_told_as_the_reference_tells_it(name):
     expected = outputs(reference(name), rows).seq_relationship_logits.numpy()
     found = np.asarray(jax.jit(told, compiler_options=QUICK)(model.params))
     assert np.abs(found - expected).max() < 2e-4 * expected.std()
+
+
+EXPERTS = [
+    "mixtral window",
+    "qwen3-moe dense layers",
+    "olmoe",
+    "granite-moe-shared",
+    "gpt-oss yarn",
+]
+
+
+@each(EXPERTS)
+def test_packed_rows_of_experts_give_the_references_logits_of_each_text(name):
+    """Two texts in one row, in which experts have the rows of both."""
+    rng, size = np.random.default_rng(3), LENGTH // 2
+    tokens = rng.integers(5, 71, (2, size))
+    expected = outputs(reference(name), {"input_ids": tokens}).logits.numpy()
+    model, segments = loaded(name), np.repeat([[1, 2]], size, 1)
+    found = np.asarray(
+        jf.forward(model.params, model.config, tokens.reshape(1, -1), segment_ids=segments)
+    )
+    batch = {"attention_mask": np.ones_like(tokens)}
+    assert_close(found.reshape(expected.shape), expected, batch)
+
+
+@each(["mixtral", "olmoe"])
+def test_the_balance_loss_of_one_layer_is_the_references_with_its_weight(name):
+    """transformers takes the means over all layers at once, so that only one layer is the same."""
+    architecture, settings = VARIANTS[name]
+    hf = made(architecture, settings | dict(num_hidden_layers=1, router_aux_loss_coef=0.3), seed=4)
+    hf.save_pretrained(folder(name, "one layer"))
+    model, tokens = jf.load(folder(name, "one layer")), inputs(name)["input_ids"]
+    rows = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+    with torch.no_grad():
+        theirs = hf(
+            **{word: torch.from_numpy(array) for word, array in rows.items()},
+            output_router_logits=True,
+        )
+    ours = hidden(model.params, model.config, inputs_of({"tokens": tokens})).aux
+    loss, weight = ours.losses["router_loss"]
+    expected = 0.3 * float(theirs.aux_loss)
+    np.testing.assert_allclose(loss / weight, expected, rtol=1e-5)
+    again = jf.load(saved_as(model, folder(name, "one layer again"))).config
+    assert again.router_balance_loss == pytest.approx(model.config.router_balance_loss, rel=1e-9)
+    assert again.router_z_loss == model.config.router_z_loss == 0
+
+
+def saved_as(model, place):
+    jf.save_pretrained(place, model.params, model.config)
+    return place
 
 
 def prompts(name):

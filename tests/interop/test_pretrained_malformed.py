@@ -272,6 +272,15 @@ SMALL = dict(vocab_size=71, d_model=24, n_layers=1, n_heads=2)
 # Models of ours that no architecture states, and the fields that are in the way.
 UNSTATED = {
     "sinks": (dict(attention_sinks=True), ["attention_sinks"]),
+    "a capacity of experts": (
+        dict(feed_forward="experts", n_experts=4, expert_capacity=1.5),
+        ["expert_capacity"],
+    ),
+    "scores of experts by a sigmoid": (
+        dict(feed_forward="experts", n_experts=4, router="sigmoid", router_bias="balanced"),
+        ["router=", "router_bias="],
+    ),
+    "a multiplier without experts": (dict(residual_multiplier=0.5), ["residual_multiplier"]),
     "no norm": (dict(norm="none"), ["norm"]),
     "wide values": (dict(value_dim=5), ["value_dim"]),
     "T5's bias in a decoder": (dict(positions="t5"), ["positions"]),
