@@ -23,8 +23,8 @@ HEAD_MODULES = ("classifier", "score")
 # Keys that are read, and keys that change nothing in what an adapter computes once it is saved.
 READ_KEYS = """
 peft_type task_type base_model_name_or_path r lora_alpha lora_dropout rank_pattern alpha_pattern
-use_rslora target_modules exclude_modules modules_to_save layers_to_transform layers_pattern bias
-init_lora_weights
+use_rslora target_modules target_parameters exclude_modules modules_to_save layers_to_transform
+layers_pattern bias init_lora_weights
 """
 UNREAD_KEYS = """
 inference_mode fan_in_fan_out peft_version auto_mapping revision runtime_config megatron_core
@@ -70,6 +70,7 @@ class PeftSettings:
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     targets: str | tuple[str, ...] | None
+    parameters: tuple[str, ...]
     excluded: str | tuple[str, ...]
     saved: tuple[str, ...]
     layers: tuple[int, ...] | None
@@ -96,6 +97,10 @@ class PeftSettings:
     @property
     def all_linear(self) -> bool:
         return isinstance(self.targets, str) and self.targets.lower() == "all-linear"
+
+    def is_target_parameter(self, parameter: str) -> bool:
+        """Whether target_parameters names a parameter: it is one of them, or ends with one."""
+        return any(f".{parameter}".endswith(f".{name}") for name in self.parameters)
 
     def is_saved(self, module: str) -> bool:
         """Whether a module is saved whole: it, or one that contains it, is in modules_to_save."""
@@ -254,6 +259,7 @@ def read_settings(directory: Path) -> PeftSettings:
         ranks=get.numbers("rank_pattern", integer=True),
         alphas=get.numbers("alpha_pattern"),
         targets=get.targets("target_modules"),
+        parameters=get.names("target_parameters"),
         excluded=get.targets("exclude_modules") or (),
         saved=saved + (HEAD_MODULES if task in TASKS_WITH_HEAD else ()),
         layers=get.several("layers_to_transform", int, "the numbers of layers"),

@@ -4,11 +4,15 @@ in peft's tensors.
 A module is a tensor of the table of a family (`tensor_table`) that is a matrix: a linear layer,
 or the table of an embedding. Where queries, keys and values are one module, it has one lora_A for
 the three leaves, and its lora_B has their rows in the order of that module's own weight.
+
+Experts and their router are parameters and no modules (`target_parameters` of peft). Those of all E
+experts of a layer have one lora_A [E R, inputs], in which the rows of an expert follow each other,
+and one lora_B [outputs, R E], in which the columns of the experts take turns.
 """
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,24 +22,61 @@ from jaxformer.arrays.params import Spec, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
+from jaxformer.interop.experts import EXPERTS, GATE_UP
 from jaxformer.interop.family import Copy, Family
-from jaxformer.interop.tensor_table import BY_HEAD, LINEAR, SAME, STACKED, Tensor, Transform
+from jaxformer.interop.llama import LAYER
+from jaxformer.interop.tensor_table import (
+    BY_HEAD,
+    CONV,
+    IN_TURN,
+    INTERLEAVED,
+    LINEAR,
+    SAME,
+    STACKED,
+    Tensor,
+    TensorRow,
+    Transform,
+    tensors,
+)
 from jaxformer.models.transformer import specs as model_specs
 
+Rows = tuple[TensorRow, ...]
 PREFIX = "base_model.model."  # of every name in adapter_model.safetensors
 # Modules whose name in the classes of transformers 5 is not that of their tensors in model files.
 OLD_MODULES = ((r"^embed_out\b", "lm_head"),)
 SCORE = "score"  # the output layer of a decoder's class head in transformers, without a bias
 
 
+def _routed_rows(mlp: str, router: str, gate_up: Transform, down: Transform) -> Rows:
+    layer = f"{LAYER}{mlp}."
+    return (
+        TensorRow(f"{layer}{router}.weight", f"{EXPERTS}router", LINEAR),
+        TensorRow(f"{layer}experts.gate_up_proj", GATE_UP, gate_up),
+        TensorRow(f"{layer}experts.down_proj", f"{EXPERTS}down", down),
+    )
+
+
+# The parameters of experts and routers in the classes of transformers 5, by model_type, in the
+# order of the class.
+_MLP = _routed_rows("mlp", "gate", STACKED, LINEAR)
+_SPARSE = _routed_rows("block_sparse_moe", "router", STACKED, LINEAR)
+PARAMETERS: Mapping[str, Rows] = {
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), _MLP),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), _SPARSE),
+    "gpt_oss": _routed_rows("mlp", "router", INTERLEAVED, CONV),
+}
+
+
 @dataclass(frozen=True)
 class Layout:
     """The tensors of an architecture by name, those that are modules which peft can adapt, by the
-    name of the module, and what repeats a tensor (a tied output layer). `prefix` and `renamed` are
-    as in `Family`, for the names of other classes and versions."""
+    name of the module, the parameters of experts and routers by their names, and what repeats a
+    tensor (a tied output layer). `prefix` and `renamed` are as in `Family`, for the names of other
+    classes and versions."""
 
     tensors: Mapping[str, Tensor]
     modules: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
     copies: tuple[Copy, ...]
     prefix: str
     renamed: tuple[tuple[str, str], ...]
@@ -76,7 +117,7 @@ def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:
     if (config.family, config.output) == ("decoder", "classes"):
         return _of_classes(config, architecture)
     family, _ = architecture_of(config, architecture)
-    return _layout(family, family.tensors(config), family.copies(config))
+    return _layout(family, config, family.tensors(config), family.copies(config))
 
 
 def _of_classes(config: ModelConfig, architecture: str | None) -> Layout:
@@ -92,18 +133,42 @@ def _of_classes(config: ModelConfig, architecture: str | None) -> Layout:
     trunk = [tensor for tensor in plan if not tensor.paths[0].startswith("head.")]
     weight = rows(model_specs(config))["head.weight"]
     score = Tensor(f"{SCORE}.weight", ("head.weight",), (), (weight,), SAME)
-    return _layout(family, [*trunk, score], ())
+    return _layout(family, plain, [*trunk, score], ())
 
 
-def _layout(family: Family, tensors: Sequence[Tensor], copies: tuple[Copy, ...]) -> Layout:
-    by_name = {_in_class(tensor.name): tensor for tensor in tensors}
+def _layout(
+    family: Family, config: ModelConfig, plan: Sequence[Tensor], copies: tuple[Copy, ...]
+) -> Layout:
+    by_name = {_in_class(tensor.name): tensor for tensor in plan}
+    routed = tensors(PARAMETERS.get(family.model_type, ()), model_specs(config))
     modules = {
         name.removesuffix(".weight"): tensor
         for name, tensor in by_name.items()
-        if tensor.specs[0].is_matrix and (name.endswith(".weight") or tensor.experts)
+        if tensor.specs[0].is_matrix
+        and (name.endswith(".weight") or tensor.experts)
+        and not (routed and is_routed(tensor))
     }
     copies = tuple(copy._replace(name=_in_class(copy.name)) for copy in copies)
-    return Layout(by_name, modules, copies, family.prefix, (*family.renamed, *OLD_MODULES))
+    return Layout(
+        tensors=by_name,
+        modules=modules,
+        parameters={tensor.name: tensor for tensor in routed},
+        copies=copies,
+        prefix=family.prefix,
+        renamed=(*family.renamed, *OLD_MODULES),
+    )
+
+
+def parameter_modules(parameters: Sequence[str], adapted: Collection[str]) -> dict[str, str]:
+    """The module of each adapted parameter as peft's files name it. A module is wrapped once for
+    each of its parameters, of which the first is innermost."""
+    names = {}
+    for index, name in enumerate(parameters):
+        module = name.rpartition(".")[0]
+        outer = [n for n in parameters[index + 1 :] if n.startswith(f"{module}.") and n in adapted]
+        if name in adapted:
+            names[name] = module + ".base_layer" * len(outer)
+    return names
 
 
 def is_routed(tensor: Tensor) -> bool:
@@ -125,16 +190,26 @@ def matrix_names(tensor: Tensor) -> tuple[str, str]:
 
 
 def matrix_shapes(tensor: Tensor, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shapes of an adapter's two matrices: [R, inputs] and [outputs, R]."""
+    """The shapes of an adapter's two matrices: [R, inputs] and [outputs, R], of E experts [E R,
+    inputs] and [outputs, R E]."""
     outputs = sum(spec.fan_out for spec in tensor.specs)
-    return (rank, tensor.specs[0].fan_in), (outputs, rank)
+    width = rank * (tensor.experts or 1)
+    return (width, tensor.specs[0].fan_in), (outputs, width)
 
 
 def split_matrices(
     tensor: Tensor, lora_a: np.ndarray, lora_b: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """a [I..., R] and b [R, O...] of each leaf of a module, from peft's [R, inputs] and
-    [outputs, R]; the leaves have the same a."""
+    [outputs, R]; the leaves have the same a. Of experts, a [E, I..., R] and b [E, R, O...] from
+    [E R, inputs] and [outputs, R E]."""
+    if tensor.experts:
+        a_of_experts = np.split(lora_a, tensor.experts)
+        b_of_experts = np.moveaxis(lora_b.reshape(len(lora_b), -1, tensor.experts), -1, 0)
+        one = dataclasses.replace(tensor, experts=0)
+        matrices = zip(a_of_experts, b_of_experts, strict=True)
+        leaves = zip(*(split_matrices(one, *pair) for pair in matrices), strict=True)
+        return [(np.stack([a for a, _ in leaf]), np.stack([b for _, b in leaf])) for leaf in leaves]
     specs = _low_rank_specs(tensor, len(lora_a))
     # lora_A has no order of its own: its columns are the inputs as the weight of every family has
     # them, one after another.
@@ -161,4 +236,6 @@ def _low_rank_specs(tensor: Tensor, rank: int) -> list[tuple[Spec, Spec]]:
 def _order(tensor: Tensor) -> Transform:
     """How the rows [outputs, R] of lora_B are ordered: as those of the module's weight. peft has
     this shape also over weights that are stored as [inputs, outputs], and over embeddings."""
+    if tensor.transform is INTERLEAVED:
+        return IN_TURN
     return tensor.transform if tensor.transform in (BY_HEAD, STACKED) else LINEAR

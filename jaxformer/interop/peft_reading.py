@@ -42,6 +42,7 @@ from jaxformer.interop.peft_modules import (
     layout_of,
     matrix_names,
     matrix_shapes,
+    parameter_modules,
     split_matrices,
 )
 from jaxformer.interop.tensor_files import TensorFiles
@@ -52,6 +53,7 @@ MATRIX = re.compile(r"(?P<module>.+)\.(?P<end>lora_(embedding_)?[AB])(\.default)
 # What peft puts into the name of a tensor that it saves whole.
 WRAPPED = re.compile(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)")
 PROBLEMS_SHOWN = 12
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a module
 # What to do about an adapter of a weight that the model uses twice.
 UNTIE = (
     "save the base with an output layer of its own (tie_word_embeddings=False, and lm_head.weight a"
@@ -108,7 +110,10 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
     are saved whole, as a new head. Raises ConfigError naming those that fit nowhere or have another
     shape, and those that are missing."""
     problems: list[str] = []
-    modules = _fitted_modules(stored, layout, problems)
+    modules = [
+        *_fitted_modules(stored, layout, problems),
+        *_fitted_parameters(stored, layout, problems),
+    ]
     saved = _fitted_saved(stored, layout, problems)
     if problems:
         raise ConfigError(
@@ -124,7 +129,8 @@ def _fitted_modules(
     """The modules with an adapter; what does not fit is added to `problems`."""
     stored_modules = dict.fromkeys(module for module, _ in stored.matrices)
     names = matched(stored_modules, layout.modules, layout.prefix, layout.renamed)
-    for module in sorted(stored_modules.keys() - {*names.values()}):
+    of_parameters = _parameter_names(stored, layout)
+    for module in sorted(stored_modules.keys() - {*names.values(), *of_parameters.values()}):
         problems.append(f"{module}: {_why_not_in_model(module, layout)}")
     peft_names = _peft_names(layout, names)
     of_modules, modules = stored.settings.of_modules([*peft_names.values()]), []
@@ -150,6 +156,39 @@ def _fitted_modules(
     return modules
 
 
+def _parameter_names(stored: StoredAdapter, layout: Layout) -> dict[str, str]:
+    """The module of each parameter that target_parameters names, as it is named in the file; the
+    name that it should have where the file has none."""
+    adapted = [name for name in layout.parameters if stored.settings.is_target_parameter(name)]
+    expected = parameter_modules([*layout.parameters], adapted)
+    stored_modules = dict.fromkeys(module for module, _ in stored.matrices)
+    names = matched(stored_modules, expected.values(), layout.prefix, layout.renamed)
+    return {parameter: names.get(module, module) for parameter, module in expected.items()}
+
+
+def _fitted_parameters(
+    stored: StoredAdapter, layout: Layout, problems: list[str]
+) -> list[AdaptedModule]:
+    """The parameters of experts and routers with an adapter; what does not fit is added to
+    `problems`."""
+    names, settings = _parameter_names(stored, layout), stored.settings
+    for target in settings.parameters:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            problems.append(
+                f"{target}: target_parameters of {ADAPTER_CONFIG} names it, and the model has no"
+                " such matrix of experts or of a router"
+            )
+    if names and settings.dropout:
+        problems.append(f"lora_dropout={settings.dropout} with target_parameters, as never in peft")
+    of_modules = settings.of_modules([*names])
+    return [
+        _adapted_module(
+            of_modules, stored, module, layout.parameters[parameter], problems, parameter
+        )
+        for parameter, module in names.items()
+    ]
+
+
 def _peft_names(layout: Layout, names: Mapping[str, str]) -> dict[str, str]:
     """The name of each module of a model in the class that the adapter was trained on: that of the
     file (`names`), and for the others without the prefix too where that class has none."""
@@ -164,6 +203,11 @@ def _peft_names(layout: Layout, names: Mapping[str, str]) -> dict[str, str]:
 
 def _why_not_in_model(module: str, layout: Layout) -> str:
     """Why a module of the file is none of the model."""
+    if ONE_EXPERT.search(module):
+        return (
+            "an adapter of one expert, as peft saved it before transformers 5: load it with peft"
+            " and transformers 5, and save it again"
+        )
     for copy in layout.copies:
         if copy.name == f"{module}.weight":
             remedy = UNTIE if copy.unties else ADAPT_OTHERS
@@ -177,9 +221,12 @@ def _adapted_module(
     module: str,
     tensor: Tensor,
     problems: list[str],
+    parameter: str = "",
 ) -> AdaptedModule:
-    """The adapter of one module; what is missing or of another shape is added to `problems`."""
-    rank, ends = settings.rank_of(module), matrix_names(tensor)
+    """The adapter of one module, or of a parameter of it; what is missing or of another shape is
+    added to `problems`."""
+    name_in_config = parameter or module
+    rank, ends = settings.rank_of(name_in_config), matrix_names(tensor)
     names = [stored.matrices.get((module, end), "") for end in ends]
     for end, name, shape in zip(ends, names, matrix_shapes(tensor, rank), strict=True):
         if not name:
@@ -189,7 +236,7 @@ def _adapted_module(
                 f"{name}: {list(stored.shape(name))} in the file, and this model with rank {rank}"
                 f" ({ADAPTER_CONFIG}) has {list(shape)}"
             )
-    return AdaptedModule(tensor, (names[0], names[1]), rank, settings.scale_of(module))
+    return AdaptedModule(tensor, (names[0], names[1]), rank, settings.scale_of(name_in_config))
 
 
 def _fitted_saved(stored: StoredAdapter, layout: Layout, problems: list[str]) -> list[SavedTensor]:
@@ -278,7 +325,7 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
     modules, saved = fitted(stored, layout_of(config))
     put = _put_beside(params)
     leaves = _with_saved(stored, saved, params, config, put)
-    modules_of: dict[str, list[AdaptedModule]] = {}
+    table, modules_of = rows(model_specs(config)), dict[str, list[AdaptedModule]]()
     for module in modules:
         for path in module.tensor.paths:
             modules_of.setdefault(path, []).append(module)
@@ -287,27 +334,35 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
             raise ConfigError(
                 f"the params have an adapter already (of {path}): merge it with jf.merge first."
             )
-        leaves[path] = _adapted_leaf(path, leaves[path], modules, stored, put)
+        leaves[path] = _adapted_leaf(path, leaves[path], table[path], modules, stored, put)
     return map_specs(lambda path, _: leaves[path], model_specs(config))
 
 
 def _adapted_leaf(
-    path: str, weight: Weight, modules: Sequence[AdaptedModule], stored: StoredAdapter, put: PutLeaf
+    path: str,
+    weight: Weight,
+    spec: Spec,
+    modules: Sequence[AdaptedModule],
+    stored: StoredAdapter,
+    put: PutLeaf,
 ) -> LowRank:
     """A leaf with the adapters of its modules, of which a stack has one for each layer: a layer of
     a lower rank is padded with zeros."""
-    tensor, rank = modules[0].tensor, max(module.rank for module in modules)
-    spec = tensor.specs[tensor.paths.index(path)]
-    specs = low_rank(spec, rank, 1.0, stored.settings.dropout)
-    if tensor.entry:
-        specs = stack(specs, weight.shape[0])  # type: ignore[arg-type, assignment]
-    # float32: a [I..., R], b [R, O...] and scale [], in a stack all with the axis of the layers.
+    rank, depth = max(module.rank for module in modules), int(spec.is_stacked)
+    one_layer = dataclasses.replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
+    specs = low_rank(one_layer, rank, 1.0, stored.settings.dropout)
+    if depth:
+        specs = stack(specs, spec.shape[0])  # type: ignore[arg-type, assignment]
+    # float32: a [I..., R], b [R, O...] and scale [], in a stack all with the axis of the layers,
+    # and of experts a and b with theirs.
     a, b, scale = (np.zeros(row.shape, np.float32) for row in (specs.a, specs.b, specs.scale))
     for module in modules:
         matrices = split_matrices(module.tensor, *map(stored.read, module.names))
         layer: tuple[Any, ...] = module.tensor.entry
         at = module.tensor.paths.index(path)
-        a[(*layer, ..., slice(module.rank))], b[(*layer, slice(module.rank))] = matrices[at]
+        experts = (slice(None),) if module.tensor.experts else ()
+        a_index, b_index = (*layer, ..., slice(module.rank)), (*experts, slice(module.rank))
+        a[a_index], b[(*layer, *b_index)] = matrices[at]
         scale[layer] = module.scale
     return dataclasses.replace(
         specs, weight=weight, a=put(specs.a, a), b=put(specs.b, b), scale=put(specs.scale, scale)

@@ -1,5 +1,6 @@
 """Adapters written in the format of Hugging Face's peft (LoRA)."""
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -22,12 +23,22 @@ from jaxformer.interop.peft_config import (
     HEAD_MODULES,
     TASKS_WITH_HEAD,
 )
-from jaxformer.interop.peft_modules import PREFIX, Layout, join_matrices, layout_of, matrix_names
+from jaxformer.interop.peft_modules import (
+    PREFIX,
+    Layout,
+    join_matrices,
+    layout_of,
+    matrix_names,
+    parameter_modules,
+)
 from jaxformer.interop.tensor_files import as_stored
 from jaxformer.interop.tensor_table import CONV, Tensor, tensor_of
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.transformer import without_objective
 
+# Modules of other layers that peft takes for the experts when it loads an adapter, because experts
+# were modules of these names before transformers 5.
+TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # Of models with a language head, by their family.
 TASKS = {"decoder": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
 
@@ -42,7 +53,7 @@ class LeafAdapter(NamedTuple):
 
 class PeftModule(NamedTuple):
     """A module as peft has it: lora_a [R, inputs], lora_b [outputs, R], and alpha with
-    scale = alpha / R."""
+    scale = alpha / R; of E experts lora_a [E R, inputs] and lora_b [outputs, R E]."""
 
     tensor: Tensor
     lora_a: np.ndarray
@@ -51,7 +62,7 @@ class PeftModule(NamedTuple):
 
     @property
     def rank(self) -> int:
-        return len(self.lora_a)
+        return len(self.lora_a) // (self.tensor.experts or 1)
 
 
 def save_adapter(
@@ -80,9 +91,11 @@ def save_adapter(
       dtype: of the tensors.
 
     The ranks are without the components that are zero in a and in b. Where transformers has
-    queries, keys and values as one module, they have the same lora_A if they have the same a, and
-    else one of the sum of their ranks. Raises ConfigError for params without an adapter, an
-    embedding that is used in several places, and where no architecture is this config.
+    queries, keys and values as one module, or the gates and ups of experts as one parameter, they
+    have the same lora_A if they have the same a, and else one of the sum of their ranks. Dropout is
+    written as 0 where experts or a router are adapted, because peft has none there. Raises
+    ConfigError for params without an adapter, an embedding that is used in several places, and
+    where no architecture is this config.
     """
     params = without_objective(params)
     check_params(model_specs(config), params)
@@ -91,21 +104,26 @@ def save_adapter(
     if (directory / "config.json").is_file():
         raise ConfigError(f"{directory} has the config.json of a model: choose another directory.")
     leaves = flat_leaves(params, is_custom)
-    modules = _modules_of(layout, leaves)
+    modules, parameters = _modules_of(layout, leaves), _parameters_of(layout, leaves)
+    if not modules and not parameters:
+        raise ConfigError(
+            "these params have no adapter: jf.adapt makes one, and jf.save_pretrained writes whole"
+            " models."
+        )
     saved = _saved_tensors(layout, leaves, learned)
     tensors = {PREFIX + name: tensor_of(tensor, leaves) for name, tensor in saved.items()}
-    for name, module in modules.items():
+    names = {name: name for name in modules} | parameter_modules([*layout.parameters], parameters)
+    for name, module in (modules | parameters).items():
         name_a, name_b = matrix_names(module.tensor)
-        tensors[f"{PREFIX}{name}.{name_a}"] = module.lora_a
-        tensors[f"{PREFIX}{name}.{name_b}"] = module.lora_b
+        tensors[f"{PREFIX}{names[name]}.{name_a}"] = module.lora_a
+        tensors[f"{PREFIX}{names[name]}.{name_b}"] = module.lora_b
     stored = {
         name: as_stored(name, value, jnp.dtype(dtype)) for name, value in sorted(tensors.items())
     }
-    settings = _settings(config, layout, modules, saved)
+    settings = _settings(config, layout, modules, parameters, saved)
     settings["base_model_name_or_path"] = str(base) or None
-    settings["lora_dropout"] = max(
-        leaf.dropout for leaf in leaves.values() if isinstance(leaf, LowRank)
-    )
+    rates = [leaf.dropout for leaf in leaves.values() if isinstance(leaf, LowRank)]
+    settings["lora_dropout"] = 0.0 if parameters else max(rates)
     with replacing(directory / ADAPTER_WEIGHTS) as file:
         file.write(safetensors_bytes(stored, {"format": "pt"}))
     text = json.dumps(settings, indent=2, sort_keys=True)
@@ -114,25 +132,52 @@ def save_adapter(
 
 
 def _modules_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftModule]:
-    """The adapted modules by name. Raises ConfigError where there are none, or one that peft has
-    not."""
+    """The adapted modules by name. Raises ConfigError where there is one that peft has not."""
     modules = {}
     for name, tensor in layout.modules.items():
         adapters = [_leaf_adapter(leaves[path], tensor.entry[:1]) for path in tensor.paths]
         if not any(adapters):
             continue
-        if obstacle := layout.obstacle(tensor):
+        obstacle = layout.obstacle(tensor)
+        if layout.parameters and _last(name) in TAKEN_FOR_EXPERTS:
+            obstacle = f"peft takes {_last(name)} in a model with experts for that of the experts"
+        if obstacle:
             raise ConfigError(
                 f"the adapter of {tensor.paths[0]} cannot be written for peft: {obstacle}. Merge it"
                 " (jf.merge) and save the whole model (jf.save_pretrained), or adapt other weights."
             )
         modules[name] = _module_of(tensor, adapters)
-    if not modules:
-        raise ConfigError(
-            "these params have no adapter: jf.adapt makes one, and jf.save_pretrained writes whole"
-            " models."
-        )
     return modules
+
+
+def _parameters_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftModule]:
+    """The adapted parameters of experts and routers by name."""
+    parameters = {}
+    for name, tensor in layout.parameters.items():
+        adapters = [_leaf_adapter(leaves[path], tensor.entry[:1]) for path in tensor.paths]
+        if not any(adapters):
+            continue
+        make = _module_of_experts if tensor.experts else _module_of
+        parameters[name] = make(tensor, adapters)
+    return parameters
+
+
+def _module_of_experts(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule:
+    """The adapter of a parameter of all experts from those of its leaves, a [E, I..., R] and b [E,
+    R, O...], of which some may have none. An expert of a lower rank is filled up with zeros."""
+    one, modules = dataclasses.replace(tensor, experts=0), []
+    for e in range(tensor.experts):
+        of_expert = [leaf and LeafAdapter(leaf.a[e], leaf.b[e], leaf.scale) for leaf in adapters]
+        modules.append(_module_of(one, of_expert))
+    scale = next(leaf.scale for leaf in adapters if leaf)
+    rank = max(module.rank for module in modules)
+    lora_a = np.concatenate(
+        [np.pad(module.lora_a, ((0, rank - module.rank), (0, 0))) for module in modules]
+    )
+    lora_b = np.stack(
+        [np.pad(module.lora_b, ((0, 0), (0, rank - module.rank))) for module in modules], -1
+    )
+    return PeftModule(tensor, lora_a, lora_b.reshape(len(lora_b), -1), _alpha_of(scale, rank))
 
 
 def _leaf_adapter(leaf: Weight, layer: tuple[int, ...]) -> LeafAdapter | None:
@@ -231,11 +276,13 @@ def _settings(
     config: ModelConfig,
     layout: Layout,
     modules: Mapping[str, PeftModule],
+    parameters: Mapping[str, PeftModule],
     saved: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """What adapter_config.json says, but for the base and the dropout."""
-    ranks = {name: module.rank for name, module in modules.items()}
-    alphas = {name: module.alpha for name, module in modules.items()}
+    adapted = {**modules, **parameters}
+    ranks = {name: module.rank for name, module in adapted.items()}
+    alphas = {name: module.alpha for name, module in adapted.items()}
     # The most frequent ones are the default, and the others are patterns.
     rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
@@ -248,6 +295,7 @@ def _settings(
         "rank_pattern": _patterns(ranks, rank),
         "alpha_pattern": _patterns(alphas, alpha),
         "target_modules": _targets(modules, layout.modules),
+        "target_parameters": _targets(parameters, layout.parameters, names=2) or None,
         "modules_to_save": saved_modules or None,
         # Whether a weight is stored as [inputs, outputs].
         "fan_in_fan_out": any(module.tensor.transform is CONV for module in modules.values()),
@@ -291,9 +339,13 @@ def _patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
     return patterns
 
 
-def _targets(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Names that fit the adapted modules and no others: the last name where all modules with it are
-    adapted, and else whole names."""
+def _targets(adapted: Iterable[str], modules: Iterable[str], names: int = 1) -> list[str]:
+    """Names that fit the adapted modules and no others: the last of the `names` in the path where
+    all modules with them are adapted, and else whole paths."""
     adapted = {*adapted}
-    ambiguous = {_last(name) for name in modules if name not in adapted}
-    return sorted({name if _last(name) in ambiguous else _last(name) for name in adapted})
+
+    def end(name: str) -> str:
+        return ".".join(name.split(".")[-names:])
+
+    ambiguous = {end(name) for name in modules if name not in adapted}
+    return sorted({name if end(name) in ambiguous else end(name) for name in adapted})

@@ -104,6 +104,7 @@ LINEAR = _ordered("PNHI")  # torch.nn.Linear: [out, in]
 CONV = _ordered("IPNH")  # GPT-2's Conv1D: [in, out]; several leaves side by side
 BY_HEAD = _ordered("NPHI")  # GPT-NeoX and BLOOM: [out, in] with the parts of each head together
 INTERLEAVED = _ordered("INHP")  # gpt-oss: [in, out], the numbers of gate and up in turn
+IN_TURN = _ordered("NHPI")  # its transpose
 STACKED = _one_below_another()  # Phi-3: [out, in] of queries, keys and values, or of gate and up
 
 
