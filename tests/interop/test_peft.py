@@ -649,14 +649,3 @@ def test_convert_says_what_does_not_go_together(told, capsys):
         assert main(["convert", *arguments]) == 2
         assert message in capsys.readouterr().err
         assert not (told / "not written").exists()
-
-
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-@pytest.mark.parametrize("target", ["blocks.experts.up", "blocks.experts.router"])
-def test_an_adapter_of_experts_or_of_their_router_is_refused_by_name(name, target, tmp_path):
-    model = loaded(name)
-    lora = jf.LoRA(rank=2, alpha=5, targets=(target,))
-    params = noised(jf.adapt(model.params, model.config, lora, jax.random.key(0)))
-    with pytest.raises(jf.ConfigError, match=r"experts or of their router .* no module for it"):
-        jf.save_adapter(tmp_path / "out", params, model.config)
-    assert not (tmp_path / "out").exists()

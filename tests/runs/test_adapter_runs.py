@@ -223,6 +223,53 @@ def test_a_run_over_a_quantized_base_saves_the_adapter(base, kind, tmp_path):
     np.testing.assert_allclose(found, merged, atol=1e-5 * float(merged.std()))
 
 
+EXPERTS = {
+    "model.feed_forward": "experts",
+    "model.n_experts": 4,
+    "model.experts_per_token": 2,
+    "model.expert_ff": 24,
+    "model.router_bias": "balanced",
+}
+
+
+@pytest.fixture(scope="module")
+def base_of_experts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    text = write_text(folder / "text.txt")
+    assert train_here(line(folder / "base", text, BASE | EXPERTS)) == 0
+    return folder / "base", text
+
+
+def test_a_run_over_quantized_experts_resumes_bitwise(base_of_experts, tmp_path, capsys):
+    """Their codes are of each expert, the router and its bias stay as they were, and the memory
+    that is printed is that of the codes."""
+    targets = {"adapter.targets": "experts, attention", "adapter.ranks": "router=1"}
+
+    def run(name, steps):
+        changes = {"adapter.base": "nf4", "train.steps": steps, "train.checkpoint_every": 2}
+        changes |= targets | {"train.eval_every": 2}
+        assert train_here(adapter_line(tmp_path / name, base_of_experts, **changes)) == 0
+
+    run("whole", 4)
+    printed = capsys.readouterr().out
+    run("parts", 2)
+    run("parts", 4)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    loaded, base = jf.load(tmp_path / "whole"), jf.load(base_of_experts[0])
+    below, wanted = jf.without_adapters(loaded.params), jf.quantize(base.params, "nf4")
+    jax.tree.map(np.testing.assert_array_equal, below, wanted)
+    experts = loaded.params["blocks"]["experts"]
+    assert np.any(np.asarray(experts["up"].b) != 0) and not is_custom(experts["router"].weight)
+    assert np.any(np.asarray(experts["router_bias"]) != 0)
+    learned = sum(leaf.size for leaf in leaves_of(learning_of(loaded.params)))
+    size = sum(leaf.nbytes for leaf in leaves_of(loaded.params)) + 2 * 4 * learned
+    assert f"{size / 1024:.1f} KiB of parameters and optimizer state" in printed
+
+
+def learning_of(params):
+    return jax.tree.map(lambda keep, leaf: leaf if keep else None, jf.adapter_mask(params), params)
+
+
 def test_only_the_adapter_is_counted_as_learning(base):
     model = jf.load(base[0]).config
     run = RunConfig(model=model, adapter=AdapterConfig(kind="lora", targets="attention"))
