@@ -40,14 +40,15 @@ from jaxformer.interop.tensor_table import (
 )
 from jaxformer.models.transformer import specs as model_specs
 
-Rows = tuple[TensorRow, ...]
 PREFIX = "base_model.model."  # of every name in adapter_model.safetensors
 # Modules whose name in the classes of transformers 5 is not that of their tensors in model files.
 OLD_MODULES = ((r"^embed_out\b", "lm_head"),)
 SCORE = "score"  # the output layer of a decoder's class head in transformers, without a bias
 
 
-def _routed_rows(mlp: str, router: str, gate_up: Transform, down: Transform) -> Rows:
+def _routed_rows(
+    mlp: str, router: str, gate_up: Transform, down: Transform
+) -> tuple[TensorRow, ...]:
     layer = f"{LAYER}{mlp}."
     return (
         TensorRow(f"{layer}{router}.weight", f"{EXPERTS}router", LINEAR),
@@ -60,7 +61,7 @@ def _routed_rows(mlp: str, router: str, gate_up: Transform, down: Transform) -> 
 # order of the class.
 _MLP = _routed_rows("mlp", "gate", STACKED, LINEAR)
 _SPARSE = _routed_rows("block_sparse_moe", "router", STACKED, LINEAR)
-PARAMETERS: Mapping[str, Rows] = {
+ROUTED_PARAMETERS: Mapping[str, tuple[TensorRow, ...]] = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), _MLP),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), _SPARSE),
     "gpt_oss": _routed_rows("mlp", "router", INTERLEAVED, CONV),
@@ -140,7 +141,7 @@ def _layout(
     family: Family, config: ModelConfig, plan: Sequence[Tensor], copies: tuple[Copy, ...]
 ) -> Layout:
     by_name = {_in_class(tensor.name): tensor for tensor in plan}
-    routed = tensors(PARAMETERS.get(family.model_type, ()), model_specs(config))
+    routed = tensors(ROUTED_PARAMETERS.get(family.model_type, ()), model_specs(config))
     modules = {
         name.removesuffix(".weight"): tensor
         for name, tensor in by_name.items()

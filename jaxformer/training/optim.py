@@ -180,7 +180,7 @@ def make_optimizer(
         optax.add_decayed_weights(config.weight_decay, decay_mask(config, specs)),
         optax.scale_by_learning_rate(schedule),
     )
-    rates = {spec.sign_rate for spec in rows(specs).values() if spec.trainable and spec.sign_rate}
+    rates = {spec.sign_rate for spec in jax.tree.leaves(specs) if spec.trainable} - {0.0}
     if not rates:
         return rule
     signs = {rate: optax.chain(optax.scale_by_sign(), optax.scale(-rate)) for rate in rates}
