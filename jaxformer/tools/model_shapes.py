@@ -28,10 +28,11 @@ from jaxformer.models.stack import layers_of
 from jaxformer.models.transformer import hidden, specs
 
 Shape = tuple[int, ...]
-# Those of `jax.named_scope`.
-OUTER_SCOPES = ("embed", "layer", "norm", "head")  # beside those of sublayers
+OUTER_SCOPES = ("embed", "layer", "norm", "head")  # named scopes beside those of sublayers
 # Primitives that change the form of an array and none of its numbers.
 FORMS = {"reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
+# The kernel of grouped products that is one product for each weight, and its primitive.
+GROUPED, RAGGED = "ragged", "ragged_dot_general"
 
 
 class Symbol(NamedTuple):
@@ -55,6 +56,10 @@ SYMBOLS = {
     "F": Symbol(88, "model.d_ff"),
     "V": Symbol(101, "model.vocab_size"),
     "C": Symbol(17, "classes"),
+    "E": Symbol(26, "experts"),
+    "X": Symbol(46, "width of an expert"),
+    "Y": Symbol(58, "width of the shared expert"),
+    "M": Symbol(693, "pairs of a token and an expert"),
 }
 
 
@@ -134,7 +139,21 @@ def _symbolic(config: ModelConfig) -> ModelConfig:
         vocab_size=sizes["V"],
         n_classes=sizes["C"] if config.n_classes else 0,
         max_length=max(config.max_length, sizes["S"]),
+        **(_symbolic_experts(config, sizes) if config.n_experts else {}),
     )
+
+
+def _symbolic_experts(config: ModelConfig, sizes: dict[str, int]) -> dict[str, Any]:
+    """The settings of experts with the sizes of `SYMBOLS`."""
+    return {
+        "n_experts": sizes["E"],
+        "experts_per_token": sizes["M"] // (sizes["B"] * sizes["T"]),
+        "expert_ff": sizes["X"],
+        "shared_ff": sizes["Y"] if config.shared_ff else 0,
+        "router_groups": 1,
+        "router_top_groups": 1,
+        "expert_capacity": 0.0,
+    }
 
 
 def _merged(rows: list[ShapeRow]) -> list[ShapeRow]:
@@ -197,7 +216,7 @@ def traced_rows(
     """The rows of a trace, each of one layer, without symbols."""
     # None of these changes a shape; with them every product is an equation of its own.
     plain = {"layer_loop": "unroll", "attention_kernel": "xla", "remat": "none", "dropout": 0.0}
-    plain |= {"attention_dropout": 0.0, "dtype": "float32"}
+    plain |= {"attention_dropout": 0.0, "dtype": "float32", "expert_kernel": GROUPED}
     config = replace(config, **plain)  # type: ignore[arg-type]
     table = specs(config)
     params = map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), table)
@@ -325,7 +344,8 @@ def _groups(trace: _Trace) -> Iterator[_Group]:
         makes = []
         for var in made:
             read_later = any(id(eqn) not in inside for eqn in trace.readers.get(var, []))
-            if _is_float(var) and (read_later or var in trace.program.outvars):
+            # The losses and metrics of a layer are scalars.
+            if _is_activation(var, trace) and (read_later or var in trace.program.outvars):
                 makes.append(var)
         yield _Group(scope, eqns, weights, reads, makes)
 
@@ -378,13 +398,15 @@ def _products(trace: _Trace, group: _Group, name: str, grouped: bool) -> Iterato
 
     names_without_weight = iter(("scores", "values") if "layer" in group.scope else ())
     for eqn in group.eqns:
-        if eqn.primitive.name != "dot_general":
+        if eqn.primitive.name != "dot_general" and not _is_grouped(eqn):
             continue
         weights = [trace.weights.get(trace.origin(var), "") for var in eqn.invars]
         if any(weights):
-            what = max(weights).rpartition(".")[2]
+            # "shared up" of a branch within the sublayer.
+            _, within, inner = max(weights).partition(f"{name}.")
+            what = inner.replace(".", " ") if within else max(weights).rpartition(".")[2]
             sides = zip(eqn.invars, weights, strict=True)
-            reads = [trace.by_rows(var) for var, weight in sides if not weight]
+            reads = [trace.by_rows(var) for var, weight in sides if not weight and _is_float(var)]
         else:
             what = next(names_without_weight, "product")
             # Queries before keys.
@@ -403,15 +425,26 @@ def _row(
     return ShapeRow(name, layers, depth, tuple(reads), tuple(makes), parameters, flops)
 
 
-def _flops(eqn: Any) -> int:
-    """2 for each multiplication of the products of an equation, and of those within it."""
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        inner = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
-        return 2 * inner * math.prod(eqn.outvars[0].aval.shape)
-    inner_programs = (
+def _inner_programs(eqn: Any) -> list[Jaxpr]:
+    return [
         value.jaxpr if isinstance(value, ClosedJaxpr) else value
         for value in eqn.params.values()
         if isinstance(value, ClosedJaxpr | Jaxpr)
-    )
-    return sum(_flops(inner) for program in inner_programs for inner in program.eqns)
+    ]
+
+
+def _is_grouped(eqn: Any) -> bool:
+    """Whether an equation is the product of rows in groups, which has gradients of its own."""
+    inner = itertools.chain(*(program.eqns for program in _inner_programs(eqn)))
+    return any(each.primitive.name == RAGGED or _is_grouped(each) for each in inner)
+
+
+def _flops(eqn: Any) -> int:
+    """2 for each multiplication of the products of an equation, and of those within it."""
+    if eqn.primitive.name in ("dot_general", RAGGED):
+        ragged = eqn.params.get("ragged_dot_dimension_numbers")
+        numbers = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
+        (contracted, _), _ = numbers
+        inner = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+        return 2 * inner * math.prod(eqn.outvars[0].aval.shape)
+    return sum(_flops(inner) for program in _inner_programs(eqn) for inner in program.eqns)

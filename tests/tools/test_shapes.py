@@ -188,3 +188,30 @@ def test_what_is_not_known_or_not_shown_is_told(capsys: pytest.CaptureFixture[st
     assert main(["shapes", "configs/quickstart.py", "--tokenizer.kind", "characters"]) == 2
     assert "model.vocab_size=0" in capsys.readouterr().err
     assert main(["shapes", "configs/quickstart.py", "--format", "yaml"]) == 2
+
+
+def test_the_products_of_experts_are_rows_and_their_sums_what_is_counted() -> None:
+    """Layers with and without experts, and a shared expert."""
+    sizes = dict(n_experts=6, experts_per_token=2, expert_ff=20, shared_ff=10, n_layers=4)
+    config = model("decoder", feed_forward="experts", expert_pattern="ed", **sizes)
+    rows = shapes_of(config, B, T)
+    found, pairs = each(rows), 2 * B * T
+    for layer, kind in enumerate(("experts", "ffn", "experts", "ffn")):
+        assert found[f"decoder.{layer}.{kind}"].makes == ((B, T, 16),)
+    expected = {
+        "router": (("[B, T, D]",), ("[B, T, E]",), 2 * B * T * 16 * 6),
+        "up": (("[M, D]",), ("[M, X]",), 2 * pairs * 16 * 20),
+        "gate": (("[M, D]",), ("[M, X]",), 2 * pairs * 16 * 20),
+        "down": (("[M, X]",), ("[M, D]",), 2 * pairs * 16 * 20),
+        "shared up": (("[B, T, D]",), ("[B, T, Y]",), 2 * B * T * 16 * 10),
+        "shared gate": (("[B, T, D]",), ("[B, T, Y]",), 2 * B * T * 16 * 10),
+        "shared down": (("[B, T, Y]",), ("[B, T, D]",), 2 * B * T * 16 * 10),
+    }
+    products = {name: found[f"decoder.2.experts.{name}"] for name in expected}
+    assert expected == {
+        name: (row.reads_symbols, row.makes_symbols, row.flops) for name, row in products.items()
+    }
+    assert found["decoder.2.experts"].flops == sum(row.flops for row in products.values())
+    assert sum(row.times * row.parameters for row in rows) == parameter_count(config)
+    flops = sum(row.times * row.flops for row in rows if not row.depth)
+    assert 3 * flops == B * T * flops_per_token(config, T)
