@@ -38,6 +38,17 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT_OSS = (  # o200k
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{SHORT}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{SHORT}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPACE = "▁"
 ALPHABET = sorted({character for text in TEXTS for character in text.replace(" ", SPACE)})
 
@@ -109,6 +120,27 @@ def llama3() -> tuple[Backend, dict[str, Any]]:
         "eos_token": "<|eot_id|>",
         "clean_up_tokenization_spaces": True,
     }
+
+
+def split_bytes(pattern: str, names: list[str]) -> Backend:
+    """Byte-level pieces within what a pattern splits."""
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    within = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend = bpe(pre_tokenizers.Sequence([split, within]), decoders.ByteLevel(), names)
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    return backend
+
+
+def qwen3() -> tuple[Backend, dict[str, Any]]:
+    backend = split_bytes(QWEN, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    backend.normalizer = normalizers.NFC()
+    return backend, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+
+def gpt_oss() -> tuple[Backend, dict[str, Any]]:
+    names = ["<|startoftext|>", "<|endoftext|>", "<|return|>", "<|start|>", "<|message|>"]
+    roles = {"bos_token": names[0], "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
+    return split_bytes(GPT_OSS, names), roles
 
 
 def llama2() -> tuple[Backend, dict[str, Any]]:
@@ -226,6 +258,8 @@ MODELS: dict[str, tuple[Callable[[], tuple[Backend, dict[str, Any]]], dict[str, 
     "gpt2": (gpt2, {}),
     "llama3": (llama3, {}),
     "llama2": (llama2, {}),
+    "qwen3": (qwen3, {}),
+    "gpt_oss": (gpt_oss, {}),
     "bert": (bert, {}),
     "t5": (t5, {"decoder_start_token_id": "<pad>"}),
     "bart": (bart, {"decoder_start_token_id": "</s>", "forced_bos_token_id": "<s>"}),
