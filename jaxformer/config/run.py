@@ -41,7 +41,8 @@ class RunSettings(Section):
     """Directory of the run. The same command continues the run that it holds."""
     init_from: str = ""
     """Directory of a run or of a Hugging Face model from which the run takes its parameters, model
-    settings and tokenizer. A different head is initialized anew."""
+    settings and tokenizer. A different head is initialized anew; experts are copies of a dense
+    feed-forward."""
     restart: Volatile[bool] = False
     """Begin anew in a directory that holds a run. Its files are kept, in before-1/ or the next free
     number there. Leave it out of the command that continues."""

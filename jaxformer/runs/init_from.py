@@ -16,8 +16,15 @@ from jaxformer.files import ConfigError
 from jaxformer.models.adapt import quantization_of
 from jaxformer.models.transformer import OF_OBJECTIVE
 from jaxformer.models.transformer import specs as model_specs
+from jaxformer.models.upcycling import (
+    check_upcycling,
+    dense_of,
+    is_upcycled,
+    upcycle,
+    upcycled_text,
+)
 from jaxformer.runs.config import OWN
-from jaxformer.runs.loading import labels_of, load_base, run_of
+from jaxformer.runs.loading import Loaded, labels_of, load_base, run_of
 from jaxformer.runs.objectives import objective_specs
 
 # The branches of the params that may be new, or left behind.
@@ -25,14 +32,32 @@ HEAD_BRANCHES = ("head", "pooler", *SECOND_HEADS, OF_OBJECTIVE)
 LeafShapes = dict[str, tuple[int, ...]]
 
 
-def check_base(model: ModelConfig, base: str) -> None:
-    """Raises ConfigError where a model does not fit that of run.init_from, in the directory `base`.
+def check_base(run: RunConfig) -> None:
+    """Raises ConfigError where the model of a run does not fit that of its run.init_from.
 
     A model setting that differs from the base takes effect if the parameters keep their shapes (a
-    longer context, another window), and is refused by name otherwise.
+    longer context, another window), and is refused by name otherwise. Experts are copies of a dense
+    feed-forward (`models/upcycling.py`).
     """
+    model, base = run.model, run.run.init_from
     base_model = run_of(base).model
     model = dataclasses.replace(model, vocab_size=model.vocab_size or base_model.vocab_size)
+    if not is_upcycled(model, base_model):
+        _check_trunk(model, base_model, base)
+        return
+    _check_trunk(dense_of(model), base_model, base)
+    check_upcycling(model, base)
+    if run.adapter.kind != "none":
+        raise ConfigError(
+            f"adapter.kind={run.adapter.kind!r} learns beside a model that stays as it is, and the"
+            f" routers of the experts, which run.init_from={base!r} has not, have to learn: train"
+            " the model with experts without an adapter first, and start from that run."
+        )
+
+
+def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None:
+    """Raises ConfigError where a parameter outside of the heads has another shape than in the
+    base."""
     trunk, base_trunk = trunk_of(model), trunk_of(base_model)
     if trunk == base_trunk:
         return
@@ -90,12 +115,13 @@ def _differing_paths(shapes: LeafShapes, base_shapes: LeafShapes) -> list[str]:
 class WarmStart(NamedTuple):
     """Parameters on their mesh, and the paths of those that the model of run.init_from has not. Of
     some of these, in `grown`, the first rows are those of that model, and only `new_labels` are
-    new."""
+    new. `upcycled` is a sentence about experts that are copies of its feed-forward, if any."""
 
     params: Params
     new: list[str]
     grown: list[str]
     new_labels: tuple[str, ...]
+    upcycled: str = ""
 
     def sentence(self, base: str) -> str:
         copied = len(jax.tree.leaves(self.params)) - len(self.new)
@@ -104,7 +130,7 @@ class WarmStart(NamedTuple):
         if self.grown:
             rows_of = ", ".join(map(repr, self.new_labels)) or "classes without a label"
             line += f" New rows in {', '.join(self.grown)}, after those of the base: {rows_of}."
-        return line
+        return f"{line} {self.upcycled}".rstrip()
 
 
 def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...] = ()) -> WarmStart:
@@ -112,13 +138,13 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     seed, for heads that differ.
 
     An adapter there is merged first, which a prompt or a prefix cannot be. A head of classes is
-    used only if `labels` begin with its labels; rows for further labels are new. Raises ConfigError
-    if a leaf outside of the heads does not fit.
+    used only if `labels` begin with its labels; rows for further labels are new. Experts are copies
+    of a dense feed-forward there. Raises ConfigError if a leaf outside of the heads does not fit.
     """
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
     table = model_specs(run.model) | objective_specs(run.data.objective, run.model)
-    base_leaves = _leaves(base.params)
-    specs = rows(table)
+    params, routers = _with_experts(base, run.model, mesh)
+    base_leaves, specs = _leaves(params), rows(table)
     before = base.labels
     same_head = base.config.output == run.model.output and labels[: len(before)] == before
     new, grown = list[str](), list[str]()
@@ -130,7 +156,8 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
             if before and same_head and in_head and path in base_leaves:
                 grown.append(path)
     unmatched = [*new, *(path for path in base_leaves if path not in specs)]
-    misfits = [path for path in unmatched if path.partition(".")[0] not in HEAD_BRANCHES]
+    may_be_new = {path for path in unmatched if path.partition(".")[0] in HEAD_BRANCHES} | routers
+    misfits = [path for path in unmatched if path not in may_be_new]
     if misfits:
         raise ConfigError(
             f"run.init_from={run.run.init_from!r} does not fit this model outside of its head:"
@@ -156,7 +183,17 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
         value = drawn.get(path, base_leaves.get(path))
         return value if is_custom(value) else place_array(value, _place(spec, mesh))
 
-    return WarmStart(map_specs(leaf, table), new, grown, labels[len(before) :])
+    upcycled = f"Upcycled: {upcycled_text(run.model)}" if routers else ""
+    return WarmStart(map_specs(leaf, table), new, grown, labels[len(before) :], upcycled)
+
+
+def _with_experts(base: Loaded, model: ModelConfig, mesh: Mesh | None) -> tuple[Params, set[str]]:
+    """The params of a base, upcycled where the model has experts and the base has none, and the
+    paths of the routers, which it then has not."""
+    if not is_upcycled(model, base.config) or trunk_of(dense_of(model)) != trunk_of(base.config):
+        return base.params, set()
+    params = upcycle(base.params, model, lambda spec: _place(spec, mesh))
+    return params, {path for path in rows(model_specs(model)) if ".experts.router" in path}
 
 
 def _leaves(params: Params) -> dict[str, Any]:
