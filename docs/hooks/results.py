@@ -168,6 +168,29 @@ def pretrained_memory(result: Result) -> tuple[list[str], Iterable[list[str]]]:
     )
 
 
+def experts(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    header = ["feed-forward", "parameters", "bits per byte", "fewer than dense", "at equal FLOPs"]
+    header += ["time of a step", "CPU time of a step"]
+
+    def fewer(row: Result, name: str) -> str:
+        if name not in row or row["title"] == "dense":
+            return ""
+        return "{median:+.4f} ({low:+.4f} to {high:+.4f})".format(**row[name])
+
+    return header, (
+        [
+            row["title"],
+            f"{row['parameters'] / 1e6:.2f}M",
+            f"{median(row['bits_per_byte']):.4f}",
+            fewer(row, "fewer_bits_per_byte"),
+            fewer(row, "fewer_bits_per_byte_at_equal_flops"),
+            ratio(row["ratio_of_seconds"]) if "ratio_of_seconds" in row else "",
+            ratio(row["ratio_of_cpu_seconds"]) if "ratio_of_cpu_seconds" in row else "",
+        ]
+        for row in result["results"]
+    )
+
+
 TABLES: dict[str, Callable[[Result], tuple[list[str], Iterable[list[str]]]]] = {
     "train_cpu": train_cpu,
     "train_cpu_peers": train_cpu_peers,
@@ -177,4 +200,5 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], Iterable[list[str]]]]] = {
     "tokens_loader": tokens_loader,
     "finetune": finetune,
     "pretrained_memory": pretrained_memory,
+    "experts": experts,
 }
