@@ -14,7 +14,7 @@ from learning_steps import a_run
 import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.layers import exchange, kernels, ring
-from jaxformer.layers.cache import empty_cache
+from jaxformer.layers.block import empty_cache
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.losses import cross_entropy as losses

@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxformer as jf
 from jaxformer.arrays.params import map_specs, ones
-from jaxformer.layers.cache import empty_cache
+from jaxformer.layers.block import empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.kernels import KERNELS, Case
 from jaxformer.layers.masks import TokenLayout
@@ -43,6 +43,15 @@ LONGROPE = {
     "rope_short_factor": "1.5 1.25",
     "rope_long_factor": "1.5 4",
 }
+LATENT = {
+    "mixer": "latent",
+    "n_kv_heads": 0,
+    "kv_rank": 6,
+    "query_rank": 5,
+    "head_dim": 6,
+    "rope_head_dim": 4,
+    "value_dim": 3,
+}
 VARIANTS = {
     "family": rows_of("family"),
     "positions": (
@@ -63,6 +72,7 @@ VARIANTS = {
     "heads": (
         {"grouped": {}, "multi-head": {"n_kv_heads": 0}, "multi-query": {"n_kv_heads": 1}}
         | {"wide values": {"value_dim": 6}}
+        | {"latent": LATENT}
     ),
     "window": {"none": {}, "w": {"window": 3}, "wf": {"window": 3, "window_pattern": "wf"}},
     "scores": (

@@ -83,7 +83,7 @@ class LowRank:
         into = "".join(right[axis] for axis in self.inputs)  # "D"
         experts = right[: self.a.ndim - len(into) - 1]  # "", and "E" of "MD,EDF->MF"
         outputs = "".join(letter for letter in right if letter not in experts + into)  # "NH"
-        free = "".join(letter for letter in left if letter not in into + outputs)  # "BT"
+        free = "".join(letter for letter in left if letter in out)  # "BT"
         # Over inputs x is multiplied by a first; over outputs (a tied output layer) by b.
         factors = [(f"{experts}{into}R", self.a), (f"{experts}R{outputs}", self.b)]
         if not set(into) <= set(left):

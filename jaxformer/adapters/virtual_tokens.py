@@ -82,6 +82,7 @@ def virtual_specs(specs: Specs, config: ModelConfig, adapter: PromptTuning | Pre
     """The table of the virtual tokens of a model, from that of its parameters. Raises ConfigError
     for an encoder, and for a prompt without a table of tokens."""
     _refuse_encoder(config)
+    _refuse_mixer(config, adapter)
     if isinstance(adapter, PromptTuning):
         if "tokens" not in specs["embed"]:
             raise ConfigError(
@@ -100,6 +101,16 @@ def _refuse_encoder(config: ModelConfig) -> None:
         raise ConfigError(
             "virtual tokens (prompt tuning, prefix tuning) are for decoders and encoder-decoders,"
             " and model.family is 'encoder': choose LoRA, or another model."
+        )
+
+
+def _refuse_mixer(config: ModelConfig, adapter: PromptTuning | PrefixTuning) -> None:
+    """A prompt of an encoder-decoder is tokens of the source; all others are keys and values."""
+    of_source = isinstance(adapter, PromptTuning) and config.family == "encoder_decoder"
+    if config.mixer != "attention" and not of_source:
+        raise ConfigError(
+            "virtual tokens (prompt tuning, prefix tuning) are keys and values of"
+            f" model.mixer='attention', and it is {config.mixer!r}: choose LoRA, or another model."
         )
 
 

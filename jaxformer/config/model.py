@@ -42,7 +42,7 @@ AttentionKernel = Annotated[
 ]
 
 # The sublayers of a block: the one that reads other tokens, and the one that reads each by itself.
-Mixer = Annotated[Literal["attention"], TableAt("jaxformer.layers.block.MIXERS")]
+Mixer = Annotated[Literal["attention", "latent"], TableAt("jaxformer.layers.block.MIXERS")]
 FeedForward = Annotated[Literal["ffn", "experts"], TableAt("jaxformer.layers.block.FEED_FORWARDS")]
 ExpertKernel = Annotated[
     Literal["auto", "xla", "loop", "ragged", "tpu", "gpu"],
@@ -108,6 +108,13 @@ class ModelConfig(Section):
     """Width of a head; 0 uses d_model / n_heads."""
     value_dim: Natural = 0
     """Width of the values of a head; 0 uses head_dim."""
+    kv_rank: Natural = 0
+    """Width of the latent of a token of mixer=latent, of which all keys and values are made."""
+    query_rank: Natural = 0
+    """Width of the latent of queries of mixer=latent; 0 makes queries without one."""
+    rope_head_dim: Natural = 0
+    """Number of last dimensions of a head of mixer=latent whose key all heads share; RoPE rotates
+    these alone."""
     d_ff: Natural = 0
     """Hidden width of the feed-forward layer; 0 uses 4 d_model (gated: 8/3, multiple of 64)."""
     n_experts: Natural = 0
@@ -266,7 +273,8 @@ class ModelConfig(Section):
     """Recomputed in the backward pass: none, names (all but the points of model.saved), dots (all
     but matrix products), full (all but attention)."""
     saved: Volatile[str] = ""
-    """Points kept by remat=names: none, or of q k v attention out gate up down; empty: q to out."""
+    """Points kept by remat=names: none, or of latent q k v attention out gate up down; empty: q to
+    out."""
     offload: Volatile[str] = ""
     """Points, or input (that of a layer), that remat=names keeps in the memory of the host."""
     attention_kernel: Volatile[AttentionKernel] = "auto"
@@ -347,7 +355,7 @@ class ModelConfig(Section):
     @property
     def rotated_width(self) -> int:
         """Dimensions of a head that RoPE rotates, in pairs: an odd number means one more."""
-        return int(self.head_width * self.rope_fraction)
+        return int((self.rope_head_dim or self.head_width) * self.rope_fraction)
 
     @property
     def original_length(self) -> int:

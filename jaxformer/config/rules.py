@@ -7,14 +7,15 @@ from typing import Any
 from jaxformer.config.settings import divisors
 
 # The points of a layer that remat may keep: the products of its matrices, and attention.
-POINTS = ("q", "k", "v", "attention", "out", "gate", "up", "down")
+POINTS = ("latent", "q", "k", "v", "attention", "out", "gate", "up", "down")
 
 
 def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
     heads = list(_heads(config))
     rotation = [] if heads else _rotation(config)
-    return [*heads, *rotation, *_family(config), *_positions(config), *_experts(config)]
+    others = [*_family(config), *_positions(config), *_experts(config), *_latent(config)]
+    return [*heads, *rotation, *others]
 
 
 def _heads(config: Any) -> Iterator[str]:
@@ -32,12 +33,13 @@ def _heads(config: Any) -> Iterator[str]:
 
 
 def _rotation(config: Any) -> Iterator[str]:
-    width, fraction = config.head_width, config.rope_fraction
+    width, fraction = config.rope_head_dim or config.head_width, config.rope_fraction
     rotates_pairs = 0 < config.rotated_width <= width // 2 * 2
     if config.positions == "rope" and not rotates_pairs:
+        name = "rope_head_dim" if config.rope_head_dim else "head_dim"
         yield (
-            f"head_dim={width} with model.rope_fraction={fraction:g} leaves RoPE no whole pairs of"
-            " dimensions: choose an even head_dim, a larger fraction or another model.positions."
+            f"{name}={width} with model.rope_fraction={fraction:g} leaves RoPE no whole pairs of"
+            f" dimensions: choose an even {name}, a larger fraction or another model.positions."
         )
 
 
@@ -95,6 +97,33 @@ def _experts(config: Any) -> Iterator[str]:
         yield (
             f"experts_per_token={chosen} is above the {number // groups} experts of"
             f" {config.router_top_groups} groups: raise model.router_top_groups."
+        )
+
+
+def _latent(config: Any) -> Iterator[str]:
+    width, rotated, kv_heads = config.head_width, config.rope_head_dim, config.n_kv_heads
+    if config.mixer != "latent":
+        for name in ("kv_rank", "query_rank", "rope_head_dim"):
+            if getattr(config, name):
+                yield f"{name}={getattr(config, name)} needs model.mixer='latent'."
+        return
+    if not config.kv_rank:
+        yield "mixer='latent' needs model.kv_rank, the width of what all keys and values are of."
+    if not 0 < rotated < width:
+        yield (
+            f"rope_head_dim={rotated} must be 1 to {width - 1} with mixer='latent': of the"
+            f" {width} dimensions of a head (model.head_dim) it counts those with one key for all"
+            " heads."
+        )
+    if kv_heads not in (0, config.n_heads):
+        yield (
+            f"n_kv_heads={kv_heads} needs model.mixer='attention': with 'latent' each head has keys"
+            " of its own, so set it to 0."
+        )
+    if config.query_key_norm != "none":
+        yield (
+            f"query_key_norm={config.query_key_norm!r} needs model.mixer='attention': 'latent' has"
+            " norms of its latents."
         )
 
 

@@ -23,7 +23,8 @@ from jaxformer.generation.prompts import capacity, read_rows, rounded
 from jaxformer.generation.sampling import Sampling, draw
 from jaxformer.generation.text_rules import TextSoFar, ends, filler
 from jaxformer.generation.weights import prepared, prompt_weights
-from jaxformer.layers.cache import KVCache, empty_cache
+from jaxformer.layers.block import empty_cache
+from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.inputs import Inputs

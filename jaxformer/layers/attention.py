@@ -100,6 +100,20 @@ def attention(
     if mask.leading:
         k, v = seen
         seen = _with_leading(params["prefix_k"], k), _with_leading(params["prefix_v"], v)
+    out, captures = attended(params, config, q, seen, call, name)
+    return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", "sequence", None)), captures
+
+
+def attended(
+    params: Params,
+    config: ModelConfig,
+    q: Float[Array, "B T N H"],
+    seen: tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]],
+    call: Call,
+    name: str = "attention",
+) -> tuple[Float[Array, "B T N W"], Captures]:
+    """`attention` between its projections: queries [B, T, N, H] -> [B, T, N, W]."""
+    mask = call.mask
     scale, soft_cap = config.attention_scale, config.attention_soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
     dropped = (config.attention_dropout_rate, call.key)
@@ -112,7 +126,7 @@ def attention(
         out = weighted_values(dropout(weights, *dropped), seen[1])
     else:
         out = attend(config.attention_kernel, q, *seen, mask)
-    return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", "sequence", None)), captures
+    return out, captures
 
 
 def _with_leading(leading: jax.Array, x: jax.Array) -> jax.Array:
@@ -196,7 +210,7 @@ def _projections(config: ModelConfig, read: str, rotated: bool) -> str:
 SCORE_BIASES = {"alibi": " - slope · distance", "t5": " + bias[distance]"}
 
 
-def _weights(config: ModelConfig, score_bias: str) -> str:
+def weights_text(config: ModelConfig, score_bias: str) -> str:
     """The formula of the attention weights A."""
     scale = f"· {config.attention_scale:g}" if config.attention_scale else "/ √H"
     scores = f"Q Kᵀ {scale}"
@@ -208,7 +222,7 @@ def _weights(config: ModelConfig, score_bias: str) -> str:
 
 
 def _self_formula(config: ModelConfig) -> tuple[str, ...]:
-    weights = _weights(config, SCORE_BIASES.get(config.positions, ""))
+    weights = weights_text(config, SCORE_BIASES.get(config.positions, ""))
     out = f"attention = A V W_O{biased_text(config, 'out', 'b_O')}"
     return _projections(config, "x", rotated=True), weights, out
 
@@ -216,7 +230,7 @@ def _self_formula(config: ModelConfig) -> tuple[str, ...]:
 def _cross_formula(config: ModelConfig) -> tuple[str, ...]:
     projections = f"{_projections(config, 'm', rotated=False)},  m = encoder output"
     out = f"cross = A V W_O{biased_text(config, 'out', 'b_O')}"
-    return projections, _weights(config, ""), out
+    return projections, weights_text(config, ""), out
 
 
 SELF_ATTENTION = Sublayer(

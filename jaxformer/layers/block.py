@@ -8,19 +8,23 @@ from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float
+from numpy.typing import DTypeLike
 
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import FeedForward, Mixer, ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.layers.attention import CROSS_ATTENTION, SELF_ATTENTION
+from jaxformer.layers.cache import KVCache, cache_of
 from jaxformer.layers.experts import EXPERTS
 from jaxformer.layers.ffn import FEED_FORWARD
+from jaxformer.layers.latent import LATENT_ATTENTION
 from jaxformer.layers.linear import dropout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
+from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.sublayer import Call, Sublayer
 
-MIXERS: Table[Sublayer] = Table(Mixer, {"attention": SELF_ATTENTION})
+MIXERS: Table[Sublayer] = Table(Mixer, {"attention": SELF_ATTENTION, "latent": LATENT_ATTENTION})
 FEED_FORWARDS: Table[Sublayer] = Table(FeedForward, {"ffn": FEED_FORWARD, "experts": EXPERTS})
 CROSS = "cross"
 
@@ -54,6 +58,13 @@ def sublayers_of(config: ModelConfig, cross: bool = False) -> dict[str, Sublayer
 def all_sublayers() -> dict[str, Sublayer]:
     """The rows of every kind of layer by their names, which are those of their parameters."""
     return {**MIXERS, CROSS: CROSS_ATTENTION, **FEED_FORWARDS}
+
+
+def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
+    """A cache of all layers for `slots` tokens in each row, in `dtype`."""
+    layers = layer_configs(config, config.n_layers)
+    shapes = [MIXERS[layer.mixer].cached(layer) for layer in layers]
+    return cache_of(shapes, batch, slots, dtype)
 
 
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:

@@ -1,19 +1,33 @@
 """The key-value cache of decoding."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from numpy.typing import DTypeLike
 
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.masks import TokenLayout
-from jaxformer.layers.pattern import layer_configs
 
 # The axes of cached keys and values: mesh.context divides their slots.
 CACHE_AXES = ("batch", "sequence", "kv_heads", None)
+
+
+class CacheShape(NamedTuple):
+    """What a layer's cache has of a token: keys [K, H] and values [K, W]."""
+
+    heads: int
+    key_width: int
+    value_width: int
+
+
+def keys_and_values_shape(config: ModelConfig) -> CacheShape:
+    """The keys and values of all key heads."""
+    return CacheShape(config.kv_heads, config.head_width, config.value_width)
 
 
 class LayerCache(NamedTuple):
@@ -70,16 +84,15 @@ class KVCache:
         )
 
 
-def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
-    """A cache for `slots` tokens in each row, in `dtype`."""
+def cache_of(shapes: Sequence[CacheShape], batch: int, slots: int, dtype: DTypeLike) -> KVCache:
+    """An empty cache of layers with these shapes, for `slots` tokens in each row, in `dtype`."""
     blank = jnp.zeros((batch, slots), jnp.int32)
-    layers = layer_configs(config, config.n_layers)
 
     def zeros(heads: int, width: int) -> jax.Array:
         return constrain(jnp.zeros((batch, slots, heads, width), dtype), CACHE_AXES)
 
-    k = tuple(zeros(layer.kv_heads, layer.head_width) for layer in layers)
-    v = tuple(zeros(layer.kv_heads, layer.value_width) for layer in layers)
+    k = tuple(zeros(shape.heads, shape.key_width) for shape in shapes)
+    v = tuple(zeros(shape.heads, shape.value_width) for shape in shapes)
     return KVCache(k, v, TokenLayout(blank, blank), jnp.int32(0))
 
 

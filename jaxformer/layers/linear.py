@@ -84,12 +84,12 @@ INITIALIZERS: Table[Callable[[ModelConfig], Initializers]] = Table(
 
 
 def linear(
-    equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None
+    equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None, point: str = ""
 ) -> jax.Array:
     """`contract(equation, x, params[name])`, plus `params[name_bias]` where there is one. The
-    product is a point of that name for `model.remat`; to add the bias again takes less time than to
-    write the sum."""
-    y = checkpoint_name(contract(equation, x, params[name], to=to), name)
+    product is a point for `model.remat`, of that name if `point` is empty; to add the bias again
+    takes less time than to write the sum."""
+    y = checkpoint_name(contract(equation, x, params[name], to=to), point or name)
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(y.dtype)
 

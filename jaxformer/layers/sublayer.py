@@ -13,7 +13,7 @@ import jax
 
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.cache import LayerCache
+from jaxformer.layers.cache import CacheShape, LayerCache, keys_and_values_shape
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Output
@@ -100,6 +100,7 @@ class Sublayer(NamedTuple):
       scores: (config, keys) -> FLOPs a token of the forward pass that no parameter has, where a
         token attends to so many keys; 0 for most.
       draws: whether it drops out inside, and so needs a key of its own.
+      cached: config -> what a mixer keeps of each token in the cache of its layer.
       reads_source: whether its keys are those of an encoder.
       capture: the name of its output in `Request`; by default that of the sublayer.
     """
@@ -111,6 +112,7 @@ class Sublayer(NamedTuple):
     gradients: tuple[str, ...]
     formula: Callable[[ModelConfig], tuple[str, ...]]
     scores: Callable[[ModelConfig, int | float], int | float] = lambda config, keys: 0.0
+    cached: Callable[[ModelConfig], CacheShape] = keys_and_values_shape
     draws: bool = False
     reads_source: bool = False
     capture: str = ""

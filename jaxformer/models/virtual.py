@@ -17,7 +17,8 @@ from jaxformer.arrays.params import Params, RowGroups, Weight, contract, lookup
 from jaxformer.arrays.sharding import Axes, constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.layers.cache import KVCache, empty_cache
+from jaxformer.layers.block import empty_cache
+from jaxformer.layers.cache import KVCache
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models import decoder
 from jaxformer.models.inputs import Inputs

@@ -55,7 +55,7 @@ REFUSED = [
     ({"rope_window_theta": 10.0}, "a model.window"),
     ({"rope_window_theta": 0.5, "window": 3}, "at least 1"),
     ({"saved": "q"}, "saved='q' needs remat='names'"),
-    ({"remat": "names", "saved": "q, gates"}, "names of q k v attention out gate up down none"),
+    ({"remat": "names", "saved": "q, gates"}, "names of latent q k v attention out gate up"),
     ({"remat": "names", "offload": "none"}, "offload='none' needs remat='names', and names of"),
     ({"remat": "names", "saved": "input"}, "saved='input' needs remat='names', and names of"),
     ({"remat": "full", "offload": "attention"}, "offload='attention' needs remat='names'"),

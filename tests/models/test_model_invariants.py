@@ -14,7 +14,7 @@ from shapes import LENGTH, MODELS, VOCABULARY, forward, made, model, strong, wei
 
 import jaxformer as jf
 from jaxformer.layers.attention import self_attention
-from jaxformer.layers.cache import empty_cache
+from jaxformer.layers.block import empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import AttentionMask, TokenLayout, layout_of
 from jaxformer.layers.sublayer import Call

@@ -31,7 +31,7 @@ LOGIT_COPIES = {"tpu": 2}
 BLOCK_ARRAYS = 12
 RING_ARRAYS = 3
 # What model.remat=dots stores besides.
-PRODUCTS = ("q", "k", "v", "out", "gate", "up", "down")
+PRODUCTS = ("latent", "q", "k", "v", "out", "gate", "up", "down")
 
 
 def arrays_of(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> list[StoredArray]:

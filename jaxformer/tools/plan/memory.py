@@ -7,6 +7,9 @@ import jax
 
 from jaxformer.arrays.hardware import Device
 from jaxformer.arrays.params import rows
+from jaxformer.layers.attention import CROSS_ATTENTION
+from jaxformer.layers.block import MIXERS
+from jaxformer.layers.sublayer import Sublayer
 from jaxformer.losses import cross_entropy
 from jaxformer.tools.plan.activations import StackActivations, activations, edge_bytes, logits_bytes
 from jaxformer.tools.plan.planned import PlannedRun, shard_bytes, tree_bytes
@@ -194,7 +197,12 @@ def cache_bytes(planned: PlannedRun) -> float:
     model, tensor = planned.model, planned.size("tensor")
     if model.family == "encoder":
         return 0.0
-    split = tensor if model.kv_heads % tensor == 0 else 1
-    of_token = model.kv_heads * (model.head_width + model.value_width) / split
-    lengths = model.max_length + planned.source_length
-    return of_token * model.n_layers * lengths * planned.dtype_bytes
+
+    def numbers(sublayer: Sublayer, tokens: int) -> float:
+        """Those of so many tokens in the cache of a layer."""
+        heads, key_width, value_width = sublayer.cached(model)
+        return tokens * heads * (key_width + value_width) / (1 if heads % tensor else tensor)
+
+    of_layer = numbers(MIXERS[model.mixer], model.max_length)
+    of_layer += numbers(CROSS_ATTENTION, planned.source_length)
+    return of_layer * model.n_layers * planned.dtype_bytes
