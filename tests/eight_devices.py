@@ -43,6 +43,7 @@ BERT = {
     "embedding_norm": True,
     "norm_placement": "post",
 }
+LATENT = {"mixer": "latent", "n_kv_heads": 0, "kv_rank": 16, "query_rank": 24, "rope_head_dim": 4}
 CASES = {  # model of shapes.py, changes to it, microbatches
     "llama": ("llama", {}, 1),
     "gpt2": ("gpt2", {"dropout": 0.1}, 2),
@@ -52,6 +53,7 @@ CASES = {  # model of shapes.py, changes to it, microbatches
     "splash": ("llama", {"attention_kernel": "tpu"}, 1),
     "tiles": ("llama", {}, 4),
     "lora": ("llama", {}, 2),
+    "latent": ("llama", LATENT, 2),
     "prefix": ("llama", {}, 2),
     "prompt": ("llama", {}, 1),
     "prompt of a source": ("llama", SEQUENCE_TO_SEQUENCE | {"max_segments": 1}, 1),
@@ -72,6 +74,7 @@ ON = {
     "lora": ["all three"],
 }
 SLOW = {
+    "latent": ["all three", "tensor 4"],
     "prefix": ["all three"],
     "prompt": ["all three"],
     "prompt of a source": ["all three"],

@@ -112,7 +112,9 @@ def _block_rows() -> dict[str, Spec]:
     experts = replace(
         dense, feed_forward="experts", n_experts=2, experts_per_token=1, shared_ff=1, expert_ff=1
     )
-    return rows(block_specs(dense, cross=True)) | rows(block_specs(experts))
+    latent = ModelConfig(mixer="latent", kv_rank=2, query_rank=2, rope_head_dim=2, bias="all")
+    table = rows(block_specs(latent)) | rows(block_specs(experts))
+    return table | rows(block_specs(dense, cross=True))
 
 
 def _within_block(names: list[str]) -> str:

@@ -51,7 +51,7 @@ SYMBOLS = {
     "N": Symbol(12, "heads"),
     "K": Symbol(4, "key-value heads"),
     "G": Symbol(3, "query heads of a key-value head"),
-    "H": Symbol(10, "width of a head"),
+    "H": Symbol(18, "width of a head"),
     "W": Symbol(14, "width of a value"),
     "F": Symbol(88, "model.d_ff"),
     "V": Symbol(101, "model.vocab_size"),
@@ -60,6 +60,10 @@ SYMBOLS = {
     "X": Symbol(46, "width of an expert"),
     "Y": Symbol(58, "width of the shared expert"),
     "M": Symbol(693, "pairs of a token and an expert"),
+    "R": Symbol(23, "model.kv_rank"),
+    "Q": Symbol(29, "model.query_rank"),
+    "P": Symbol(8, "model.rope_head_dim"),
+    "H-P": Symbol(10, "width of a head without the shared key"),
 }
 
 
@@ -127,9 +131,12 @@ def shapes_of(
 def _symbolic(config: ModelConfig) -> ModelConfig:
     """The model with the sizes of `SYMBOLS`."""
     sizes = {name: symbol.size for name, symbol in SYMBOLS.items()}
-    grouped = config.kv_heads != config.n_heads
+    grouped, latent = config.kv_heads != config.n_heads, config.mixer == "latent"
     return replace(
         config,
+        kv_rank=sizes["R"] if latent else 0,
+        query_rank=sizes["Q"] if config.query_rank else 0,
+        rope_head_dim=sizes["P"] if latent else 0,
         d_model=sizes["D"],
         n_heads=sizes["N"],
         n_kv_heads=sizes["K"] if grouped else 0,

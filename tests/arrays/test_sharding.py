@@ -18,6 +18,8 @@ CASES = [
     "encoder, 2 microbatches, all three",
 ]
 SLOW = [
+    "latent, 2 microbatches, all three",
+    "latent, 2 microbatches, tensor 4",
     "prefix, 2 microbatches, all three",
     "prompt, 1 microbatches, all three",
     "prompt of a source, 1 microbatches, all three",
@@ -33,7 +35,7 @@ SLOW = [
 PRETRAINED = ["pretrained llama", "pretrained gpt2"]
 EXPLICIT = [f"explicit {name}" for name in ("llama", "lora", "encoder-decoder", "encoder")]
 SLOW_EXPLICIT = [
-    f"explicit {name}" for name in ("prefix", "prompt", "prompt of a source", "classes")
+    f"explicit {name}" for name in ("latent", "prefix", "prompt", "prompt of a source", "classes")
 ]
 
 

@@ -1,0 +1,262 @@
+"""Multi-head latent attention: its formula, the laws that compiled programs could break, what its
+cache holds, and what is refused. The other laws are those of all variants
+(tests/models/test_family_invariants.py)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import LATENT, SIZES, alone, cached, laid_out, params_of
+
+import jaxformer as jf
+from jaxformer.arrays.params import rows
+from jaxformer.generation.slide import slide_tokens
+from jaxformer.layers.block import empty_cache
+from jaxformer.layers.latent import absorbs, latent_attention, latent_specs
+from jaxformer.layers.masks import AttentionMask, layout_of
+from jaxformer.layers.positions import rope
+from jaxformer.layers.sublayer import Call
+from jaxformer.models.cost import score_flops
+from jaxformer.models.transformer import specs
+
+forward = jax.jit(jf.forward, static_argnums=1)
+CASES = {
+    "query rank": {},
+    "no query rank": {"query_rank": 0},
+    "window": {"window": 3, "window_pattern": "wf"},
+    "scores": {"attention_sinks": True, "attention_soft_cap": 1.0, "attention_scale": 0.7},
+    "biases": {"bias": "all", "rope_pairing": "interleaved", "rope_fraction": 0.5},
+    "no rotation": {"positions": "learned", "norm": "rms1p"},
+    "blocked": {"attention_kernel": "blocked"},
+}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def model(case="query rank", **changes):
+    return jf.ModelConfig(**(SIZES | LATENT | CASES[case] | changes))
+
+
+def close(found, expected):
+    """Equal to 2e-5 of the largest element."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * float(jnp.abs(expected).max()))
+
+
+def by_heads(layer, config, x):
+    """The formula of the paper, one head after another: [T, D] -> [T, D]."""
+
+    def normed(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def turned(x):
+        return np.asarray(rope(jnp.asarray(x)[None, :, None], jnp.arange(len(x))[None]))[0, :, 0]
+
+    layer = jax.tree.map(np.asarray, layer)
+    own = config.head_width - config.rope_head_dim
+    latent = normed(x @ layer["kv_down"], layer["kv_down_norm"])
+    shared, queries = turned(x @ layer["k_rope"]), normed(x @ layer["q_down"], layer["q_down_norm"])
+    causal, out = np.tril(np.ones((len(x), len(x)), bool)), np.zeros_like(x)
+    for n in range(config.n_heads):
+        q = queries @ layer["q"][:, n]
+        scores = q[:, :own] @ (latent @ layer["k"][:, n]).T + turned(q[:, own:]) @ shared.T
+        scores = np.where(causal, scores / np.sqrt(config.head_width), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out += weights @ (latent @ layer["v"][:, n]) @ layer["out"][n]
+    return out
+
+
+def test_each_head_has_the_formula_of_the_paper():
+    config = model()
+    layer = jax.tree.map(lambda leaf: leaf[0], params_of(config)["blocks"]["latent"])
+    x = np.random.default_rng(0).standard_normal((1, 7, config.d_model)).astype(np.float32)
+    layout = layout_of(jnp.zeros((1, 7), jnp.int32), None, None)
+    found = latent_attention(layer, config, jnp.asarray(x), Call(AttentionMask(layout, layout)))
+    close(found.x[0], jnp.asarray(by_heads(layer, config, x[0])))
+
+
+@every_case
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_cached_decoding_equals_the_full_forward_absorbed_and_expanded(case, size):
+    config = model(case)
+    batch = laid_out(config)
+    real = batch["segment_ids"] != 0
+    expected = jf.forward(params_of(config), config, **batch)
+    close(cached(config, batch, size)[real], expected[real])
+    slots = batch["tokens"].shape[1]
+    assert [absorbs(config, queries, slots) for queries in (1, 2, 6)] == [True, True, False]
+
+
+def test_few_queries_absorb_the_weights_and_many_expand_the_latents():
+    deepseek = dict(n_heads=128, head_dim=192, kv_rank=512, rope_head_dim=64, value_dim=128)
+    config = jf.ModelConfig(d_model=7168, mixer="latent", **deepseek)
+    assert absorbs(config, 1, 4096) and absorbs(config, 128, 4096)
+    assert not absorbs(config, 1024, 4096) and not absorbs(config, 4096, 4096)
+
+
+def test_the_cache_has_latents_and_one_rotated_key():
+    deepseek = dict(n_heads=128, head_dim=192, kv_rank=512, rope_head_dim=64, value_dim=128)
+    config = jf.ModelConfig(d_model=7168, n_layers=1, mixer="latent", **deepseek)
+    ordinary = jf.ModelConfig(d_model=7168, n_layers=1, n_heads=128, head_dim=192, value_dim=128)
+
+    def numbers(config):
+        cache = jax.eval_shape(lambda: empty_cache(config, 2, 5, jnp.float32))
+        return sum(leaf.size for leaf in (*cache.k, *cache.v)) // (2 * 5)
+
+    assert numbers(config) == 512 + 64
+    # 71 times as many numbers of a token.
+    assert numbers(ordinary) == 128 * (192 + 128) == 40_960
+
+
+@every_case
+def test_compiled_scanned_and_computed_again_it_is_the_same(case):
+    config = model(case, n_layers=3)
+    params, batch = params_of(config), laid_out(config, ("packed",))
+    expected = jf.forward(params, config, **batch)
+    close(forward(params, config, **batch), expected)
+    close(forward(params, dataclasses.replace(config, layer_loop="scan"), **batch), expected)
+
+    def loss(params, config):
+        return (jf.forward(params, config, **batch) ** 2).mean()
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    plain = gradient(params, config)
+    for changes in ({"remat": "full"}, {"remat": "names", "saved": "latent attention"}):
+        again = gradient(params, dataclasses.replace(config, **changes))
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(jnp.abs(b).max(), 1e-3))
+
+
+def test_remat_of_names_keeps_the_latents(monkeypatch):
+    """The products of latents with kv_down, q_down and k_rope are computed once where they are
+    kept, and twice where they are not."""
+    monkeypatch.setattr("jaxformer.models.remat.platform", lambda: "gpu")
+    config, found = model(n_layers=1, remat="names"), {}
+    params, batch = params_of(config), alone(config)
+    for saved in ("none", "latent"):
+        kept = dataclasses.replace(config, saved=saved)
+
+        def loss(params, kept=kept):
+            return jf.forward(params, kept, **batch).sum()
+
+        found[saved] = str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
+    assert found["none"] == found["latent"] + 3
+
+
+@pytest.mark.parametrize("family", ["encoder", "encoder_decoder"])
+def test_it_serves_the_other_families(family):
+    config = model(family=family)
+    batch = laid_out(config)
+    found = jf.forward(params_of(config), config, **batch)
+    assert np.isfinite(found).all()
+    if family == "encoder_decoder":
+        close(cached(config, batch, 1), found)
+
+
+def test_generation_writes_what_the_full_forward_would():
+    config = model("window")
+    params, tokens = params_of(config), alone(config)["tokens"][:2]
+    made, row = jf.generate(params, config, tokens, 5, temperature=0), tokens
+    for _ in range(5):
+        row = np.concatenate([row, jf.forward(params, config, row)[:, -1:].argmax(-1)], axis=1)
+    np.testing.assert_array_equal(made, row[:, -5:])
+
+
+def test_the_scores_of_beams_are_those_of_the_full_forward():
+    config = model()
+    params, tokens = params_of(config), alone(config)["tokens"][:2]
+    texts, scores = jf.beam_search(params, config, tokens, 4, beams=3, length_penalty=0.0)
+    texts = np.concatenate([np.repeat(tokens[:, None], 3, 1), texts], axis=2).reshape(6, -1)
+    logs = jax.nn.log_softmax(jf.forward(params, config, texts)[:, :-1])
+    logs = jnp.take_along_axis(logs, texts[:, 1:, None], axis=2)[:, -4:, 0].sum(-1)
+    np.testing.assert_allclose(scores, logs.reshape(2, 3), rtol=1e-4)
+
+
+def test_it_writes_past_its_context():
+    config = model(max_length=12)
+    pieces = slide_tokens(
+        params_of(config), config, [1, 2, 3], 20, key=jax.random.key(0), temperature=0
+    )
+    made = np.concatenate([*pieces], axis=1)[0].tolist()
+    assert len(made) == 20
+    # The window was cut to its newest 9 tokens after 9 of them.
+    row = np.array([[1, 2, 3, *made[:9]]])[:, -9:]
+    assert made[9] == jf.forward(params_of(config), config, row)[0, -1].argmax()
+
+
+def test_adapters_of_absorbed_weights_are_those_of_the_full_forward():
+    config = model()
+    params = jf.adapt(
+        params_of(config), config, jf.LoRA(rank=2, targets=("latent",)), jax.random.key(0)
+    )
+    leaf = params["blocks"]["latent"]["k"]
+    assert leaf.a.shape == (2, 6, 2) and leaf.b.shape == (2, 2, 4, 2)
+    moved = jax.tree.map(lambda x: x + 0.1, params)
+    batch = laid_out(config)
+    real = batch["segment_ids"] != 0
+    expected = jf.forward(moved, config, **batch)
+    close(cached(config, batch, 1, moved)[real], expected[real])
+    assert jnp.abs(expected - jf.forward(params, config, **batch)).max() > 1e-2
+
+
+def test_quantized_weights_are_absorbed_too():
+    config = model()
+    params = jf.quantize(params_of(config), "int8")
+    batch = laid_out(config)
+    real = batch["segment_ids"] != 0
+    expected = jf.forward(params, config, **batch)
+    close(cached(config, batch, 1, params)[real], expected[real])
+
+
+def test_its_scores_count_both_widths():
+    config = model(n_layers=1)
+    assert score_flops(config, 10) == 3 * 2 * 4 * (6 + 3) * 10
+
+
+def test_biases_are_those_of_the_products_with_the_residual_stream_and_of_the_last():
+    names = {name for name in latent_specs(model("biases")) if name.endswith("bias")}
+    assert names == {"q_down_bias", "kv_down_bias", "k_rope_bias", "out_bias"}
+    straight = latent_specs(model("biases", query_rank=0))
+    assert "q_down" not in straight and straight["q"].shape == (16, 4, 6)
+
+
+def test_every_leaf_moves_the_logits():
+    config = model("biases", attention_sinks=True)
+    params, batch = params_of(config), alone(config)
+
+    def loss(params):
+        return (jf.forward(params, config, **batch) ** 2).mean()
+
+    gradient = jax.grad(loss)(params)["blocks"]["latent"]
+    assert set(gradient) == {
+        path.split(".")[2] for path in rows(specs(config)) if "latent." in path
+    }
+    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
+
+
+BAD = {
+    "no rank": ({"kv_rank": 0}, "mixer='latent' needs model.kv_rank"),
+    "no shared key": ({"rope_head_dim": 0}, "rope_head_dim=0 must be 1 to 5"),
+    "no dimensions of its own": ({"rope_head_dim": 6}, "rope_head_dim=6 must be 1 to 5"),
+    "an odd rotation": ({"rope_head_dim": 1}, "rope_head_dim=1 with model.rope_fraction=1"),
+    "key heads": ({"n_kv_heads": 2}, "n_kv_heads=2 needs model.mixer='attention'"),
+    "norms": ({"query_key_norm": "head"}, "query_key_norm='head' needs model.mixer='attention'"),
+    "attention": ({"mixer": "attention"}, "kv_rank=6 needs model.mixer='latent'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_settings_that_do_not_fit_are_refused(case):
+    changes, message = BAD[case]
+    with pytest.raises(jf.ConfigError, match=message):
+        model(**changes)
+
+
+@pytest.mark.parametrize(
+    "adapter", [jf.PrefixTuning(3), jf.PromptTuning(3)], ids=["prefix", "prompt"]
+)
+def test_keys_of_virtual_tokens_are_refused_in_one_message(adapter):
+    config = model()
+    with pytest.raises(jf.ConfigError, match=r"keys and values of model\.mixer='attention'.*LoRA"):
+        jf.adapt(params_of(config), config, adapter, jax.random.key(0))
