@@ -7,8 +7,8 @@ With sequential residuals each sublayer reads the sum before it; with parallel o
 from typing import NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
-from numpy.typing import DTypeLike
 
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import FeedForward, Mixer, ModelConfig

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from numpy.typing import DTypeLike
+from jax.typing import DTypeLike
 
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig

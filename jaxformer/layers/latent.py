@@ -32,7 +32,7 @@ from jaxformer.layers.sublayer import Call, Sizes, StoredArray, biased_text
 # That of the norms of latents in DeepSeek's models, whatever model.norm_eps is.
 LATENT_EPS = 1e-6
 POINT = "latent"  # of the products that make latents and the shared key
-BY_TOKENS = ("batch", "sequence", None)
+RESIDUAL_AXES = ("batch", "sequence", None)
 
 
 def latent_specs(config: ModelConfig) -> Specs:
@@ -79,7 +79,7 @@ def latent_specs(config: ModelConfig) -> Specs:
 
 def _normed_latent(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax.Array:
     """The product of x [B, T, D] with the weight of this name, after its norm: [B, T, C]."""
-    latent = linear("BTD,DC->BTC", params, name, x, to=BY_TOKENS, point=POINT)
+    latent = linear("BTD,DC->BTC", params, name, x, to=RESIDUAL_AXES, point=POINT)
     return rms_norm(latent, scale_of(config, params[f"{name}_norm"]), LATENT_EPS)
 
 
@@ -99,7 +99,7 @@ def latents(
 ) -> Float[Array, "B T 1 C+R"]:
     """What the cache has of each token: its normed latent, and the rotated key of all heads."""
     latent = _normed_latent(params, config, "kv_down", x)
-    key = linear("BTD,DH->BTH", params, "k_rope", x, to=BY_TOKENS, point=POINT)
+    key = linear("BTD,DH->BTH", params, "k_rope", x, to=RESIDUAL_AXES, point=POINT)
     key = rotate(config, key[:, :, None], layout.positions, layout.segments)
     return jnp.concatenate([latent[:, :, None], key], axis=-1)
 
@@ -150,7 +150,7 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
     else:
         seen = expanded(params, config, tokens)
         out, captures = attended(params, config, q, seen, call)
-    out = linear("BTNH,NHD->BTD", params, "out", out, to=BY_TOKENS)
+    out = linear("BTNH,NHD->BTD", params, "out", out, to=RESIDUAL_AXES)
     return Output(out, cache, Aux(captures=captures))
 
 
