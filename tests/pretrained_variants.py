@@ -74,6 +74,25 @@ GPT_OSS = EXPERTS | dict(
 )
 
 
+DEEPSEEK = {name: value for name, value in LLAMA.items() if name != "head_dim"} | dict(
+    hidden_size=44,
+    num_key_value_heads=6,
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=19,
+    n_shared_experts=2,
+    n_group=4,
+    topk_group=2,
+    kv_lora_rank=16,
+    q_lora_rank=20,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=10,
+    v_head_dim=12,
+)
+
+
 def rope(kind, factor, **more):
     return {"rope_parameters": dict(rope_theta=THETA) | dict(rope_type=kind, factor=factor) | more}
 
@@ -238,6 +257,27 @@ VARIANTS = {
     "gpt-oss no attention bias": (
         tf.GptOssForCausalLM,
         GPT_OSS | dict(attention_bias=False, tie_word_embeddings=True, num_experts_per_tok=4),
+    ),
+    "deepseek-v3": (tf.DeepseekV3ForCausalLM, DEEPSEEK),
+    "deepseek-v3 yarn": (
+        tf.DeepseekV3ForCausalLM,
+        DEEPSEEK
+        | rope("yarn", 4.0, **YARN, mscale=1.0, mscale_all_dim=1.0)
+        | dict(first_k_dense_replace=0, routed_scaling_factor=1.5, norm_topk_prob=False),
+    ),
+    "deepseek-v3 yarn of two factors": (
+        tf.DeepseekV3ForCausalLM,
+        DEEPSEEK
+        | rope("yarn", 4.0, **YARN, mscale=0.7, mscale_all_dim=0.4)
+        | dict(n_group=1, topk_group=1, tie_word_embeddings=True),
+    ),
+    "deepseek-v3 no query rank, bias": (
+        tf.DeepseekV3ForCausalLM,
+        DEEPSEEK | dict(q_lora_rank=None, attention_bias=True, rope_interleave=False),
+    ),
+    "deepseek-v3 dense": (
+        tf.DeepseekV3ForCausalLM,
+        DEEPSEEK | dict(first_k_dense_replace=3, attention_bias=True),
     ),
     "gpt-neox": (tf.GPTNeoXForCausalLM, NEOX),
     "gpt-neox in turn": (

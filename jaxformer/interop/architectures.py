@@ -9,6 +9,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of
 from jaxformer.interop.bart import BART, MARIAN
 from jaxformer.interop.bert import BERT, ROBERTA
+from jaxformer.interop.deepseek import DEEPSEEK_V3
 from jaxformer.interop.experts import EXPERT_FAMILIES
 from jaxformer.interop.family import Family
 from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEOX
@@ -17,7 +18,8 @@ from jaxformer.interop.t5 import T5
 
 # The first that is exactly a config is written, so the plainer ones come first.
 DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, PHI3)
-HF_FAMILIES: tuple[Family, ...] = (*DECODERS, *EXPERT_FAMILIES, BERT, ROBERTA, T5, BART, MARIAN)
+WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
+HF_FAMILIES: tuple[Family, ...] = (*DECODERS, *WITH_EXPERTS, BERT, ROBERTA, T5, BART, MARIAN)
 ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}
 BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
 NEAREST_SHOWN, OBSTACLES_SHOWN = 3, 6

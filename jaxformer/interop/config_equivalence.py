@@ -99,7 +99,9 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         prefix for prefix, positions in prefixes.items() if positions != config.positions
     )
     names = [entry.name for entry in dataclasses.fields(config)]
-    return unused + [name for name in names if name.startswith(unused_prefixes)]
+    # The shared key of latent attention has its width with any positions.
+    positional = [name for name in names if name != "rope_head_dim"]
+    return unused + [name for name in positional if name.startswith(unused_prefixes)]
 
 
 def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:

@@ -36,6 +36,7 @@ CLASSES = {
     "granitemoe": tf.GraniteMoeConfig,
     "granitemoeshared": tf.GraniteMoeSharedConfig,
     "gpt_oss": tf.GptOssConfig,
+    "deepseek_v3": tf.DeepseekV3Config,
     "gpt2": tf.GPT2Config,
     "gpt_neox": tf.GPTNeoXConfig,
     "bloom": tf.BloomConfig,

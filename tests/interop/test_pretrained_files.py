@@ -394,6 +394,13 @@ SIZES = {  # the least that has to be said, since models are large by default
 PLAIN = dict(
     hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, vocab_size=71
 )
+SIZES["deepseek-v3"] = PLAIN | dict(
+    num_key_value_heads=4,
+    num_hidden_layers=4,
+    moe_intermediate_size=8,
+    kv_lora_rank=32,
+    q_lora_rank=32,
+)
 MANY = dict(num_hidden_layers=7)
 
 

@@ -51,6 +51,8 @@ GREEDY = [
         "olmoe",
         "granite-moe-shared",
         "gpt-oss yarn",
+        "deepseek-v3",
+        "deepseek-v3 yarn",
         "bloom",
         "bloom 4 heads",
         "t5",
