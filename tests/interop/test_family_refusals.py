@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import DOCUMENTS, FAMILIES, SIZES, alone, params_of
+from families import DOCUMENTS, FAMILIES, LATENT, SIZES, alone, params_of
 
 import jaxformer as jf
 from jaxformer.config import rules as config_rules
@@ -66,6 +66,13 @@ REFUSED = [
     (EXPERTS | {"router_groups": 2}, "is not divisible by model.router_groups=2"),
     (EXPERTS | {"router_groups": 5, "router_top_groups": 6}, "router_top_groups=6 is above"),
     (EXPERTS | {"router_groups": 5}, "raise model.router_top_groups"),
+    (LATENT | {"kv_rank": 0}, "mixer='latent' needs model.kv_rank"),
+    (LATENT | {"rope_head_dim": 0}, "rope_head_dim=0 must be 1 to 5"),
+    (LATENT | {"rope_head_dim": 6}, "rope_head_dim=6 must be 1 to 5"),
+    (LATENT | {"rope_head_dim": 1}, "rope_head_dim=1 with model.rope_fraction=1"),
+    (LATENT | {"n_kv_heads": 2}, "n_kv_heads=2 needs model.mixer='attention'"),
+    (LATENT | {"query_key_norm": "head"}, "query_key_norm='head' needs model.mixer='attention'"),
+    (LATENT | {"mixer": "attention"}, "kv_rank=6 needs model.mixer='latent'"),
 ]
 
 
@@ -95,7 +102,7 @@ def test_every_rule_of_the_model_settings_is_tested():
         sys.settrace(None)
     lines = enumerate(source.read_text().splitlines(), start=1)
     rules = {number for number, line in lines if line.lstrip().startswith("yield ")}
-    assert len(rules) == 31 and rules <= reached
+    assert len(rules) == 36 and rules <= reached
 
 
 CALLS = [

@@ -235,24 +235,6 @@ def test_every_leaf_moves_the_logits():
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
 
 
-BAD = {
-    "no rank": ({"kv_rank": 0}, "mixer='latent' needs model.kv_rank"),
-    "no shared key": ({"rope_head_dim": 0}, "rope_head_dim=0 must be 1 to 5"),
-    "no dimensions of its own": ({"rope_head_dim": 6}, "rope_head_dim=6 must be 1 to 5"),
-    "an odd rotation": ({"rope_head_dim": 1}, "rope_head_dim=1 with model.rope_fraction=1"),
-    "key heads": ({"n_kv_heads": 2}, "n_kv_heads=2 needs model.mixer='attention'"),
-    "norms": ({"query_key_norm": "head"}, "query_key_norm='head' needs model.mixer='attention'"),
-    "attention": ({"mixer": "attention"}, "kv_rank=6 needs model.mixer='latent'"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_settings_that_do_not_fit_are_refused(case):
-    changes, message = BAD[case]
-    with pytest.raises(jf.ConfigError, match=message):
-        model(**changes)
-
-
 @pytest.mark.parametrize(
     "adapter", [jf.PrefixTuning(3), jf.PromptTuning(3)], ids=["prefix", "prompt"]
 )
