@@ -8,7 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eight_devices import BERT, SEQUENCE_TO_SEQUENCE, train
+from eight_devices import BERT, LATENT, SEQUENCE_TO_SEQUENCE, train
 from learning_steps import a_run
 
 import jaxformer as jf
@@ -39,6 +39,8 @@ SLOW_STEPS = {
     "ring of both": SEQUENCE_TO_SEQUENCE | {"positions": "rope", "attention_kernel": "ring"},
     "scanned ring": {"attention_kernel": "ring", "layer_loop": "scan", "n_layers": 3},
     "tiles": {},
+    "latent": LATENT,
+    "ring of latents": LATENT | {"attention_kernel": "ring"},
 }
 
 
@@ -171,9 +173,9 @@ def splash():
     return {"error": max(jax.tree.leaves(errors)), "balanced": "collective_permute" in text}
 
 
-def decoding():
+def decoding(**changes):
     """Greedy tokens of one device and of a mesh whose cache is divided, and its share of it."""
-    config = dataclasses.replace(a_run("llama", vocab_size=64).model, max_length=64)
+    config = dataclasses.replace(a_run("llama", vocab_size=64, **changes).model, max_length=64)
     params, prompt = jf.init(config, jax.random.key(3)), np.arange(24).reshape(2, 12) % 64
 
     def generated():
@@ -211,6 +213,7 @@ def main() -> None:
             "attentions": attentions(),
             "splash": splash(),
             "decoding": decoding(),
+            "decoding of latents": decoding(**LATENT),
             "arrangement": arrangement(),
         }
     json.dump(report, sys.stdout)
