@@ -58,6 +58,9 @@ def saved(name, what="adapter", base=None, **settings):
 def everywhere(name):
     """An adapter of every linear layer, with ranks, alphas and scales of their own."""
     modules = linear_modules(reference(name))
+    if name == "deepseek-v3":
+        # peft takes the layers of a dense or of a shared feed-forward for parameters of experts.
+        modules = [module for module in modules if "self_attn" in module]
     last = modules[-1].rpartition(".")[2]
     return saved(
         name,

@@ -4,8 +4,6 @@ import dataclasses
 import math
 from typing import Any
 
-import numpy as np
-
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.experts import EXPERTS, QWEN_ROWS
@@ -14,40 +12,12 @@ from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import ATTENTION_BIAS, INV_FREQ, LAYER, RMS, SILU
 from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.tensor_table import (
-    LINEAR,
-    STACKED,
-    Arrays,
-    LayerSpecs,
-    TensorRow,
-    Transform,
-    linear,
-    norm,
-)
+from jaxformer.interop.tensor_table import HEADS_STACKED, LINEAR, STACKED, TensorRow, linear, norm
 from jaxformer.layers.pattern import layer_configs
 
 UNROTATED, ROTATED, DEEPSEEK_LAYERS = 128, 64, 61  # defaults of DeepseekV3Config
-
-
-def _shape(specs: LayerSpecs) -> tuple[int, ...]:
-    rank, heads, _ = specs[0].shape
-    return heads * sum(spec.shape[-1] for spec in specs), rank
-
-
-def _split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
-    rank, heads, width = specs[0].shape
-    by_head = tensor.reshape(heads, -1, rank).transpose(2, 0, 1)
-    return np.split(by_head, [width], axis=2)
-
-
-def _join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
-    return np.concatenate(leaves, axis=2).transpose(1, 2, 0).reshape(_shape(specs))
-
-
-# [out, in] of keys and values [C, N, *], of each head the key above the value.
-KEY_AND_VALUE = Transform(_shape, _split, _join)
-
 LATENT_BLOCKS = "blocks.latent."
+
 DEEPSEEK_ROWS = (
     *QWEN_ROWS,
     *norm(LAYER + "input_layernorm", "blocks.latent_norm"),
@@ -62,7 +32,7 @@ DEEPSEEK_ROWS = (
     TensorRow(
         LAYER + "self_attn.kv_b_proj.weight",
         (f"{LATENT_BLOCKS}k", f"{LATENT_BLOCKS}v"),
-        KEY_AND_VALUE,
+        HEADS_STACKED,
     ),
     *linear(LAYER + "self_attn.o_proj", f"{LATENT_BLOCKS}out"),
     TensorRow(LAYER + "mlp.gate.e_score_correction_bias", f"{EXPERTS}router_bias"),

@@ -28,6 +28,7 @@ from jaxformer.interop.llama import LAYER
 from jaxformer.interop.tensor_table import (
     BY_HEAD,
     CONV,
+    HEADS_STACKED,
     IN_TURN,
     INTERLEAVED,
     LINEAR,
@@ -239,4 +240,4 @@ def _order(tensor: Tensor) -> Transform:
     this shape also over weights that are stored as [inputs, outputs], and over embeddings."""
     if tensor.transform is INTERLEAVED:
         return IN_TURN
-    return tensor.transform if tensor.transform in (BY_HEAD, STACKED) else LINEAR
+    return tensor.transform if tensor.transform in (BY_HEAD, HEADS_STACKED, STACKED) else LINEAR

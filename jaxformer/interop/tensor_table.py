@@ -65,6 +65,26 @@ def _one_below_another() -> Transform:
     return Transform(shape, split, join)
 
 
+def _of_heads() -> Transform:
+    """The matrices [out, in] of several leaves [I, N, H], of each head one below another. Their
+    widths H may differ."""
+
+    def shape(specs: LayerSpecs) -> tuple[int, ...]:
+        inputs, heads, _ = specs[0].shape
+        return heads * sum(spec.shape[-1] for spec in specs), inputs
+
+    def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
+        inputs, heads, _ = specs[0].shape
+        leaf = tensor.reshape(heads, -1, inputs).transpose(2, 0, 1)
+        ends = np.cumsum([spec.shape[-1] for spec in specs])
+        return np.split(leaf, ends[:-1], axis=2)
+
+    def join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
+        return np.concatenate(leaves, axis=2).transpose(1, 2, 0).reshape(shape(specs))
+
+    return Transform(shape, split, join)
+
+
 def _ordered(order: str) -> Transform:
     """Leaves with their axes in another order, as a matrix of inputs and outputs.
 
@@ -105,6 +125,7 @@ CONV = _ordered("IPNH")  # GPT-2's Conv1D: [in, out]; several leaves side by sid
 BY_HEAD = _ordered("NPHI")  # GPT-NeoX and BLOOM: [out, in] with the parts of each head together
 INTERLEAVED = _ordered("INHP")  # gpt-oss: [in, out], the numbers of gate and up in turn
 IN_TURN = _ordered("NHPI")  # its transpose
+HEADS_STACKED = _of_heads()  # DeepSeek-V3: [out, in] of each head's keys and values
 STACKED = _one_below_another()  # Phi-3: [out, in] of queries, keys and values, or of gate and up
 
 
