@@ -70,7 +70,8 @@ def compiled_counts(target: str, kernel: str, shape: Shape = COMPILED) -> Counts
         ]
         sizes = jax.ShapeDtypeStruct((shape.experts,), jnp.int32, sharding=on_device)
         step = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3, 4)), static_argnums=0)
-        return count(step.lower(kernel, *arrays, sizes).compile().as_text())
+        program = step.lower(kernel, *arrays, sizes).compile().as_text() or ""
+        return count(program)
 
 
 def compile_table(targets: Sequence[str], asked: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ A single process agrees with itself and asks nobody."""
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar, cast
 
 import jax
@@ -80,7 +80,7 @@ def together(work: Callable[[], AgreedT], *kinds: type[Exception]) -> AgreedT:
     return result
 
 
-def require_same(values: dict[str, str]) -> None:
+def require_same(values: Mapping[str, str]) -> None:
     """Raises ConfigError, in every process, where one has other values than the first."""
     if jax.process_count() == 1:
         return

@@ -98,6 +98,7 @@ def test_a_run_takes_the_next_kernel_where_that_of_experts_fails_its_check(fault
 
 def test_both_kernels_can_fail(as_loop, monkeypatch):
     """A kernel of attention that has failed is not taken again when that of experts fails."""
+
     def fails(q, k, v, mask):
         raise NotImplementedError("refused")
 
