@@ -280,8 +280,8 @@ class ModelConfig(Section):
     attention_kernel: Volatile[AttentionKernel] = "auto"
     """Attention kernel; auto selects the fastest that supports the model in training, else xla."""
     expert_kernel: Volatile[ExpertKernel] = "auto"
-    """Kernel of the grouped matrix products of experts; auto selects the fastest in training, else
-    loop. xla, which multiplies all rows by all experts, is for forward-mode derivatives."""
+    """Kernel of the products of experts; auto selects the fastest that is right on the device in
+    training, else loop. xla multiplies all rows by all experts, for forward-mode derivatives."""
     max_segments: Volatile[Natural] = 0
     """Bound of the segment ids of a row, which cuDNN needs; 0: training takes it from the data."""
 

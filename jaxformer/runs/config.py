@@ -22,7 +22,7 @@ from jaxformer.files import ConfigError
 # Model settings that a new run does not take from the model it starts from.
 OWN = (
     *("head", "n_classes", "pooling", *SECOND_HEADS, "dropout", "attention_dropout"),
-    *("dtype", "layer_loop", "remat", "attention_kernel"),
+    *("dtype", "layer_loop", "remat", "attention_kernel", "expert_kernel"),
 )
 
 

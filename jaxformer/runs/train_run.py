@@ -174,7 +174,7 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
             on_cpu = platform(setup.mesh) == "cpu"
             program = thread.submit(compile_step, setup, log) if on_cpu else None
             proven = with_proven_kernel(setup, log)
-            kernels = {
+            kernels: dict[str, str] = {
                 "the attention kernel": proven.model.attention_kernel,
                 "the kernel of experts": proven.model.expert_kernel,
             }

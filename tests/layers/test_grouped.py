@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxformer.files import ConfigError
 from jaxformer.layers import grouped_pallas
@@ -126,6 +127,31 @@ def test_blocks_of_a_tpu_fit_and_read_a_matrix_once_where_they_can():
     assert depth == 2048 and 5632 % width == 0
     # At the borders of groups a tile is computed twice.
     assert 8 * rows <= 0.1 * 32_768
+
+
+@pytest.mark.parametrize(
+    "kernel, target, call, device",
+    [
+        (
+            "gpu",
+            "cuda",
+            "__gpu$xla.gpu.triton",
+            AbstractDevice("NVIDIA H100 80GB HBM3", 132, platform="gpu"),
+        ),
+        ("tpu", "tpu", "tpu_custom_call", AbstractDevice("TPU v5 lite", 1, platform="tpu")),
+    ],
+)
+def test_a_kernel_lowers_for_its_platform(kernel, target, call, device):
+    """Three products, without a device."""
+    m, depth, width, sizes = CASES["over tiles"]
+    shapes = ((m, depth), (len(sizes), depth, width), (m, width))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    groups = jax.ShapeDtypeStruct((len(sizes),), jnp.int32)
+    mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        step = jax.jit(functools.partial(with_gradients, kernel))
+        lowered = step.trace(*arrays, groups).lower(lowering_platforms=(target,))
+    assert lowered.as_text().count(f"@{call}") == 3
 
 
 def test_auto_takes_the_first_kernel_that_runs_and_says_why_not_another():

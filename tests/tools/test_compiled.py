@@ -3,6 +3,8 @@ steps of the configs through the compilers of TPUs and GPUs."""
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -245,3 +247,32 @@ def test_a_step_on_tpus_gathers_weights_whole_and_casts_them_in_the_loop(tmp_pat
     # The shard of the matrix "up" of all layers.
     text = path.read_text()
     assert "f32[3,512,5632]" in text and "bf16[3,512,5632]" not in text
+
+
+EXPERT_PRODUCTS = """
+import json, sys
+sys.path.insert(0, "benchmarks")
+from grouped import COMPILED, compiled_counts, sparse_flops
+counts = compiled_counts(*sys.argv[1:])
+print(json.dumps([counts.flops / sparse_flops(COMPILED), counts.custom_calls]))
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("target", "kernel", "call"),
+    [("h100:1x1", "gpu", "__gpu$xla.gpu.triton"), ("v5e:1x1", "tpu", "tpu_custom_call")],
+)
+def test_a_layer_of_experts_computes_its_sparse_products_alone(
+    target: str, kernel: str, call: str
+) -> None:
+    """Each row times its expert: three products forward, and six backward."""
+    try:
+        require_compiler(parse_target(target).platform)
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+    command = [sys.executable, "-c", EXPERT_PRODUCTS, target, kernel]
+    done = subprocess.run(command, cwd=CONFIGS.parent, capture_output=True, text=True, check=True)
+    ratio, calls = json.loads(done.stdout)
+    assert 1 <= ratio < 1.1 and calls[call] == 9

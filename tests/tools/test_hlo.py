@@ -22,6 +22,9 @@ ADD = """
 """
 
 
+GROUPED = {"sizes": "s32[4]{0}", "x": "bf16[64,16]{1,0}", "w": "bf16[4,16,24]{2,1,0}"}
+
+
 def counted(*lines: str, more: str = "", peak: float = 1e12, bandwidth: float = 1e9) -> Counts:
     """The counts of a program of these instructions; `more` are other computations."""
     body = "\n".join(f"  {line}" for line in lines)
@@ -449,6 +452,16 @@ def test_kernels_are_counted_by_target_with_the_products_inside() -> None:
     assert counted(*splash).kernels == 2 * 4 * scores * 64 // 2
     one_row = [line.replace("bf16[2,", "bf16[").replace("{3,2,1,0}", "{2,1,0}") for line in splash]
     assert counted(*one_row).kernels == 4 * scores * 64 // 2
+    rows = [f"%{name} = {kind} parameter({n})" for n, (name, kind) in enumerate(GROUPED.items(), 2)]
+    for result, name, width in (
+        ("bf16[64,24]{1,0}", "grouped_product", 24),
+        ("bf16[4,16,40]{2,1,0}", "grouped_outer", 40),
+    ):
+        triton = (
+            f'%o = {result} custom-call(%sizes, %x, %w), custom_call_target="__gpu$xla.gpu.triton",'
+            f' backend_config={{grid_x = 2 : i32, ir = "ML\\EFR", name = "{name}", grid_y = 1}}'
+        )
+        assert counted(*rows, triton).kernels == 2 * 64 * 16 * width
     unknown = '%o = f32[8]{0} custom-call(%q, %k), custom_call_target="other"'
     assert counted(*arrays, unknown).kernels == 0
     allocated = '%o = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"'

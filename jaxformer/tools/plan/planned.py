@@ -164,9 +164,9 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
     if changed_mesh.shape != mesh.shape:
         mesh = changed_mesh
         check_split(planned.specs, mesh)
-        asked = dataclasses.replace(
-            run.model, attention_kernel=planned.asked.model.attention_kernel
-        )
+        names = ("attention_kernel", "expert_kernel")
+        automatic: dict[str, Any] = {name: getattr(planned.asked.model, name) for name in names}
+        asked = dataclasses.replace(run.model, **automatic)
         length = math.gcd(planned.length, planned.source_length)
         model, kernel = with_kernel(asked, run.adapter, length, asked.max_segments, mesh)
         run = dataclasses.replace(run, model=model)
