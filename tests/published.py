@@ -114,6 +114,67 @@ LLAMA3 = less(LLAMA2, "_name_or_path") | dict(
     rope_theta=500000.0, rope_scaling=SCALED, torch_dtype="bfloat16", transformers_version="4.42.3",
 )  # fmt: skip
 FREQUENCIES = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(2)}
+MIXTRAL = less(LLAMA3, "attention_bias", "mlp_bias") | dict(
+    architectures=["MixtralForCausalLM"], model_type="mixtral", eos_token_id=2,
+    num_experts_per_tok=2, num_local_experts=4, output_router_logits=False, rope_theta=1e6, rope_scaling=None,
+    router_aux_loss_coef=0.02, sliding_window=None, transformers_version="4.36.0.dev0",
+)  # fmt: skip
+case("mixtral-8x7b-v0.1", less(MIXTRAL, "rope_scaling"), BF16)
+QWEN3_MOE = less(LLAMA3, "mlp_bias") | dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", eos_token_id=3, head_dim=8,
+    decoder_sparse_step=1, max_window_layers=2, mlp_only_layers=[], moe_intermediate_size=16,
+    norm_topk_prob=True, num_experts=4, num_experts_per_tok=2, output_router_logits=False,
+    rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1e6, router_aux_loss_coef=0.001,
+    sliding_window=None, transformers_version="4.51.0", use_sliding_window=False,
+)  # fmt: skip
+case("qwen3-30b-a3b", QWEN3_MOE, BF16)
+OLMOE = less(LLAMA3, "mlp_bias", "bos_token_id") | dict(
+    architectures=["OlmoeForCausalLM"], model_type="olmoe", clip_qkv=None, eos_token_id=3,
+    norm_topk_prob=False, num_experts=4, num_experts_per_tok=2, num_key_value_heads=4,
+    output_router_logits=False, pad_token_id=1, rope_scaling=None, rope_theta=1e4,
+    router_aux_loss_coef=0.01, transformers_version="4.43.0.dev0",
+)  # fmt: skip
+case("olmoe-1b-7b-0924", OLMOE, BF16)
+GRANITE = less(LLAMA3, "mlp_bias", "pretraining_tp") | dict(
+    architectures=["GraniteMoeForCausalLM"], model_type="granitemoe", attention_dropout=0.1,
+    attention_multiplier=0.15, bos_token_id=0, embedding_multiplier=12.0, eos_token_id=0,
+    logits_scaling=6.0, num_experts_per_tok=3, num_local_experts=5, output_router_logits=False,
+    pad_token_id=0, residual_multiplier=0.22, rms_norm_eps=1e-6, rope_scaling=None,
+    rope_theta=10000, router_aux_loss_coef=0.001, tie_word_embeddings=True,
+    transformers_version="4.46.0.dev0",
+)  # fmt: skip
+case("granite-3.0-1b-a400m-base", GRANITE, BF16)
+
+
+def packed(held):
+    """The weights of experts [E, in, out] as blocks and scales of MXFP4."""
+    generator, packed = torch.Generator().manual_seed(0), dict(held)
+    for name in [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = packed.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return packed
+
+
+KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+OSS_YARN = dict(
+    beta_fast=32.0, beta_slow=1.0, factor=4.0, original_max_position_embeddings=16,
+    rope_type="yarn", truncate=False,
+)  # fmt: skip
+GPT_OSS = dict(
+    architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0, eos_token_id=2,
+    experts_per_token=2, head_dim=8, hidden_act="silu", hidden_size=32, initial_context_length=16,
+    initializer_range=0.02, intermediate_size=32, max_position_embeddings=ROOM,
+    layer_types=["sliding_attention", "full_attention"], model_type="gpt_oss",
+    num_attention_heads=4, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=2, num_local_experts=4, output_router_logits=False,
+    pad_token_id=9, quantization_config=dict(modules_to_not_convert=KEPT, quant_method="mxfp4"),
+    rms_norm_eps=1e-05, rope_scaling=OSS_YARN, rope_theta=150000, router_aux_loss_coef=0.9,
+    sliding_window=5, swiglu_limit=7.0, tie_word_embeddings=False,
+    transformers_version="4.55.0.dev0", use_cache=True, vocab_size=71,
+)  # fmt: skip
+case("gpt-oss-20b", GPT_OSS, both(BF16, packed))
 case("llama-2-7b-hf", LLAMA2, both(F16, also(FREQUENCIES)))
 case("llama-3.1-8b-instruct", LLAMA3, BF16)
 case("llama-3.2-1b", LLAMA3 | dict(head_dim=6, tie_word_embeddings=True, eos_token_id=2), BF16)

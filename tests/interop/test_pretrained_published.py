@@ -34,7 +34,9 @@ def theirs_of(place):
     """transformers' model of a directory; of a BART without a head the one that writes."""
     named = json.loads((place / "config.json").read_text())["architectures"][0]
     kind = getattr(tf, named.replace("BartModel", "BartForConditionalGeneration"))
-    return kind.from_pretrained(place, dtype=torch.float32, attn_implementation="eager").eval()
+    return kind.from_pretrained(
+        place, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
 
 
 @pytest.mark.parametrize("name", CASES)
