@@ -116,8 +116,9 @@ LLAMA3 = less(LLAMA2, "_name_or_path") | dict(
 FREQUENCIES = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(2)}
 MIXTRAL = less(LLAMA3, "attention_bias", "mlp_bias") | dict(
     architectures=["MixtralForCausalLM"], model_type="mixtral", eos_token_id=2,
-    num_experts_per_tok=2, num_local_experts=4, output_router_logits=False, rope_theta=1e6, rope_scaling=None,
-    router_aux_loss_coef=0.02, sliding_window=None, transformers_version="4.36.0.dev0",
+    num_experts_per_tok=2, num_local_experts=4, output_router_logits=False, rope_theta=1e6,
+    rope_scaling=None, router_aux_loss_coef=0.02, sliding_window=None,
+    transformers_version="4.36.0.dev0",
 )  # fmt: skip
 case("mixtral-8x7b-v0.1", less(MIXTRAL, "rope_scaling"), BF16)
 QWEN3_MOE = less(LLAMA3, "mlp_bias") | dict(
@@ -168,8 +169,9 @@ GPT_OSS = dict(
     experts_per_token=2, head_dim=8, hidden_act="silu", hidden_size=32, initial_context_length=16,
     initializer_range=0.02, intermediate_size=32, max_position_embeddings=ROOM,
     layer_types=["sliding_attention", "full_attention"], model_type="gpt_oss",
-    num_attention_heads=4, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=2, num_local_experts=4, output_router_logits=False,
-    pad_token_id=9, quantization_config=dict(modules_to_not_convert=KEPT, quant_method="mxfp4"),
+    num_attention_heads=4, num_experts_per_tok=2, num_hidden_layers=2,
+    num_key_value_heads=2, num_local_experts=4, output_router_logits=False, pad_token_id=9,
+    quantization_config=dict(modules_to_not_convert=KEPT, quant_method="mxfp4"),
     rms_norm_eps=1e-05, rope_scaling=OSS_YARN, rope_theta=150000, router_aux_loss_coef=0.9,
     sliding_window=5, swiglu_limit=7.0, tie_word_embeddings=False,
     transformers_version="4.55.0.dev0", use_cache=True, vocab_size=71,
