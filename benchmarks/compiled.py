@@ -8,7 +8,8 @@ Needs the extras plan-tpu and plan-gpu; a row whose compiler is missing says so.
 in a process of its own, one after the other, and is saved at once in results/compiled.json, or with
 --label in results/compiled_LABEL.json. The table shows the figures of results/compiled_before.json
 in brackets. --table writes it between the marks `<!-- compiled -->` and `<!-- /compiled -->` of a
-Markdown file, and between those of `peers` the same steps beside those of other libraries. --peer
+Markdown file, between those of `context` and `experts` the steps with divided rows and with
+experts, and between those of `peers` the same steps beside those of other libraries. --peer
 counts the optimized program of another library for the step of a row, from a text file, as ours are
 counted; --rows without names compiles none.
 """
@@ -41,6 +42,8 @@ CONFIGS = HERE.parent / "configs"
 DESCRIPTION = ("title", "config", "settings", "note")  # what a row has beside its report
 HEADER = ["step", "target", "temporaries", "peak", "traffic", "at least", "MFU at most"]
 HEADER += ["all-reduces", "reduce-scatters", "attention"]
+EXPERTS_HEADER = ["step", "target", "peak", "traffic", "at least", "MFU at most"]
+EXPERTS_HEADER += ["products", "of those of the model"]
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,17 @@ def divided_row(length: int, target: str, *more: str) -> Row:
     return Row(title, "llama_1b", target, settings, table="context")
 
 
+def with_experts(config: str, target: str, layers: int, rows: int, *more: str) -> Row:
+    """So many rows in some layers of a config with experts, which all devices of a target have."""
+    settings = rows_of(rows, 1, f"model.n_layers={layers}", *more)
+    title = ", ".join([f"{layers} layers of {config}, {rows} rows", *more])
+    return Row(title, config, target, settings, table="experts")
+
+
 UNROLLED = ("train.batch_size=64", "train.microbatches=1")
 FSDP4, FSDP16 = "mesh.fsdp=4", "mesh.fsdp=16"
 FULL = "model.remat=full"
+E8, E16, CAPACITY = "mesh.expert=8", "mesh.expert=16", "model.expert_capacity=1.0"
 KEPT_BY_HOST = ("model.remat=names", "model.saved=none", "model.offload=attention,input")
 ROWS = {
     "gpt2_unrolled": Row("gpt2_124m, 64 rows, unrolled", "gpt2_124m", "h100:1x1", UNROLLED),
@@ -145,6 +156,16 @@ ROWS = {
             (524_288, "v5p:2x2x4", FULL),
         )
     },
+    "olmoe_h100": with_experts("olmoe_1b_7b", "h100:1x8", 16, 16, E8, CAPACITY),
+    "olmoe_h100_dropless": with_experts("olmoe_1b_7b", "h100:1x8", 16, 16, E8, FULL),
+    "mixtral_h100": with_experts("mixtral_8x7b", "h100:1x8", 8, 16, E8, CAPACITY, FULL),
+    "mixtral_h100_dropless": with_experts("mixtral_8x7b", "h100:1x8", 8, 16, E8, FULL),
+    "olmoe_v5e": with_experts("olmoe_1b_7b", "v5e:4x4", 16, 16, E16, CAPACITY, FULL),
+    "olmoe_v5e_dropless": with_experts("olmoe_1b_7b", "v5e:4x4", 4, 16, E16, FULL),
+    "mixtral_v5e": with_experts(
+        "mixtral_8x7b", "v5e:4x4", 4, 16, E8, "mesh.fsdp=2", CAPACITY, FULL
+    ),
+    "mixtral_v5e_dropless": with_experts("mixtral_8x7b", "v5e:4x4", 2, 16, E8, "mesh.fsdp=2", FULL),
 }
 # The steps of other libraries with the same model, rows, dtype and mesh, counted in the same way:
 # (milliseconds at least, GiB at the peak).
@@ -224,6 +245,18 @@ def figures(result: Answer) -> list[str]:
     return [*gib, *bound, *numbers, report.kernel.partition(" ")[0]]
 
 
+def of_experts(answer: Answer) -> list[str]:
+    """A row of the table of experts: with the FLOPs of the program on a device, and these as a
+    multiple of those of the model, in which each token has its own experts alone."""
+    temporaries, *numbers = figures(answer)
+    if len(numbers) < 4 or not numbers[0]:
+        return [answer["title"], answer["target"], temporaries, *[""] * (len(EXPERTS_HEADER) - 3)]
+    report = report_of({name: answer[name] for name in answer if name not in DESCRIPTION})
+    flops = report.counts.flops if report.counts else 0
+    products = [f"{flops / 1e12:.1f} TFLOP", f"{flops / report.model_flops:.2f}"]
+    return [answer["title"], answer["target"], *numbers[:4], *products]
+
+
 def beside_peers(rows: dict[str, Answer]) -> list[list[str]]:
     """The rows of the table of peers: our figures, theirs, and ours as shares of theirs."""
     table = []
@@ -289,21 +322,25 @@ def main() -> None:
         rows[row] = measure(ROWS[row], hlo)
         print(f"{row}: {', '.join(figures(rows[row]))}", flush=True)
         save(name, {"rows": rows}, smoke=False)
-    tables: dict[str, list[list[str]]] = {"compiled": [], "context": []}
+    tables: dict[str, list[list[str]]] = {"compiled": [], "context": [], "experts": []}
     for row in [row for row in dict.fromkeys([*ROWS, *rows]) if row in rows]:
         of_table = ROWS[row].table if row in ROWS else "compiled"
-        tables[of_table].append(cells(rows[row], before.get(row)))
-    peers = beside_peers(rows)
-    for header, table in [*((HEADER, table) for table in tables.values()), (PEERS_HEADER, peers)]:
-        print_table(header, table)
+        answer = rows[row]
+        is_of_experts = of_table == "experts"
+        tables[of_table].append(
+            of_experts(answer) if is_of_experts else cells(answer, before.get(row))
+        )
+    headers = dict.fromkeys(tables, HEADER) | {"experts": EXPERTS_HEADER, "peers": PEERS_HEADER}
+    tables["peers"] = beside_peers(rows)
+    for mark, table in tables.items():
+        print_table(headers[mark], table)
     for row, path in options.peer:
         print(counted(ROWS[row], Path(path)))
     if options.smoke:
         save(name, {"rows": rows}, smoke=True)
     if options.table:
         for mark, table in tables.items():
-            write_table(options.table, mark, HEADER, table)
-        write_table(options.table, "peers", PEERS_HEADER, peers)
+            write_table(options.table, mark, headers[mark], table)
 
 
 if __name__ == "__main__":
