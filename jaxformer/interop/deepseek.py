@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
-from jaxformer.interop.experts import EXPERTS, QWEN_ROWS
+from jaxformer.interop.experts import EXPERT_BLOCKS, QWEN_ROWS
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
@@ -35,10 +35,10 @@ DEEPSEEK_ROWS = (
         HEADS_STACKED,
     ),
     *linear(LAYER + "self_attn.o_proj", f"{LATENT_BLOCKS}out"),
-    TensorRow(LAYER + "mlp.gate.e_score_correction_bias", f"{EXPERTS}router_bias"),
+    TensorRow(LAYER + "mlp.gate.e_score_correction_bias", f"{EXPERT_BLOCKS}router_bias"),
     *(
         TensorRow(
-            f"{LAYER}mlp.shared_experts.{name}_proj.weight", f"{EXPERTS}shared.{name}", LINEAR
+            f"{LAYER}mlp.shared_experts.{name}_proj.weight", f"{EXPERT_BLOCKS}shared.{name}", LINEAR
         )
         for name in ("gate", "up", "down")
     ),

@@ -37,21 +37,23 @@ from jaxformer.interop.tensor_table import (
 )
 from jaxformer.layers.pattern import layer_configs
 
-EXPERTS = "blocks.experts."
-GATE_UP = (f"{EXPERTS}gate", f"{EXPERTS}up")
+EXPERT_BLOCKS = "blocks.experts."
+GATE_UP = (f"{EXPERT_BLOCKS}gate", f"{EXPERT_BLOCKS}up")
 
 # The trunk, with the norm before the experts; layers without experts have the rows of Llama.
-TRUNK = (*ROWS, *norm(LAYER + "post_attention_layernorm", "blocks.experts_norm"))
+ROUTED_TRUNK = (*ROWS, *norm(LAYER + "post_attention_layernorm", "blocks.experts_norm"))
 
 
 def one_each(prefix: str, gate: str, up: str, down: str) -> tuple[TensorRow, ...]:
     """The trunk and the rows of a family with a tensor for each expert, whose matrices have these
     names below `prefix`."""
     return (
-        *TRUNK,
-        TensorRow(f"{LAYER}{prefix}.gate.weight", f"{EXPERTS}router", LINEAR),
+        *ROUTED_TRUNK,
+        TensorRow(f"{LAYER}{prefix}.gate.weight", f"{EXPERT_BLOCKS}router", LINEAR),
         *(
-            TensorRow(f"{LAYER}{prefix}.experts.{{}}.{name}.weight", f"{EXPERTS}{leaf}", LINEAR)
+            TensorRow(
+                f"{LAYER}{prefix}.experts.{{}}.{name}.weight", f"{EXPERT_BLOCKS}{leaf}", LINEAR
+            )
             for leaf, name in (("gate", gate), ("up", up), ("down", down))
         ),
     )
@@ -88,6 +90,8 @@ class SparseLayers(KeyMapping):
         if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
             raise hf.unsupported("mlp_only_layers", dense, ["a list of numbers of layers"])
         has_experts = [(i + 1) % step == 0 and i not in dense for i in range(int(layers))]
+        if not any(has_experts) or hf.get("num_experts") == 0:
+            return {"feed_forward": "ffn", "n_experts": 0}
         return {"expert_pattern": "".join("e" if has else "d" for has in has_experts)}
 
     def write(self, config: ModelConfig) -> Keys:
@@ -144,7 +148,7 @@ MIXTRAL = llama_like(
 
 # Qwen 3 with experts (arXiv:2505.09388), of which some layers may have none.
 QWEN_ROWS = one_each("mlp", "gate_proj", "up_proj", "down_proj")
-QWEN_SIZES = {
+QWEN_MOE_SIZES = {
     "vocab_size": 151936,
     "hidden_size": 2048,
     "num_hidden_layers": 24,
@@ -157,7 +161,7 @@ QWEN3_MOE = llama_like(
     "Qwen3Moe",
     QWEN_ROWS,
     (
-        *sizes(**QWEN_SIZES),
+        *sizes(**QWEN_MOE_SIZES),
         fields.Key("moe_intermediate_size", "expert_ff", 768),
         *routed(("num_experts", 128), 8),
         SparseLayers(),
@@ -210,10 +214,10 @@ OLMOE = llama_like(
 SPARSE = LAYER + "block_sparse_moe."
 SHARED = ("blocks.experts.shared.gate", "blocks.experts.shared.up")
 GRANITE_ROWS = (
-    *TRUNK,
-    TensorRow(SPARSE + "router.layer.weight", f"{EXPERTS}router", LINEAR),
+    *ROUTED_TRUNK,
+    TensorRow(SPARSE + "router.layer.weight", f"{EXPERT_BLOCKS}router", LINEAR),
     TensorRow(SPARSE + "input_linear.weight", GATE_UP, STACKED),
-    TensorRow(SPARSE + "output_linear.weight", f"{EXPERTS}down", LINEAR),
+    TensorRow(SPARSE + "output_linear.weight", f"{EXPERT_BLOCKS}down", LINEAR),
 )
 GRANITE_SHARED_ROWS = (
     *GRANITE_ROWS,
@@ -264,16 +268,16 @@ GPT_OSS_YARN = {
 }
 MLP = LAYER + "mlp."
 GPT_OSS_ROWS = (
-    *TRUNK,
+    *ROUTED_TRUNK,
     TensorRow(LAYER + "self_attn.sinks", "blocks.attention.sinks"),
-    TensorRow(MLP + "router.weight", f"{EXPERTS}router", LINEAR),
-    TensorRow(MLP + "router.bias", f"{EXPERTS}router_bias"),
+    TensorRow(MLP + "router.weight", f"{EXPERT_BLOCKS}router", LINEAR),
+    TensorRow(MLP + "router.bias", f"{EXPERT_BLOCKS}router_bias"),
     TensorRow(MLP + "experts.gate_up_proj", GATE_UP, INTERLEAVED),
     TensorRow(
         MLP + "experts.gate_up_proj_bias", tuple(f"{leaf}_bias" for leaf in GATE_UP), INTERLEAVED
     ),
-    TensorRow(MLP + "experts.down_proj", f"{EXPERTS}down", CONV),
-    TensorRow(MLP + "experts.down_proj_bias", f"{EXPERTS}down_bias", SAME),
+    TensorRow(MLP + "experts.down_proj", f"{EXPERT_BLOCKS}down", CONV),
+    TensorRow(MLP + "experts.down_proj_bias", f"{EXPERT_BLOCKS}down_bias", SAME),
 )
 GPT_OSS = llama_like(
     "gpt_oss",

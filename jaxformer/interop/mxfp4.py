@@ -17,11 +17,11 @@ from jaxformer.interop.tensor_files import Entry, TensorFiles
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK_BYTES = 16
-BYTES = {"U8": np.dtype("u1")}
+PACKED_DTYPES = {"U8": np.dtype("u1")}
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = np.array([*MAGNITUDES, *(-value for value in MAGNITUDES)], np.float32)
+FP4_VALUES = np.array([*MAGNITUDES, *(-value for value in MAGNITUDES)], np.float32)
 # The two numbers of a byte, times 2, and 2^(scale - 128): no power of a scale is beyond float32.
-PAIRS = 2 * VALUES[np.arange(256)[:, None] >> np.array([0, 4]) & 15]
+PAIRS = 2 * FP4_VALUES[np.arange(256)[:, None] >> np.array([0, 4]) & 15]
 POWERS = np.exp2(np.arange(256, dtype=np.float32) - 128)
 
 
@@ -83,15 +83,15 @@ class Mxfp4Files(TensorFiles):
             return super().read(name, rows)
         blocks, scales = self.packed[name]
         return unpacked(
-            self.read_entry(name + BLOCKS, blocks, rows, BYTES),
-            self.read_entry(name + SCALES, scales, rows, BYTES),
+            self.read_entry(name + BLOCKS, blocks, rows, PACKED_DTYPES),
+            self.read_entry(name + SCALES, scales, rows, PACKED_DTYPES),
         )
 
 
 def _is_mxfp4(packed: Packed) -> bool:
     blocks, scales = packed
     is_stacked = len(blocks.shape) == 4 and scales.shape == blocks.shape[:3]
-    has_bytes = blocks.dtype in BYTES and scales.dtype in BYTES
+    has_bytes = blocks.dtype in PACKED_DTYPES and scales.dtype in PACKED_DTYPES
     return is_stacked and has_bytes and blocks.shape[3] == BLOCK_BYTES
 
 

@@ -22,7 +22,7 @@ from jaxformer.arrays.params import Spec, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
-from jaxformer.interop.experts import EXPERTS, GATE_UP
+from jaxformer.interop.experts import EXPERT_BLOCKS, GATE_UP
 from jaxformer.interop.family import Copy, Family
 from jaxformer.interop.llama import LAYER
 from jaxformer.interop.tensor_table import (
@@ -52,9 +52,9 @@ def _routed_rows(
 ) -> tuple[TensorRow, ...]:
     layer = f"{LAYER}{mlp}."
     return (
-        TensorRow(f"{layer}{router}.weight", f"{EXPERTS}router", LINEAR),
+        TensorRow(f"{layer}{router}.weight", f"{EXPERT_BLOCKS}router", LINEAR),
         TensorRow(f"{layer}experts.gate_up_proj", GATE_UP, gate_up),
-        TensorRow(f"{layer}experts.down_proj", f"{EXPERTS}down", down),
+        TensorRow(f"{layer}experts.down_proj", f"{EXPERT_BLOCKS}down", down),
     )
 
 

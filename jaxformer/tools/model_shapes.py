@@ -32,7 +32,7 @@ OUTER_SCOPES = ("embed", "layer", "norm", "head")  # named scopes beside those o
 # Primitives that change the form of an array and none of its numbers.
 FORMS = {"reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
 # The kernel of grouped products that is one product for each weight, and its primitive.
-GROUPED, RAGGED = "ragged", "ragged_dot_general"
+RAGGED_KERNEL, RAGGED_PRODUCT = "ragged", "ragged_dot_general"
 
 
 class Symbol(NamedTuple):
@@ -115,11 +115,8 @@ def shapes_of(
     names = {symbol.size: name for name, symbol in SYMBOLS.items()}
 
     def named(shapes: Sequence[Shape]) -> tuple[str, ...]:
-        texts = []
-        for shape in shapes:
-            axes = ", ".join(names.get(size, str(size)) for size in shape)
-            texts.append(f"[{axes}]")
-        return tuple(texts)
+        axes = (", ".join(names.get(size, str(size)) for size in shape) for shape in shapes)
+        return tuple(f"[{text}]" for text in axes)
 
     pairs = zip(numbers, symbolic, strict=True)
     rows = [
@@ -223,7 +220,7 @@ def traced_rows(
     """The rows of a trace, each of one layer, without symbols."""
     # None of these changes a shape; with them every product is an equation of its own.
     plain = {"layer_loop": "unroll", "attention_kernel": "xla", "remat": "none", "dropout": 0.0}
-    plain |= {"attention_dropout": 0.0, "dtype": "float32", "expert_kernel": GROUPED}
+    plain |= {"attention_dropout": 0.0, "dtype": "float32", "expert_kernel": RAGGED_KERNEL}
     config = replace(config, **plain)  # type: ignore[arg-type]
     table = specs(config)
     params = map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), table)
@@ -256,9 +253,7 @@ def traced_rows(
 
 def _by_layer(params: Any) -> Any:
     """The params with a tree for each layer in place of the stacks."""
-    tree = {}
-    for name, branch in params.items():
-        tree[name] = _by_layer(branch) if isinstance(branch, dict) else branch
+    tree = {name: _by_layer(b) if isinstance(b, dict) else b for name, b in params.items()}
     if "blocks" in params:
         tree["blocks"] = layers_of(params["blocks"])
     return tree
@@ -341,11 +336,8 @@ def _groups(trace: _Trace) -> Iterator[_Group]:
         eqns = list(group)
         made = {var for eqn in eqns for var in eqn.outvars}
         inside = set(map(id, eqns))
-        read: dict[Any, None] = {}
-        for eqn in eqns:
-            for var in eqn.invars:
-                if not isinstance(var, Literal) and var not in made:
-                    read[var] = None
+        variables = (var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal))
+        read = dict.fromkeys(var for var in variables if var not in made)
         weights = {var: trace.weights[var] for var in read if var in trace.weights}
         reads = [var for var in read if var in trace.inputs or _is_activation(var, trace)]
         makes = []
@@ -443,12 +435,12 @@ def _inner_programs(eqn: Any) -> list[Jaxpr]:
 def _is_grouped(eqn: Any) -> bool:
     """Whether an equation is the product of rows in groups, which has gradients of its own."""
     inner = itertools.chain(*(program.eqns for program in _inner_programs(eqn)))
-    return any(each.primitive.name == RAGGED or _is_grouped(each) for each in inner)
+    return any(each.primitive.name == RAGGED_PRODUCT or _is_grouped(each) for each in inner)
 
 
 def _flops(eqn: Any) -> int:
     """2 for each multiplication of the products of an equation, and of those within it."""
-    if eqn.primitive.name in ("dot_general", RAGGED):
+    if eqn.primitive.name in ("dot_general", RAGGED_PRODUCT):
         ragged = eqn.params.get("ragged_dot_dimension_numbers")
         numbers = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
         (contracted, _), _ = numbers
