@@ -10,10 +10,10 @@ from jaxformer.files import ConfigError, first_of
 from jaxformer.interop.bart import BART, MARIAN
 from jaxformer.interop.bert import BERT, ROBERTA
 from jaxformer.interop.deepseek import DEEPSEEK_V3
-from jaxformer.interop.experts import EXPERT_FAMILIES
 from jaxformer.interop.family import Family
 from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEOX
 from jaxformer.interop.llama import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
+from jaxformer.interop.mixtral import EXPERT_FAMILIES
 from jaxformer.interop.t5 import T5
 
 # The first that is exactly a config is written, so the plainer ones come first.

@@ -6,11 +6,11 @@ from typing import Any
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
-from jaxformer.interop.experts import EXPERT_BLOCKS, QWEN_ROWS
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import ATTENTION_BIAS, INV_FREQ, LAYER, RMS, SILU
+from jaxformer.interop.mixtral import EXPERT_BLOCKS, QWEN_ROWS
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.tensor_table import HEADS_STACKED, LINEAR, STACKED, TensorRow, linear, norm
 from jaxformer.layers.pattern import layer_configs
