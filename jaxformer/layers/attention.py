@@ -172,6 +172,8 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     # Of all heads the keys of a device, or of some heads all keys, which takes as much.
     kv_heads = sizes.key_heads(config.n_heads, config.kv_heads) / sizes.context
     width, value_width = sizes.padded(config.head_width), sizes.padded(config.value_width)
+    # cuDNN reads and makes values as wide as keys.
+    value_width = max(width, value_width) if config.attention_kernel == "cudnn" else value_width
     q = sizes.tokens * heads * width * sizes.number
     k = sizes.rows * sizes.keys * kv_heads * width * sizes.number
     v = sizes.rows * sizes.keys * kv_heads * value_width * sizes.number

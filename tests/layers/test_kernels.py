@@ -209,6 +209,26 @@ def test_a_kernel_whose_gradient_is_no_number_is_caught_at_the_start(monkeypatch
         check_kernel("blocked", model("llama"), 2, 32)
 
 
+def test_cudnn_reads_narrow_values_as_wide_as_its_keys(monkeypatch):
+    def one_width(q, k, v, mask):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 8
+        return plain(q, k, v, mask)
+
+    monkeypatch.setattr("jaxformer.layers.cudnn.cudnn_attention", one_width)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 5, 3, width)).astype(np.float32) for width in (8, 8, 6))
+    layout = layout_of(jnp.zeros((2, 5), jnp.int32), None, None)
+    mask = AttentionMask(layout, layout)
+
+    def loss(run):
+        return lambda *arrays: (run(*arrays, mask) ** 2).sum()
+
+    expected = jax.grad(loss(plain), (0, 1, 2))(q, k, v)
+    gradients = jax.grad(loss(KERNELS["cudnn"].run), (0, 1, 2))(q, k, v)
+    for a, b in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def case(platform="gpu", dtype="bfloat16", length=1024, segments=0, capability=(9, 0), **changes):
     config = model("llama", **({"head_dim": 64} | changes))
     return Case(platform, dtype, length, segments, config, capability)
@@ -228,7 +248,8 @@ ENCODER = {"family": "encoder"}
         (case(segments=65), "blocked", "at most 64 texts"),
         (case(window=8), "cudnn", ""),
         (case(window=8, **ENCODER), "blocked", "to both sides"),
-        (case(value_dim=32), "blocked", "values are as wide as its keys"),
+        (case(value_dim=32), "cudnn", ""),
+        (case(value_dim=96), "blocked", "values are at most as wide as its keys"),
         (case(dtype="float32"), "blocked", "16 bits"),
         (case(head_dim=300), "blocked", "head width"),
         (case(positions="alibi"), "cudnn", ""),
