@@ -22,6 +22,7 @@ from jaxformer.models.cost import activation_bytes, flops_per_token, parameter_c
 from jaxformer.runs.selection import CPU_ACTIVATIONS
 from jaxformer.tools.plan.activations import activations, bias_bytes, planned_stacks
 from jaxformer.tools.plan.make import Plan, make_plan
+from jaxformer.tools.plan.memory import cache_bytes
 from jaxformer.tools.plan.planned import PlannedRun, abstract_mesh, planned_run, replanned
 from jaxformer.tools.plan.report import parameters_by_part, plan_numbers, plan_text
 from jaxformer.tools.plan.undivided import sentence, undivided_axes
@@ -286,6 +287,32 @@ def test_the_microbatches_that_auto_selects_on_a_cpu_store_4_gb_at_most(name: st
     assert count > 1 and 0.25 * CPU_ACTIVATIONS < stored <= CPU_ACTIVATIONS
     row_bytes = activation_bytes(run.model, run.length, run.source_length)
     assert stored == pytest.approx(run.rows * row_bytes)
+
+
+LATENT = ("model.mixer=latent", "model.n_kv_heads=0", "model.kv_rank=256", "model.rope_head_dim=32")
+
+
+def test_the_planned_cache_is_that_of_the_mixer() -> None:
+    plain = cache_bytes(planned("llama_1b"))
+    assert plain == 2 * 4 * 64 * 22 * 2048 * 2  # keys and values of 4 heads, of 16 bits
+    assert cache_bytes(planned("llama_1b", "h100", 4, "mesh.tensor=4")) == plain / 4
+    latent = cache_bytes(planned("llama_1b", "h100", 0, *LATENT))
+    assert latent == (256 + 32) * 22 * 2048 * 2
+    # Its one head is divided by no device.
+    assert cache_bytes(planned("llama_1b", "h100", 4, "mesh.tensor=4", *LATENT)) == latent
+    both = planned("t5_small")
+    sizes = both.model.n_heads * both.model.head_width * 2 * both.model.n_layers
+    lengths = both.model.max_length + both.source_length
+    assert cache_bytes(both) == sizes * lengths * both.dtype_bytes
+
+
+def test_a_latent_model_is_planned_with_its_latents() -> None:
+    settings = (*LATENT, "model.query_rank=128", "model.remat=names", "model.saved=latent")
+    found = planned("llama_1b", "h100", 0, *settings)
+    (stack,) = activations(found)
+    tokens = found.rows * found.length
+    of_layer = tokens * (128 + 256 + 32 + 2048) * 2
+    assert stack.stored == 22 * of_layer
 
 
 def test_logits_of_bfloat16_take_half_the_bytes() -> None:

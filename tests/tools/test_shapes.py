@@ -24,6 +24,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "multi-head": {"n_kv_heads": 0},
     "multi-query": {"n_kv_heads": 1},
     "wide values": {"value_dim": 6, "query_key_norm": "width", "attention_sinks": True},
+    "latent": LATENT,
 }
 B, T, S = 3, 11, 22  # S a multiple of T, since FLOPs are counted for a token of the target
 
