@@ -25,6 +25,7 @@ from jaxformer.cli.prompting import (
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, write_text
 from jaxformer.generation.beam import BeamSteps, beam_search_steps
+from jaxformer.layers.block import MIXERS
 from jaxformer.tokenizer.pieces import character_groups
 from jaxformer.tools.attention_page import (
     AXES,
@@ -252,7 +253,9 @@ def _stage(row: ShapeRow, config: ModelConfig) -> Stage:
         box = "encoder"
     else:
         box = "decoder"
-    kinds = {"attention": box, "cross": "cross"}
+    # The mixers with maps.
+    attending = [name for name, mixer in MIXERS.items() if mixer.capture == "attention_out"]
+    kinds = {**dict.fromkeys(attending, box), "cross": "cross"}
     kind = "" if row.depth else kinds.get(path.rpartition(".")[2], "")
     reads, makes = _axes(row.reads_symbols, row.reads), _axes(row.makes_symbols, row.makes)
     return Stage(box, row.name, row.layers, reads, makes, row.parameters, kind=kind)

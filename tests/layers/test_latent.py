@@ -12,6 +12,7 @@ from families import LATENT, SIZES, alone, cached, laid_out, params_of
 
 import jaxformer as jf
 from jaxformer.arrays.params import rows
+from jaxformer.cli.attention import _stage
 from jaxformer.generation.slide import slide_tokens
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.latent import absorbs, latent_attention, latent_specs
@@ -20,6 +21,7 @@ from jaxformer.layers.positions import rope
 from jaxformer.layers.sublayer import Call
 from jaxformer.models.cost import score_flops
 from jaxformer.models.transformer import specs
+from jaxformer.tools.model_shapes import shapes_of
 
 forward = jax.jit(jf.forward, static_argnums=1)
 CASES = {
@@ -207,6 +209,15 @@ def test_quantized_weights_are_absorbed_too():
     real = batch["segment_ids"] != 0
     expected = jf.forward(params, config, **batch)
     close(cached(config, batch, 1, params)[real], expected[real])
+
+
+def test_the_page_of_attention_has_its_maps():
+    config = model()
+    maps = jf.attention_maps(params_of(config), config, alone(config)["tokens"]).decoder
+    assert maps.shape == (2, 4, 4, 6, 6)
+    np.testing.assert_allclose(maps.sum(-1), 1, rtol=1e-5)
+    kinds = {row.name: _stage(row, config).kind for row in shapes_of(config, 1, 8)}
+    assert kinds["decoder.0.latent"] == "decoder" and kinds["decoder.0.ffn"] == ""
 
 
 def test_its_scores_count_both_widths():

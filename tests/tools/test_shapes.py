@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from families import FAMILIES, POSITIONS, SIZES
+from families import FAMILIES, LATENT, POSITIONS, SIZES
 from products import covering
 
 import jaxformer as jf
@@ -70,6 +70,8 @@ def test_the_rows_are_what_inspect_captures_and_their_sums_what_is_counted(
     for name, shape in captured(config).items():
         stack, _, rest = name.partition(".")
         layer, _, what = rest.partition(".")
+        # The captures of every mixer have the names of attention's.
+        what = what.replace("attention", config.mixer)
         if what.endswith("_weights"):
             scores = found[f"{stack}.{layer}.{what.removesuffix('_weights')}.scores"].makes[0]
             # [B, K, G, T, S] are the heads [B, N, T, S] by groups
