@@ -254,7 +254,7 @@ def _stage(row: ShapeRow, config: ModelConfig) -> Stage:
     else:
         box = "decoder"
     # The mixers with maps.
-    attending = [name for name, mixer in MIXERS.items() if mixer.capture == "attention_out"]
+    attending = [name for name in MIXERS if MIXERS[name].capture == "attention_out"]
     kinds = {**dict.fromkeys(attending, box), "cross": "cross"}
     kind = "" if row.depth else kinds.get(path.rpartition(".")[2], "")
     reads, makes = _axes(row.reads_symbols, row.reads), _axes(row.makes_symbols, row.makes)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
@@ -54,21 +55,37 @@ class TableAt:
     path: str
 
 
+@dataclass(frozen=True)
+class ImportedRow:
+    """A row that stands in a module which only those load that use it: "package.module:name"."""
+
+    path: str
+
+
 class Table(dict[str, RowT]):
     """The rows that a setting selects by name, to which users can add their own.
 
     `names` is the type of the setting: a `Literal`, alone or in `Annotated`. `besides` are those of
     its values that name no row, such as "auto". After `TABLE["mine"] = row`, config files and the
     command line accept "mine" in every such setting. Raises ConfigError if rows and names differ.
+    An `ImportedRow` is imported when it is looked up by its name.
     """
 
-    def __init__(self, names: Any, rows: Mapping[str, RowT], besides: tuple[str, ...] = ()) -> None:
-        super().__init__(rows)
+    def __init__(
+        self, names: Any, rows: Mapping[str, RowT | ImportedRow], besides: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(rows)  # type: ignore[arg-type]
         listed = get_args(_literal(names))
         different = {*rows, *besides} ^ {*listed}
         if different:
             raise ConfigError(f"the rows of a table and {names} differ in {sorted(different)}.")
         _TABLES[listed] = self
+
+    def __getitem__(self, name: str) -> RowT:
+        row = super().__getitem__(name)
+        if isinstance(row, ImportedRow):
+            self[name] = row = pkgutil.resolve_name(row.path)
+        return row
 
 
 # By the values of their Literal. A table is added when its module is imported, so that configs are

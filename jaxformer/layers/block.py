@@ -12,20 +12,26 @@ from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import FeedForward, Mixer, ModelConfig
-from jaxformer.config.settings import Table
+from jaxformer.config.settings import ImportedRow, Table
 from jaxformer.layers.attention import CROSS_ATTENTION, SELF_ATTENTION
 from jaxformer.layers.cache import KVCache, cache_of
-from jaxformer.layers.experts import EXPERTS
 from jaxformer.layers.ffn import FEED_FORWARD
-from jaxformer.layers.latent import LATENT_ATTENTION
 from jaxformer.layers.linear import dropout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.sublayer import Call, Sublayer
 
-MIXERS: Table[Sublayer] = Table(Mixer, {"attention": SELF_ATTENTION, "latent": LATENT_ATTENTION})
-FEED_FORWARDS: Table[Sublayer] = Table(FeedForward, {"ffn": FEED_FORWARD, "experts": EXPERTS})
+MIXERS: Table[Sublayer] = Table(
+    Mixer,
+    {
+        "attention": SELF_ATTENTION,
+        "latent": ImportedRow("jaxformer.layers.latent:LATENT_ATTENTION"),
+    },
+)
+FEED_FORWARDS: Table[Sublayer] = Table(
+    FeedForward, {"ffn": FEED_FORWARD, "experts": ImportedRow("jaxformer.layers.experts:EXPERTS")}
+)
 CROSS = "cross"
 
 
@@ -57,7 +63,9 @@ def sublayers_of(config: ModelConfig, cross: bool = False) -> dict[str, Sublayer
 
 def all_sublayers() -> dict[str, Sublayer]:
     """The rows of every kind of layer by their names, which are those of their parameters."""
-    return {**MIXERS, CROSS: CROSS_ATTENTION, **FEED_FORWARDS}
+    mixers = {name: MIXERS[name] for name in MIXERS}
+    feed_forwards = {name: FEED_FORWARDS[name] for name in FEED_FORWARDS}
+    return {**mixers, CROSS: CROSS_ATTENTION, **feed_forwards}
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -> KVCache:

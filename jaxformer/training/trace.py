@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxformer.config.format import human_time
-from jaxformer.layers.block import all_sublayers
+from jaxformer.layers.block import CROSS, FEED_FORWARDS, MIXERS
 
 # The scopes of the library's own layers, losses and step (`jax.named_scope`).
-SCOPES = ("embed", "layer", *all_sublayers(), "norm", "head", "loss", "optimizer")
+SUBLAYERS = (*MIXERS, CROSS, *FEED_FORWARDS)
+SCOPES = ("embed", "layer", *SUBLAYERS, "norm", "head", "loss", "optimizer")
 OTHER = "other"
 PASSES = ("forward", "recomputed", "backward")
 # Instructions whose time is that of the instructions inside them.
