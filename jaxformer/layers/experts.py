@@ -26,7 +26,7 @@ from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.layers.dispatch import BY_TOKENS, Dispatch, Routes, expert_sum, most_rows
+from jaxformer.layers.dispatch import BY_TOKENS, Dispatch, Routes, expert_sum, most_rows, sends_rows
 from jaxformer.layers.ffn import FEED_FORWARD, ffn, ffn_specs, hidden_layer
 from jaxformer.layers.grouped import Groups
 from jaxformer.layers.linear import INITIALIZERS
@@ -258,8 +258,12 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     hidden = pairs * sizes.share(config.expert_width) * sizes.number
     names = ("gate", "up", "hidden") if config.gated else ("up", "hidden")
     arrays = [StoredArray(name, hidden) for name in names]
-    wide = pairs * config.d_model * sizes.number
-    arrays += [StoredArray("gathered rows", wide), StoredArray("returned rows", wide)]
+    wide = config.d_model * sizes.number
+    arrays.append(StoredArray("gathered rows", pairs * wide))
+    k = config.experts_per_token
+    if sizes.expert > 1 and not sends_rows(k, sizes.expert):
+        # The rows of the tokens of all devices, before they are added up.
+        arrays.append(StoredArray("rows of tokens", sizes.tokens * sizes.expert * k * wide))
     if config.shared_ff:
         arrays += FEED_FORWARD.stored(shared_config(config), sizes)
     return arrays
@@ -288,7 +292,7 @@ EXPERTS = Sublayer(
     apply=_apply,
     product="down",
     stored=_stored,
-    gradients=("gate", "up", "hidden", "gathered rows"),
+    gradients=("gate", "up", "gathered rows"),
     formula=_formula,
     draws=True,
     capture="mlp_out",

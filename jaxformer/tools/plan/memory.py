@@ -125,12 +125,13 @@ def _of_one_layer(planned: PlannedRun, stack: StackActivations) -> list[MemoryLi
     if stack.recomputed:
         lines.append(MemoryLine("a layer's recomputed arrays", stack.recomputed))
     if planned.shards > 1:
-        # Of this layer and of the next, which is gathered meanwhile.
-        elements, numbers = layer_elements(planned), planned.dtype_bytes
-        gathered = 2 * elements * numbers
+        numbers = planned.dtype_bytes
+        dense, experts = layer_elements(planned), layer_elements(planned, of_experts=True)
+        # Of this layer and of the next, which is gathered meanwhile. Experts wait for their rows.
+        gathered = (2 * dense + experts) * numbers
         lines.append(MemoryLine("gathered weights of two layers", gathered))
         # Their gradients before and while they are scattered.
-        gradients = 2 * elements * numbers
+        gradients = (2 * dense + experts) * numbers
         lines.append(MemoryLine("gradients of a layer's weights", gradients))
     return lines
 
@@ -161,11 +162,12 @@ def multiplied_elements(planned: PlannedRun) -> float:
     )
 
 
-def layer_elements(planned: PlannedRun) -> float:
-    """Elements on a device of the matrices of the largest layer, gathered over fsdp and context."""
+def layer_elements(planned: PlannedRun, of_experts: bool = False) -> float:
+    """Elements on a device of the matrices of the largest layer, gathered over fsdp and context:
+    those of its experts, or all others."""
     sizes: dict[str, float] = {}
     for path, spec in rows(planned.specs).items():
-        if not spec.is_matrix or not spec.is_stacked:
+        if not spec.is_matrix or not spec.is_stacked or ("experts" in spec.axes) != of_experts:
             continue
         stack = path.partition("blocks")[0]
         of_layer = planned.gathered_elements(spec) / spec.shape[spec.axes.index("layers")]
