@@ -110,7 +110,7 @@ def architecture_of(config: ModelConfig, architecture: str | None = None) -> tup
 
 
 def _distance(obstacles: list[str]) -> tuple[int, int]:
-    """How far an architecture is from a config: another family, head or feed-forward first, then
+    """How far an architecture is from a config: another family, head or sublayer first, then
     the count."""
-    kinds = ("model.family", "model.head=", "model.feed_forward")
+    kinds = ("model.family", "model.head=", "model.feed_forward", "model.mixer")
     return sum(any(line.startswith(kind) for line in obstacles) for kind in kinds), len(obstacles)

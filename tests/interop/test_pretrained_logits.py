@@ -136,8 +136,8 @@ def test_the_balance_loss_of_one_layer_is_the_references_with_its_weight(name):
     """transformers takes the means over all layers at once, so that only one layer is the same."""
     architecture, settings = VARIANTS[name]
     hf = made(architecture, settings | dict(num_hidden_layers=1, router_aux_loss_coef=0.3), seed=4)
-    hf.save_pretrained(folder(name, "one layer"))
-    model, tokens = jf.load(folder(name, "one layer")), inputs(name)["input_ids"]
+    hf.save_pretrained(folder(name, "of one layer"))
+    model, tokens = jf.load(folder(name, "of one layer")), inputs(name)["input_ids"]
     rows = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
     with torch.no_grad():
         theirs = hf(
@@ -148,7 +148,7 @@ def test_the_balance_loss_of_one_layer_is_the_references_with_its_weight(name):
     loss, weight = ours.losses["router_loss"]
     expected = 0.3 * float(theirs.aux_loss)
     np.testing.assert_allclose(loss / weight, expected, rtol=1e-5)
-    again = jf.load(saved_as(model, folder(name, "one layer again"))).config
+    again = jf.load(saved_as(model, folder(name, "of one layer again"))).config
     assert again.router_balance_loss == pytest.approx(model.config.router_balance_loss, rel=1e-9)
     assert again.router_z_loss == model.config.router_z_loss == 0
 
