@@ -128,7 +128,7 @@ STEPS = {
     "mixtral_expert_tensor": step(
         "mixtral_8x7b", GPUS, 8, "model.n_layers=2", "mesh.expert=4", "mesh.tensor=2", FULL
     ),
-    "mixtral_data_expert": step("mixtral_8x7b", GPUS, 8, "model.n_layers=1", "mesh.expert=4", FULL),
+    "mixtral_data_expert": step("mixtral_8x7b", GPUS, 8, "model.n_layers=2", "mesh.expert=4", FULL),
     "v5e_gpt2": step("gpt2_124m", SLICE, 32, "mesh.fsdp=4"),
     "v5e_gpt2_full": step("gpt2_124m", SLICE, 64, "mesh.fsdp=4", FULL),
     "v5e_gpt2_packed": step("gpt2_124m", SLICE, 32, "mesh.fsdp=4", packed=True),
