@@ -190,7 +190,7 @@ GROUPED_KERNELS: Table[GroupedRow] = Table(
     besides=("auto",),
 )
 # In the order in which auto prefers them.
-PREFERRED = {"cpu": ("loop",), "gpu": ("gpu", "loop"), "tpu": ("tpu", "ragged", "loop")}
+PREFERRED_KERNELS = {"cpu": ("loop",), "gpu": ("gpu", "loop"), "tpu": ("tpu", "ragged", "loop")}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -244,7 +244,7 @@ def choose_grouped(
         return asked, f"{asked} ({rows[asked].what}), as asked"
     passed: list[str] = []
     # The reference serves where all others have failed.
-    for name in (*PREFERRED[platform], "xla"):
+    for name in (*PREFERRED_KERNELS[platform], "xla"):
         reason = failed.get(name) or rows[name].refuses(platform, capability)
         if not reason:
             return name, f"{name} ({rows[name].what})" + "".join(passed)

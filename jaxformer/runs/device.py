@@ -23,7 +23,7 @@ from jaxformer.layers.biases import score_bias
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
-from jaxformer.runs.expert_check import prove_experts
+from jaxformer.runs.expert_check import largest, prove_experts
 from jaxformer.runs.resolve import Resolved
 from jaxformer.runs.selection import with_kernel
 from jaxformer.training.compiler_options import compiler_options
@@ -235,7 +235,7 @@ def _errors(
     computed = _with_gradients(kernel, mask, arrays)
     expected = _with_gradients(plain, mask, [array.astype(jnp.float32) for array in arrays])
     errors = {
-        array: jnp.max(jnp.abs(computed[array].astype(jnp.float32) - b)) / jnp.max(jnp.abs(b))
+        array: largest(computed[array].astype(jnp.float32) - b) / largest(b)
         for array, b in expected.items()
     }
     return errors, _leak(kernel, mask, arrays)
@@ -248,7 +248,7 @@ def _leak(kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]) 
     of_other_texts, first = (ids[0] != 1)[..., None, None], (ids[1] == 1)[..., None, None]
     only = [*arrays[:3], jnp.where(of_other_texts, arrays[3], 0)]
     computed = _with_gradients(kernel, mask, only)
-    leaks = [jnp.max(jnp.abs(jnp.where(first, computed[name], 0))) for name in ("dk", "dv")]
+    leaks = [largest(jnp.where(first, computed[name], 0)) for name in ("dk", "dv")]
     return jnp.maximum(*leaks).astype(jnp.float32)
 
 

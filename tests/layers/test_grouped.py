@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxformer.files import ConfigError
 from jaxformer.layers import grouped_pallas
-from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED, Groups, choose_grouped
+from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS, Groups, choose_grouped
 from jaxformer.runs.expert_check import uneven_sizes
 
 H100 = (9, 0)
@@ -155,7 +155,7 @@ def test_a_kernel_lowers_for_its_platform(kernel, target, call, device):
 
 
 def test_auto_takes_the_first_kernel_that_runs_and_says_why_not_another():
-    every = {platform: choose_grouped("auto", platform, H100)[0] for platform in PREFERRED}
+    every = {platform: choose_grouped("auto", platform, H100)[0] for platform in PREFERRED_KERNELS}
     assert every == {"cpu": "loop", "gpu": "gpu", "tpu": "tpu"}
     name, text = choose_grouped("auto", "gpu", (7, 5))
     assert name == "loop"
@@ -184,7 +184,7 @@ def test_a_kernel_of_another_platform_is_one_message():
 
 
 def test_every_platform_prefers_rows_of_the_table_that_it_can_run():
-    for platform, names in PREFERRED.items():
+    for platform, names in PREFERRED_KERNELS.items():
         assert all(platform in GROUPED_KERNELS[name].platforms for name in names)
 
 

@@ -33,7 +33,7 @@ DOT_IN_CALL = re.compile(r"^__cublas\$(?:lt\$matmul|gemm)")
 ATTENTION = re.compile(r"^__cudnn\$fmha")
 SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 # The kernels of `layers/grouped_pallas.py` for GPUs, whose calls have no cost estimate.
-GROUPED = re.compile(r'\bname"?\s*[=:]\s*"grouped_(?:product|outer)"')
+GROUPED_PRODUCT = re.compile(r'\bname"?\s*[=:]\s*"grouped_(?:product|outer)"')
 SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 MOST_PAIRS = 4_000_000  # pairs of output and kernel position that are counted one by one
 
@@ -74,7 +74,7 @@ def kernel_flops(computation: Computation, row: Instruction) -> int:
         return int(stated)
     named = (computation.instructions.get(name) for name in row.operands)
     arrays = [array for operand in named if operand for array in operand.types]
-    if GROUPED.search(row.attributes):  # x [M, A] -> [M, B] or [E, A, B]
+    if GROUPED_PRODUCT.search(row.attributes):  # x [M, A] -> [M, B] or [E, A, B]
         x = next(array.shape for array in arrays if array.dtype in ("bf16", "f32"))
         return 2 * math.prod(x) * row.types[0].shape[-1]
     if ATTENTION.match(target_of(row)):  # [B, T, N, H] and [B, S, K, H]
