@@ -30,17 +30,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.arrays.mesh import make_mesh
-from jaxformer.layers.grouped import GROUPED_KERNELS, Groups
-from jaxformer.runs.expert_check import Shape
+from jaxformer.layers.grouped import GROUPED_KERNELS, GroupedRows
+from jaxformer.runs.expert_check import ExpertShape
 from jaxformer.tools.plan.hlo_counts import Counts, count
 from jaxformer.tools.plan.targets import parse_target
 
 NAME = "grouped"
-COMPILED = Shape(rows=2 * 16_384, depth=2_048, width=5_632, experts=8)
+COMPILED = ExpertShape(rows=2 * 16_384, depth=2_048, width=5_632, experts=8)
 TIMED = ("loop", "ragged", "xla")
 
 
-def sparse_flops(shape: Shape) -> int:
+def sparse_flops(shape: ExpertShape) -> int:
     """FLOPs of a forward and a backward pass of the layer, each row times its expert alone."""
     return 3 * 3 * 2 * shape.rows * shape.depth * shape.width
 
@@ -48,19 +48,19 @@ def sparse_flops(shape: Shape) -> int:
 def loss(
     kernel: str, x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    groups = Groups(sizes, kernel)
+    groups = GroupedRows(sizes, kernel)
     hidden = jax.nn.silu(groups.product(x, gate)) * groups.product(x, up)
     return jnp.sum(groups.product(hidden, down).astype(jnp.float32) ** 2)
 
 
-def shapes_of(shape: Shape) -> list[tuple[int, ...]]:
+def shapes_of(shape: ExpertShape) -> list[tuple[int, ...]]:
     """Those of x, gate, up and down."""
     rows, depth, width, experts = shape
     into = (experts, depth, width)
     return [(rows, depth), into, into, (experts, width, depth)]
 
 
-def compiled_counts(target: str, kernel: str, shape: Shape = COMPILED) -> Counts:
+def compiled_counts(target: str, kernel: str, shape: ExpertShape = COMPILED) -> Counts:
     """What the program of the layer's forward and backward pass does on one device of a target."""
     mesh = make_mesh(devices=parse_target(target).devices()[:1])
     with jax.set_mesh(mesh):
@@ -90,7 +90,7 @@ def compile_table(targets: Sequence[str], asked: Sequence[str]) -> None:
     print_table(["device", "kernel", "TFLOP", "of the sparse work", "GiB moved"], rows)
 
 
-def arrays_of(shape: Shape) -> list[jax.Array]:
+def arrays_of(shape: ExpertShape) -> list[jax.Array]:
     """x, gate, up, down and the sizes of the groups, in float32."""
     rng = np.random.default_rng(0)
     arrays = [
@@ -103,7 +103,7 @@ def arrays_of(shape: Shape) -> list[jax.Array]:
     return [*arrays, jnp.asarray(sizes)]
 
 
-def measure(shape: Shape, rounds: int) -> Answer:
+def measure(shape: ExpertShape, rounds: int) -> Answer:
     """Seconds of each kernel in each round, after one round that is dropped."""
     arrays = arrays_of(shape)
     step = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3, 4)), static_argnums=0)
@@ -116,7 +116,7 @@ def measure(shape: Shape, rounds: int) -> Answer:
     return {"shape": shape._asdict(), "seconds": {name: s[1:] for name, s in seconds.items()}}
 
 
-def print_times(result: Answer, shape: Shape) -> None:
+def print_times(result: Answer, shape: ExpertShape) -> None:
     print(f"jax {jax.__version__}, numpy {np.__version__}, {cpu_model()}, {os.cpu_count()} cores")
     ours = result["seconds"]["loop"]
     rows = []
@@ -140,9 +140,9 @@ def main() -> None:
     if options.compile:
         compile_table(options.compile, options.kernels)
         return
-    shape = Shape(options.rows, options.width, options.hidden, options.experts)
+    shape = ExpertShape(options.rows, options.width, options.hidden, options.experts)
     if options.smoke:
-        shape, options.rounds = Shape(64, 16, 24, 4), 2
+        shape, options.rounds = ExpertShape(64, 16, 24, 4), 2
     result = measure(shape, options.rounds)
     print_times(result, shape)
     save(NAME, {"jax": jax.__version__, **result}, options.smoke)

@@ -35,15 +35,15 @@ from jaxformer.arrays.sharding import (
     partition,
     platform,
 )
-from jaxformer.layers.grouped import Groups
+from jaxformer.layers.grouped import GroupedRows
 
 # The axis of the mesh that divides experts.
 (EXPERT,) = PARAMETERS["experts"]
-BY_TOKENS = ("batch", "sequence", None)
+TOKEN_AXES = ("batch", "sequence", None)
 
 # run(weights, rows [M, D], scale [M], groups) -> [M, D]: the rows of each expert through it, times
 # their scale.
-RunExperts = Callable[[Params, jax.Array, jax.Array, Groups], jax.Array]
+RunExperts = Callable[[Params, jax.Array, jax.Array, GroupedRows], jax.Array]
 
 
 class Routes(NamedTuple):
@@ -54,7 +54,16 @@ class Routes(NamedTuple):
     weights: jax.Array
 
 
-class Pairs(NamedTuple):
+class RoutedTokens(NamedTuple):
+    """The tokens [N, D] of a device, with the experts int32 [N, K] and the weights float32 [N, K]
+    of each."""
+
+    x: jax.Array
+    experts: jax.Array
+    scale: jax.Array
+
+
+class ExpertRows(NamedTuple):
     """Pairs of a token and an expert, sorted by expert: a row for each.
 
     `token` int32 [M] is the token of a row, and `choice` int32 [M] the number of the pair among all
@@ -69,7 +78,7 @@ class Pairs(NamedTuple):
     sizes: jax.Array
 
 
-def sorted_pairs(experts: jax.Array, number: int, most: int) -> Pairs:
+def sorted_pairs(experts: jax.Array, number: int, most: int) -> ExpertRows:
     """The pairs of tokens with their experts [N, K]; an expert of `number` or above is none. There
     are `most` rows, at least as many as pairs that have an expert."""
     n, k = experts.shape
@@ -80,14 +89,14 @@ def sorted_pairs(experts: jax.Array, number: int, most: int) -> Pairs:
     sizes = (of_pair[:, None] == jnp.arange(number)).sum(0, dtype=jnp.int32)
     choice = order[:most]
     in_range = jnp.minimum(row.reshape(n, k), most - 1)
-    return Pairs(choice // k, choice, in_range, experts < number, sizes)
+    return ExpertRows(choice // k, choice, in_range, experts < number, sizes)
 
 
-def _gather(x: jax.Array, pairs: Pairs) -> jax.Array:
+def _gather(x: jax.Array, pairs: ExpertRows) -> jax.Array:
     return x[pairs.token]
 
 
-def _combine(y: jax.Array, pairs: Pairs) -> jax.Array:
+def _combine(y: jax.Array, pairs: ExpertRows) -> jax.Array:
     return jnp.where(pairs.real[..., None], y[pairs.row], 0).sum(1)
 
 
@@ -103,17 +112,17 @@ _combine_once.defvjp(
 )
 
 
-def gather(x: Float[Array, "N D"], pairs: Pairs, kernel: str) -> Float[Array, "M D"]:
+def gather(x: Float[Array, "N D"], pairs: ExpertRows, kernel: str) -> Float[Array, "M D"]:
     """The token of each row; with the kernel "xla" for every transform of JAX."""
     return _gather(x, pairs) if kernel == "xla" else _gather_once(x, pairs)
 
 
-def combine(y: Float[Array, "M D"], pairs: Pairs, kernel: str) -> Float[Array, "N D"]:
+def combine(y: Float[Array, "M D"], pairs: ExpertRows, kernel: str) -> Float[Array, "N D"]:
     """The sum of the rows of each token; with the kernel "xla" for every transform of JAX."""
     return _combine(y, pairs) if kernel == "xla" else _combine_once(y, pairs)
 
 
-def _scale_of_rows(scale: jax.Array, pairs: Pairs) -> jax.Array:
+def _scale_of_rows(scale: jax.Array, pairs: ExpertRows) -> jax.Array:
     """The weight of each row [M], of those of the pairs [N, K]. That of a row without an expert,
     for which a kernel may give anything, is 0 and has no gradient."""
     of_row = scale.reshape(-1).at[pairs.choice].get(unique_indices=True)
@@ -154,7 +163,7 @@ def expert_sum(
     axes = free_axes()
     if jax.sharding.get_abstract_mesh().size == 1 or not axes:
         return _on_device(run, dispatch, Division(1, 1), weights, x, *routes)
-    tokens = activation(x.shape, BY_TOKENS)
+    tokens = activation(x.shape, TOKEN_AXES)
     division = _division(weights, table, tokens, axes, dispatch)
     # The kernels do not declare along which axes their results vary, so that is not checked.
     divided = jax.shard_map(
@@ -164,7 +173,7 @@ def expert_sum(
         axis_names={*axes},
         check_vma=False,
     )
-    out: jax.Array = divided(weights, *(constrain(array, BY_TOKENS) for array in (x, *routes)))
+    out: jax.Array = divided(weights, *(constrain(array, TOKEN_AXES) for array in (x, *routes)))
     return out
 
 
@@ -236,20 +245,21 @@ def _on_device(
 ) -> jax.Array:
     """The sum for the tokens [B, T, D] of a device, with the experts that it has."""
     shape = x.shape
-    x, experts, scale = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
+    arrays = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
+    tokens = RoutedTokens(*arrays)
     if division.weights is not None:
         weights = {
             name: _gathered(leaf, division.weights[name], x.dtype) for name, leaf in weights.items()
         }
     for name in division.added_once:
         weights[name] = weights[name] * (jax.lax.axis_index(division.width) == 0)
-    n, k = experts.shape
+    n, k = tokens.experts.shape
     of_all = division.of_tokens
     most = most_rows(n * of_all, shape[0] * of_all, k, dispatch, division.devices)
     if sends_rows(k, of_all):
-        out = _by_rows(run, dispatch, most, weights, x, experts, scale)
+        out = _by_rows(run, dispatch, most, weights, tokens)
     else:
-        out = _by_tokens(run, dispatch, division, most, weights, x, experts, scale)
+        out = _by_tokens(run, dispatch, division, most, weights, tokens)
     if division.width:
         out = jax.lax.psum(out, division.width)
     return out.reshape(shape)
@@ -261,23 +271,20 @@ def _by_tokens(
     division: Division,
     most: int,
     weights: Params,
-    x: jax.Array,
-    experts: jax.Array,
-    scale: jax.Array,
+    tokens: RoutedTokens,
 ) -> jax.Array:
     """[N, D] -> [N, D], the tokens of all devices gathered and the sums scattered."""
     number = dispatch.number // division.devices
     if division.of_tokens > 1:
-        x, experts, scale = (
-            jax.lax.all_gather(array, EXPERT, tiled=True) for array in (x, experts, scale)
-        )
+        tokens = jax.tree.map(lambda a: jax.lax.all_gather(a, EXPERT, tiled=True), tokens)
+    x, experts, scale = tokens
     if division.devices > 1:
         experts = experts - number * jax.lax.axis_index(EXPERT)
         # Those of other devices are none.
         experts = jnp.where((experts < 0) | (experts >= number), number, experts)
     pairs = sorted_pairs(experts, number, most)
     rows = gather(x, pairs, dispatch.kernel)
-    y = run(weights, rows, _scale_of_rows(scale, pairs), Groups(pairs.sizes, dispatch.kernel))
+    y = run(weights, rows, _scale_of_rows(scale, pairs), GroupedRows(pairs.sizes, dispatch.kernel))
     out = combine(y, pairs, dispatch.kernel)
     if division.of_tokens > 1:
         return jax.lax.psum_scatter(out, EXPERT, tiled=True)
@@ -321,15 +328,10 @@ def exchanged(x: jax.Array, most: int, traffic: Traffic) -> jax.Array:
 
 
 def _by_rows(
-    run: RunExperts,
-    dispatch: Dispatch,
-    most: int,
-    weights: Params,
-    x: jax.Array,
-    experts: jax.Array,
-    scale: jax.Array,
+    run: RunExperts, dispatch: Dispatch, most: int, weights: Params, tokens: RoutedTokens
 ) -> jax.Array:
     """[N, D] -> [N, D], each row sent to the device of its expert and back."""
+    x, experts, scale = tokens
     devices = jax.lax.axis_size(EXPERT)
     me = jax.lax.axis_index(EXPERT)
     kernel, number = dispatch.kernel, dispatch.number // devices
@@ -345,7 +347,10 @@ def _by_rows(
     expert = jnp.where(block < len(ends), block % number, number)
     here = sorted_pairs(expert[:, None].astype(jnp.int32), number, most)
     y = run(
-        weights, gather(rows, here, kernel), _scale_of_rows(scale, here), Groups(here.sizes, kernel)
+        weights,
+        gather(rows, here, kernel),
+        _scale_of_rows(scale, here),
+        GroupedRows(here.sizes, kernel),
     )
     returned = exchanged(combine(y, here, kernel), experts.size, back)
     return combine(returned, pairs, kernel)

@@ -26,9 +26,16 @@ from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.layers.dispatch import BY_TOKENS, Dispatch, Routes, expert_sum, most_rows, sends_rows
+from jaxformer.layers.dispatch import (
+    TOKEN_AXES,
+    Dispatch,
+    Routes,
+    expert_sum,
+    most_rows,
+    sends_rows,
+)
 from jaxformer.layers.ffn import FEED_FORWARD, ffn, ffn_specs, hidden_layer
-from jaxformer.layers.grouped import Groups
+from jaxformer.layers.grouped import GroupedRows
 from jaxformer.layers.linear import INITIALIZERS
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Aux, AuxSums, Output
@@ -83,7 +90,7 @@ def route(
         logits += params["router_bias"].astype(jnp.float32)
     if config.router_noise and key is not None:
         logits += config.router_noise * jax.random.normal(key, logits.shape)
-    logits = constrain(logits, BY_TOKENS)
+    logits = constrain(logits, TOKEN_AXES)
     scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
     select = scores
     if config.router_bias == "balanced":
@@ -208,7 +215,7 @@ def _added_bias(y: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.A
 
 
 def _expert_rows(
-    config: ModelConfig, weights: Params, rows: jax.Array, scale: jax.Array, groups: Groups
+    config: ModelConfig, weights: Params, rows: jax.Array, scale: jax.Array, groups: GroupedRows
 ) -> jax.Array:
     """The rows [M, D] of each expert through its feed-forward, times `scale` [M]: [M, D]. The
     hidden rows are scaled, so that the backward pass reads no output of an expert."""

@@ -211,7 +211,7 @@ def _backward(name: str, arrays: Any, dy: jax.Array) -> tuple[jax.Array, jax.Arr
 _with_gradients.defvjp(_forward, _backward)
 
 
-class Groups(NamedTuple):
+class GroupedRows(NamedTuple):
     """Rows sorted by group: `sizes` int32 [E] of the groups, and the kernel of their products."""
 
     sizes: jax.Array

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxformer.arrays.sharding import ACTIVATION_RULES, free_axes, platform
-from jaxformer.layers.grouped import GROUPED_KERNELS, Groups
+from jaxformer.layers.grouped import GROUPED_KERNELS, GroupedRows
 from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.resolve import Resolved
 from jaxformer.training.compiler_options import compiler_options
@@ -26,7 +26,7 @@ FLOAT32, ROUNDED = 2e-4, 3e-2
 OF_PRODUCT = ("output", "dx", "dw")
 
 
-class Shape(NamedTuple):
+class ExpertShape(NamedTuple):
     """Rows [M, D], and matrices [E, D, F]."""
 
     rows: int
@@ -50,7 +50,7 @@ def prove_experts(resolved: Resolved) -> str:
     return f"The kernel of experts {name} was checked against float32 on {rows}: {errors}."
 
 
-def checked_shape(resolved: Resolved) -> Shape:
+def checked_shape(resolved: Resolved) -> ExpertShape:
     """The shape of the products of a device in a step, made smaller where the reference would be
     too large."""
     model, train, sizes = resolved.model, resolved.run.train, resolved.mesh.shape
@@ -63,7 +63,7 @@ def checked_shape(resolved: Resolved) -> Shape:
     rows = tokens * model.experts_per_token
     experts = min(experts, max(WEIGHT_BYTES // (4 * depth * width), 2))
     most_rows = REFERENCE_PRODUCTS[platform(resolved.mesh)] // (experts * depth * width)
-    return Shape(min(rows, max(most_rows, 8 * experts)), depth, width, experts)
+    return ExpertShape(min(rows, max(most_rows, 8 * experts)), depth, width, experts)
 
 
 def uneven_sizes(rows: int, experts: int) -> np.ndarray:
@@ -75,7 +75,7 @@ def uneven_sizes(rows: int, experts: int) -> np.ndarray:
     return ((rows - -(-rows // 8)) * shares // shares.sum()).astype(np.int32)
 
 
-def check_experts(name: str, shape: Shape, dtype: Any) -> str:
+def check_experts(name: str, shape: ExpertShape, dtype: Any) -> str:
     """Compares the products of a kernel with the reference, forward and backward, into the hidden
     width and out of it, on every device of the current mesh; returns the largest errors as text.
 
@@ -120,7 +120,7 @@ def _on_each_device(function: Any) -> Any:
     return jax.jit(function, compiler_options=compiler_options())
 
 
-def _inputs(shape: Shape, dtype: Any) -> tuple[jax.Array, ...]:
+def _inputs(shape: ExpertShape, dtype: Any) -> tuple[jax.Array, ...]:
     """Random rows [M, D], matrices [E, D, F] and a cotangent [M, F], and the sizes of groups."""
     rows, depth, width, experts = shape
     sizes = uneven_sizes(rows, experts)
@@ -137,7 +137,7 @@ def _with_gradients(
     name: str, x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array
 ) -> dict[str, jax.Array]:
     """The product and its gradients, by the names in OF_PRODUCT."""
-    y, back = jax.vjp(Groups(sizes, name).product, x, w)
+    y, back = jax.vjp(GroupedRows(sizes, name).product, x, w)
     return dict(zip(OF_PRODUCT, (y, *back(dy)), strict=True))
 
 

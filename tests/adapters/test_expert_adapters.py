@@ -19,7 +19,7 @@ from jaxformer.adapters.low_rank import LowRank, low_rank
 from jaxformer.adapters.quantized import QUANTIZERS
 from jaxformer.arrays.params import Spec, contract, dotted, init_params, is_custom, rows
 from jaxformer.generation.weights import OutputMajor
-from jaxformer.layers.grouped import GROUPED_KERNELS, Groups
+from jaxformer.layers.grouped import GROUPED_KERNELS, GroupedRows
 from jaxformer.layers.linear import fan_in_normal
 from jaxformer.models.virtual import PromptedTable
 
@@ -83,7 +83,7 @@ def array_of(leaf):
 @pytest.mark.parametrize("name", LEAVES)
 def test_rows_in_groups_are_those_of_the_array(name, kernel):
     """Also their gradients, for x and for the factors, in which an expert without rows has 0."""
-    leaf, groups = LEAVES[name](), Groups(jnp.array(SIZES_OF_GROUPS), kernel)
+    leaf, groups = LEAVES[name](), GroupedRows(jnp.array(SIZES_OF_GROUPS), kernel)
     x = jax.random.normal(jax.random.key(4), (sum(SIZES_OF_GROUPS), 6))
     dense = np.asarray(array_of(leaf))
     expert = np.repeat(np.arange(4), SIZES_OF_GROUPS)

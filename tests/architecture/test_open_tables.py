@@ -92,6 +92,7 @@ def test_the_tables_that_the_readme_names_are_open() -> None:
     names = {path.rpartition(".")[2] for _, path in tables().values()}
     assert names == {
         *("ACTIVATIONS", "NORMS", "INITIALIZERS", "FREQUENCIES", "KERNELS"),
+        "GROUPED_KERNELS",
         *("MIXERS", "FEED_FORWARDS", "EMBEDDINGS", "HEADS"),
         *("OPTIMIZERS", "SCHEDULES", "OBJECTIVES", "TRACKERS"),
     }

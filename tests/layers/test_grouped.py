@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxformer.files import ConfigError
 from jaxformer.layers import grouped_pallas
-from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS, Groups, choose_grouped
+from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS, GroupedRows, choose_grouped
 from jaxformer.runs.expert_check import uneven_sizes
 
 H100 = (9, 0)
@@ -53,7 +53,7 @@ def arrays_of(m, depth, width, sizes, seed=0):
 
 
 def with_gradients(kernel, x, w, dy, sizes):
-    y, back = jax.vjp(Groups(jnp.asarray(sizes, jnp.int32), kernel).product, x, w)
+    y, back = jax.vjp(GroupedRows(jnp.asarray(sizes, jnp.int32), kernel).product, x, w)
     return y, *back(dy)
 
 
@@ -95,7 +95,7 @@ def test_vmap_over_gradients(kernel):
 def test_the_reference_has_forward_mode_derivatives():
     *_, sizes = CASES["odd"]
     x, w, dy = (jnp.nan_to_num(array) for array in arrays_of(*CASES["odd"]))
-    groups = Groups(jnp.asarray(sizes), "xla")
+    groups = GroupedRows(jnp.asarray(sizes), "xla")
     y, dy_of = jax.jvp(groups.product, (x, w), (2 * x, w))
     np.testing.assert_allclose(dy_of, 3 * y, rtol=1e-5, atol=1e-5)
     second = jax.jvp(jax.grad(lambda x: jnp.vdot(dy, groups.product(x, w))), (x,), (x,))[1]

@@ -13,11 +13,11 @@ from jaxformer.layers.grouped import GROUPED_KERNELS
 from jaxformer.layers.kernels import KERNELS
 from jaxformer.runs import expert_check
 from jaxformer.runs.device import with_proven_kernel
-from jaxformer.runs.expert_check import Shape, check_experts, checked_shape
+from jaxformer.runs.expert_check import ExpertShape, check_experts, checked_shape
 from jaxformer.runs.resolve import resolve_without_data
 
 LOOP = GROUPED_KERNELS["loop"]
-SHAPE = Shape(rows=100, depth=16, width=24, experts=5)
+SHAPE = ExpertShape(rows=100, depth=16, width=24, experts=5)
 
 
 def resolved(kernel="auto", mesh=None, **changes):
@@ -127,7 +127,7 @@ def test_two_runs_of_a_program_have_to_be_the_same(as_loop):
 
 
 def test_the_check_has_the_shapes_of_a_device_and_less_where_they_are_large(monkeypatch):
-    assert checked_shape(resolved()) == Shape(rows=8 * 32 * 2, depth=32, width=64, experts=4)
+    assert checked_shape(resolved()) == ExpertShape(rows=8 * 32 * 2, depth=32, width=64, experts=4)
     monkeypatch.setattr(expert_check, "REFERENCE_PRODUCTS", {"cpu": 4 * 32 * 64 * 100})
     assert checked_shape(resolved()).rows == 100
     monkeypatch.setattr(expert_check, "WEIGHT_BYTES", 3 * 4 * 32 * 64)
