@@ -128,12 +128,13 @@ def shapes_of(
 def _symbolic(config: ModelConfig) -> ModelConfig:
     """The model with the sizes of `SYMBOLS`."""
     sizes = {name: symbol.size for name, symbol in SYMBOLS.items()}
-    grouped, latent = config.kv_heads != config.n_heads, config.mixer == "latent"
+    grouped = config.kv_heads != config.n_heads
+    # Axes that not every model has.
+    axes = {"n_classes": "C", "n_experts": "E", "shared_ff": "Y"}
+    axes |= {"kv_rank": "R", "query_rank": "Q", "rope_head_dim": "P"}
+    optional: dict[str, Any] = {name: sizes[axes[name]] for name in axes if getattr(config, name)}
     return replace(
         config,
-        kv_rank=sizes["R"] if latent else 0,
-        query_rank=sizes["Q"] if config.query_rank else 0,
-        rope_head_dim=sizes["P"] if latent else 0,
         d_model=sizes["D"],
         n_heads=sizes["N"],
         n_kv_heads=sizes["K"] if grouped else 0,
@@ -141,23 +142,14 @@ def _symbolic(config: ModelConfig) -> ModelConfig:
         value_dim=sizes["W"] if config.value_width != config.head_width else 0,
         d_ff=sizes["F"],
         vocab_size=sizes["V"],
-        n_classes=sizes["C"] if config.n_classes else 0,
         max_length=max(config.max_length, sizes["S"]),
-        **(_symbolic_experts(config, sizes) if config.n_experts else {}),
+        experts_per_token=sizes["M"] // (sizes["B"] * sizes["T"]),
+        expert_ff=sizes["X"],
+        router_groups=1,
+        router_top_groups=1,
+        expert_capacity=0.0,
+        **optional,
     )
-
-
-def _symbolic_experts(config: ModelConfig, sizes: dict[str, int]) -> dict[str, Any]:
-    """The settings of experts with the sizes of `SYMBOLS`."""
-    return {
-        "n_experts": sizes["E"],
-        "experts_per_token": sizes["M"] // (sizes["B"] * sizes["T"]),
-        "expert_ff": sizes["X"],
-        "shared_ff": sizes["Y"] if config.shared_ff else 0,
-        "router_groups": 1,
-        "router_top_groups": 1,
-        "expert_capacity": 0.0,
-    }
 
 
 def _merged(rows: list[ShapeRow]) -> list[ShapeRow]:
