@@ -63,7 +63,7 @@ def _routed_rows(
 _MLP = _routed_rows("mlp", "gate", STACKED, LINEAR)
 _SPARSE = _routed_rows("block_sparse_moe", "router", STACKED, LINEAR)
 ROUTED_PARAMETERS: Mapping[str, tuple[TensorRow, ...]] = {
-    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), _MLP),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "deepseek_v3"), _MLP),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), _SPARSE),
     "gpt_oss": _routed_rows("mlp", "router", INTERLEAVED, CONV),
 }

@@ -163,6 +163,10 @@ def expert_sum(
     axes = free_axes()
     if jax.sharding.get_abstract_mesh().size == 1 or not axes:
         return _on_device(run, dispatch, Division(1, 1), weights, x, *routes)
+    # Cast before they are divided, so that their gradients are summed over replicas as narrow.
+    weights = {
+        name: leaf if is_custom(leaf) else leaf.astype(x.dtype) for name, leaf in weights.items()
+    }
     tokens = activation(x.shape, TOKEN_AXES)
     division = _division(weights, table, tokens, axes, dispatch)
     # The kernels do not declare along which axes their results vary, so that is not checked.
@@ -188,10 +192,13 @@ def _division(
     devices = 1 if dispatch.number % devices else devices
     of_tokens = devices if EXPERT in _names(tokens[0]) else 1
     if any(is_custom(leaf) for leaf in weights.values()):
-        # The parts of a leaf that is no array have experts first, and nothing else is divided.
-        of_part = PartitionSpec(EXPERT if devices > 1 else None)
-        has_experts = jax.tree.map(lambda part: np.shape(part)[:1] == (dispatch.number,), weights)
-        by_experts = jax.tree.map(lambda has: of_part if has else PartitionSpec(), has_experts)
+        # The parts of a leaf that is no array have experts first, and nothing else is divided. A
+        # key of dropout, uint32 [2], has none.
+        def of_part(part: jax.Array) -> PartitionSpec:
+            has_experts = np.shape(part)[:1] == (dispatch.number,) and part.dtype != jnp.uint32
+            return PartitionSpec(EXPERT) if has_experts and devices > 1 else PartitionSpec()
+
+        by_experts = jax.tree.map(of_part, weights)
         return Division(devices, of_tokens, weights=by_experts)
     shards = {}
     width: tuple[str, ...] = ()
@@ -208,11 +215,10 @@ def _names(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
-def _gathered(leaf: Any, sharding: Any, dtype: Any) -> Any:
+def _gathered(leaf: Any, sharding: Any) -> Any:
     """A weight of a device, gathered along the axes of the mesh that divide `embed`."""
     if is_custom(leaf):
         return leaf
-    leaf = leaf.astype(dtype)
     for axis, entry in enumerate(sharding):
         names = tuple(name for name in _names(entry) if name in PARAMETERS["embed"])
         if names and axis > 0:
@@ -248,9 +254,7 @@ def _on_device(
     arrays = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
     tokens = RoutedTokens(*arrays)
     if division.weights is not None:
-        weights = {
-            name: _gathered(leaf, division.weights[name], x.dtype) for name, leaf in weights.items()
-        }
+        weights = {name: _gathered(leaf, division.weights[name]) for name, leaf in weights.items()}
     for name in division.added_once:
         weights[name] = weights[name] * (jax.lax.axis_index(division.width) == 0)
     n, k = tokens.experts.shape

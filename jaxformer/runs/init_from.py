@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxformer.arrays.mesh import parameter_sharding, place_array
 from jaxformer.arrays.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
+from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import SECOND_HEADS, ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
@@ -32,14 +33,14 @@ HEAD_BRANCHES = ("head", "pooler", *SECOND_HEADS, OF_OBJECTIVE)
 LeafShapes = dict[str, tuple[int, ...]]
 
 
-def check_base(run: RunConfig) -> None:
-    """Raises ConfigError where the model of a run does not fit that of its run.init_from.
+def check_base(model: ModelConfig, adapter: AdapterConfig, base: str) -> None:
+    """Raises ConfigError where a model, or an adapter over it, does not fit `base`, the run or the
+    directory of run.init_from.
 
     A model setting that differs from the base takes effect if the parameters keep their shapes (a
     longer context, another window), and is refused by name otherwise. Experts are copies of a dense
     feed-forward (`models/upcycling.py`).
     """
-    model, base = run.model, run.run.init_from
     base_model = run_of(base).model
     model = dataclasses.replace(model, vocab_size=model.vocab_size or base_model.vocab_size)
     if not is_upcycled(model, base_model):
@@ -47,9 +48,9 @@ def check_base(run: RunConfig) -> None:
         return
     _check_trunk(dense_of(model), base_model, base)
     check_upcycling(model, base)
-    if run.adapter.kind != "none":
+    if adapter.kind != "none":
         raise ConfigError(
-            f"adapter.kind={run.adapter.kind!r} learns beside a model that stays as it is, and the"
+            f"adapter.kind={adapter.kind!r} learns beside a model that stays as it is, and the"
             f" routers of the experts, which run.init_from={base!r} has not, have to learn: train"
             " the model with experts without an adapter first, and start from that run."
         )

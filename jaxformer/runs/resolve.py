@@ -193,7 +193,7 @@ def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         tokenizer = with_tokenizer_of(origin, run.tokenizer)
         run = dataclasses.replace(run, tokenizer=tokenizer)
         if origin == Path(base):
-            check_base(run)
+            check_base(run.model, run.adapter, base)
         # What a directory holds that is begun anew counts no longer.
         labels = labels_before(run.model.output, Path(base) if run.run.restart else origin)
     check_start(objective_of(run.model, run.data), run.adapter, base)

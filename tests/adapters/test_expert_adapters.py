@@ -11,6 +11,7 @@ import pytest
 from custom_leaves import low_rank as leaf_of_a_user
 from custom_leaves import made
 from families import SIZES, alone
+from forced_devices import on_eight_devices
 from test_lora import batch_of, forward, learning_leaves, noised
 
 import jaxformer as jf
@@ -236,3 +237,11 @@ def test_generation_is_that_of_the_merged_model(kind):
         for each in (adapted, jf.merge(adapted))
     )
     np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.slow
+def test_divided_experts_with_an_adapter_equal_those_of_one_device():
+    report = on_eight_devices("adapter_devices.py")
+    assert len(report["apart"]) == 2
+    assert all(difference < 2e-6 for difference in report["apart"].values()), report
+    assert report["dropout"] == 0 and np.isfinite(report["loss"])

@@ -23,13 +23,15 @@ ROUTED = {
     "granite-moe": ("experts.gate_up_proj", "experts.down_proj", "router.weight"),
     "granite-moe-shared": ("experts.gate_up_proj", "experts.down_proj", "router.weight"),
     "gpt-oss": ("experts.gate_up_proj", "experts.down_proj", "router.weight"),
+    "deepseek-v3": ("experts.gate_up_proj", "experts.down_proj", "gate.weight"),
 }
 ALL = {"gate", "up", "down", "router"}
 
 
 def names_of(params):
     return {
-        re.sub(r"^blocks\.(\d+\.)?(attention|experts)\.", "", path) for path in leaves_of(params)
+        re.sub(r"^blocks\.(\d+\.)?(attention|latent|experts)\.", "", path)
+        for path in leaves_of(params)
     }
 
 
@@ -41,15 +43,15 @@ def test_an_adapter_of_experts_computes_what_it_does_in_peft_and_is_written_back
         "experts",
         r=3,
         lora_alpha=7,
-        target_modules=["q_proj", "v_proj"],
+        target_modules=["o_proj"],
         target_parameters=[gate_up, down, router],
-        rank_pattern={"experts.gate_up_proj": 2, "q_proj": 4},
+        rank_pattern={"experts.gate_up_proj": 2, "o_proj": 4},
         alpha_pattern={"down_proj": 2.5},
     )
     batch, found = inputs(name), jf.load(place)
     wanted = theirs(model, batch)
     assert np.abs(wanted - theirs(reference(name), batch)).max() > 0.5 * wanted.std()
-    assert names_of(found.params) == ALL | {"q", "v"}
+    assert names_of(found.params) == ALL | {"out"}
     assert_close(ours(found, batch), wanted, batch)
     back = folder(name, "experts back")
     jf.save_adapter(back, found.params, found.config, base=directory(name))

@@ -74,13 +74,17 @@ def logits(params: dict, config: ModelConfig) -> np.ndarray:
     return found[segments != 0]
 
 
+def checked(run):
+    check_base(run.model, run.adapter, run.run.init_from)
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_upcycled_model_computes_at_first_what_the_dense_one_does(family, choice, tmp_path):
     config = dense(family)
     model = dataclasses.replace(config, **EXPERTS, **CHOICES[choice])
     run = beginning(written(tmp_path / "base", config), model)
-    check_base(run)
+    checked(run)
     start = warm_start(run)
     np.testing.assert_allclose(
         logits(start.params, model), logits(moved(config), config), rtol=1e-5, atol=1e-5
@@ -127,7 +131,7 @@ def test_experts_that_cannot_be_copies_are_refused_by_name(changes, message, tmp
     origin = written(tmp_path / "base", config)
     run = beginning(origin, dataclasses.replace(config, **(EXPERTS | changes)))
     with pytest.raises(jf.ConfigError, match=message):
-        check_base(run)
+        checked(run)
     # The weights themselves may have changed since.
     with pytest.raises(jf.ConfigError, match="does not fit this model outside of its head"):
         warm_start(run)
@@ -138,9 +142,9 @@ def test_other_numbers_of_experts_and_dense_models_of_experts_are_refused(tmp_pa
     origin = written(tmp_path / "base", base)
     more = dataclasses.replace(base, n_experts=8)
     with pytest.raises(jf.ConfigError, match=r"model\.n_experts=8, but it is 4 in the base"):
-        check_base(beginning(origin, more))
+        checked(beginning(origin, more))
     with pytest.raises(jf.ConfigError, match=r"model\.feed_forward='ffn', but it is 'experts'"):
-        check_base(beginning(origin, dense("decoder")))
+        checked(beginning(origin, dense("decoder")))
 
 
 def test_an_adapter_does_not_learn_beside_new_routers(tmp_path):
@@ -150,7 +154,7 @@ def test_an_adapter_does_not_learn_beside_new_routers(tmp_path):
     with pytest.raises(
         jf.ConfigError, match=r"adapter\.kind='lora' .* routers .* without an adapter"
     ):
-        check_base(beginning(written(tmp_path / "base", config), model, adapter=adapter))
+        checked(beginning(written(tmp_path / "base", config), model, adapter=adapter))
 
 
 UPCYCLED = {
