@@ -5,6 +5,7 @@ import math
 from typing import NamedTuple
 
 from jaxformer.arrays.params import Specs, count, rows
+from jaxformer.config.format import human_count
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.block import PLACEMENTS, sublayers_of
 from jaxformer.layers.head import is_tied
@@ -15,6 +16,14 @@ from jaxformer.models.transformer import specs
 
 def parameter_count(config: ModelConfig) -> int:
     return count(specs(config))
+
+
+def count_text(table: Specs) -> str:
+    """How many parameters a table has, and how many of them compute a token where experts make
+    these fewer."""
+    text = f"{human_count(count(table))} parameters"
+    active = sum(round(spec.active * math.prod(spec.shape)) for spec in rows(table).values())
+    return text if active == count(table) else f"{text}, {human_count(active)} for a token"
 
 
 class Stack(NamedTuple):

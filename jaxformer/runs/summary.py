@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 
-from jaxformer.arrays.params import Specs, count
+from jaxformer.arrays.params import Specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.data import Corpus
+from jaxformer.models.cost import count_text
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
@@ -59,7 +60,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
 def _parameters(counted_specs: Specs, target: TrainState) -> str:
     """How many parameters a model has, where a quantized matrix counts as the unquantized one, and
     how many of them learn, if not all."""
-    parameters = f"{human_count(count(counted_specs))} parameters"
+    parameters = count_text(counted_specs)
     if not target.frozen:
         return parameters
     learning, _ = split_frozen(target.params, target.frozen)

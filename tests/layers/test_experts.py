@@ -327,12 +327,14 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused(expert, changes, mes
 
 @pytest.mark.fast
 def test_experts_are_counted_as_far_as_tokens_use_them():
-    from jaxformer.models.cost import flops_per_token, parameter_count
+    from jaxformer.models.cost import count_text, flops_per_token, parameter_count
 
     config = model("llama", **EXPERTS_OF)
     dense = model("llama", d_ff=48)
     router = 2 * config.d_model * config.n_experts
     assert flops_per_token(config, 24) == flops_per_token(dense, 24) + 6 * router
+    assert count_text(jf.specs(dense)).endswith("k parameters")
+    assert count_text(jf.specs(config)).endswith("k parameters, 19.7k for a token")
     experts = 2 * 3 * 5 * 32 * 24
     assert parameter_count(config) == parameter_count(dense) - 2 * 3 * 32 * 48 + experts + router
 

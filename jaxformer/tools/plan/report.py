@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxformer.arrays.hardware import Device
-from jaxformer.arrays.params import count, rows
+from jaxformer.arrays.params import rows
+from jaxformer.models.cost import count_text
 from jaxformer.report import banner, human_bytes, human_count, human_time
 from jaxformer.report.banner import INDENT, aligned
 from jaxformer.runs.summary import LOOPS
@@ -58,7 +59,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         "devices": f"{planned.mesh.size} x {planned.device_name}{_figures(planned.device)}",
         "mesh": mesh,
         "model": (
-            f"{model.family}, {human_count(count(planned.specs))} parameters, {layers} layers,"
+            f"{model.family}, {count_text(planned.specs)}, {layers} layers,"
             f" {model.d_model} wide, {model.vocab_size:,} tokens, {model.dtype} products,"
             f" layers {LOOPS[model.layer_loop]}, remat {model.remat}"
         ),
