@@ -17,8 +17,9 @@
 # attention (MQA, arXiv:1911.02150) has one, and grouped-query attention (GQA, arXiv:2305.13245)
 # some number between.
 #
-# Our functions are `jf.generate`, which keeps its cache on the device, and `KVCache` and
-# `empty_cache` in `jaxformer/layers/cache.py`. The tests that hold them:
+# Our functions are `jf.generate`, which keeps its cache on the device, `KVCache` in
+# `jaxformer/layers/cache.py`, and `empty_cache` in `jaxformer/layers/block.py`. The tests that
+# hold them:
 #
 # - `tests/generation/test_generate.py::test_greedy_generation_equals_the_model_without_a_cache`
 # - `tests/models/test_family_invariants.py::test_packing_padding_and_caching_change_nothing`
@@ -41,7 +42,7 @@ import jaxformer as jf
 from jaxformer.generation.decode import decode, start
 from jaxformer.generation.sampling import Sampling
 from jaxformer.generation.weights import prepared
-from jaxformer.layers.cache import empty_cache
+from jaxformer.layers.block import empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.inputs import Inputs
