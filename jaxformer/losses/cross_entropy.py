@@ -352,6 +352,12 @@ def _by_device(
     )(rows, head, bias)
 
 
+def summed_in_ring(device: str, devices: int, width: int) -> bool:
+    """Whether the gradient of the output layer, of which each of so many devices of a platform
+    keeps `width` columns, is summed in a ring (see `_columns_of_sum`)."""
+    return device == "tpu" and devices > 4 and width % 128 == 0
+
+
 def _columns_of_sum(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Array:
     """The sum of x [V, D] over the devices of some axes, of which each gets its columns
     [V, D / n].
@@ -361,7 +367,7 @@ def _columns_of_sum(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Ar
     half the rows in each direction, which sends half the bytes.
     """
     vocab, width = x.shape[0], x.shape[1] // devices
-    if platform() != "tpu" or devices <= 4 or width % 128:
+    if not summed_in_ring(platform(), devices, width):
         return jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
     return jnp.concatenate(
         [

@@ -24,6 +24,7 @@ from jaxformer.layers.dispatch import EXPERT
 from jaxformer.layers.embed import added_embeddings, added_specs, embedding_specs
 from jaxformer.layers.exchange import CONTEXT
 from jaxformer.layers.head import HEADS, is_tied
+from jaxformer.losses.cross_entropy import summed_in_ring
 from jaxformer.tools.plan.activations import planned_stacks, recomputed_names
 from jaxformer.tools.plan.exchanges import attention_exchanges, balance_exchanges, expert_exchanges
 from jaxformer.tools.plan.planned import PlannedRun
@@ -251,7 +252,13 @@ def _of_shards(planned: PlannedRun) -> Iterator[Collective]:
         passes = 2 if planned.of_pairs else 1
         yield one("all-gather", "output layer", passes, passes * elements * numbers)
         purpose, size = "gradient of the output layer", 4 * table_size
-        yield one("reduce-scatter", purpose, 1, size)
+        width = planned.model.d_model // planned.shards
+        if summed_in_ring(planned.device.platform, planned.shards, width):
+            # Half of it goes around in each direction, in pieces of a device.
+            times = planned.shards - 1
+            yield one("collective-permute", purpose, 2 * times, size / planned.shards * times)
+        else:
+            yield one("reduce-scatter", purpose, 1, size)
         if tensor > 1 and table_size != elements:
             yield _of_microbatches(planned, "all-gather", purpose, ("tensor",), 1, size)
     leaves = _leaves(planned, "rest")
