@@ -346,6 +346,9 @@ def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
             output = wide * planned.positions(stack.tokens)
             outputs += [output] * len(products)
             repeated += [output] * sum(name in again for name in products)
+            if layer.feed_forward == "experts" and "up" in again:
+                # XLA does not see that the sum of the experts is not read again.
+                repeated.append(output)
     # All layers of a decoder add to the gradient of the encoder's output before it is summed.
     source = wide * planned.positions(planned.source_length)
     inputs = [*outputs, source] if source else outputs
