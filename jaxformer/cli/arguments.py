@@ -141,14 +141,15 @@ class EvaluateArguments(ModelArguments):
 @dataclass(frozen=True)
 class ConvertArguments(StepArguments):
     """Converts a run to a Hugging Face model directory, which transformers, vLLM and llama.cpp's
-    converter read, or such a directory to a run; an adapter to peft's format, or with --merge to a
-    whole Hugging Face model."""
+    converter read, or such a directory to a run; a GGUF file to such a directory; an adapter to
+    peft's format, or with --merge to a whole Hugging Face model."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """Run directory, or a directory with a Hugging Face model or an adapter of peft."""
+    """Run directory, a directory with a Hugging Face model or an adapter of peft, or a GGUF file
+    (needs the package gguf)."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Directory to write, which must be new or empty: an adapter of peft if the source has an
-    adapter, a Hugging Face model if it is another run, and a run otherwise."""
+    adapter, a Hugging Face model if it is another run or a GGUF file, and a run otherwise."""
     merge: bool = False
     """Write the whole model of an adapter, each weight with what the adapter adds to it."""
     verify: bool = False

@@ -1,5 +1,5 @@
-"""`jaxformer convert SOURCE TARGET`: a run to a Hugging Face model directory, such a directory to a
-run, or an adapter to peft's format or into its model."""
+"""`jaxformer convert SOURCE TARGET`: a run or a GGUF file to a Hugging Face model directory, such a
+directory to a run, or an adapter to peft's format or into its model."""
 
 import contextlib
 import dataclasses

@@ -33,6 +33,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.family import Family
+from jaxformer.interop.gguf_files import GgufFiles, is_gguf
 from jaxformer.interop.hf_config import HFConfig, check_dtype, is_pretrained, read_config_json
 from jaxformer.interop.tensor_files import TensorFiles, has_tensors, names_in_index, write_tensors
 from jaxformer.interop.tensor_table import PIECE, Tensor, leaf_reader, matched, tensor_of
@@ -59,11 +60,12 @@ class SavedTokenizer(Protocol):
 
 
 class Pretrained(NamedTuple):
-    """What a model directory holds, besides text."""
+    """What a model directory holds, besides text; `metadata` are those of a GGUF file."""
 
     params: Params
     config: ModelConfig
     labels: tuple[str, ...]
+    metadata: Mapping[str, Any]
 
 
 def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
@@ -93,9 +95,9 @@ def load_pretrained(
     dtype: str = "float32",
     quantize: Quantization | None = None,
 ) -> Pretrained:
-    """The model of a directory, leaf by leaf to its place on `mesh` (or this machine's first
-    device), as `dtype`; with `quantize` each matrix of the blocks is quantized before the next leaf
-    is read (see `jf.quantize`).
+    """The model of a directory or a GGUF file, leaf by leaf to its place on `mesh` (or this
+    machine's first device), as `dtype`; with `quantize` each matrix of the blocks is quantized
+    before the next leaf is read (see `jf.quantize`).
 
     The host holds one leaf at a time. Raises ConfigError for an architecture or an option that is
     not supported, and for tensors that do not fit config.json, each by its name and file.
@@ -123,7 +125,8 @@ def load_pretrained(
         quantized: CustomLeaf = quantized_leaf(path, array, spec, quantize)
         return jax.block_until_ready(quantized)
 
-    return Pretrained(map_specs(load_leaf, model_specs(config)), config, labels)
+    metadata = files.metadata if isinstance(files, GgufFiles) else {}
+    return Pretrained(map_specs(load_leaf, model_specs(config)), config, labels, metadata)
 
 
 class Opened(NamedTuple):
@@ -138,14 +141,25 @@ class Opened(NamedTuple):
 
 
 def _opened(directory: Path) -> Opened:
+    if is_gguf(directory):
+        return _opened_gguf(directory)
     path, values = directory / "config.json", read_config_json(directory)
     family, architecture = stated_architecture(path, values)
     files = family.files(directory, values)
     hf = HFConfig(values, family.named(files.entries))
     config = _config_of(path, hf, family, architecture)
-    _check_size(directory, config, files)
+    _check_size(path, config, files)
     labels = _labels(values, path) if config.output in ("classes", "tags") else ()
     return Opened(family, _untied(family, config, files), labels, files, hf.unknown())
+
+
+def _opened_gguf(path: Path) -> Opened:
+    files = GgufFiles(path)
+    family, architecture = stated_architecture(path, files.values)
+    hf = HFConfig(files.values, family.named(files.entries))
+    config = _config_of(path, hf, family, architecture)
+    _check_size(path, config, files)
+    return Opened(family, _untied(family, config, files), (), files, hf.unknown())
 
 
 def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> ModelConfig:
@@ -166,14 +180,14 @@ def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> M
     return config
 
 
-def _check_size(directory: Path, config: ModelConfig, files: TensorFiles) -> None:
+def _check_size(path: Path, config: ModelConfig, files: TensorFiles) -> None:
     """Raises ConfigError where a config.json describes a model many times as large as its files,
     before anything makes room for it."""
     described = sum(math.prod(spec.shape) for spec in rows(model_specs(config)).values())
     stored = sum(math.prod(entry.shape) for entry in files.entries.values())
     if described > max(MOST_TIMES * stored, SMALL):
         raise ConfigError(
-            f"{directory}/config.json describes a model of {human_count(described)} parameters, and"
+            f"{path} describes a model of {human_count(described)} parameters, and"
             f" {files.listing} holds {human_count(stored)} numbers: the two do not belong together."
         )
 

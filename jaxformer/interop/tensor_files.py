@@ -170,7 +170,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         shard_of = read_object(path, "download it again").get("weight_map")
     except ConfigError:
-        _refuse_pointer(path)
+        refuse_pointer(path)
         raise
     if not isinstance(shard_of, dict) or not all(isinstance(f, str) for f in shard_of.values()):
         raise ConfigError(
@@ -219,7 +219,7 @@ def _opened(path: Path) -> Iterator[safe_open]:
         with safe_open(path, "numpy", backend="pread") as file:
             yield file
     except SafetensorError as error:
-        _refuse_pointer(path)
+        refuse_pointer(path)
         raise ConfigError(f"{path} {_diagnosis(path, error)}. Download or save it again.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
@@ -265,7 +265,7 @@ def _is_pointer(path: Path) -> bool:
     return start == POINTER
 
 
-def _refuse_pointer(path: Path) -> None:
+def refuse_pointer(path: Path) -> None:
     """ConfigError for the text file that git leaves where a large file was not fetched."""
     if _is_pointer(path):
         raise ConfigError(

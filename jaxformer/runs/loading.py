@@ -16,6 +16,7 @@ from jaxformer.config.run import DataConfig, ObjectiveName, RunConfig, RunSettin
 from jaxformer.config.saved import to_json
 from jaxformer.config.settings import imported_table
 from jaxformer.files import ConfigError, write_text
+from jaxformer.interop.gguf_files import is_gguf
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
 from jaxformer.interop.peft_config import base_of, is_adapter
 from jaxformer.models.quantize import check_quantization
@@ -30,6 +31,7 @@ from jaxformer.runs.run_reading import (
     require_tokenizer,
 )
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.gguf_tokenizer import gguf_tokenizer
 from jaxformer.tokenizer.metadata import tokenizer_file
 
 # The longest row when a model directory is evaluated, which does not say how it was trained.
@@ -60,8 +62,8 @@ def load(
     base: str | Path | None = None,
 ) -> Loaded:
     """The model of a run directory (its newest readable checkpoint, or that of `step`), of a
-    Hugging Face directory, or of an adapter in peft's format, over the base that it names or
-    `base`.
+    Hugging Face directory, of a GGUF file (which needs the package gguf), or of an adapter in
+    peft's format, over the base that it names or `base`.
 
     Leaves are read directly onto `mesh`, or onto this machine's first device, as `dtype`
     (float32, bfloat16, float16); those of an adapter of peft are float32. With `quantize` the
@@ -77,23 +79,27 @@ def load(
     check_dtype(dtype)
     if is_adapter(folder):
         return _load_adapter(folder, step, mesh, dtype, quantize, base)
-    if not (folder / "config.json").is_file():
+    from_gguf = is_gguf(folder)
+    if not from_gguf and not (folder / "config.json").is_file():
         hub = "" if folder.exists() else f" (hf download {path} --local-dir DIRECTORY gets one)"
         raise ConfigError(
             f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face"
             f" model directory{hub}."
         )
-    if is_pretrained(folder):
+    if from_gguf or is_pretrained(folder):
         if base is not None:
             raise ConfigError(f"{folder} is no adapter: leave out base={str(base)!r}.")
         if step is not None:
-            raise ConfigError(
-                f"{folder} is a Hugging Face directory, which has no steps: leave out step={step}."
-            )
+            kind = "GGUF file" if from_gguf else "Hugging Face directory"
+            raise ConfigError(f"{folder} is a {kind}, which has no steps: leave out step={step}.")
         from jaxformer.interop.pretrained import load_pretrained
 
         pretrained = load_pretrained(folder, mesh, dtype, quantize)
-        tokenizer = Tokenizer.find(folder)
+        tokenizer = (
+            gguf_tokenizer(pretrained.metadata, str(folder))
+            if from_gguf
+            else Tokenizer.find(folder)
+        )
         return Loaded(pretrained.params, pretrained.config, tokenizer, pretrained.labels)
     return _load_run(folder, step, mesh, dtype, quantize, base)
 
@@ -234,6 +240,11 @@ def _model_of(folder: Path, weights: bool) -> ModelConfig | None:
         from jaxformer.interop.peft_reading import adapted_config
 
         return adapted_config(folder, run_of(base_of(folder), weights).model)
+    if is_gguf(folder):
+        raise ConfigError(
+            f"{folder} is a GGUF file: jaxformer convert {folder} DIRECTORY writes a model"
+            " directory, which every command takes."
+        )
     if not is_pretrained(folder):
         return None
     from jaxformer.interop.pretrained import pretrained_config

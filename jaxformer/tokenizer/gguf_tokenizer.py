@@ -1,0 +1,218 @@
+"""The tokenizer in the metadata of a GGUF file: byte-level BPE (`gpt2`), and SentencePiece's BPE
+(`llama`), whose merges follow from its vocabulary."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer.metadata import TokenizerMetadata
+from jaxformer.tokenizer.pieces import BYTES
+from jaxformer.tokenizer.tokenizer import Tokenizer
+from jaxformer.tokenizer.words import WORD_PATTERNS
+
+TokenizerValues = Mapping[str, Any]  # metadata without "tokenizer.ggml."
+TOKENIZER_KEYS, TEMPLATE_KEY = "tokenizer.ggml.", "tokenizer.chat_template"
+ARCHITECTURE_KEY = "general.architecture"
+CONTROL, USER_DEFINED = 3, 4  # values of token_type
+SPACE_MARK = "▁"
+GGUF_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+GEMMA_ARCHITECTURES = ("gemma", "gemma2", "gemma3")
+
+GPT2_WORDS, LLAMA3_WORDS = WORD_PATTERNS["gpt2"].words, WORD_PATTERNS["llama3"].words
+QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+UPPER_CLASS, LOWER_CLASS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER_CLASS}*{LOWER_CLASS}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER_CLASS}+{LOWER_CLASS}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WITH_BEGIN = ("llama3", "llama-v3", "llama-bpe")  # begin a text unless the file says otherwise
+SINGLE_DIGITS = ("smollm", "starcoder")  # each digit is a word
+# The pattern of words by `pre`.
+PATTERN_OF_PRE = {
+    **dict.fromkeys(("gpt-2", *SINGLE_DIGITS), GPT2_WORDS),
+    **dict.fromkeys(WITH_BEGIN, LLAMA3_WORDS),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2_WORDS),
+    "tekken": TEKKEN_WORDS,
+}
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
+    """The tokenizer that the metadata of a GGUF file describe; `origin` names the file in messages.
+    Raises ConfigError for a kind that is not read, and for metadata that are missing or do not
+    belong together."""
+    values = {
+        key.removeprefix(TOKENIZER_KEYS): value
+        for key, value in metadata.items()
+        if key.startswith(TOKENIZER_KEYS)
+    }
+    kind, tokens = values.get("model"), values.get("tokens")
+    if kind not in GGUF_KINDS:
+        raise ConfigError(
+            f"{origin} has tokenizer.ggml.model={kind!r}; kinds that are read from GGUF are"
+            f" {', '.join(GGUF_KINDS)}. Where the same model is a Hugging Face directory, read that."
+        )
+    if not isinstance(tokens, list) or len({*tokens}) != len(tokens):
+        raise ConfigError(f"{origin} lacks tokenizer.ggml.tokens, or has a token twice in it.")
+    values["architecture"] = metadata.get(ARCHITECTURE_KEY)
+    try:
+        backend = GGUF_KINDS[kind](values, origin)
+        settings = _tokenizer_settings(values, metadata.get(TEMPLATE_KEY))
+        _add_special_tokens(backend, values, settings)
+        _set_template(backend, settings)
+    except ConfigError:
+        raise
+    except Exception as error:  # of the tokenizers library, which has no class for its errors
+        raise ConfigError(f"{origin}: its tokenizer cannot be read ({error}).") from None
+    named_ids = {
+        role: values[f"{name}_token_id"]
+        for role, name in GGUF_ROLES.items()
+        if f"{role}_token" in settings
+    }
+    turn_end = values.get("eot_token_id")
+    ends = [token for token in (values.get("eos_token_id"), turn_end) if token is not None]
+    metadata_of_files = TokenizerMetadata(
+        settings=settings, named_ids=named_ids, ends=tuple(ends), template_name=origin
+    )
+    return Tokenizer(backend, origin, metadata_of_files)
+
+
+def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer:
+    """A byte-level BPE. A token with a character that stands for no byte is one of text, unless it
+    is a special one."""
+    spelling = {byte: character for character, byte in BYTES.items()}
+    kinds, vocab = _token_types(values), {}
+    for index, token in enumerate(values["tokens"]):
+        is_text = kinds[index] not in (CONTROL, USER_DEFINED) and not {*token} <= BYTES.keys()
+        text = "".join(spelling[byte] for byte in token.encode()) if is_text else token
+        vocab[text] = index
+    merges = [tuple(merge.split(" ")) for merge in values.get("merges", ())]
+    if not merges:
+        raise ConfigError(f"{origin} lacks tokenizer.ggml.merges.")
+    name = values.get("pre", "gpt-2")
+    if name not in PATTERN_OF_PRE:
+        raise ConfigError(
+            f"{origin} has tokenizer.ggml.pre={name!r}; those that are read from GGUF are"
+            f" {', '.join(PATTERN_OF_PRE)}. Where the same model is a Hugging Face directory, read"
+            " that."
+        )
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False))
+    is_gpt2 = PATTERN_OF_PRE[name] == GPT2_WORDS
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if name in SINGLE_DIGITS:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if not is_gpt2:
+        steps.append(pre_tokenizers.Split(Regex(PATTERN_OF_PRE[name]), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_gpt2))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer:
+    """A BPE over characters, with bytes for those that it lacks. The merges of Gemma are in the
+    order of the tokens, and the others in that of the scores."""
+    is_gemma, tokens = values["architecture"] in GEMMA_ARCHITECTURES, [*values["tokens"]]
+    if is_gemma:
+        # Runs of spaces, which such a file has as they are.
+        tokens = [SPACE_MARK * len(token) if not token.strip(" ") else token for token in tokens]
+    scores = [-index for index in range(len(tokens))] if is_gemma else values.get("scores", [])
+    if len(scores) != len(tokens):
+        raise ConfigError(f"{origin} has no score for each token in tokenizer.ggml.scores.")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ")) for merge in values.get("merges", ())]
+    unknown = values.get("unknown_token_id")
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=merges or _implied_merges(vocab, scores),
+            fuse_unk=True,
+            byte_fallback=True,
+            unk_token=None if unknown is None else tokens[unknown],
+        )
+    )
+    steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if is_gemma:
+        backend.normalizer = normalizers.Replace(" ", SPACE_MARK)
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    else:
+        begins_with_space = bool(values.get("add_space_prefix", True))
+        scheme = "first" if begins_with_space else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, scheme, split=False)
+        steps += [decoders.Strip(" ", 1, 0)] * begins_with_space
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+GGUF_KINDS: dict[str, Callable[[TokenizerValues, str], tokenizers.Tokenizer]] = {
+    "gpt2": _byte_level_bpe,
+    "llama": _sentencepiece,
+}
+
+
+def _implied_merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Each way to cut a token into two, the token with the highest score first."""
+    merges = []
+    for token, index in vocab.items():
+        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+        cuts = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
+        for pair in sorted(cuts, key=lambda pair: (vocab[pair[0]], vocab[pair[1]])):
+            merges.append((scores[index], pair))
+    merges.sort(key=lambda merge: (merge[0], len(merge[1][0]), len(merge[1][1])), reverse=True)
+    return [pair for _, pair in merges]
+
+
+def _token_types(values: TokenizerValues) -> list[int]:
+    return [*values.get("token_type", ())] or [1] * len(values["tokens"])
+
+
+def _tokenizer_settings(values: TokenizerValues, template: str | None) -> dict[str, Any]:
+    """The entries of a tokenizer_config.json."""
+    settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    for role, name in GGUF_ROLES.items():
+        token = values.get(f"{name}_token_id")
+        if token is not None:
+            settings[f"{role}_token"] = values["tokens"][token]
+    begins = values["model"] == "llama" or values.get("pre") in WITH_BEGIN
+    for role, default in {"bos": begins, "eos": False}.items():
+        adds = bool(values.get(f"add_{role}_token", default))
+        settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
+    return settings if template is None else settings | {"chat_template": template}
+
+
+def _add_special_tokens(
+    backend: tokenizers.Tokenizer, values: TokenizerValues, settings: Mapping[str, Any]
+) -> None:
+    """Special tokens, and tokens that are never cut, as the backend matches them in a text."""
+    kinds, tokens = _token_types(values), values["tokens"]
+    named = [settings[f"{role}_token"] for role in GGUF_ROLES if f"{role}_token" in settings]
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    special = dict.fromkeys([*control, *named])
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    vocab = backend.get_vocab()
+    uncut = [
+        AddedToken(token, normalized=False)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind == USER_DEFINED and token in vocab
+    ]
+    backend.add_tokens(uncut)
+
+
+def _set_template(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+    """The tokens before and after a text that the file asks for."""
+    names = {
+        role: settings[f"{role}_token"] for role in ("bos", "eos") if settings[f"add_{role}_token"]
+    }
+    if not names:
+        return
+    before, after = (f"{names[role]}" if role in names else "" for role in ("bos", "eos"))
+    backend.post_processor = processors.TemplateProcessing(
+        single=[piece for piece in (before, "$A", after) if piece],
+        pair=[
+            *(piece for piece in (before, "$A", after) if piece),
+            *(f"{piece}:1" for piece in (before, "$B", after) if piece),
+        ],
+        special_tokens=[(name, backend.token_to_id(name)) for name in {*names.values()}],
+    )

@@ -1,0 +1,197 @@
+"""A GGUF file is the model that transformers reads from it, by tensors and by tokens; what
+is not read is refused by name."""
+
+import sys
+
+import numpy as np
+import pytest
+import transformers as tf
+from pretrained import assert_close, logits, our_logits
+
+import jaxformer as jf
+from jaxformer.cli import main
+
+gguf = pytest.importorskip("gguf")  # of an extra
+
+from gguf_models import tiny, written  # noqa: E402
+from pretrained_tokenizers import HARD  # noqa: E402
+
+from jaxformer.interop.gguf_files import GGUF_TYPES, GgufFiles  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("gguf")
+GEMMA = dict(
+    head_dim=256, num_attention_heads=2, num_key_value_heads=1, sliding_window=5, hidden_size=128
+)
+# The settings of transformers' model, and metadata.
+MODELS = {
+    "llama": (tf.LlamaForCausalLM, {}),
+    "llama, tied": (tf.LlamaForCausalLM, dict(tie_word_embeddings=True, num_key_value_heads=1)),
+    "qwen2": (tf.Qwen2ForCausalLM, dict(rope_parameters=dict(rope_theta=523.0))),
+    "qwen3": (tf.Qwen3ForCausalLM, dict(head_dim=128)),
+    "gemma2": (tf.Gemma2ForCausalLM, GEMMA),
+    "gemma3": (tf.Gemma3ForCausalLM, GEMMA | dict(num_hidden_layers=6)),
+}
+
+
+def inputs(seed=0):
+    rng = np.random.default_rng(seed)
+    mask = np.ones((2, 12), int)
+    mask[1, -4:] = 0
+    return {"input_ids": rng.integers(5, 250, mask.shape), "attention_mask": mask}
+
+
+def theirs(path):
+    """transformers' reading of a file, and its tokenizer."""
+    model = tf.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype="float32", attn_implementation="eager"
+    )
+    return model.eval(), tf.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def made(name):
+    architecture, settings = MODELS[name]
+    kind = tf.Gemma3TextConfig if name == "gemma3" else architecture.config_class
+    architecture.config_class = kind
+    return tiny(architecture, seed=len(name), **settings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_model_that_was_written_and_of_transformers_reading(name, tmp_path):
+    model = made(name)
+    kind = "llama" if name in ("gemma2", "gemma3", "llama, tied") else "gpt2"
+    path = written(tmp_path / "m.gguf", name.partition(",")[0], model, tokenizer=kind)
+    loaded, (reading, tokenizer), batch = jf.load(path), theirs(path), inputs()
+    found = our_logits(loaded, batch)
+    assert_close(found, logits(reading, batch), batch)
+    assert_close(found, logits(model, batch), batch)
+    for text in HARD:
+        assert loaded.tokenizer.encode(text, special_tokens=True) == tokenizer.encode(text), text
+
+
+def test_every_type_is_dequantized_as_by_transformers_whichever_rows_are_read(tmp_path):
+    model = made("llama")
+    names = [
+        f"blk.{layer}.{stem}.weight"
+        for layer in (0, 1)
+        for stem in (
+            *("attn_q", "attn_k", "attn_v", "attn_output"),
+            *("ffn_gate", "ffn_up", "ffn_down"),
+        )
+    ]
+    types = dict(zip(["token_embd.weight", *names], GGUF_TYPES, strict=True))
+    path = written(tmp_path / "m.gguf", "llama", model, types)
+    reading, _ = theirs(path)
+    files, expected = GgufFiles(path), reading.state_dict()
+    assert files.entries.keys() == expected.keys()
+    for name, entry in files.entries.items():
+        array = files.read(name)
+        np.testing.assert_array_equal(array, expected[name].numpy(), strict=True)
+        assert entry.shape == array.shape
+        for rows in (slice(3, 9), slice(0, 0), slice(100, None)):
+            np.testing.assert_array_equal(files.read(name, rows), array[rows], strict=True)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken"])
+def test_words_are_those_of_transformers(pre, tmp_path):
+    path = written(tmp_path / "m.gguf", "qwen2", made("qwen2"), pre=pre)
+    tokenizer = tf.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    ours = jf.load(path).tokenizer
+    assert ours.decode(ours.encode("Grüße 12345 \n x")) == "Grüße 12345 \n x"
+    for text in HARD:
+        assert ours.encode(text, special_tokens=True) == tokenizer.encode(text), text
+
+
+def test_each_digit_is_a_word_where_llama_cpp_makes_it_one(tmp_path):
+    ours = jf.load(written(tmp_path / "m.gguf", "qwen2", made("qwen2"), pre="smollm")).tokenizer
+    assert [ours.shown(token) for token in ours.encode("12345")] == [*"12345"]
+
+
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+SCALED = {
+    "linear": dict(rope_type="linear", rope_theta=500.0, factor=4.0),
+    "yarn": dict(
+        rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scalings_of_rope_are_those_of_the_model_that_was_written(kind, tmp_path):
+    model = tiny(tf.LlamaForCausalLM, rope_parameters=SCALED[kind])
+    metadata = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
+    if kind == "yarn":
+        metadata["llama.rope.scaling.original_context_length"] = 16
+    path = written(tmp_path / "m.gguf", "llama", model, metadata=metadata)
+    assert_close(our_logits(jf.load(path), inputs()), logits(model, inputs()), inputs())
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_factors_of_llama_3_are_its_scaling_and_others_are_refused(changed, tmp_path):
+    parameters = LLAMA3 | dict(rope_theta=500_000.0)
+    model = tiny(tf.LlamaForCausalLM, rope_parameters=parameters)
+    frequencies = 500_000.0 ** -(np.arange(0, 64, 2) / 64)
+    factors = (frequencies / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    assert factors.max() == pytest.approx(8)
+    model.rope_factors = factors * (1 + changed * np.arange(32, dtype=np.float32))
+    path = written(tmp_path / "m.gguf", "llama", model)
+    if changed:
+        with pytest.raises(jf.ConfigError, match=r"rope_freqs\.weight of another scaling"):
+            jf.load(path)
+        return
+    loaded = jf.load(path)
+    assert loaded.config.rope_scaling == "llama3" and loaded.config.rope_factor == 8
+    assert_close(our_logits(loaded, inputs()), logits(model, inputs()), inputs())
+
+
+def test_a_file_is_converted_to_a_directory_that_transformers_and_commands_read(tmp_path, capsys):
+    path = written(tmp_path / "m.gguf", "llama", made("llama, tied"), {"token_embd.weight": "Q8_0"})
+    assert main(["convert", str(path), str(tmp_path / "out"), "--verify"]) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+    ours, tokenizer = jf.load(path).tokenizer, tf.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in HARD:
+        assert ours.encode(text, special_tokens=True) == tokenizer.encode(text), text
+    assert main(["evaluate", str(path), "--data.validation", "x"]) == 2
+    assert f"jaxformer convert {path} DIRECTORY" in capsys.readouterr().err
+
+
+REFUSED = {
+    "architecture": (dict(architecture="exaone"), "general.architecture='exaone'; those that are"),
+    "experts": (dict(metadata={"llama.expert_count": 8}), r"llama\.expert_count=8"),
+    "scaling": (dict(metadata={"llama.rope.scaling.type": "su"}), "RoPE is scaled by su"),
+    "type": (dict(types={"blk.0.ffn_up.weight": "TQ2_0"}), r"blk\.0\.ffn_up\.weight of type TQ2_0"),
+    "words": (dict(pre="strange"), r"tokenizer\.ggml\.pre='strange'"),
+    "split": (dict(metadata={"split.count": 2}), "one of 2 files of a model"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_read_is_refused_by_name(case, tmp_path):
+    changes, message = REFUSED[case]
+    path = written(
+        tmp_path / "m.gguf", **{"architecture": "llama", "model": made("llama")} | changes
+    )
+    with pytest.raises(jf.ConfigError, match=message) as error:
+        jf.load(path)
+    assert "m.gguf" in str(error.value)
+
+
+@pytest.mark.parametrize("size", [0, 3, 100, 20_000, -1000])
+def test_a_file_that_was_cut_is_refused(size, tmp_path):
+    path = written(tmp_path / "m.gguf", "llama", made("llama"))
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(jf.ConfigError, match=r"m\.gguf is not a valid GGUF file"):
+        jf.load(path)
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(jf.ConfigError, match=r"pip install 'jaxformer\[gguf\]'"):
+        jf.load(tmp_path / "m.gguf")
