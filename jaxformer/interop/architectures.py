@@ -11,7 +11,9 @@ from jaxformer.interop.bart import BART, MARIAN
 from jaxformer.interop.bert import BERT, ROBERTA
 from jaxformer.interop.deepseek import DEEPSEEK_V3
 from jaxformer.interop.family import Family
+from jaxformer.interop.fields import IgnoredKeys
 from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEOX
+from jaxformer.interop.hf_config import NEUTRAL, HFConfig
 from jaxformer.interop.llama import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
 from jaxformer.interop.mixtral import EXPERT_FAMILIES
 from jaxformer.interop.t5 import T5
@@ -23,6 +25,7 @@ HF_FAMILIES: tuple[Family, ...] = (*DECODERS, *WITH_EXPERTS, BERT, ROBERTA, T5, 
 ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}
 BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
 NEAREST_SHOWN, OBSTACLES_SHOWN = 3, 6
+KEYS_SHOWN, VALUE_SHOWN = 12, 60  # keys of a config.json, and characters of a value
 
 
 def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
@@ -41,7 +44,7 @@ def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, 
         if name in ARCHITECTURES or name in BASES
     ]
     if not supported or (len(supported) > 1 and not stated):
-        raise _unsupported(path, model_type, stated)
+        raise _unsupported(path, values, stated)
     family = ARCHITECTURES[supported[0]]
     if model_type not in (None, family.model_type):
         # The tensors of near relatives, such as Gemma and Llama, have the same names and shapes, so
@@ -69,10 +72,12 @@ def _supported(model_type: object) -> str:
     return f"supported model types are {', '.join(types)}"
 
 
-def _unsupported(path: Path, model_type: object, stated: list[str]) -> ConfigError:
+def _unsupported(path: Path, values: Mapping[str, Any], stated: list[str]) -> ConfigError:
     """The error for a config.json that states no supported architecture, or that states none and
     whose model_type has several."""
+    model_type = values.get("model_type")
     supported, has_type = _supported(model_type), bool(_of_type(model_type))
+    nearest = "" if has_type else _nearest(values)
     if stated:
         remedy = (
             " If transformers loads the directory as one of these, what that model's"
@@ -80,13 +85,49 @@ def _unsupported(path: Path, model_type: object, stated: list[str]) -> ConfigErr
         )
         return ConfigError(
             f"{path} has architectures={json.dumps(stated)}, which is not a supported architecture:"
-            f" {supported}.{remedy if has_type else ''}"
+            f" {supported}.{remedy if has_type else nearest}"
         )
     remedy = ' Name the one that the model is in "architectures".'
     return ConfigError(
         f'{path} has no "architectures", and model_type={json.dumps(model_type)}, which is not a'
-        f" supported architecture: {supported}.{remedy if has_type else ''}"
+        f" supported architecture: {supported}.{remedy if has_type else nearest}"
     )
+
+
+def _nearest(values: Mapping[str, Any]) -> str:
+    """A sentence on the family that leaves the fewest keys of a config.json unread, and of those
+    reads the most; empty where none reads any."""
+    readings = [(family, *_read_keys(family, values)) for family in HF_FAMILIES]
+    family, keys_read, unread = min(readings, key=lambda reading: (len(reading[2]), -reading[1]))
+    name = next(iter(family.architectures))
+    if not keys_read:
+        return ""
+    if not unread:
+        return (
+            f" The nearest is {family.model_type} ({name}), which has all keys of this file; the"
+            " model may compute otherwise all the same."
+        )
+    return (
+        f" The nearest is {family.model_type} ({name}); what it does not have or not with this"
+        f" value: {first_of(unread, KEYS_SHOWN, between=', ')}."
+    )
+
+
+def _read_keys(family: Family, values: Mapping[str, Any]) -> tuple[int, list[str]]:
+    """How many keys of a config.json a family reads, and the others with their values, those whose
+    value it refuses first."""
+    hf, refused = HFConfig(values, None), list[str]()
+    # A key that is ignored says nothing of the family.
+    for row in (row for row in family.fields if not isinstance(row, IgnoredKeys)):
+        before = {*hf.keys_read}
+        try:
+            row.read(hf)
+        except (ValueError, TypeError, AttributeError, ArithmeticError):  # as of a wrong type
+            refused += sorted((hf.keys_read - before) & values.keys())
+    unread = [*dict.fromkeys([*refused, *hf.unknown()])]
+    lines = [f"{key}={json.dumps(values[key], default=str)[:VALUE_SHOWN]}" for key in unread]
+    stated = values.keys() - {*NEUTRAL.split(), *refused}
+    return len(hf.keys_read & stated), lines
 
 
 def architecture_of(config: ModelConfig, architecture: str | None = None) -> tuple[Family, str]:

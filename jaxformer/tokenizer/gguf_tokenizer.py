@@ -52,7 +52,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
     if kind not in GGUF_KINDS:
         raise ConfigError(
             f"{origin} has tokenizer.ggml.model={kind!r}; kinds that are read from GGUF are"
-            f" {', '.join(GGUF_KINDS)}. Where the same model is a Hugging Face directory, read that."
+            f" {', '.join(GGUF_KINDS)}. Where the same model is a Hugging Face directory, read"
+            " that."
         )
     if not isinstance(tokens, list) or len({*tokens}) != len(tokens):
         raise ConfigError(f"{origin} lacks tokenizer.ggml.tokens, or has a token twice in it.")
