@@ -199,8 +199,9 @@ def has_adapter(folder: Path) -> bool:
 
 
 def run_of(path: str | Path, weights: bool = True) -> RunConfig:
-    """The settings of a run directory, or those with which a Hugging Face directory or an adapter
-    is evaluated; with weights=False the weights of a Hugging Face directory need not be there.
+    """The settings of a run directory, or those with which a Hugging Face directory, a GGUF file or
+    an adapter is evaluated; with weights=False the weights of a Hugging Face directory need not be
+    there.
 
     Raises ConfigError if `path` is none of these.
     """
@@ -240,12 +241,7 @@ def _model_of(folder: Path, weights: bool) -> ModelConfig | None:
         from jaxformer.interop.peft_reading import adapted_config
 
         return adapted_config(folder, run_of(base_of(folder), weights).model)
-    if is_gguf(folder):
-        raise ConfigError(
-            f"{folder} is a GGUF file: jaxformer convert {folder} DIRECTORY writes a model"
-            " directory, which every command takes."
-        )
-    if not is_pretrained(folder):
+    if not is_gguf(folder) and not is_pretrained(folder):
         return None
     from jaxformer.interop.pretrained import pretrained_config
 

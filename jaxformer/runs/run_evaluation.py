@@ -10,6 +10,7 @@ from jaxformer import data
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.run import ObjectiveName, RunConfig
 from jaxformer.files import ConfigError
+from jaxformer.interop.gguf_files import is_gguf
 from jaxformer.runs.evaluation import (
     Evaluation,
     Watch,
@@ -46,6 +47,7 @@ def evaluate_run(
     number, and yields the batches, as `ProgressBar.evaluation` does. Raises ConfigError if there is
     no readable model at `path`, or no text to evaluate on.
     """
+    _refuse_gguf(path)
     model = load(path, step, quantize=quantize)
     run = _on_text(run_of(path), Path(path), validation, objective, cache_dir)
     corpus = corpus_of(run, model.labels)
@@ -88,6 +90,7 @@ def translate_run(
     `search` are the keywords of `generation.translate.translate`. Raises ConfigError where
     `evaluate_run` does, and for a run that was not trained on pairs.
     """
+    _refuse_gguf(path)
     run = _on_text(run_of(path), Path(path), validation, cache_dir=cache_dir)
     objective = objective_of(run.model, run.data)
     if objective != "seq2seq":
@@ -102,6 +105,15 @@ def translate_run(
     sources, references = ([str(record[side]) for record in records] for side in (0, 1))
     outputs = translate(model.params, model.config, model.tokenizer, sources, **search)
     return Translations(sources, references, outputs)
+
+
+def _refuse_gguf(path: str | Path) -> None:
+    """ConfigError for a GGUF file, whose tokenizer is in no file that text is prepared with."""
+    if is_gguf(path):
+        raise ConfigError(
+            f"{path} is a GGUF file, and text is prepared with a tokenizer.json: jaxformer convert"
+            f" {path} DIRECTORY writes a model directory, which can be evaluated."
+        )
 
 
 def _nothing_held_out(path: str | Path) -> ConfigError:

@@ -157,8 +157,14 @@ def test_a_file_is_converted_to_a_directory_that_transformers_and_commands_read(
     ours, tokenizer = jf.load(path).tokenizer, tf.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in HARD:
         assert ours.encode(text, special_tokens=True) == tokenizer.encode(text), text
+    texts = []
+    for model in (path, tmp_path / "out"):
+        arguments = ["--prompt", "The quick", "--max_new_tokens", "8", "--temperature", "0"]
+        assert main(["sample", str(model), *arguments]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
     assert main(["evaluate", str(path), "--data.validation", "x"]) == 2
-    assert f"jaxformer convert {path} DIRECTORY" in capsys.readouterr().err
+    assert f"convert {path} DIRECTORY" in capsys.readouterr().err
 
 
 REFUSED = {
