@@ -124,7 +124,7 @@ def test_pytest_alone_runs_the_tests_of_the_claims_of_the_readme() -> None:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
                 marks.append(ast.unparse(node.value))
         for mark in marks:
-            assert not re.search(r"mark\.(slow|faults|docs|compile)\b", mark), (path, name, mark)
+            assert not re.search(r"mark\.(slow|faults|docs|compile|real)\b", mark), (path, name, mark)
 
 
 def test_the_readme_links_to_every_page() -> None:
@@ -306,7 +306,7 @@ def test_the_tests_have_the_folders_of_the_package() -> None:
     folders = {path.name for path in (ROOT / "jaxformer").iterdir() if path.is_dir()}
     loose = [path.name for path in (ROOT / "tests").glob("test_*.py")]
     tested = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    assert not loose and tested <= folders | {"architecture", "faults"}
+    assert not loose and tested <= folders | {"architecture", "faults", "real"}
 
 
 # Settings of which 0 or "auto" means a value that follows from others, and the property that is it.

