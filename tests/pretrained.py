@@ -44,6 +44,10 @@ def folder(*parts):
     return place
 
 
+# Layers whose norms are behind the sums.
+POST_NORM = ("bert", "roberta", "xlm-roberta", "distilbert", "bart", "marian")
+
+
 def perturbed(model, seed):
     """The model with noise on all that a file would hold of it.
 
@@ -51,7 +55,7 @@ def perturbed(model, seed):
     the sublayers are loud.
     """
     generator = torch.Generator().manual_seed(seed)
-    matrices = 0.1 if model.config.model_type in ("bert", "roberta", "bart", "marian") else 0.25
+    matrices = 0.1 if model.config.model_type in POST_NORM else 0.25
     tables = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     trained = [p for p in model.parameters() if p.requires_grad]  # not Marian's sinusoids
     buffers = [b for name, b in model.named_buffers() if name in model.state_dict()]
@@ -72,7 +76,8 @@ def made(architecture, settings, seed=0):
     config = architecture.config_class(**copy.deepcopy(settings))
     config._attn_implementation = config._experts_implementation = "eager"
     model = perturbed(architecture(config), seed + 1)
-    if model.config.model_type == "t5" and settings.get("tie_word_embeddings") is False:
+    untied = settings.get("tie_word_embeddings") is False
+    if model.config.model_type in ("t5", "mt5") and untied:
         model.lm_head.weight = torch.nn.Parameter(
             model.lm_head.weight.flip(0) + 0.1
         )  # T5 v1.1 as it was published
@@ -108,6 +113,10 @@ def inputs(name, seed=0):
     return batch_for(reference(name), [seed, zlib.crc32(name.encode())])
 
 
+# Models that count the positions of their tokens themselves.
+COUNTING = ("bloom", "roberta", "xlm-roberta", "t5", "mt5")
+
+
 def batch_for(model, seed=0):
     """What transformers' model reads: three rows, the first of full length, the others padded; int
     arrays by name.
@@ -134,7 +143,11 @@ def batch_for(model, seed=0):
     if model.config.is_encoder_decoder:
         return rows(SOURCE) | rows(LENGTH, ("decoder_input_ids", "decoder_attention_mask"))
     batch = rows(LENGTH)
-    if model.config.model_type not in ("bloom", "roberta"):  # these two count by themselves
+    if model.config.model_type == "clip_text_model":
+        # It reads the vector of the first EOS, here the last token.
+        last = LENGTH - 1 - batch["attention_mask"][:, ::-1].argmax(1)
+        batch["input_ids"][np.arange(3), last] = model.config.eos_token_id
+    if model.config.model_type not in COUNTING:
         batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1) * batch["attention_mask"]
     if hasattr(model.config, "type_vocab_size"):
         batch["token_type_ids"] = rng.integers(
@@ -159,7 +172,11 @@ def logits(model, batch):
     if kind in ("dynamic", "longrope"):
         return logits_of_rows_alone(model, batch)
     found = outputs(model, batch)
-    return getattr(found, "prediction_logits" if "prediction_logits" in found else "logits").numpy()
+    return found[next(name for name in LOGITS if name in found)].numpy()
+
+
+# The first that a model returns.
+LOGITS = ("prediction_logits", "logits", "text_embeds", "last_hidden_state")
 
 
 def logits_of_rows_alone(model, batch):

@@ -33,6 +33,9 @@ GPT2 = TOKENS | dict(
 BLOOM = TOKENS | dict(hidden_size=42, n_head=6, n_layer=3, layer_norm_epsilon=2e-2)
 BERT = TEXT | dict(type_vocab_size=2, layer_norm_eps=2e-2, num_labels=5)
 ROBERTA = BERT | dict(type_vocab_size=1)
+DISTILBERT = TOKENS | dict(
+    dim=42, hidden_dim=53, n_layers=2, n_heads=6, max_position_embeddings=ROOM, num_labels=5
+)
 T5 = TOKENS | dict(
     d_model=44,
     d_kv=9,
@@ -45,6 +48,8 @@ T5 = TOKENS | dict(
 T5 |= dict(
     relative_attention_num_buckets=8, relative_attention_max_distance=11, decoder_start_token_id=0
 )
+ENCODER = {name: value for name, value in T5.items() if name != "num_decoder_layers"}
+CLIP = TEXT | dict(projection_dim=37, layer_norm_eps=2e-2)
 BART = TOKENS | dict(
     d_model=42,
     encoder_layers=2,
@@ -304,6 +309,14 @@ VARIANTS = {
     "roberta masked": (tf.RobertaForMaskedLM, ROBERTA),
     "roberta classes": (tf.RobertaForSequenceClassification, ROBERTA | dict(type_vocab_size=2)),
     "roberta tags": (tf.RobertaForTokenClassification, ROBERTA),
+    "xlm-roberta masked": (tf.XLMRobertaForMaskedLM, ROBERTA),
+    "xlm-roberta classes": (tf.XLMRobertaForSequenceClassification, ROBERTA),
+    "distilbert masked": (tf.DistilBertForMaskedLM, DISTILBERT),
+    "distilbert classes, relu": (
+        tf.DistilBertForSequenceClassification,
+        DISTILBERT | dict(activation="relu"),
+    ),
+    "distilbert tags": (tf.DistilBertForTokenClassification, DISTILBERT),
     "t5": (tf.T5ForConditionalGeneration, T5),
     "t5 v1.1": (
         tf.T5ForConditionalGeneration,
@@ -315,6 +328,14 @@ VARIANTS = {
             num_decoder_layers=2,
         ),
     ),
+    "t5 encoder": (tf.T5EncoderModel, ENCODER),
+    "t5 encoder, v1.1": (tf.T5EncoderModel, ENCODER | dict(feed_forward_proj="gated-gelu")),
+    "mt5": (tf.MT5ForConditionalGeneration, T5),
+    "mt5 untied": (tf.MT5ForConditionalGeneration, T5 | dict(tie_word_embeddings=False)),
+    "mt5 encoder": (tf.MT5EncoderModel, ENCODER),
+    "clip": (tf.CLIPTextModel, CLIP),
+    "clip projection": (tf.CLIPTextModelWithProjection, CLIP),
+    "clip projection, gelu": (tf.CLIPTextModelWithProjection, CLIP | dict(hidden_act="gelu")),
     "bart": (tf.BartForConditionalGeneration, BART),
     "bart scaled": (
         tf.BartForConditionalGeneration,

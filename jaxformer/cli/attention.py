@@ -278,7 +278,7 @@ def lens_of(
     """The most probable texts by the output of each layer of the last stack, for each token; none
     for a model without logits of each token."""
     config, length = model.config, rows["tokens"].shape[1]
-    if config.output in ("classes", "none"):
+    if config.output in ("classes", "projection", "none"):
         return []
     stack = "encoder" if config.family == "encoder" else "decoder"
     chosen = [layer for layer in range(config.n_layers) if not layers or layer in layers]

@@ -22,7 +22,7 @@ from jaxformer.config.settings import (
 
 Gated = Literal["swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu", "glu"]
 Activation = Annotated[
-    Literal[Gated, "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh"],
+    Literal[Gated, "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh", "quick_gelu"],
     TableAt("jaxformer.layers.ffn.ACTIVATIONS"),
 ]
 RopeScaling = Annotated[
@@ -51,7 +51,7 @@ ExpertKernel = Annotated[
 
 EmbeddingName = Annotated[Literal["tokens"], TableAt("jaxformer.layers.embed.EMBEDDINGS")]
 HeadName = Annotated[
-    Literal["auto", "language", "masked", "classes", "tags", "none"],
+    Literal["auto", "language", "masked", "classes", "tags", "projection", "none"],
     TableAt("jaxformer.layers.head.HEADS"),
 ]
 # Heads that an encoder may have beside that of model.head, which predict from the pooler whether
@@ -241,10 +241,15 @@ class ModelConfig(Section):
     """Output head; auto selects language, or masked for an encoder; none has no matrix."""
     n_classes: Natural = 0
     """Number of classes of the heads classes and tags; 0 uses the classes found in the data."""
+    projection_width: Natural = 0
+    """Width of the vector of a row, of the head projection (CLIP); 0 uses d_model."""
     pooling: Literal["auto", "first", "last", "mean"] = "auto"
-    """Token that the head classes reads; auto selects first in an encoder, last in a decoder."""
+    """Token that the heads classes and projection read; auto selects first in an encoder, last in a
+    decoder."""
     pooler: bool = False
     """Keep BERT's pooler in an encoder with any head; heads that read it always have it."""
+    pooler_activation: Literal["tanh", "relu", "gelu"] = "tanh"
+    """Activation of the pooler (relu in DistilBERT, gelu in ELECTRA)."""
     next_sentence: bool = False
     """Add a second head that predicts whether the second text follows the first (BERT)."""
     tied_head: bool = False

@@ -8,7 +8,8 @@ from typing import Any
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of
 from jaxformer.interop.bart import BART, MARIAN
-from jaxformer.interop.bert import BERT, ROBERTA
+from jaxformer.interop.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
+from jaxformer.interop.clip import CLIP_TEXT
 from jaxformer.interop.deepseek import DEEPSEEK_V3
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import IgnoredKeys
@@ -16,12 +17,15 @@ from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEOX
 from jaxformer.interop.hf_config import NEUTRAL, HFConfig
 from jaxformer.interop.llama import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
 from jaxformer.interop.mixtral import EXPERT_FAMILIES
-from jaxformer.interop.t5 import T5
+from jaxformer.interop.t5 import MT5, MT5_ENCODER, T5, T5_ENCODER
 
 # The first that is exactly a config is written, so the plainer ones come first.
 DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, PHI3)
 WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
-HF_FAMILIES: tuple[Family, ...] = (*DECODERS, *WITH_EXPERTS, BERT, ROBERTA, T5, BART, MARIAN)
+# DistilBERT is a BERT without token types.
+ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, CLIP_TEXT, T5_ENCODER, MT5_ENCODER)
+WITH_SOURCE = (T5, MT5, BART, MARIAN)
+HF_FAMILIES: tuple[Family, ...] = (*DECODERS, *WITH_EXPERTS, *ENCODERS, *WITH_SOURCE)
 ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}
 BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
 NEAREST_SHOWN, OBSTACLES_SHOWN = 3, 6

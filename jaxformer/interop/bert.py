@@ -1,5 +1,6 @@
 """BERT (arXiv:1810.04805), and RoBERTa (arXiv:1907.11692): BERT without next sentences, whose
-positions start after the id of the padding token."""
+positions start after the id of the padding token. DistilBERT (arXiv:1910.01108) has neither token
+types nor a pooler beside its class head; XLM-RoBERTa (arXiv:1911.02116) is RoBERTa."""
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
@@ -8,18 +9,20 @@ from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.tensor_table import TensorRow, linear, norm, output
 
+ENCODER = fields.Constant(
+    family="encoder",
+    norm="layer",
+    norm_placement="post",
+    bias="all",
+    embedding_norm=True,
+    positions="learned",
+)
+
 
 def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
     """The keys of both, with the default of vocab_size."""
     return (
-        fields.Constant(
-            family="encoder",
-            norm="layer",
-            norm_placement="post",
-            bias="all",
-            embedding_norm=True,
-            positions="learned",
-        ),
+        ENCODER,
         fields.Key("vocab_size", "vocab_size", vocab_size),
         fields.Key("hidden_size", "d_model", 768),
         fields.Key("num_hidden_layers", "n_layers", 12),
@@ -155,25 +158,97 @@ def roberta_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     return named_in_class("roberta", config, (*trunk("roberta"), *head))
 
 
-ROBERTA = Family(
-    "roberta",
+def roberta_like(model_type: str, name: str, vocab_size: int) -> Family:
+    """A family with the tensors of RoBERTa; `name` begins the names of its classes."""
+    return Family(
+        model_type,
+        {
+            f"{name}ForMaskedLM": {"head": "masked"},
+            f"{name}ForSequenceClassification": {"head": "classes"},
+            f"{name}ForTokenClassification": {"head": "tags"},
+            f"{name}Model": {"head": "none"},
+        },
+        (
+            *shared_fields(vocab_size),
+            OffsetPositions(),
+            # The masked head always has this one.
+            fields.FixedKey("hidden_act", ("gelu",)),
+            fields.Constant(activation="gelu"),
+            fields.Present("roberta.pooler.dense.weight", "pooler", (f"{name}Model",)),
+        ),
+        roberta_rows,
+        prefix="roberta.",
+        copies=masked_copies("lm_head", "roberta.embeddings.word_embeddings.weight"),
+        ignored=(*BUFFERS, r"^(roberta\.)?pooler\."),  # of the base; the class head has none
+        renamed=OLD_NORMS,
+    )
+
+
+ROBERTA = roberta_like("roberta", "Roberta", 50265)
+XLM_ROBERTA = roberta_like("xlm-roberta", "XLMRoberta", 30522)
+
+
+def distilbert_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
+    base = "distilbert"
+    layer = base + ".transformer.layer.{}."
+    layers = (
+        TensorRow(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
+        TensorRow(f"{base}.embeddings.position_embeddings.weight", "embed.positions"),
+        *norm(f"{base}.embeddings.LayerNorm", "embed.norm"),
+        *linear(layer + "attention.q_lin", "blocks.attention.q"),
+        *linear(layer + "attention.k_lin", "blocks.attention.k"),
+        *linear(layer + "attention.v_lin", "blocks.attention.v"),
+        *linear(layer + "attention.out_lin", "blocks.attention.out"),
+        *norm(layer + "sa_layer_norm", "blocks.attention_norm"),
+        *linear(layer + "ffn.lin1", "blocks.ffn.up"),
+        *linear(layer + "ffn.lin2", "blocks.ffn.down"),
+        *norm(layer + "output_layer_norm", "blocks.ffn_norm"),
+    )
+    masked = (
+        *linear("vocab_transform", "head.dense"),
+        *norm("vocab_layer_norm", "head.norm"),
+        *output("vocab_projector", "head"),
+    )
+    classes = output("classifier", "head")
+    pooler = linear("pre_classifier", "pooler.dense")
+    heads = {"masked": masked, "classes": (*pooler, *classes), "tags": classes}
+    return named_in_class(base, config, (*layers, *heads.get(config.output, ())))
+
+
+def masked_tied_copy(head: str, embedding: str) -> Copies:
+    """A tied output layer of a masked head, which files may hold."""
+    tied = (Copy(head, embedding, unties=True),)
+    return lambda config: tied if config.output == "masked" and config.tied_head else ()
+
+
+DISTILBERT = Family(
+    "distilbert",
     {
-        "RobertaForMaskedLM": {"head": "masked"},
-        "RobertaForSequenceClassification": {"head": "classes"},
-        "RobertaForTokenClassification": {"head": "tags"},
-        "RobertaModel": {"head": "none"},
+        "DistilBertForMaskedLM": {"head": "masked"},
+        "DistilBertForSequenceClassification": {"head": "classes"},
+        "DistilBertForTokenClassification": {"head": "tags"},
+        "DistilBertModel": {"head": "none"},
     },
     (
-        *shared_fields(50265),
-        OffsetPositions(),
-        # The masked head always has this one.
-        fields.FixedKey("hidden_act", ("gelu",)),
-        fields.Constant(activation="gelu"),
-        fields.Present("roberta.pooler.dense.weight", "pooler", ("RobertaModel",)),
+        ENCODER,
+        fields.Constant(norm_eps=1e-12, pooler_activation="relu"),
+        fields.Key("vocab_size", "vocab_size", 30522),
+        fields.Key("dim", "d_model", 768),
+        fields.Key("n_layers", "n_layers", 6),
+        fields.Key("n_heads", "n_heads", 12),
+        fields.Key("hidden_dim", "d_ff", 3072),
+        fields.Key("max_position_embeddings", "max_length", 512),
+        fields.Choice("activation", "activation", fields.PLAIN, "gelu"),
+        fields.tied(True),
+        fields.ClassCount(),
+        fields.Dropout("dropout attention_dropout"),
+        # The positions are stored, also where they began as sinusoids.
+        fields.IgnoredKeys("sinusoidal_pos_embds qa_dropout seq_classif_dropout"),
     ),
-    roberta_rows,
-    prefix="roberta.",
-    copies=masked_copies("lm_head", "roberta.embeddings.word_embeddings.weight"),
-    ignored=(*BUFFERS, r"^(roberta\.)?pooler\."),  # of the base; the class head has none
-    renamed=OLD_NORMS,
+    distilbert_rows,
+    prefix="distilbert.",
+    copies=masked_tied_copy(
+        "vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"
+    ),
+    ignored=(r"embeddings\.position_ids$",),
 )

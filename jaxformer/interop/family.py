@@ -17,7 +17,10 @@ from jaxformer.interop.tensor_table import Tensor, TensorRow, paths_without_tens
 from jaxformer.models.transformer import specs as model_specs
 
 # Fields that change no logit, or only in training, and are written as they are.
-UNRESOLVED = ("dropout", "attention_dropout", "max_length", "tied_head", "router_balance_loss")
+UNRESOLVED = (
+    *("dropout", "attention_dropout", "max_length", "tied_head"),
+    *("router_balance_loss", "projection_width"),
+)
 
 
 class Copy(NamedTuple):

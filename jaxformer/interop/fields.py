@@ -34,6 +34,7 @@ PLAIN = by_hf_name(
         "silu": "silu swish",
         "relu2": "relu2",
         "tanh": "tanh",
+        "quick_gelu": "quick_gelu",
     }
 )
 GATE_NAMES = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu", "relu": "reglu"}

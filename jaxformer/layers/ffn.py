@@ -49,6 +49,11 @@ def relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """x sigmoid(1.702 x) (arXiv:1606.08415, CLIP's)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 CLAMP = 7.0  # of swiglu_clamped
 
 
@@ -74,6 +79,7 @@ ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
         "silu": jax.nn.silu,
         "relu2": relu2,
         "tanh": jnp.tanh,
+        "quick_gelu": quick_gelu,
     },
 )
 # What the activated gate multiplies, of up x; for other activations it is up x itself.

@@ -4,7 +4,8 @@ same loss serves all of them.
 language   the next token              x
 masked     the token that was masked   norm(act(x W + b)) (BERT, arXiv:1810.04805)
 tags       a class of each token       x
-classes    a class of each row         tanh(pooled W + b) in an encoder, pooled in a decoder
+classes    a class of each row         act(pooled W + b) in an encoder, pooled in a decoder
+projection a vector of each row        as classes, without a bias (CLIP, arXiv:2103.00020)
 none       the residual stream, and no matrix
 """
 
@@ -99,6 +100,11 @@ def _class_specs(config: ModelConfig) -> Specs:
     return _output_specs(config, config.n_classes, "classes")
 
 
+def _projection_specs(config: ModelConfig) -> Specs:
+    size = config.projection_width or config.d_model
+    return _output_specs(config, size, "classes", bias=False)
+
+
 def pooled(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B 1 D"]:
@@ -114,7 +120,8 @@ def pooled(
     pooled_rows = jnp.einsum("BT,BTD->BD", weights.astype(x.dtype), x)[:, None]
     if "pooler" not in params:
         return pooled_rows
-    return jnp.tanh(linear("BTD,DF->BTF", params["pooler"], "dense", pooled_rows))
+    dense = linear("BTD,DF->BTF", params["pooler"], "dense", pooled_rows)
+    return ACTIVATIONS[config.pooler_activation](dense)
 
 
 def _transformed(
@@ -134,7 +141,10 @@ POOLED_TEXTS = {
 
 def _pooled_formula(config: ModelConfig) -> tuple[str, ...]:
     lines = (f"p = {POOLED_TEXTS[config.pooled]}",)
-    return (*lines, "h = tanh(p W_h + b_h)") if has_pooler(config) else lines
+    if not has_pooler(config):
+        return lines
+    act = ACTIVATION_TEXTS.get(config.pooler_activation, config.pooler_activation)
+    return (*lines, f"h = {act}(p W_h + b_h)")
 
 
 def _masked_formula(config: ModelConfig) -> tuple[str, ...]:
@@ -152,6 +162,7 @@ HEADS: Table[Head] = Table(
         "masked": Head(_masked_specs, _transformed, _masked_formula, of_tokens=True),
         "classes": Head(_class_specs, pooled, _pooled_formula, of_row=True),
         "tags": Head(_class_specs),
+        "projection": Head(_projection_specs, pooled, _pooled_formula, of_row=True),
         "none": Head(lambda config: {}),
     },
     besides=("auto",),

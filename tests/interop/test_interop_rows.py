@@ -42,7 +42,11 @@ CLASSES = {
     "bloom": tf.BloomConfig,
     "bert": tf.BertConfig,
     "roberta": tf.RobertaConfig,
+    "xlm-roberta": tf.XLMRobertaConfig,
+    "distilbert": tf.DistilBertConfig,
+    "clip_text_model": tf.CLIPTextConfig,
     "t5": tf.T5Config,
+    "mt5": tf.MT5Config,
     "bart": tf.BartConfig,
     "marian": tf.MarianConfig,
 }

@@ -61,15 +61,23 @@ HEADS = {
         "pooling": "mean",
     },
     "classes of a decoder": {"head": "classes", "n_classes": 3},
+    "classes by relu": {
+        "family": "encoder",
+        "head": "classes",
+        "n_classes": 3,
+        "pooler_activation": "relu",
+    },
     "tags": {"family": "encoder", "head": "tags", "n_classes": 5, "logit_soft_cap": 1.5},
     "tags of a decoder": {"head": "tags", "n_classes": 5},
 }
+# Heads that no objective trains.
+VECTORS = {"projection": {"head": "projection", "projection_width": 7}}
 
 
 @functools.cache
 def case(name):
     """(params, config, batch): two rows of tokens, the second with two of padding."""
-    config = jf.ModelConfig(**(SIZES | HEADS[name]))
+    config = jf.ModelConfig(**(SIZES | (HEADS | VECTORS)[name]))
     batch = {name: rows[:2] for name, rows in alone(config).items()}
     batch["segment_ids"] = np.array([[1] * 6, [1] * 4 + [0] * 2])
     batch |= {"source_segment_ids": np.ones((2, 6), int)} if "source" in batch else {}
@@ -95,11 +103,11 @@ def softmax_nats(logits, targets):
 GELU = functools.partial(jax.nn.gelu, approximate=False)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *VECTORS])
 def test_the_logits_are_the_formula_of_the_head(name):
     params, config, batch = case(name)
     x, _ = residual(params, config, batch)
-    if config.output == "classes":
+    if config.output in ("classes", "projection"):
         real = batch["segment_ids"] != 0
         share = {
             "first": np.eye(6)[[0, 0]],
@@ -108,7 +116,8 @@ def test_the_logits_are_the_formula_of_the_head(name):
         }[config.pooled]
         x = np.einsum("bt,btd->bd", share, x)[:, None]
         if config.family == "encoder":
-            x = np.tanh(x @ params["pooler"]["dense"] + params["pooler"]["dense_bias"])
+            act = {"tanh": np.tanh, "relu": jax.nn.relu}[config.pooler_activation]
+            x = act(x @ params["pooler"]["dense"] + params["pooler"]["dense_bias"])
     if config.output == "masked":
         act = {"swiglu": jax.nn.silu, "tanh": jnp.tanh, "gelu": GELU}[config.activation]
         x = np.asarray(act(x @ params["head"]["dense"] + params["head"]["dense_bias"]))
@@ -121,7 +130,7 @@ def test_the_logits_are_the_formula_of_the_head(name):
     x = x / 4 if config.logit_scale == "rsqrt" else x
     logits = np.einsum("btd,vd->btv", x, matrix) + params.get("head", {}).get("bias", 0)
     logits = 1.5 * np.tanh(logits / 1.5) if config.logit_soft_cap else logits
-    expected = logits[:, 0] if config.output == "classes" else logits
+    expected = logits[:, 0] if config.output in ("classes", "projection") else logits
     found = jf.forward(params, config, **batch)
     assert found.shape == expected.shape and found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

@@ -139,6 +139,7 @@ FORMULAS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
     "relu2": lambda x: np.maximum(x, 0) ** 2,
     "tanh": np.tanh,
+    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "glu": lambda x: 1 / (1 + np.exp(-x)),
     "swiglu_clamped": lambda x: np.minimum(x, 7) / (1 + np.exp(-1.702 * np.minimum(x, 7))),
 }
