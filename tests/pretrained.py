@@ -45,7 +45,7 @@ def folder(*parts):
 
 
 # Layers whose norms are behind the sums.
-POST_NORM = ("bert", "roberta", "xlm-roberta", "distilbert", "bart", "marian")
+POST_NORM = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "bart", "marian")
 
 
 def perturbed(model, seed):

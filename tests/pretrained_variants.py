@@ -33,6 +33,7 @@ GPT2 = TOKENS | dict(
 BLOOM = TOKENS | dict(hidden_size=42, n_head=6, n_layer=3, layer_norm_epsilon=2e-2)
 BERT = TEXT | dict(type_vocab_size=2, layer_norm_eps=2e-2, num_labels=5)
 ROBERTA = BERT | dict(type_vocab_size=1)
+ELECTRA = BERT | dict(embedding_size=18)
 DISTILBERT = TOKENS | dict(
     dim=42, hidden_dim=53, n_layers=2, n_heads=6, max_position_embeddings=ROOM, num_labels=5
 )
@@ -317,6 +318,13 @@ VARIANTS = {
         DISTILBERT | dict(activation="relu"),
     ),
     "distilbert tags": (tf.DistilBertForTokenClassification, DISTILBERT),
+    "electra masked": (tf.ElectraForMaskedLM, ELECTRA),
+    "electra classes": (tf.ElectraForSequenceClassification, ELECTRA),
+    "electra classes, one width": (
+        tf.ElectraForSequenceClassification,
+        ELECTRA | dict(embedding_size=42),
+    ),
+    "electra tags": (tf.ElectraForTokenClassification, ELECTRA),
     "t5": (tf.T5ForConditionalGeneration, T5),
     "t5 v1.1": (
         tf.T5ForConditionalGeneration,

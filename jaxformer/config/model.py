@@ -233,6 +233,9 @@ class ModelConfig(Section):
     """Scale of the token embeddings: none, or sqrt(d_model)."""
     embedding_multiplier: Factor = 1.0
     """Factor of the token embeddings."""
+    embedding_width: Natural = 0
+    """Width of the embeddings, which a matrix projects to d_model (ELECTRA), and of the rows of the
+    masked head; 0 uses d_model."""
     embedding_norm: bool = False
     """Apply a norm to the embeddings."""
     token_types: Natural = 0
@@ -301,6 +304,10 @@ class ModelConfig(Section):
     @property
     def value_width(self) -> int:
         return self.value_dim or self.head_width
+
+    @property
+    def embedded_width(self) -> int:
+        return self.embedding_width or self.d_model
 
     @property
     def attention_dropout_rate(self) -> float:

@@ -14,8 +14,8 @@ def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
     heads = list(_heads(config))
     rotation = [] if heads else _rotation(config)
-    others = [*_family(config), *_positions(config), *_experts(config), *_latent(config)]
-    return [*heads, *rotation, *others]
+    others = [*_family(config), *_embedding(config), *_positions(config)]
+    return [*heads, *rotation, *others, *_experts(config), *_latent(config)]
 
 
 def _heads(config: Any) -> Iterator[str]:
@@ -64,6 +64,15 @@ def _family(config: Any) -> Iterator[str]:
         yield "residual='parallel' has one sum for all sublayers: choose another norm_placement."
     if config.head_bias and output != "language":
         yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
+
+
+def _embedding(config: Any) -> Iterator[str]:
+    width, d_model = config.embedded_width, config.d_model
+    if width != d_model and config.tied_head and config.output == "language":
+        yield (
+            f"embedding_width={width} with model.tied_head=True needs model.head='masked': the rows"
+            f" of the language head are d_model={d_model} wide."
+        )
 
 
 def _experts(config: Any) -> Iterator[str]:

@@ -11,6 +11,7 @@ from jaxformer.interop.bart import BART, MARIAN
 from jaxformer.interop.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from jaxformer.interop.clip import CLIP_TEXT
 from jaxformer.interop.deepseek import DEEPSEEK_V3
+from jaxformer.interop.electra import ELECTRA
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import IgnoredKeys
 from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEOX
@@ -23,7 +24,7 @@ from jaxformer.interop.t5 import MT5, MT5_ENCODER, T5, T5_ENCODER
 DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, PHI3)
 WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
 # DistilBERT is a BERT without token types.
-ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, CLIP_TEXT, T5_ENCODER, MT5_ENCODER)
+ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, ELECTRA, CLIP_TEXT, T5_ENCODER, MT5_ENCODER)
 WITH_SOURCE = (T5, MT5, BART, MARIAN)
 HF_FAMILIES: tuple[Family, ...] = (*DECODERS, *WITH_EXPERTS, *ENCODERS, *WITH_SOURCE)
 ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}

@@ -19,15 +19,21 @@ ENCODER = fields.Constant(
 )
 
 
-def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
-    """The keys of both, with the default of vocab_size."""
+# Key, field, and the default of BERT.
+SIZE_KEYS = (
+    ("vocab_size", "vocab_size", 30522),
+    ("hidden_size", "d_model", 768),
+    ("num_hidden_layers", "n_layers", 12),
+    ("num_attention_heads", "n_heads", 12),
+    ("intermediate_size", "d_ff", 3072),
+)
+
+
+def shared_fields(**default: int) -> tuple[KeyMapping, ...]:
+    """The keys of all these families; `default` has a family's own defaults."""
     return (
         ENCODER,
-        fields.Key("vocab_size", "vocab_size", vocab_size),
-        fields.Key("hidden_size", "d_model", 768),
-        fields.Key("num_hidden_layers", "n_layers", 12),
-        fields.Key("num_attention_heads", "n_heads", 12),
-        fields.Key("intermediate_size", "d_ff", 3072),
+        *(fields.Key(hf, field, default.get(hf, usual)) for hf, field, usual in SIZE_KEYS),
         fields.Key("type_vocab_size", "token_types", 2),
         fields.Key("layer_norm_eps", "norm_eps", 1e-12),
         fields.FixedKey("position_embedding_type", ("absolute",)),
@@ -110,7 +116,7 @@ BERT = Family(
         "BertModel": {"head": "none"},
     },
     (
-        *shared_fields(30522),
+        *shared_fields(),
         fields.Key("max_position_embeddings", "max_length", 512),
         fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu"),
         fields.Present("bert.pooler.dense.weight", "pooler", WITH_POOLER),
@@ -169,7 +175,7 @@ def roberta_like(model_type: str, name: str, vocab_size: int) -> Family:
             f"{name}Model": {"head": "none"},
         },
         (
-            *shared_fields(vocab_size),
+            *shared_fields(vocab_size=vocab_size),
             OffsetPositions(),
             # The masked head always has this one.
             fields.FixedKey("hidden_act", ("gelu",)),

@@ -34,6 +34,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "n_kv_heads": config.kv_heads,
         "head_dim": config.head_width,
         "value_dim": config.value_width,
+        "embedding_width": config.embedded_width,
         "d_ff": config.ff_width,
         "head": config.output,
         "pooling": config.pooled,

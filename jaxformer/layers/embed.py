@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import field, replace
 from typing import NamedTuple
 
 import jax
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from jaxformer.arrays.params import InitFunction, Params, Spec, Specs, lookup
+from jaxformer.arrays.params import InitFunction, Params, Spec, Specs, lookup, zeros
 from jaxformer.config.model import EmbeddingName, ModelConfig
 from jaxformer.config.settings import Table
-from jaxformer.layers.linear import INITIALIZERS, dropout
+from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.positions import sinusoids
@@ -115,17 +115,35 @@ def added_embeddings(config: ModelConfig) -> list[Embedding]:
     return [*positions, *([TOKEN_TYPES] if config.token_types else [])]
 
 
+def of_embeddings(config: ModelConfig) -> ModelConfig:
+    """The config of a model as wide as the embeddings of this one."""
+    if config.embedded_width == config.d_model:
+        return config
+    width, heads = config.embedded_width, config.head_width
+    return replace(config, d_model=width, head_dim=heads, embedding_width=0, tied_head=False)
+
+
 def embedding_specs(config: ModelConfig) -> Specs:
     """The parameters of model.embedding, which all stacks of the model share."""
-    return EMBEDDINGS[config.embedding].specs(config)
+    return EMBEDDINGS[config.embedding].specs(of_embeddings(config))
+
+
+def _projection_specs(config: ModelConfig) -> Specs:
+    """The matrix [E, D] from the width of the embeddings to that of the model, and a bias."""
+    if config.embedded_width == config.d_model:
+        return {}
+    make, shape = INITIALIZERS[config.init](config), (config.embedded_width, config.d_model)
+    matrix = Spec(shape, ("hidden", "embed"), make.weight, inputs=("hidden",))
+    return {"projection": matrix, "projection_bias": Spec(shape[1:], ("residual",), zeros)}
 
 
 def added_specs(config: ModelConfig) -> Specs:
-    """The parameters of what a stack adds to its inputs: learned positions, token types, a norm."""
-    specs: Specs = {}
+    """The parameters of what a stack adds to its inputs: learned positions, token types, a norm,
+    and the matrix that projects the sum."""
+    specs, narrow = _projection_specs(config), of_embeddings(config)
     for row in added_embeddings(config):
-        specs |= row.specs(config)
-    return specs | ({"norm": norm_specs(config)} if config.embedding_norm else {})
+        specs |= row.specs(narrow)
+    return specs | ({"norm": norm_specs(narrow)} if config.embedding_norm else {})
 
 
 @jax.named_scope("embed")
@@ -134,16 +152,23 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """[B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. Dropout needs a
     key."""
-    x = EMBEDDINGS[config.embedding].apply(params, config, inputs)
+    narrow = of_embeddings(config)
+    x = EMBEDDINGS[config.embedding].apply(params, narrow, inputs)
     for row in added_embeddings(config):
-        x = x + row.apply(params, config, inputs)
+        x = x + row.apply(params, narrow, inputs)
     if config.embedding_norm:
         x = norm(params["norm"], config, x)
-    return dropout(x, config.dropout, key)
+    x = dropout(x, config.dropout, key)
+    if config.embedded_width == config.d_model:
+        return x
+    return linear("BTE,ED->BTD", params, "projection", x, to=WHOLE)
 
 
 def embed_formula(config: ModelConfig) -> tuple[str, ...]:
     """The rows of x as text."""
     summands = [EMBEDDINGS[config.embedding], *added_embeddings(config)]
     text = " + ".join(row.formula(config) for row in summands)
-    return (f"x = norm({text})" if config.embedding_norm else f"x = {text}",)
+    text = f"norm({text})" if config.embedding_norm else text
+    if config.embedded_width == config.d_model:
+        return (f"x = {text}",)
+    return f"e = {text}", "x = e W_e + b_e"

@@ -21,7 +21,7 @@ from jaxformer.arrays.params import Params, Spec, Specs, Weight, contract, zeros
 from jaxformer.config.model import HeadName, ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.files import ConfigError
-from jaxformer.layers.embed import embedding_specs
+from jaxformer.layers.embed import embedding_specs, of_embeddings
 from jaxformer.layers.ffn import ACTIVATION_TEXTS, ACTIVATIONS
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.masks import TokenLayout
@@ -61,7 +61,7 @@ def is_tied(config: ModelConfig) -> bool:
 
 def head_specs(config: ModelConfig) -> Specs:
     """The rows named pooler, head and those of second heads, as far as the config has them."""
-    table: Specs = {"pooler": _dense_specs(config)} if has_pooler(config) else {}
+    table: Specs = {"pooler": _dense_specs(config, config.d_model)} if has_pooler(config) else {}
     table["head"] = HEADS[config.output].specs(config)
     table |= {name: _output_specs(config, 2, "classes") for name in config.second_heads}
     if is_tied(config):
@@ -74,10 +74,11 @@ def head_specs(config: ModelConfig) -> Specs:
     return {name: rows for name, rows in table.items() if rows}
 
 
-def _dense_specs(config: ModelConfig) -> Specs:
-    make, d = INITIALIZERS[config.init](config), config.d_model
-    square = Spec((d, d), ("embed", "hidden"), make.weight, inputs=("embed",))
-    return {"dense": square, "dense_bias": Spec((d,), ("hidden",), zeros)}
+def _dense_specs(config: ModelConfig, size: int) -> Specs:
+    """A matrix [D, size], and a bias."""
+    make = INITIALIZERS[config.init](config)
+    matrix = Spec((config.d_model, size), ("embed", "hidden"), make.weight, inputs=("embed",))
+    return {"dense": matrix, "dense_bias": Spec((size,), ("hidden",), zeros)}
 
 
 def _output_specs(config: ModelConfig, size: int, axis: str, bias: bool = True) -> Specs:
@@ -88,8 +89,9 @@ def _output_specs(config: ModelConfig, size: int, axis: str, bias: bool = True) 
 
 
 def _masked_specs(config: ModelConfig) -> Specs:
-    output = _output_specs(config, config.vocab_size, "vocab")
-    return output | _dense_specs(config) | {"norm": norm_specs(config)}
+    narrow = of_embeddings(config)
+    output = _output_specs(narrow, config.vocab_size, "vocab")
+    return output | _dense_specs(config, narrow.d_model) | {"norm": norm_specs(narrow)}
 
 
 def _class_specs(config: ModelConfig) -> Specs:
@@ -172,8 +174,9 @@ HEADS: Table[Head] = Table(
 @jax.named_scope("head")
 def readout(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
-) -> Float[Array, "B Q D"]:
-    """The input of `output_layer`: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the row."""
+) -> Float[Array, "B Q E"]:
+    """The input of `output_layer`: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the row, and
+    with model.embedding_width for a masked head as wide as that."""
     x = HEADS[config.output].rows(params, config, x, layout)
     x = x / math.sqrt(config.d_model) if config.logit_scale == "rsqrt" else x
     return x if config.logit_divisor == 1 else x / config.logit_divisor

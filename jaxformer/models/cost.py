@@ -109,7 +109,7 @@ def matrix_flops(config: ModelConfig, share: float, table: Specs) -> dict[str, f
         # With an adapter on the embedding, this path is not a leaf.
         embedding = leaves.get("embed.tokens")
         passes = 1.0 if embedding is not None and embedding.trainable else 2 / 3
-        flops["embed.tokens"] = 6 * passes * config.vocab_size * config.d_model
+        flops["embed.tokens"] = 6 * passes * config.vocab_size * config.embedded_width
     return flops
 
 

@@ -43,6 +43,7 @@ CLASSES = {
     "bert": tf.BertConfig,
     "roberta": tf.RobertaConfig,
     "xlm-roberta": tf.XLMRobertaConfig,
+    "electra": tf.ElectraConfig,
     "distilbert": tf.DistilBertConfig,
     "clip_text_model": tf.CLIPTextConfig,
     "t5": tf.T5Config,

@@ -13,7 +13,19 @@ import torch
 import transformers as tf
 from pretrained import batch_for, folder, ours, outputs, perturbed, real, tensors
 from pretrained_tokenizers import saved
-from pretrained_variants import BART, BERT, BLOOM, DISTILBERT, GEMMA, GPT2, LLAMA, NEOX, ROBERTA, T5
+from pretrained_variants import (
+    BART,
+    BERT,
+    BLOOM,
+    DISTILBERT,
+    ELECTRA,
+    GEMMA,
+    GPT2,
+    LLAMA,
+    NEOX,
+    ROBERTA,
+    T5,
+)
 from safetensors.torch import save_file
 
 import jaxformer as jf
@@ -24,6 +36,7 @@ ENCODERS = {
     "bert": (tf.BertModel, BERT, {}),
     "bert without a pooler": (tf.BertModel, BERT, {"add_pooling_layer": False}),
     "roberta": (tf.RobertaModel, ROBERTA, {}),
+    "electra": (tf.ElectraModel, ELECTRA, {}),
     "distilbert": (tf.DistilBertModel, DISTILBERT, {}),
 }
 TIED = {"tie_word_embeddings": True}

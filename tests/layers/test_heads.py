@@ -37,6 +37,13 @@ HEADS = {
         "norm": "none",
         "activation": "tanh",
     },
+    "masked, tied, narrow": {
+        "family": "encoder",
+        "tied_head": True,
+        "embedding_width": 10,
+        "embedding_norm": True,
+        "positions": "learned",
+    },
     "BERT": (
         {
             "family": "encoder",
@@ -149,7 +156,8 @@ def test_the_output_layer_is_a_product_of_the_width_of_the_model_and_a_bias_apar
     np.testing.assert_allclose(
         logits[:, 0] if config.output == "classes" else logits, expected, rtol=1e-4, atol=1e-4
     )
-    assert layer.rows.shape[-1] == layer.matrix.shape[-1] == config.d_model
+    width = config.embedded_width if config.output == "masked" else config.d_model
+    assert layer.rows.shape[-1] == layer.matrix.shape[-1] == width
     assert (
         ("bias" in params.get("head", {}))
         == (layer.bias is not None)

@@ -122,7 +122,7 @@ def repeated_flops(planned: PlannedRun) -> float:
     share = planned.source_length / planned.length
     total = 0.0
     if planned.of_pairs and tile_length(planned) < planned.length:
-        total += 2 * model.vocab_size * model.d_model
+        total += 2 * model.vocab_size * model.embedded_width
     for path, spec in rows(planned.specs).items():
         name = path.rpartition(".")[2]
         if spec.is_matrix and spec.is_stacked and name in again:
