@@ -77,7 +77,7 @@ def made(architecture, settings, seed=0):
     config._attn_implementation = config._experts_implementation = "eager"
     model = perturbed(architecture(config), seed + 1)
     untied = settings.get("tie_word_embeddings") is False
-    if model.config.model_type in ("t5", "mt5") and untied:
+    if model.config.model_type in ("t5", "mt5", "umt5") and untied:
         model.lm_head.weight = torch.nn.Parameter(
             model.lm_head.weight.flip(0) + 0.1
         )  # T5 v1.1 as it was published
@@ -95,7 +95,7 @@ def directory(name):
     place = folder(name, "theirs")
     model = reference(name)
     model.save_pretrained(place)
-    if model.config.model_type == "t5" and not model.config.scale_decoder_outputs:
+    if model.config.model_type in ("t5", "umt5") and not model.config.scale_decoder_outputs:
         rewrite(place, tie_word_embeddings=False)
     return place
 
@@ -114,7 +114,7 @@ def inputs(name, seed=0):
 
 
 # Models that count the positions of their tokens themselves.
-COUNTING = ("bloom", "roberta", "xlm-roberta", "t5", "mt5")
+COUNTING = ("bloom", "roberta", "xlm-roberta", "t5", "mt5", "umt5")
 
 
 def batch_for(model, seed=0):
@@ -140,7 +140,8 @@ def batch_for(model, seed=0):
             )
         )
 
-    if model.config.is_encoder_decoder:
+    # UMT5EncoderModel says that it has a decoder.
+    if model.config.is_encoder_decoder and "Encoder" not in type(model).__name__:
         return rows(SOURCE) | rows(LENGTH, ("decoder_input_ids", "decoder_attention_mask"))
     batch = rows(LENGTH)
     if model.config.model_type == "clip_text_model":

@@ -199,6 +199,8 @@ class ModelConfig(Section):
     """Number of buckets of T5's relative positions."""
     relative_distance: Annotated[int, Bounds(2)] = 128
     """Distance in tokens from which all relative positions share the last bucket."""
+    relative_bias: Literal["stack", "layer"] = "stack"
+    """Tables of T5's relative positions: one for all layers of a stack, or one for each (UMT5)."""
     window: Natural = 0
     """Attention window in tokens, with the token itself (an encoder: on both sides); 0 has none."""
     window_pattern: str = "w"

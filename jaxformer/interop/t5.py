@@ -1,5 +1,5 @@
-"""T5 (arXiv:1910.10683), both of its versions, mT5 (arXiv:2010.11934), and the encoders of both
-without a decoder, as in diffusion models."""
+"""T5 (arXiv:1910.10683), both of its versions, mT5 (arXiv:2010.11934), UMT5 (arXiv:2304.09151) with
+relative positions of each layer, and their encoders alone, as in diffusion models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,11 +114,14 @@ def stack(hf: str, prefix: str, config: ModelConfig) -> tuple[TensorRow, ...]:
     for leaf, name in names.items():
         path = f"{prefix}blocks.ffn.{leaf}"
         matrices.append(TensorRow(f"{ffn}.DenseReluDense.{name}.weight", path, LINEAR))
-    bias = f"{hf}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    bias_name = "layer.0.SelfAttention.relative_attention_bias.weight"
+    bias = TensorRow(f"{hf}.block.0.{bias_name}", f"{prefix}relative_bias")
+    if config.relative_bias == "layer":
+        bias = TensorRow(f"{hf}.block.{{}}.{bias_name}", f"{prefix}blocks.attention.relative_bias")
     return (
         *matrices,
         TensorRow(f"{ffn}.layer_norm.weight", f"{prefix}blocks.ffn_norm.scale"),
-        TensorRow(bias, f"{prefix}relative_bias"),
+        bias,
         TensorRow(f"{hf}.final_layer_norm.weight", f"{prefix}final_norm.scale"),
     )
 
@@ -169,8 +172,15 @@ T5_ENCODER = encoder_like(
 )
 
 MT5_DEPTH = 8
-MT5_KEYS = shared_fields("gated-gelu", {"vocab_size": 250112, "d_ff": 1024, "num_heads": 6})
+MT5_SIZES = {"vocab_size": 250112, "d_ff": 1024, "num_heads": 6}
+MT5_KEYS = shared_fields("gated-gelu", MT5_SIZES)
 MT5 = t5_like("mt5", "MT5", (*MT5_KEYS, *both_stacks(MT5_DEPTH, T5Head(has_scale=False))))
 MT5_ENCODER = encoder_like(
     "mt5", "MT5", (*MT5_KEYS, Key("num_layers", "n_layers", MT5_DEPTH), EncoderAlone())
+)
+
+UMT5_KEYS = (*MT5_KEYS, Constant(relative_bias="layer"))
+UMT5 = t5_like("umt5", "UMT5", (*UMT5_KEYS, *both_stacks(MT5_DEPTH, T5Head())))
+UMT5_ENCODER = encoder_like(
+    "umt5", "UMT5", (*UMT5_KEYS, Key("num_layers", "n_layers", MT5_DEPTH), EncoderAlone())
 )

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jaxformer.arrays.params import Params, Spec, Specs, scaled, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
+from jaxformer.layers.biases import has_layer_bias, relative_bias_specs, score_bias
 from jaxformer.layers.capture import Captures
 from jaxformer.layers.dot_product import attention_weights, weighted_values
 from jaxformer.layers.kernels import attend
@@ -50,6 +51,12 @@ def attention_specs(config: ModelConfig) -> Specs:
     if config.attention_sinks:
         specs["sinks"] = Spec((n,), ("heads",), zeros)
     return specs
+
+
+def self_attention_specs(config: ModelConfig) -> Specs:
+    """The rows of `attention_specs`, and the layer's table of relative positions if it has one."""
+    table = relative_bias_specs(config) if has_layer_bias(config) else {}
+    return attention_specs(config) | table
 
 
 def cross_attention_specs(config: ModelConfig) -> Specs:
@@ -143,7 +150,11 @@ def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call
     if cache is not None:
         cache = cache.write(*seen)
         seen = cache.k, cache.v
-    call = call._replace(mask=call.mask._replace(window=config.window))
+    scoring = call.mask.scoring
+    if has_layer_bias(config):
+        bias = score_bias(params["relative_bias"], config, call.mask)
+        scoring = scoring._replace(bias=bias)
+    call = call._replace(mask=call.mask._replace(window=config.window, scoring=scoring))
     out, weights = attention(params, config, x, seen, call)
     return Output(out, cache, Aux(captures=weights))
 
@@ -236,7 +247,7 @@ def _cross_formula(config: ModelConfig) -> tuple[str, ...]:
 
 
 SELF_ATTENTION = Sublayer(
-    specs=attention_specs,
+    specs=self_attention_specs,
     apply=self_attention,
     product="out",
     stored=_stored,

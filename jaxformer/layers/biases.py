@@ -37,12 +37,17 @@ def relative_bucket(
 
 
 def relative_bias_specs(config: ModelConfig) -> Specs:
-    """T5's table [buckets, N], one for all layers of a stack; ALiBi has nothing to learn."""
+    """T5's table [buckets, N], of a stack or of a layer; ALiBi has nothing to learn."""
     if config.positions != "t5":
         return {}
     shape, axes = (config.relative_buckets, config.n_heads), ("buckets", "heads")
     init = normal(config.d_model**-0.5)
     return {"relative_bias": Spec(shape, axes, init, inputs=("buckets",), lookup=True)}
+
+
+def has_layer_bias(config: ModelConfig) -> bool:
+    """Whether each layer has a table of its own."""
+    return config.positions == "t5" and config.relative_bias == "layer"
 
 
 def score_bias(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jaxformer.arrays.params import Params, Specs, is_custom, rows, stack, unstack
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
-from jaxformer.layers.biases import relative_bias_specs, score_bias
+from jaxformer.layers.biases import has_layer_bias, relative_bias_specs, score_bias
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.exchange import balanced, in_order
@@ -60,9 +60,14 @@ def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
     final = norm_specs(config) if config.norm_placement != "post" else {}
     blocks = _blocks_specs(config, layers, cross)
     table = {"blocks": blocks, "final_norm": final}
-    if config.positions in BIASED_SCORES:
+    if has_shared_bias(config):
         table = {"blocks": blocks, **relative_bias_specs(config), "final_norm": final}
     return {name: rows for name, rows in table.items() if rows}
+
+
+def has_shared_bias(config: ModelConfig) -> bool:
+    """Whether all layers of a stack add the same bias to their scores."""
+    return config.positions in BIASED_SCORES and not has_layer_bias(config)
 
 
 def _blocks_specs(config: ModelConfig, layers: int, cross: bool) -> Specs:
@@ -147,10 +152,12 @@ def run_stack(
     `stack_mask`. All layers share the call."""
     x = x.astype(compute_dtype(config))
     bias = None
-    if config.positions in BIASED_SCORES:
+    if has_shared_bias(config):
         bias = score_bias(params.get("relative_bias"), config, call.mask)
     call = call._replace(mask=call.mask._replace(scoring=Scoring(bias=bias)))
     is_balanced = cache is None and _reads_balanced(params, config, call)
+    # The bias of a layer is of tokens in order, as is that of a stack.
+    is_balanced = is_balanced and not has_layer_bias(config)
     if is_balanced:
         x, call = balanced(x), _balanced_call(call)
     if cache is None and layer_loop_of(config) == "scan":

@@ -48,6 +48,7 @@ CLASSES = {
     "clip_text_model": tf.CLIPTextConfig,
     "t5": tf.T5Config,
     "mt5": tf.MT5Config,
+    "umt5": tf.UMT5Config,
     "bart": tf.BartConfig,
     "marian": tf.MarianConfig,
 }

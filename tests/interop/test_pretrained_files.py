@@ -401,7 +401,7 @@ SIZES["deepseek-v3"] = PLAIN | dict(
     kv_lora_rank=32,
     q_lora_rank=32,
 )
-SIZES["mt5"] = SIZES["t5"]
+SIZES["mt5"] = SIZES["umt5"] = SIZES["t5"]
 SIZES["clip"] = PLAIN | dict(eos_token_id=3)
 SIZES["distilbert"] = dict(dim=24, hidden_dim=40, n_layers=2, n_heads=4, vocab_size=71)
 MANY = dict(num_hidden_layers=7)

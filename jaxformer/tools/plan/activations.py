@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.config.rules import names_of
+from jaxformer.layers.biases import has_layer_bias
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
 from jaxformer.layers.ring import LONGEST_BLOCK
 from jaxformer.layers.sublayer import Sizes, StoredArray
@@ -136,13 +137,14 @@ def scores_bytes(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> float
 
 
 def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
-    """Bytes of the biases of scores that a stack has for all its layers and rows, and of their
-    gradients."""
+    """Bytes of the biases of scores that a stack has for all its rows, and of their gradients: one
+    for all layers, or one for each."""
     model = planned.model
     if model.positions not in BIASED_SCORES:
         return 0.0, 0.0
     heads = sizes_of(planned, stack.tokens, stack.tokens).share(model.n_heads) / planned.context
     biases = 4 * heads * stack.tokens**2
+    biases *= len(stack.layers) if has_layer_bias(model) else 1
     return biases, biases if model.positions == "t5" else 0.0
 
 
