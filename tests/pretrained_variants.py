@@ -34,6 +34,13 @@ BLOOM = TOKENS | dict(hidden_size=42, n_head=6, n_layer=3, layer_norm_epsilon=2e
 BERT = TEXT | dict(type_vocab_size=2, layer_norm_eps=2e-2, num_labels=5)
 ROBERTA = BERT | dict(type_vocab_size=1)
 ELECTRA = BERT | dict(embedding_size=18)
+MODERNBERT = TEXT | dict(hidden_size=48, norm_eps=2e-2, local_attention=6)
+MODERNBERT |= dict(
+    rope_parameters={
+        "full_attention": dict(rope_type="default", rope_theta=THETA),
+        "sliding_attention": dict(rope_type="default", rope_theta=91.0),
+    }
+)
 DISTILBERT = TOKENS | dict(
     dim=42, hidden_dim=53, n_layers=2, n_heads=6, max_position_embeddings=ROOM, num_labels=5
 )
@@ -325,6 +332,13 @@ VARIANTS = {
         ELECTRA | dict(embedding_size=42),
     ),
     "electra tags": (tf.ElectraForTokenClassification, ELECTRA),
+    "modernbert": (tf.ModernBertForMaskedLM, MODERNBERT | dict(num_hidden_layers=8)),
+    "modernbert by layer types": (
+        tf.ModernBertForMaskedLM,
+        MODERNBERT
+        | dict(num_hidden_layers=3)
+        | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    ),
     "t5": (tf.T5ForConditionalGeneration, T5),
     "t5 v1.1": (
         tf.T5ForConditionalGeneration,

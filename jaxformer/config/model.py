@@ -218,6 +218,9 @@ class ModelConfig(Section):
     norm_placement: Literal["pre", "post", "sandwich", "output"] = "pre"
     """Placement of the norms: pre x + f(norm(x)), post norm(x + f(x)), sandwich x +
     norm(f(norm(x))), output x + norm(f(x))."""
+    unnormed_layers: Natural = 0
+    """Number of first layers whose mixer reads the residual stream without a norm before it (1 in
+    ModernBERT, behind the norm of the embeddings)."""
     norm_eps: NonNegative = 1e-5
     """Constant added to the variance, or to the mean square, before the square root."""
     residual: Literal["sequential", "parallel"] = "sequential"
@@ -259,6 +262,8 @@ class ModelConfig(Section):
     """Add a second head that predicts whether the second text follows the first (BERT)."""
     tied_head: bool = False
     """Use the embedding table as the output matrix."""
+    head_dense_bias: bool = True
+    """Bias of the dense layer of the masked head and of the pooler (none in ModernBERT)."""
     head_bias: bool = False
     """Add a bias to the language head; the other heads always have one."""
     logit_scale: Literal["none", "rsqrt"] = "none"

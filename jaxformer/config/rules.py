@@ -14,7 +14,7 @@ def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
     heads = list(_heads(config))
     rotation = [] if heads else _rotation(config)
-    others = [*_family(config), *_embedding(config), *_positions(config)]
+    others = [*_family(config), *_embedding(config), *_norms(config), *_positions(config)]
     return [*heads, *rotation, *others, *_experts(config), *_latent(config)]
 
 
@@ -72,6 +72,14 @@ def _embedding(config: Any) -> Iterator[str]:
         yield (
             f"embedding_width={width} with model.tied_head=True needs model.head='masked': the rows"
             f" of the language head are d_model={d_model} wide."
+        )
+
+
+def _norms(config: Any) -> Iterator[str]:
+    if config.unnormed_layers and config.norm_placement not in ("pre", "sandwich"):
+        yield (
+            f"unnormed_layers={config.unnormed_layers} needs model.norm_placement='pre' or"
+            f" 'sandwich': with {config.norm_placement!r} no norm is before a mixer."
         )
 
 

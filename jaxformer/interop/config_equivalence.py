@@ -90,6 +90,7 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         "pooling": output in ("classes", "projection"),
         "projection_width": output == "projection",
         "pooler_activation": has_pooler(config),
+        "head_dense_bias": has_pooler(config) or output == "masked",
         "window window_pattern rope_window_theta": has_windows,
         "rope_beta_fast rope_beta_slow rope_truncate": scaling == "yarn",
         "rope_low_frequency rope_high_frequency": scaling == "llama3",

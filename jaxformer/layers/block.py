@@ -75,12 +75,18 @@ def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -
     return cache_of(shapes, batch, slots, dtype)
 
 
+def normed_before(config: ModelConfig, name: str) -> bool:
+    """Whether a sublayer of a layer reads the residual stream behind a norm."""
+    is_unnormed = config.unnormed_layers > 0 and name == config.mixer
+    return "before" in PLACEMENTS[config.norm_placement].norms and not is_unnormed
+
+
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
     """The parameters of each sublayer by its name, and of its norms beside it."""
     norms = PLACEMENTS[config.norm_placement].norms
     specs: Specs = {}
     for name, sublayer in sublayers_of(config, cross).items():
-        if norms & {"before", "after"}:
+        if normed_before(config, name) or "after" in norms:
             specs[f"{name}_norm"] = norm_specs(config)
         specs[name] = sublayer.specs(config)
         if "output" in norms:
@@ -101,7 +107,7 @@ def block(params: Params, config: ModelConfig, x: Float[Array, "B T D"], call: C
     auxes: list[Aux] = []
     for name, sublayer in sublayers.items():
         read = x if config.residual == "parallel" else total
-        if "before" in norms:
+        if normed_before(config, name):
             read = norm(params[f"{name}_norm"], config, read)
         with jax.named_scope(name):
             call = call._replace(key=inner_keys[name])

@@ -75,10 +75,11 @@ def head_specs(config: ModelConfig) -> Specs:
 
 
 def _dense_specs(config: ModelConfig, size: int) -> Specs:
-    """A matrix [D, size], and a bias."""
+    """A matrix [D, size], and a bias if the config has one."""
     make = INITIALIZERS[config.init](config)
     matrix = Spec((config.d_model, size), ("embed", "hidden"), make.weight, inputs=("embed",))
-    return {"dense": matrix, "dense_bias": Spec((size,), ("hidden",), zeros)}
+    bias = {"dense_bias": Spec((size,), ("hidden",), zeros)} if config.head_dense_bias else {}
+    return {"dense": matrix} | bias
 
 
 def _output_specs(config: ModelConfig, size: int, axis: str, bias: bool = True) -> Specs:
@@ -146,12 +147,12 @@ def _pooled_formula(config: ModelConfig) -> tuple[str, ...]:
     if not has_pooler(config):
         return lines
     act = ACTIVATION_TEXTS.get(config.pooler_activation, config.pooler_activation)
-    return (*lines, f"h = {act}(p W_h + b_h)")
+    return (*lines, f"h = {act}(p W_h{' + b_h' if config.head_dense_bias else ''})")
 
 
 def _masked_formula(config: ModelConfig) -> tuple[str, ...]:
     act = ACTIVATION_TEXTS.get(config.activation, config.activation)
-    return (f"h = norm({act}(x W_h + b_h))",)
+    return (f"h = norm({act}(x W_h{' + b_h' if config.head_dense_bias else ''}))",)
 
 
 HEADS: Table[Head] = Table(

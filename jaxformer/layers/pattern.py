@@ -59,6 +59,7 @@ def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
             if i < getattr(config, setting):
                 letters_of_layer[name] = letter
         changes: dict[str, Any] = {name: defaults[name] for name in (*patterns, *LEADING_LAYERS)}
+        changes["unnormed_layers"] = int(i < config.unnormed_layers)
         for name, letter in letters_of_layer.items():
             changes |= LAYER_PATTERNS[name][letter](config)
         configs.append(dataclasses.replace(config, **changes))

@@ -44,6 +44,7 @@ CLASSES = {
     "roberta": tf.RobertaConfig,
     "xlm-roberta": tf.XLMRobertaConfig,
     "electra": tf.ElectraConfig,
+    "modernbert": tf.ModernBertConfig,
     "distilbert": tf.DistilBertConfig,
     "clip_text_model": tf.CLIPTextConfig,
     "t5": tf.T5Config,

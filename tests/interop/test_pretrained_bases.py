@@ -22,6 +22,7 @@ from pretrained_variants import (
     GEMMA,
     GPT2,
     LLAMA,
+    MODERNBERT,
     NEOX,
     ROBERTA,
     T5,
@@ -37,6 +38,7 @@ ENCODERS = {
     "bert without a pooler": (tf.BertModel, BERT, {"add_pooling_layer": False}),
     "roberta": (tf.RobertaModel, ROBERTA, {}),
     "electra": (tf.ElectraModel, ELECTRA, {}),
+    "modernbert": (tf.ModernBertModel, MODERNBERT | {"num_hidden_layers": 4}, {}),
     "distilbert": (tf.DistilBertModel, DISTILBERT, {}),
 }
 TIED = {"tie_word_embeddings": True}
