@@ -157,6 +157,15 @@ def batch_for(model, seed=0):
     return batch
 
 
+def with_eos_of(model, original):
+    """A model that was written without a tokenizer, whose EOS a CLIP reads, with that of
+    `original`."""
+    for name, module in original.named_modules():
+        if hasattr(module, "eos_token_id"):
+            model.get_submodule(name).eos_token_id = module.eos_token_id
+    return model
+
+
 def real(batch):
     """Which places of the output are of no padding."""
     return batch.get("decoder_attention_mask", batch["attention_mask"]) == 1

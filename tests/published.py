@@ -316,6 +316,67 @@ MNLI = dict(architectures=["RobertaForSequenceClassification"], _num_labels=3, *
 case("roberta-base", ROBERTA, also(OUTPUT | pooler("roberta")))
 case("roberta-large-mnli", ROBERTA | MNLI, also(pooler("roberta")))
 
+XLM_ROBERTA = ROBERTA | dict(
+    architectures=["XLMRobertaForMaskedLM"], model_type="xlm-roberta", output_past=True,
+    position_embedding_type="absolute", transformers_version="4.17.0.dev0", use_cache=True,
+)  # fmt: skip
+case("xlm-roberta-base", XLM_ROBERTA, also(OUTPUT))
+
+DISTILBERT = dict(
+    activation="gelu", architectures=["DistilBertForMaskedLM"], attention_dropout=0.1, dim=WIDTH,
+    dropout=0.1, hidden_dim=40, initializer_range=0.02, max_position_embeddings=ROOM,
+    model_type="distilbert", n_heads=4, n_layers=2, pad_token_id=0, qa_dropout=0.1,
+    seq_classif_dropout=0.2, sinusoidal_pos_embds=False, tie_weights_=True,
+    transformers_version="4.10.0.dev0", vocab_size=71,
+)  # fmt: skip
+EMBEDDED = {"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"}
+case("distilbert-base-uncased", DISTILBERT, also(EMBEDDED))
+case(
+    "distilbert's sst-2",
+    DISTILBERT
+    | dict(architectures=["DistilBertForSequenceClassification"], output_past=True, **CLASSES)
+    | dict(finetuning_task="sst-2"),
+)
+
+ELECTRA = LAYERS | dict(
+    architectures=["ElectraForMaskedLM"], attention_probs_dropout_prob=0.1, embedding_size=16,
+    hidden_act="gelu", hidden_dropout_prob=0.1, initializer_range=0.02, layer_norm_eps=1e-12,
+    model_type="electra", pad_token_id=0, summary_activation="gelu", summary_last_dropout=0.1,
+    summary_type="first", summary_use_proj=True, type_vocab_size=2, vocab_size=71,
+)  # fmt: skip
+IDS = {"electra.embeddings.position_ids": torch.arange(ROOM)[None]}
+case("electra-small-generator", ELECTRA, also(IDS))
+
+MODERNBERT = less(LAYERS, "max_position_embeddings") | dict(
+    architectures=["ModernBertForMaskedLM"], attention_bias=False, attention_dropout=0.0,
+    bos_token_id=2, classifier_activation="gelu", classifier_bias=False, classifier_dropout=0.0,
+    classifier_pooling="mean", cls_token_id=2, decoder_bias=True, deterministic_flash_attn=False,
+    embedding_dropout=0.0, eos_token_id=3, global_attn_every_n_layers=3,
+    global_rope_theta=160000.0, gradient_checkpointing=False, hidden_activation="gelu",
+    initializer_cutoff_factor=2.0, initializer_range=0.02, layer_norm_eps=1e-05,
+    local_attention=8, local_rope_theta=10000.0, max_position_embeddings=ROOM, mlp_bias=False,
+    mlp_dropout=0.0, model_type="modernbert", norm_bias=False, norm_eps=1e-05,
+    num_hidden_layers=4, pad_token_id=1, position_embedding_type="absolute", sep_token_id=3,
+    tie_word_embeddings=True, torch_dtype="float32", transformers_version="4.47.0.dev0",
+    vocab_size=71,
+)  # fmt: skip
+case("ModernBERT-base", MODERNBERT)
+
+CLIP = LAYERS | dict(
+    architectures=["CLIPTextModel"], attention_dropout=0.0, bos_token_id=0, dropout=0.0,
+    eos_token_id=2, hidden_act="quick_gelu", initializer_factor=1.0, initializer_range=0.02,
+    layer_norm_eps=1e-05, model_type="clip_text_model", pad_token_id=1, projection_dim=24,
+    torch_dtype="float16", transformers_version="4.22.0.dev0", vocab_size=71,
+)  # fmt: skip
+
+
+def prefixed(held):
+    return {f"text_model.{name}": w for name, w in held.items()}
+
+
+POSITIONS = {"text_model.embeddings.position_ids": torch.arange(ROOM)[None]}
+case("stable-diffusion's text encoder", CLIP, both(prefixed, also(POSITIONS), F16))
+
 T5 = dict(
     architectures=["T5ForConditionalGeneration"], d_ff=40, d_kv=6, d_model=WIDTH,
     decoder_start_token_id=0, dropout_rate=0.1,
@@ -333,9 +394,12 @@ FLAN = T5 | dict(
     use_cache=True,
 )  # fmt: skip
 SHARED = {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
+SHARED_ENCODER = {"encoder.embed_tokens.weight": "shared.weight"}
 UNREAD = {
     "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.ones(32, 4)
 }
+ENCODER = FLAN | dict(architectures=["T5EncoderModel"], is_encoder_decoder=False)
+case("the text encoder of diffusion models", ENCODER, both(also(SHARED_ENCODER), BF16))
 case("t5-base", T5, also(UNREAD | SHARED | {"lm_head.weight": "shared.weight"}))
 case(
     "flan-t5",

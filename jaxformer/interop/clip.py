@@ -14,7 +14,7 @@ class ProjectionWidth(fields.Key):
         return {self.hf: config.projection_width or config.d_model}
 
 
-FIELDS = (
+CLIP_FIELDS = (
     fields.Constant(norm="layer", bias="all", positions="learned", pooling="last"),
     fields.DivisibleHeads(),
     fields.Key("vocab_size", "vocab_size", 49408),
@@ -56,7 +56,7 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
 CLIP_TEXT = Family(
     "clip_text_model",
     {"CLIPTextModelWithProjection": {"head": "projection"}, "CLIPTextModel": {"head": "none"}},
-    FIELDS,
+    CLIP_FIELDS,
     rows,
     copies=lambda config: (),
     prefix="text_model.",

@@ -11,7 +11,7 @@ from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.tensor_table import QKV, STACKED, TensorRow, linear, norm
 from jaxformer.layers.pattern import layer_configs
 
-DEPTH = 22
+MODERNBERT_DEPTH = 22
 
 
 class LocalWindows(KeyMapping):
@@ -19,7 +19,7 @@ class LocalWindows(KeyMapping):
     sliding layers of layer_types, or without that key in all but every third one."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        layers = hf.number("num_hidden_layers", DEPTH)
+        layers = hf.number("num_hidden_layers", MODERNBERT_DEPTH)
         every = hf.number("global_attn_every_n_layers", 3)
         if not isinstance(layers, int) or layers > fields.MOST_LAYERS:
             raise hf.unsupported("num_hidden_layers", layers, [f"1 to {fields.MOST_LAYERS}"])
@@ -43,19 +43,17 @@ def layers_of(config: ModelConfig) -> tuple[ModelConfig, ...]:
     return layer_configs(config, config.n_layers)
 
 
-LAYER = "model.layers.{}."
-
-
 def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
+    layer = "model.layers.{}."
     trunk = (
         TensorRow("model.embeddings.tok_embeddings.weight", "embed.tokens"),
         *norm("model.embeddings.norm", "embed.norm"),
-        *norm(LAYER + "attn_norm", "blocks.attention_norm"),
-        *linear(LAYER + "attn.Wqkv", QKV, STACKED),
-        *linear(LAYER + "attn.Wo", "blocks.attention.out"),
-        *norm(LAYER + "mlp_norm", "blocks.ffn_norm"),
-        *linear(LAYER + "mlp.Wi", ("blocks.ffn.gate", "blocks.ffn.up"), STACKED),
-        *linear(LAYER + "mlp.Wo", "blocks.ffn.down"),
+        *norm(layer + "attn_norm", "blocks.attention_norm"),
+        *linear(layer + "attn.Wqkv", QKV, STACKED),
+        *linear(layer + "attn.Wo", "blocks.attention.out"),
+        *norm(layer + "mlp_norm", "blocks.ffn_norm"),
+        *linear(layer + "mlp.Wi", ("blocks.ffn.gate", "blocks.ffn.up"), STACKED),
+        *linear(layer + "mlp.Wo", "blocks.ffn.down"),
         *norm("model.final_norm", "final_norm"),
     )
     masked = (
@@ -82,7 +80,7 @@ MODERNBERT = Family(
         fields.DivisibleHeads(),
         fields.Key("vocab_size", "vocab_size", 50368),
         fields.Key("hidden_size", "d_model", 768),
-        fields.Key("num_hidden_layers", "n_layers", DEPTH),
+        fields.Key("num_hidden_layers", "n_layers", MODERNBERT_DEPTH),
         fields.Key("num_attention_heads", "n_heads", 12),
         fields.Key("intermediate_size", "d_ff", 1152),
         fields.Key("norm_eps", "norm_eps", 1e-5),

@@ -50,7 +50,7 @@ class T5Head(KeyMapping):
 
 
 # Key, field, and the default of T5.
-SIZE_KEYS = (
+T5_SIZE_KEYS = (
     ("vocab_size", "vocab_size", 32128),
     ("d_model", "d_model", 512),
     ("d_kv", "head_dim", 64),
@@ -61,14 +61,14 @@ SIZE_KEYS = (
     ("layer_norm_epsilon", "norm_eps", 1e-6),
     ("n_positions", "max_length", 512),
 )
-DEPTH = 6
+T5_DEPTH = 6
 
 
 def shared_fields(activation: str, default: Mapping[str, int]) -> tuple[KeyMapping, ...]:
     """The keys of a model with one stack or two; `default` has the sizes that are not T5's."""
     return (
         Constant(norm="rms", positions="t5", attention_scale=1.0),
-        *(Key(hf, field, default.get(hf, usual)) for hf, field, usual in SIZE_KEYS),
+        *(Key(hf, field, default.get(hf, usual)) for hf, field, usual in T5_SIZE_KEYS),
         Choice("feed_forward_proj", "activation", T5_FEED_FORWARD, activation),
         Dropout("dropout_rate"),
         IgnoredKeys("initializer_factor dense_act_fn is_gated_act classifier_dropout"),
@@ -166,9 +166,9 @@ def encoder_like(model_type: str, name: str, keys: Sequence[KeyMapping]) -> Fami
 
 
 T5_KEYS = shared_fields("relu", {})
-T5 = t5_like("t5", "T5", (*T5_KEYS, *both_stacks(DEPTH, T5Head())))
+T5 = t5_like("t5", "T5", (*T5_KEYS, *both_stacks(T5_DEPTH, T5Head())))
 T5_ENCODER = encoder_like(
-    "t5", "T5", (*T5_KEYS, Key("num_layers", "n_layers", DEPTH), EncoderAlone())
+    "t5", "T5", (*T5_KEYS, Key("num_layers", "n_layers", T5_DEPTH), EncoderAlone())
 )
 
 MT5_DEPTH = 8

@@ -1,5 +1,6 @@
 """A model that transformers saved computes here what it computes there."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,11 +14,13 @@ from pretrained import (
     assert_close,
     each,
     folder,
+    forward,
     inputs,
     loaded,
     logits,
     made,
     our_logits,
+    ours,
     outputs,
     reference,
 )
@@ -125,6 +128,31 @@ def test_packed_rows_of_experts_give_the_references_logits_of_each_text(name):
     rng, size = np.random.default_rng(3), LENGTH // 2
     tokens = rng.integers(5, 71, (2, size))
     expected = outputs(reference(name), {"input_ids": tokens}).logits.numpy()
+    model, segments = loaded(name), np.repeat([[1, 2]], size, 1)
+    found = np.asarray(
+        jf.forward(model.params, model.config, tokens.reshape(1, -1), segment_ids=segments)
+    )
+    batch = {"attention_mask": np.ones_like(tokens)}
+    assert_close(found.reshape(expected.shape), expected, batch)
+
+
+OF_LAYERS = ["umt5", "modernbert", "electra masked"]
+
+
+@each(OF_LAYERS)
+def test_a_scan_over_layers_gives_the_logits_of_the_references(name):
+    batch, model = inputs(name), loaded(name)
+    tokens, rest = ours(batch, model.config)
+    config = dataclasses.replace(model.config, layer_loop="scan")
+    found = np.asarray(forward(model.params, config, tokens, **rest))
+    assert_close(found, logits(reference(name), batch), batch)
+
+
+@each(["umt5 encoder", "modernbert", "electra masked", "distilbert masked", "clip"])
+def test_packed_rows_of_encoders_give_the_references_logits_of_each_text(name):
+    rng, size = np.random.default_rng(4), LENGTH // 2
+    tokens = rng.integers(5, 71, (2, size))
+    expected = logits(reference(name), {"input_ids": tokens})
     model, segments = loaded(name), np.repeat([[1, 2]], size, 1)
     found = np.asarray(
         jf.forward(model.params, model.config, tokens.reshape(1, -1), segment_ids=segments)

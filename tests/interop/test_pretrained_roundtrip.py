@@ -8,7 +8,18 @@ import jax
 import numpy as np
 import torch
 import transformers as tf
-from pretrained import directory, each, filled, folder, inputs, loaded, logits, reference, tensors
+from pretrained import (
+    directory,
+    each,
+    filled,
+    folder,
+    inputs,
+    loaded,
+    logits,
+    reference,
+    tensors,
+    with_eos_of,
+)
 from pretrained_variants import FAMILY, VARIANTS
 
 import jaxformer as jf
@@ -62,10 +73,7 @@ def test_the_tensors_written_are_bit_for_bit_those_that_transformers_wrote(name)
 @each(VARIANTS)
 def test_transformers_reads_what_is_written_and_computes_the_same(name):
     model, expected = reread(saved(name)), logits(reference(name), inputs(name))
-    # That of a tokenizer is written, and here is none.
-    for module, original in zip(model.modules(), reference(name).modules(), strict=True):
-        if hasattr(original, "eos_token_id"):
-            module.eos_token_id = original.eos_token_id
+    model = with_eos_of(model, reference(name))
     assert np.abs(logits(model, inputs(name)) - expected).max() <= 1e-6 * expected.std()
 
 

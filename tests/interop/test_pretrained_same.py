@@ -59,6 +59,9 @@ SAME = [  # settings of a model, and others of the same function
     (SOURCE, dict(rope_theta=3.0, relative_buckets=8)),
     (DECODER, dict(sinusoid_order="half")),
     (ENCODER, dict(pooling="mean")),
+    (ENCODER, dict(pooler_activation="relu", projection_width=3, embedding_width=4)),
+    (ENCODER | dict(head="tags", n_classes=2), dict(head_dense_bias=False)),
+    (DECODER, dict(relative_bias="layer")),
     (ENCODER | dict(next_sentence=True), dict(pooler=True)),
     (ENCODER | dict(head="classes", n_classes=2), dict(pooler=True, tied_head=True)),
 ]
@@ -81,6 +84,12 @@ OTHER = [  # and others that are not
     (SOURCE, dict(sinusoid_order="half")),
     (ENCODER, dict(max_length=4)),
     (ENCODER, dict(pooler=True)),
+    (ENCODER, dict(embedding_width=2)),
+    (ENCODER, dict(head_dense_bias=False)),
+    (ENCODER | dict(head="classes", n_classes=2), dict(pooler_activation="relu")),
+    (DECODER | dict(head="projection"), dict(projection_width=3)),
+    (DECODER | dict(positions="t5"), dict(relative_bias="layer")),
+    (DECODER, dict(unnormed_layers=1)),
     (ENCODER | dict(head="classes", n_classes=2), dict(pooling="mean")),
     (ENCODER | dict(head="tags", n_classes=2), dict(n_classes=3)),
 ]
