@@ -402,6 +402,7 @@ SIZES["deepseek-v3"] = PLAIN | dict(
     q_lora_rank=32,
 )
 SIZES["mt5"] = SIZES["umt5"] = SIZES["t5"]
+SIZES["modernbert"] = PLAIN | dict(pad_token_id=1)
 SIZES["clip"] = PLAIN | dict(eos_token_id=3)
 SIZES["distilbert"] = dict(dim=24, hidden_dim=40, n_layers=2, n_heads=4, vocab_size=71)
 MANY = dict(num_hidden_layers=7)
