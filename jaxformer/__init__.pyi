@@ -18,6 +18,7 @@ from .layers.standalone import multi_head_attention, transformer_block
 from .losses.logits import softmax_cross_entropy
 from .losses.preferences import reference_log_probs
 from .models.adapt import adapt
+from .models.embedding import embed
 from .models.quantize import quantize
 from .models.transformer import forward, init, specs
 from .runs.config import load_config
@@ -54,6 +55,7 @@ __all__ = [
     "attention_maps",
     "attention_masks",
     "beam_search",
+    "embed",
     "fit",
     "forward",
     "generate",

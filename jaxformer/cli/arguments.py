@@ -82,7 +82,7 @@ class ShapesArguments(ConfigArguments):
 @dataclass(frozen=True, kw_only=True)
 class SampleArguments(ModelArguments):
     """Continues a prompt (decoder), or writes the target of a source (encoder-decoder); predicts
-    its [MASK] tokens, its class, or the tags of its words."""
+    its [MASK] tokens, its class, or the tags of its words; or gives its vector."""
 
     prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Text to continue or to read. If not given, a decoder starts a new text."""
@@ -93,6 +93,15 @@ class SampleArguments(ModelArguments):
     """With --chat: the message of the system before the conversation."""
     pair: str = ""
     """Second text of an encoder that reads two."""
+    embed: bool = False
+    """Print the vector of the prompt as a line of JSON, or without --prompt that of each line of
+    standard input."""
+    pooling: Literal["auto", "mean", "first", "last"] = "auto"
+    """With --embed: what of a text its vector is; auto is what model.pooling says, or the mean."""
+    normalize: Literal["on", "off"] = "on"
+    """With --embed: whether vectors have length 1."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH.npy")] = None
+    """With --embed: a file of NumPy for all vectors, float32, in place of the lines."""
     max_new_tokens: int = 256
     """Maximum number of new tokens."""
     beyond: Literal["stop", "slide"] = "stop"

@@ -3,6 +3,7 @@ tokens."""
 
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,28 @@ def _row(template: Template, example: list[Sequence[int]]) -> dict[str, np.ndarr
     size = int(template.sizes(lengths)[0, 0])
     check_size(size if len(example[0]) else 0, template.length, "into a row of its training")
     return template.arrays(*(np.asarray(sequence, np.int32) for sequence in example))
+
+
+def typed_lines() -> Iterator[str]:
+    """The lines of standard input that are not blank. Raises ConfigError where there is none,
+    unless a terminal is read."""
+    is_closed = sys.stdin is None or sys.stdin.closed
+    is_terminal = not is_closed and sys.stdin.isatty()
+    any_line = False
+    while not is_closed:
+        if is_terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is not UTF-8 ({error}): convert it.") from None
+        if not line:
+            break
+        if line.strip():
+            any_line = True
+            yield line.rstrip("\r\n")
+    if not any_line and not is_terminal:
+        raise ConfigError("standard input has no line of text: type one, or give --prompt.")
 
 
 def check_size(size: int, limit: int, where: str) -> None:

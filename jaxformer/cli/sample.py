@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxformer.cli.arguments import SampleArguments
+from jaxformer.cli.embedding import embed_texts
 from jaxformer.cli.prompting import (
     Model,
     check_size,
@@ -20,6 +21,7 @@ from jaxformer.cli.prompting import (
     row_of,
     start_of,
     text_of,
+    typed_lines,
     words_of,
 )
 from jaxformer.config.format import escaped, printable
@@ -35,11 +37,17 @@ SHOWN_CANDIDATES = 5  # predictions printed for a [MASK] or a text
 
 def run(args: SampleArguments) -> int:
     model = open_model(args, args.pair)
+    if args.embed:
+        embed_texts(model, args)
+        return 0
+    if args.output:
+        raise ConfigError("--output is a file for vectors: add --embed, or leave it out.")
     head, family = model.config.output, model.config.family
     if head not in ANSWERS:
         raise ConfigError(
-            f"{args.path} has no head, so there is nothing to sample: train one, for example with"
-            f" --run.init_from {args.path} --model.head classes."
+            f"{args.path} has no head, so there is nothing to sample: print its vectors with"
+            f" --embed, or train a head, for example with --run.init_from {args.path} --model.head"
+            " classes."
         )
     if args.prompt is None and (head, family) != ("language", "decoder"):
         raise ConfigError(f"{args.path} is a model that needs a text: give one with --prompt.")
@@ -168,7 +176,7 @@ def _converse(model: Model, args: SampleArguments) -> None:
         raise ConfigError("the prompt is empty: give --prompt some text.")
     template, context = ChatTemplate.of(model.tokenizer, today=True), model.context()
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    turns = _typed_lines() if args.prompt is None else [args.prompt]
+    turns = typed_lines() if args.prompt is None else [args.prompt]
     for number, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
         start, end = template.encode_prompt(messages), template.end_of_turn(messages)
@@ -182,28 +190,6 @@ def _converse(model: Model, args: SampleArguments) -> None:
         stops = () if end is None else (end,)
         answer = _print_growing(replace(model, stops=stops), args, start, [])
         messages.append({"role": ASSISTANT, "content": answer.strip()})
-
-
-def _typed_lines() -> Iterator[str]:
-    """The lines of standard input that are not blank. Raises ConfigError where there is none,
-    unless a terminal is read."""
-    is_closed = sys.stdin is None or sys.stdin.closed
-    is_terminal = not is_closed and sys.stdin.isatty()
-    any_line = False
-    while not is_closed:
-        if is_terminal:
-            print("> ", end="", file=sys.stderr, flush=True)
-        try:
-            line = sys.stdin.readline()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"standard input is not UTF-8 ({error}): convert it.") from None
-        if not line:
-            break
-        if line.strip():
-            any_line = True
-            yield line.rstrip("\r\n")
-    if not any_line and not is_terminal:
-        raise ConfigError("standard input has no line of text: type one, or give --prompt.")
 
 
 def _fill(model: Model, args: SampleArguments) -> None:

@@ -252,8 +252,9 @@ class ModelConfig(Section):
     projection_width: Natural = 0
     """Width of the vector of a row, of the head projection (CLIP); 0 uses d_model."""
     pooling: Literal["auto", "first", "last", "mean"] = "auto"
-    """Token that the heads classes and projection read; auto selects first in an encoder, last in a
-    decoder."""
+    """Token that the heads classes and projection read, or the mean of all; auto selects first in
+    an encoder, last in a decoder. Vectors of texts (jf.embed, the objective contrastive) read the
+    same, but auto is their mean."""
     pooler: bool = False
     """Keep BERT's pooler in an encoder with any head; heads that read it always have it."""
     pooler_activation: Literal["tanh", "relu", "gelu"] = "tanh"

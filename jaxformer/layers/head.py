@@ -108,19 +108,30 @@ def _projection_specs(config: ModelConfig) -> Specs:
     return _output_specs(config, size, "classes", bias=False)
 
 
+def pool(x: Float[Array, "B T D"], layout: TokenLayout, pooling: str) -> Float[Array, "B D"]:
+    """One vector per row, by a name of `POOLINGS`: that of its first token, of its last, or the
+    mean of all. Padding is none of them."""
+    real = jnp.ones(x.shape[:2], bool) if layout.segments is None else layout.segments != 0
+    weights = POOLINGS[pooling](real).astype(x.dtype)
+    return jnp.einsum("BT,BTD->BD", weights, x)
+
+
+# The weight of each token of a row, from whether it is a token of the text: bool [B, T] -> [B, T].
+POOLINGS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "first": lambda real: jnp.arange(real.shape[1]) == jnp.argmax(real, axis=1, keepdims=True),
+    "last": lambda real: (
+        jnp.arange(real.shape[1])
+        == jnp.max(jnp.where(real, jnp.arange(real.shape[1]), 0), axis=1, keepdims=True)
+    ),
+    "mean": lambda real: real / jnp.maximum(real.sum(1, keepdims=True), 1),
+}
+
+
 def pooled(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B 1 D"]:
-    """One vector per row: that of its first token, of its last, or the mean of all, then the pooler
-    if there is one."""
-    real = jnp.ones(x.shape[:2], bool) if layout.segments is None else layout.segments != 0
-    index = jnp.arange(x.shape[1])
-    weights = {
-        "first": index == jnp.argmax(real, axis=1, keepdims=True),
-        "last": index == jnp.max(jnp.where(real, index, 0), axis=1, keepdims=True),
-        "mean": real / jnp.maximum(real.sum(1, keepdims=True), 1),
-    }[config.pooled]
-    pooled_rows = jnp.einsum("BT,BTD->BD", weights.astype(x.dtype), x)[:, None]
+    """One vector per row, as model.pooling says, then the pooler if there is one."""
+    pooled_rows = pool(x, layout, config.pooled)[:, None]
     if "pooler" not in params:
         return pooled_rows
     dense = linear("BTD,DF->BTF", params["pooler"], "dense", pooled_rows)
