@@ -367,6 +367,11 @@ class ModelConfig(Section):
         return tuple(name for name in SECOND_HEADS if getattr(self, name))
 
     @property
+    def text_pooling(self) -> str:
+        """The pooling of the vector of a text, "auto" resolved."""
+        return "mean" if self.pooling == "auto" else self.pooling
+
+    @property
     def pooled(self) -> str:
         """The pooling, "auto" resolved."""
         auto = "first" if self.family == "encoder" else "last"

@@ -67,7 +67,7 @@ WordPatternName = Literal["gpt2", "llama3"]
 Undecodable = Literal["refuse", "replace", "skip"]
 Malformed = Literal["refuse", "skip"]
 TextObjective = Literal["causal", "mlm", "span_corruption", "prefix"]
-RecordObjective = Literal["seq2seq", "sft", "classes", "token_classification"]
+RecordObjective = Literal["seq2seq", "sft", "classes", "token_classification", "contrastive"]
 PreferenceObjective = Literal["dpo", "ipo", "orpo", "simpo"]
 ObjectiveName = Annotated[
     Literal["auto", TextObjective, RecordObjective, PreferenceObjective],
@@ -127,9 +127,11 @@ class DataConfig(Section):
     pair_field: str = ""
     """Field of a second text that is classified together with the first; empty if there is none."""
     source_field: str = "source"
-    """Field of the input: the source of a pair, or the question of an instruction."""
+    """Field of the input: the source of a pair, the question of an instruction, or the anchor of
+    contrastive."""
     target_field: str = "target"
-    """Field of the output: the target of a pair, or the answer to an instruction."""
+    """Field of the output: the target of a pair, the answer to an instruction, or the text that
+    contrastive brings near its anchor."""
     label_field: str = "label"
     """Field of a text's class, or of the list of tags of its words."""
     messages_field: str = ""

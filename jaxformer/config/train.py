@@ -8,6 +8,7 @@ from jaxformer.config.settings import (
     AutoCount,
     Bounds,
     Count,
+    Factor,
     Natural,
     NonNegative,
     Rate,
@@ -49,6 +50,8 @@ class TrainConfig(Section):
     preference_dropout: Literal["auto", "off", "on"] = "auto"
     """Whether a preference objective applies model.dropout and adapter.dropout. The reference never
     has any. auto is off, and on in a run that an earlier version began."""
+    contrastive_temperature: Factor = 0.05
+    """Temperature of the objective contrastive, by which cosines of vectors are divided."""
     deterministic: Volatile[bool] = False
     """Whether XLA adds in a fixed order on a GPU (--xla_gpu_deterministic_ops), so that a resumed
     run there is bitwise the uninterrupted one; steps may be slower. No effect on CPU and TPU."""

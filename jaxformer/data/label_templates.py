@@ -1,18 +1,19 @@
-"""Templates of records with labels: a text or two and their class, or words and their tags."""
+"""Templates of texts by themselves: a text or two and their class, words and their tags, or a pair
+of texts that belong together."""
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxformer.data.examples import ExampleStore, Labels, Parts
-from jaxformer.data.rows import NumpyBatch, RowFormat
+from jaxformer.data.rows import NumpyBatch, RowFormat, padded
 from jaxformer.data.sources.records import Record
 from jaxformer.data.templates import Template
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.frame import Frame, closed
 
 
-class LabelTemplate(Template):
+class FramedTemplate(Template):
     """Texts in the tokenizer's template for one text or for two. Where that is another frame than
     earlier versions made, it is a part of the data's fingerprint, so that a run that they began is
     not continued with other rows."""
@@ -35,7 +36,7 @@ class LabelTemplate(Template):
         return row | ({"token_types": np.minimum(kinds, self.types - 1)} if self.types else {})
 
 
-class ClassTemplate(LabelTemplate):
+class ClassTemplate(FramedTemplate):
     """One text or two and their class, one example a row, in the tokenizer's template for one text
     or for two. Where it has none: [CLS] text [SEP] (text [SEP]) in an encoder whose tokenizer has
     these, else each text with the end token. Of two that are too long the longer is cut first
@@ -67,7 +68,7 @@ class ClassTemplate(LabelTemplate):
         return row | {"targets": label, "weights": np.ones(1, np.float32)}
 
 
-class TagTemplate(LabelTemplate):
+class TagTemplate(FramedTemplate):
     """Words and a tag for each, learned on the word's first piece, in the frame of one text as in
     `ClassTemplate`."""
 
@@ -106,3 +107,30 @@ class TagTemplate(LabelTemplate):
             "targets": np.maximum(tags, 0),
             "weights": (tags >= 0).astype(np.float32),
         }
+
+
+class ContrastiveTemplate(FramedTemplate):
+    """An anchor and its positive, one pair a row, each array [2, T]: two texts of their own, each
+    in the frame of one text as in `ClassTemplate`, cut at the end and padded with zeros."""
+
+    packs = False
+
+    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        super().__init__(row_format, tokenizer)
+        self.capacity = (self.length, self.length)
+
+    def sizes(self, lengths: np.ndarray) -> np.ndarray:
+        return lengths + self.frame(1).added
+
+    def arrays(self, *parts: np.ndarray) -> NumpyBatch:
+        sides = [self._side(ids[: self.length - self.frame(1).added]) for ids in parts]
+        return {name: np.stack([side[name] for side in sides]) for name in sides[0]}
+
+    def _side(self, ids: np.ndarray) -> NumpyBatch:
+        row = self.framed(ids)
+        row["segment_ids"] = np.ones(len(row["tokens"]), np.int32)
+        return padded(row, dict.fromkeys(row, self.length))
+
+    def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
+        (pair,) = examples
+        return pair

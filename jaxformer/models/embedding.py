@@ -58,17 +58,13 @@ def row_vectors(
     normalize: bool = True,
 ) -> Float[Array, "B D"]:
     """The vectors of `embed` from the residual stream of a model."""
-    vectors = pool(x.astype(jnp.float32), layout, _pooling_of(config, pooling))
+    vectors = pool(
+        x.astype(jnp.float32), layout, config.text_pooling if pooling == "auto" else pooling
+    )
     if not normalize:
         return vectors
     squares = jnp.square(vectors).sum(axis=-1, keepdims=True)
     return vectors / jnp.sqrt(jnp.maximum(squares, SMALLEST_NORM**2))
-
-
-def _pooling_of(config: ModelConfig, pooling: str) -> str:
-    """The pooling with every "auto" resolved."""
-    stated = config.pooling if pooling == "auto" else pooling
-    return "mean" if stated == "auto" else stated
 
 
 def _check(config: ModelConfig, pooling: str, segment_ids: OptionalTokens) -> None:
@@ -79,7 +75,7 @@ def _check(config: ModelConfig, pooling: str, segment_ids: OptionalTokens) -> No
         )
     if pooling not in ("auto", *POOLINGS):
         raise ConfigError(f"pooling={pooling!r} is not one of auto, {', '.join(POOLINGS)}.")
-    if config.family == "decoder" and _pooling_of(config, pooling) == "first":
+    if config.family == "decoder" and pooling == "first":
         raise ConfigError(
             "pooling='first' needs an encoder: the first token of a decoder sees itself alone."
         )

@@ -60,6 +60,8 @@ class Objective(NamedTuple):
     metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
     sequences: of a row, whose arrays are then [sequences, T], as the two completions of a pair.
     reference: whether the loss compares the model with the one that it starts from.
+    compares_rows: whether the loss of a row depends on the other rows of its microbatch, so that
+        train.microbatches=auto is 1.
     dropout: whether training applies the dropout of the model and its adapter. Where it does not,
         the option dropout=True of `loss_of` and train.preference_dropout turn it on.
     """
@@ -81,6 +83,7 @@ class Objective(NamedTuple):
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
     sequences: int = 1
     reference: bool = False
+    compares_rows: bool = False
     dropout: bool = True
 
 
@@ -169,6 +172,16 @@ OBJECTIVES: Table[Objective] = Table(
             "jaxformer.data.label_templates:TagTemplate",
             metrics=accuracy,
             rowwise=True,
+        ),
+        "contrastive": Objective(
+            ("encoder", "decoder"),
+            "none",
+            ("source", "target"),
+            MARKS,
+            "jaxformer.data.label_templates:ContrastiveTemplate",
+            loss="jaxformer.losses.contrastive:contrastive_loss",
+            sequences=2,
+            compares_rows=True,
         ),
         **{name: _preference(name) for name in ("dpo", "ipo", "orpo", "simpo")},
     },
@@ -293,7 +306,8 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     Sums.
 
     `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies,
-    where 0 leaves one out, and their logits_dtype ("float32" or "bfloat16"); beta, and margin of
+    where 0 leaves one out, and their logits_dtype ("float32" or "bfloat16"); temperature of
+    "contrastive"; beta, and margin of
     "simpo", for preferences (`losses/preferences.py`), whose loss applies dropout only with
     dropout=True, whatever the key. Called outside of a transform of JAX, the loss warns where rows
     look padded without segment_ids.

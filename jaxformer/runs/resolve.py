@@ -261,6 +261,9 @@ def resolve(
     model, kernel = with_kernel(model, run.adapter, length, segments, mesh)
     row_bytes = activation_bytes(model, run.data.sequence_length, source_length)
     pieces = microbatches_of(run.train, objective.sequences * row_bytes, mesh)
+    if objective.compares_rows:
+        # Each row is compared with those of its microbatch, so their number is no matter of memory.
+        pieces = run.train.n_microbatches
     train = dataclasses.replace(run.train, microbatches=pieces)
     specs = run_specs(task.name, run.model, run.adapter, learned)
     schedule = make_schedule(run.optimizer, run.train.steps)
@@ -340,13 +343,15 @@ def check_start(objective: str, adapter: AdapterConfig, init_from: str) -> None:
 def preference_options(
     objective: Objective, train: TrainConfig, adapter: AdapterConfig
 ) -> dict[str, Any]:
-    """The options of the loss of preferences that a run does not leave at their defaults. With an
-    adapter the reference is the model below it."""
+    """The options of the loss of preferences, or the contrastive one, that a run does not leave at
+    their defaults. With an adapter the reference is the model below it."""
     options = dict[str, Any]()
     if train.preference_beta:
         options["beta"] = train.preference_beta
     if train.preference_margin != TrainConfig.preference_margin:
         options["margin"] = train.preference_margin
+    if train.contrastive_temperature != TrainConfig.contrastive_temperature:
+        options["temperature"] = train.contrastive_temperature
     if train.preference_dropout != "auto":
         options["dropout"] = train.preference_dropout == "on"
     if objective.reference and adapter.kind != "none":

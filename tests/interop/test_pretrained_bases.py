@@ -160,4 +160,4 @@ def test_a_model_without_a_head_says_what_it_cannot_do(tmp_path, capsys):
     assert "has no head" in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("a b c")
     assert main(["evaluate", str(place), "--data.validation", str(tmp_path / "text.txt")]) == 2
-    assert "model.head=none learns nothing" in capsys.readouterr().err
+    assert "data.source_field" in capsys.readouterr().err

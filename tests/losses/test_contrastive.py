@@ -1,0 +1,181 @@
+"""The objective contrastive: its loss by the formula, its rows, what its negatives are over
+microbatches and meshes, and that it learns to rank pairs."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from conftest import CACHE
+from forced_devices import on_eight_devices
+from page_blocks import ROOT
+from shapes import made, model
+
+import jaxformer as jf
+from jaxformer.config.run import DataConfig, RunConfig
+from jaxformer.data import RowFormat
+from jaxformer.data.label_templates import ContrastiveTemplate
+from jaxformer.report import read_metrics
+from jaxformer.runs.resolve import resolve_without_data
+from jaxformer.tokenizer import MARKS, byte_tokenizer
+
+CONFIG = model("llama", family="encoder", head="none")
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 61, (6, 2, 10), dtype=np.int32)
+SEGMENTS = (np.arange(10) < RNG.integers(3, 11, (6, 2, 1))).astype(np.int32)
+BATCH = {"tokens": TOKENS, "segment_ids": SEGMENTS}
+
+
+def by_formula(params, batch, temperature):
+    """The losses of the pairs in float64, and how often the nearest positive is the right one."""
+    anchors, positives = (
+        np.asarray(
+            jf.embed(params, CONFIG, batch["tokens"][:, i], segment_ids=batch["segment_ids"][:, i]),
+            np.float64,
+        )
+        for i in (0, 1)
+    )
+    scores = anchors @ positives.T / temperature
+    of_rows, of_columns = (np.log(np.exp(scores).sum(axis)) for axis in (1, 0))
+    right = scores.argmax(1) == np.arange(len(scores))
+    return (of_rows + of_columns) / 2 - np.diagonal(scores), right
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.5])
+def test_the_loss_is_that_of_the_formula_and_filling_weighs_nothing(temperature):
+    params = made(CONFIG)
+    nats, right = by_formula(params, BATCH, temperature)
+    loss = jax.jit(jf.loss_of("contrastive", CONFIG, temperature=temperature))
+    filled = {name: np.pad(rows, ((0, 3), (0, 0), (0, 0))) for name, rows in BATCH.items()}
+    for batch in (BATCH, filled):
+        sums = loss(params, batch, None)
+        assert sums["loss"][1] == sums["accuracy"][1] == 6
+        np.testing.assert_allclose(sums["loss"][0], nats.sum(), rtol=2e-5)
+        assert sums["accuracy"][0] == right.sum()
+
+
+def test_the_gradient_is_finite_beside_rows_that_only_fill_the_batch():
+    filled = {name: np.pad(rows, ((0, 2), (0, 0), (0, 0))) for name, rows in BATCH.items()}
+    loss = jf.loss_of("contrastive", CONFIG)
+    gradient = jax.jit(jax.grad(lambda params: loss(params, filled, None)["loss"][0]))
+    leaves = jax.tree.leaves(gradient(made(CONFIG)))
+    assert all(np.isfinite(leaf).all() for leaf in leaves) and any(leaf.any() for leaf in leaves)
+
+
+def test_negatives_are_those_of_a_microbatch():
+    params = made(CONFIG)
+    step = jf.make_step(jf.loss_of("contrastive", CONFIG), optax.sgd(0.0), microbatches=2)
+    metrics = step(jf.init_state(params, optax.sgd(0.0)), BATCH)[1]
+    halves = [
+        by_formula(params, {name: rows[piece::2] for name, rows in BATCH.items()}, 0.05)[0]
+        for piece in (0, 1)
+    ]
+    np.testing.assert_allclose(metrics["loss"], np.concatenate(halves).mean(), rtol=2e-5)
+
+
+def test_a_row_is_two_texts_in_their_own_frames_cut_and_padded():
+    tokenizer = byte_tokenizer(MARKS)
+    template = ContrastiveTemplate(RowFormat(8, 8, marks=True, token_types=2), tokenizer)
+    ids = [np.array(tokenizer.encode(text), np.int32) for text in ("abc", "abcdefghij")]
+    row = template.row([template.arrays(*ids)])
+    cls, sep = (tokenizer.special(role) for role in ("cls", "sep"))
+    assert row["tokens"].tolist() == [
+        [cls, *ids[0].tolist(), sep, 0, 0, 0],
+        [cls, *ids[1][:6].tolist(), sep],
+    ]
+    assert row["segment_ids"].tolist() == [[1] * 5 + [0] * 3, [1] * 8]
+    assert not row["token_types"].any() and row["token_types"].shape == (2, 8)
+    assert template.sizes(np.array([[3, 10]])).tolist() == [[5, 12]]
+
+
+def test_auto_microbatches_are_one_whatever_the_memory(monkeypatch):
+    monkeypatch.setattr("jaxformer.runs.selection.CPU_ACTIVATIONS", 1.0)
+    for objective, head, expected in (("contrastive", "none", 1), ("mlm", "auto", 16)):
+        model_of = model("llama", family="encoder", head=head)
+        run = RunConfig(model=model_of, data=DataConfig(objective=objective, sequence_length=16))
+        resolved, batch = resolve_without_data(run, jf.make_mesh(devices=jax.devices()[:1]))
+        assert resolved.run.train.microbatches == expected
+        if objective == "contrastive":
+            assert batch["tokens"].shape == (16, 2, 16)
+            assert resolved.tokens_per_step == 16 * 2 * 16
+
+
+def test_a_temperature_for_another_objective_is_refused():
+    with pytest.raises(jf.ConfigError, match="takes no temperature"):
+        jf.loss_of("mlm", model("llama", family="encoder"), temperature=0.1)
+
+
+COUNTS = {"ein": "one", "zwei": "two", "drei": "three", "vier": "four", "fünf": "five"}
+COLORS = {"rote": "red", "blaue": "blue", "gelbe": "yellow", "alte": "old", "neue": "new"}
+THINGS = {"Hüte": "hats", "Hunde": "dogs", "Bäume": "trees", "Steine": "stones", "Boote": "boats"}
+
+
+def write_pairs(folder):
+    """Phrases and their translations, of which each fifth is held out."""
+    pairs = list(itertools.product(COUNTS, COLORS, THINGS))
+    np.random.default_rng(0).shuffle(pairs)
+    tables = (COUNTS, COLORS, THINGS)
+    for name, some in (("train", pairs[25:]), ("held", pairs[:25])):
+        lines = [
+            {
+                "anchor": " ".join(words),
+                "positive": " ".join(
+                    table[word] for table, word in zip(tables, words, strict=True)
+                ),
+            }
+            for words in some
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_small_encoder_learns_to_rank_pairs_it_has_not_seen(tmp_path):
+    """Of the shape of MiniLM: post-norm, learned positions, biases, and the mean of the tokens."""
+    write_pairs(tmp_path)
+    settings = {
+        "run.dir": tmp_path / "run",
+        "run.progress": "none",
+        "run.tracker": "none",
+        "run.compilation_cache": f"{CACHE}/xla",
+        "model.family": "encoder",
+        "model.head": "none",
+        "model.d_model": 32,
+        "model.n_layers": 1,
+        "model.n_heads": 2,
+        "model.norm": "layer",
+        "model.norm_placement": "post",
+        "model.embedding_norm": True,
+        "model.positions": "learned",
+        "model.activation": "gelu",
+        "model.bias": "all",
+        "model.max_length": 32,
+        "data.train": tmp_path / "train.jsonl",
+        "data.validation": tmp_path / "held.jsonl",
+        "data.source_field": "anchor",
+        "data.target_field": "positive",
+        "data.sequence_length": 24,
+        "data.cache_dir": f"{CACHE}/data",
+        "tokenizer.vocab_size": 400,
+        "optimizer.learning_rate": 1e-2,
+        "optimizer.warmup_steps": 10,
+        "train.steps": 120,
+        "train.batch_size": 25,
+        "train.eval_every": 0,
+        "train.contrastive_temperature": 0.1,
+    }
+    run = jf.load_config(
+        ROOT / "configs/quickstart.py", [f"{name}={value}" for name, value in settings.items()]
+    )
+    jf.train(run)
+    last = [entry for entry in read_metrics(tmp_path / "run") if "val_loss" in entry][-1]
+    assert last["val_accuracy"] >= 0.9 and last["val_loss"] < 1.0
+    loaded = jf.load(tmp_path / "run")
+    assert loaded.config.output == "none"
+
+
+def test_a_step_over_a_mesh_has_the_negatives_of_the_whole_batch():
+    report = on_eight_devices("contrastive_devices.py")
+    assert len(report) == 2
+    for name, errors in report.items():
+        assert errors["figures"] < 2e-6 and errors["params"] < 2e-6, (name, errors)
