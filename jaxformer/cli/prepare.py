@@ -10,6 +10,7 @@ from jaxformer.config.format import escaped
 from jaxformer.config.run import RunConfig
 from jaxformer.data.preparing import prepare_share, prepare_text
 from jaxformer.files import ConfigError
+from jaxformer.runs.init_from import with_grown_vocabulary
 from jaxformer.runs.objectives import task_of
 
 
@@ -20,6 +21,8 @@ def run(args: PrepareArguments, config: RunConfig) -> int:
     share = None if args.shard is None else _share(args.shard)
     if share and args.verify:
         raise ConfigError("--verify reads the shards of all tasks: leave --shard out.")
+    if config.tokenizer.added:
+        config = with_grown_vocabulary(config)
     source = (config.data, config.tokenizer, task_of(config.model, config.data))
     vocab_size = config.model.vocab_size
     if share:

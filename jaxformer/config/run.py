@@ -183,11 +183,28 @@ class TokenizerConfig(Section):
     """Number of entries of a trained BPE, including special tokens."""
     chat_template: Volatile[str] = ""
     """File of a chat template in Jinja, in place of the tokenizer's own; empty keeps that."""
+    add_tokens: str = ""
+    """Special tokens, separated by commas, that a run with run.init_from adds to the tokenizer and
+    the vocabulary of that model, as in "<|im_start|>,<|im_end|>"."""
+    new_rows: Literal["mean", "random"] = "mean"
+    """Rows of the embedding and the output layer of added tokens: the mean of the rows of the old
+    tokens, or random numbers with their mean and standard deviation."""
     pattern: WordPatternName = "gpt2"
     """Rule by which a trained BPE splits text into words: gpt2, or llama3 (numbers in groups of 3
     digits)."""
     training_bytes: Annotated[int, Bounds(1, most=2**53)] = 20_000_000
     """Number of bytes of data.train, evenly spread, on which the BPE is trained."""
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The names of `add_tokens`."""
+        return tuple(name.strip() for name in self.add_tokens.split(",") if name.strip())
+
+    def conflicts(self) -> list[str]:
+        repeated = sorted({name for name in self.added if self.added.count(name) > 1})
+        if not repeated:
+            return []
+        return [f"add_tokens={self.add_tokens!r} has {', '.join(repeated)} twice: name it once."]
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,8 @@ def given_tokenizer(
             " one or of GPT-2's vocab.json and merges.txt, or leave it empty to have one made."
         )
     if settings.path or prepared:
-        return Tokenizer.load(settings.path or prepared or "")
+        loaded = Tokenizer.load(settings.path or prepared or "")
+        return loaded.with_special_tokens(settings.added)
     return byte_tokenizer(specials) if settings.kind == "bytes" else None
 
 

@@ -24,9 +24,11 @@ from jaxformer.models.upcycling import (
     upcycle,
     upcycled_text,
 )
+from jaxformer.runs.added_tokens import new_rows_of, with_new_rows
 from jaxformer.runs.config import OWN
 from jaxformer.runs.loading import Loaded, labels_of, load_base, run_of
 from jaxformer.runs.objectives import objective_specs
+from jaxformer.tokenizer import Tokenizer
 
 # The branches of the params that may be new, or left behind.
 HEAD_BRANCHES = ("head", "pooler", *SECOND_HEADS, OF_OBJECTIVE)
@@ -76,6 +78,24 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
     )
 
 
+def with_grown_vocabulary(run: RunConfig, is_new: bool = True) -> RunConfig:
+    """A run whose model.vocab_size has room for its added tokens, before it has them (`is_new`) or
+    after. Raises ConfigError for a token that the tokenizer has already."""
+    tokenizer = Tokenizer.load(run.tokenizer.path)
+    ids = {name: tokenizer.id_of(name) for name in run.tokenizer.added}
+    present = [f"{name} ({index})" for name, index in ids.items() if index is not None]
+    if is_new and present:
+        raise ConfigError(
+            f"tokenizer.add_tokens={run.tokenizer.add_tokens!r}: the tokenizer of"
+            f" run.init_from={run.run.init_from!r} has {', '.join(present)} already: leave out what"
+            " it has, which can be used as it is."
+        )
+    size = tokenizer.with_special_tokens(run.tokenizer.added).vocab_size
+    before = run.model.vocab_size or run_of(run.run.init_from).model.vocab_size
+    model = dataclasses.replace(run.model, vocab_size=max(before, size))
+    return dataclasses.replace(run, model=model)
+
+
 def labels_before(output: str, origin: Path) -> tuple[str, ...]:
     """The labels that a run goes on with: those of the model directory `origin`. Empty where that
     has another head than `output`, or this has no labels."""
@@ -116,13 +136,15 @@ def _differing_paths(shapes: LeafShapes, base_shapes: LeafShapes) -> list[str]:
 class WarmStart(NamedTuple):
     """Parameters on their mesh, and the paths of those that the model of run.init_from has not. Of
     some of these, in `grown`, the first rows are those of that model, and only `new_labels` are
-    new. `upcycled` is a sentence about experts that are copies of its feed-forward, if any."""
+    new. `upcycled` and `added` are sentences about experts that are copies of its feed-forward, and
+    about the rows of added tokens, if any."""
 
     params: Params
     new: list[str]
     grown: list[str]
     new_labels: tuple[str, ...]
     upcycled: str = ""
+    added: str = ""
 
     def sentence(self, base: str) -> str:
         copied = len(jax.tree.leaves(self.params)) - len(self.new)
@@ -131,7 +153,7 @@ class WarmStart(NamedTuple):
         if self.grown:
             rows_of = ", ".join(map(repr, self.new_labels)) or "classes without a label"
             line += f" New rows in {', '.join(self.grown)}, after those of the base: {rows_of}."
-        return f"{line} {self.upcycled}".rstrip()
+        return " ".join(filter(None, (line, self.upcycled, self.added)))
 
 
 def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...] = ()) -> WarmStart:
@@ -143,6 +165,12 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     of a dense feed-forward there. Raises ConfigError if a leaf outside of the heads does not fit.
     """
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
+    added = ""
+    if run.tokenizer.added:
+        new_rows = new_rows_of(run, Tokenizer.load(run.tokenizer.path))
+        params = with_new_rows(base.params, base.config, new_rows, mesh)
+        config = dataclasses.replace(base.config, vocab_size=new_rows.vocab_size)
+        base, added = dataclasses.replace(base, params=params, config=config), new_rows.sentence
     table = model_specs(run.model) | objective_specs(run.data.objective, run.model)
     params, routers = _with_experts(base, run.model, mesh)
     base_leaves, specs = _leaves(params), rows(table)
@@ -185,7 +213,7 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
         return value if is_custom(value) else place_array(value, _place(spec, mesh))
 
     upcycled = f"Upcycled: {upcycled_text(run.model)}" if routers else ""
-    return WarmStart(map_specs(leaf, table), new, grown, labels[len(before) :], upcycled)
+    return WarmStart(map_specs(leaf, table), new, grown, labels[len(before) :], upcycled, added)
 
 
 def _with_experts(base: Loaded, model: ModelConfig, mesh: Mesh | None) -> tuple[Params, set[str]]:

@@ -187,13 +187,15 @@ def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     base, run_dir = run.run.init_from, run.run.dir
     if base:
         # Imported here, because it reads model directories of every format.
-        from jaxformer.runs.init_from import check_base, labels_before
+        from jaxformer.runs.init_from import check_base, labels_before, with_grown_vocabulary
 
         origin = origin_of(Path(run_dir), Path(base))
         tokenizer = with_tokenizer_of(origin, run.tokenizer)
         run = dataclasses.replace(run, tokenizer=tokenizer)
         if origin == Path(base):
             check_base(run.model, run.adapter, base)
+        if run.tokenizer.added:
+            run = with_grown_vocabulary(run, is_new=origin == Path(base))
         # What a directory holds that is begun anew counts no longer.
         labels = labels_before(run.model.output, Path(base) if run.run.restart else origin)
     check_start(objective_of(run.model, run.data), run.adapter, base)

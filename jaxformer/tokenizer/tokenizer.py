@@ -140,6 +140,19 @@ class Tokenizer:
         is_readable = file.is_file() and (file.name == TOKENIZER_FILE or is_gpt2(file))
         return cls.load(file) if is_readable else None
 
+    def with_special_tokens(self, names: Sequence[str]) -> "Tokenizer":
+        """The tokenizer with special tokens behind its last id; those that it has keep theirs."""
+        missing_names = [name for name in names if name not in self._vocab]
+        if not missing_names:
+            return self
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_special_tokens(missing_names)
+        return Tokenizer(backend, self.origin, self.metadata, self._reads_names)
+
+    def id_of(self, name: str) -> int | None:
+        """The id of the token with this name in the vocabulary; None where there is none."""
+        return self._vocab.get(name)
+
     def save(
         self, path: str | os.PathLike[str], max_length: int | None = None, follow: bool = True
     ) -> None:

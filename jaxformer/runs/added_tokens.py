@@ -1,0 +1,102 @@
+"""Tokens that a run adds to the model of run.init_from: their ids, and their rows in every
+parameter that has one row for each token."""
+
+import dataclasses
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxformer.arrays.mesh import parameter_sharding, place_array
+from jaxformer.arrays.params import Params, Spec, dotted, is_custom, rows
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import RunConfig
+from jaxformer.models.transformer import specs as model_specs
+from jaxformer.tokenizer import Tokenizer
+
+BLOCK_ROWS = 4096  # rows of which sums are made at once, so that float64 takes little memory
+
+
+class NewRows(NamedTuple):
+    """The rows of added tokens: `first` to `stop` of `vocab_size`, made from those before them."""
+
+    first: int
+    stop: int
+    vocab_size: int
+    how: str
+    seed: int
+
+    @property
+    def sentence(self) -> str:
+        drawn = "the mean of the others" if self.how == "mean" else "random, as the others"
+        return f"Rows {self.first} to {self.stop - 1} are those of added tokens: {drawn}."
+
+
+def new_rows_of(run: RunConfig, tokenizer: Tokenizer) -> NewRows:
+    """The rows that a run adds, whose tokenizer may have them or not."""
+    names, settings = run.tokenizer.added, run.tokenizer
+    grown = tokenizer.with_special_tokens(names)
+    ids = [index for name in names if (index := grown.id_of(name)) is not None]
+    first, stop = min(ids), max(ids) + 1
+    return NewRows(first, stop, run.model.vocab_size, settings.new_rows, run.run.seed)
+
+
+def with_new_rows(
+    params: Params, config: ModelConfig, new: NewRows, mesh: Mesh | None = None
+) -> Params:
+    """The params of a model with the rows of added tokens, in every leaf with an axis "vocab": the
+    table of tokens, the output layer where it is another, and its bias.
+
+    Rows that only fill the old table up keep their values, unless an added token takes them. Sums
+    are float64 on the host, so that a laptop finds the rows of any mesh. Host memory: one table.
+    """
+    grown_table = rows(model_specs(dataclasses.replace(config, vocab_size=new.vocab_size)))
+
+    def leaf_of(path: str, leaf: Any) -> Any:
+        spec = grown_table.get(path)
+        if spec is None or "vocab" not in spec.axes or is_custom(leaf):
+            return leaf
+        if mesh is None:
+            place: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        else:
+            place = parameter_sharding(mesh, spec.shape, spec.axes)
+        return place_array(_grown(_on_host(leaf), path, spec, new), place)
+
+    return jax.tree.map_with_path(  # type: ignore[no-any-return]
+        lambda path, leaf: leaf_of(dotted(path), leaf), params, is_leaf=is_custom
+    )
+
+
+def _grown(leaf: np.ndarray, path: str, spec: Spec, new: NewRows) -> np.ndarray:
+    axis = spec.axes.index("vocab")
+    table = np.moveaxis(leaf, axis, 0)
+    grown = np.zeros((new.vocab_size, *table.shape[1:]), leaf.dtype)
+    grown[: len(table)] = table
+    grown[new.first : new.stop] = _rows(table[: new.first], path, new)
+    return np.ascontiguousarray(np.moveaxis(grown, 0, axis))
+
+
+def _rows(old: np.ndarray, path: str, new: NewRows) -> np.ndarray:
+    """The rows of the added tokens, float64, from those of the old ones."""
+    blocks = [
+        old[start : start + BLOCK_ROWS].astype(np.float64)
+        for start in range(0, len(old), BLOCK_ROWS)
+    ]
+    mean = sum(block.sum(axis=0) for block in blocks) / len(old)
+    shape = (new.stop - new.first, *old.shape[1:])
+    if new.how == "mean":
+        return np.broadcast_to(mean, shape)
+    deviation = np.sqrt(sum(np.square(block - mean).sum(axis=0) for block in blocks) / len(old))
+    rng = np.random.default_rng([new.seed, zlib.crc32(path.encode())])
+    return mean + deviation * rng.standard_normal(shape)
+
+
+def _on_host(leaf: jax.Array) -> np.ndarray:
+    """A leaf as an array of this process, also where other processes have parts of it."""
+    if not leaf.is_fully_addressable:
+        everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+        leaf = jax.jit(lambda array: array, out_shardings=everywhere)(leaf)
+        return np.asarray(leaf.addressable_data(0))
+    return np.asarray(leaf)

@@ -1,0 +1,101 @@
+"""A run may add special tokens to the vocabulary of the model from which it starts: their rows are
+made of the old ones, and transformers reads what is written."""
+
+import json
+
+import numpy as np
+import pytest
+import transformers as tf
+from tiny_run import write_text
+from warm_starts import leaves, run
+
+import jaxformer as jf
+from jaxformer.cli import main
+
+NAMES = ("<|im_start|>", "<|im_end|>")
+ADD = {"tokenizer__add_tokens": ",".join(NAMES)}
+ONE = {"optimizer__learning_rate": 0.0, "train__steps": 1, "model__n_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("added")
+    write_text(folder / "text.txt", documents=30)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def start(base, request):
+    tied = request.param == "tied"
+    return run(
+        base,
+        request.param,
+        data__train=base / "text.txt",
+        model__tied_head=tied,
+        model__head_bias=not tied,
+        **ONE,
+    )
+
+
+def grown_from(base, start, name, **changes):
+    settings = ADD | ONE | changes
+    return run(base, name, data__train=base / "text.txt", run__init_from=start, **settings)
+
+
+def test_new_rows_are_the_mean_of_the_old_and_transformers_reads_them(base, start, tmp_path):
+    grown = grown_from(base, start, f"grown-{start.name}")
+    before, after = leaves(start), leaves(grown)
+    old = jf.load(start).tokenizer.vocab_size
+    tables = [path for path in before if path in ("embed.tokens", "head.weight", "head.bias")]
+    assert len(tables) == (1 if start.name == "tied" else 3)
+    for path, leaf in after.items():
+        if path not in tables:
+            np.testing.assert_array_equal(leaf, before[path], err_msg=path)
+            continue
+        assert leaf.shape == (old + 2, *before[path].shape[1:])
+        np.testing.assert_array_equal(leaf[:old], before[path])
+        mean = before[path].astype(np.float64).mean(0).astype(np.float32)
+        np.testing.assert_array_equal(leaf[old:], np.stack([mean, mean]))
+    tokenizer = jf.load(grown).tokenizer
+    assert [tokenizer.id_of(name) for name in NAMES] == [old, old + 1]
+    assert tokenizer.encode(NAMES[0], special_tokens=True)[-1:] == [old]
+    # The same command goes on with the run, in which the tokens are no longer new.
+    assert grown_from(base, start, grown.name) == grown
+    if start.name == "untied":
+        return  # no architecture of transformers has this bias
+    assert main(["convert", str(grown), str(tmp_path / "hf"), "--verify"]) == 0
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    theirs = tf.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert config["vocab_size"] == old + 2
+    assert theirs.convert_tokens_to_ids(list(NAMES)) == [old, old + 1]
+    assert theirs("a" + NAMES[1], add_special_tokens=False)["input_ids"][-1] == old + 1
+
+
+def test_random_rows_have_the_spread_of_the_old_ones(base, start):
+    grown = grown_from(base, start, f"random-{start.name}", tokenizer__new_rows="random")
+    rows = leaves(grown)["embed.tokens"]
+    old, new = rows[:-2], rows[-2:]
+    assert not np.array_equal(new[0], new[1])
+    assert 0.5 < (new - old.mean(0)).std() / (old - old.mean(0)).std() < 1.5
+
+
+def test_rows_that_fill_a_table_up_are_taken_first(base):
+    padded = run(base, "padded", data__train=base / "text.txt", model__vocab_size=512, **ONE)
+    grown = grown_from(base, padded, "grown-padded")
+    old = jf.load(padded).tokenizer.vocab_size
+    before, after = (leaves(folder)["embed.tokens"] for folder in (padded, grown))
+    assert after.shape == before.shape
+    mean = before[:old].astype(np.float64).mean(0).astype(np.float32)
+    np.testing.assert_array_equal(after[old : old + 2], np.stack([mean, mean]))
+    np.testing.assert_array_equal(after[old + 2 :], before[old + 2 :])
+
+
+def test_mistakes_are_named(base, start):
+    with pytest.raises(jf.ConfigError, match=r"<\|endoftext\|> \(0\) already"):
+        grown_from(base, start, "has", tokenizer__add_tokens="<|endoftext|>,<|new|>")
+    with pytest.raises(jf.ConfigError, match=r"set run\.init_from to its directory"):
+        run(base, "alone", data__train=base / "text.txt", **ADD)
+    with pytest.raises(jf.ConfigError, match="start the adapter from that run"):
+        grown_from(base, start, "lora", adapter__kind="lora")
+    with pytest.raises(jf.ConfigError, match=r"<a> twice"):
+        grown_from(base, start, "twice", tokenizer__add_tokens="<a>, <a>")
