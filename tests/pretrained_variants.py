@@ -106,6 +106,16 @@ DEEPSEEK = {name: value for name, value in LLAMA.items() if name != "head_dim"} 
 )
 
 
+GRANITE_DENSE = OLMO | MULTIPLIERS
+GEMMA1 = LLAMA | dict(num_hidden_layers=3, rms_norm_eps=2e-2)
+STABLELM = {name: value for name, value in OLMO.items() if name != "rms_norm_eps"} | dict(
+    hidden_size=60, layer_norm_eps=2e-2, num_hidden_layers=3
+)
+STARCODER2 = {name: value for name, value in OLMO.items() if name != "rms_norm_eps"} | dict(
+    norm_epsilon=2e-2
+)
+
+
 def rope(kind, factor, **more):
     return {"rope_parameters": dict(rope_theta=THETA) | dict(rope_type=kind, factor=factor) | more}
 
@@ -229,6 +239,38 @@ VARIANTS = {
     "olmo2 all heads, tied": (
         tf.Olmo2ForCausalLM,
         OLMO | dict(num_key_value_heads=6, hidden_size=36, tie_word_embeddings=True),
+    ),
+    "gemma": (tf.GemmaForCausalLM, GEMMA1),
+    "gemma untied, bias": (
+        tf.GemmaForCausalLM,
+        GEMMA1
+        | rope("linear", 2.5)
+        | dict(tie_word_embeddings=False, attention_bias=True, hidden_act="gelu"),
+    ),
+    "granite": (tf.GraniteForCausalLM, GRANITE_DENSE),
+    "granite tied, bias": (
+        tf.GraniteForCausalLM,
+        GRANITE_DENSE | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    ),
+    "ministral": (
+        tf.MinistralForCausalLM,
+        LLAMA
+        | dict(num_hidden_layers=4, sliding_window=5)
+        | dict(layer_types=["full_attention", *["sliding_attention"] * 3]),
+    ),
+    "ministral no window": (
+        tf.MinistralForCausalLM,
+        LLAMA | dict(layer_types=["full_attention"] * 2, tie_word_embeddings=True),
+    ),
+    "stablelm": (tf.StableLmForCausalLM, STABLELM | dict(partial_rotary_factor=0.4)),
+    "stablelm bias, tied": (
+        tf.StableLmForCausalLM,
+        STABLELM | dict(use_qkv_bias=True, tie_word_embeddings=True, hidden_act="relu"),
+    ),
+    "starcoder2": (tf.Starcoder2ForCausalLM, STARCODER2 | dict(sliding_window=5)),
+    "starcoder2 untied, no bias": (
+        tf.Starcoder2ForCausalLM,
+        STARCODER2 | dict(tie_word_embeddings=False, use_bias=False, hidden_act="relu"),
     ),
     "mixtral": (tf.MixtralForCausalLM, MIXTRAL),
     "mixtral window": (

@@ -164,6 +164,42 @@ OSS_YARN = dict(
     beta_fast=32.0, beta_slow=1.0, factor=4.0, original_max_position_embeddings=16,
     rope_type="yarn", truncate=False,
 )  # fmt: skip
+DENSE = less(LLAMA3, "mlp_bias", "pretraining_tp", "rope_scaling", "attention_bias")
+GEMMA = DENSE | dict(
+    architectures=["GemmaForCausalLM"], model_type="gemma", attention_bias=False, bos_token_id=2,
+    eos_token_id=1, head_dim=8, hidden_act="gelu", num_key_value_heads=1, pad_token_id=0,
+    rms_norm_eps=1e-06, rope_scaling=None, rope_theta=10000.0, transformers_version="4.38.0.dev0",
+)  # fmt: skip
+case("gemma-2b", less(GEMMA, "tie_word_embeddings"), BF16)
+GRANITE_DENSE = LLAMA3 | dict(
+    architectures=["GraniteForCausalLM"], model_type="granite", attention_dropout=0.1,
+    attention_multiplier=0.15, bos_token_id=0, embedding_multiplier=12.0, eos_token_id=0,
+    logits_scaling=8.0, pad_token_id=0, residual_multiplier=0.22, rope_scaling=None,
+    rope_theta=1e7, tie_word_embeddings=True, transformers_version="4.47.0.dev0",
+)  # fmt: skip
+case("granite-3.1-2b-instruct", less(GRANITE_DENSE, "pretraining_tp"), BF16)
+MINISTRAL = DENSE | dict(
+    architectures=["MinistralForCausalLM"], model_type="ministral", eos_token_id=2, head_dim=6,
+    layer_types=["full_attention", "sliding_attention"], rope_theta=1e8, sliding_window=9,
+    transformers_version="4.57.0",
+)  # fmt: skip
+case("ministral-8b-instruct-2410", MINISTRAL, BF16)
+STABLELM = less(DENSE, "rms_norm_eps", "attention_dropout") | dict(
+    architectures=["StableLmForCausalLM"], model_type="stablelm", bos_token_id=100257,
+    eos_token_id=100257, hidden_dropout=0.0, layer_norm_eps=1e-05, num_key_value_heads=4,
+    partial_rotary_factor=0.25, qk_layernorm=False, rope_theta=10000, transformers_version="4.38.0",
+    use_parallel_residual=False, use_qkv_bias=True, hidden_size=32,
+)  # fmt: skip
+case("stablelm-2-1_6b", STABLELM, half(torch.float16))
+STARCODER2 = less(DENSE, "rms_norm_eps", "tie_word_embeddings") | dict(
+    architectures=["Starcoder2ForCausalLM"], model_type="starcoder2", attention_dropout=0.1,
+    attention_softmax_in_fp32=True, embedding_dropout=0.1, hidden_act="gelu_pytorch_tanh",
+    layer_norm_epsilon=1e-05, mlp_type="default", norm_epsilon=1e-05, norm_type="layer_norm",
+    residual_dropout=0.1, rope_theta=999999.4420358813, scale_attention_softmax_in_fp32=True,
+    scale_attn_weights=True, sliding_window=9, use_bias=True, eos_token_id=0, bos_token_id=0,
+    transformers_version="4.37.0.dev0",
+)  # fmt: skip
+case("starcoder2-3b", STARCODER2, BF16)
 GPT_OSS = dict(
     architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0, eos_token_id=2,
     experts_per_token=2, head_dim=8, hidden_act="silu", hidden_size=32, initial_context_length=16,

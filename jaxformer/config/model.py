@@ -75,6 +75,8 @@ BIASED = {
     "qkv": frozenset({"qkv"}),
     "attention": frozenset({"qkv", "out"}),
     "ffn": frozenset({"ffn"}),
+    "norm": frozenset({"norm"}),
+    "qkv_norm": frozenset({"qkv", "norm"}),
     "ffn_norm": frozenset({"ffn", "norm"}),
     "all": frozenset({"qkv", "out", "ffn", "norm"}),
 }
@@ -230,8 +232,9 @@ class ModelConfig(Section):
     activation: Activation = "swiglu"
     """Activation of the feed-forward layer; swiglu, swiglu_clamped (gpt-oss), geglu, geglu_tanh,
     reglu and glu are gated."""
-    bias: Literal["none", "qkv", "attention", "ffn", "ffn_norm", "all"] = "none"
-    """Where biases are used: none, qkv, attention (qkv and output), ffn, ffn_norm, all."""
+    bias: Literal["none", "qkv", "attention", "ffn", "norm", "qkv_norm", "ffn_norm", "all"] = "none"
+    """Where biases are used: none, qkv, attention (qkv and output), ffn, norm, qkv_norm, ffn_norm,
+    all."""
     embedding: EmbeddingName = "tokens"
     """Embedding of the inputs, to which a stack adds embedded positions and token types."""
     embedding_scale: Literal["none", "sqrt"] = "none"

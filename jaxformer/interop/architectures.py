@@ -16,13 +16,30 @@ from jaxformer.interop.family import Family
 from jaxformer.interop.fields import IgnoredKeys
 from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEOX
 from jaxformer.interop.hf_config import NEUTRAL, HFConfig
-from jaxformer.interop.llama import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
+from jaxformer.interop.llama import (
+    GEMMA1,
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    LLAMA,
+    MINISTRAL,
+    MISTRAL,
+    OLMO2,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    STABLELM,
+    STARCODER2,
+)
 from jaxformer.interop.mixtral import EXPERT_FAMILIES
 from jaxformer.interop.modernbert import MODERNBERT
 from jaxformer.interop.t5 import MT5, MT5_ENCODER, T5, T5_ENCODER, UMT5, UMT5_ENCODER
 
 # The first that is exactly a config is written, so the plainer ones come first.
-DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, PHI3)
+DECODERS = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA1, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, PHI3),
+    *(MINISTRAL, GRANITE, STABLELM, STARCODER2),
+)
 WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
 # DistilBERT is a BERT without token types.
 ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, ELECTRA, MODERNBERT)

@@ -299,7 +299,9 @@ class Windows(KeyMapping):
 
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)
-        keys: Keys = {"sliding_window": config.window or None}
+        # Where all layers are full, transformers wants a number beside layer_types too.
+        usual = self.default_window if self.kinds and not self.switch else None
+        keys: Keys = {"sliding_window": config.window or usual}
         if self.kinds:
             keys["layer_types"] = [SLIDING if layer.window else FULL for layer in layers]
         if self.switch:

@@ -1,5 +1,5 @@
 """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and the decoders with its tensors: Mistral,
-Phi-3, Qwen, OLMo 2 and Gemma."""
+Ministral, Granite, StableLM, Starcoder2, Phi-3, Qwen, OLMo 2 and Gemma."""
 
 from collections.abc import Mapping, Sequence
 
@@ -47,10 +47,12 @@ SIZE_KEYS = (
 )
 
 
-def sizes(**default: float) -> tuple[KeyMapping, ...]:
-    """The keys of all these families; `default` has a family's own defaults."""
+def sizes(without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
+    """The keys of all these families but those of `without`, separated by spaces; `default` has a
+    family's own defaults."""
+    keys = [row for row in SIZE_KEYS if row[0] not in without.split()]
     return (
-        *(fields.Key(hf, field, default.get(hf, usual)) for hf, field, usual in SIZE_KEYS),
+        *(fields.Key(hf, field, default.get(hf, usual)) for hf, field, usual in keys),
         Length(int(default.get("max_position_embeddings", 2048))),
         fields.Dropout("attention_dropout"),
     )
@@ -86,22 +88,29 @@ def llama_like(
 
 
 RMS = fields.Constant(norm="rms")
+BIAS_FLAGS = fields.Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)})
 LLAMA = llama_like(
     "llama",
     "Llama",
     ROWS,
-    (
-        *sizes(),
-        fields.DivisibleHeads(),
-        RMS,
-        SILU,
-        Rope(),
-        fields.Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)}),
-        fields.tied(False),
-    ),
+    (*sizes(), fields.DivisibleHeads(), RMS, SILU, Rope(), BIAS_FLAGS, fields.tied(False)),
 )
 
-# Mistral (arXiv:2310.06825): a window in every layer.
+# Granite (arXiv:2405.04324): Llama with multipliers.
+MULTIPLIERS = (
+    fields.Key("embedding_multiplier", "embedding_multiplier", 1.0),
+    fields.Key("residual_multiplier", "residual_multiplier", 1.0),
+    fields.Key("logits_scaling", "logit_divisor", 1.0),
+    fields.Key("attention_multiplier", "attention_scale", 1.0),
+)
+GRANITE = llama_like(
+    "granite",
+    "Granite",
+    ROWS,
+    (*sizes(), *MULTIPLIERS, RMS, SILU, Rope(), BIAS_FLAGS, fields.tied(False)),
+)
+
+# Mistral (arXiv:2310.06825): a window in every layer. Ministral: in those of layer_types.
 MISTRAL_SIZES = sizes(
     intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072
 )
@@ -110,6 +119,77 @@ MISTRAL = llama_like(
     "Mistral",
     ROWS,
     (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32, kinds=False), fields.tied(False)),
+)
+MINISTRAL = llama_like(
+    "ministral",
+    "Ministral",
+    ROWS,
+    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32), fields.tied(False)),
+)
+
+# StableLM (arXiv:2402.17834): layer norms, and RoPE of a quarter of a head.
+LAYER_NORM = fields.Constant(norm="layer")
+STABLELM_SIZES = {
+    "vocab_size": 50304,
+    "hidden_size": 2560,
+    "intermediate_size": 6912,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+}
+STABLELM = llama_like(
+    "stablelm",
+    "StableLm",
+    ROWS,
+    (
+        # The width of a head follows from the two others.
+        *sizes("head_dim rms_norm_eps", **STABLELM_SIZES),
+        fields.Key("layer_norm_eps", "norm_eps", 1e-5),
+        fields.Dropout("hidden_dropout"),
+        fields.DivisibleHeads(),
+        LAYER_NORM,
+        SILU,
+        Rope(fraction=("partial_rotary_factor", 0.25)),
+        fields.Biases({"use_qkv_bias": (frozenset({"qkv"}), False)}, always=frozenset({"norm"})),
+        # These two norm heads with weights of their own, and both sublayers by one norm.
+        fields.FixedKey("qk_layernorm", (False,)),
+        fields.FixedKey("use_parallel_residual", (False,)),
+        fields.tied(False),
+    ),
+)
+
+# Starcoder2 (arXiv:2402.19173): layer norms, biases, and a feed-forward layer without a gate.
+STARCODER2_ROWS = (
+    *(row for row in ROWS if ".mlp." not in row.hf),
+    *linear(LAYER + "mlp.c_fc", "blocks.ffn.up"),
+    *linear(LAYER + "mlp.c_proj", "blocks.ffn.down"),
+)
+STARCODER2_SIZES = {
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+STARCODER2 = llama_like(
+    "starcoder2",
+    "Starcoder2",
+    STARCODER2_ROWS,
+    (
+        *sizes("rms_norm_eps", **STARCODER2_SIZES),
+        fields.Key("norm_epsilon", "norm_eps", 1e-5),
+        fields.Dropout("residual_dropout embedding_dropout"),
+        LAYER_NORM,
+        fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu_pytorch_tanh"),
+        Rope(),
+        Windows(30, kinds=False, default_window=None),
+        fields.Biases({"use_bias": (ATTENTION | FFN, True)}, always=frozenset({"norm"})),
+        # Of the published files, which transformers does not read.
+        fields.IgnoredKeys("attention_softmax_in_fp32 scale_attention_softmax_in_fp32"),
+        fields.IgnoredKeys("layer_norm_epsilon mlp_type norm_type scale_attn_weights"),
+        fields.tied(True),
+    ),
 )
 
 # Phi-3 (arXiv:2404.14219) and Phi-4-mini (arXiv:2503.01743): LongRoPE, and one matrix for queries,
@@ -133,7 +213,7 @@ PHI3 = llama_like(
     PHI3_ROWS,
     (
         # The width of a head follows from the two others.
-        *(row for row in sizes(**PHI3_SIZES) if row != fields.Key("head_dim", "head_dim")),
+        *sizes("head_dim", **PHI3_SIZES),
         fields.Dropout("resid_pdrop embd_pdrop"),
         fields.IgnoredKeys("full_attn_mod interpolate_factor"),
         RMS,
@@ -185,6 +265,40 @@ OLMO2 = llama_like(
     ),
 )
 
+# Gemma (arXiv:2403.08295): norms by 1 + weight, a scaled embedding, and wide heads.
+GEMMA1_SIZES = {
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+}
+ONE_SIDED = fields.FixedKey("use_bidirectional_attention", (False, None))
+GEMMA1 = llama_like(
+    "gemma",
+    "Gemma",
+    ROWS,
+    (
+        *sizes(**GEMMA1_SIZES),
+        fields.Constant(norm="rms1p", embedding_scale="sqrt"),
+        # In files "gelu" stands for the approximation that the models were trained with.
+        fields.Choice(
+            "hidden_act",
+            "activation",
+            {**fields.GATED_NAMES, "gelu": "geglu_tanh"},
+            "gelu_pytorch_tanh",
+        ),
+        fields.IgnoredKeys("hidden_activation"),
+        Rope(),
+        ATTENTION_BIAS,
+        ONE_SIDED,
+        fields.tied(True),
+    ),
+)
+
 # Gemma 2 (arXiv:2408.00118) and the text model of Gemma 3 (arXiv:2503.19786): norms before and
 # after each sublayer.
 GEMMA_LAYERS = 26
@@ -210,7 +324,7 @@ GEMMA = (
     fields.IgnoredKeys("hidden_act"),
     ATTENTION_BIAS,
     fields.Scale("query_pre_attn_scalar", 256),
-    fields.FixedKey("use_bidirectional_attention", (False, None)),
+    ONE_SIDED,
     fields.tied(True),
 )
 

@@ -17,6 +17,7 @@ from jaxformer.interop.llama import (
     FFN,
     HEAD_NORM,
     LAYER,
+    MULTIPLIERS,
     RMS,
     ROWS,
     SILU,
@@ -116,9 +117,9 @@ def routed(
     )
 
 
-def expert_sizes(width: int, **default: float) -> tuple[KeyMapping, ...]:
+def expert_sizes(width: int, without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
     """The keys of `sizes`, but intermediate_size is the width of an expert."""
-    usual = [row for row in sizes(**default) if getattr(row, "field", "") != "d_ff"]
+    usual = sizes(f"intermediate_size {without}", **default)
     return (*usual, fields.Key("intermediate_size", "expert_ff", width))
 
 
@@ -193,11 +194,7 @@ OLMOE = llama_like(
     QWEN_ROWS,
     (
         # The width of a head follows from the two others.
-        *(
-            row
-            for row in expert_sizes(2048, **OLMOE_SIZES)
-            if row != fields.Key("head_dim", "head_dim")
-        ),
+        *expert_sizes(2048, "head_dim", **OLMOE_SIZES),
         *routed(("num_experts", 64), 8, loss=0.01, query_key_norm="width"),
         RENORMALIZED,
         RMS,
@@ -227,10 +224,7 @@ GRANITE_SHARED_ROWS = (
 GRANITE = (
     *expert_sizes(11008),
     *routed(("num_local_experts", 8), 2),
-    fields.Key("embedding_multiplier", "embedding_multiplier", 1.0),
-    fields.Key("residual_multiplier", "residual_multiplier", 1.0),
-    fields.Key("logits_scaling", "logit_divisor", 1.0),
-    fields.Key("attention_multiplier", "attention_scale", 1.0),
+    *MULTIPLIERS,
     RMS,
     SILU,
     Rope(),

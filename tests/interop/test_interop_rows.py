@@ -24,6 +24,11 @@ from jaxformer.models.transformer import specs
 CLASSES = {
     "llama": tf.LlamaConfig,
     "mistral": tf.MistralConfig,
+    "ministral": tf.MinistralConfig,
+    "granite": tf.GraniteConfig,
+    "stablelm": tf.StableLmConfig,
+    "starcoder2": tf.Starcoder2Config,
+    "gemma": tf.GemmaConfig,
     "phi3": tf.Phi3Config,
     "qwen2": tf.Qwen2Config,
     "qwen3": tf.Qwen3Config,
@@ -143,6 +148,9 @@ REFUSED = [
     ),
     ("gemma2", dict(num_hidden_layers=3, layer_types=["full_attention"]), "3 of"),
     ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    ("gemma", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    ("stablelm", dict(qk_layernorm=True), "qk_layernorm"),
+    ("stablelm", dict(use_parallel_residual=True), "use_parallel_residual"),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
     ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1"),
     ("mixtral", dict(num_experts_per_tok=None), "num_experts_per_tok=null"),
@@ -249,9 +257,9 @@ def test_no_model_type_of_transformers_is_read_as_the_class_of_another_one():
             assert f'model_type="{kind}"' in str(told.value) and name in str(told.value)
 
 
-@pytest.mark.parametrize("kind", ["gemma", "llama"])
+@pytest.mark.parametrize("kind", ["olmo", "llama"])
 def test_no_message_proposes_to_write_another_class_into_config_json(kind):
-    named = {"model_type": kind, "architectures": ["GemmaForCausalLM"]}
+    named = {"model_type": kind, "architectures": ["OlmoForCausalLM"]}
     with pytest.raises(jf.ConfigError, match="not a supported architecture") as told:
         stated_architecture(Path("config.json"), named)
     assert 'in "architectures"' not in str(told.value)

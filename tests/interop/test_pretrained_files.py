@@ -405,6 +405,8 @@ SIZES["mt5"] = SIZES["umt5"] = SIZES["t5"]
 SIZES["modernbert"] = PLAIN | dict(pad_token_id=1)
 SIZES["clip"] = PLAIN | dict(eos_token_id=3)
 SIZES["distilbert"] = dict(dim=24, hidden_dim=40, n_layers=2, n_heads=4, vocab_size=71)
+SIZES["stablelm"] = PLAIN | dict(hidden_size=64)
+SIZES["ministral"] = PLAIN | dict(head_dim=6)
 MANY = dict(num_hidden_layers=7)
 
 
@@ -416,6 +418,9 @@ def test_what_a_config_leaves_out_is_what_the_reference_takes_for_it(name, tmp_p
         "mixtral",
         "gpt-oss",
         "mistral",
+        "ministral",
+        "stablelm",
+        "gemma",
         "qwen2",
         "qwen3",
         "gemma2",
@@ -424,7 +429,7 @@ def test_what_a_config_leaves_out_is_what_the_reference_takes_for_it(name, tmp_p
         "phi3",
     ):
         settings = settings | dict(num_key_value_heads=2)
-    if family in ("olmo2", "gemma2", "gemma3", "phi3"):
+    if family in ("olmo2", "gemma", "gemma2", "gemma3", "phi3"):
         settings = settings | dict(pad_token_id=None)
     model = made(VARIANTS[name][0], settings, seed=8)
     model.save_pretrained(tmp_path)
