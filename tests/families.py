@@ -65,6 +65,7 @@ VARIANTS = {
             "rope in part": {"rope_fraction": 0.5},
         }
         | {"rope with two bases": {"rope_window_theta": 50.0, "window": 3, "window_pattern": "wf"}}
+        | {"rope in some layers": {"position_pattern": "np"}}
         | {"learned behind an offset": {"positions": "learned", "position_offset": 2}}
         | {"sinusoidal half": {"positions": "sinusoidal", "sinusoid_order": "half"}}
         | {"longrope": LONGROPE}

@@ -106,6 +106,12 @@ DEEPSEEK = {name: value for name, value in LLAMA.items() if name != "head_dim"} 
 )
 
 
+SMOLLM3 = OLMO | dict(
+    num_hidden_layers=5, no_rope_layer_interval=2, no_rope_layers=None, tie_word_embeddings=False
+)
+OLMO3 = {name: value for name, value in OLMO.items() if name != "rope_parameters"} | dict(
+    num_hidden_layers=5, sliding_window=5
+)
 GRANITE_DENSE = OLMO | MULTIPLIERS
 GEMMA1 = LLAMA | dict(num_hidden_layers=3, rms_norm_eps=2e-2)
 STABLELM = {name: value for name, value in OLMO.items() if name != "rms_norm_eps"} | dict(
@@ -246,6 +252,37 @@ VARIANTS = {
         GEMMA1
         | rope("linear", 2.5)
         | dict(tie_word_embeddings=False, attention_bias=True, hidden_act="gelu"),
+    ),
+    "smollm3": (tf.SmolLM3ForCausalLM, SMOLLM3),
+    "smollm3 tied, bias, scaled": (
+        tf.SmolLM3ForCausalLM,
+        SMOLLM3
+        | rope("yarn", 4.0, **YARN)
+        | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
+        | dict(no_rope_layers=[0, 1, 1, 0, 1, 1, 1]),
+    ),
+    "smollm3 window": (
+        tf.SmolLM3ForCausalLM,
+        SMOLLM3
+        | WINDOWED
+        | dict(layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]),
+    ),
+    "smollm3 without positions": (
+        tf.SmolLM3ForCausalLM,
+        SMOLLM3 | dict(no_rope_layers=[0] * 5, rope_parameters=dict(rope_theta=10_000.0)),
+    ),
+    "olmo3": (tf.Olmo3ForCausalLM, OLMO3),
+    "olmo3 yarn, two bases": (
+        tf.Olmo3ForCausalLM,
+        OLMO3
+        | dict(layer_types=["full_attention", *["sliding_attention"] * 3, "full_attention"])
+        | dict(
+            tie_word_embeddings=True,
+            rope_parameters={
+                "full_attention": rope("yarn", 4.0, **YARN)["rope_parameters"],
+                "sliding_attention": LOCAL,
+            },
+        ),
     ),
     "granite": (tf.GraniteForCausalLM, GRANITE_DENSE),
     "granite tied, bias": (

@@ -178,6 +178,25 @@ GRANITE_DENSE = LLAMA3 | dict(
     rope_theta=1e7, tie_word_embeddings=True, transformers_version="4.47.0.dev0",
 )  # fmt: skip
 case("granite-3.1-2b-instruct", less(GRANITE_DENSE, "pretraining_tp"), BF16)
+SMOLLM3 = less(LLAMA3, "rope_scaling") | dict(
+    architectures=["SmolLM3ForCausalLM"], model_type="smollm3", eos_token_id=3, bos_token_id=0,
+    layer_types=["full_attention"] * 3, max_window_layers=28, no_rope_layer_interval=4,
+    no_rope_layers=[1, 0, 1], num_hidden_layers=3, pad_token_id=4, pretraining_tp=2,
+    rms_norm_eps=1e-06, rope_scaling=None, rope_theta=5000000.0, sliding_window=None,
+    transformers_version="4.54.0.dev0", use_sliding_window=False,
+)  # fmt: skip
+case("smollm3-3b", less(SMOLLM3, "tie_word_embeddings"), BF16)
+OLMO3_YARN = dict(
+    attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0, factor=8.0,
+    original_max_position_embeddings=8, rope_type="yarn",
+)  # fmt: skip
+OLMO3 = DENSE | dict(
+    architectures=["Olmo3ForCausalLM"], model_type="olmo3", attention_bias=False, eos_token_id=3,
+    layer_types=["sliding_attention", "full_attention"], num_key_value_heads=4, pad_token_id=1,
+    rms_norm_eps=1e-06, rope_scaling=OLMO3_YARN, rope_theta=500000, sliding_window=9,
+    transformers_version="4.57.0",
+)  # fmt: skip
+case("olmo-3-1025-7b", OLMO3, BF16)
 MINISTRAL = DENSE | dict(
     architectures=["MinistralForCausalLM"], model_type="ministral", eos_token_id=2, head_dim=6,
     layer_types=["full_attention", "sliding_attention"], rope_theta=1e8, sliding_window=9,

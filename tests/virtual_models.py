@@ -20,6 +20,7 @@ DECODERS = {
     "alibi": {"positions": "alibi", "norm_placement": "post"},
     "t5": {"positions": "t5"},
     "scores": {"query_key_norm": "head", **SCORES},
+    "positions in some layers": {"position_pattern": "np"},
     "window": {"window": 2, "window_pattern": "wf", "rope_window_theta": 50.0},
 }
 BOTH = {"family": "encoder_decoder", "max_segments": 4}

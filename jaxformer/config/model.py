@@ -161,6 +161,8 @@ class ModelConfig(Section):
     """Maximum length of a sequence in tokens; also the size of the table of learned positions."""
     positions: Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"] = "rope"
     """Positional scheme."""
+    position_pattern: str = "p"
+    """Pattern repeated over the layers: p rotates queries and keys, n has no positions (NoPE)."""
     rope_theta: Annotated[float, Bounds(1)] = 10_000.0
     """Base of the RoPE frequencies."""
     rope_pairing: Literal["half", "interleaved"] = "half"

@@ -174,6 +174,12 @@ def _positions(config: Any) -> Iterator[str]:
     buckets = config.relative_buckets
     if not pattern or not set(pattern) <= {"w", "f"}:
         yield f"window_pattern={pattern!r} must be letters w (window) and f (full), as in 'wwf'."
+    layers = config.position_pattern
+    if layers != "p" and not (rope and layers and set(layers) <= {"p", "n"}):
+        yield (
+            f"position_pattern={layers!r} must be letters p (positions) and n (none), and needs"
+            f" model.positions='rope', not {positions!r}: each layer rotates queries and keys."
+        )
     if offset > 0 and positions != "learned":
         yield f"position_offset={offset} needs model.positions='learned', not {positions!r}."
     if theta > 0 and (not rope or not config.window or theta < 1):

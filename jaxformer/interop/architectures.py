@@ -25,9 +25,11 @@ from jaxformer.interop.llama import (
     MINISTRAL,
     MISTRAL,
     OLMO2,
+    OLMO3,
     PHI3,
     QWEN2,
     QWEN3,
+    SMOLLM3,
     STABLELM,
     STARCODER2,
 )
@@ -38,7 +40,7 @@ from jaxformer.interop.t5 import MT5, MT5_ENCODER, T5, T5_ENCODER, UMT5, UMT5_EN
 # The first that is exactly a config is written, so the plainer ones come first.
 DECODERS = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA1, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, PHI3),
-    *(MINISTRAL, GRANITE, STABLELM, STARCODER2),
+    *(MINISTRAL, SMOLLM3, OLMO3, GRANITE, STABLELM, STARCODER2),
 )
 WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
 # DistilBERT is a BERT without token types.

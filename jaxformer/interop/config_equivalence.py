@@ -6,7 +6,7 @@ from typing import Any
 from jaxformer.config.model import ATTENTION_FACTORS, BIASED, ModelConfig
 from jaxformer.layers.head import has_pooler
 from jaxformer.layers.norm import norm_specs
-from jaxformer.layers.pattern import layer_configs
+from jaxformer.layers.pattern import layer_configs, without_positions
 
 
 def bias_named(parts: frozenset[str]) -> str:
@@ -23,6 +23,9 @@ def bias_named(parts: frozenset[str]) -> str:
 def resolved(config: ModelConfig) -> ModelConfig:
     """The config with every default that depends on another field written out, and with defaults in
     the fields that do not change its logits: configs of the same function are then equal."""
+    positions = _position_pattern(config)
+    if config.positions == "rope" and "p" not in positions:
+        config = dataclasses.replace(config, position_pattern="p", **without_positions(config))
     has_windows = any(layer.window for layer in layer_configs(config, config.n_layers))
     biased = config.biased if "bias" in norm_specs(config) else config.biased - {"norm"}
     scale = config.attention_scale or config.head_width**-0.5
@@ -47,6 +50,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "rope_short_factor": short_factor,
         "rope_long_factor": long_factor,
         "window_pattern": _window_pattern(config),
+        "position_pattern": positions,
         "expert_ff": config.expert_width,
         "expert_pattern": pattern,
         "dense_layers": 0,
@@ -64,6 +68,12 @@ def resolved(config: ModelConfig) -> ModelConfig:
 def _window_pattern(config: ModelConfig) -> str:
     """One letter for each layer."""
     return "".join("w" if layer.window else "f" for layer in layer_configs(config, config.n_layers))
+
+
+def _position_pattern(config: ModelConfig) -> str:
+    """One letter for each layer."""
+    layers = layer_configs(config, config.n_layers)
+    return "".join("p" if layer.positions == config.positions else "n" for layer in layers)
 
 
 def _expert_pattern(config: ModelConfig) -> str:
@@ -85,6 +95,7 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         "router_top_groups": config.router_groups > 1,
         "d_ff": "d" in pattern,
         "max_length": config.positions == "learned",
+        "position_pattern": config.positions == "rope",
         "n_classes": output in ("classes", "tags"),
         "tied_head": output in ("language", "masked"),
         "pooling": output in ("classes", "projection"),

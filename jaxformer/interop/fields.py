@@ -284,10 +284,9 @@ class Windows(KeyMapping):
         if self.switch and not hf.flag("use_sliding_window", False):
             window = 0
         kinds = hf.get("layer_types") if self.kinds else None
-        every = hf.number(self.period, self.every) if self.period else self.every
-        first = hf.number("max_window_layers", 28) if self.switch else 0
+        usual_full = self.usual_full_layers(hf, layers)
         if kinds is None:
-            is_full = [i < first or (every and (i + 1) % every == 0) for i in range(layers)]
+            is_full = usual_full
         elif len(kinds) == layers and {*kinds} <= {FULL, SLIDING}:
             is_full = [kind == FULL for kind in kinds]
         else:
@@ -296,6 +295,12 @@ class Windows(KeyMapping):
             return {}
         pattern = "".join("f" if full else "w" for full in is_full)
         return {"window": window, "window_pattern": pattern}
+
+    def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
+        """Which layers have no window where layer_types does not say it."""
+        every = hf.number(self.period, self.every) if self.period else self.every
+        first = hf.number("max_window_layers", 28) if self.switch else 0
+        return [i < first or bool(every and (i + 1) % every == 0) for i in range(layers)]
 
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)
@@ -308,3 +313,34 @@ class Windows(KeyMapping):
             keys["use_sliding_window"] = bool(config.window)
             keys["max_window_layers"] = config.n_layers
         return keys
+
+
+@dataclass(frozen=True)
+class RotatedLayers(Windows):
+    """Which layers have positions: those with 1 in no_rope_layers, or all but every
+    no_rope_layer_interval-th. Without `layer_types` all others have the window, if there is one."""
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        windows = super().read(hf)
+        if SLIDING in (hf.get("layer_types") or []) and not hf.flag("use_sliding_window", False):
+            # Kernels of transformers differ in whether they then apply the window.
+            raise hf.unsupported("use_sliding_window", False, [True])
+        layers = hf.number("num_hidden_layers", self.default_layers)
+        rotated = self.usual_full_layers(hf, int(layers))
+        return windows | {"position_pattern": "".join("p" if is_p else "n" for is_p in rotated)}
+
+    def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
+        every, flags = hf.number("no_rope_layer_interval", 4), hf.get("no_rope_layers")
+        if flags is None:
+            if not isinstance(every, int) or every < 1:
+                raise hf.unsupported("no_rope_layer_interval", every, ["a whole number from 1"])
+            return [(i + 1) % every != 0 for i in range(layers)]
+        is_list = isinstance(flags, list) and len(flags) >= layers
+        if not is_list or not all(flag in (0, 1) for flag in flags):
+            raise hf.unsupported("no_rope_layers", flags, [f"{layers} of 0 and 1"])
+        return [bool(flag) for flag in flags[:layers]]
+
+    def write(self, config: ModelConfig) -> Keys:
+        layers = layer_configs(config, config.n_layers)
+        flags = [int(layer.positions == "rope") for layer in layers]
+        return super().write(config) | {"no_rope_layers": flags}

@@ -1,5 +1,5 @@
 """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and the decoders with its tensors: Mistral,
-Ministral, Granite, StableLM, Starcoder2, Phi-3, Qwen, OLMo 2 and Gemma."""
+Ministral, SmolLM3, Granite, StableLM, Starcoder2, Phi-3, Qwen, OLMo 2 and 3, and Gemma."""
 
 from collections.abc import Mapping, Sequence
 
@@ -245,23 +245,58 @@ QWEN3 = llama_like(
     "qwen3", "Qwen3", ROWS, (*sizes(**QWEN_SIZES, head_dim=128), *QWEN, HEAD_NORM, ATTENTION_BIAS)
 )
 
-# OLMo 2 (arXiv:2501.00656): norms after each sublayer, and of queries and keys over all heads.
+# SmolLM3: layers without positions (arXiv:2501.18795).
+SMOLLM3_SIZES = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+}
+SMOLLM3 = llama_like(
+    "smollm3",
+    "SmolLM3",
+    ROWS,
+    (
+        *sizes(**SMOLLM3_SIZES),
+        RMS,
+        SILU,
+        Rope(theta=("rope_theta", 2_000_000.0)),
+        fields.RotatedLayers(36, switch=True, default_window=None),
+        # Of the published files, which transformers does not read.
+        fields.IgnoredKeys("max_window_layers"),
+        BIAS_FLAGS,
+        fields.tied(True),
+    ),
+)
+
+# OLMo 2 (arXiv:2501.00656): norms after each sublayer, and of queries and keys over all heads. OLMo
+# 3 (arXiv:2512.13961): the same with windows, whose layers are not scaled.
 OLMO2_ROWS = (
     *TRUNK,
     *norm(LAYER + "post_attention_layernorm", "blocks.attention_output_norm"),
     *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
 )
-OLMO2 = llama_like(
-    "olmo2",
-    "Olmo2",
+OLMO2_KEYS = (
+    *sizes(vocab_size=50304, rms_norm_eps=1e-5),
+    fields.Constant(norm="rms", norm_placement="output", query_key_norm="width"),
+    SILU,
+    ATTENTION_BIAS,
+    fields.tied(False),
+)
+OLMO2 = llama_like("olmo2", "Olmo2", OLMO2_ROWS, (*OLMO2_KEYS, Rope()))
+OLMO3_THETA = ("rope_theta", 500_000.0)
+OLMO3 = llama_like(
+    "olmo3",
+    "Olmo3",
     OLMO2_ROWS,
     (
-        *sizes(vocab_size=50304, rms_norm_eps=1e-5),
-        fields.Constant(norm="rms", norm_placement="output", query_key_norm="width"),
-        SILU,
-        Rope(),
-        ATTENTION_BIAS,
-        fields.tied(False),
+        *OLMO2_KEYS,
+        Rope(theta=OLMO3_THETA, local=OLMO3_THETA),
+        # Written for older readers beside rope_parameters.
+        fields.IgnoredKeys("rope_theta"),
+        Windows(32, every=4),
     ),
 )
 

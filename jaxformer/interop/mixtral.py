@@ -221,7 +221,7 @@ GRANITE_SHARED_ROWS = (
     *linear(LAYER + "shared_mlp.input_linear", SHARED, STACKED),
     *linear(LAYER + "shared_mlp.output_linear", "blocks.experts.shared.down"),
 )
-GRANITE = (
+GRANITE_KEYS = (
     *expert_sizes(11008),
     *routed(("num_local_experts", 8), 2),
     *MULTIPLIERS,
@@ -231,12 +231,12 @@ GRANITE = (
     ATTENTION_BIAS,
     fields.tied(False),
 )
-GRANITE_MOE = llama_like("granitemoe", "GraniteMoe", GRANITE_ROWS, GRANITE)
+GRANITE_MOE = llama_like("granitemoe", "GraniteMoe", GRANITE_ROWS, GRANITE_KEYS)
 GRANITE_MOE_SHARED = llama_like(
     "granitemoeshared",
     "GraniteMoeShared",
     GRANITE_SHARED_ROWS,
-    (*GRANITE, fields.Key("shared_intermediate_size", "shared_ff", 0)),
+    (*GRANITE_KEYS, fields.Key("shared_intermediate_size", "shared_ff", 0)),
 )
 
 # gpt-oss (arXiv:2508.10925): attention sinks, biases, a clamped activation, and published weights

@@ -42,7 +42,8 @@ class Rope(KeyMapping):
     does not say: the base, the rotated part of a head, and the base of layers with a window.
     `original` is (key, default) of the length before scaling where it is beside rope_parameters.
     `kinds` are the scalings: LongRoPE is Phi-3's, and other readers of Llama do not know it.
-    `otherwise` is the scaling of a file that states none."""
+    `otherwise` is the scaling of a file that states none. Where `local` is `theta`, only
+    rope_parameters tells the two bases apart."""
 
     theta: tuple[str, float] = ("rope_theta", 10_000.0)
     fraction: tuple[str, float] | None = None
@@ -81,9 +82,10 @@ class Rope(KeyMapping):
         keys: Keys = {self.theta[0]: config.rope_theta, "rope_scaling": unscaled}
         if self.fraction:
             keys[self.fraction[0]] = config.rope_fraction
-        if self.local:
-            # Read by no layer where none has a window.
-            keys[self.local[0]] = config.rope_window_theta or config.rope_theta
+        # Read by no layer where none has a window.
+        window_theta = config.rope_window_theta or config.rope_theta
+        if self.local and self.local != self.theta:
+            keys[self.local[0]] = window_theta
         if config.rope_scaling != "none":
             kind = config.rope_scaling
             scaling: Keys = {"rope_type": kind, "factor": config.rope_factor}
@@ -95,6 +97,11 @@ class Rope(KeyMapping):
             if kind in WITH_ORIGINAL:
                 scaling[ORIGINAL] = config.rope_original_length
             keys["rope_scaling"] = _three_keys(scaling, config) if self.original else scaling
+        if self.local == self.theta:
+            windowed = {"rope_type": "default", "rope_theta": window_theta}
+            scaling = keys["rope_scaling"] or {"rope_type": "default"}
+            full = scaling | {"rope_theta": config.rope_theta}
+            keys["rope_parameters"] = {FULL: full, SLIDING: windowed}
         if self.original:
             keys[self.original[0]] = config.rope_original_length or config.max_length
         return keys

@@ -14,20 +14,21 @@ from jaxformer.config.model import ModelConfig
 Changes = Callable[[ModelConfig], Mapping[str, Any]]
 
 
+UNSCALED = {"rope_window_theta": 0.0, "rope_scaling": "none", "rope_factor": 1.0}
+
+
 def _windowed(config: ModelConfig) -> Mapping[str, Any]:
     """RoPE with the base of the windows, if there is one, and then without scaling."""
-    if not config.rope_window_theta:
-        return {}
-    return {
-        "rope_theta": config.rope_window_theta,
-        "rope_window_theta": 0.0,
-        "rope_scaling": "none",
-        "rope_factor": 1.0,
-    }
+    return {"rope_theta": config.rope_window_theta, **UNSCALED} if config.rope_window_theta else {}
 
 
 def _full(config: ModelConfig) -> Mapping[str, Any]:
     return {"window": 0, "rope_window_theta": 0.0}
+
+
+def without_positions(config: ModelConfig) -> Mapping[str, Any]:
+    """The settings of a layer without positions (NoPE, arXiv:2305.19466)."""
+    return {"positions": "none", **UNSCALED}
 
 
 def _unchanged(config: ModelConfig) -> Mapping[str, Any]:
@@ -41,6 +42,8 @@ def _dense(config: ModelConfig) -> Mapping[str, Any]:
 LAYER_PATTERNS: dict[str, dict[str, Changes]] = {
     "window_pattern": {"w": _windowed, "f": _full},
     "expert_pattern": {"e": _unchanged, "d": _dense},
+    # Behind the windows, whose bases it removes.
+    "position_pattern": {"p": _unchanged, "n": without_positions},
 }
 # Settings that count first layers, which have a letter of a pattern whatever its letters are.
 LEADING_LAYERS = {"dense_layers": ("expert_pattern", "d")}

@@ -29,6 +29,8 @@ REFUSED = [
     ({"residual": "parallel", "norm_placement": "post"}, "one sum for all sublayers"),
     ({"window_pattern": "wx"}, "letters w"),
     ({"window_pattern": ""}, "letters w"),
+    ({"position_pattern": "pw"}, r"letters p \(positions\) and n \(none\)"),
+    ({"position_pattern": "pn", "positions": "alibi"}, "needs model.positions='rope', not 'alibi'"),
     (
         {"rope_scaling": "yarn", "rope_factor": 2.0, "positions": "alibi"},
         "needs model.positions='rope'",
@@ -104,7 +106,7 @@ def test_every_rule_of_the_model_settings_is_tested():
         sys.settrace(None)
     lines = enumerate(source.read_text().splitlines(), start=1)
     rules = {number for number, line in lines if line.lstrip().startswith("yield ")}
-    assert len(rules) == 38 and rules <= reached
+    assert len(rules) == 39 and rules <= reached
 
 
 CALLS = [

@@ -413,12 +413,15 @@ MANY = dict(num_hidden_layers=7)
 @each(FAMILY.values())
 def test_what_a_config_leaves_out_is_what_the_reference_takes_for_it(name, tmp_path):
     family = name.split()[0]
-    settings = SIZES.get(family, PLAIN | (MANY if family in ("gemma2", "gemma3") else {}))
+    settings = SIZES.get(
+        family, PLAIN | (MANY if family in ("gemma2", "gemma3", "olmo3", "smollm3") else {})
+    )
     if family in (
         "mixtral",
         "gpt-oss",
         "mistral",
         "ministral",
+        "smollm3",
         "stablelm",
         "gemma",
         "qwen2",
@@ -429,7 +432,7 @@ def test_what_a_config_leaves_out_is_what_the_reference_takes_for_it(name, tmp_p
         "phi3",
     ):
         settings = settings | dict(num_key_value_heads=2)
-    if family in ("olmo2", "gemma", "gemma2", "gemma3", "phi3"):
+    if family in ("olmo2", "olmo3", "smollm3", "gemma", "gemma2", "gemma3", "phi3"):
         settings = settings | dict(pad_token_id=None)
     model = made(VARIANTS[name][0], settings, seed=8)
     model.save_pretrained(tmp_path)

@@ -45,6 +45,8 @@ GREEDY = [
         "gemma2 untied",
         "gemma3 by its own pattern",
         "gemma",
+        "smollm3",
+        "olmo3 yarn, two bases",
         "granite",
         "ministral",
         "stablelm bias, tied",

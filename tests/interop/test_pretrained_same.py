@@ -55,6 +55,8 @@ SAME = [  # settings of a model, and others of the same function
     (DECODER | dict(window=3, window_pattern="wf"), dict(window_pattern="wfwf")),
     (DECODER | dict(window=3), dict(rope_window_theta=10_000.0)),
     (DECODER | dict(bias="ffn"), dict(bias="ffn_norm")),
+    (DECODER | dict(position_pattern="pn"), dict(position_pattern="pnpn")),
+    (DECODER | dict(positions="none"), dict(positions="rope", position_pattern="n")),
     (SOURCE, dict(n_encoder_layers=2)),
     (SOURCE, dict(rope_theta=3.0, relative_buckets=8)),
     (DECODER, dict(sinusoid_order="half")),
@@ -70,6 +72,7 @@ OTHER = [  # and others that are not
         (DECODER, change)
         for change in (
             dict(norm_eps=1e-6),
+            dict(position_pattern="pn"),
             dict(rope_theta=3.0),
             dict(window=3),
             dict(tied_head=True),

@@ -48,6 +48,7 @@ OTHER |= dict(
     rope_fraction=0.5,
     window=3,
     window_pattern="wf",
+    position_pattern="pn",
     rope_window_theta=5.0,
     attention_scale=0.3,
     norm="rms1p",

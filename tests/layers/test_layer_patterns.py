@@ -55,6 +55,28 @@ def test_each_layer_has_the_settings_of_its_letter():
     assert layer_configs(jf.ModelConfig(**SIZES | bases), 5) is each
 
 
+def test_layers_without_positions_have_no_rope_of_any_kind():
+    settings = dict(position_pattern="pn", window=3, rope_window_theta=5.0)
+    with_positions, without = layer_configs(jf.ModelConfig(**SIZES | settings), 2)
+    assert (with_positions.positions, with_positions.rope_theta) == ("rope", 5.0)
+    assert (without.positions, without.window, without.rope_window_theta) == ("none", 3, 0.0)
+    scaled = dict(position_pattern="np", rope_scaling="linear", rope_factor=2.0)
+    without, with_positions = layer_configs(jf.ModelConfig(**SIZES | scaled), 2)
+    assert with_positions.rope_scaling == "linear" and without.rope_scaling == "none"
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder_decoder"])
+def test_a_model_whose_layers_all_lack_positions_is_one_without_positions(family):
+    lacking, none = (
+        jf.ModelConfig(**SIZES | {"family": family} | more)
+        for more in ({"position_pattern": "n"}, {"positions": "none"})
+    )
+    batch = alone(none)
+    np.testing.assert_array_equal(
+        forward(params_of(none), lacking, **batch), forward(params_of(none), none, **batch)
+    )
+
+
 @pytest.mark.parametrize("changes", [{}, {"window": 3}, {"window_pattern": "wf"}], ids=str)
 def test_layers_that_do_not_differ_have_a_period_of_1(changes):
     assert repetition_of(layer_configs(jf.ModelConfig(**SIZES | changes), 4)) == (0, 1)
