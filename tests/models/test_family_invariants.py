@@ -137,9 +137,11 @@ def test_the_pairs_are_all_there():
 )
 def test_every_variant_moves_the_logits(factor, option):
     """A setting that nothing reads would leave them; a kernel has to, and rms1p, whose scales begin
-    at 0 and not at 1."""
+    at 0 and not at 1. Biases of norms alone need a norm that has one."""
+    beside = {"norm": "layer"} if (factor, option) == ("bias", "norm") else {}
     config, changed = (
-        dataclasses.replace(config_of(c), rope_original_length=4) for c in ({}, {factor: option})
+        dataclasses.replace(config_of(c), rope_original_length=4)
+        for c in (beside, {**beside, factor: option})
     )
     apart = jnp.abs(logits_alone(config) - logits_alone(changed)).max()
     assert apart < 1e-4 if factor == "kernel" or option == "rms1p" else apart > 1e-2
