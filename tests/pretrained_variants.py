@@ -30,6 +30,14 @@ NEOX = TEXT | dict(hidden_size=60, layer_norm_eps=2e-2, rotary_pct=0.4, rotary_e
 GPT2 = TOKENS | dict(
     n_embd=42, n_head=6, n_layer=2, n_positions=ROOM, n_inner=51, layer_norm_epsilon=2e-2
 )
+GPTJ = GPT2 | dict(rotary_dim=4)
+GPT_NEO = TOKENS | dict(
+    hidden_size=42, num_heads=6, num_layers=3, max_position_embeddings=ROOM, window_size=5
+)
+GPT_NEO |= dict(attention_types=[[["global", "local"], 1], [["local"], 1]])
+GPT_NEO |= dict(intermediate_size=51, layer_norm_epsilon=2e-2)
+OPT = TEXT | dict(ffn_dim=53, word_embed_proj_dim=42)
+OPT = {name: value for name, value in OPT.items() if name != "intermediate_size"}
 BLOOM = TOKENS | dict(hidden_size=42, n_head=6, n_layer=3, layer_norm_epsilon=2e-2)
 BERT = TEXT | dict(type_vocab_size=2, layer_norm_eps=2e-2, num_labels=5)
 ROBERTA = BERT | dict(type_vocab_size=1)
@@ -385,6 +393,22 @@ VARIANTS = {
         tf.BloomForCausalLM,
         BLOOM | dict(n_head=4, hidden_size=36, tie_word_embeddings=False),
     ),
+    "gptj": (tf.GPTJForCausalLM, GPTJ),
+    "gptj tied, relu": (
+        tf.GPTJForCausalLM,
+        GPTJ | dict(tie_word_embeddings=True, activation_function="relu", n_head=3, rotary_dim=14),
+    ),
+    "gpt-neo": (tf.GPTNeoForCausalLM, GPT_NEO),
+    "gpt-neo no window, untied": (
+        tf.GPTNeoForCausalLM,
+        GPT_NEO | dict(attention_types=[[["global"], 3]], tie_word_embeddings=False),
+    ),
+    "opt": (tf.OPTForCausalLM, OPT),
+    "opt norms behind": (
+        tf.OPTForCausalLM,
+        OPT | dict(do_layer_norm_before=False, tie_word_embeddings=False),
+    ),
+    "opt no bias": (tf.OPTForCausalLM, OPT | dict(enable_bias=False, activation_function="gelu")),
     "bert masked": (tf.BertForMaskedLM, BERT),
     "bert masked, three types, relu": (
         tf.BertForMaskedLM,

@@ -315,6 +315,39 @@ TUNED = dict(
 case("pythia-70m", NEOX, both(also({"gpt_neox.layers.0.attention.bias": TRIANGLE.byte()}), F16))
 case("a pythia tuned with transformers 4.50", NEOX | TUNED)
 
+GPTJ = dict(
+    activation_function="gelu_new", architectures=["GPTJForCausalLM"], attn_pdrop=0.0,
+    bos_token_id=3, embd_pdrop=0.0, eos_token_id=3, gradient_checkpointing=False,
+    initializer_range=0.02, layer_norm_epsilon=1e-05, model_type="gptj", n_embd=WIDTH, n_head=4,
+    n_inner=None, n_layer=2, n_positions=ROOM, resid_pdrop=0.0, rotary=True, rotary_dim=4,
+    scale_attn_weights=True, summary_activation=None, summary_first_dropout=0.1,
+    summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True,
+    tie_word_embeddings=False, tokenizer_class="GPT2Tokenizer", transformers_version="4.18.0.dev0",
+    task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
+    use_cache=True, vocab_size=71,
+)  # fmt: skip
+case("gpt-j-6b", GPTJ, also({"transformer.h.0.attn.bias": TRIANGLE.bool()}))
+GPT_NEO = dict(
+    activation_function="gelu_new", architectures=["GPTNeoForCausalLM"], attention_dropout=0,
+    attention_layers=["global", "local"] * 2, attention_types=[[["global", "local"], 2]],
+    bos_token_id=3, embed_dropout=0, eos_token_id=3, gradient_checkpointing=False,
+    hidden_size=WIDTH, initializer_range=0.02, intermediate_size=None, layer_norm_epsilon=1e-05,
+    max_position_embeddings=ROOM, model_type="gpt_neo", num_heads=4, num_layers=4, resid_dropout=0,
+    summary_activation=None, summary_first_dropout=0.1, summary_proj_to_labels=True,
+    summary_type="cls_index", summary_use_proj=True, transformers_version="4.9.0.dev0",
+    use_cache=True, vocab_size=71, window_size=9,
+)  # fmt: skip
+case("gpt-neo-125m", GPT_NEO, also({"transformer.h.0.attn.attention.bias": TRIANGLE.bool()}))
+OPT = less(LAYERS, "intermediate_size") | dict(
+    _name_or_path="facebook/opt-125m", _remove_final_layer_norm=False, activation_dropout=0.0,
+    activation_function="relu", architectures=["OPTForCausalLM"], attention_dropout=0.0,
+    bos_token_id=2, do_layer_norm_before=True, dropout=0.1, eos_token_id=2, ffn_dim=40,
+    init_std=0.02, layerdrop=0.0, model_type="opt", pad_token_id=1, prefix="</s>",
+    torch_dtype="float16", transformers_version="4.21.0.dev0", use_cache=True, vocab_size=71,
+    word_embed_proj_dim=WIDTH,
+)  # fmt: skip
+case("opt-125m", OPT, both(bare("model."), F16))
+
 BLOOM = dict(
     apply_residual_connection_post_layernorm=False, attention_dropout=0.0,
     attention_softmax_in_fp32=True,

@@ -78,6 +78,7 @@ BIASED = {
     "norm": frozenset({"norm"}),
     "qkv_norm": frozenset({"qkv", "norm"}),
     "ffn_norm": frozenset({"ffn", "norm"}),
+    "all_but_qkv": frozenset({"out", "ffn", "norm"}),
     "all": frozenset({"qkv", "out", "ffn", "norm"}),
 }
 
@@ -227,16 +228,19 @@ class ModelConfig(Section):
     ModernBERT, behind the norm of the embeddings)."""
     norm_eps: NonNegative = 1e-5
     """Constant added to the variance, or to the mean square, before the square root."""
-    residual: Literal["sequential", "parallel"] = "sequential"
-    """Input of the sublayers of a block: the output of the one before, or the same for all."""
+    residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
+    """Input of the sublayers of a block: the output of the one before (sequential), or the same for
+    all (parallel), also behind one norm for all (parallel_shared)."""
     residual_multiplier: Factor = 1.0
     """Factor of what each sublayer adds to the residual stream."""
     activation: Activation = "swiglu"
     """Activation of the feed-forward layer; swiglu, swiglu_clamped (gpt-oss), geglu, geglu_tanh,
     reglu and glu are gated."""
-    bias: Literal["none", "qkv", "attention", "ffn", "norm", "qkv_norm", "ffn_norm", "all"] = "none"
+    bias: Literal[
+        "none", "qkv", "attention", "ffn", "norm", "qkv_norm", "ffn_norm", "all_but_qkv", "all"
+    ] = "none"
     """Where biases are used: none, qkv, attention (qkv and output), ffn, norm, qkv_norm, ffn_norm,
-    all."""
+    all_but_qkv, all."""
     embedding: EmbeddingName = "tokens"
     """Embedding of the inputs, to which a stack adds embedded positions and token types."""
     embedding_scale: Literal["none", "sqrt"] = "none"

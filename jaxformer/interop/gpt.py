@@ -1,11 +1,16 @@
-"""GPT-2, GPT-NeoX and BLOOM: decoders with layer norms and biases, whose queries, keys and values
-are one matrix."""
+"""GPT-2, GPT-NeoX, BLOOM, GPT-J, GPT-Neo and OPT: decoders with layer norms and biases."""
 
+from dataclasses import dataclass
+
+from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
+from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
+from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import ATTENTION, INV_FREQ
 from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.tensor_table import BY_HEAD, CONV, QKV, TensorRow, linear, norm
+from jaxformer.interop.tensor_table import BY_HEAD, CONV, QKV, TensorRow, linear, norm, output
+from jaxformer.layers.pattern import layer_configs
 
 # GPT-2 (Radford et al. 2019).
 GPT2_FIELDS = (
@@ -144,4 +149,206 @@ BLOOM = Family(
     prefix="transformer.",
     bases=("BloomModel",),
     copies=tied_copy("lm_head.weight", "transformer.word_embeddings.weight"),
+)
+
+
+@dataclass(frozen=True)
+class RotaryWidth(KeyMapping):
+    """The number of dimensions of a head that RoPE rotates."""
+
+    hf: str
+    default: int
+    width: tuple[str, int]  # key and default of the width of the model
+    heads: tuple[str, int]
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        rotated = hf.number(self.hf, self.default)
+        head_width = hf.number(*self.width) // hf.number(*self.heads)
+        if not 0 < rotated <= head_width or int(head_width * (rotated / head_width)) != rotated:
+            raise hf.unsupported(self.hf, rotated, [f"an even number up to {head_width}"])
+        return {"rope_fraction": rotated / head_width}
+
+    def write(self, config: ModelConfig) -> Keys:
+        return {self.hf: config.rotated_width}
+
+
+# GPT-J (Wang and Komatsuzaki 2021): attention and feed-forward read the same norm.
+GPTJ_FIELDS = (
+    fields.Constant(norm="layer", bias="ffn_norm", residual="parallel_shared", head_bias=True),
+    fields.Constant(positions="rope", rope_pairing="interleaved", rope_theta=10_000.0),
+    fields.Key("vocab_size", "vocab_size", 50400),
+    fields.Key("n_positions", "max_length", 2048),
+    fields.Key("n_embd", "d_model", 4096),
+    fields.Key("n_layer", "n_layers", 28),
+    fields.Key("n_head", "n_heads", 16),
+    fields.Key("n_inner", "d_ff"),
+    fields.Key("layer_norm_epsilon", "norm_eps", 1e-5),
+    RotaryWidth("rotary_dim", 64, ("n_embd", 4096), ("n_head", 16)),
+    fields.Choice("activation_function", "activation", fields.PLAIN, "gelu_new"),
+    fields.FixedKey("scale_attn_weights", (True,)),
+    fields.tied(False),
+    fields.Dropout("resid_pdrop embd_pdrop attn_pdrop"),
+    fields.IgnoredKeys("rotary summary_type summary_use_proj summary_activation"),
+    fields.IgnoredKeys("summary_proj_to_labels summary_first_dropout"),
+)
+
+GPTJ_ROWS = (
+    TensorRow("transformer.wte.weight", "embed.tokens"),
+    *norm(GPT2_LAYER + "ln_1", "blocks.attention_norm"),
+    *linear(GPT2_LAYER + "attn.q_proj", "blocks.attention.q"),
+    *linear(GPT2_LAYER + "attn.k_proj", "blocks.attention.k"),
+    *linear(GPT2_LAYER + "attn.v_proj", "blocks.attention.v"),
+    *linear(GPT2_LAYER + "attn.out_proj", "blocks.attention.out"),
+    *linear(GPT2_LAYER + "mlp.fc_in", "blocks.ffn.up"),
+    *linear(GPT2_LAYER + "mlp.fc_out", "blocks.ffn.down"),
+    *norm("transformer.ln_f", "final_norm"),
+    *output("lm_head", "head"),
+)
+
+GPTJ = Family(
+    "gptj",
+    {"GPTJForCausalLM": {}},
+    GPTJ_FIELDS,
+    lambda config: GPTJ_ROWS,
+    prefix="transformer.",
+    copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
+    ignored=(r"\.attn\.(masked_)?bias$",),
+)
+
+GLOBAL, LOCAL = "global", "local"
+
+
+class LocalLayers(KeyMapping):
+    """GPT-Neo's layers with a window: attention_types has lists of kinds of layers, each with the
+    number of times that it repeats."""
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        layers = hf.number("num_layers", 24)
+        stated = hf.get("attention_types")
+        kinds = _repeated([[[GLOBAL, LOCAL], 12]] if stated is None else stated)
+        if len(kinds) != layers or not {*kinds} <= {GLOBAL, LOCAL}:
+            allowed = [[[[GLOBAL, LOCAL], f"times that give num_layers={layers}"]]]
+            raise hf.unsupported("attention_types", stated, allowed)
+        window = hf.number("window_size", 256)
+        if window < 1 or LOCAL not in kinds:
+            return {}
+        return {"window": window, "window_pattern": "".join("fw"[kind == LOCAL] for kind in kinds)}
+
+    def write(self, config: ModelConfig) -> Keys:
+        layers = layer_configs(config, config.n_layers)
+        kinds = [LOCAL if layer.window else GLOBAL for layer in layers]
+        return {
+            "attention_types": [[kinds, 1]],
+            "attention_layers": kinds,
+            "window_size": config.window or 256,
+        }
+
+
+def _repeated(stated: object) -> list[str]:
+    """The kind of each layer; none where the lists have another structure."""
+    kinds: list[str] = []
+    for entry in stated if isinstance(stated, list) else ():
+        is_pair = isinstance(entry, list) and len(entry) == 2
+        if not is_pair or not isinstance(entry[0], list) or type(entry[1]) is not int:
+            return []
+        if not 0 < entry[1] * len(entry[0]) <= fields.MOST_LAYERS:
+            return []
+        kinds += [str(kind) for kind in entry[0]] * entry[1]
+    return kinds
+
+
+# GPT-Neo (Black et al. 2021): every second layer has a window, and scores are not scaled.
+GPT_NEO_FIELDS = (
+    fields.Constant(norm="layer", bias="all_but_qkv", positions="learned", attention_scale=1.0),
+    fields.Key("vocab_size", "vocab_size", 50257),
+    fields.Key("max_position_embeddings", "max_length", 2048),
+    fields.Key("hidden_size", "d_model", 2048),
+    fields.Key("num_layers", "n_layers", 24),
+    fields.Key("num_heads", "n_heads", 16),
+    fields.Key("intermediate_size", "d_ff"),
+    fields.Key("layer_norm_epsilon", "norm_eps", 1e-5),
+    LocalLayers(),
+    fields.Choice("activation_function", "activation", fields.PLAIN, "gelu_new"),
+    fields.tied(True),
+    fields.Dropout("resid_dropout embed_dropout attention_dropout"),
+    # It repeats attention_types.
+    fields.IgnoredKeys("attention_layers"),
+    fields.IgnoredKeys("summary_type summary_use_proj summary_activation summary_first_dropout"),
+    fields.IgnoredKeys("summary_proj_to_labels"),
+)
+
+GPT_NEO_ATTENTION = GPT2_LAYER + "attn.attention."
+GPT_NEO_ROWS = (
+    TensorRow("transformer.wte.weight", "embed.tokens"),
+    TensorRow("transformer.wpe.weight", "embed.positions"),
+    *norm(GPT2_LAYER + "ln_1", "blocks.attention_norm"),
+    *linear(GPT_NEO_ATTENTION + "q_proj", "blocks.attention.q"),
+    *linear(GPT_NEO_ATTENTION + "k_proj", "blocks.attention.k"),
+    *linear(GPT_NEO_ATTENTION + "v_proj", "blocks.attention.v"),
+    *linear(GPT_NEO_ATTENTION + "out_proj", "blocks.attention.out"),
+    *norm(GPT2_LAYER + "ln_2", "blocks.ffn_norm"),
+    *linear(GPT2_LAYER + "mlp.c_fc", "blocks.ffn.up"),
+    *linear(GPT2_LAYER + "mlp.c_proj", "blocks.ffn.down"),
+    *norm("transformer.ln_f", "final_norm"),
+    TensorRow("lm_head.weight", "head.weight"),
+)
+
+GPT_NEO = Family(
+    "gpt_neo",
+    {"GPTNeoForCausalLM": {}},
+    GPT_NEO_FIELDS,
+    lambda config: GPT_NEO_ROWS,
+    prefix="transformer.",
+    bases=("GPTNeoModel",),
+    copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
+    ignored=(r"\.attn\.attention\.(masked_)?bias$",),
+)
+
+# OPT (arXiv:2205.01068).
+OPT_FIELDS = (
+    fields.Constant(norm="layer", norm_eps=1e-5, positions="learned", position_offset=2),
+    fields.Key("vocab_size", "vocab_size", 50272),
+    fields.Key("max_position_embeddings", "max_length", 2048),
+    fields.Key("hidden_size", "d_model", 768),
+    fields.Key("num_hidden_layers", "n_layers", 12),
+    fields.Key("num_attention_heads", "n_heads", 12),
+    fields.Key("ffn_dim", "d_ff", 3072),
+    fields.Choice("activation_function", "activation", fields.PLAIN, "relu"),
+    fields.Choice("do_layer_norm_before", "norm_placement", {True: "pre", False: "post"}, True),
+    fields.Biases(
+        {"enable_bias": (frozenset({"qkv", "out", "ffn"}), True)}, always=frozenset({"norm"})
+    ),
+    # Embeddings of another width than the model, as in OPT-350m, have two matrices beside them.
+    fields.AliasKey("word_embed_proj_dim", "hidden_size", "d_model", checked=True, default=768),
+    fields.FixedKey("_remove_final_layer_norm", (False,)),
+    fields.FixedKey("layer_norm_elementwise_affine", (True,)),
+    fields.tied(True),
+    fields.Dropout("dropout attention_dropout"),
+    fields.IgnoredKeys("activation_dropout layerdrop init_std"),
+)
+
+OPT_LAYER = "model.decoder.layers.{}."
+OPT_ROWS = (
+    TensorRow("model.decoder.embed_tokens.weight", "embed.tokens"),
+    TensorRow("model.decoder.embed_positions.weight", "embed.positions"),
+    *norm(OPT_LAYER + "self_attn_layer_norm", "blocks.attention_norm"),
+    *linear(OPT_LAYER + "self_attn.q_proj", "blocks.attention.q"),
+    *linear(OPT_LAYER + "self_attn.k_proj", "blocks.attention.k"),
+    *linear(OPT_LAYER + "self_attn.v_proj", "blocks.attention.v"),
+    *linear(OPT_LAYER + "self_attn.out_proj", "blocks.attention.out"),
+    *norm(OPT_LAYER + "final_layer_norm", "blocks.ffn_norm"),
+    *linear(OPT_LAYER + "fc1", "blocks.ffn.up"),
+    *linear(OPT_LAYER + "fc2", "blocks.ffn.down"),
+    *norm("model.decoder.final_layer_norm", "final_norm"),
+    TensorRow("lm_head.weight", "head.weight"),
+)
+
+OPT = Family(
+    "opt",
+    {"OPTForCausalLM": {}},
+    OPT_FIELDS,
+    lambda config: OPT_ROWS,
+    prefix="model.",
+    bases=("OPTModel",),
+    copies=tied_copy("lm_head.weight", "model.decoder.embed_tokens.weight"),
 )

@@ -1,7 +1,8 @@
 """The one block: a mixer (self-attention), cross-attention to an encoder if there is one, and a
 feed-forward, each with a residual connection. Each is a row of the tables below.
 
-With sequential residuals each sublayer reads the sum before it; with parallel ones all read x.
+With sequential residuals each sublayer reads the sum before it; with parallel ones all read x, or
+where they share their norm, all read norm(x).
 """
 
 from typing import NamedTuple
@@ -51,6 +52,11 @@ PLACEMENTS = {
 }
 
 
+def shared_norm(config: ModelConfig) -> str:
+    """The name of the norm that all sublayers of a block read; empty where each has its own."""
+    return f"{config.mixer}_norm" if config.residual == "parallel_shared" else ""
+
+
 def sublayers_of(config: ModelConfig, cross: bool = False) -> dict[str, Sublayer]:
     """The rows of a layer, in their order; with `cross` there is one that reads an encoder."""
     encoder_reader = {CROSS: CROSS_ATTENTION} if cross else {}
@@ -83,10 +89,11 @@ def normed_before(config: ModelConfig, name: str) -> bool:
 
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
     """The parameters of each sublayer by its name, and of its norms beside it."""
-    norms = PLACEMENTS[config.norm_placement].norms
+    norms, shared = PLACEMENTS[config.norm_placement].norms, shared_norm(config)
     specs: Specs = {}
     for name, sublayer in sublayers_of(config, cross).items():
-        if normed_before(config, name) or "after" in norms:
+        is_shared = shared in ("", f"{name}_norm")
+        if (normed_before(config, name) or "after" in norms) and is_shared:
             specs[f"{name}_norm"] = norm_specs(config)
         specs[name] = sublayer.specs(config)
         if "output" in norms:
@@ -101,13 +108,15 @@ def block(params: Params, config: ModelConfig, x: Float[Array, "B T D"], call: C
     Every sublayer returns an `Output`, whose `Aux` holds what the request captures.
     """
     sublayers = sublayers_of(config, cross=call.source is not None)
-    norms = PLACEMENTS[config.norm_placement].norms
+    norms, shared = PLACEMENTS[config.norm_placement].norms, shared_norm(config)
+    # What all parallel sublayers read.
+    source = norm(params[shared], config, x) if shared else x
     inner_keys, outer_keys = _dropout_keys(call.key, sublayers)
     total = x
     auxes: list[Aux] = []
     for name, sublayer in sublayers.items():
-        read = x if config.residual == "parallel" else total
-        if normed_before(config, name):
+        read = total if config.residual == "sequential" else source
+        if normed_before(config, name) and not shared:
             read = norm(params[f"{name}_norm"], config, read)
         with jax.named_scope(name):
             call = call._replace(key=inner_keys[name])

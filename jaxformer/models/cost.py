@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxformer.arrays.params import Specs, count, rows
 from jaxformer.config.format import human_count
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.block import PLACEMENTS, sublayers_of
+from jaxformer.layers.block import PLACEMENTS, shared_norm, sublayers_of
 from jaxformer.layers.head import is_tied
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.sublayer import Sizes, StoredArray, Sublayer
@@ -122,7 +122,8 @@ def block_arrays(layer: ModelConfig, stack: Stack, sizes: Sizes) -> list[StoredA
     arrays = [StoredArray("input", wide)]
     for name, sublayer in sublayers.items():
         last = name == list(sublayers)[-1]
-        if "before" in norms or "after" in norms:
+        has_norm = shared_norm(layer) in ("", f"{name}_norm")
+        if has_norm and ("before" in norms or "after" in norms):
             # The input of the products after its norm, or the sum before its norm.
             arrays.append(StoredArray("normed", wide))
         # The output of a sublayer is read again by its norm, and for what the next one reads.

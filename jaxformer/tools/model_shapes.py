@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxformer.arrays.params import count, dotted, map_specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.layers.block import PLACEMENTS, all_sublayers
+from jaxformer.layers.block import PLACEMENTS, all_sublayers, shared_norm
 from jaxformer.layers.embed import embed_formula
 from jaxformer.layers.head import head, head_formula
 from jaxformer.layers.norm import norm_formula
@@ -201,8 +201,9 @@ def formula_of(config: ModelConfig, name: str) -> tuple[str, ...]:
     added = PLACEMENTS[config.norm_placement].formula.format(what)
     if config.residual_multiplier != 1:
         added = added.replace("x + ", f"x + {config.residual_multiplier:g} · ")
-    if config.residual == "parallel":
-        added += ", with the same x for all sublayers of a block"
+    if config.residual != "sequential":
+        shared = "norm(x)" if shared_norm(config) else "x"
+        added += f", with the same {shared} for all sublayers of a block"
     return (*sublayer.formula(config), added)
 
 

@@ -372,6 +372,11 @@ def test_a_config_with_the_keys_of_older_years_is_the_same_config(name, changes,
 SIZES = {  # the least that has to be said, since models are large by default
     "gpt2": dict(n_embd=24, n_layer=2, n_head=4, vocab_size=71),
     "bloom": dict(hidden_size=24, n_layer=2, n_head=4, vocab_size=71),
+    "gptj": dict(n_embd=24, n_layer=2, n_head=4, vocab_size=71, rotary_dim=4),
+    "gpt-neo": dict(hidden_size=24, num_layers=2, num_heads=4, vocab_size=71)
+    | dict(attention_types=[[["global", "local"], 1]]),
+    "opt": dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=71)
+    | dict(ffn_dim=40),
     "t5": dict(d_model=24, num_layers=2, d_ff=40, num_heads=3, vocab_size=71, d_kv=6),
     **dict.fromkeys(
         ("bart", "marian"),

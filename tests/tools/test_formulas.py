@@ -60,6 +60,7 @@ SHOWN = {  # a change of settings, the sublayer whose formula it changes, and a 
     "positions=alibi": ("encoder.0.attention", "slope"),
     "norm_placement=post": ("decoder.0.attention", "x ← norm(x + attention(x))"),
     "residual=parallel": ("decoder.0.ffn", "same x"),
+    "residual=parallel_shared": ("decoder.0.ffn", "same norm(x)"),
     "query_key_norm=head": ("decoder.0.attention", "norm(x W_Q)"),
     "attention_soft_cap=30": ("decoder.0.attention", "30 tanh"),
     "attention_scale=1": ("decoder.0.attention", "· 1 "),
