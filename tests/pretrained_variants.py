@@ -23,6 +23,9 @@ QWEN2 = {name: value for name, value in QWEN.items() if name != "head_dim"} | di
 )
 OLMO = {name: value for name, value in LLAMA.items() if name != "head_dim"} | dict(hidden_size=48)
 PHI3 = OLMO | dict(hidden_size=60)
+COHERE = OLMO | dict(layer_norm_eps=2e-2, logit_scale=0.3)
+COHERE.pop("rms_norm_eps")
+GLM4 = LLAMA | dict(head_dim=12)
 WINDOWED = dict(use_sliding_window=True, sliding_window=5)
 GEMMA = LLAMA | dict(num_hidden_layers=4, sliding_window=5, query_pre_attn_scalar=23)
 GEMMA |= dict(rms_norm_eps=2e-2, attn_logit_softcapping=1.5, final_logit_softcapping=2.5)
@@ -392,6 +395,21 @@ VARIANTS = {
     "bloom 4 heads": (
         tf.BloomForCausalLM,
         BLOOM | dict(n_head=4, hidden_size=36, tie_word_embeddings=False),
+    ),
+    "cohere": (tf.CohereForCausalLM, COHERE),
+    "cohere untied, bias": (
+        tf.CohereForCausalLM,
+        COHERE
+        | dict(tie_word_embeddings=False, attention_bias=True, num_key_value_heads=6)
+        | dict(hidden_size=60, logit_scale=7.0)
+        | rope("linear", 2.5),
+    ),
+    "glm4": (tf.Glm4ForCausalLM, GLM4),
+    "glm4 tied, no bias": (
+        tf.Glm4ForCausalLM,
+        GLM4
+        | dict(tie_word_embeddings=True, attention_bias=False, num_key_value_heads=6)
+        | rope("default", None, partial_rotary_factor=1.0),
     ),
     "gptj": (tf.GPTJForCausalLM, GPTJ),
     "gptj tied, relu": (

@@ -315,6 +315,20 @@ TUNED = dict(
 case("pythia-70m", NEOX, both(also({"gpt_neox.layers.0.attention.bias": TRIANGLE.byte()}), F16))
 case("a pythia tuned with transformers 4.50", NEOX | TUNED)
 
+COHERE = less(LLAMA3, "mlp_bias", "rms_norm_eps", "rope_scaling", "pretraining_tp") | dict(
+    architectures=["CohereForCausalLM"], bos_token_id=5, eos_token_id=3, layer_norm_eps=1e-05,
+    logit_scale=0.0625, model_max_length=ROOM, model_type="cohere", num_key_value_heads=4,
+    pad_token_id=0, rope_theta=8000000.0, torch_dtype="float16", use_qk_norm=False,
+    tie_word_embeddings=True, transformers_version="4.38.2",
+)  # fmt: skip
+case("c4ai-command-r-v01", COHERE, F16)
+GLM4 = less(LLAMA3, "mlp_bias", "rope_scaling", "pretraining_tp", "bos_token_id") | dict(
+    architectures=["Glm4ForCausalLM"], attention_bias=False, eos_token_id=[2, 3, 4], head_dim=8,
+    model_type="glm4", num_key_value_heads=2, pad_token_id=2, partial_rotary_factor=0.5,
+    rope_theta=10000.0, transformers_version="4.51.3",
+)  # fmt: skip
+case("glm-4-9b-0414", GLM4, BF16)
+
 GPTJ = dict(
     activation_function="gelu_new", architectures=["GPTJForCausalLM"], attn_pdrop=0.0,
     bos_token_id=3, embd_pdrop=0.0, eos_token_id=3, gradient_checkpointing=False,

@@ -9,14 +9,15 @@ from jaxformer.config.settings import divisors
 # The points of a layer that remat may keep: the products of its matrices, and attention.
 POINTS = ("latent", "q", "k", "v", "attention", "out", "gate", "up", "down")
 
+EXCLUDED_PLACEMENTS = {"parallel": ("post",), "parallel_shared": ("post", "output")}
+
 
 def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
     heads = list(_heads(config))
     rotation = [] if heads else _rotation(config)
     others = [*_family(config), *_embedding(config), *_norms(config), *_positions(config)]
-    more = [*_residual(config), *_experts(config), *_latent(config)]
-    return [*heads, *rotation, *others, *more]
+    return [*heads, *rotation, *others, *_experts(config), *_latent(config)]
 
 
 def _heads(config: Any) -> Iterator[str]:
@@ -61,6 +62,8 @@ def _family(config: Any) -> Iterator[str]:
     if family != "encoder_decoder" and layers > 0:
         yield f"n_encoder_layers={layers} needs model.family='encoder_decoder': set n_layers."
     yield from _points(config)
+    if config.norm_placement in EXCLUDED_PLACEMENTS.get(config.residual, ()):
+        yield f"residual={config.residual!r} has one sum or norm for all sublayers: use pre-norms."
     if config.head_bias and output != "language":
         yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
 
@@ -80,14 +83,6 @@ def _norms(config: Any) -> Iterator[str]:
             f"unnormed_layers={config.unnormed_layers} needs model.norm_placement='pre' or"
             f" 'sandwich': with {config.norm_placement!r} no norm is before a mixer."
         )
-
-
-def _residual(config: Any) -> Iterator[str]:
-    residual, placement = config.residual, config.norm_placement
-    if residual != "sequential" and placement == "post":
-        yield f"residual={residual!r} has one sum for all sublayers: choose another norm_placement."
-    if residual == "parallel_shared" and placement == "output":
-        yield f"residual={residual!r} has a norm before the sublayers: choose norm_placement='pre'."
 
 
 def _experts(config: Any) -> Iterator[str]:

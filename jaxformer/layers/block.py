@@ -109,7 +109,6 @@ def block(params: Params, config: ModelConfig, x: Float[Array, "B T D"], call: C
     """
     sublayers = sublayers_of(config, cross=call.source is not None)
     norms, shared = PLACEMENTS[config.norm_placement].norms, shared_norm(config)
-    # What all parallel sublayers read.
     source = norm(params[shared], config, x) if shared else x
     inner_keys, outer_keys = _dropout_keys(call.key, sublayers)
     total = x

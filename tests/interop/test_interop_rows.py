@@ -47,6 +47,8 @@ CLASSES = {
     "gpt2": tf.GPT2Config,
     "gpt_neox": tf.GPTNeoXConfig,
     "bloom": tf.BloomConfig,
+    "cohere": tf.CohereConfig,
+    "glm4": tf.Glm4Config,
     "gptj": tf.GPTJConfig,
     "gpt_neo": tf.GPTNeoConfig,
     "opt": tf.OPTConfig,
@@ -189,6 +191,9 @@ REFUSED = [
         "apply_residual_connection_post_layernorm",
     ),
     ("bloom", dict(slow_but_exact=True), "slow_but_exact"),
+    ("cohere", dict(use_qk_norm=True), "use_qk_norm=true"),
+    ("cohere", dict(logit_scale=None), "logit_scale=null"),
+    ("cohere", dict(logit_scale=0), "logit_scale=0"),
     ("gptj", dict(rotary_dim=None), "rotary_dim=null"),
     ("gptj", dict(n_embd=24, n_head=4, rotary_dim=8), "rotary_dim=8"),
     ("gpt_neo", dict(num_layers=3), "attention_types=null"),
@@ -383,6 +388,22 @@ def test_dynamic_scaling_stretches_the_length_by_its_factor_and_writes_the_one_b
     assert (config.max_length, config.rope_original_length) == (240, 96)
     written = FAMILY["llama"].write(config, "LlamaForCausalLM")
     assert {key: written[key] for key in keys} == keys
+
+
+@pytest.mark.parametrize("scale", [0.0625, 0.3, 9.99, 0.7071067811865476])
+def test_the_factor_of_the_logits_is_written_as_it_was_read(scale):
+    config = read("cohere", logit_scale=scale)
+    assert config.logit_divisor == pytest.approx(1 / scale, rel=1e-14)
+    written = FAMILY["cohere"].write(config, "CohereForCausalLM")
+    assert written["logit_scale"] == pytest.approx(scale, rel=1e-14)
+    assert read("cohere", **written).logit_divisor == config.logit_divisor
+
+
+@pytest.mark.parametrize("divisor", [1.0, 7.0, 49.0, 1.7])
+def test_a_divisor_of_the_logits_is_read_as_it_was_written(divisor):
+    config = dataclasses.replace(read("cohere"), logit_divisor=divisor)
+    written = FAMILY["cohere"].write(config, "CohereForCausalLM")
+    assert read("cohere", **written).logit_divisor == divisor
 
 
 class Spoken:

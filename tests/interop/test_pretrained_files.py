@@ -369,9 +369,14 @@ def test_a_config_with_the_keys_of_older_years_is_the_same_config(name, changes,
     assert np.array_equal(logits(again, inputs(name)), logits(model, inputs(name))), read
 
 
+PLAIN = dict(
+    hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, vocab_size=71
+)
 SIZES = {  # the least that has to be said, since models are large by default
     "gpt2": dict(n_embd=24, n_layer=2, n_head=4, vocab_size=71),
     "bloom": dict(hidden_size=24, n_layer=2, n_head=4, vocab_size=71),
+    "glm4": PLAIN | dict(num_key_value_heads=2, pad_token_id=None),
+    "cohere": PLAIN | dict(pad_token_id=1),
     "gptj": dict(n_embd=24, n_layer=2, n_head=4, vocab_size=71, rotary_dim=4),
     "gpt-neo": dict(hidden_size=24, num_layers=2, num_heads=4, vocab_size=71)
     | dict(attention_types=[[["global", "local"], 1]]),
@@ -396,9 +401,6 @@ SIZES = {  # the least that has to be said, since models are large by default
         ),
     ),
 }
-PLAIN = dict(
-    hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, vocab_size=71
-)
 SIZES["deepseek-v3"] = PLAIN | dict(
     num_key_value_heads=4,
     num_hidden_layers=4,

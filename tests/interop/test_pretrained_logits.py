@@ -65,6 +65,8 @@ GREEDY = [
         "deepseek-v3 yarn",
         "bloom",
         "bloom 4 heads",
+        "cohere",
+        "glm4",
         "gptj",
         "gpt-neo",
         "opt",
