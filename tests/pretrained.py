@@ -114,7 +114,7 @@ def inputs(name, seed=0):
 
 
 # Models that count the positions of their tokens themselves.
-COUNTING = ("bloom", "roberta", "xlm-roberta", "t5", "mt5", "umt5")
+COUNTING = ("bloom", "mpt", "roberta", "xlm-roberta", "t5", "mt5", "umt5")
 
 
 def batch_for(model, seed=0):

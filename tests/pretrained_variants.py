@@ -26,6 +26,11 @@ PHI3 = OLMO | dict(hidden_size=60)
 COHERE = OLMO | dict(layer_norm_eps=2e-2, logit_scale=0.3)
 COHERE.pop("rms_norm_eps")
 GLM4 = LLAMA | dict(head_dim=12)
+FALCON = TEXT | dict(
+    hidden_size=60, layer_norm_epsilon=2e-2, ffn_hidden_size=53, rope_parameters=dict(rope_theta=91)
+)
+FALCON.pop("intermediate_size")
+MPT = TOKENS | dict(d_model=42, n_heads=6, n_layers=2, max_seq_len=ROOM, layer_norm_epsilon=2e-2)
 WINDOWED = dict(use_sliding_window=True, sliding_window=5)
 GEMMA = LLAMA | dict(num_hidden_layers=4, sliding_window=5, query_pre_attn_scalar=23)
 GEMMA |= dict(rms_norm_eps=2e-2, attn_logit_softcapping=1.5, final_logit_softcapping=2.5)
@@ -410,6 +415,33 @@ VARIANTS = {
         GLM4
         | dict(tie_word_embeddings=True, attention_bias=False, num_key_value_heads=6)
         | rope("default", None, partial_rotary_factor=1.0),
+    ),
+    "falcon": (tf.FalconForCausalLM, FALCON),
+    "falcon groups, two norms": (
+        tf.FalconForCausalLM,
+        FALCON | dict(new_decoder_architecture=True, num_kv_heads=2, tie_word_embeddings=False),
+    ),
+    "falcon groups, one norm, bias": (
+        tf.FalconForCausalLM,
+        FALCON
+        | dict(new_decoder_architecture=True, num_kv_heads=3, bias=True)
+        | dict(num_ln_in_parallel_attn=1, ffn_hidden_size=None, activation="gelu_new"),
+    ),
+    "falcon in turn, all heads": (
+        tf.FalconForCausalLM,
+        FALCON | dict(parallel_attn=False, multi_query=False) | rope("linear", 2.5),
+    ),
+    "falcon in turn, one key head, bias": (
+        tf.FalconForCausalLM,
+        FALCON | dict(parallel_attn=False, bias=True),
+    ),
+    "falcon all heads, one norm": (tf.FalconForCausalLM, FALCON | dict(multi_query=False)),
+    "mpt": (tf.MptForCausalLM, MPT),
+    "mpt 4 heads, untied": (
+        tf.MptForCausalLM,
+        MPT
+        | dict(n_heads=4, d_model=36, tie_word_embeddings=False)
+        | dict(attn_config=dict(softmax_scale=0.3)),
     ),
     "gptj": (tf.GPTJForCausalLM, GPTJ),
     "gptj tied, relu": (

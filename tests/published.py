@@ -329,6 +329,38 @@ GLM4 = less(LLAMA3, "mlp_bias", "rope_scaling", "pretraining_tp", "bos_token_id"
 )  # fmt: skip
 case("glm-4-9b-0414", GLM4, BF16)
 
+FALCON = less(LAYERS, "intermediate_size", "max_position_embeddings") | dict(
+    alibi=False, apply_residual_connection_post_layernorm=False, bias=False, bos_token_id=11,
+    architectures=["FalconForCausalLM"], attention_dropout=0.0, eos_token_id=11,
+    hidden_dropout=0.0, initializer_range=0.02, layer_norm_epsilon=1e-05, model_type="falcon",
+    multi_query=True, new_decoder_architecture=False, num_kv_heads=4, parallel_attn=True,
+    torch_dtype="bfloat16", transformers_version="4.27.4", use_cache=True, vocab_size=71,
+)  # fmt: skip
+FALCON_40B = FALCON | dict(
+    new_decoder_architecture=True, num_kv_heads=2, auto_map={"AutoConfig": "configuration_falcon"}
+)
+FALCON2 = FALCON_40B | dict(
+    activation="gelu", ff_factor=4, ffn_hidden_size=40, max_position_embeddings=ROOM,
+    num_ln_in_parallel_attn=1, rope_scaling=None, rope_theta=5000042.0, tie_word_embeddings=False,
+)  # fmt: skip
+case("falcon-7b", FALCON, BF16)
+case("falcon-40b", FALCON_40B, BF16)
+case("falcon-11b", FALCON2, BF16)
+MPT = dict(
+    architectures=["MptForCausalLM"], d_model=WIDTH, emb_pdrop=0, embedding_fraction=1.0,
+    expansion_ratio=4, init_device="cpu", layer_norm_epsilon=1e-05, learned_pos_emb=True,
+    attn_config=dict(
+        alibi=True, alibi_bias_max=8, attn_impl="torch", attn_pdrop=0, clip_qkv=None,
+        attn_type="multihead_attention", attn_uses_sequence_id=False, prefix_lm=False, qk_ln=False,
+        softmax_scale=None, model_type="",
+    ),
+    initializer_range=0.02, logit_scale=None, max_seq_len=ROOM, model_type="mpt", n_heads=4,
+    n_layers=2, no_bias=True, norm_type="low_precision_layernorm", resid_pdrop=0,
+    tokenizer_name="EleutherAI/gpt-neox-20b", torch_dtype="bfloat16",
+    transformers_version="4.28.1", use_cache=False, verbose=0, vocab_size=71,
+)  # fmt: skip
+case("mpt-7b", MPT, BF16)
+
 GPTJ = dict(
     activation_function="gelu_new", architectures=["GPTJForCausalLM"], attn_pdrop=0.0,
     bos_token_id=3, embd_pdrop=0.0, eos_token_id=3, gradient_checkpointing=False,

@@ -13,6 +13,7 @@ from jaxformer.interop.clip import CLIP_TEXT
 from jaxformer.interop.cohere import COHERE, GLM4
 from jaxformer.interop.deepseek import DEEPSEEK_V3
 from jaxformer.interop.electra import ELECTRA
+from jaxformer.interop.falcon import FALCON, MPT
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import IgnoredKeys
 from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEO, GPT_NEOX, GPTJ, OPT
@@ -42,7 +43,7 @@ from jaxformer.interop.t5 import MT5, MT5_ENCODER, T5, T5_ENCODER, UMT5, UMT5_EN
 DECODERS = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA1, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, PHI3),
     *(MINISTRAL, SMOLLM3, OLMO3, GRANITE, STABLELM, STARCODER2),
-    *(GPTJ, GPT_NEO, OPT, COHERE, GLM4),
+    *(GPTJ, GPT_NEO, OPT, COHERE, GLM4, FALCON, MPT),
 )
 WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
 # DistilBERT is a BERT without token types.

@@ -85,6 +85,31 @@ def _of_heads() -> Transform:
     return Transform(shape, split, join)
 
 
+def _of_groups() -> Transform:
+    """The matrices [out, in] of queries [I, N, H], keys and values [I, K, H], of each key head one
+    below another: its N / K queries, its key and its value. Biases have no I."""
+
+    def shape(specs: LayerSpecs) -> tuple[int, ...]:
+        outputs = sum(math.prod(spec.shape[-2:]) for spec in specs)
+        return (outputs, specs[0].fan_in) if specs[0].is_matrix else (outputs,)
+
+    def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
+        kv_heads, width = specs[1].shape[-2:]
+        # [K, N / K + 2, H, I], or without I.
+        groups = tensor.reshape(kv_heads, -1, width, *tensor.shape[1:])
+        leaves = [groups[:, :-2], groups[:, -2:-1], groups[:, -1:]]
+        leaves = [leaf.reshape(-1, width, *tensor.shape[1:]) for leaf in leaves]
+        return [leaf.transpose(2, 0, 1) if leaf.ndim == 3 else leaf for leaf in leaves]
+
+    def join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
+        kv_heads, width = specs[1].shape[-2:]
+        rows = [leaf.transpose(1, 2, 0) if leaf.ndim == 3 else leaf for leaf in leaves]
+        groups = [leaf.reshape(kv_heads, -1, width, *leaf.shape[2:]) for leaf in rows]
+        return np.concatenate(groups, axis=1).reshape(shape(specs))
+
+    return Transform(shape, split, join)
+
+
 def _ordered(order: str) -> Transform:
     """Leaves with their axes in another order, as a matrix of inputs and outputs.
 
@@ -126,6 +151,7 @@ BY_HEAD = _ordered("NPHI")  # GPT-NeoX and BLOOM: [out, in] with the parts of ea
 INTERLEAVED = _ordered("INHP")  # gpt-oss: [in, out], the numbers of gate and up in turn
 IN_TURN = _ordered("NHPI")  # its transpose
 HEADS_STACKED = _of_heads()  # DeepSeek-V3: [out, in] of each head's keys and values
+GROUPED = _of_groups()  # Falcon: [out, in] of the queries, the key and the value of each key head
 STACKED = _one_below_another()  # Phi-3: [out, in] of queries, keys and values, or of gate and up
 
 

@@ -49,6 +49,8 @@ CLASSES = {
     "bloom": tf.BloomConfig,
     "cohere": tf.CohereConfig,
     "glm4": tf.Glm4Config,
+    "falcon": tf.FalconConfig,
+    "mpt": tf.MptConfig,
     "gptj": tf.GPTJConfig,
     "gpt_neo": tf.GPTNeoConfig,
     "opt": tf.OPTConfig,
@@ -110,8 +112,8 @@ def test_the_rate_of_dropout_is_written_by_keys_that_the_reference_has(kind):
     changed = FAMILY[kind].write(apart, next(iter(FAMILY[kind].architectures)))
     of_weights = {key for key in keys if "att" in key}
     assert changed == written | dict.fromkeys(of_weights, 0.15625)
-    # A row without such a key has one rate for all.
-    assert of_weights or keys == {"dropout_rate"}
+    # A row without such a key has one rate for all, or (MPT) none that may be a fraction.
+    assert of_weights or keys in ({"dropout_rate"}, {"resid_pdrop", "emb_pdrop"})
 
 
 # which layers have a window, by what stood for it before there was layer_types and since
@@ -194,6 +196,23 @@ REFUSED = [
     ("cohere", dict(use_qk_norm=True), "use_qk_norm=true"),
     ("cohere", dict(logit_scale=None), "logit_scale=null"),
     ("cohere", dict(logit_scale=0), "logit_scale=0"),
+    ("falcon", dict(alibi=True), "alibi=true"),
+    ("falcon", dict(new_decoder_architecture=True, parallel_attn=False), "parallel_attn=false"),
+    (
+        "falcon",
+        dict(new_decoder_architecture=True, num_ln_in_parallel_attn=3),
+        "num_ln_in_parallel_attn=3",
+    ),
+    ("falcon", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn=2"),
+    ("falcon", dict(multi_query=False, num_kv_heads=2), "num_kv_heads=2"),
+    ("mpt", dict(attn_config=dict(alibi=False)), "alibi=false"),
+    ("mpt", dict(attn_config=dict(clip_qkv=6.0)), "clip_qkv=6.0"),
+    ("mpt", dict(attn_config=dict(qk_ln=True)), "qk_ln=true"),
+    ("mpt", dict(attn_config=dict(softmax_scale=0.0)), "softmax_scale=0.0"),
+    ("mpt", dict(attn_config=dict(rotary=True)), "attn_config.rotary=true"),
+    ("mpt", dict(attn_config=7), "attn_config=7"),
+    ("mpt", dict(logit_scale="inv_sqrt_d_model"), "logit_scale"),
+    ("mpt", dict(expansion_ratio=3), "expansion_ratio=3"),
     ("gptj", dict(rotary_dim=None), "rotary_dim=null"),
     ("gptj", dict(n_embd=24, n_head=4, rotary_dim=8), "rotary_dim=8"),
     ("gpt_neo", dict(num_layers=3), "attention_types=null"),

@@ -53,7 +53,7 @@ from jaxformer.runs.loading import run_of
 
 ROOT = Path(__file__).parents[2]
 # One module for queries, keys and values in transformers.
-FUSED = ["gpt2", "gpt-neox", "bloom", "phi3"]
+FUSED = ["gpt2", "gpt-neox", "bloom", "phi3", "falcon groups, two norms", "mpt"]
 QV = dict(target_modules=["q_proj", "v_proj"], r=4, lora_alpha=6)
 
 

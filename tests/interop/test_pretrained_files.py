@@ -377,6 +377,8 @@ SIZES = {  # the least that has to be said, since models are large by default
     "bloom": dict(hidden_size=24, n_layer=2, n_head=4, vocab_size=71),
     "glm4": PLAIN | dict(num_key_value_heads=2, pad_token_id=None),
     "cohere": PLAIN | dict(pad_token_id=1),
+    "falcon": dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=71),
+    "mpt": dict(d_model=24, n_layers=2, n_heads=4, vocab_size=71),
     "gptj": dict(n_embd=24, n_layer=2, n_head=4, vocab_size=71, rotary_dim=4),
     "gpt-neo": dict(hidden_size=24, num_layers=2, num_heads=4, vocab_size=71)
     | dict(attention_types=[[["global", "local"], 1]]),

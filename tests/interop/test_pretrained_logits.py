@@ -67,6 +67,8 @@ GREEDY = [
         "bloom 4 heads",
         "cohere",
         "glm4",
+        "falcon groups, two norms",
+        "mpt",
         "gptj",
         "gpt-neo",
         "opt",
