@@ -11,7 +11,7 @@ from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import INV_FREQ
 from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.tensor_table import GROUPED, QKV, TensorRow, linear, norm
+from jaxformer.interop.tensor_table import BY_KEY_HEAD, QKV, TensorRow, linear, norm
 
 FALCON_HEADS = 71
 
@@ -80,7 +80,7 @@ FALCON_FIELDS = (
 FALCON_LAYER = "transformer.h.{}."
 FALCON_TRUNK = (
     TensorRow("transformer.word_embeddings.weight", "embed.tokens"),
-    *linear(FALCON_LAYER + "self_attention.query_key_value", QKV, GROUPED),
+    *linear(FALCON_LAYER + "self_attention.query_key_value", QKV, BY_KEY_HEAD),
     *linear(FALCON_LAYER + "self_attention.dense", "blocks.attention.out"),
     *linear(FALCON_LAYER + "mlp.dense_h_to_4h", "blocks.ffn.up"),
     *linear(FALCON_LAYER + "mlp.dense_4h_to_h", "blocks.ffn.down"),
@@ -115,7 +115,7 @@ FALCON = Family(
 
 
 @dataclass(frozen=True)
-class Table(KeyMapping):
+class KeyTable(KeyMapping):
     """A key that is a table of keys, which rows of its own read."""
 
     hf: str
@@ -170,7 +170,7 @@ MPT_FIELDS = (
     fields.Key("n_heads", "n_heads", 16),
     fields.Key("max_seq_len", "max_length", 2048),
     fields.Key("layer_norm_epsilon", "norm_eps", 1e-5),
-    Table(
+    KeyTable(
         "attn_config",
         (
             SoftmaxScale(),

@@ -27,8 +27,8 @@ from jaxformer.interop.llama import LAYER
 from jaxformer.interop.mixtral import EXPERT_BLOCKS, GATE_UP
 from jaxformer.interop.tensor_table import (
     BY_HEAD,
+    BY_KEY_HEAD,
     CONV,
-    GROUPED,
     HEADS_STACKED,
     IN_TURN,
     INTERLEAVED,
@@ -241,5 +241,5 @@ def _order(tensor: Tensor) -> Transform:
     this shape also over weights that are stored as [inputs, outputs], and over embeddings."""
     if tensor.transform is INTERLEAVED:
         return IN_TURN
-    with_order = (BY_HEAD, GROUPED, HEADS_STACKED, STACKED)
+    with_order = (BY_HEAD, BY_KEY_HEAD, HEADS_STACKED, STACKED)
     return tensor.transform if tensor.transform in with_order else LINEAR

@@ -151,7 +151,7 @@ BY_HEAD = _ordered("NPHI")  # GPT-NeoX and BLOOM: [out, in] with the parts of ea
 INTERLEAVED = _ordered("INHP")  # gpt-oss: [in, out], the numbers of gate and up in turn
 IN_TURN = _ordered("NHPI")  # its transpose
 HEADS_STACKED = _of_heads()  # DeepSeek-V3: [out, in] of each head's keys and values
-GROUPED = _of_groups()  # Falcon: [out, in] of the queries, the key and the value of each key head
+BY_KEY_HEAD = _of_groups()  # Falcon: [out, in] of each key head's queries, key and value
 STACKED = _one_below_another()  # Phi-3: [out, in] of queries, keys and values, or of gate and up
 
 
