@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from pretrained import (
+    LOGITS,
     QUICK,
     directory,
     each,
@@ -70,6 +71,8 @@ def test_a_leaf_changed_by_hand_changes_its_own_tensor_and_no_other(name):
     places = len(set(touched))
     fused = {"gpt2": 4, "gpt-neox": 4, "bloom": 4, "phi3": 3, "granite-moe": 1, "gpt-oss": 2}
     fused |= {"granite-moe-shared": 2, "glm4": 1, "falcon": 2, "mpt": 2}
+    # ModernBERT has three in each of four trees of layers.
+    fused |= {"modernbert": 12}
     # queries, keys and values are one tensor, as are their biases, or gate and up
     assert places >= len(table) - fused.get(name, 0)
 
@@ -77,7 +80,9 @@ def test_a_leaf_changed_by_hand_changes_its_own_tensor_and_no_other(name):
 def targets_of(name, batch):
     """A class to be learned at each place of no padding, and which places those are (None: each row
     has one class)."""
-    classes = loaded(name).config.n_classes or loaded(name).config.vocab_size
+    config = loaded(name).config
+    width = config.d_model if config.output == "none" else config.vocab_size
+    classes = config.n_classes or width
     shape = real(batch).shape if loaded(name).config.output != "classes" else (3,)
     targets = np.random.default_rng(3).integers(5 % classes, classes, shape)
     return targets, real(batch) if len(shape) == 2 else np.ones(3, bool)
@@ -87,7 +92,7 @@ def their_gradients(name, batch):
     """The gradient of each parameter by name in torch, None where it has none."""
     model = copy.deepcopy(reference(name))
     found = model(**{word: torch.from_numpy(values) for word, values in batch.items()})
-    found = found.prediction_logits if "prediction_logits" in found else found.logits
+    found = found[next(name for name in LOGITS if name in found)]
     targets, keep = (torch.from_numpy(values) for values in targets_of(name, batch))
     torch.nn.functional.cross_entropy(found[keep], targets[keep]).backward()
     return {word: weight.grad for word, weight in model.named_parameters()}
