@@ -62,14 +62,16 @@ def everywhere(name):
         # peft takes the layers of a dense or of a shared feed-forward for parameters of experts.
         modules = [module for module in modules if "self_attn" in module]
     last = modules[-1].rpartition(".")[2]
+    # A module that the name of the last does not match: peft writes its patterns sorted.
+    first = next((name for name in modules if name.rpartition(".")[2] != last), modules[0])
     return saved(
         name,
         "everywhere",
         r=3,
         lora_alpha=7,
         target_modules=modules,
-        rank_pattern={last: 2, modules[0]: 5},
-        alpha_pattern={modules[0]: 11, last: 0.5},
+        rank_pattern={last: 2, first: 5},
+        alpha_pattern={first: 11, last: 0.5},
         use_rslora=sum(map(ord, name)) % 2 == 0,
     )
 
