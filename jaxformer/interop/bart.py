@@ -91,6 +91,7 @@ BART = Family(
     prefix="model.",
     bases=("BartModel",),
     copies=tied_copy("lm_head.weight", "model.shared.weight", *REPEATED),
+    covers="encoders and decoders of different depth; scaled embedding",
 )
 
 # Sinusoidal positions, sines before cosines.
@@ -107,4 +108,5 @@ MARIAN = dataclasses.replace(
         fields.FixedKey("normalize_embedding", (False,)),
     ),
     ignored=(r"(en|de)coder\.embed_positions\.weight$",),
+    covers="sinusoidal positions; encoders and decoders of different depth; scaled embedding",
 )

@@ -127,6 +127,7 @@ BERT = Family(
     copies=masked_copies("cls.predictions", "bert.embeddings.word_embeddings.weight"),
     ignored=BUFFERS,
     renamed=OLD_NORMS,
+    covers="masked-LM, next-sentence, text- and token-classification heads; pooler; no head",
 )
 
 
@@ -187,6 +188,7 @@ def roberta_like(model_type: str, name: str, vocab_size: int) -> Family:
         copies=masked_copies("lm_head", "roberta.embeddings.word_embeddings.weight"),
         ignored=(*BUFFERS, r"^(roberta\.)?pooler\."),  # of the base; the class head has none
         renamed=OLD_NORMS,
+        covers="masked-LM, text- and token-classification heads; pooler; no head",
     )
 
 
@@ -257,4 +259,5 @@ DISTILBERT = Family(
         "vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"
     ),
     ignored=(r"embeddings\.position_ids$",),
+    covers="masked-LM, text- and token-classification heads; no head",
 )

@@ -61,4 +61,5 @@ CLIP_TEXT = Family(
     copies=lambda config: (),
     prefix="text_model.",
     ignored=(r"embeddings\.position_ids$",),
+    covers="the text encoder: the states of all tokens, or the projection of the EOS",
 )

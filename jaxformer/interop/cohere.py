@@ -68,6 +68,8 @@ COHERE = llama_like(
         fields.IgnoredKeys("model_max_length"),
         fields.tied(True),
     ),
+    covers="Command R: one norm for attention and feed-forward; factor of the logits; interleaved"
+    " RoPE; `use_qk_norm` of Command R+ is refused",
 )
 
 # GLM-4 (arXiv:2406.12793), as of GLM-4-0414: norms before and after each sublayer.
@@ -102,4 +104,6 @@ GLM4 = llama_like(
         fields.Biases({"attention_bias": (frozenset({"qkv"}), True)}),
         fields.tied(False),
     ),
+    covers="GLM-4-0414: norms before and after each sublayer; rotated part of a head; interleaved"
+    " RoPE; biases of queries, keys and values",
 )

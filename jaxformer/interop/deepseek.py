@@ -211,4 +211,6 @@ DEEPSEEK_V3 = Family(
     copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
     # The published model has a layer behind its 61 that predicts a further token.
     ignored=(INV_FREQ, r"^model\.layers\.61\."),
+    covers="latent attention; experts in groups behind dense layers, and a shared one;"
+    " YaRN with `mscale_all_dim`",
 )

@@ -58,4 +58,6 @@ ELECTRA = Family(
     ),
     ignored=BUFFERS,
     renamed=OLD_NORMS,
+    covers="an embedding of another width; masked-LM, text- and token-classification heads;"
+    " no head; `ElectraForPreTraining` is refused",
 )

@@ -111,6 +111,9 @@ FALCON = Family(
     bases=("FalconModel",),
     copies=tied_copy("lm_head.weight", "transformer.word_embeddings.weight"),
     ignored=(INV_FREQ,),
+    covers="groups of queries, keys and values in one matrix; sublayers in parallel behind one norm"
+    " or two, or in turn; ALiBi (`alibi` of Falcon-RW), which transformers adds once or twice,"
+    " depending on the attention kernel, is refused",
 )
 
 
@@ -214,4 +217,5 @@ MPT = Family(
     prefix="transformer.",
     bases=("MptModel",),
     copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
+    covers="ALiBi; layer norms without biases; queries, keys and values in one matrix",
 )

@@ -52,7 +52,9 @@ class Family:
     first. `bases` are classes without a head, read as the first architecture with a tied output
     layer. `prefix` is the start of names that files of a base, and older files, leave out.
     `ignored` are patterns of tensors that are not read; `renamed` are (pattern, new) of old names.
-    `packed` are the readers of packed weights, by quant_method of quantization_config.
+    `packed` are the readers of packed weights, by quant_method of quantization_config. `covers`
+    says what of the family is supported beyond the basic model, in the table of
+    docs/hugging_face.md.
     """
 
     model_type: str
@@ -65,6 +67,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     packed: Mapping[str, type[TensorFiles]] = dataclasses.field(default_factory=dict)
+    covers: str = ""
 
     def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
         """The config of a config.json. Raises ConfigError for a value that is not supported."""

@@ -56,6 +56,7 @@ GPT2 = Family(
     bases=("GPT2Model",),
     copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
     ignored=(r"\.attn\.(masked_)?bias$",),
+    covers="learned positions; scale of scores by width and by layer",
 )
 
 # GPT-NeoX (arXiv:2204.06745), also the architecture of Pythia.
@@ -103,6 +104,7 @@ GPT_NEOX = Family(
     bases=("GPTNeoXModel",),
     copies=tied_copy("embed_out.weight", "gpt_neox.embed_in.weight"),
     ignored=(r"\.attention\.(masked_)?bias$", INV_FREQ),
+    covers="Pythia too: sublayers in parallel or in turn; rotated part of a head",
 )
 
 # BLOOM (arXiv:2211.05100): ALiBi, and a norm after the embedding.
@@ -149,6 +151,7 @@ BLOOM = Family(
     prefix="transformer.",
     bases=("BloomModel",),
     copies=tied_copy("lm_head.weight", "transformer.word_embeddings.weight"),
+    covers="ALiBi for any number of heads; norm of the embedding",
 )
 
 
@@ -213,6 +216,7 @@ GPTJ = Family(
     prefix="transformer.",
     copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
     ignored=(r"\.attn\.(masked_)?bias$",),
+    covers="one norm for attention and feed-forward; interleaved RoPE of part of a head",
 )
 
 GLOBAL, LOCAL = "global", "local"
@@ -302,6 +306,7 @@ GPT_NEO = Family(
     bases=("GPTNeoModel",),
     copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
     ignored=(r"\.attn\.attention\.(masked_)?bias$",),
+    covers="learned positions; windows by layer; scores that are not scaled",
 )
 
 # OPT (arXiv:2205.01068).
@@ -351,4 +356,6 @@ OPT = Family(
     prefix="model.",
     bases=("OPTModel",),
     copies=tied_copy("lm_head.weight", "model.decoder.embed_tokens.weight"),
+    covers="norms before or after; learned positions with an offset; biases by flag;"
+    " `word_embed_proj_dim` of another width than the model (OPT-350m) is refused",
 )

@@ -70,10 +70,11 @@ def llama_like(
     mappings: Sequence[KeyMapping],
     base: str = "",
     packed: Mapping[str, type[TensorFiles]] | None = None,
+    covers: str = "",
 ) -> Family:
     """A family of decoders with the tensors of Llama but for the norms; `name` begins the names of
     its classes in transformers, and `base` is the class without a head if it has another name.
-    `packed` is as in `Family`."""
+    `packed` and `covers` are as in `Family`."""
     return Family(
         model_type,
         {f"{name}ForCausalLM": {}},
@@ -84,6 +85,7 @@ def llama_like(
         copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
         ignored=(INV_FREQ,),
         packed=packed or {},
+        covers=covers,
     )
 
 
@@ -94,6 +96,7 @@ LLAMA = llama_like(
     "Llama",
     ROWS,
     (*sizes(), fields.DivisibleHeads(), RMS, SILU, Rope(), BIAS_FLAGS, fields.tied(False)),
+    covers="RoPE default, linear, dynamic, YaRN and llama3; biases by flag; explicit head widths",
 )
 
 # Granite (arXiv:2405.04324): Llama with multipliers.
@@ -108,6 +111,7 @@ GRANITE = llama_like(
     "Granite",
     ROWS,
     (*sizes(), *MULTIPLIERS, RMS, SILU, Rope(), BIAS_FLAGS, fields.tied(False)),
+    covers="multipliers; biases by flag",
 )
 
 # Mistral (arXiv:2310.06825): a window in every layer. Ministral: in those of layer_types.
@@ -119,12 +123,14 @@ MISTRAL = llama_like(
     "Mistral",
     ROWS,
     (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32, kinds=False), fields.tied(False)),
+    covers="windows; explicit head widths",
 )
 MINISTRAL = llama_like(
     "ministral",
     "Ministral",
     ROWS,
     (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32), fields.tied(False)),
+    covers="windows by layer; explicit head widths",
 )
 
 # StableLM (arXiv:2402.17834): layer norms, and RoPE of a quarter of a head.
@@ -155,6 +161,8 @@ STABLELM = llama_like(
         fields.FixedKey("use_parallel_residual", (False,)),
         fields.tied(False),
     ),
+    covers="layer norms; rotated part of a head; biases of queries, keys and values by flag;"
+    " `qk_layernorm` and `use_parallel_residual` are refused",
 )
 
 # Starcoder2 (arXiv:2402.19173): layer norms, biases, and a feed-forward layer without a gate.
@@ -190,6 +198,7 @@ STARCODER2 = llama_like(
         fields.IgnoredKeys("layer_norm_epsilon mlp_type norm_type scale_attn_weights"),
         fields.tied(True),
     ),
+    covers="layer norms with and without biases of matrices; windows",
 )
 
 # Phi-3 (arXiv:2404.14219) and Phi-4-mini (arXiv:2503.01743): LongRoPE, and one matrix for queries,
@@ -226,6 +235,7 @@ PHI3 = llama_like(
         Windows(32, kinds=False, default_window=None),
         fields.tied(False),
     ),
+    covers="Phi-3.5 and Phi-4 mini too: LongRoPE; rotated part of a head; fused matrices; windows",
 )
 
 # Qwen 2 (arXiv:2407.10671), with biases of queries, keys and values, and Qwen 3 (arXiv:2505.09388),
@@ -239,10 +249,18 @@ QWEN_SIZES = {
 QWEN = (RMS, SILU, Rope(), Windows(32, switch=True), fields.tied(False))
 HEAD_NORM = fields.Constant(query_key_norm="head")
 QWEN2 = llama_like(
-    "qwen2", "Qwen2", ROWS, (*sizes(**QWEN_SIZES), *QWEN, fields.Constant(bias="qkv"))
+    "qwen2",
+    "Qwen2",
+    ROWS,
+    (*sizes(**QWEN_SIZES), *QWEN, fields.Constant(bias="qkv")),
+    covers="biases of queries, keys and values; windows by layer",
 )
 QWEN3 = llama_like(
-    "qwen3", "Qwen3", ROWS, (*sizes(**QWEN_SIZES, head_dim=128), *QWEN, HEAD_NORM, ATTENTION_BIAS)
+    "qwen3",
+    "Qwen3",
+    ROWS,
+    (*sizes(**QWEN_SIZES, head_dim=128), *QWEN, HEAD_NORM, ATTENTION_BIAS),
+    covers="query-key norms by head; windows by layer; biases by flag",
 )
 
 # SmolLM3: layers without positions (arXiv:2501.18795).
@@ -269,6 +287,7 @@ SMOLLM3 = llama_like(
         BIAS_FLAGS,
         fields.tied(True),
     ),
+    covers="layers without positions; windows by layer; biases by flag",
 )
 
 # OLMo 2 (arXiv:2501.00656): norms after each sublayer, and of queries and keys over all heads. OLMo
@@ -285,7 +304,13 @@ OLMO2_KEYS = (
     ATTENTION_BIAS,
     fields.tied(False),
 )
-OLMO2 = llama_like("olmo2", "Olmo2", OLMO2_ROWS, (*OLMO2_KEYS, Rope()))
+OLMO2 = llama_like(
+    "olmo2",
+    "Olmo2",
+    OLMO2_ROWS,
+    (*OLMO2_KEYS, Rope()),
+    covers="norms after each sublayer; query-key norms over all heads; biases by flag",
+)
 OLMO3_THETA = ("rope_theta", 500_000.0)
 OLMO3 = llama_like(
     "olmo3",
@@ -298,6 +323,7 @@ OLMO3 = llama_like(
         fields.IgnoredKeys("rope_theta"),
         Windows(32, every=4),
     ),
+    covers="as olmo2, with windows by layer, whose RoPE has a base of its own and no scaling",
 )
 
 # Gemma (arXiv:2403.08295): norms by 1 + weight, a scaled embedding, and wide heads.
@@ -332,6 +358,8 @@ GEMMA1 = llama_like(
         ONE_SIDED,
         fields.tied(True),
     ),
+    covers='Gemma 1: `hidden_act="gelu"` is the approximation, as in transformers 5;'
+    " biases by flag",
 )
 
 # Gemma 2 (arXiv:2408.00118) and the text model of Gemma 3 (arXiv:2503.19786): norms before and
@@ -375,6 +403,7 @@ GEMMA2 = llama_like(
         Rope(),
         Windows(GEMMA_LAYERS, every=2),
     ),
+    covers="windows in every other layer; soft caps; norms before and after each sublayer",
 )
 GEMMA3 = llama_like(
     "gemma3_text",
@@ -391,4 +420,5 @@ GEMMA3 = llama_like(
         Windows(GEMMA_LAYERS, every=6, period="sliding_window_pattern"),
     ),
     base="Gemma3TextModel",
+    covers="the text model: windows by pattern; two RoPE bases; query-key norms; soft cap",
 )

@@ -145,6 +145,7 @@ MIXTRAL = llama_like(
         fields.FixedKey("router_jitter_noise", (0.0, None)),
         fields.tied(False),
     ),
+    covers="one tensor for each expert; windows",
 )
 
 # Qwen 3 with experts (arXiv:2505.09388), of which some layers may have none.
@@ -177,6 +178,7 @@ QWEN3_MOE = llama_like(
         ATTENTION_BIAS,
         fields.tied(False),
     ),
+    covers="one tensor for each expert; layers without experts; query-key norms",
 )
 
 # OLMoE (arXiv:2409.02060): norms of queries and keys over all heads.
@@ -204,6 +206,7 @@ OLMOE = llama_like(
         ATTENTION_BIAS,
         fields.tied(False),
     ),
+    covers="one tensor for each expert; query-key norms over all heads",
 )
 
 # Granite with experts (granite-3.0-1b-a400m), and with a shared one: multipliers, and the gates of
@@ -231,12 +234,19 @@ GRANITE_KEYS = (
     ATTENTION_BIAS,
     fields.tied(False),
 )
-GRANITE_MOE = llama_like("granitemoe", "GraniteMoe", GRANITE_ROWS, GRANITE_KEYS)
+GRANITE_MOE = llama_like(
+    "granitemoe",
+    "GraniteMoe",
+    GRANITE_ROWS,
+    GRANITE_KEYS,
+    covers="one tensor for all experts of a layer; multipliers",
+)
 GRANITE_MOE_SHARED = llama_like(
     "granitemoeshared",
     "GraniteMoeShared",
     GRANITE_SHARED_ROWS,
     (*GRANITE_KEYS, fields.Key("shared_intermediate_size", "shared_ff", 0)),
+    covers="as granitemoe, with a shared expert",
 )
 
 # gpt-oss (arXiv:2508.10925): attention sinks, biases, a clamped activation, and published weights
@@ -293,6 +303,7 @@ GPT_OSS = llama_like(
         fields.tied(False),
     ),
     packed={"mxfp4": Mxfp4Files},
+    covers="sinks; clamped activation; biases of experts and router; windows; MXFP4 weights",
 )
 
 EXPERT_FAMILIES: tuple[Family, ...] = (

@@ -106,4 +106,6 @@ MODERNBERT = Family(
     rows,
     prefix="model.",
     copies=masked_tied_copy("decoder.weight", "model.embeddings.tok_embeddings.weight"),
+    covers="windows and two RoPE bases by layer; masked-LM head; no head; classes for"
+    " classification are refused",
 )

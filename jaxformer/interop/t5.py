@@ -136,8 +136,9 @@ UNUSED_BIAS = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention
 EMBEDDING_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
-def t5_like(model_type: str, name: str, keys: Sequence[KeyMapping]) -> Family:
-    """A family of encoder-decoders with the tensors of T5; `name` begins its classes."""
+def t5_like(model_type: str, name: str, keys: Sequence[KeyMapping], covers: str) -> Family:
+    """A family of encoder-decoders with the tensors of T5; `name` begins its classes. `covers` is
+    as in `Family`."""
     return Family(
         model_type,
         {f"{name}ForConditionalGeneration": {}},
@@ -146,6 +147,7 @@ def t5_like(model_type: str, name: str, keys: Sequence[KeyMapping]) -> Family:
         bases=(f"{name}Model", f"{name}WithLMHeadModel"),
         copies=tied_copy("lm_head.weight", *EMBEDDING_NAMES),
         ignored=(UNUSED_BIAS,),
+        covers=covers,
     )
 
 
@@ -162,11 +164,17 @@ def encoder_like(model_type: str, name: str, keys: Sequence[KeyMapping]) -> Fami
         encoder_rows,
         copies=lambda config: (Copy("encoder.embed_tokens.weight", "shared.weight"),),
         ignored=(r"^decoder\.", r"^lm_head\."),
+        covers="the encoder alone: the states of all tokens, as in diffusion models",
     )
 
 
 T5_KEYS = shared_fields("relu", {})
-T5 = t5_like("t5", "T5", (*T5_KEYS, *both_stacks(T5_DEPTH, T5Head())))
+T5 = t5_like(
+    "t5",
+    "T5",
+    (*T5_KEYS, *both_stacks(T5_DEPTH, T5Head())),
+    "v1 and v1.1: stacks of different depth; tied and untied; gated activation",
+)
 T5_ENCODER = encoder_like(
     "t5", "T5", (*T5_KEYS, Key("num_layers", "n_layers", T5_DEPTH), EncoderAlone())
 )
@@ -174,13 +182,23 @@ T5_ENCODER = encoder_like(
 MT5_DEPTH = 8
 MT5_SIZES = {"vocab_size": 250112, "d_ff": 1024, "num_heads": 6}
 MT5_KEYS = shared_fields("gated-gelu", MT5_SIZES)
-MT5 = t5_like("mt5", "MT5", (*MT5_KEYS, *both_stacks(MT5_DEPTH, T5Head(has_scale=False))))
+MT5 = t5_like(
+    "mt5",
+    "MT5",
+    (*MT5_KEYS, *both_stacks(MT5_DEPTH, T5Head(has_scale=False))),
+    "as t5, with logits that are not scaled",
+)
 MT5_ENCODER = encoder_like(
     "mt5", "MT5", (*MT5_KEYS, Key("num_layers", "n_layers", MT5_DEPTH), EncoderAlone())
 )
 
 UMT5_KEYS = (*MT5_KEYS, Constant(relative_bias="layer"))
-UMT5 = t5_like("umt5", "UMT5", (*UMT5_KEYS, *both_stacks(MT5_DEPTH, T5Head())))
+UMT5 = t5_like(
+    "umt5",
+    "UMT5",
+    (*UMT5_KEYS, *both_stacks(MT5_DEPTH, T5Head())),
+    "as t5, with a table of relative positions for each layer",
+)
 UMT5_ENCODER = encoder_like(
     "umt5", "UMT5", (*UMT5_KEYS, Key("num_layers", "n_layers", MT5_DEPTH), EncoderAlone())
 )

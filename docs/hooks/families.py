@@ -1,0 +1,62 @@
+"""The table of Hugging Face families in docs/hugging_face.md, from the registry and its tests.
+
+`python docs/hooks/families.py` writes the table again, between its marks in the page.
+tests/interop/test_coverage.py fails where the two differ.
+"""
+
+import sys
+from pathlib import Path
+
+from jaxformer.interop.architectures import HF_FAMILIES
+from jaxformer.interop.family import Family
+from jaxformer.interop.hf_config import HFConfig
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "hugging_face.md"
+START, END = "<!-- families: python docs/hooks/families.py -->\n", "<!-- end of families -->\n"
+HEADER = (
+    "| family | kind | read and written | supported beyond the basic model | tests (models) |\n"
+    "|---|---|---|---|---|\n"
+)
+
+
+def variants_of(family: Family) -> list[str]:
+    """The names of the models of tests/pretrained_variants.py that test a family."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    try:
+        from pretrained_variants import VARIANTS
+    finally:
+        sys.path.pop(0)
+    return [name for name, (made, _) in VARIANTS.items() if made.__name__ in family.architectures]
+
+
+def kind_of(family: Family) -> str:
+    """The kind of model that a family is with the values that its keys have by default."""
+    config = family.read(HFConfig({}, set()), next(iter(family.architectures)))
+    kind = config.family.replace("_", "-")
+    return f"{kind} with experts" if config.feed_forward == "experts" else kind
+
+
+def row_of(family: Family) -> str:
+    names = ", ".join(f"`{name}`" for name in family.architectures)
+    read_only = ", ".join(f"`{name}`" for name in family.bases)
+    names += f"; read as these: {read_only}" if read_only else ""
+    variants = variants_of(family)
+    tests = f"`{variants[0]}` ({len(variants)})"
+    cells = [f"`{family.model_type}`", kind_of(family), names, family.covers, tests]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def table() -> str:
+    """The table with a row for each family, in the order of the registry."""
+    return HEADER + "".join(map(row_of, HF_FAMILIES))
+
+
+def with_table(page: str) -> str:
+    """The page with the table of this code between the marks. Raises ValueError without marks."""
+    before, after = page.index(START) + len(START), page.index(END)
+    return f"{page[:before]}\n{table()}\n{page[after:]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
