@@ -42,8 +42,8 @@ from jaxformer.interop.t5 import MT5, MT5_ENCODER, T5, T5_ENCODER, UMT5, UMT5_EN
 # The first that is exactly a config is written, so the plainer ones come first.
 DECODERS = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA1, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, PHI3),
-    *(MINISTRAL, SMOLLM3, OLMO3, GRANITE, STABLELM, STARCODER2),
-    *(GPTJ, GPT_NEO, OPT, COHERE, GLM4, FALCON, MPT),
+    *(MINISTRAL, SMOLLM3, OLMO3, GRANITE, STABLELM),
+    *(GPTJ, GPT_NEO, OPT, COHERE, GLM4, FALCON, MPT, STARCODER2),
 )
 WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
 # DistilBERT is a BERT without token types.

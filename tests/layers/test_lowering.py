@@ -101,7 +101,7 @@ def test_the_step_lowers_where_devices_divide_rows_and_no_heads(platform, kernel
         a_run(family, kernel), data=DataConfig(sequence_length=2048, span_length=8.0)
     )
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, max_length=2048))
-    text = lowered(run, mesh_of(platform, (1, 1, 8, 1)))
+    text = lowered(run, mesh_of(platform, (1, 1, 1, 8, 1)))
     assert CALLS.get(kernel, "collective_permute") in text
     assert ("all_gather" in text) == (kernel == "tpu")
 
@@ -170,7 +170,7 @@ def test_the_gradient_of_the_head_is_scattered(platform, devices, in_a_ring):
     model = dataclasses.replace(run.model, d_model=1024, n_heads=8, vocab_size=16384)
     data, train = DataConfig(sequence_length=1024), TrainConfig(batch_size=16, microbatches=1)
     run = dataclasses.replace(run, model=model, data=data, train=train)
-    text = lowered(run, mesh_of(platform, (1, devices, 1, 1)))
+    text = lowered(run, mesh_of(platform, (1, devices, 1, 1, 1)))
     assert ("stablehlo.collective_permute" in text) is in_a_ring
     assert ("stablehlo.reduce_scatter" in text) is not in_a_ring
 
