@@ -18,8 +18,8 @@ from .layers.standalone import multi_head_attention, transformer_block
 from .losses.logits import softmax_cross_entropy
 from .losses.preferences import reference_log_probs
 from .models.adapt import adapt
-from .models.embedding import embed
 from .models.quantize import quantize
+from .models.text_vectors import embed
 from .models.transformer import forward, init, specs
 from .runs.config import load_config
 from .runs.loading import Loaded, load

@@ -11,7 +11,7 @@ import numpy as np
 from jaxformer.cli.arguments import SampleArguments
 from jaxformer.cli.prompting import Model, row_of, typed_lines
 from jaxformer.files import ConfigError
-from jaxformer.models.embedding import embed
+from jaxformer.models.text_vectors import embed
 
 ROWS = 32  # texts that are read at once
 LENGTH_STEP = 32  # rows are padded to a multiple of this, so that few lengths are compiled

@@ -14,8 +14,8 @@ from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.train import TrainConfig
-from jaxformer.models.embedding import row_vectors
 from jaxformer.models.inputs import INPUT_NAMES, inputs_of
+from jaxformer.models.text_vectors import row_vectors
 from jaxformer.models.transformer import hidden
 from jaxformer.training.step import Batch, Sums
 

@@ -280,7 +280,6 @@ UNSTATED = {
         dict(feed_forward="experts", n_experts=4, router="sigmoid", router_bias="balanced"),
         ["router=", "router_bias="],
     ),
-    "a multiplier without experts": (dict(residual_multiplier=0.5), ["residual_multiplier"]),
     "no norm": (dict(norm="none"), ["norm"]),
     "wide values": (dict(value_dim=5), ["value_dim"]),
     "T5's bias in a decoder": (dict(positions="t5"), ["positions"]),
