@@ -1,6 +1,7 @@
 """`jaxformer prepare CONFIG`: tokenizes a run's text beforehand, in one process or as the tasks of
 a job array."""
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ def run(args: PrepareArguments, config: RunConfig) -> int:
     if share and args.verify:
         raise ConfigError("--verify reads the shards of all tasks: leave --shard out.")
     if config.tokenizer.added:
-        config = with_grown_vocabulary(config)
+        model = with_grown_vocabulary(config.model, config.tokenizer, config.run.init_from)
+        config = dataclasses.replace(config, model=model)
     source = (config.data, config.tokenizer, task_of(config.model, config.data))
     vocab_size = config.model.vocab_size
     if share:

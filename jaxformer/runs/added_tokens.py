@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxformer.arrays.mesh import parameter_sharding, place_array
 from jaxformer.arrays.params import Params, Spec, dotted, is_custom, rows
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import RunConfig
+from jaxformer.config.run import TokenizerConfig
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.tokenizer import Tokenizer
 
@@ -34,13 +34,15 @@ class NewRows(NamedTuple):
         return f"Rows {self.first} to {self.stop - 1} are those of added tokens: {drawn}."
 
 
-def new_rows_of(run: RunConfig, tokenizer: Tokenizer) -> NewRows:
-    """The rows that a run adds, whose tokenizer may have them or not."""
-    names, settings = run.tokenizer.added, run.tokenizer
+def new_rows_of(
+    settings: TokenizerConfig, tokenizer: Tokenizer, vocab_size: int, seed: int
+) -> NewRows:
+    """The rows that the settings of a run add, whose tokenizer may have them or not."""
+    names = settings.added
     grown = tokenizer.with_special_tokens(names)
     ids = [index for name in names if (index := grown.id_of(name)) is not None]
     first, stop = min(ids), max(ids) + 1
-    return NewRows(first, stop, run.model.vocab_size, settings.new_rows, run.run.seed)
+    return NewRows(first, stop, vocab_size, settings.new_rows, seed)
 
 
 def with_new_rows(

@@ -12,7 +12,7 @@ from jaxformer.arrays.mesh import parameter_sharding, place_array
 from jaxformer.arrays.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import SECOND_HEADS, ModelConfig
-from jaxformer.config.run import RunConfig
+from jaxformer.config.run import RunConfig, TokenizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.adapt import quantization_of
 from jaxformer.models.transformer import OF_OBJECTIVE
@@ -78,22 +78,24 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
     )
 
 
-def with_grown_vocabulary(run: RunConfig, is_new: bool = True) -> RunConfig:
-    """A run whose model.vocab_size has room for its added tokens, before it has them (`is_new`) or
-    after. Raises ConfigError for a token that the tokenizer has already."""
-    tokenizer = Tokenizer.load(run.tokenizer.path)
-    ids = {name: tokenizer.id_of(name) for name in run.tokenizer.added}
+def with_grown_vocabulary(
+    model: ModelConfig, settings: TokenizerConfig, base: str, is_new: bool = True
+) -> ModelConfig:
+    """The model over `base`, the directory of run.init_from, whose vocab_size has room for the
+    added tokens, before it has them (`is_new`) or after. Raises ConfigError for a token that the
+    tokenizer has already."""
+    tokenizer = Tokenizer.load(settings.path)
+    ids = {name: tokenizer.id_of(name) for name in settings.added}
     present = [f"{name} ({index})" for name, index in ids.items() if index is not None]
     if is_new and present:
         raise ConfigError(
-            f"tokenizer.add_tokens={run.tokenizer.add_tokens!r}: the tokenizer of"
-            f" run.init_from={run.run.init_from!r} has {', '.join(present)} already: leave out what"
+            f"tokenizer.add_tokens={settings.add_tokens!r}: the tokenizer of"
+            f" run.init_from={base!r} has {', '.join(present)} already: leave out what"
             " it has, which can be used as it is."
         )
-    size = tokenizer.with_special_tokens(run.tokenizer.added).vocab_size
-    before = run.model.vocab_size or run_of(run.run.init_from).model.vocab_size
-    model = dataclasses.replace(run.model, vocab_size=max(before, size))
-    return dataclasses.replace(run, model=model)
+    size = tokenizer.with_special_tokens(settings.added).vocab_size
+    before = model.vocab_size or run_of(base).model.vocab_size
+    return dataclasses.replace(model, vocab_size=max(before, size))
 
 
 def labels_before(output: str, origin: Path) -> tuple[str, ...]:
@@ -167,7 +169,9 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
     added = ""
     if run.tokenizer.added:
-        new_rows = new_rows_of(run, Tokenizer.load(run.tokenizer.path))
+        new_rows = new_rows_of(
+            run.tokenizer, Tokenizer.load(run.tokenizer.path), run.model.vocab_size, run.run.seed
+        )
         params = with_new_rows(base.params, base.config, new_rows, mesh)
         config = dataclasses.replace(base.config, vocab_size=new_rows.vocab_size)
         base, added = dataclasses.replace(base, params=params, config=config), new_rows.sentence

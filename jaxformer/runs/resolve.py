@@ -195,7 +195,9 @@ def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         if origin == Path(base):
             check_base(run.model, run.adapter, base)
         if run.tokenizer.added:
-            run = with_grown_vocabulary(run, is_new=origin == Path(base))
+            is_new = origin == Path(base)
+            model = with_grown_vocabulary(run.model, run.tokenizer, base, is_new)
+            run = dataclasses.replace(run, model=model)
         # What a directory holds that is begun anew counts no longer.
         labels = labels_before(run.model.output, Path(base) if run.run.restart else origin)
     check_start(objective_of(run.model, run.data), run.adapter, base)
