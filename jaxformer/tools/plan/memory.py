@@ -9,6 +9,7 @@ from jaxformer.arrays.hardware import Device
 from jaxformer.arrays.params import rows
 from jaxformer.layers.attention import CROSS_ATTENTION
 from jaxformer.layers.block import MIXERS
+from jaxformer.layers.exchange import CONTEXT
 from jaxformer.layers.sublayer import Sublayer
 from jaxformer.losses import cross_entropy
 from jaxformer.tools.plan.activations import StackActivations, activations, edge_bytes, logits_bytes
@@ -127,12 +128,13 @@ def _of_one_layer(planned: PlannedRun, stack: StackActivations) -> list[MemoryLi
     if planned.shards > 1:
         numbers = planned.dtype_bytes
         dense, experts = layer_elements(planned), layer_elements(planned, of_experts=True)
-        # Of this layer and of the next, which is gathered meanwhile. Experts wait for their rows.
-        gathered = (2 * dense + experts) * numbers
+        # Of this layer and of the next, which is gathered meanwhile; experts that no other device
+        # has are cast when their layer runs.
+        layers = 2 if planned.axes("fsdp", CONTEXT) else 1
+        gathered = (2 * dense + layers * experts) * numbers
         lines.append(MemoryLine("gathered weights of two layers", gathered))
         # Their gradients before and while they are scattered.
-        gradients = (2 * dense + experts) * numbers
-        lines.append(MemoryLine("gradients of a layer's weights", gradients))
+        lines.append(MemoryLine("gradients of a layer's weights", gathered))
     return lines
 
 
