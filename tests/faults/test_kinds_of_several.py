@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
     "classes": {"model.head": "classes"},
+    "contrastive": {"model.head": "none"},
     "token_classification": {
         "data.label_field": "tags",
         "data.text_field": "words",
@@ -57,6 +58,7 @@ ROWS = {
     "ipo": ("decoder", "none", "float32", "stream"),
     "orpo": ("decoder", "prefix", "float32", "stream"),
     "simpo": ("decoder", "prompt", "float32", "stream"),
+    "contrastive": ("encoder", "none", "float32", "stream"),
 }
 
 
