@@ -181,7 +181,7 @@ def test_eight_devices_equal_one(base):
     eight = fork(arguments(base, "eight", alike | mesh), XLA_FLAGS=flags)
     finish(fork(arguments(base, "one", alike)))
     out, _ = finish(eight)
-    assert "data 2, fsdp 2, context 1, tensor 2" in out
+    assert "data 2, fsdp 2, expert 1, context 1, tensor 2" in out
     found, expected = logged(base / "eight"), logged(base / "one")
     for entry in (found[0], expected[0]):
         del entry["reward_accuracy"]  # of margins of 0, which rounding decides

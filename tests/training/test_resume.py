@@ -122,7 +122,7 @@ def test_a_run_continues_on_another_mesh_and_what_eight_devices_saved_loads_on_o
             XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
         )
     )
-    sizes = {"data": 2, "fsdp": 2, "context": 1, "tensor": 1} | {axis: 2}
+    sizes = {"data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 1} | {axis: 2}
     assert (
         ", ".join(f"{name} {size}" for name, size in sizes.items()) in out
         and f"from step {STEPS - 2 * EVERY}" in out
