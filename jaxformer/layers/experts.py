@@ -39,7 +39,7 @@ from jaxformer.layers.grouped import GroupedRows
 from jaxformer.layers.linear import INITIALIZERS
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Aux, AuxSums, Output
-from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
+from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer
 
 WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 # The gradient of a balanced bias, of which only the sign counts, is so small that it is nothing in
@@ -277,8 +277,8 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
 
 
 def _formula(config: ModelConfig) -> tuple[str, ...]:
-    bias = biased_text(config, "router", "b") if config.router_bias == "none" else " + b"
-    scores = f"s = {config.router}(x W_router{bias if config.router_bias == 'learned' else ''})"
+    bias = " + b" if config.router_bias == "learned" else ""
+    scores = f"s = {config.router}(x W_router{bias})"
     chosen = "s + b" if config.router_bias == "balanced" else "s"
     groups = ""
     if config.router_groups > 1:
