@@ -182,7 +182,9 @@ def logits(model, batch):
     if kind in ("dynamic", "longrope"):
         return logits_of_rows_alone(model, batch)
     found = outputs(model, batch)
-    return found[next(name for name in LOGITS if name in found)].numpy()
+    values = found[next(name for name in LOGITS if name in found)].numpy()
+    # ELECTRA's discriminator has one number for each token.
+    return values[..., None] if values.shape == batch["input_ids"].shape else values
 
 
 # The first that a model returns.

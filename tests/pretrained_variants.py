@@ -50,7 +50,7 @@ BLOOM = TOKENS | dict(hidden_size=42, n_head=6, n_layer=3, layer_norm_epsilon=2e
 BERT = TEXT | dict(type_vocab_size=2, layer_norm_eps=2e-2, num_labels=5)
 ROBERTA = BERT | dict(type_vocab_size=1)
 ELECTRA = BERT | dict(embedding_size=18)
-MODERNBERT = TEXT | dict(hidden_size=48, norm_eps=2e-2, local_attention=6)
+MODERNBERT = TEXT | dict(hidden_size=48, norm_eps=2e-2, local_attention=6, num_labels=5)
 MODERNBERT |= dict(
     rope_parameters={
         "full_attention": dict(rope_type="default", rope_theta=THETA),
@@ -484,6 +484,7 @@ VARIANTS = {
         tf.ElectraForSequenceClassification,
         ELECTRA | dict(embedding_size=42),
     ),
+    "electra discriminator": (tf.ElectraForPreTraining, ELECTRA | dict(initializer_range=0.3)),
     "electra tags": (tf.ElectraForTokenClassification, ELECTRA),
     "modernbert": (tf.ModernBertForMaskedLM, MODERNBERT | dict(num_hidden_layers=8)),
     "modernbert by layer types": (
@@ -492,6 +493,12 @@ VARIANTS = {
         | dict(num_hidden_layers=3)
         | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     ),
+    "modernbert classes": (tf.ModernBertForSequenceClassification, MODERNBERT),
+    "modernbert classes, mean": (
+        tf.ModernBertForSequenceClassification,
+        MODERNBERT | dict(classifier_pooling="mean", num_hidden_layers=4),
+    ),
+    "modernbert tags": (tf.ModernBertForTokenClassification, MODERNBERT),
     "t5": (tf.T5ForConditionalGeneration, T5),
     "t5 v1.1": (
         tf.T5ForConditionalGeneration,

@@ -480,6 +480,7 @@ ELECTRA = LAYERS | dict(
 )  # fmt: skip
 IDS = {"electra.embeddings.position_ids": torch.arange(ROOM)[None]}
 case("electra-small-generator", ELECTRA, also(IDS))
+case("electra-small-discriminator", ELECTRA | dict(architectures=["ElectraForPreTraining"]))
 
 MODERNBERT = less(LAYERS, "max_position_embeddings") | dict(
     architectures=["ModernBertForMaskedLM"], attention_bias=False, attention_dropout=0.0,

@@ -264,6 +264,10 @@ class ModelConfig(Section):
     """Token that the heads classes and projection read, or the mean of all; auto selects first in
     an encoder, last in a decoder. Vectors of texts (jf.embed, the objective contrastive) read the
     same, but auto is their mean."""
+    class_head: Literal["auto", "dense", "dense_norm"] = "auto"
+    """Layers of the heads classes and tags before their matrix: dense, act(x W + b) with
+    pooler_activation, dense_norm with a norm behind it (ModernBERT); auto is dense for classes of
+    an encoder, and else none."""
     pooler: bool = False
     """Keep BERT's pooler in an encoder with any head; heads that read it always have it."""
     pooler_activation: Literal["tanh", "relu", "gelu"] = "tanh"

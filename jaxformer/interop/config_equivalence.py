@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxformer.config.model import ATTENTION_FACTORS, BIASED, ModelConfig
-from jaxformer.layers.head import has_pooler
+from jaxformer.layers.head import has_pooler, reads_pooler
 from jaxformer.layers.norm import norm_specs
 from jaxformer.layers.pattern import layer_configs, without_positions
 
@@ -42,6 +42,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "head": config.output,
         "pooling": config.pooled,
         "projection_width": config.projection_width or config.d_model,
+        "class_head": _class_head(config),
         "pooler": config.pooler and not has_pooler_anyway,
         "attention_scale": float(f"{scale:.9g}"),
         "bias": bias_named(biased),
@@ -65,6 +66,10 @@ def resolved(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, **fields | unused)
 
 
+def _class_head(config: ModelConfig) -> str:
+    return "dense" if reads_pooler(config) and config.class_head == "auto" else config.class_head
+
+
 def _window_pattern(config: ModelConfig) -> str:
     """One letter for each layer."""
     return "".join("w" if layer.window else "f" for layer in layer_configs(config, config.n_layers))
@@ -85,6 +90,7 @@ def _expert_pattern(config: ModelConfig) -> str:
 def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
     """The fields that do not change the logits of this config."""
     scaling, output, pattern = config.rope_scaling, config.output, _expert_pattern(config)
+    has_class_layers = reads_pooler(config) or (output == "tags" and config.class_head != "auto")
     matters = {
         "dropout attention_dropout init dtype layer_loop remat attention_kernel": False,
         "expert_kernel router_noise router_bias_rate router_balance_loss": False,
@@ -100,8 +106,9 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         "tied_head": output in ("language", "masked"),
         "pooling": output in ("classes", "projection"),
         "projection_width": output == "projection",
-        "pooler_activation": has_pooler(config),
-        "head_dense_bias": has_pooler(config) or output == "masked",
+        "class_head": has_class_layers,
+        "pooler_activation": has_pooler(config) or has_class_layers,
+        "head_dense_bias": has_pooler(config) or has_class_layers or output == "masked",
         "window window_pattern rope_window_theta": has_windows,
         "rope_beta_fast rope_beta_slow rope_truncate": scaling == "yarn",
         "rope_low_frequency rope_high_frequency": scaling == "llama3",

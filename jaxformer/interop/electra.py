@@ -1,5 +1,6 @@
 """ELECTRA (arXiv:2003.10555): BERT whose embeddings may be narrower than its layers. Its generator
-has the masked head, and its discriminator is the base of those for classes."""
+has the masked head; its discriminator predicts of each token whether it was replaced, and is the
+base of those for classes."""
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
@@ -29,8 +30,13 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         ),
         "tags": output("classifier", "head"),
     }
+    discriminator = (
+        *linear("discriminator_predictions.dense", "head.dense"),
+        *output("discriminator_predictions.dense_prediction", "head"),
+    )
     projection = linear("electra.embeddings_project", "embed.projection")
-    head = heads.get(config.output, ())
+    is_discriminator = config.output == "tags" and config.class_head != "auto"
+    head = discriminator if is_discriminator else heads.get(config.output, ())
     return named_in_class("electra", config, (*trunk("electra"), *projection, *head))
 
 
@@ -38,6 +44,7 @@ ELECTRA = Family(
     "electra",
     {
         "ElectraForMaskedLM": {"head": "masked"},
+        "ElectraForPreTraining": {"head": "tags", "class_head": "dense", "n_classes": 1},
         "ElectraForSequenceClassification": {"head": "classes"},
         "ElectraForTokenClassification": {"head": "tags"},
         "ElectraModel": {"head": "none"},
@@ -58,6 +65,6 @@ ELECTRA = Family(
     ),
     ignored=BUFFERS,
     renamed=OLD_NORMS,
-    covers="an embedding of another width; masked-LM, text- and token-classification heads;"
-    " no head; `ElectraForPreTraining` is refused",
+    covers="an embedding of another width; masked-LM, text- and token-classification heads, and"
+    " the discriminator's; no head",
 )

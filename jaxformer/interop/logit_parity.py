@@ -71,6 +71,8 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
     with torch.no_grad():
         outputs = model.eval()(**{name: torch.tensor(array) for name, array in inputs.items()})
     hf = next(outputs[name] for name in OUTPUTS if name in outputs).float().numpy()
+    # The one class of ELECTRA's discriminator has no axis there.
+    hf = hf.reshape(ours.shape)
     return _compared(np.asarray(ours, np.float32), hf, mask.astype(bool))
 
 

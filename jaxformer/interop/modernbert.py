@@ -8,7 +8,7 @@ from jaxformer.interop.family import Family
 from jaxformer.interop.fields import FULL, SLIDING, ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.tensor_table import QKV, STACKED, TensorRow, linear, norm
+from jaxformer.interop.tensor_table import QKV, STACKED, TensorRow, linear, norm, output
 from jaxformer.layers.pattern import layer_configs
 
 MODERNBERT_DEPTH = 22
@@ -57,17 +57,31 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         *norm("model.final_norm", "final_norm"),
     )
     masked = (
-        *linear("head.dense", "head.dense"),
-        *norm("head.norm", "head.norm"),
+        *_dense("head"),
         TensorRow("decoder.weight", "head.weight"),
         TensorRow("decoder.bias", "head.bias"),
     )
-    return named_in_class("model", config, (*trunk, *masked))
+    classes = output("classifier", "head")
+    heads = {
+        "masked": masked,
+        "classes": (*_dense("pooler"), *classes),
+        "tags": (*_dense("head"), *classes),
+    }
+    return named_in_class("model", config, (*trunk, *heads.get(config.output, ())))
+
+
+def _dense(path: str) -> tuple[TensorRow, ...]:
+    return *linear("head.dense", f"{path}.dense"), *norm("head.norm", f"{path}.norm")
 
 
 MODERNBERT = Family(
     "modernbert",
-    {"ModernBertForMaskedLM": {"head": "masked"}, "ModernBertModel": {"head": "none"}},
+    {
+        "ModernBertForMaskedLM": {"head": "masked"},
+        "ModernBertForSequenceClassification": {"head": "classes"},
+        "ModernBertForTokenClassification": {"head": "tags"},
+        "ModernBertModel": {"head": "none"},
+    },
     (
         fields.Constant(
             family="encoder",
@@ -76,6 +90,8 @@ MODERNBERT = Family(
             unnormed_layers=1,
             activation="geglu",
             head_dense_bias=False,
+            class_head="dense_norm",
+            pooler_activation="gelu",
         ),
         fields.DivisibleHeads(),
         fields.Key("vocab_size", "vocab_size", 50368),
@@ -97,8 +113,10 @@ MODERNBERT = Family(
         fields.FixedKey("decoder_bias", (True,)),
         fields.tied(True),
         fields.Dropout("attention_dropout embedding_dropout mlp_dropout"),
-        # Of class heads, of training, of kernels, and two that are read by no layer.
-        fields.IgnoredKeys("classifier_pooling sparse_prediction sparse_pred_ignore_index"),
+        fields.ClassCount(),
+        fields.Choice("classifier_pooling", "pooling", {"cls": "first", "mean": "mean"}, "cls"),
+        # Of training, of kernels, and two that are read by no layer.
+        fields.IgnoredKeys("classifier_dropout sparse_prediction sparse_pred_ignore_index"),
         fields.IgnoredKeys("initializer_cutoff_factor deterministic_flash_attn reference_compile"),
         fields.IgnoredKeys("repad_logits_with_grad layer_norm_eps position_embedding_type"),
         fields.IgnoredKeys("cls_token_id"),
@@ -106,6 +124,6 @@ MODERNBERT = Family(
     rows,
     prefix="model.",
     copies=masked_tied_copy("decoder.weight", "model.embeddings.tok_embeddings.weight"),
-    covers="windows and two RoPE bases by layer; masked-LM head; no head; classes for"
-    " classification are refused",
+    covers="windows and two RoPE bases by layer; masked-LM, text- (first token or"
+    " mean) and token-classification heads; no head",
 )

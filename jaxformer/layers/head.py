@@ -3,7 +3,7 @@ same loss serves all of them.
 
 language   the next token              x
 masked     the token that was masked   norm(act(x W + b)) (BERT, arXiv:1810.04805)
-tags       a class of each token       x
+tags       a class of each token       x, or as model.class_head says, act(x W + b)
 classes    a class of each row         act(pooled W + b) in an encoder, pooled in a decoder
 projection a vector of each row        as classes, without a bias (CLIP, arXiv:2103.00020)
 none       the residual stream, and no matrix
@@ -48,10 +48,15 @@ class Head(NamedTuple):
     of_row: bool = False
 
 
+def reads_pooler(config: ModelConfig) -> bool:
+    """Whether the head reads the pooler: that of a row in an encoder, or asked to."""
+    asked = config.family == "encoder" or config.class_head != "auto"
+    return HEADS[config.output].of_row and asked
+
+
 def has_pooler(config: ModelConfig) -> bool:
-    """Whether a model has BERT's pooler: an encoder with a head that reads it, or asked to."""
-    reads_it = config.family == "encoder" and HEADS[config.output].of_row
-    return config.pooler or bool(config.second_heads) or reads_it
+    """Whether a model has BERT's pooler: with a head that reads it, or asked to."""
+    return config.pooler or bool(config.second_heads) or reads_pooler(config)
 
 
 def is_tied(config: ModelConfig) -> bool:
@@ -61,7 +66,9 @@ def is_tied(config: ModelConfig) -> bool:
 
 def head_specs(config: ModelConfig) -> Specs:
     """The rows named pooler, head and those of second heads, as far as the config has them."""
-    table: Specs = {"pooler": _dense_specs(config, config.d_model)} if has_pooler(config) else {}
+    table: Specs = {}
+    if has_pooler(config):
+        table["pooler"] = _class_dense_specs(config, reads_pooler(config))
     table["head"] = HEADS[config.output].specs(config)
     table |= {name: _output_specs(config, 2, "classes") for name in config.second_heads}
     if is_tied(config):
@@ -93,6 +100,18 @@ def _masked_specs(config: ModelConfig) -> Specs:
     narrow = of_embeddings(config)
     output = _output_specs(narrow, config.vocab_size, "vocab")
     return output | _dense_specs(config, narrow.d_model) | {"norm": norm_specs(narrow)}
+
+
+def _class_dense_specs(config: ModelConfig, normed: bool) -> Specs:
+    """A matrix [D, D], and if `normed` the norm behind it that model.class_head may have."""
+    has_norm = normed and config.class_head == "dense_norm"
+    norm_rows = {"norm": norm_specs(config)} if has_norm else {}
+    return _dense_specs(config, config.d_model) | norm_rows
+
+
+def _tag_specs(config: ModelConfig) -> Specs:
+    dense = {} if config.class_head == "auto" else _class_dense_specs(config, normed=True)
+    return _class_specs(config) | dense
 
 
 def _class_specs(config: ModelConfig) -> Specs:
@@ -132,10 +151,19 @@ def pooled(
 ) -> Float[Array, "B 1 D"]:
     """One vector per row, as model.pooling says, then the pooler if there is one."""
     pooled_rows = pool(x, layout, config.pooled)[:, None]
-    if "pooler" not in params:
-        return pooled_rows
-    dense = linear("BTD,DF->BTF", params["pooler"], "dense", pooled_rows)
-    return ACTIVATIONS[config.pooler_activation](dense)
+    return _class_dense(params.get("pooler", {}), config, pooled_rows)
+
+
+def _tag_rows(params: Params, config: ModelConfig, x: jax.Array, layout: TokenLayout) -> jax.Array:
+    return _class_dense(params["head"], config, x)
+
+
+def _class_dense(branch: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """[B, T, D] after the dense layer and the norm, as far as the branch has them."""
+    if "dense" not in branch:
+        return x
+    x = ACTIVATIONS[config.pooler_activation](linear("BTD,DF->BTF", branch, "dense", x))
+    return norm(branch["norm"], config, x) if "norm" in branch else x
 
 
 def _transformed(
@@ -155,10 +183,17 @@ POOLED_TEXTS = {
 
 def _pooled_formula(config: ModelConfig) -> tuple[str, ...]:
     lines = (f"p = {POOLED_TEXTS[config.pooled]}",)
-    if not has_pooler(config):
-        return lines
+    return (*lines, _class_dense_formula(config, "p")) if has_pooler(config) else lines
+
+
+def _tag_formula(config: ModelConfig) -> tuple[str, ...]:
+    return () if config.class_head == "auto" else (_class_dense_formula(config, "x"),)
+
+
+def _class_dense_formula(config: ModelConfig, read: str) -> str:
     act = ACTIVATION_TEXTS.get(config.pooler_activation, config.pooler_activation)
-    return (*lines, f"h = {act}(p W_h{' + b_h' if config.head_dense_bias else ''})")
+    dense = f"{act}({read} W_h{' + b_h' if config.head_dense_bias else ''})"
+    return f"h = norm({dense})" if config.class_head == "dense_norm" else f"h = {dense}"
 
 
 def _masked_formula(config: ModelConfig) -> tuple[str, ...]:
@@ -175,7 +210,7 @@ HEADS: Table[Head] = Table(
         ),
         "masked": Head(_masked_specs, _transformed, _masked_formula, of_tokens=True),
         "classes": Head(_class_specs, pooled, _pooled_formula, of_row=True),
-        "tags": Head(_class_specs),
+        "tags": Head(_tag_specs, _tag_rows, _tag_formula),
         "projection": Head(_projection_specs, pooled, _pooled_formula, of_row=True),
         "none": Head(lambda config: {}),
     },

@@ -66,6 +66,8 @@ SAME = [  # settings of a model, and others of the same function
     (DECODER, dict(relative_bias="layer")),
     (ENCODER | dict(next_sentence=True), dict(pooler=True)),
     (ENCODER | dict(head="classes", n_classes=2), dict(pooler=True, tied_head=True)),
+    (ENCODER | dict(head="classes", n_classes=2), dict(class_head="dense")),
+    (ENCODER, dict(class_head="dense")),
 ]
 OTHER = [  # and others that are not
     *(
@@ -94,6 +96,7 @@ OTHER = [  # and others that are not
     (DECODER | dict(positions="t5"), dict(relative_bias="layer")),
     (DECODER, dict(unnormed_layers=1)),
     (ENCODER | dict(head="classes", n_classes=2), dict(pooling="mean")),
+    (ENCODER | dict(head="tags", n_classes=2), dict(class_head="dense")),
     (ENCODER | dict(head="tags", n_classes=2), dict(n_classes=3)),
 ]
 

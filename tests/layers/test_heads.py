@@ -76,6 +76,17 @@ HEADS = {
     },
     "tags": {"family": "encoder", "head": "tags", "n_classes": 5, "logit_soft_cap": 1.5},
     "tags of a decoder": {"head": "tags", "n_classes": 5},
+    "tags behind a dense layer": {
+        "family": "encoder",
+        "head": "tags",
+        "n_classes": 5,
+        "class_head": "dense",
+    },
+    "classes of a decoder behind a norm": {
+        "head": "classes",
+        "n_classes": 3,
+        "class_head": "dense_norm",
+    },
 }
 # Heads that no objective trains.
 VECTORS = {"projection": {"head": "projection", "projection_width": 7}}
@@ -122,9 +133,12 @@ def test_the_logits_are_the_formula_of_the_head(name):
             "mean": real / real.sum(1, keepdims=True),
         }[config.pooled]
         x = np.einsum("bt,btd->bd", share, x)[:, None]
-        if config.family == "encoder":
-            act = {"tanh": np.tanh, "relu": jax.nn.relu}[config.pooler_activation]
-            x = act(x @ params["pooler"]["dense"] + params["pooler"]["dense_bias"])
+    dense = params.get("pooler", params.get("head", {}))
+    if config.output in ("classes", "tags") and "dense" in dense:
+        act = {"tanh": np.tanh, "relu": jax.nn.relu}[config.pooler_activation]
+        x = act(x @ dense["dense"] + dense["dense_bias"])
+        if config.class_head == "dense_norm":
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * dense["norm"]["scale"]
     if config.output == "masked":
         act = {"swiglu": jax.nn.silu, "tanh": jnp.tanh, "gelu": GELU}[config.activation]
         x = np.asarray(act(x @ params["head"]["dense"] + params["head"]["dense_bias"]))
