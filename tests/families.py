@@ -67,7 +67,10 @@ VARIANTS = {
         | {"rope with two bases": {"rope_window_theta": 50.0, "window": 3, "window_pattern": "wf"}}
         | {"rope in some layers": {"position_pattern": "np"}}
         | {"learned behind an offset": {"positions": "learned", "position_offset": 2}}
-        | {"sinusoidal half": {"positions": "sinusoidal", "sinusoid_order": "half"}}
+        | {
+            "sinusoidal half": {"positions": "sinusoidal", "sinusoid_order": "half"}
+            | {"sinusoid_range": "closed", "position_offset": 2}
+        }
         | {"longrope": LONGROPE}
     ),
     "heads": (

@@ -46,6 +46,8 @@ def folder(*parts):
 
 # Layers whose norms are behind the sums.
 POST_NORM = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "bart", "marian")
+# Encoder-decoders that are padded on the right alone.
+RIGHT_PADDED = ("bart", "marian", "pegasus", "mbart", "m2m_100")
 
 
 def perturbed(model, seed):
@@ -124,9 +126,7 @@ def batch_for(model, seed=0):
     Padding is on the right and, where transformers can place the tokens behind it, on the left.
     """
     rng = np.random.default_rng(seed)
-    left = (
-        model.config.model_type not in ("bart", "marian") and "Sequence" not in type(model).__name__
-    )
+    left = model.config.model_type not in RIGHT_PADDED and "Sequence" not in type(model).__name__
 
     def rows(length, words=("input_ids", "attention_mask")):
         mask = np.ones((3, length), int)

@@ -253,6 +253,16 @@ def marian() -> tuple[Backend, dict[str, Any]]:
     return backend, {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
+def mbart() -> tuple[Backend, dict[str, Any]]:
+    languages = ["en_XX", "ro_RO"]
+    names = ["<s>", "<pad>", "</s>", "<unk>"]
+    backend = unigram(names, "<unk>", [*languages, "<mask>"])
+    backend.post_processor = template(backend, "$A </s> en_XX", "$A $B </s> en_XX")
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>"}
+    roles |= {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
+    return backend, roles | {"extra_special_tokens": languages}
+
+
 # What the model's own files say beside the tokenizer's: by name of the token.
 MODELS: dict[str, tuple[Callable[[], tuple[Backend, dict[str, Any]]], dict[str, str]]] = {
     "gpt2": (gpt2, {}),
@@ -263,6 +273,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[Backend, dict[str, Any]]], dict[str, 
     "bert": (bert, {}),
     "t5": (t5, {"decoder_start_token_id": "<pad>"}),
     "bart": (bart, {"decoder_start_token_id": "</s>", "forced_bos_token_id": "<s>"}),
+    "mbart": (mbart, {"decoder_start_token_id": "ro_RO"}),
     "marian": (marian, {"decoder_start_token_id": "<pad>", "bos_token_id": "</s>"}),
 }
 

@@ -531,6 +531,23 @@ VARIANTS = {
         tf.MarianMTModel,
         BART | dict(d_model=36, activation_function="relu", decoder_layers=1),
     ),
+    "pegasus": (tf.PegasusForConditionalGeneration, BART | dict(scale_embedding=True)),
+    "pegasus unscaled": (
+        tf.PegasusForConditionalGeneration,
+        BART | dict(activation_function="relu", encoder_layers=3, decoder_layers=2),
+    ),
+    "mbart": (tf.MBartForConditionalGeneration, BART | dict(scale_embedding=True)),
+    "mbart unscaled": (
+        tf.MBartForConditionalGeneration,
+        BART | dict(activation_function="relu", encoder_layers=3, decoder_layers=2),
+    ),
+    "m2m_100": (tf.M2M100ForConditionalGeneration, BART),
+    "m2m_100 unscaled, odd width": (
+        tf.M2M100ForConditionalGeneration,
+        BART
+        | dict(scale_embedding=False, activation_function="gelu", decoder_layers=2)
+        | dict(d_model=45, encoder_attention_heads=3, decoder_attention_heads=3),
+    ),
 }
 FAMILY = {  # one variant for each family, where one shows what all have
     name.split()[0]: name for name in reversed(VARIANTS)

@@ -580,3 +580,24 @@ COPIES = {
 case("bart-base", BART)
 case("bart-large-cnn", CNN, also(COPIES))
 case("opus-mt-en-de", OPUS, also(COPIES))
+
+PRE_NORM = dict(normalize_before=True, add_final_layer_norm=True, scale_embedding=True)
+MBART = CNN | PRE_NORM | dict(
+    architectures=["MBartForConditionalGeneration"], model_type="mbart",
+    static_position_embeddings=False, tokenizer_class="MBartTokenizer",
+)  # fmt: skip
+XSUM = CNN | PRE_NORM | dict(
+    activation_function="relu", architectures=["PegasusForConditionalGeneration"],
+    do_blenderbot_90_layernorm=False, extra_pos_embeddings=0, model_type="pegasus",
+    force_bos_token_to_be_generated=False, normalize_embedding=False, pad_token_id=0,
+    static_position_embeddings=True,
+)  # fmt: skip
+NLLB = less(BART, "add_bias_logits", "add_final_layer_norm", "normalize_before",
+"normalize_embedding", "classif_dropout", "forced_bos_token_id") | dict(
+    activation_function="relu", architectures=["M2M100ForConditionalGeneration"],
+    encoder_layerdrop=0.05, max_length=200, model_type="m2m_100", scale_embedding=True,
+    tokenizer_class="NllbTokenizer",
+)  # fmt: skip
+case("mbart-large-cc25", MBART, also(COPIES))
+case("pegasus-xsum", XSUM, also(COPIES))
+case("nllb-200-distilled-600M", NLLB, also(COPIES))

@@ -197,9 +197,12 @@ class ModelConfig(Section):
     """yarn, longrope: factor of the rotated queries and keys; 0 uses 1 + 0.1 ln(rope_factor), or
     sqrt(1 + ln(rope_factor) / ln(rope_original_length))."""
     position_offset: Natural = 0
-    """Rows of the table of learned positions before the first token's (2 in RoBERTa, BART)."""
+    """Learned or sinusoidal positions before the first token's (2 in RoBERTa, BART, NLLB)."""
     sinusoid_order: Literal["interleaved", "half"] = "interleaved"
     """Order of the sinusoidal dimensions: sines and cosines interleaved, or sines first."""
+    sinusoid_range: Literal["open", "closed"] = "open"
+    """Frequencies of the sinusoids: geometric from 1 to 1 / 10000, open without the last and closed
+    with it (fairseq, M2M100)."""
     relative_buckets: Annotated[int, Bounds(4)] = 32
     """Number of buckets of T5's relative positions."""
     relative_distance: Annotated[int, Bounds(2)] = 128

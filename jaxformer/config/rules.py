@@ -182,8 +182,11 @@ def _positions(config: Any) -> Iterator[str]:
             f"position_pattern={layers!r} must be letters p (positions) and n (none), and needs"
             f" model.positions='rope', not {positions!r}: each layer rotates queries and keys."
         )
-    if offset > 0 and positions != "learned":
-        yield f"position_offset={offset} needs model.positions='learned', not {positions!r}."
+    if offset > 0 and positions not in ("learned", "sinusoidal"):
+        yield (
+            f"position_offset={offset} needs model.positions='learned' or 'sinusoidal', not"
+            f" {positions!r}."
+        )
     if theta > 0 and (not rope or not config.window or theta < 1):
         yield (
             f"rope_window_theta={theta:g} must be at least 1, and needs model.positions='rope' and"

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of
-from jaxformer.interop.bart import BART, MARIAN
+from jaxformer.interop.bart import BART, M2M100, MARIAN, MBART, PEGASUS
 from jaxformer.interop.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from jaxformer.interop.clip import CLIP_TEXT
 from jaxformer.interop.cohere import COHERE, GLM4
@@ -49,7 +49,7 @@ WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
 # DistilBERT is a BERT without token types.
 ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, ELECTRA, MODERNBERT)
 TEXT_ENCODERS = (CLIP_TEXT, T5_ENCODER, MT5_ENCODER, UMT5_ENCODER)
-WITH_SOURCE = (T5, MT5, UMT5, BART, MARIAN)
+WITH_SOURCE = (T5, MT5, UMT5, BART, MARIAN, PEGASUS, MBART, M2M100)
 HF_FAMILIES: tuple[Family, ...] = (
     *(*DECODERS, *WITH_EXPERTS),
     *(*ENCODERS, *TEXT_ENCODERS, *WITH_SOURCE),

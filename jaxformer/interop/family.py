@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.config_equivalence import differences, resolved
@@ -52,9 +54,10 @@ class Family:
     first. `bases` are classes without a head, read as the first architecture with a tied output
     layer. `prefix` is the start of names that files of a base, and older files, leave out.
     `ignored` are patterns of tensors that are not read; `renamed` are (pattern, new) of old names.
-    `packed` are the readers of packed weights, by quant_method of quantization_config. `covers`
-    says what of the family is supported beyond the basic model, in the table of
-    docs/hugging_face.md.
+    `computed` are tensors that follow from the config, such as sinusoids: they are written, and
+    files may lack them. `packed` are the readers of packed weights, by quant_method of
+    quantization_config. `covers` says what of the family is supported beyond the basic model, in
+    the table of docs/hugging_face.md.
     """
 
     model_type: str
@@ -66,6 +69,7 @@ class Family:
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    computed: Callable[[ModelConfig], Mapping[str, np.ndarray]] = lambda config: {}
     packed: Mapping[str, type[TensorFiles]] = dataclasses.field(default_factory=dict)
     covers: str = ""
 

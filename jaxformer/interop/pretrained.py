@@ -234,9 +234,9 @@ def _checked_names(
 ) -> dict[str, str]:
     """The name in the files of each tensor. Raises ConfigError naming all tensors that are missing,
     unexpected, or of another shape."""
-    copies, entries = family.copies(config), files.entries
+    copies, computed, entries = family.copies(config), family.computed(config), files.entries
     shapes = {tensor.name: tensor.shape for tensor in plan}
-    expected = [*shapes, *(copy.name for copy in copies)]
+    expected = [*shapes, *(copy.name for copy in copies), *computed]
     names = matched(entries, expected, family.prefix, family.renamed)
     problems = [
         f"{name}: not in {files.listing}, and config.json asks for {list(shape)}"
@@ -260,6 +260,12 @@ def _checked_names(
             name, of = names[copy.name], names[copy.of]
             if not _equal(files, name, of):
                 problems.append(f"{name}: in {entries[name].file} not equal to {of}, its original")
+    for key in computed.keys() & names.keys():
+        stored_table = files.read(names[key]).astype(np.float32)
+        # bfloat16 has two digits.
+        is_equal = stored_table.shape == computed[key].shape
+        if not is_equal or not np.allclose(stored_table, computed[key], atol=1e-2):
+            problems.append(f"{names[key]}: not the table that {family.model_type} computes")
     if problems:
         raise ConfigError(
             f"the tensors of {files.directory} do not fit its config.json:\n"
@@ -308,12 +314,17 @@ def save_pretrained(
     leaves = flat_leaves(params)
     plan = {tensor.name: tensor for tensor in family.tensors(config)}
     plan |= {copy.name: plan[copy.of] for copy in family.copies(config) if copy.written}
+    stored, computed = dtype or str(next(iter(leaves.values())).dtype), family.computed(config)
     shapes = {
         key: (tensor.shape, np.dtype(jnp.dtype(dtype or leaves[tensor.paths[0]].dtype)))
-        for key, tensor in sorted(plan.items())
+        for key, tensor in plan.items()
     }
-    files = write_tensors(directory, shapes, lambda key: tensor_of(plan[key], leaves), shard_bytes)
-    stored = dtype or str(next(iter(leaves.values())).dtype)
+    shapes |= {key: (table.shape, np.dtype(jnp.dtype(stored))) for key, table in computed.items()}
+
+    def tensor_named(key: str) -> np.ndarray:
+        return computed[key] if key in computed else tensor_of(plan[key], leaves)
+
+    files = write_tensors(directory, dict(sorted(shapes.items())), tensor_named, shard_bytes)
     keys = {"torch_dtype": stored, **_token_ids(config, tokenizer), **family.write(config, name)}
     if keys.pop("num_labels", None):
         labels = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))

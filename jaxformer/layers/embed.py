@@ -84,7 +84,9 @@ def _learned(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
 
 
 def _sinusoidal(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
-    return sinusoids(inputs.layout.positions, config.d_model, config.sinusoid_order)
+    positions = inputs.layout.positions
+    positions = positions + config.position_offset if config.position_offset else positions
+    return sinusoids(positions, config.d_model, config.sinusoid_order, config.sinusoid_range)
 
 
 def _type_specs(config: ModelConfig) -> Specs:

@@ -13,17 +13,23 @@ from jaxformer.config.settings import Table
 
 
 def sinusoids(
-    positions: Int[Array, "... T"], width: int, order: str = "interleaved"
+    positions: Int[Array, "... T"], width: int, order: str = "interleaved", span: str = "open"
 ) -> Float[Array, "... T D"]:
     """sin and cos of position / 10000^(2i/D), interleaved or all sines first: [..., T] ->
-    [..., T, D] (arXiv:1706.03762)."""
-    half = -(-width // 2)
-    frequencies = 10_000.0 ** (-2 * jnp.arange(half, dtype=jnp.float32) / width)
-    angle = positions[..., None].astype(jnp.float32) * frequencies
+    [..., T, D] (arXiv:1706.03762). With span "closed" the exponent is i / (D // 2 - 1), so that the
+    last frequency is 1/10000, and an odd D ends with a 0 (fairseq)."""
+    is_closed = span == "closed"
+    half = width // 2 if is_closed else -(-width // 2)
+    index = jnp.arange(half, dtype=jnp.float32)
+    exponent = -index / max(half - 1, 1) if is_closed else -2 * index / width
+    angle = positions[..., None].astype(jnp.float32) * 10_000.0**exponent
     waves = jnp.sin(angle), jnp.cos(angle)
     if order == "half":
-        return jnp.concatenate(waves, axis=-1)[..., :width]
-    return jnp.stack(waves, axis=-1).reshape(*positions.shape, 2 * half)[..., :width]
+        x = jnp.concatenate(waves, axis=-1)[..., :width]
+    else:
+        x = jnp.stack(waves, axis=-1).reshape(*positions.shape, 2 * half)[..., :width]
+    missing = width - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * positions.ndim + [(0, missing)]) if missing else x
 
 
 def rope_frequencies(width: int, theta: Any = 10_000.0) -> Float[Array, "*each W"]:

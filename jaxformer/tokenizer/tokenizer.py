@@ -260,9 +260,9 @@ class Tokenizer:
         return [*self.prefix, *map(int, ids)]
 
     def as_source(self, ids: IdSequence) -> list[int]:
-        """The tokens of a text as the source of an encoder-decoder: in the template, with the end
-        token last."""
-        end = [] if self.suffix[-1:] == [self.end_token] else [self.end_token]
+        """The tokens of a text as the source of an encoder-decoder: in the template, and an end
+        token last where the template has none behind a text (mBART's has a language there)."""
+        end = [] if self.end_token in self.suffix else [self.end_token]
         return [*self.prefix, *map(int, ids), *self.suffix, *end]
 
     def as_target(self, ids: IdSequence) -> list[int]:

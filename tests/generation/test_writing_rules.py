@@ -25,12 +25,12 @@ VARIED = {"no_repeat_ngram_size": 2}
 
 
 @functools.cache
-def batch():
-    rows = inputs("marian", seed=4)
+def batch(name="marian"):
+    rows = inputs(name, seed=4)
     return {name: rows[name] for name in ("input_ids", "attention_mask")}
 
 
-def theirs(beams, stated):
+def theirs(beams, stated, name="marian"):
     """What transformers writes: the new tokens of each row up to an end token."""
     how = tf.GenerationConfig(
         do_sample=False,
@@ -41,10 +41,10 @@ def theirs(beams, stated):
         decoder_start_token_id=START,
         **stated,
     )
-    model = reference("marian")
+    model = reference(name)
     before, model.generation_config = model.generation_config, how
     with torch.no_grad():
-        made = model.generate(**{name: torch.from_numpy(rows) for name, rows in batch().items()})
+        made = model.generate(**{key: torch.from_numpy(rows) for key, rows in batch(name).items()})
     model.generation_config = before
     return cut(made[:, 1:].numpy(), stated.get("eos_token_id"))
 
@@ -55,14 +55,15 @@ def cut(rows, end):
     return [row[: row.index(end) + 1] if end in row else row for row in lists]
 
 
-def ours(beams, stated, folder):
+def ours(beams, stated, folder, name="marian"):
     """The same by the rules of a directory with this generation_config.json and no tokenizer."""
     (folder / "generation_config.json").write_text(json.dumps(stated))
     rules = jf.writing_rules(folder)
     forced = [stated["forced_bos_token_id"]] if "forced_bos_token_id" in stated else []
     prompt = np.tile([START, *forced], (3, 1))
-    source = {"source": batch()["input_ids"], "source_segment_ids": batch()["attention_mask"]}
-    params, config, count = loaded("marian").params, loaded("marian").config, NEW - len(forced)
+    read = batch(name)
+    source = {"source": read["input_ids"], "source_segment_ids": read["attention_mask"]}
+    params, config, count = loaded(name).params, loaded(name).config, NEW - len(forced)
     if beams == 1:
         made = jf.generate(params, config, prompt, count, temperature=0, **source, **rules)
     else:
@@ -123,6 +124,19 @@ def test_marian_writes_what_transformers_writes_by_the_rules_of_its_files(name, 
     if beams == 1:
         assert expected != theirs(beams, VARIED | end)  # the rule changes what is written
     assert ours(beams, stated, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mbart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pegasus", "m2m_100"))],
+)
+def test_beams_of_other_families_write_what_transformers_writes_in_a_forced_language(
+    name, tmp_path
+):
+    stated = VARIED | {"forced_bos_token_id": 33, "eos_token_id": 69}
+    expected = theirs(3, stated, name)
+    assert all(row[0] == 33 for row in expected) and len({*expected[0]}) >= 3
+    assert ours(3, stated, tmp_path, name) == expected
 
 
 def tokenizer_of(folder, stated, name="generation_config.json"):

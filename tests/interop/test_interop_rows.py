@@ -66,6 +66,9 @@ CLASSES = {
     "umt5": tf.UMT5Config,
     "bart": tf.BartConfig,
     "marian": tf.MarianConfig,
+    "pegasus": tf.PegasusConfig,
+    "mbart": tf.MBartConfig,
+    "m2m_100": tf.M2M100Config,
 }
 FAMILY = {family.model_type: family for family in HF_FAMILIES}
 NAMES = {"lm_head.weight"}  # as of a T5 that may be untied
@@ -353,6 +356,14 @@ def test_a_new_architecture_is_named_with_its_new_keys_and_the_nearest_family(ke
         with pytest.raises(jf.ConfigError, match="not a supported architecture") as error:
             stated_architecture(Path("config.json"), values)
         assert expected in str(error.value)
+
+
+def test_nllb_with_experts_is_refused_with_the_nearest_family():
+    values = json.loads(tf.NllbMoeConfig().to_json_string(use_diff=False))
+    values |= {"architectures": ["NllbMoeForConditionalGeneration"]}
+    with pytest.raises(jf.ConfigError, match="nearest is bart .*num_experts=128") as error:
+        stated_architecture(Path("config.json"), values)
+    assert "NllbMoeForConditionalGeneration" in str(error.value)
 
 
 def test_a_config_json_without_keys_of_any_family_has_no_nearest_one():

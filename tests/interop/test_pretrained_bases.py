@@ -64,6 +64,7 @@ WRITERS = {  # the base and the class that ties its output layer to the embeddin
     "bloom": (tf.BloomModel, tf.BloomForCausalLM, BLOOM),
     "t5": (tf.T5Model, tf.T5ForConditionalGeneration, T5),
     "bart": (tf.BartModel, tf.BartForConditionalGeneration, BART),
+    "pegasus": (tf.PegasusModel, tf.PegasusForConditionalGeneration, BART),
 }
 
 

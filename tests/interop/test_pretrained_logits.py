@@ -80,6 +80,9 @@ GREEDY = [
         "bart scaled",
         "marian",
         "marian unscaled",
+        "pegasus",
+        "mbart",
+        "m2m_100",
     ),
 ]
 

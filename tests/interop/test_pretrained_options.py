@@ -108,6 +108,8 @@ CAUSAL = {
     "t5": (tf.T5ForConditionalGeneration, T5),
     "bart": (tf.BartForConditionalGeneration, BART),
     "marian": (tf.MarianMTModel, BART),
+    "mbart": (tf.MBartForConditionalGeneration, BART),
+    "m2m_100": (tf.M2M100ForConditionalGeneration, BART),
 }
 MSCALE = dict(mscale=0.7, mscale_all_dim=0.4)
 LONGROPE = rope("longrope", None, **LONG)
@@ -272,6 +274,8 @@ OPTIONS = [
     ),
     ("marian", dict(tie_word_embeddings=False), "embed_tokens"),
     ("marian", dict(d_model=33, encoder_attention_heads=3, decoder_attention_heads=3), "d_model"),
+    ("mbart", dict(decoder_ffn_dim=47), "ffn_dim"),
+    ("m2m_100", dict(max_position_embeddings=9), "max_position_embeddings"),
 ]
 OPTIONS += [("gpt2", dict(activation_function=act), "activation_function") for act in ACTS]
 OPTIONS += [("llama", dict(hidden_act=act), "hidden_act") for act in ACTS]

@@ -398,6 +398,16 @@ def test_sinusoids_are_their_formula(width, order):
     )
 
 
+@pytest.mark.parametrize("width", [8, 7])
+def test_closed_sinusoids_end_with_the_lowest_frequency_and_a_zero_where_the_width_is_odd(width):
+    positions, half = np.array([[0, 1, 5, 700]]), width // 2
+    angles = positions[..., None] / 10_000 ** (np.arange(half) / (half - 1))
+    missing = np.zeros((1, 4, width % 2))
+    expected = np.concatenate([np.sin(angles), np.cos(angles), missing], axis=-1)
+    found = sinusoids(jnp.array(positions), width, "half", "closed")
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
 def softmax(scores):
     powers = np.exp(scores - scores.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
