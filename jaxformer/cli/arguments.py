@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
+from jaxformer.cli.rule_arguments import RuleArguments
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import ObjectiveName, RunConfig
@@ -80,7 +81,7 @@ class ShapesArguments(ConfigArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleArguments(ModelArguments):
+class SampleArguments(ModelArguments, RuleArguments):
     """Continues a prompt (decoder), or writes the target of a source (encoder-decoder); predicts
     its [MASK] tokens, its class, or the tags of its words; or gives its vector."""
 
@@ -117,6 +118,8 @@ class SampleArguments(ModelArguments):
     """Beam width; 0 samples instead."""
     length_penalty: float = 0.6
     """Length penalty of the beam search; 0 prefers short texts."""
+    n: int = 1
+    """Number of texts to write for the prompt, which is read once."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Random seed. If not given, each call samples another text."""
 

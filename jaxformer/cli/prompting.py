@@ -119,16 +119,33 @@ def new_tokens(
     model: Model, start: list[int], source: list[int], count: int, beams: int, **rules: Any
 ) -> Iterator[list[int]]:
     """At most `count` new tokens, in pieces as they are made; `rules` are the keywords of
-    `beam_search`, or of `stream_tokens` if `beams` is 0."""
-    rules |= model.writing_rules()
+    `beam_search`, or of `stream_tokens` if `beams` is 0, and replace those of the model's files."""
+    for piece in _pieces_of_rows(model, start, source, count, beams, **rules):
+        yield piece[0].tolist()
+
+
+def several_texts(
+    model: Model, start: list[int], source: list[int], count: int, beams: int, **rules: Any
+) -> list[list[int]]:
+    """The new tokens of each of `n` texts, or of the `keep` best of a beam search; the arguments
+    are those of `new_tokens`."""
+    pieces = _pieces_of_rows(model, start, source, count, beams, **rules)
+    return np.concatenate([*pieces], axis=1).tolist()  # type: ignore[no-any-return]
+
+
+def _pieces_of_rows(
+    model: Model, start: list[int], source: list[int], count: int, beams: int, **rules: Any
+) -> Iterator[np.ndarray]:
+    """Pieces [n, length] of the new tokens of n texts."""
+    rules = model.writing_rules() | rules
     if source:
         rules["source"] = [source]
     if beams:
-        best = beam_search(model.params, model.config, [start], count, beams=beams, keep=1, **rules)
-        yield np.asarray(best.tokens[0, 0]).tolist()
+        rules = {"keep": 1} | rules
+        best = beam_search(model.params, model.config, [start], count, beams=beams, **rules)
+        yield np.asarray(best.tokens[0])
         return
-    for piece in stream_tokens(model.params, model.config, [start], count, **rules):
-        yield piece[0].tolist()
+    yield from stream_tokens(model.params, model.config, [start], count, **rules)
 
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:

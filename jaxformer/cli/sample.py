@@ -19,6 +19,7 @@ from jaxformer.cli.prompting import (
     new_tokens,
     open_model,
     row_of,
+    several_texts,
     start_of,
     text_of,
     typed_lines,
@@ -27,6 +28,7 @@ from jaxformer.cli.prompting import (
 from jaxformer.config.format import escaped, printable
 from jaxformer.files import ConfigError
 from jaxformer.generation.slide import slide_tokens
+from jaxformer.generation.stop_strings import before_stop, stream_before_stop
 from jaxformer.models.transformer import forward
 from jaxformer.report.banner import aligned
 from jaxformer.tokenizer.chat import ChatTemplate
@@ -55,6 +57,7 @@ def run(args: SampleArguments) -> int:
         raise ConfigError(
             f"{args.path} has the head {head!r}, which writes no text: leave out --beams."
         )
+    _require_several(model, args)
     if args.seed is not None and not -(2**63) <= args.seed < 2**63:
         raise ConfigError(f"--seed {args.seed} must be a whole number of 64 bits.")
     if args.beyond == "slide":
@@ -82,6 +85,23 @@ def _require_slide(model: Model, args: SampleArguments) -> None:
     raise ConfigError(f"--beyond slide is for sampling from a decoder, but {reason}: leave it out.")
 
 
+def _require_several(model: Model, args: SampleArguments) -> None:
+    """Raises ConfigError for --n where only one text can be written."""
+    if args.n == 1:
+        return
+    if args.n < 1:
+        reason = "write at least one text"
+    elif model.config.output != "language":
+        reason = f"the head {model.config.output!r} of {args.path} writes no text: leave it out"
+    elif args.chat:
+        reason = "a conversation goes on from one answer: leave out --n or --chat"
+    elif args.beyond == "slide":
+        reason = "several texts cannot slide together: leave out --n or --beyond slide"
+    else:
+        return
+    raise ConfigError(f"--n {args.n}: {reason}.")
+
+
 def _write(model: Model, args: SampleArguments) -> None:
     """Prints the text that continues the prompt, or the target of the prompt as a source."""
     start, source = start_of(model, args.prompt or "")
@@ -93,8 +113,25 @@ def _write(model: Model, args: SampleArguments) -> None:
         check_size(len(source), source_context, f"into the context of {source_context}")
     else:
         check_size(len(start), context - 1, f"before a new token into the context of {context}")
+    if args.n > 1:
+        _print_several(model, args, start, source)
+        return
     print("" if source else args.prompt or "", end="")
     _print_growing(model, args, start, source)
+
+
+def _print_several(
+    model: Model, args: SampleArguments, start: list[int], source: list[int]
+) -> None:
+    """Prints `n` texts, each below a line with its number; of a beam search the best first."""
+    count = min(args.max_new_tokens, model.context() - len(start))
+    rules = _rules(model, args) | ({"keep": args.n} if args.beams else {"n": args.n})
+    decode = functools.partial(text_of, model.tokenizer)
+    rows = several_texts(model, start, source, count, args.beams, **rules)
+    for number, row in enumerate(rows, 1):
+        text = decode([*start, *model.before_end(row)])[len(decode(start)) :]
+        print(f"--- {number} of {args.n}")
+        print(("" if source else args.prompt or "") + before_stop(text, args.stop_strings))
 
 
 def _print_growing(model: Model, args: SampleArguments, start: list[int], source: list[int]) -> str:
@@ -114,11 +151,14 @@ def _print_growing(model: Model, args: SampleArguments, start: list[int], source
     # A pipe or a file gets the text as it is, a terminal without control characters.
     shown = printable if sys.stdout.isatty() else str
     texts: list[str] = []
-    for text in _growing(functools.partial(text_of, model.tokenizer), start, before_end()):
+    growing = _growing(functools.partial(text_of, model.tokenizer), start, before_end())
+    for text in stream_before_stop(growing, args.stop_strings):
         print(shown(text), end="", flush=True)
         texts.append(text)
     print(flush=True)
     space, ended = context - len(start), len(model.before_end(made)) < len(made)
+    written = text_of(model.tokenizer, made)
+    ended = ended or any(stop in written for stop in args.stop_strings)
     if args.beyond == "stop" and space < args.max_new_tokens and not ended:
         slide = "" if source else "; --beyond slide continues beyond it"
         print(
@@ -134,18 +174,25 @@ def _pieces(
 ) -> Iterator[list[int]]:
     """New tokens, in pieces as they are made."""
     count = min(args.max_new_tokens, model.context() - len(start))
-    if args.beams:
-        penalty = args.length_penalty
-        return new_tokens(model, start, source, count, args.beams, length_penalty=penalty)
-    rules: dict[str, Any] = {"temperature": args.temperature}
-    rules |= {"top_k": args.top_k, "top_p": args.top_p}
-    rules["key"] = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
-    if args.beyond == "stop":
-        return new_tokens(model, start, source, count, 0, **rules)
+    rules = _rules(model, args)
+    if args.beams or args.beyond == "stop":
+        return new_tokens(model, start, source, count, args.beams, **rules)
     # The special tokens with which every text begins stay in the window.
-    rules |= model.writing_rules() | {"beginning": len(model.tokenizer.as_prompt([]))}
+    rules = model.writing_rules() | rules | {"beginning": len(model.tokenizer.as_prompt([]))}
     pieces = slide_tokens(model.params, model.config, start, args.max_new_tokens, **rules)
     return (piece[0].tolist() for piece in pieces)  # [1, n]
+
+
+def _rules(model: Model, args: SampleArguments) -> dict[str, Any]:
+    """The settings of the command, as keywords of `beam_search` or of `stream_tokens`."""
+    rules = args.rules(model.tokenizer.encode)
+    if args.beams:
+        return rules | {"length_penalty": args.length_penalty}
+    rules |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    if args.stop_strings:
+        rules["tokenizer"] = model.tokenizer
+    rules["key"] = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
+    return rules
 
 
 def _growing(

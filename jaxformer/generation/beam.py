@@ -5,7 +5,7 @@ size of the vocabulary. The model runs on [B b] rows: beam j of row i is row i b
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,16 +14,11 @@ from numpy.typing import ArrayLike
 
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
-from jaxformer.generation.decode import Stream, start
-from jaxformer.generation.text_rules import (
-    TextRules,
-    TextSoFar,
-    ends,
-    filler,
-    permitted,
-    require,
-    within,
-)
+from jaxformer.files import ConfigError
+from jaxformer.generation.decode import Stream, repeated, start
+from jaxformer.generation.sampling import TextRules, permitted, within
+from jaxformer.generation.text_so_far import TextSoFar, ends, filler
+from jaxformer.generation.token_rules import RULES, require, uses
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
@@ -63,6 +58,18 @@ class Search(TextRules):
         """The divisor of the log-probability of `length` tokens: ((5 + length) / 6)^alpha
         (arXiv:1609.08144)."""
         return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** self.length_penalty
+
+
+def searching(settings: dict[str, Any]) -> Search:
+    """The settings of a search. Raises ConfigError for a rule that a search does not have."""
+    names = {field.name for field in fields(Search)}
+    foreign = sorted(rule.name for rule in RULES if rule.name in settings.keys() - names)
+    if foreign:
+        raise ConfigError(
+            f"beam_search has no {', '.join(foreign)}: it compares the probabilities of whole texts"
+            " and draws nothing. Leave out these, or write with jf.generate."
+        )
+    return Search(**settings)
 
 
 class Beams(NamedTuple):
@@ -113,7 +120,7 @@ def beam_search(
     """
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
-    rules, key = Search(**search), jax.random.key(0)
+    rules, key = searching(search), jax.random.key(0)
     sources = (source, source_segment_ids)
     stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources)
     return _search(prepared(params, config), config, rules, max_new_tokens, stream)[0]
@@ -130,7 +137,7 @@ def beam_search_steps(
 ) -> tuple[Beams, BeamSteps]:
     """What `beam_search` returns for the same arguments, and what each of its steps chose from. All
     prompts [B, T] have one length, and so have all sources [B, S]."""
-    rules, key = Search(**search), jax.random.key(0)
+    rules, key = searching(search), jax.random.key(0)
     stream = start(params, config, prompt, max_new_tokens, key, None, (source, None))
     return _search(prepared(params, config), config, rules, max_new_tokens, stream, record=True)
 
@@ -156,7 +163,7 @@ def _search(
     """The best texts, and the steps if they are recorded."""
     batch, beams = stream.logits.shape[0], rules.beams
     keep = rules.keep or beams
-    cache, logits, layout, written = _repeated(
+    cache, logits, layout, written = repeated(
         (stream.cache, stream.logits, stream.layout, stream.written), beams
     )
     tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
@@ -209,8 +216,11 @@ def _extend(
     live text the row [B b] of the text that it continues; and this step alone."""
     (batch, beams), i = live.logs.shape, written.count
     logits = within(live.logits, rules.vocab_size)  # [B b, V]
-    # A rule takes tokens away and leaves the probabilities of the others, as in transformers.
+    # A rule takes tokens away and leaves the probabilities of the others, as in transformers, whose
+    # penalties change log-probabilities.
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # [B b, 1]
+    if uses(rules, "penalty", "caller"):
+        logits, total = logits - total, jnp.zeros_like(total)
     logits = permitted(logits, rules, written, certain=total).reshape(batch, beams, -1)
 
     # 2 b candidates of each row, from the 2 b best tokens of each beam (or V). With one end token
@@ -244,12 +254,6 @@ def _best(best: Beams, new: Beams) -> Beams:
 def _at(array: jax.Array, index: jax.Array) -> jax.Array:
     """The entries [B, M, ...] of an array [B, N, ...] at an index [B, M]."""
     return jnp.take_along_axis(array, index.reshape(*index.shape, *[1] * (array.ndim - 2)), axis=1)
-
-
-def _repeated(tree: Any, times: int) -> Any:
-    """Every row [B, ...] of every array `times` times: [B b, ...]. The length of the cache is a
-    scalar and stays."""
-    return jax.tree.map(lambda a: jnp.repeat(a, times, axis=0) if a.ndim else a, tree)
 
 
 def _of_parents(cache: KVCache, rows: jax.Array) -> KVCache:

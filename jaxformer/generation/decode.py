@@ -21,7 +21,8 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import capacity, read_rows, rounded
 from jaxformer.generation.sampling import Sampling, draw
-from jaxformer.generation.text_rules import TextSoFar, ends, filler
+from jaxformer.generation.stop_strings import StopText
+from jaxformer.generation.text_so_far import TextSoFar, ends, filler
 from jaxformer.generation.weights import prepared, prompt_weights
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.cache import KVCache
@@ -66,11 +67,14 @@ def generate(
     `segment_ids` [B, T] are 0 on padding, on the left or the right; without them, rows that look
     padded are warned of. An encoder-decoder reads `source` [B, S], with its `source_segment_ids`,
     and continues a prompt that begins with its start token. `sampling` are the fields of
-    `Sampling`: temperature (0 is greedy), top_k, top_p, end_token (or several), vocab_size; and
-    what a text may hold, which a published model says in its files and
-    `**jf.writing_rules(tokenizer)` gives: suppress_tokens, begin_suppress_tokens, min_length,
-    min_new_tokens, no_repeat_ngram_size, forced_eos_token_id (each as in transformers). After its
-    end a row is filled with the (first) end token. `key` may be left out where sampling is greedy.
+    `Sampling`, which docs/generation.md has with their formulas: temperature (0 is greedy), top_k,
+    top_p, min_p, typical_p, end_token (or several), stop_strings with tokenizer, vocab_size;
+    presence_penalty, frequency_penalty, rule (a function of the caller); and what a published model
+    says in its files and `**jf.writing_rules(tokenizer)` gives: suppress_tokens,
+    begin_suppress_tokens, bad_words, min_length, min_new_tokens, no_repeat_ngram_size,
+    forced_eos_token_id, repetition_penalty (each as in transformers). With n=4 a prompt is read
+    once and continued four times: text j of prompt i is row 4 i + j. After its end a row is filled
+    with the (first) end token. `key` may be left out where sampling is greedy.
     Raises ConfigError for an empty prompt or one that leaves no space for the new tokens.
     """
     warn_of_padding("prompt", prompt, segment_ids)
@@ -84,7 +88,8 @@ def generate(
     key = jax.random.key(0) if key is None else key
     sources = (source, source_segment_ids)
     stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources)
-    return finish(prepared(params, config), config, rules, max_new_tokens, stream)[0]
+    stream = with_stops(stream, config, rules)
+    return finish(prepared(params, config), config, rules.of_program(), max_new_tokens, stream)[0]
 
 
 def stream_tokens(
@@ -102,6 +107,7 @@ def stream_tokens(
     have ended."""
     rules = Sampling(**sampling)
     stream = start(params, config, prompt, max_new_tokens, key, sources=(source, None))
+    stream, rules = with_stops(stream, config, rules), rules.of_program()
     weights = prepared(params, config)
     for made in range(0, max_new_tokens, chunk):
         tokens, stream = decode(weights, config, rules, chunk, stream)
@@ -194,6 +200,24 @@ def _prefill(
     return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key, written)
 
 
+def with_stops(stream: Stream, config: ModelConfig, rules: Sampling) -> Stream:
+    """The stream with `n` rows for each prompt, and with the automaton of the stop strings, as the
+    rules say."""
+    if rules.n > 1:
+        stream = jax.jit(repeated, static_argnums=1)(stream, rules.n)
+    if not rules.stop_strings:
+        return stream
+    rows = stream.done.shape[0]
+    stops = StopText.of(rules.stop_strings, rules.tokenizer, config.vocab_size, rows)
+    return replace(stream, written=replace(stream.written, stops=stops))
+
+
+def repeated(tree: Any, times: int) -> Any:
+    """Every row [B, ...] of every array `times` times: [B times, ...]. Scalars, such as the length
+    of the cache, stay."""
+    return jax.tree.map(lambda a: jnp.repeat(a, times, axis=0) if a.ndim else a, tree)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
 def decode(
     params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
@@ -231,10 +255,13 @@ def _steps(
         i, made, stream = carry
         token, key = _drawn(stream, rules)
         x, cache, _ = hidden(params, config, Inputs(token[:, None], stream.layout), stream.cache)
+        written = stream.written.add(token)
         done = stream.done | ends(token, rules.end_token)
+        if written.stops is not None:
+            done |= written.stops.reached
         after = TokenLayout(stream.layout.positions + 1, stream.layout.segments)
         logits = head(params, config, x, stream.layout)[:, 0]  # [B, 1, V] -> [B, V]
-        stream = Stream(cache, logits, after, done, key, stream.written.add(token))
+        stream = Stream(cache, logits, after, done, key, written)
         return i + 1, made.at[:, i].set(token), stream
 
     _, made, stream = jax.lax.while_loop(unfinished, step, (jnp.int32(0), made, stream))

@@ -5,14 +5,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import stream_tokens
-from jaxformer.generation.sampling import Sampling
-from jaxformer.generation.text_rules import TextRules, end_tokens
+from jaxformer.generation.sampling import Sampling, TextRules
+from jaxformer.generation.stop_strings import StopText
+from jaxformer.generation.text_so_far import end_tokens
 from jaxformer.models.transformer import context_of
 
 # The share of the window that stays. More gives the next tokens more context, but the window is
@@ -35,14 +37,21 @@ def slide_tokens(
     At model.max_length tokens the window is cut to three quarters: the first `beginning` tokens of
     the prompt (such as a start-of-text token) and the newest ones. These are read again at
     positions from 0, and generation continues. Until then the tokens are those of `stream_tokens`.
-    Of the rules on the text, no_repeat_ngram_size knows the window alone.
-    Raises ConfigError as that does, and for an encoder-decoder.
+    Of the rules on the text, no_repeat_ngram_size, bad_words, the penalties and the rule of the
+    caller know the window alone. Raises ConfigError as that does, for an encoder-decoder and n > 1.
     """
     if config.family != "decoder":
         raise ConfigError(
             f"sliding over the newest tokens needs model.family='decoder', not {config.family!r}."
         )
     rules = Sampling(**sampling)
+    if rules.n > 1:
+        raise ConfigError(f"n={rules.n} texts cannot slide together: write one at a time.")
+    stops = None
+    if rules.stop_strings:
+        # They are looked for here, since a string may begin in one window and end in the next.
+        stops = StopText.of(rules.stop_strings, rules.tokenizer, config.vocab_size, 1)
+        sampling = sampling | {"stop_strings": ()}
     end = {*end_tokens(rules.end_token)}
     context = context_of(params, config)
     cut_length = max(int(KEPT_SHARE * context), beginning + 1)
@@ -55,12 +64,25 @@ def slide_tokens(
             params, config, [window], count, key=window_key, **sampling | window_rules
         )
         for piece in pieces:  # [1, n]
+            if stops is not None:
+                piece, stops = _until_stop(piece, stops)
             yield piece
+            if stops is not None and bool(stops.reached[0]):
+                return
             window += piece[0].tolist()
             remaining -= piece.shape[1]
             if remaining <= 0 or not end.isdisjoint(piece[0].tolist()):
                 return
         window = window[:beginning] + window[beginning - cut_length :]
+
+
+def _until_stop(piece: np.ndarray, stops: StopText) -> tuple[np.ndarray, StopText]:
+    """The piece [1, n], up to the token that completes a stop string, and the automaton after."""
+    for index, token in enumerate(piece[0]):
+        stops = stops.after(jnp.array([token]))
+        if bool(stops.reached[0]):
+            return piece[:, : index + 1], stops
+    return piece, stops
 
 
 def _window_rules(rules: TextRules, made: int, goes_on: bool) -> dict[str, Any]:

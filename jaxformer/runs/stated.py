@@ -1,6 +1,7 @@
 """The rules on texts that a model's files state: the keys of transformers' GenerationConfig that
 exclude tokens or decide where a text ends."""
 
+import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -17,12 +18,12 @@ def writing_rules(model: Tokenizer | str | os.PathLike[str]) -> dict[str, Any]:
     `jf.beam_search`; `model` is its tokenizer, or its directory where that has no tokenizer.json.
 
     These are end_token, vocab_size (of a tokenizer) and what generation_config.json states of
-    suppress_tokens (with the words of bad_words_ids), begin_suppress_tokens, min_length,
-    min_new_tokens, no_repeat_ngram_size and forced_eos_token_id. Without that file those of
-    config.json hold, as in transformers. A forced_bos_token_id belongs to the prompt of an
-    encoder-decoder, behind the start token, where `Tokenizer.as_target` has it. Raises ConfigError
-    for a rule that is not supported (bad words of several tokens, encoder_no_repeat_ngram_size,
-    sequence_bias and others) or is malformed.
+    suppress_tokens (with the bad_words_ids of one token), bad_words (the longer ones),
+    begin_suppress_tokens, min_length, min_new_tokens, no_repeat_ngram_size, forced_eos_token_id and
+    repetition_penalty. Without that file those of config.json hold, as in transformers. A
+    forced_bos_token_id belongs to the prompt of an encoder-decoder, behind the start token, where
+    `Tokenizer.as_target` has it. Raises ConfigError for a rule that is not supported
+    (encoder_no_repeat_ngram_size, sequence_bias and others) or is malformed.
     """
     if isinstance(model, Tokenizer):
         ends, metadata = model.end_tokens, model.metadata
@@ -55,9 +56,13 @@ def text_rules(
             " repeat more than those of transformers.",
             stacklevel=4,
         )
-    suppressed = [*_ids(stored, "suppress_tokens", file), *_bad_words(stored, {*ends}, file)]
+    words = _bad_words(stored, file)
+    # An end token is no bad word, as in transformers.
+    tokens = [word[0] for word in words if len(word) == 1 and word[0] not in {*ends}]
+    suppressed = [*_ids(stored, "suppress_tokens", file), *tokens]
     rules: dict[str, Any] = {
         "suppress_tokens": tuple(dict.fromkeys(suppressed)),
+        "bad_words": tuple(word for word in words if len(word) > 1),
         "begin_suppress_tokens": _ids(stored, "begin_suppress_tokens", file),
         "forced_eos_token_id": _ids(stored, "forced_eos_token_id", file) or None,
     }
@@ -65,21 +70,22 @@ def text_rules(
         rules[key] = stored.get(key, 0)
         if type(rules[key]) is not int or rules[key] < 0:
             raise _malformed(file, key, stored[key], "a whole number, at least 0")
+    penalty = stored.get("repetition_penalty")
+    if penalty is not None:
+        if not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
+            raise _malformed(file, "repetition_penalty", penalty, "a number above 0")
+        rules["repetition_penalty"] = float(penalty)
     if has_forced_token:
         rules["min_new_tokens"] = max(0, rules["min_new_tokens"] - 1)
     return {key: value for key, value in rules.items() if value not in ((), None, 0)}
 
 
-def _bad_words(stored: Mapping[str, Any], ends: set[int], file: str) -> list[int]:
-    """The tokens that are bad words; an end token is none, as in transformers."""
+def _bad_words(stored: Mapping[str, Any], file: str) -> list[tuple[int, ...]]:
+    """The tokens of each bad word."""
     words = stored.get("bad_words_ids", [])
     if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
         raise _malformed(file, "bad_words_ids", words, "a list of lists of token ids")
-    for word in words:
-        if len(word) > 1:
-            raise _not_supported(file, "bad_words_ids", word, " (words of one token are)")
-    tokens = _ids({"bad_words_ids": [word[0] for word in words]}, "bad_words_ids", file)
-    return [token for token in tokens if token not in ends]
+    return [_ids({"bad_words_ids": word}, "bad_words_ids", file) for word in words]
 
 
 def _ids(stored: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:
@@ -93,10 +99,10 @@ def _ids(stored: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _not_supported(file: str, key: str, value: Any, exception: str = "") -> ConfigError:
+def _not_supported(file: str, key: str, value: Any) -> ConfigError:
     return ConfigError(
         f"{file}: {key} has {str(value)[:80]}, which is not followed here when a text is"
-        f" written{exception}: generate with transformers, or remove it there to write without it."
+        f" written: generate with transformers, or remove it there to write without it."
     )
 
 

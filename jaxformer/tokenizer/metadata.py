@@ -46,16 +46,16 @@ IDS = {f"{role}_token_id": role for role in ("bos", "eos", "pad")} | {
 }
 
 # Keys of generation_config.json that constrain generated text: those that `generation` follows,
-# those that it refuses, and penalties, which are preferences like temperature and num_beams.
+# those that it refuses, and penalties that it leaves out.
 RULES_TAKEN = (
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"),
-    *("min_length", "min_new_tokens", "no_repeat_ngram_size"),
+    *("min_length", "min_new_tokens", "no_repeat_ngram_size", "repetition_penalty"),
 )
 RULES_NOT_TAKEN = (
     *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
     *("force_words_ids", "constraints", "sequence_bias"),
 )
-PENALTIES = ("repetition_penalty", "encoder_repetition_penalty")
+PENALTIES = ("encoder_repetition_penalty",)
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
@@ -162,7 +162,8 @@ def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
     keys = (*RULES_TAKEN, *RULES_NOT_TAKEN, *PENALTIES)
     # Values that constrain nothing.
     neutral: dict[str, tuple[Any, ...]] = dict.fromkeys(keys, (None, 0, [], {}))
-    neutral |= dict.fromkeys(PENALTIES, (None, 1)) | {"forced_eos_token_id": (None, [])}
+    neutral |= dict.fromkeys(("repetition_penalty", *PENALTIES), (None, 1))
+    neutral |= {"forced_eos_token_id": (None, [])}
     stored = {key: values.get(key) for key in keys}
     return {key: value for key, value in stored.items() if value not in neutral[key]}, file
 

@@ -141,6 +141,22 @@ def test_a_seed_repeats_its_sample_and_another_step_is_another_model(
     )
 
 
+def test_a_sample_ends_before_a_stop_string_and_several_are_numbered(
+    trained: tuple[Path, Path], capsys: Capture
+) -> None:
+    line = ["sample", str(trained[0]), "--prompt", "the", "--max_new_tokens", "30", "--seed", "3"]
+    assert main(line) == 0
+    text = capsys.readouterr().out[:-1]
+    stop = text[len("the") + 8 : len("the") + 12]
+    assert main([*line, "--stop_strings", stop]) == 0
+    first = text.index(stop, len("the"))
+    assert capsys.readouterr().out == text[:first] + "\n"
+    assert main([*line, "--stop_strings", stop, "--n", "2"]) == 0
+    lines = capsys.readouterr().out
+    assert lines.startswith("--- 1 of 2\nthe") and "\n--- 2 of 2\nthe" in lines
+    assert all(stop not in each[3:] for each in lines.split("\n"))
+
+
 def test_a_sample_streams(trained: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Text is on the terminal while more is being made."""
     shown: list[str] = []

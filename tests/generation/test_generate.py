@@ -9,7 +9,8 @@ from shapes import MODELS, VOCABULARY, forward, weights_and_tokens
 
 import jaxformer as jf
 from jaxformer.generation.decode import finish, start, stream_tokens
-from jaxformer.generation.sampling import Sampling, draw, keep_top_k, keep_top_p
+from jaxformer.generation.sampling import Sampling, draw
+from jaxformer.generation.token_rules import keep_top_k, keep_top_p
 from jaxformer.generation.weights import prepared
 
 KEY = jax.random.key(7)

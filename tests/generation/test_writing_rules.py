@@ -83,6 +83,8 @@ def cases():
     assert end != first
     found = {
         "bad_words_ids": {"bad_words_ids": [[token] for token in common]},
+        "bad words of two tokens": {"bad_words_ids": [[int(free[0][0]), int(free[0][1])]]},
+        "repetition_penalty": {"repetition_penalty": 1.7},
         "bad words with the end": ended | {"bad_words_ids": [[end], [common[0]]]},
         "suppress_tokens": {"suppress_tokens": common},
         "begin_suppress_tokens": {"begin_suppress_tokens": [first, free[1][0]]},
@@ -102,12 +104,13 @@ def cases():
 
 NAMES = (
     *("bad_words_ids", "bad words with the end", "suppress_tokens", "begin_suppress_tokens"),
+    *("bad words of two tokens", "repetition_penalty"),
     *("min_length", "min_new_tokens", "forced_eos_token_id", "no_repeat_ngram_size 1"),
     *("no_repeat_ngram_size 3", "no_repeat_ngram_size 0", "all of them"),
 )
 
 
-QUICK = (("bad_words_ids", 1), ("all of them", 1), ("all of them", 3))
+QUICK = (("bad_words_ids", 1), ("all of them", 1), ("all of them", 3), ("repetition_penalty", 3))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,8 @@ def tokenizer_of(folder, stated, name="generation_config.json"):
 STATED = {
     "eos_token_id": 2,
     "forced_bos_token_id": 0,
-    "bad_words_ids": [[1], [2], [7]],
+    "bad_words_ids": [[1], [2], [7], [4, 5]],
+    "repetition_penalty": 1.2,
     "suppress_tokens": [5, 7],
     "begin_suppress_tokens": [6],
     "forced_eos_token_id": 2,
@@ -161,6 +165,8 @@ STATED = {
 }
 EXPECTED = {
     "suppress_tokens": (5, 7, 1),
+    "bad_words": ((4, 5),),
+    "repetition_penalty": 1.2,
     "begin_suppress_tokens": (6,),
     "forced_eos_token_id": (2,),
     "min_length": 4,
@@ -188,7 +194,6 @@ def test_a_generation_config_replaces_the_rules_of_config_json(tmp_path):
 
 
 REFUSED = [
-    ({"bad_words_ids": [[4], [5, 6]]}, r"bad_words_ids has \[5, 6\].*words of one token"),
     ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size has 2"),
     ({"force_words_ids": [[3]]}, "force_words_ids"),
     ({"sequence_bias": [[[3], 2.0]]}, "sequence_bias"),
@@ -200,6 +205,7 @@ REFUSED = [
     ({"min_length": "long"}, "min_length is long, and must be a whole number"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
     ({"forced_eos_token_id": 1.5}, "forced_eos_token_id is 1.5"),
+    ({"repetition_penalty": -1.0}, "repetition_penalty is -1.0, and must be a number above 0"),
 ]
 
 
@@ -214,8 +220,8 @@ def test_a_rule_that_is_not_followed_is_refused_by_its_name_when_a_text_is_writt
 
 
 def test_a_penalty_that_is_not_applied_is_said(tmp_path):
-    tokenizer = tokenizer_of(tmp_path, {"repetition_penalty": 1.2})
-    with pytest.warns(UserWarning, match=r"repetition_penalty=1\.2"):
+    tokenizer = tokenizer_of(tmp_path, {"encoder_repetition_penalty": 1.2})
+    with pytest.warns(UserWarning, match=r"encoder_repetition_penalty=1\.2"):
         jf.writing_rules(tokenizer)
 
 

@@ -1,17 +1,14 @@
-"""What a text may hold, whichever way its tokens are chosen: tokens that are never written, its
-least length, its end.
+"""The texts that are being written: their tokens so far, and what ends them.
 
 In the comments, B is the number of rows, T the length of a prompt, S the slots for a prompt and the
 new tokens, n a number of new tokens and V the size of the vocabulary.
 """
 
-from dataclasses import dataclass, fields
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.files import ConfigError
+from jaxformer.generation.stop_strings import StopText
 
 EndToken = int | tuple[int, ...] | None
 
@@ -33,55 +30,18 @@ def filler(end_token: EndToken) -> int:
     return (*end_tokens(end_token), 0)[0]
 
 
-def require(*conditions: tuple[bool, str]) -> None:
-    """Raises ConfigError with the messages of the conditions that do not hold."""
-    messages = [message for holds, message in conditions if not holds]
-    if messages:
-        raise ConfigError("; ".join(messages))
-
-
-@dataclass(frozen=True)
-class TextRules:
-    """What a text may hold. The fields from `suppress_tokens` on are the settings of transformers'
-    GenerationConfig with the same names, which `writing_rules` reads from a model's files. Lengths
-    count the tokens of a row without its padding."""
-
-    end_token: EndToken = None  # a text stops after it, or after any of several
-    vocab_size: int | None = None  # ids from here on are padding of the table and never written
-    suppress_tokens: tuple[int, ...] = ()  # never written
-    begin_suppress_tokens: tuple[int, ...] = ()  # not written as the first new token
-    min_length: int = 0  # tokens with the prompt, before which no end token is written
-    min_new_tokens: int = 0  # new tokens before which no end token is written
-    no_repeat_ngram_size: int = 0  # no sequence of so many tokens is written twice; 0: any may be
-    # The last of max_new_tokens is this token, or one of several, if the text has not ended before.
-    forced_eos_token_id: EndToken = None
-
-    def __post_init__(self) -> None:
-        for name in ("suppress_tokens", "begin_suppress_tokens"):
-            ids = getattr(self, name)
-            are_ids = isinstance(ids, tuple) and all(type(token) is int for token in ids)
-            require((are_ids, f"{name}={ids!r} must be a tuple of token ids"))
-        for name in ("min_length", "min_new_tokens", "no_repeat_ngram_size"):
-            number = getattr(self, name)
-            require((number >= 0, f"{name}={number} must be at least 0"))
-
-    @property
-    def free(self) -> bool:
-        """Whether no rule is set but the end and the size of the vocabulary."""
-        rules = fields(TextRules)[2:]
-        return all(getattr(self, rule.name) == rule.default for rule in rules)
-
-
 @struct.dataclass
 class TextSoFar:
     """The texts so far: `tokens` [B, S] int32 are the prompts, each ending before the slot `begin`
     (-1 on padding), and from there on the new tokens. `count` of `limit` new tokens are written;
-    the slots after them hold anything."""
+    the slots after them hold anything. `stops` is the automaton of stop strings, if there are any.
+    """
 
     tokens: jax.Array
     begin: jax.Array
     count: jax.Array
     limit: jax.Array
+    stops: StopText | None = None
 
     @classmethod
     def prompt(
@@ -99,7 +59,8 @@ class TextSoFar:
     def add(self, tokens: jax.Array) -> "TextSoFar":
         """With one more token [B] of each row."""
         longer = jax.lax.dynamic_update_slice(self.tokens, tokens[:, None], (0, self.end))
-        return TextSoFar(longer, self.begin, self.count + 1, self.limit)
+        stops = None if self.stops is None else self.stops.after(tokens)
+        return TextSoFar(longer, self.begin, self.count + 1, self.limit, stops)
 
     def replace_new(self, tokens: jax.Array, count: jax.Array) -> "TextSoFar":
         """With other new tokens [B, n], of which `count` are written."""
@@ -119,6 +80,27 @@ class TextSoFar:
         """bool [B, S]: which slots hold a token, neither padding nor one that is still to come."""
         return (self.tokens >= 0) & (jnp.arange(self.tokens.shape[1]) < self.end)
 
+    def newest(self, size: int) -> jax.Array:
+        """The newest tokens [B, size] of each row; -1 where it has fewer."""
+        batch, slots = self.tokens.shape
+        if size > slots:
+            return jnp.full((batch, size), -1, jnp.int32)
+        newest = jax.lax.dynamic_slice(self.tokens, (0, self.end - size), (batch, size))
+        return jnp.where(self.end >= size, newest, -1)
+
+    def newest_last(self) -> jax.Array:
+        """The tokens [B, S] of each row with the newest last, and -1 before its first."""
+        real = jnp.where(self._real(), self.tokens, -1)
+        return jnp.roll(real, self.tokens.shape[1] - self.end, axis=1)
+
+    def counts(self, vocab_size: int, new: bool = False) -> jax.Array:
+        """How often each row has each token [B, V]; among its new ones alone if `new`."""
+        batch, slots = self.tokens.shape
+        counted = self._real() & ((jnp.arange(slots) >= self.begin) | (not new))
+        ids = jnp.where(counted, self.tokens, vocab_size)  # dropped where it is not counted
+        rows = jnp.arange(batch)[:, None]
+        return jnp.zeros((batch, vocab_size), jnp.int32).at[rows, ids].add(1, mode="drop")
+
     def repeating(self, size: int, vocab_size: int) -> jax.Array:
         """The tokens [B, V] that would end a sequence of `size` tokens that a row has already."""
         batch, slots = self.tokens.shape
@@ -137,31 +119,3 @@ class TextSoFar:
         banned = jnp.where(repeats, self.tokens[:, context:], vocab_size)
         rows = jnp.arange(batch)[:, None]
         return jnp.zeros((batch, vocab_size), bool).at[rows, banned].set(True, mode="drop")
-
-
-def within(logits: jax.Array, vocab_size: int | None) -> jax.Array:
-    """Logits [B, V] with the ids from `vocab_size` on, padding of the table, at -inf."""
-    if vocab_size is None or vocab_size >= logits.shape[-1]:
-        return logits
-    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
-
-
-def permitted(
-    scores: jax.Array, rules: TextRules, written: TextSoFar, certain: jax.Array | float = 0.0
-) -> jax.Array:
-    """Scores [B, V] with the tokens that may not come next at -inf; where the end is forced, its
-    score is `certain` [B, 1]."""
-    if rules.free:
-        return scores
-    ids = jnp.arange(scores.shape[-1])
-    banned = ends(ids, rules.suppress_tokens)  # [V]
-    banned |= (written.count == 0) & ends(ids, rules.begin_suppress_tokens)
-    early = (written.lengths() < rules.min_length) | (written.count < rules.min_new_tokens)
-    banned = banned | (early[:, None] & ends(ids, rules.end_token))  # [B, V]
-    if rules.no_repeat_ngram_size:
-        banned |= written.repeating(rules.no_repeat_ngram_size, scores.shape[-1])
-    scores = jnp.where(banned, -jnp.inf, scores)
-    if rules.forced_eos_token_id is None:
-        return scores
-    forced = jnp.where(ends(ids, rules.forced_eos_token_id), certain, -jnp.inf)
-    return jnp.where(written.count == written.limit - 1, forced, scores)

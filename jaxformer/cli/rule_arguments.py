@@ -1,0 +1,48 @@
+"""The arguments of `jaxformer sample` that are rules of a token, and the keywords of `jf.generate`
+that they stand for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+import tyro
+
+Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+Texts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleArguments:
+    """What is not given is as generation_config.json of the model says, or off."""
+
+    min_p: Number = None
+    """Sample from tokens with at least this share of the largest probability."""
+    typical_p: Number = None
+    """Sample from the tokens of most typical information whose probabilities add up to this."""
+    repetition_penalty: Number = None
+    """Divide the logits of tokens of the text and the prompt by this, where they are above 0, and
+    multiply them with it below 0; if not given, as the files of the model say."""
+    presence_penalty: Number = None
+    """Subtract this from the logits of every token that was written."""
+    frequency_penalty: Number = None
+    """Subtract this from the logits of a token each time that it was written."""
+    no_repeat_ngram_size: Count = None
+    """Write no sequence of so many tokens twice; if not given, as the files of the model say."""
+    min_new_tokens: Count = None
+    """Write no end token before so many tokens; if not given, as the files of the model say."""
+    bad_words: Texts = ()
+    """Texts that are not written, each as the tokenizer encodes it, also after a space."""
+    stop_strings: Texts = ()
+    """End the text before the first of these texts."""
+
+    def rules(self, encode: Callable[[str], list[int]]) -> dict[str, Any]:
+        """The rules that are given, as keywords of `jf.generate`; `encode` gives the tokens of a
+        text. stop_strings need a tokenizer beside them."""
+        names = [field.name for field in fields(RuleArguments)]
+        values = {name: getattr(self, name) for name in names}
+        rules = {name: value for name, value in values.items() if value not in (None, ())}
+        if self.bad_words:
+            spellings = [text for word in self.bad_words for text in (word, f" {word}")]
+            rules["bad_words"] = tuple(dict.fromkeys(tuple(encode(text)) for text in spellings))
+        return rules

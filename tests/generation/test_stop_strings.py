@@ -1,0 +1,93 @@
+"""Stop strings: found across the borders of tokens, on the device and in a stream, and refused
+where they cannot occur."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import weights_and_tokens
+
+import jaxformer as jf
+from jaxformer.generation.decode import stream_tokens
+from jaxformer.generation.slide import slide_tokens
+from jaxformer.generation.stop_strings import StopText, before_stop, stream_before_stop
+
+
+class Letters:
+    """A tokenizer of short words over two letters, and an id without a text."""
+
+    texts = (b"", b"a", b"b", b"ab", b"ba", b"aa", b"bb", b"aba", b"abab", b"\xc3", b"\xa9")
+    vocab_size = len(texts)
+
+    def raw(self, token):
+        return self.texts[token]
+
+
+def decoded(tokens):
+    return b"".join(Letters.texts[token] for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("stops", [("abba",), ("aab", "bbb"), ("baab", "aa"), ("é",)], ids=str)
+def test_a_text_stops_with_the_token_that_completes_a_stop_string(stops):
+    rows = np.random.default_rng(0).integers(0, len(Letters.texts), (200, 12))
+    stop_text = StopText.of(stops, Letters(), 14, len(rows))
+    step = jax.jit(StopText.after)
+    for count in range(1, rows.shape[1] + 1):
+        stop_text = step(stop_text, jnp.asarray(rows[:, count - 1]))
+        expected = [any(stop in decoded(row[:count]) for stop in stops) for row in rows]
+        np.testing.assert_array_equal(stop_text.reached, expected)
+    assert 20 < sum(expected) < 200
+
+
+def test_a_stop_string_that_cannot_occur_or_lacks_a_tokenizer_has_one_message():
+    with pytest.raises(jf.ConfigError, match="the stop string 'abc' cannot occur"):
+        StopText.of(("aa", "abc"), Letters(), 11, 2)
+    with pytest.raises(jf.ConfigError, match=r"stop_strings=\['aa'\].*give tokenizer="):
+        StopText.of(("aa",), None, 11, 2)
+
+
+def test_the_pieces_of_a_stream_are_cut_where_the_text_is():
+    text, stops = "one two\nthree \n\nfour", ("\n\n", "thr!", "o\n\n")
+    assert before_stop(text, stops) == "one two\nthree "
+    for size in range(1, len(text)):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert "".join(stream_before_stop(pieces, stops)) == "one two\nthree "
+        assert "".join(stream_before_stop(pieces, ("four!",))) == text
+
+
+class Named:
+    """A tokenizer in which id i is the text <i>."""
+
+    vocab_size = 61
+
+    def raw(self, token):
+        return f"<{token}>".encode()
+
+
+@functools.cache
+def free():
+    params, config, prompt = weights_and_tokens("llama")
+    return np.asarray(jf.generate(params, config, prompt, 12, temperature=0))
+
+
+def test_generation_streams_and_windows_stop_there():
+    params, config, prompt = weights_and_tokens("llama")
+    first, second = free()[0, 4:6].tolist()
+    rules = {"stop_strings": (f"<{first}><{second}>",), "tokenizer": Named(), "temperature": 0}
+    made = np.asarray(jf.generate(params, config, prompt, 12, **rules))
+    lengths = []
+    for row, expected in zip(made, free(), strict=True):
+        ends = [i + 2 for i in range(11) if tuple(expected[i : i + 2]) == (first, second)]
+        lengths.append(min(ends, default=12))
+        np.testing.assert_array_equal(row[: lengths[-1]], expected[: lengths[-1]])
+        assert not row[lengths[-1] :].any()
+    assert lengths[0] <= 6
+    made = made[0, : lengths[0]]
+    rules["key"] = jax.random.key(0)
+    pieces = [*stream_tokens(params, config, prompt[:1], 12, chunk=4, **rules)]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1)[0, : lengths[0]], made)
+    assert len(pieces) == -(-lengths[0] // 4)
+    pieces = [*slide_tokens(params, config, prompt[0].tolist(), 12, **rules)]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1)[0], made)
