@@ -8,6 +8,13 @@ WORDS = (
     "the a cat dog tree sees likes under over and slowly river stone bright über naïve 42 <b> it's"
 )
 END = {"gpt2": "<|endoftext|>", "llama": "</s>"}
+CHAT_TOKENS = ["<|turn|>", "<|over|>"]
+# It strips the contents, refuses a system message, and has no token of its own before the text.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system')"
+    " }}{% endif %}<|turn|>{{ message.role }}\n{{ message.content | trim }}<|over|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
 
 
 def text(rng, count):
@@ -15,14 +22,14 @@ def text(rng, count):
 
 
 def tokenizer_of(kind):
-    """A byte-level BPE trained on the spot; Llama's puts <s> before a text."""
+    """A byte-level BPE trained on the spot; Llama's puts <s> before a text, T5's </s> after it."""
     import tokenizers as tk
     import transformers as tf
 
     backend = tk.Tokenizer(tk.models.BPE())
     backend.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tk.decoders.ByteLevel()
-    names = {"gpt2": [END["gpt2"]], "llama": ["<s>", END["llama"]]}[kind]
+    names = {"gpt2": [END["gpt2"]], "llama": ["<s>", END["llama"]], "t5": ["<pad>", "</s>"]}[kind]
     alphabet = tk.pre_tokenizers.ByteLevel.alphabet()
     trainer = tk.trainers.BpeTrainer(
         vocab_size=300, special_tokens=names, initial_alphabet=alphabet, show_progress=False
@@ -31,6 +38,13 @@ def tokenizer_of(kind):
     if kind == "llama":
         backend.post_processor = tk.processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    if kind == "t5":
+        backend.post_processor = tk.processors.TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", 1)]
+        )
+        return tf.PreTrainedTokenizerFast(
+            tokenizer_object=backend, pad_token=names[0], eos_token=names[1]
         )
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=names[0], eos_token=names[-1]
@@ -43,6 +57,14 @@ def model_of(kind, tokenizer):
     import transformers as tf
 
     torch.manual_seed(3)
+    if kind == "t5":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+        config = tf.T5Config(vocab_size=len(tokenizer), n_positions=LENGTH, **sizes, **ids)
+        model = tf.T5ForConditionalGeneration(config)
+        with torch.no_grad():
+            model.get_output_embeddings().weight *= 3
+        return model
     ids = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
@@ -69,9 +91,12 @@ def model_of(kind, tokenizer):
     return model
 
 
-def save(kind, folder):
-    """A Hugging Face directory."""
+def save(kind, folder, chat=False):
+    """A Hugging Face directory, with a chat template if asked for."""
     tokenizer = tokenizer_of(kind)
+    if chat:
+        tokenizer.add_special_tokens({"additional_special_tokens": CHAT_TOKENS})
+        tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     model_of(kind, tokenizer).save_pretrained(folder)
 
@@ -137,16 +162,19 @@ def write_tasks(folder):
         (folder / f"{name}.yaml").write_text(json.dumps(data | task))  # JSON is YAML
 
 
-def answered(model, tasks, names=tuple(TASKS)):
+def answered(model, tasks, names=tuple(TASKS), **settings):
     """What the harness asked and got, by task, and the metrics."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     found = lm_eval.simple_evaluate(
-        model, tasks=list(names), task_manager=manager, bootstrap_iters=0
+        model, tasks=list(names), task_manager=manager, bootstrap_iters=0, **settings
     )
-    samples = {name: [sample["resps"] for sample in found["samples"][name]] for name in names}
+    samples = {
+        name: [(sample["arguments"], sample["resps"]) for sample in found["samples"][name]]
+        for name in names
+    }
     return samples, {
         name: {k: v for k, v in found["results"][name].items() if "," in k} for name in names
     }

@@ -42,7 +42,8 @@ MOST_EVALUATION_TOKENS = 1024
 class Loaded:
     """A model read from disk. `tokenizer` is None where the directory has none; `labels` are the
     names of its classes. Where `params` have an adapter, `base` is the directory of the model below
-    it, and `learned` are the branches of the params that learned with it."""
+    it, and `learned` are the branches of the params that learned with it. `step` is that of the
+    checkpoint of a run, else None."""
 
     params: Params
     config: ModelConfig
@@ -50,6 +51,7 @@ class Loaded:
     labels: tuple[str, ...] = ()
     base: str = ""
     learned: tuple[str, ...] = ()
+    step: int | None = None
 
 
 def load(
@@ -146,8 +148,8 @@ def _load_run(
         if base is not None:
             raise ConfigError(f"{run_dir} has no adapter: leave out base={str(base)!r}.")
         table = model_specs(run.model) | brought
-        params = params_of_run(run_dir, step, table, record, mesh, dtype, quantize)
-        return Loaded(params, run.model, tokenizer, labels)
+        params, step = params_of_run(run_dir, step, table, record, mesh, dtype, quantize)
+        return Loaded(params, run.model, tokenizer, labels, step=step)
     from jaxformer.models.adapt import adapted_table, quantization_of
 
     kind = quantization_of(run.adapter)
@@ -162,8 +164,8 @@ def _load_run(
         below = quantize_params(below, quantize)
     learned = tuple(record.get("learned", ()))
     table = adapted_table(run.model, run.adapter, learned) | brought
-    params = adapted_params_of_run(run_dir, step, table, record, below, mesh, dtype)
-    return Loaded(params, run.model, tokenizer, labels, base=str(base_dir), learned=learned)
+    params, step = adapted_params_of_run(run_dir, step, table, record, below, mesh, dtype)
+    return Loaded(params, run.model, tokenizer, labels, str(base_dir), learned, step)
 
 
 def _brought_specs(objective: str, model: ModelConfig) -> Specs:

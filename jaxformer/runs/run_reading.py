@@ -32,8 +32,8 @@ def params_of_run(
     mesh: Mesh | None,
     dtype: str,
     quantize: Quantization | None,
-) -> Params:
-    """The parameters of a run without an adapter, as `jf.load` gives them."""
+) -> tuple[Params, int]:
+    """The parameters of a run without an adapter, as `jf.load` gives them, and their step."""
     shapes = _shapes(table, mesh)
     leaf_shapes = flat_leaves({"params": shapes})
     matrices = {f"params.{path}": spec for path, spec in rows(table).items() if is_quantized(spec)}
@@ -41,9 +41,9 @@ def params_of_run(
     def typed(read: Read) -> dict[str, Any]:
         return _quantized(read, leaf_shapes, matrices, dtype, quantize)
 
-    leaves = _from_newest(run_dir, step, record, typed)
+    leaves, saved_step = _from_newest(run_dir, step, record, typed)
     params: Params = jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))
-    return params
+    return params, saved_step
 
 
 def adapted_params_of_run(
@@ -54,18 +54,18 @@ def adapted_params_of_run(
     below: Params,
     mesh: Mesh | None,
     dtype: str,
-) -> Params:
-    """The parameters of a run with an adapter over those `below`, as `dtype`."""
+) -> tuple[Params, int]:
+    """The parameters of a run with an adapter over those `below`, as `dtype`, and their step."""
     from jaxformer.adapters.adapted_params import base_paths, over_base
 
     shapes = {"params": _shapes(table, mesh)}
     leaf_shapes, unsaved = flat_leaves(shapes), {f"params.{path}" for path in base_paths(table)}
     saved = {path: shape for path, shape in leaf_shapes.items() if path not in unsaved}
-    leaves = _from_newest(run_dir, step, record, lambda read: read(saved))
+    leaves, saved_step = _from_newest(run_dir, step, record, lambda read: read(saved))
     tree = jax.tree.unflatten(jax.tree.structure(shapes), (leaf_shapes | leaves).values())
     params: Params = over_base(table, tree["params"], below)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_custom)
-    return params
+    return params, saved_step
 
 
 def _shapes(table: Specs, mesh: Mesh | None) -> Any:
@@ -84,9 +84,9 @@ def _from_newest(
     step: int | None,
     record: Mapping[str, Any],
     take: Callable[[Read], dict[str, Any]],
-) -> dict[str, Any]:
-    """What `take` makes of the newest checkpoint that can be read, or of that of `step`. Raises
-    ConfigError where there is none."""
+) -> tuple[dict[str, Any], int]:
+    """What `take` makes of the newest checkpoint that can be read, or of that of `step`, and its
+    step. Raises ConfigError where there is none."""
     steps = saved_steps(run_dir)
     if not steps or (step is not None and step not in steps):
         saved = f"it holds steps {steps}" if steps else "training has not saved one yet"
@@ -96,7 +96,7 @@ def _from_newest(
     for candidate in [step] if step is not None else reversed(steps):
         read = functools.partial(read_checkpoint, folder, candidate, exact=False, run=record)
         try:
-            return take(read)
+            return take(read), candidate
         except Damaged as error:
             errors.append(f"step {candidate}: {error}")
             warnings.warn(

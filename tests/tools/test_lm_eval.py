@@ -13,12 +13,17 @@ import numpy as np
 import pytest
 
 pytest.importorskip("lm_eval")
-from harness import END, LENGTH, answered, save, text, write_tasks
+from harness import CHAT_TOKENS, END, LENGTH, answered, save, text, write_tasks
 
 import jaxformer as jf
+from jaxformer.checkpoints.digests import fingerprint
+from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cli import main as jaxformer_main
+from jaxformer.runs import harness as harness_file
+from jaxformer.runs import harness_scores
+from jaxformer.runs.harness_scores import token_scores
 from jaxformer.tools.lm_eval import harness_model, main
-from jaxformer.tools.lm_eval.harness_model import JaxformerLM, token_scores
+from jaxformer.tools.lm_eval.harness_model import JaxformerLM
 
 pytestmark = pytest.mark.xdist_group("lm_eval")
 ROOT = Path(__file__).parents[2]
@@ -242,7 +247,7 @@ def test_no_more_is_read_than_must_be(directory, monkeypatch):
     tokens are few logits."""
     read, lm = [], JaxformerLM(directory, batch_size=2)
     monkeypatch.setattr(
-        harness_model,
+        harness_file,
         "token_scores",
         lambda *asked: read.append((asked[2], *asked[3].shape)) or token_scores(*asked),
     )
@@ -290,9 +295,9 @@ CONTEXTS = ["the cat", "dog", "river stone bright", "42 <b>"]
 
 @one_directory
 def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
-    steps, decode = [], harness_model.decode
+    steps, decode = [], harness_file.decode
     monkeypatch.setattr(
-        harness_model, "decode", lambda *arguments: steps.append(arguments[3]) or decode(*arguments)
+        harness_file, "decode", lambda *arguments: steps.append(arguments[3]) or decode(*arguments)
     )
     lm = JaxformerLM(directory, batch_size=4)
     whole = written(lm, CONTEXTS, until=[], max_gen_toks=80)
@@ -302,7 +307,7 @@ def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
     assert written(lm, CONTEXTS, until=stops, max_gen_toks=80) == [
         min((text.split(stop)[0] for stop in stops if stop), key=len) for text in whole
     ]
-    assert steps == [harness_model.CHUNK]
+    assert steps == [harness_file.CHUNK]
     steps.clear()
     prompt = np.array([lm.tokenizer.encode(CONTEXTS[0])])
     first = token_scores(lm.params, lm.config, 0, prompt, np.array([prompt.size]), np.array([1]))[
@@ -310,7 +315,7 @@ def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
     ].argmax()
     monkeypatch.setattr(type(lm.tokenizer), "end_token", int(first))
     assert written(lm, CONTEXTS[:1], until=[], max_gen_toks=80) == [""] and steps == [
-        harness_model.CHUNK
+        harness_file.CHUNK
     ]
 
 
@@ -331,6 +336,88 @@ def test_a_draw_from_one_token_is_greedy_and_one_from_all_follows_the_seed(direc
         np.random.seed(seed)
         drawn.append(written(lm, CONTEXTS, max_gen_toks=20, do_sample=True, temperature=3.0))
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+@one_directory
+def test_a_stop_that_is_the_name_of_a_special_token_is_that_token(directory):
+    """The text lacks such names, so that it would never have the stop."""
+    lm = JaxformerLM(directory, batch_size=2)
+    name = lm.tokenizer.shown(lm.eot_token_id)
+    for until in ([name], [f"\n{name}"], [name, "\n"]):
+        texts, ends = lm.stops_of(until)
+        assert texts == [name, *until[1:]] and ends == {lm.eot_token_id}
+    assert lm.stops_of([None, ""]) == ([name], set())
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t5")
+    save("t5", folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_an_encoder_decoder_answers_as_the_harness_s_own_model(t5):
+    """The source is the context; a continuation is what the decoder writes."""
+    ours, hf, rng = JaxformerLM(t5, batch_size=4), reference_model(t5), random.Random(5)
+    assert (ours.backend, ours.max_length) == (hf.backend, hf.max_length) == ("seq2seq", LENGTH)
+    pairs = [(text(rng, count), " " + text(rng, 1 + count // 3)) for count in (1, 4, 20, 90)]
+    pairs += [("", "the cat"), ("the cat ", "sees"), ("the cat", " A"), ("the cat", " B")]
+    asked = requests_of("loglikelihood", pairs)
+    found, expected = (lm.loglikelihood(asked, disable_tqdm=True) for lm in (ours, hf))
+    compare(found, expected, "loglikelihood")
+    texts = requests_of("loglikelihood_rolling", [("the cat sees a dog",), (text(rng, 90),)])
+    found, expected = (lm.loglikelihood_rolling(texts, disable_tqdm=True) for lm in (ours, hf))
+    compare(found, expected, "rolling")
+    settings = {"until": [" t"], "max_gen_toks": 20}
+    # Theirs counts the source too, unless max_length says how many tokens the decoder has.
+    assert written(ours, CONTEXTS, **settings) == written(hf, CONTEXTS, **settings, max_length=21)
+
+
+def test_conversations_are_those_of_the_harness_s_own_model(tmp_path):
+    """Few-shot examples as turns, a system message that the template refuses, and an answer whose
+    beginning the task gives."""
+    save("llama", tmp_path, chat=True)
+    ours, hf = JaxformerLM(tmp_path, batch_size=4), reference_model(tmp_path)
+    for turns in (
+        [("user", "the cat ")],
+        [("system", "be slow"), ("user", "dog"), ("assistant", " tree "), ("user", "a cat")],
+        [("user", "dog"), ("assistant", "The tree is ")],
+    ):
+        messages = [{"role": role, "content": content} for role, content in turns]
+        asked = turns[-1][0] == "user"
+        rendered = ours.apply_chat_template(messages, add_generation_prompt=asked)
+        assert rendered == hf.apply_chat_template(messages, add_generation_prompt=asked)
+    assert ours.chat_template(True) == hf.chat_template(True)
+    # An answer ends with the token that ends a turn, which is no end token of the tokenizer.
+    turn, over = map(ours.tokenizer.id_of, CHAT_TOKENS)
+    assert ours.stops_of([])[1] == {over}
+    assert ours.stops_of(["<|turn|>", "a"]) == (["</s>", "a"], {turn, over})
+
+
+@pytest.mark.slow
+def test_a_task_as_a_conversation_is_answered_as_by_the_harness_s_own_model(tmp_path, tasks):
+    save("llama", tmp_path, chat=True)
+    settings = {"apply_chat_template": True, "fewshot_as_multiturn": True, "num_fewshot": 2}
+    found, expected = (
+        answered(model, tasks, ["tiny_choices"], limit=4, **settings)
+        for model in (JaxformerLM(tmp_path, batch_size=3), reference_model(tmp_path))
+    )
+    assert_equal(found, expected)
+    assert found[0]["tiny_choices"][0][0][0][0].count("<|turn|>assistant") == 3
+
+
+def test_the_results_say_which_weights_answered(directory, tmp_path):
+    lm = JaxformerLM(directory)
+    info = lm.get_model_info()
+    assert info["model_sha"] == fingerprint(flat_leaves(lm.params))
+    assert (info["model_revision"], info["model_config"]["d_model"]) == ("", 32)
+    assert jaxformer_main(["convert", str(directory), str(tmp_path / "run")]) == 0
+    of_run = JaxformerLM(tmp_path / "run").get_model_info()
+    assert of_run["model_revision"] == "step 0" and of_run["model_sha"] == info["model_sha"]
+    lm.params["embed"]["tokens"] += 1
+    assert lm.get_model_info()["model_sha"] != info["model_sha"]
+    json.dumps(of_run)
 
 
 def from_scratch(**settings):
@@ -388,7 +475,7 @@ def test_logits_computed_a_few_at_a_time_give_the_same(monkeypatch):
     loaded, rng, found = from_scratch(), np.random.default_rng(0), []
     rows = (rng.integers(0, 320, (3, 64)), np.array([64, 30, 2]), np.array([40, 17, 1]))
     for limit, shape in ((2**23, "[3,64,320]"), (3 * 320 * 4, "[3,4,320]")):
-        monkeypatch.setattr(harness_model, "MAX_LOGITS", limit)
+        monkeypatch.setattr(harness_scores, "MAX_LOGITS", limit)
         token_scores.clear_cache()
         traced = token_scores.trace(loaded.params, loaded.config, 64, *rows)
         assert shape in str(traced.jaxpr) and (limit == 2**23) == (
@@ -410,7 +497,22 @@ REFUSED = {
         lambda: written(JaxformerLM("run"), ["a"], num_beams=4, max_gen_toks=8),
         "hold num_beams",
     ),
-    "chat": (lambda: JaxformerLM("run").apply_chat_template([]), "--apply_chat_template"),
+    "no chat template": (
+        lambda: JaxformerLM("run").apply_chat_template([{"role": "user", "content": "a"}]),
+        "has no chat template",
+    ),
+    "a named chat template": (
+        lambda: JaxformerLM("run").chat_template("rag"),
+        "--apply_chat_template rag",
+    ),
+    "a stop that no text has": (
+        lambda: written(JaxformerLM("run"), ["a"], until=["b<|endoftext|>"], max_gen_toks=8),
+        "'b<|endoftext|>', which no text has",
+    ),
+    "a stop that is no text": (
+        lambda: written(JaxformerLM("run"), ["a"], until=[5], max_gen_toks=8),
+        "until has 5",
+    ),
     "too long": (
         lambda: JaxformerLM("run")._loglikelihood_tokens([(None, [1], [2] * 81)]),
         "81 tokens",
@@ -426,10 +528,7 @@ def test_what_cannot_be_done_is_said_in_one_message(monkeypatch, name):
         attempt()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"family": "encoder"}, {"family": "encoder_decoder"}, {"head": "tags", "n_classes": 3}],
-)
+@pytest.mark.parametrize("settings", [{"family": "encoder"}, {"head": "tags", "n_classes": 3}])
 def test_a_model_that_writes_no_text_from_left_to_right_is_refused(monkeypatch, settings):
     monkeypatch.setattr(harness_model, "load", lambda *_: from_scratch(**settings))
     with pytest.raises(jf.ConfigError, match="give it a decoder"):

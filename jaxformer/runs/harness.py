@@ -1,0 +1,363 @@
+"""A model as EleutherAI's evaluation harness asks it: log-likelihoods of texts, and generation.
+
+Requests become token ids, windows and stops as for the harness's own Hugging Face models, except
+that the tokens that a template puts before a text are never scored. Rows are sorted by length and
+padded to a full batch and to multiples of `BUCKET` tokens, so that few programs are compiled.
+Importing this file imports lm_eval, an optional package.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from jaxformer.arrays.params import Params
+from jaxformer.checkpoints.digests import fingerprint
+from jaxformer.checkpoints.reading import flat_leaves
+from jaxformer.files import ConfigError
+from jaxformer.generation.decode import decode, start
+from jaxformer.generation.prompts import full_batch, padded, rounded
+from jaxformer.generation.sampling import Sampling
+from jaxformer.generation.text_rules import end_tokens
+from jaxformer.generation.weights import prepared
+from jaxformer.models.transformer import context_of
+from jaxformer.runs.harness_scores import WIDTHS, token_scores
+from jaxformer.runs.harness_tokens import LOG, HarnessTokens
+from jaxformer.runs.loading import Loaded
+from jaxformer.runs.stated import writing_rules
+
+AUTO_BATCH = 16
+BUCKET = 64  # lengths are rounded up to multiples of this
+CHUNK = 32  # tokens generated between two checks whether every text has stopped
+SAMPLING = {"do_sample", "temperature", "top_k", "top_p"}
+
+
+class HarnessRequest(Protocol):
+    """An instance of the harness: `args` are a text, a context and its continuation, or a context
+    and the keywords of its generation."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+
+ScoringRequest = tuple[tuple[str, str] | None, list[int], list[int]]
+Answer = tuple[float, bool]
+
+
+class ScoredRow(NamedTuple):
+    """The tokens read, how many tokens at the end are scored with the one that follows, and the
+    source of an encoder-decoder."""
+
+    read: tuple[int, ...]
+    scored: int
+    source: tuple[int, ...] = ()
+
+
+class HarnessModel(HarnessTokens):
+    """A language model with a decoder, as the harness asks it.
+
+    `batch_size` "auto" is 16 rows; `max_length` and `max_gen_toks` are numbers of tokens;
+    `add_bos_token` None follows the tokenizer's template. `name` is the model in messages. Raises
+    ConfigError for a model that is not a language model with a decoder, and for a number out of
+    range.
+    """
+
+    def __init__(
+        self,
+        model: Loaded,
+        name: str,
+        *,
+        batch_size: int | str = "auto",
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+    ) -> None:
+        config = model.config
+        if config.output != "language":
+            raise ConfigError(
+                f"{name} has model.family={config.family!r} and the head {config.output!r}, and the"
+                " harness asks for the next token: give it a decoder or an encoder-decoder that is"
+                " a language model."
+            )
+        backend = "seq2seq" if config.family == "encoder_decoder" else "causal"
+        super().__init__(model.tokenizer, backend, add_bos_token)
+        self.params, self.step = model.params, model.step
+        # A scan compiles fastest, and there are many shapes to compile.
+        self.config = dataclasses.replace(config, layer_loop="scan")
+        auto = str(batch_size).startswith("auto")
+        self.batch_size = AUTO_BATCH if auto else _count("batch_size", batch_size)
+        context = context_of(self.params, config)
+        length = context if max_length is None else max_length
+        self.max_length = _count("max_length", length, context)
+        self.max_gen_toks = _count("max_gen_toks", max_gen_toks)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Which weights these are, for the results of the harness: the step of a checkpoint, a
+        digest of all parameters, and the config."""
+        leaves = flat_leaves(self.params)
+        return {
+            "model_num_parameters": sum(leaf.size for leaf in leaves.values()),
+            "model_dtype": self.config.dtype,
+            "model_revision": "" if self.step is None else f"step {self.step}",
+            "model_sha": fingerprint(leaves),
+            "model_config": dataclasses.asdict(self.config),
+        }
+
+    def loglikelihood(
+        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
+    ) -> list[Answer]:
+        """(log-likelihood, whether it is the greedy continuation) of each text after its context.
+
+        An empty context is the prefix token. Raises ConfigError for a continuation without tokens,
+        whose probability would be 1.
+        """
+        for request in requests:
+            context, continuation = request.args
+            if context == "" and not self.tok_encode(continuation, add_special_tokens=False):
+                raise _without_continuation((context, continuation))
+        answers: list[Answer] = super().loglikelihood(requests, disable_tqdm)
+        return answers
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-likelihood of each text, read in windows of max_length tokens in which each token
+        is predicted once. Tokens that the template puts before a text are read, not scored."""
+        windows: list[ScoringRequest] = []
+        owners: list[int] = []  # the number of each window's text
+        for number, request in enumerate(requests):
+            for window in self._windows(self.tok_encode(request.args[0])):
+                windows.append(window)
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        answers = self._loglikelihood_tokens(windows, disable_tqdm)
+        for number, (value, _) in zip(owners, answers, strict=True):
+            totals[number] += value
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _windows(self, tokens: list[int]) -> Iterator[ScoringRequest]:
+        """The windows of a text. The first begins with the tokens that the template puts before a
+        text, or with the prefix token where there are none."""
+        template = self.tokenizer.prefix
+        if template and tokens[: len(template)] == template:
+            unscored = len(template) - 1  # beside the first token, which has no context
+        else:
+            unscored = 0
+            if tokens[:1] != [self.prefix_token_id]:
+                tokens = [self.prefix_token_id, *tokens]
+        for pair in get_rolling_token_windows(
+            tokens[1:], tokens[0], self.max_length, context_len=1
+        ):
+            context, continuation = make_disjoint_window(pair)
+            skipped = min(unscored, len(continuation))
+            unscored -= skipped
+            if continuation[skipped:]:
+                yield None, [*context, *continuation[:skipped]], continuation[skipped:]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[ScoringRequest], disable_tqdm: bool = False, **__: Any
+    ) -> list[Answer]:
+        """(log-likelihood, whether it is the greedy continuation) of each continuation after its
+        context.
+
+        Requests that differ only in their last token, as the letters of a multiple choice do, are
+        one row. An empty context is the prefix token, as `loglikelihood` has it. Raises ConfigError
+        for a continuation that is empty or longer than max_length.
+        """
+        request_numbers: dict[ScoredRow, list[int]] = {}  # of the requests of each row
+        cut = 0
+        answers: list[Answer] = [(0.0, False)] * len(requests)  # each is replaced below
+        for number, (texts, context, continuation) in enumerate(requests):
+            if not continuation:
+                raise _without_continuation(texts)
+            if len(continuation) > self.max_length:
+                raise ConfigError(
+                    f"a continuation of {len(continuation)} tokens does not fit into"
+                    f" max_length={self.max_length}."
+                )
+            row = self._row(context or [self.prefix_token_id], continuation)
+            cut += len(context) > self._context_space(len(continuation))
+            request_numbers.setdefault(row, []).append(number)
+        _warn(cut, len(requests), self.max_length)
+        rows = sorted(request_numbers, key=lambda row: (-len(row.source), -len(row.read), row))
+        title = "Running loglikelihood requests"
+        with tqdm(total=len(requests), disable=disable_tqdm, desc=title) as bar:
+            for row, earlier, likeliest, final in self._scored(rows):
+                for number in request_numbers[row]:
+                    texts, _, continuation = requests[number]
+                    token = continuation[-1]
+                    greedy = bool(likeliest and final.argmax() == token)
+                    answers[number] = (float(earlier + final[token]), greedy)
+                    if texts is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, answers[number])
+                bar.update(len(request_numbers[row]))
+        return answers
+
+    def _row(self, context: list[int], continuation: list[int]) -> ScoredRow:
+        """The row in which a continuation is scored. An encoder-decoder reads the context as its
+        source, and the start token before the continuation, as the harness's own models do."""
+        if self.backend == "causal":
+            tokens = [*context, *continuation]
+            return ScoredRow(tuple(tokens[-self.max_length - 1 : -1]), len(continuation))
+        read = (self.tokenizer.start_token, *continuation[:-1])
+        return ScoredRow(read, len(continuation), tuple(context[-self._source_length :]))
+
+    def _context_space(self, continuation_length: int) -> int:
+        """The most tokens of a context before a continuation."""
+        if self.backend == "seq2seq":
+            return self._source_length
+        return self.max_length + 1 - continuation_length
+
+    @property
+    def _source_length(self) -> int:
+        """The most tokens of a source."""
+        return min(self.max_length, context_of(self.params, self.config, source=True))
+
+    def _scored(
+        self, rows: list[ScoredRow]
+    ) -> Iterator[tuple[ScoredRow, np.ndarray, np.ndarray, np.ndarray]]:
+        """Each row with the results of `token_scores`."""
+        for start_row in range(0, len(rows), self.batch_size):
+            batch = rows[start_row : start_row + self.batch_size]
+            filled = full_batch(batch, self.batch_size)
+            lengths = np.array([len(row.read) for row in filled], np.int32)
+            counts = np.array([row.scored for row in filled], np.int32)
+            length = min(rounded(lengths.max(), BUCKET), self.max_length)
+            tokens, _ = padded([row.read for row in filled], length)
+            width = next(width for width in WIDTHS if width >= counts.max() - 1)
+            source = self._padded_sources([row.source for row in filled])
+            results = token_scores(self.params, self.config, width, tokens, lengths, counts, source)
+            yield from zip(batch, *map(np.asarray, results), strict=False)
+
+    def _padded_sources(
+        self, sources: Sequence[Sequence[int]]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """The sources of an encoder-decoder with their segment ids."""
+        if self.backend == "causal":
+            return None
+        return padded(sources, min(rounded(max(map(len, sources)), BUCKET), self._source_length))
+
+    def generate_until(
+        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
+    ) -> list[str]:
+        """The text generated after each context, up to the first of the request's stops."""
+        order = Collator(
+            [request.args for request in requests],
+            lambda args: -len(args[0]),
+            lambda args: args[1],
+            "gen_kwargs",
+        )
+        texts, title = [], "Running generate_until requests"
+        with tqdm(total=len(requests), disable=disable_tqdm, desc=title) as bar:
+            for batch in order.get_batched(n=self.batch_size):
+                kwargs = normalize_gen_kwargs(batch[0][1], self.max_gen_toks)
+                count = kwargs.pop("max_gen_toks")
+                stops, ends = self.stops_of(kwargs.pop("until"))
+                rules = self._rules(kwargs, ends)
+                contexts = [context for context, _ in batch]
+                batch_texts = self._generated(contexts, count, stops, rules)
+                for args, text in zip(batch, batch_texts, strict=True):
+                    self.cache_hook.add_partial("generate_until", args, text)
+                texts += batch_texts
+                bar.update(len(batch))
+        return order.get_original(texts)  # type: ignore[no-any-return]
+
+    def _rules(self, kwargs: dict[str, Any], ends: set[int]) -> Sampling:
+        """The sampling of a request, greedy unless it says otherwise; `ends` end a text besides the
+        end tokens of the tokenizer."""
+        if kwargs.get("num_beams") == 1:
+            kwargs.pop("num_beams")
+        unknown = sorted(kwargs.keys() - SAMPLING)
+        if unknown:
+            raise ConfigError(
+                f"generation_kwargs hold {', '.join(unknown)}: the model jaxformer takes until,"
+                f" max_gen_toks, {', '.join(sorted(SAMPLING))}."
+            )
+        is_random = bool(kwargs.pop("do_sample"))
+        kwargs["temperature"] = kwargs.get("temperature", 1.0) if is_random else 0.0
+        rules = writing_rules(self.tokenizer) | kwargs
+        rules["end_token"] = tuple(dict.fromkeys([*rules["end_token"], *sorted(ends)]))
+        return Sampling(**rules)
+
+    def _generated(
+        self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling
+    ) -> list[str]:
+        """The texts, cut at their stops; generation ends once each has one, or after `count`
+        tokens."""
+        prompts, sources = self._prompts(contexts, count)
+        length = rounded(max(map(len, prompts)), BUCKET) if sources is None else 1
+        tokens, real = padded(prompts, length, left=True)
+        key = jax.random.key(np.random.randint(2**31))  # the harness has seeded NumPy
+        stream = start(self.params, self.config, tokens, count, key, real, sources or (None, None))
+        ends = {*end_tokens(rules.end_token)}
+        made, texts = np.zeros((len(prompts), 0), np.int32), [""] * len(contexts)
+        while made.shape[1] < count:
+            piece, stream = decode(self._weights, self.config, rules, CHUNK, stream)
+            made = np.concatenate([made, piece], axis=1)[:, :count]
+            texts, stopped = [], True
+            for row in made[: len(contexts)].tolist():
+                before_end = [*itertools.takewhile(lambda token: token not in ends, row)]
+                texts.append(self.tokenizer.decode(before_end))
+                has_stop = any(stop in texts[-1] for stop in stops if stop)
+                stopped = stopped and (len(before_end) < len(row) or has_stop)
+            if stopped:
+                break
+        return [postprocess_generated_text(text, stops, None) for text in texts]
+
+    def _prompts(
+        self, contexts: Sequence[str], count: int
+    ) -> tuple[list[list[int]], tuple[np.ndarray, np.ndarray] | None]:
+        """The tokens after which a full batch writes `count` tokens, and the sources of an
+        encoder-decoder. Raises ConfigError where there is no space for them."""
+        beginning = self.tokenizer.as_target([]) if self.backend == "seq2seq" else []
+        space = self.max_length - count - max(len(beginning) - 1, 0)
+        if space < 1:
+            raise ConfigError(
+                f"max_gen_toks={count} leaves no space for a context in"
+                f" max_length={self.max_length}: ask for fewer tokens."
+            )
+        most = self._source_length if beginning else space
+        encoded = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+        _warn(sum(len(prompt) > most for prompt in encoded), len(encoded), most)
+        read = full_batch([prompt[-most:] for prompt in encoded], self.batch_size)
+        return ([beginning] * len(read), self._padded_sources(read)) if beginning else (read, None)
+
+    @functools.cached_property
+    def _weights(self) -> Params:
+        """The weights as the loop of generation reads them."""
+        return prepared(self.params, self.config)
+
+
+def _warn(cut: int, number: int, space: int) -> None:
+    if cut:
+        LOG.warning(
+            f"{cut} of {number} contexts lose their beginning: there is room for {space} tokens."
+        )
+
+
+def _without_continuation(texts: tuple[str, str] | None) -> ConfigError:
+    """The error of a continuation without tokens, which would win with its probability of 1.
+    `texts` are the context and the continuation, where they are known."""
+    quoted = "" if texts is None else f" {texts[1]!r} after the context {texts[0]!r}"
+    return ConfigError(
+        f"the continuation{quoted} has no tokens of its own, so it has no likelihood: a task needs"
+        " choices that are not empty, and that begin with the space or line that separates them"
+        " from the context (target_delimiter)."
+    )
+
+
+def _count(name: str, value: Any, limit: int | None = None) -> int:
+    """A whole number from 1 to `limit`, as the command line or a caller gives it."""
+    if not str(value).isdecimal() or int(value) < 1 or (limit is not None and int(value) > limit):
+        allowed = "of at least 1" if limit is None else f"from 1 to {limit}"
+        raise ConfigError(f"{name}={value} must be a whole number {allowed}.")
+    return int(value)
