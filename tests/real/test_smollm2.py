@@ -2,61 +2,22 @@
 greedy text and answers are those of transformers' reading of the file."""
 
 import contextlib
-import functools
 import io
-import re
-import tempfile
-from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 import torch
-import transformers as tf
 from safetensors.numpy import load_file
 from shipped import smollm2_file, text
+from smollm2 import MARKS, converted, ours, reading, tokenizer, words
 
 import jaxformer as jf
 from jaxformer.cli import main
 
-pytestmark = [pytest.mark.real, pytest.mark.xdist_group("smollm2")]
-HOME = tempfile.TemporaryDirectory(prefix="smollm2-")
+pytestmark = MARKS
 EVALUATED = 4_000  # characters
 QUESTION = "What is the capital of France?"
 NEW = 24  # tokens of a text
-
-
-@functools.cache
-def converted() -> Path:
-    """The directory that `jaxformer convert` makes of the file."""
-    target = Path(HOME.name, "ours")
-    assert main(["convert", str(smollm2_file()), str(target)]) == 0
-    return target
-
-
-@functools.cache
-def reading():
-    """transformers' reading of the file, without the mark of packed weights."""
-    file = smollm2_file()
-    packed = tf.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    config = packed.config
-    del config.quantization_config
-    config._attn_implementation = "eager"
-    model = tf.LlamaForCausalLM(config)
-    model.load_state_dict(packed.state_dict())
-    return model.eval()
-
-
-@functools.cache
-def tokenizer():
-    return tf.AutoTokenizer.from_pretrained(smollm2_file().parent, gguf_file=smollm2_file().name)
-
-
-@functools.cache
-def ours():
-    return jf.load(converted())
 
 
 def test_weights_are_those_of_transformers_reading_bit_for_bit():
@@ -75,12 +36,10 @@ def test_a_file_is_loaded_as_it_is_converted():
 
 
 def test_token_ids_are_those_of_transformers():
-    """Of text without digits, which the file splits and transformers' reading of it does not."""
-    words = re.sub(r"\d", "", text())
-    ids = ours().tokenizer.encode(words)
+    ids = ours().tokenizer.encode(words())
     print(f"{len(ids):,} token ids")
-    assert ids == tokenizer()(words)["input_ids"]
-    assert ours().tokenizer.decode(ids) == words
+    assert ids == tokenizer()(words())["input_ids"]
+    assert ours().tokenizer.decode(ids) == words()
 
 
 def test_logits_are_those_of_transformers():
