@@ -1,21 +1,25 @@
 """Host memory of reading and writing a Hugging Face directory. `python
 benchmarks/pretrained_memory.py`
 
-A Llama of about 2 GB is made on the spot, then read by `jf.load` and written by
+Llamas of about 2 GB and one of 8 GB are made on the spot, then read by `jf.load` and written by
 `jf.save_pretrained`, in processes of their own. Every few milliseconds the resident memory is
 taken, anonymous and file pages both, less what the process had after a tiny computation, and less
-the bytes of the arrays that live then where their device is the CPU. The largest of these is the
-excess, and may reach the largest leaf on the host plus 1 GiB. The kernel's own high-water mark,
-less the whole model, stands beside it.
+the bytes of the arrays where their device is the CPU: in reading those of the leaves that are
+placed (a large one is, from the time that it is begun), in writing all that live. The largest of
+these is the excess. Reading may reach one shard of the files, writing the largest leaf on the host
+plus 1 GiB. The kernel's own high-water mark, less the whole model, stands beside it.
 """
 
 import argparse
 import json
+import math
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,9 @@ from pairing import Answer, add_smoke, print_table, save
 MIB = 1 << 20
 ALLOWED = 1 << 30  # beyond the largest leaf
 SAMPLE_SECONDS = 0.002
-SHARD_BYTES = 500 * MIB
+# Of the files.
+SHARD_BYTES = {"layers": 500 * MIB, "vocabulary": 500 * MIB, "eight_gb": 1 << 30}
+SHARD_BYTES["smoke"] = 500 * MIB
 PACKAGES = ("jax", "jaxlib", "numpy", "safetensors")
 # Where most of the weights lie: in the layers' stacked matrices, or in one table that is not
 # stacked.
@@ -42,23 +48,33 @@ SHAPES = {
         "num_hidden_layers": 2,
         "vocab_size": 120_000,
     },
+    "eight_gb": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 16,
+        "vocab_size": 32_000,
+    },
 }
 SMOKE = {
     "smoke": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
 }
-# What is done, the dtype in the files that are read or written, and that of the params.
+# What is done, the dtype in the files that are read or written, that of the params, and the devices
+# over which these are sharded.
 CASES = (
-    ("load", "float32", "float32"),
-    ("load", "bfloat16", "float32"),
-    ("load", "bfloat16", "bfloat16"),
-    ("save", "float32", "float32"),
-    ("save", "bfloat16", "float32"),
+    ("load", "float32", "float32", 1),
+    ("load", "bfloat16", "float32", 1),
+    ("load", "bfloat16", "bfloat16", 1),
+    ("save", "float32", "float32", 1),
+    ("save", "bfloat16", "float32", 1),
 )
+OF_LARGE = (("load", "bfloat16", "bfloat16", 1), ("load", "bfloat16", "bfloat16", 2))
+CASES_OF = {"layers": CASES, "vocabulary": CASES, "eight_gb": OF_LARGE, "smoke": OF_LARGE}
 HEADER = [
     "model",
     "what",
     "files",
     "params",
+    "devices",
     "model MiB",
     "largest leaf",
     "bound",
@@ -68,13 +84,14 @@ HEADER = [
 ]
 
 
-def make_model(folder: Path, sizes: dict[str, int], dtype: str) -> None:
+def make_model(folder: Path, shape: str, dtype: str) -> None:
     """A directory with random weights in shards, one tensor in memory at a time."""
     import ml_dtypes  # noqa: F401  (numpy learns bfloat16)
     import numpy as np
 
     from jaxformer.interop.tensor_files import write_tensors
 
+    sizes = (SHAPES | SMOKE)[shape]
     width, inner, vocab = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
     for layer in range(sizes["num_hidden_layers"]):
@@ -90,7 +107,10 @@ def make_model(folder: Path, sizes: dict[str, int], dtype: str) -> None:
     random = np.random.default_rng(0)
     table = {name: (shape, np.dtype(dtype)) for name, shape in shapes.items()}
     write_tensors(
-        folder, table, lambda name: random.standard_normal(shapes[name], np.float32), SHARD_BYTES
+        folder,
+        table,
+        lambda name: random.standard_normal(shapes[name], np.float32),
+        SHARD_BYTES[shape],
     )
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 256}
     config = (
@@ -115,15 +135,10 @@ def resident() -> int:
 
 class Watch:
     """Takes this process's memory on a thread while the block runs, less what it had when this was
-    made, and less arrays."""
+    made, and less the bytes of arrays that `live` counts."""
 
-    def __init__(self) -> None:
-        import jax
-
-        self._on_host = jax.default_backend() == "cpu"
-        self._live = lambda: (
-            sum(array.nbytes for array in jax.live_arrays()) if self._on_host else 0
-        )
+    def __init__(self, live: Callable[[], int]) -> None:
+        self._live = live
         self._before = resident()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -143,22 +158,51 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._done.wait(SAMPLE_SECONDS):
-            live = (
-                self._live()
-            )  # before the memory: an array that comes to life between the two is counted as excess
+            # Before the memory: an array that comes to life between the two counts as excess.
+            live = self._live()
             self.excess = max(self.excess, resident() - self._before - live)
             self.samples += 1
 
 
-def work(what: str, source: Path, target: Path, files: str, dtype: str) -> Answer:
+def live_bytes() -> int:
+    import jax
+
+    arrays = jax.live_arrays() if jax.default_backend() == "cpu" else []
+    return sum(array.nbytes for array in arrays)
+
+
+def count_placed() -> Callable[[], int]:
+    """A function that says how many bytes of leaves are placed on the CPU's devices."""
+    import jax
+
+    from jaxformer.interop import pretrained
+
+    place, placed = pretrained._placed, 0
+
+    def counted(read: Any, spec: Any, sharding: Any, dtype: str) -> Any:
+        nonlocal placed
+        size = math.prod(spec.shape) * jax.numpy.dtype(dtype).itemsize
+        is_large = size > pretrained.HOST_BYTES
+        placed += size * is_large
+        leaf = place(read, spec, sharding, dtype)
+        placed += size * (not is_large)
+        return leaf
+
+    pretrained._placed = counted
+    return lambda: placed if jax.default_backend() == "cpu" else 0
+
+
+def work(case: tuple[str, str, str, str], source: Path, target: Path, devices: int) -> Answer:
     """One case, in a process of its own."""
     import jax
     import jax.numpy as jnp
 
     import jaxformer as jf
 
+    shape, what, files, dtype = case
     jax.jit(lambda x: x @ x)(jnp.ones((64, 64))).block_until_ready()
-    watch = Watch()
+    mesh = None if devices == 1 else jf.make_mesh(data=1, fsdp=devices)
+    watch = Watch(live_bytes if what == "save" else count_placed())
     loaded: Any = None
     if what == "save":
         loaded = jf.load(source, dtype=dtype)
@@ -167,10 +211,10 @@ def work(what: str, source: Path, target: Path, files: str, dtype: str) -> Answe
     with watch:
         if what == "save":
             jf.save_pretrained(
-                target, loaded.params, loaded.config, dtype=files, shard_bytes=SHARD_BYTES
+                target, loaded.params, loaded.config, dtype=files, shard_bytes=SHARD_BYTES[shape]
             )
         else:
-            loaded = jf.load(source, dtype=dtype)
+            loaded = jf.load(source, dtype=dtype, mesh=mesh)
             jax.block_until_ready(loaded.params)
     leaves = [leaf.nbytes for leaf in jax.tree.leaves(loaded.params)]
     return {
@@ -190,33 +234,29 @@ def measure(options: argparse.Namespace) -> list[Answer]:
         with tempfile.TemporaryDirectory(
             prefix="jaxformer-pretrained-", dir=options.scratch
         ) as folder:
-            for what, files, dtype in CASES[2:4] if options.smoke else CASES:
-                source, target = (
-                    Path(folder) / (files if what == "load" else "float32"),
-                    Path(folder) / "saved",
-                )
+            for what, files, dtype, devices in CASES_OF[shape]:
+                source = Path(folder) / (files if what == "load" else "float32")
                 if not source.is_dir():
-                    make_model(source, (SHAPES | SMOKE)[shape], source.name)
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--work",
-                    what,
-                    str(source),
-                    str(target),
-                    files,
-                    dtype,
-                ]
+                    make_model(source, shape, source.name)
+                case = (shape, what, files, dtype)
+                command = [sys.executable, __file__, "--work", *case, str(source)]
+                flags = f"--xla_force_host_platform_device_count={devices}"
                 answer = subprocess.run(
-                    command, check=True, stdout=subprocess.PIPE, text=True
+                    [*command, str(Path(folder) / "saved"), str(devices)],
+                    check=True,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"},
                 ).stdout
-                case = {"shape": shape, "what": what, "files": files, "params": dtype}
-                found.append(case | json.loads(answer.splitlines()[-1]))
+                names = ("shape", "what", "files", "params")
+                row = dict(zip(names, case, strict=True)) | {"devices": devices}
+                found.append(row | json.loads(answer.splitlines()[-1]))
     return found
 
 
 def table_row(answer: Answer) -> list[str]:
-    leaf, bound = answer["largest_leaf"], answer["largest_leaf"] + ALLOWED
+    leaf = answer["largest_leaf"]
+    bound = leaf + ALLOWED if answer["what"] == "save" else SHARD_BYTES[answer["shape"]]
     verdict = "" if answer["excess"] <= bound else " OVER"
     sizes = [f"{size / MIB:,.0f}" for size in (answer["model"], leaf, bound)]
     measured = [
@@ -224,7 +264,8 @@ def table_row(answer: Answer) -> list[str]:
         f"{answer['high_water'] / MIB:,.0f}",
         f"{answer['seconds']:.1f}",
     ]
-    return [*(answer[name] for name in ("shape", "what", "files", "params")), *sizes, *measured]
+    names = ("shape", "what", "files", "params", "devices")
+    return [*(str(answer[name]) for name in names), *sizes, *measured]
 
 
 def main() -> None:
@@ -236,11 +277,11 @@ def main() -> None:
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
     add_smoke(parser)
-    parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=7, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        what, source, target, files, dtype = options.work
-        print(json.dumps(work(what, Path(source), Path(target), files, dtype)))
+        *case, source, target, devices = options.work
+        print(json.dumps(work(tuple(case), Path(source), Path(target), int(devices))))
         return
     if options.smoke:
         options.shapes = [*SMOKE]

@@ -14,6 +14,7 @@ import jaxformer as jf
 from jaxformer.arrays.mesh import batch_sharding, make_mesh, parameter_sharding
 from jaxformer.arrays.params import init_params, map_specs
 from jaxformer.config.adapter import AdapterConfig
+from jaxformer.interop import pretrained
 from jaxformer.losses import cross_entropy as losses
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.transformer import specs as specs_of
@@ -204,8 +205,16 @@ def loaded_on_a_mesh(config):
             folder, jax.tree.map(jax.device_put, params, shardings), config, shard_bytes=20_000
         )
         found = jf.load(folder, mesh=mesh).params
+        pretrained.HOST_BYTES = 500
+        in_pieces = jf.load(folder, mesh=mesh).params
     same = jax.tree.map(
-        lambda a, b, place: np.array_equal(a, b) and a.sharding == place, found, params, shardings
+        lambda a, b, c, place: (
+            np.array_equal(a, b) and np.array_equal(a, c) and a.sharding == b.sharding == place
+        ),
+        found,
+        in_pieces,
+        params,
+        shardings,
     )
     split = max(
         leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(found)

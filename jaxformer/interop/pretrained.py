@@ -6,14 +6,15 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from jaxformer.arrays.mesh import parameter_sharding
 from jaxformer.arrays.params import (
@@ -42,11 +43,12 @@ from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.transformer import without_objective
 
 SHARD_BYTES = 5_000_000_000
+HOST_BYTES = 1 << 28  # of a leaf that is on its way from the files to the devices
 MISMATCHES_SHOWN = 12
 SMALL = 10**9  # parameters of a model that is read, and its tensors compared, in any case
 MOST_TIMES = 16  # parameters of a config.json by numbers in its files: no mismatch, but nonsense
 
-
+ReadIndex = Callable[[tuple[slice, ...]], np.ndarray]  # the numbers of a leaf at an index
 SpecialIds = int | list[int] | None  # of a special token in a config.json; a list for several ends
 
 
@@ -99,8 +101,9 @@ def load_pretrained(
     machine's first device), as `dtype`; with `quantize` each matrix of the blocks is quantized
     before the next leaf is read (see `jf.quantize`).
 
-    The host holds one leaf at a time. Raises ConfigError for an architecture or an option that is
-    not supported, and for tensors that do not fit config.json, each by its name and file.
+    Besides the params the host holds one tensor, and `HOST_BYTES` of a leaf or one layer of it,
+    into whatever shards the files are cut. Raises ConfigError for an architecture or an option that
+    is not supported, and for tensors that do not fit config.json, each by its name and file.
     """
     family, config, labels, files, unknown = _opened(directory)
     if unknown:
@@ -115,11 +118,9 @@ def load_pretrained(
 
     def load_leaf(path: str, spec: Spec) -> Weight:
         sharding = one_device if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
-        array = jax.make_array_from_callback(
-            spec.shape, sharding, lambda index: read_leaf(path, index or (), jnp.dtype(dtype))
+        array = _placed(
+            lambda index: read_leaf(path, index, jnp.dtype(dtype)), spec, sharding, dtype
         )
-        # The host holds the leaf until it is on its device.
-        array.block_until_ready()
         if quantize is None or not is_quantized(spec):
             return array
         quantized: CustomLeaf = quantized_leaf(path, array, spec, quantize)
@@ -127,6 +128,38 @@ def load_pretrained(
 
     metadata = files.metadata if isinstance(files, GgufFiles) else {}
     return Pretrained(map_specs(load_leaf, model_specs(config)), config, labels, metadata)
+
+
+def _placed(read: ReadIndex, spec: Spec, sharding: Sharding, dtype: str) -> jax.Array:
+    """A leaf on its devices. Of a small one the host holds all numbers until they are there; a
+    large one is made on the devices and filled with rows of its first axis, `HOST_BYTES` or one row
+    at a time."""
+    itemsize = jnp.dtype(dtype).itemsize
+    if math.prod(spec.shape) * itemsize <= HOST_BYTES:
+        array = jax.make_array_from_callback(spec.shape, sharding, lambda index: read(index or ()))
+        return array.block_until_ready()
+    shape = sharding.shard_shape(spec.shape)
+    indices = sharding.addressable_devices_indices_map(spec.shape)
+    shards = {device: jnp.zeros(shape, dtype, device=device) for device in indices}
+    # Devices with the same numbers get them from one reading.
+    groups: dict[str, list[jax.Device]] = {}
+    for device, index in indices.items():
+        groups.setdefault(str(index), []).append(device)
+    step = max(1, HOST_BYTES // (math.prod(shape[1:]) * itemsize))
+    for devices in groups.values():
+        first, *others = indices[devices[0]] or ()
+        for at in range(0, shape[0], step):
+            begin = (first.start or 0) + at
+            piece = read((slice(begin, begin + min(step, shape[0] - at)), *others))
+            for device in devices:
+                shards[device] = _with_rows(shards[device], jax.device_put(piece, device), at)
+            jax.block_until_ready([shards[device] for device in devices])
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, [*shards.values()])
+
+
+@partial(jax.jit, donate_argnums=0)
+def _with_rows(shard: jax.Array, piece: jax.Array, at: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(shard, piece, at, 0)
 
 
 class Opened(NamedTuple):
