@@ -45,7 +45,7 @@ def folder(*parts):
 
 
 # Layers whose norms are behind the sums.
-POST_NORM = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "bart", "marian")
+POST_NORM = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "albert", "bart", "marian")
 # Encoder-decoders that are padded on the right alone.
 RIGHT_PADDED = ("bart", "marian", "pegasus", "mbart", "m2m_100")
 

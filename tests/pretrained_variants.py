@@ -50,6 +50,7 @@ BLOOM = TOKENS | dict(hidden_size=42, n_head=6, n_layer=3, layer_norm_epsilon=2e
 BERT = TEXT | dict(type_vocab_size=2, layer_norm_eps=2e-2, num_labels=5)
 ROBERTA = BERT | dict(type_vocab_size=1)
 ELECTRA = BERT | dict(embedding_size=18)
+ALBERT = BERT | dict(embedding_size=18, num_hidden_layers=3)
 MODERNBERT = TEXT | dict(hidden_size=48, norm_eps=2e-2, local_attention=6, num_labels=5)
 MODERNBERT |= dict(
     rope_parameters={
@@ -486,6 +487,13 @@ VARIANTS = {
     ),
     "electra discriminator": (tf.ElectraForPreTraining, ELECTRA | dict(initializer_range=0.3)),
     "electra tags": (tf.ElectraForTokenClassification, ELECTRA),
+    "albert masked": (tf.AlbertForMaskedLM, ALBERT),
+    "albert pre-training, two groups": (
+        tf.AlbertForPreTraining,
+        ALBERT | dict(num_labels=2, num_hidden_groups=2, num_hidden_layers=4, hidden_act="relu"),
+    ),
+    "albert classes": (tf.AlbertForSequenceClassification, ALBERT),
+    "albert tags": (tf.AlbertForTokenClassification, ALBERT | dict(num_hidden_groups=3)),
     "modernbert": (tf.ModernBertForMaskedLM, MODERNBERT | dict(num_hidden_layers=8)),
     "modernbert by layer types": (
         tf.ModernBertForMaskedLM,

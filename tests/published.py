@@ -482,6 +482,16 @@ IDS = {"electra.embeddings.position_ids": torch.arange(ROOM)[None]}
 case("electra-small-generator", ELECTRA, also(IDS))
 case("electra-small-discriminator", ELECTRA | dict(architectures=["ElectraForPreTraining"]))
 
+ALBERT = LAYERS | dict(
+    architectures=["AlbertForMaskedLM"], attention_probs_dropout_prob=0, bos_token_id=2,
+    classifier_dropout_prob=0.1, down_scale_factor=1, embedding_size=16, eos_token_id=3, gap_size=0,
+    hidden_act="gelu_new", hidden_dropout_prob=0, initializer_range=0.02, inner_group_num=1,
+    layer_norm_eps=1e-12, model_type="albert", net_structure_type=0, num_hidden_groups=1,
+    num_memory_blocks=0, pad_token_id=0, type_vocab_size=2, vocab_size=71,
+)  # fmt: skip
+POOLER = {"albert.pooler.weight": torch.ones(WIDTH, WIDTH), "albert.pooler.bias": torch.ones(WIDTH)}
+case("albert-base-v2", ALBERT, also(POOLER))
+
 MODERNBERT = less(LAYERS, "max_position_embeddings") | dict(
     architectures=["ModernBertForMaskedLM"], attention_bias=False, attention_dropout=0.0,
     bos_token_id=2, classifier_activation="gelu", classifier_bias=False, classifier_dropout=0.0,

@@ -112,6 +112,11 @@ def _refuse_mixer(config: ModelConfig, adapter: PromptTuning | PrefixTuning) -> 
             "virtual tokens (prompt tuning, prefix tuning) are keys and values of"
             f" model.mixer='attention', and it is {config.mixer!r}: choose LoRA, or another model."
         )
+    if config.layer_groups:
+        raise ConfigError(
+            "virtual tokens (prompt tuning, prefix tuning) give each layer keys and values, and"
+            f" with model.layer_groups={config.layer_groups} layers share them: choose LoRA."
+        )
 
 
 def prompt_specs(specs: Specs, tokens: int) -> Specs:

@@ -39,8 +39,9 @@ class Spec:
     """One leaf: its shape, the name of each axis, its initial value, and the axes it contracts.
 
     `trainable`: whether it learns. `lookup`: its rows are taken by an index, not multiplied.
-    `reads`: the sequence that it is applied to. `active`: the fraction of the tokens that it is
-    applied to, as of the experts that a token is routed to. `sign_rate`: where it is above 0, a
+    `reads`: the sequence that it is applied to. `active`: how often it is applied to a token on
+    average: below 1 for the experts that a token is routed to, above 1 in layers that share it.
+    `sign_rate`: where it is above 0, a
     step moves each number so far against the sign of its gradient, whatever the optimizer.
     `quantizable`: whether quantization may round it. It may not round a router, in which a small
     error sends a token to another expert.

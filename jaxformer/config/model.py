@@ -99,6 +99,9 @@ class ModelConfig(Section):
     """Number of blocks; for an encoder-decoder, of the decoder."""
     n_encoder_layers: Annotated[int, Bounds(0, most=10_000)] = 0
     """Number of blocks of the encoder of an encoder-decoder; 0 uses n_layers."""
+    layer_groups: Natural = 0
+    """Number of groups of consecutive layers that share one set of parameters (1 in ALBERT); 0: no
+    layers share theirs."""
     mixer: Mixer = "attention"
     """Sublayer of a block in which tokens read other tokens of their sequence."""
     feed_forward: FeedForward = "ffn"
@@ -350,6 +353,11 @@ class ModelConfig(Section):
         if self.family == "decoder":
             return 0
         return (self.family == "encoder_decoder" and self.n_encoder_layers) or self.n_layers
+
+    @property
+    def layers_in_group(self) -> int:
+        """Number of consecutive layers that share one set of parameters."""
+        return self.n_layers // (self.layer_groups or self.n_layers)
 
     @property
     def biased(self) -> frozenset[str]:

@@ -61,11 +61,23 @@ def _family(config: Any) -> Iterator[str]:
         yield "pooling='first' needs model.family='encoder': in a decoder it sees itself alone."
     if family != "encoder_decoder" and layers > 0:
         yield f"n_encoder_layers={layers} needs model.family='encoder_decoder': set n_layers."
+    yield from _groups(config)
     yield from _points(config)
     if config.norm_placement in EXCLUDED_PLACEMENTS.get(config.residual, ()):
         yield f"residual={config.residual!r} has one sum or norm for all sublayers: use pre-norms."
     if config.head_bias and output != "language":
         yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
+
+
+def _groups(config: Any) -> Iterator[str]:
+    groups, layers = config.layer_groups, config.n_layers
+    if groups and layers % groups:
+        yield (
+            f"layer_groups={groups} must divide model.n_layers={layers}: choose one of"
+            f" {divisors(layers)}."
+        )
+    if groups and config.family == "encoder_decoder":
+        yield f"layer_groups={groups} needs a model.family with one stack: decoder or encoder."
 
 
 def _embedding(config: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of
+from jaxformer.interop.albert import ALBERT
 from jaxformer.interop.bart import BART, M2M100, MARIAN, MBART, PEGASUS
 from jaxformer.interop.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from jaxformer.interop.clip import CLIP_TEXT
@@ -47,7 +48,7 @@ DECODERS = (
 )
 WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
 # DistilBERT is a BERT without token types.
-ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, ELECTRA, MODERNBERT)
+ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, ELECTRA, ALBERT, MODERNBERT)
 TEXT_ENCODERS = (CLIP_TEXT, T5_ENCODER, MT5_ENCODER, UMT5_ENCODER)
 WITH_SOURCE = (T5, MT5, UMT5, BART, MARIAN, PEGASUS, MBART, M2M100)
 HF_FAMILIES: tuple[Family, ...] = (

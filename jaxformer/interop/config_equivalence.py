@@ -39,6 +39,8 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "value_dim": config.value_width,
         "embedding_width": config.embedded_width,
         "d_ff": config.ff_width,
+        "layer_groups": config.layer_groups
+        % config.n_layers,  # a group of one layer shares nothing
         "head": config.output,
         "pooling": config.pooled,
         "projection_width": config.projection_width or config.d_model,

@@ -3,7 +3,8 @@
 The parameters of the blocks are one tree of stacked leaves [L, ...]. If the tables of the layers
 differ by a pattern (`layers/pattern.py`), there is one such tree for each of the layers before the
 pattern and for each of its P positions, named "0", "1", ...: after a lead of K layers, layer K + i
-is entry i // P of the tree K + i % P.
+is entry i // P of the tree K + i % P. With model.layer_groups the leaves are [G, ...], and layer i
+reads entry i // (L / G).
 """
 
 import math
@@ -14,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.arrays.params import Params, Specs, is_custom, rows, stack, unstack
+from jaxformer.arrays.params import Params, Specs, is_custom, map_specs, rows, stack, unstack
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.layers.biases import has_layer_bias, relative_bias_specs, score_bias
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.cache import KVCache
@@ -75,10 +77,22 @@ def _blocks_specs(config: ModelConfig, layers: int, cross: bool) -> Specs:
     lead, period = repetition_of(configs)
     tables = [block_specs(layer_config, cross) for layer_config in configs[: lead + period]]
     if all(_shapes(table) == _shapes(tables[0]) for table in tables):
-        return stack(tables[0], layers)
+        return _shared(stack(tables[0], config.layer_groups or layers), config.layers_in_group)
+    if config.layer_groups:
+        raise ConfigError(
+            f"model.layer_groups={config.layer_groups}: layers share their parameters only if all"
+            " have the same ones, and here a pattern or first layers differ: set it to 0."
+        )
     counts = [1] * lead + [len(configs[lead + p :: period]) for p in range(period)]
     stacked = zip(tables, counts, strict=True)
     return {str(p): stack(table, count) for p, (table, count) in enumerate(stacked)}
+
+
+def _shared(table: Specs, uses: int) -> Specs:
+    """The table of parameters that so many layers share."""
+    if uses == 1:
+        return table
+    return map_specs(lambda _, spec: replace(spec, active=spec.active * uses), table)
 
 
 def _shapes(table: Specs) -> dict[str, Any]:
@@ -102,7 +116,8 @@ def layer_order(counts: list[int]) -> list[tuple[int, int]]:
 
 
 def layers_of(blocks: Params | list[Params]) -> list[Params]:
-    """The params of each layer; a list of them is returned as it is."""
+    """The params of each layer, or of each group that shares them; a list of them is returned as it
+    is."""
     if isinstance(blocks, list):
         return blocks
     stacks = [unstack(stacked) for stacked in stacks_of(blocks)]
@@ -233,7 +248,8 @@ def _unrolled(
     call: Call,
     cache: KVCache | None,
 ) -> Output:
-    layers, layer_caches, auxes = layers_of(blocks), [], []
+    layers = [layer for layer in layers_of(blocks) for _ in range(config.layers_in_group)]
+    layer_caches, auxes = [], []
     configs = layer_configs(config, len(layers))
     for i, layer in enumerate(layers):
         layer_cache = None if cache is None else cache.layer_cache(i, call.mask.queries)
@@ -247,8 +263,9 @@ def _unrolled(
 def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     """The leading layers unrolled, a scan over the whole periods of the pattern, and the remaining
     layers unrolled."""
-    stacks = stacks_of(blocks)
-    order = layer_order([_depth(stacked) for stacked in stacks])
+    stacks, uses = stacks_of(blocks), config.layers_in_group
+    entries = layer_order([_depth(stacked) for stacked in stacks])
+    order = [entry for entry in entries for _ in range(uses)]
     depth = len(order)
     configs = layer_configs(config, depth)
     lead, period = repetition_of(configs)
@@ -268,16 +285,20 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> O
     # The numbers of the layers at each position of the pattern.
     numbers = [range(lead + p, end, period) for p in range(period)]
 
-    def body(x: jax.Array, items: list[tuple[Params, jax.Array]]) -> tuple[jax.Array, list[Aux]]:
+    def body(
+        x: jax.Array, items: list[tuple[Params | None, jax.Array]]
+    ) -> tuple[jax.Array, list[Aux]]:
         auxes_of_period = []
-        for p, (layer, i) in enumerate(items):
+        for p, (layer_params, i) in enumerate(items):
+            layer = _entry(blocks, i // uses) if layer_params is None else layer_params
             layer_call = call._replace(request=call.request.at(numbers[p], i))
             x, _, aux = layer_of(configs[lead + p], layer_call, scanned=True)(x, layer, i)
             auxes_of_period.append(aux)
         return x, auxes_of_period
 
     traced = [jnp.arange(layers.start, layers.stop, layers.step) for layers in numbers]
-    params = _periods(stacks, lead, period, times)
+    # Layers of a group read the entry that they share, so that no copies of it are made.
+    params = [None] * period if uses > 1 else _periods(stacks, lead, period, times)
     x, stacked = jax.lax.scan(body, x, list(zip(params, traced, strict=True)))
     for aux, layers in zip(stacked, numbers, strict=True):
         for i, layer in enumerate(layers):
@@ -297,6 +318,6 @@ def _periods(stacks: list[Params], lead: int, period: int, times: int) -> list[P
     return [jax.tree.map(lambda leaf, step=step: leaf[step], stacks[0]) for step in steps]
 
 
-def _entry(stacked: Any, i: int) -> Any:
+def _entry(stacked: Any, i: int | jax.Array) -> Any:
     """Entry `i` on the first axis of every leaf."""
     return jax.tree.map(lambda leaf: leaf[i], stacked)

@@ -88,7 +88,8 @@ def upcycle(
 
 def _blocks(blocks: Params, table: Params, layers: tuple[ModelConfig, ...]) -> Params:
     """The blocks of a dense stack, with experts and stacked as the rows of a table are."""
-    pairs = zip(layers_of(blocks), layers, strict=True)
+    # Layers of a group are copied once.
+    pairs = zip(layers_of(blocks), layers[:: layers[0].layers_in_group], strict=True)
     with_experts = [
         _layer(params, config) if config.feed_forward == "experts" else params
         for params, config in pairs

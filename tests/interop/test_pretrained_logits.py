@@ -153,7 +153,7 @@ def test_packed_rows_of_experts_give_the_references_logits_of_each_text(name):
     assert_close(found.reshape(expected.shape), expected, batch)
 
 
-OF_LAYERS = ["umt5", "modernbert", "electra masked"]
+OF_LAYERS = ["umt5", "modernbert", "electra masked", "albert pre-training, two groups"]
 
 
 @each(OF_LAYERS)
@@ -165,7 +165,9 @@ def test_a_scan_over_layers_gives_the_logits_of_the_references(name):
     assert_close(found, logits(reference(name), batch), batch)
 
 
-@each(["umt5 encoder", "modernbert", "electra masked", "distilbert masked", "clip"])
+@each(
+    ["umt5 encoder", "modernbert", "electra masked", "albert masked", "distilbert masked", "clip"]
+)
 def test_packed_rows_of_encoders_give_the_references_logits_of_each_text(name):
     rng, size = np.random.default_rng(4), LENGTH // 2
     tokens = rng.integers(5, 71, (2, size))

@@ -12,9 +12,11 @@ import pytest
 from families import SIZES, alone, cached, params_of
 
 import jaxformer as jf
+from jaxformer.adapters.virtual_tokens import PrefixTuning, virtual_specs
 from jaxformer.arrays.params import check_params, count, rows
 from jaxformer.layers import pattern
 from jaxformer.layers.pattern import layer_configs, repetition_of
+from jaxformer.models.cost import count_text, flops_per_token
 from jaxformer.models.stack import layers_of, stacked_as
 from jaxformer.models.transformer import specs
 
@@ -213,3 +215,51 @@ def test_a_scan_stays_a_scan_under_a_request():
         lambda p: jf.inspect(p, config, capture=["decoder.1.mlp_out"], **batch)
     ).lower(params_of(config))
     assert lowered.as_text().count("stablehlo.while") == 1
+
+
+GROUPS = {"n_layers": 6, "layer_groups": 2}
+DEPTH_3 = {"window": 3, "window_pattern": "wwf"}
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder"])
+@pytest.mark.parametrize("more", [{}, DEPTH_3], ids=str)
+def test_layers_of_a_group_are_layers_with_equal_parameters(family, more):
+    """In a scan and under a cache too; a gradient is the sum of those of the group's layers, and
+    every layer costs what it costs with parameters of its own."""
+    config = jf.ModelConfig(**SIZES | GROUPS | more | {"family": family})
+    unshared = dataclasses.replace(config, layer_groups=0)
+    params, batch = params_of(config), alone(config)
+    repeated = jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), params["blocks"])
+    expected = forward(params | {"blocks": repeated}, unshared, **batch)
+    scanned = dataclasses.replace(config, **SCANNED)
+    for other in (config, scanned):
+        np.testing.assert_allclose(forward(params, other, **batch), expected, atol=1e-4)
+    if family == "decoder":
+        incremental = jax.jit(functools.partial(cached, config))(batch)
+        np.testing.assert_allclose(incremental, expected, atol=1e-4)
+
+    def grad(params, config):
+        def loss(params):
+            return jnp.square(jf.forward(params, config, **batch)).mean()
+
+        return jax.jit(jax.grad(loss))(params)["blocks"]
+
+    sums = jax.tree.map(
+        lambda leaf: leaf.reshape(2, 3, *leaf.shape[1:]).sum(1),
+        grad(params | {"blocks": repeated}, unshared),
+    )
+    for shared in (grad(params, config), grad(params, scanned)):
+        for a, b in zip(jax.tree.leaves(shared), jax.tree.leaves(sums), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4 * float(jnp.abs(b).max()))
+    assert 3 * count(specs(config)["blocks"]) == count(specs(unshared)["blocks"])
+    assert flops_per_token(config, 32) == flops_per_token(unshared, 32)
+    own = count_text(specs(unshared)).partition(" ")[0]
+    assert count_text(specs(config)).endswith(f"{own} for a token")
+
+
+def test_what_needs_parameters_of_each_layer_is_refused_where_they_are_shared(widths):
+    with pytest.raises(jf.ConfigError, match="a pattern or first layers differ"):
+        specs(Patterned(**SIZES | GROUPS | {"width_pattern": "nw"}))
+    config = jf.ModelConfig(**SIZES | GROUPS)
+    with pytest.raises(jf.ConfigError, match=r"with model\.layer_groups=2 layers share them"):
+        virtual_specs(specs(config), config, PrefixTuning(3))
