@@ -6,7 +6,7 @@ tests/generation/test_token_rules.py fails where the two differ.
 
 from pathlib import Path
 
-from jaxformer.generation.token_rules import RULES, Rule
+from jaxformer.generation.token_rules import RULES, TokenRule
 
 PAGE = Path(__file__).parents[2] / "docs" / "generation.md"
 START, END = "<!-- rules: python docs/hooks/token_rules.py -->\n", "<!-- end of rules -->\n"
@@ -16,7 +16,7 @@ HEADER = (
 )
 
 
-def row_of(rule: Rule) -> str:
+def row_of(rule: TokenRule) -> str:
     off = "" if rule.off is None else f"`{rule.off!r}`"
     cells = [f"`{rule.name}`", rule.kind, off, rule.must_be, rule.formula, rule.source]
     test = f"`tests/generation/{TESTS.get(rule.name, 'test_token_rules.py')}`"

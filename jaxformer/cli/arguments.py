@@ -118,6 +118,11 @@ class SampleArguments(ModelArguments, RuleArguments):
     """Beam width; 0 samples instead."""
     length_penalty: float = 0.6
     """Length penalty of the beam search; 0 prefers short texts."""
+    length_divisor: Literal["gnmt", "tokens"] = "gnmt"
+    """What the length penalty is a power of: (5 + tokens) / 6, or tokens, as in transformers."""
+    early_stopping: Literal["never", "on", "off"] = "never"
+    """When a beam search with as many finished texts as beams ends: never before the best texts are
+    certain, at once (on), or when no unfinished text would win if it ended here (off)."""
     n: int = 1
     """Number of texts to write for the prompt, which is read once."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None

@@ -7,33 +7,33 @@ from typing import Annotated, Any
 
 import tyro
 
-Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
-Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
-Texts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")]
+OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+AnyTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleArguments:
     """What is not given is as generation_config.json of the model says, or off."""
 
-    min_p: Number = None
+    min_p: OptionalFloat = None
     """Sample from tokens with at least this share of the largest probability."""
-    typical_p: Number = None
+    typical_p: OptionalFloat = None
     """Sample from the tokens of most typical information whose probabilities add up to this."""
-    repetition_penalty: Number = None
+    repetition_penalty: OptionalFloat = None
     """Divide the logits of tokens of the text and the prompt by this, where they are above 0, and
     multiply them with it below 0; if not given, as the files of the model say."""
-    presence_penalty: Number = None
+    presence_penalty: OptionalFloat = None
     """Subtract this from the logits of every token that was written."""
-    frequency_penalty: Number = None
+    frequency_penalty: OptionalFloat = None
     """Subtract this from the logits of a token each time that it was written."""
-    no_repeat_ngram_size: Count = None
+    no_repeat_ngram_size: OptionalInt = None
     """Write no sequence of so many tokens twice; if not given, as the files of the model say."""
-    min_new_tokens: Count = None
+    min_new_tokens: OptionalInt = None
     """Write no end token before so many tokens; if not given, as the files of the model say."""
-    bad_words: Texts = ()
-    """Texts that are not written, each as the tokenizer encodes it, also after a space."""
-    stop_strings: Texts = ()
+    bad_words: AnyTexts = ()
+    """AnyTexts that are not written, each as the tokenizer encodes it, also after a space."""
+    stop_strings: AnyTexts = ()
     """End the text before the first of these texts."""
 
     def rules(self, encode: Callable[[str], list[int]]) -> dict[str, Any]:

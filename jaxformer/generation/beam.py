@@ -5,8 +5,9 @@ size of the vocabulary. The model runs on [B b] rows: beam j of row i is row i b
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import Stream, repeated, start
 from jaxformer.generation.sampling import TextRules, permitted, within
-from jaxformer.generation.text_so_far import TextSoFar, ends, filler
+from jaxformer.generation.text_so_far import TextSoFar, end_tokens, ends, filler
 from jaxformer.generation.token_rules import RULES, require, uses
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import KVCache
@@ -30,6 +31,13 @@ from jaxformer.models.transformer import hidden
 MAX_BEAMS = 1024  # of a row; each takes the memory of a row of a batch
 MAX_PENALTY = 10.0  # with it the divisor of 20,000 tokens is a float32
 
+# By what the log-probability of a text of n tokens is divided, before the power of length_penalty:
+# that of GNMT (arXiv:1609.08144), and that of transformers.
+LENGTH_DIVISORS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gnmt": lambda length: (5.0 + length) / 6.0,
+    "tokens": lambda length: length,
+}
+
 
 @dataclass(frozen=True)
 class Search(TextRules):
@@ -39,6 +47,11 @@ class Search(TextRules):
     beams: int = 5  # unfinished texts kept at every step
     keep: int = 0  # texts returned (0: as many as beams); with fewer the search may stop earlier
     length_penalty: float = 0.6  # alpha: 0 ranks by probability, which favors short texts
+    length_divisor: str = "gnmt"  # a row of LENGTH_DIVISORS
+    # When a row ends that has as many finished texts as beams. "never": when no other text can be
+    # better. True: at once. False: when no unfinished text would be better if it ended here. The
+    # values are those of transformers, but there "never" is exact for length_penalty >= 0 alone.
+    early_stopping: bool | Literal["never"] = "never"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,12 +65,26 @@ class Search(TextRules):
                 0 <= self.length_penalty <= MAX_PENALTY,
                 f"length_penalty={self.length_penalty} must be from 0 to {MAX_PENALTY}",
             ),
+            (
+                self.length_divisor in LENGTH_DIVISORS,
+                f"length_divisor={self.length_divisor!r} must be one of"
+                f" {', '.join(LENGTH_DIVISORS)}",
+            ),
+            (
+                self.early_stopping is True or self.early_stopping in (False, "never"),
+                f"early_stopping={self.early_stopping!r} must be True, False or 'never'",
+            ),
         )
 
+    @property
+    def finished(self) -> int:
+        """How many finished texts of a row are compared."""
+        return (self.keep or self.beams) if self.early_stopping == "never" else self.beams
+
     def penalty(self, length: jax.Array | int) -> jax.Array:
-        """The divisor of the log-probability of `length` tokens: ((5 + length) / 6)^alpha
-        (arXiv:1609.08144)."""
-        return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** self.length_penalty
+        """The divisor of the log-probability of `length` tokens, as ((5 + length) / 6)^alpha."""
+        divisor = LENGTH_DIVISORS[self.length_divisor](jnp.asarray(length, jnp.float32))
+        return divisor**self.length_penalty
 
 
 def searching(settings: dict[str, Any]) -> Search:
@@ -81,8 +108,8 @@ class Beams(NamedTuple):
 
 
 class BeamSteps(NamedTuple):
-    """What the steps of a search chose from, in the order of the steps: C = 2 b candidates of each
-    row, likeliest first.
+    """What the steps of a search chose from, in the order of the steps: C candidates of each row,
+    likeliest first, where C is b times one more than the number of end tokens, and at least 2 b.
 
     `parents` int32 [n, B, C] is the live text (0 .. b - 1) that a candidate continues, `tokens`
     int32 [n, B, C] its new token, `log_probabilities` float32 [n, B, C] that of the new text as far
@@ -113,10 +140,12 @@ def beam_search(
     """The likeliest continuations of each prompt that a beam search finds: [B, T] int -> `Beams`.
 
     The arguments before `search` are those of `generate`; `search` are the fields of `Search`:
-    beams, keep, length_penalty, end_token, vocab_size and the rules on the text that `generate`
-    has. The score of a text is log p / ((5 + length) / 6)^length_penalty, with its end token
-    counted, which adds nothing where it is forced; a text ends at its end token, which fills the
-    rest, or at max_new_tokens. Raises ConfigError as `generate` does.
+    beams, keep (the n best), length_penalty, length_divisor, early_stopping, end_token, vocab_size
+    and the rules on the text that `generate` has. The score of a text is log p / ((5 + length) /
+    6)^length_penalty, or log p / length^length_penalty with length_divisor="tokens", with its end
+    token counted, which adds nothing where it is forced; a text ends at its end token, which fills
+    the rest, or at max_new_tokens. With length_divisor="tokens" the texts are those of transformers
+    with the same length_penalty and early_stopping. Raises ConfigError as `generate` does.
     """
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
@@ -152,8 +181,9 @@ class _Live(NamedTuple):
 
 
 # The state of the loop: the number of the step, the unfinished and the finished texts, the cache,
-# and the steps so far, or None where they are not recorded.
-_Carry = tuple[jax.Array, _Live, Beams, KVCache, BeamSteps | None]
+# the rows [B] that take no other text, or None if early_stopping="never", and the steps so far, or
+# None where they are not recorded.
+_Carry = tuple[jax.Array, _Live, Beams, KVCache, jax.Array | None, BeamSteps | None]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), static_argnames="record")
@@ -162,7 +192,6 @@ def _search(
 ) -> tuple[Beams, Any]:
     """The best texts, and the steps if they are recorded."""
     batch, beams = stream.logits.shape[0], rules.beams
-    keep = rules.keep or beams
     cache, logits, layout, written = repeated(
         (stream.cache, stream.logits, stream.layout, stream.written), beams
     )
@@ -171,19 +200,22 @@ def _search(
     # token for each.
     first_only = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
     live = _Live(tokens, jnp.broadcast_to(first_only, (batch, beams)), logits)
-    finished = Beams(tokens[:, :keep], jnp.full((batch, keep), -jnp.inf))
+    finished = Beams(tokens[:, : rules.finished], jnp.full((batch, rules.finished), -jnp.inf))
 
     def goes_on(carry: _Carry) -> jax.Array:
-        i, live, finished, *_ = carry
+        i, live, finished, _, closed, _ = carry
+        if closed is not None:
+            return (i < n) & ~closed.all()
         # A log-probability only falls, and is divided by penalty(n) at most: this is the best score
         # that a live text can still reach.
         reachable = live.logs.max(axis=1) / rules.penalty(n)  # [B]
         return (i < n) & (reachable > finished.scores.min(axis=1)).any()
 
     def step(carry: _Carry) -> _Carry:
-        i, live, finished, cache, steps = carry
+        i, live, finished, cache, closed, steps = carry
         texts = written.replace_new(live.tokens.reshape(batch * beams, n), i)
-        live, finished, parents, new_step = _extend(live, finished, rules, texts)
+        live, extended, parents, new_step = _extend(live, finished, rules, texts)
+        finished = extended if closed is None else _where(closed, finished, extended)
         if steps is not None:
             steps = jax.tree.map(lambda of_steps, new: of_steps.at[i].set(new), steps, new_step)
         cache = _of_parents(cache, parents)
@@ -191,22 +223,47 @@ def _search(
         tokens = live.tokens[:, :, i].reshape(-1, 1)
         x, cache, _ = hidden(params, config, Inputs(tokens, token_layout), cache)
         live = live._replace(logits=head(params, config, x, token_layout)[:, 0])
-        return i + 1, live, finished, cache, steps
+        if closed is not None:
+            closed |= _closes(live, finished, rules, i + 1)
+        return i + 1, live, finished, cache, closed, steps
 
-    steps = _empty_steps(n, batch, beams) if record else None
-    i, live, finished, _, steps = jax.lax.while_loop(
-        goes_on, step, (jnp.int32(0), live, finished, cache, steps)
+    steps = _empty_steps(n, batch, rules) if record else None
+    closed = None if rules.early_stopping == "never" else jnp.zeros(batch, bool)
+    i, live, finished, _, closed, steps = jax.lax.while_loop(
+        goes_on, step, (jnp.int32(0), live, finished, cache, closed, steps)
     )
     # A text that reached n tokens without its end counts too.
     best = _best(finished, Beams(live.tokens, live.logs / rules.penalty(i)))
+    if closed is not None:
+        best = jax.tree.map(lambda a: a[:, : rules.keep or beams], _where(closed, finished, best))
     return best, None if steps is None else steps._replace(done=i)
 
 
-def _empty_steps(n: int, batch: int, beams: int) -> BeamSteps:
+def _closes(live: _Live, finished: Beams, rules: Search, length: jax.Array) -> jax.Array:
+    """Which rows [B] end early, after a step to texts of `length` tokens."""
+    is_full = jnp.isfinite(finished.scores).all(axis=1)
+    if rules.early_stopping is True:
+        return is_full
+    reachable = live.logs.max(axis=1) / rules.penalty(length)
+    return is_full & (reachable <= finished.scores.min(axis=1))
+
+
+def _where(rows: jax.Array, left: Beams, right: Beams) -> Beams:
+    """The texts of `left` in these rows [B], and those of `right` in the others."""
+    tokens = jnp.where(rows[:, None, None], left.tokens, right.tokens)
+    return Beams(tokens, jnp.where(rows[:, None], left.scores, right.scores))
+
+
+def _empty_steps(n: int, batch: int, rules: Search) -> BeamSteps:
     """Arrays for n steps."""
-    ids = jnp.zeros((n, batch, 2 * beams), jnp.int32)
+    ids = jnp.zeros((n, batch, _candidates(rules)), jnp.int32)
     logs = jnp.full(ids.shape, -jnp.inf)
-    return BeamSteps(ids, ids, logs, logs, ids[..., :beams], jnp.zeros(n, jnp.int32))
+    return BeamSteps(ids, ids, logs, logs, ids[..., : rules.beams], jnp.zeros(n, jnp.int32))
+
+
+def _candidates(rules: Search) -> int:
+    """How many candidates of a row are compared: so many that b of them do not end."""
+    return rules.beams * max(2, 1 + len(end_tokens(rules.end_token)))
 
 
 def _extend(
@@ -223,17 +280,18 @@ def _extend(
         logits, total = logits - total, jnp.zeros_like(total)
     logits = permitted(logits, rules, written, certain=total).reshape(batch, beams, -1)
 
-    # 2 b candidates of each row, from the 2 b best tokens of each beam (or V). With one end token
-    # at most b of them end, so that b others always remain live.
-    best, ids = jax.lax.top_k(logits, min(2 * beams, logits.shape[-1]))  # [B, b, 2 b]
+    # C candidates of each row, from the C best tokens of each beam (or V). With one end token at
+    # most b of 2 b end, so that b others always remain live.
+    count = _candidates(rules)
+    best, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))  # [B, b, C]
     logs = live.logs[..., None] + best - total.reshape(batch, beams, 1)
-    logs, index = jax.lax.top_k(logs.reshape(batch, -1), 2 * beams)  # [B, 2 b] of [B, b 2 b]
+    logs, index = jax.lax.top_k(logs.reshape(batch, -1), count)  # [B, C] of [B, b C]
     parents, new_tokens = index // ids.shape[-1], _at(ids.reshape(batch, -1), index)
     tokens = _at(live.tokens, parents).at[:, :, i].set(new_tokens)  # [B, 2 b, n]
 
     # A candidate is finished where it ends and is among the b best; further down it is dropped.
     ended = ends(new_tokens, rules.end_token)
-    among_best = jnp.arange(2 * beams) < beams
+    among_best = jnp.arange(count) < beams
     scores = jnp.where(ended & among_best, logs / rules.penalty(i + 1), -jnp.inf)
     finished = _best(finished, Beams(tokens, scores))
 

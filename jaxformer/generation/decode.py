@@ -255,12 +255,12 @@ def _steps(
         i, made, stream = carry
         token, key = _drawn(stream, rules)
         x, cache, _ = hidden(params, config, Inputs(token[:, None], stream.layout), stream.cache)
-        written = stream.written.add(token)
         done = stream.done | ends(token, rules.end_token)
-        if written.stops is not None:
-            done |= written.stops.reached
         after = TokenLayout(stream.layout.positions + 1, stream.layout.segments)
         logits = head(params, config, x, stream.layout)[:, 0]  # [B, 1, V] -> [B, V]
+        written = stream.written.add(token)
+        if written.stops is not None:
+            done |= written.stops.reached
         stream = Stream(cache, logits, after, done, key, written)
         return i + 1, made.at[:, i].set(token), stream
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxformer.files import ConfigError
 from jaxformer.generation.stop_strings import TokenBytes
 from jaxformer.generation.text_so_far import EndToken, TextSoFar
-from jaxformer.generation.token_rules import Step, apply_rules, check_values
+from jaxformer.generation.token_rules import RuleContext, apply_rules, check_values
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def permitted(
 ) -> jax.Array:
     """Scores [B, V] after the penalties, with the tokens that may not come next at -inf; where the
     end is forced, its score is `certain` [B, 1]."""
-    step = Step(written, rules.end_token, certain)
+    step = RuleContext(written, rules.end_token, certain)
     return apply_rules(scores, rules, step, ("penalty", "text", "caller"))
 
 

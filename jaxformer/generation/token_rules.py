@@ -18,7 +18,7 @@ from jaxformer.files import ConfigError
 from jaxformer.generation.text_so_far import EndToken, TextSoFar, end_tokens, ends
 
 
-class Step(NamedTuple):
+class RuleContext(NamedTuple):
     """What a rule may read beside the logits: the texts so far, the end token of the settings, and
     the score [B, 1] of a token that is certain."""
 
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class TokenRule:
     """A rule. `name` is its setting, which is `off` where it is not used. `allowed` says whether a
     value is one, and `must_be` what it has to be. `apply(logits, value, step)` gives the logits
     [B, V] after it; None where the loop over tokens does the work itself. `formula` has z for
@@ -44,18 +44,18 @@ class Rule:
     source: str
 
 
-def repetition_penalty(logits: jax.Array, penalty: float, step: Step) -> jax.Array:
+def repetition_penalty(logits: jax.Array, penalty: float, step: RuleContext) -> jax.Array:
     """Logits of the tokens of a text and its prompt over the penalty, or times it below 0."""
     seen = step.written.counts(logits.shape[-1]) > 0
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def presence_penalty(logits: jax.Array, penalty: float, step: Step) -> jax.Array:
+def presence_penalty(logits: jax.Array, penalty: float, step: RuleContext) -> jax.Array:
     """Logits less the penalty for each token that is among the new ones."""
     return logits - penalty * (step.written.counts(logits.shape[-1], new=True) > 0)
 
 
-def frequency_penalty(logits: jax.Array, penalty: float, step: Step) -> jax.Array:
+def frequency_penalty(logits: jax.Array, penalty: float, step: RuleContext) -> jax.Array:
     """Logits less the penalty for each time that a token is among the new ones."""
     return logits - penalty * step.written.counts(logits.shape[-1], new=True)
 
@@ -64,12 +64,14 @@ def _without(logits: jax.Array, banned: jax.Array) -> jax.Array:
     return jnp.where(banned, -jnp.inf, logits)
 
 
-def no_repeat_ngram(logits: jax.Array, size: int, step: Step) -> jax.Array:
+def no_repeat_ngram(logits: jax.Array, size: int, step: RuleContext) -> jax.Array:
     """Without the tokens that would end a sequence of `size` tokens that the text has already."""
     return _without(logits, step.written.repeating(size, logits.shape[-1]))
 
 
-def bad_words(logits: jax.Array, words: tuple[tuple[int, ...], ...], step: Step) -> jax.Array:
+def bad_words(
+    logits: jax.Array, words: tuple[tuple[int, ...], ...], step: RuleContext
+) -> jax.Array:
     """Without the last token of each word whose other tokens are the newest of the text."""
     banned = jnp.zeros(logits.shape, bool)
     single_ends = [(token,) for token in end_tokens(step.end_token)]
@@ -82,34 +84,36 @@ def bad_words(logits: jax.Array, words: tuple[tuple[int, ...], ...], step: Step)
     return _without(logits, banned)
 
 
-def min_length(logits: jax.Array, length: int, step: Step) -> jax.Array:
+def min_length(logits: jax.Array, length: int, step: RuleContext) -> jax.Array:
     """Without end tokens where the text and its prompt have fewer tokens."""
     early = step.written.lengths() < length
     return _without(logits, early[:, None] & ends(_ids(logits), step.end_token))
 
 
-def min_new_tokens(logits: jax.Array, count: int, step: Step) -> jax.Array:
+def min_new_tokens(logits: jax.Array, count: int, step: RuleContext) -> jax.Array:
     """Without end tokens where fewer new tokens are written."""
     return _without(logits, (step.written.count < count) & ends(_ids(logits), step.end_token))
 
 
-def suppress_tokens(logits: jax.Array, tokens: tuple[int, ...], _: Step) -> jax.Array:
+def suppress_tokens(logits: jax.Array, tokens: tuple[int, ...], _: RuleContext) -> jax.Array:
     """Without these tokens."""
     return _without(logits, ends(_ids(logits), tokens))
 
 
-def begin_suppress_tokens(logits: jax.Array, tokens: tuple[int, ...], step: Step) -> jax.Array:
+def begin_suppress_tokens(
+    logits: jax.Array, tokens: tuple[int, ...], step: RuleContext
+) -> jax.Array:
     """Without these tokens as the first new one."""
     return _without(logits, (step.written.count == 0) & ends(_ids(logits), tokens))
 
 
-def forced_eos_token(logits: jax.Array, token: EndToken, step: Step) -> jax.Array:
+def forced_eos_token(logits: jax.Array, token: EndToken, step: RuleContext) -> jax.Array:
     """Only this token, or one of several, where the last of max_new_tokens is chosen."""
     forced = jnp.where(ends(_ids(logits), token), step.certain, -jnp.inf)
     return jnp.where(step.written.count == step.written.limit - 1, forced, logits)
 
 
-def callers_rule(logits: jax.Array, rule: Callable[..., Any], step: Step) -> jax.Array:
+def callers_rule(logits: jax.Array, rule: Callable[..., Any], step: RuleContext) -> jax.Array:
     """What a function of the caller makes of the logits. Raises ConfigError for another shape."""
     changed = jnp.asarray(rule(logits, step.written.newest_last()), jnp.float32)
     if changed.shape != logits.shape:
@@ -212,112 +216,112 @@ def _is_function(value: Any) -> bool:
 
 WITHIN_TWO = "from -2 to 2"
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[TokenRule, ...] = (
+    TokenRule(
         *("repetition_penalty", "penalty", 1.0),
         *(lambda r: _is_number(r) and 0 < r < math.inf, "above 0, and finite (1 changes nothing)"),
         repetition_penalty,
         "z_i / r if z_i >= 0 else z_i * r, for the tokens i of the text and its prompt",
         "arXiv:1909.05858 (CTRL), section 4.1; transformers",
     ),
-    Rule(
+    TokenRule(
         *("presence_penalty", "penalty", 0.0),
         *(lambda a: _is_number(a) and -2 <= a <= 2, WITHIN_TWO),
         presence_penalty,
         "z_i - a [c_i > 0], where c_i counts token i among the new ones",
         "the API of OpenAI; vLLM",
     ),
-    Rule(
+    TokenRule(
         *("frequency_penalty", "penalty", 0.0),
         *(lambda a: _is_number(a) and -2 <= a <= 2, WITHIN_TWO),
         frequency_penalty,
         "z_i - a c_i, where c_i counts token i among the new ones",
         "the API of OpenAI; vLLM",
     ),
-    Rule(
+    TokenRule(
         *("no_repeat_ngram_size", "text", 0, _at_least(0), "at least 0", no_repeat_ngram),
         "no n tokens in a row occur twice in a text and its prompt",
         "arXiv:1705.04304; transformers",
     ),
-    Rule(
+    TokenRule(
         *("bad_words", "text", (), _are_words, "a tuple of tuples of token ids", bad_words),
         "the last token of a word is not written where its other tokens are the newest ones",
         "transformers (bad_words_ids)",
     ),
-    Rule(
+    TokenRule(
         *("min_length", "text", 0, _at_least(0), "at least 0", min_length),
         "no end token before so many tokens, the prompt with them",
         "transformers",
     ),
-    Rule(
+    TokenRule(
         *("min_new_tokens", "text", 0, _at_least(0), "at least 0", min_new_tokens),
         "no end token before so many new tokens",
         "transformers",
     ),
-    Rule(
+    TokenRule(
         *("suppress_tokens", "text", (), _are_ids, "a tuple of token ids", suppress_tokens),
         "these tokens are never written",
         "transformers",
     ),
-    Rule(
+    TokenRule(
         *("begin_suppress_tokens", "text", (), _are_ids, "a tuple of token ids"),
         begin_suppress_tokens,
         "these tokens are not the first new one",
         "transformers",
     ),
-    Rule(
+    TokenRule(
         *("forced_eos_token_id", "text", None, _is_end, "a token id, a tuple of them or None"),
         forced_eos_token,
         "the last of max_new_tokens is this token, where the text has not ended before",
         "transformers",
     ),
-    Rule(
+    TokenRule(
         *("rule", "caller", None, _is_function),
         "a function (logits [B, V], tokens [B, S]) -> logits [B, V] that can be hashed",
         callers_rule,
         "z = rule(z, tokens); the newest token is last, and -1 stands before the first",
         "the caller",
     ),
-    Rule(
+    TokenRule(
         *("temperature", "filter", None),
         *(lambda t: _is_number(t) and 0 <= t < math.inf, "at least 0, and finite"),
         _filter(tempered),
         "z / t; at 0 the likeliest token is written",
         "arXiv:1503.02531",
     ),
-    Rule(
+    TokenRule(
         *("top_k", "filter", 0, _at_least(0), "at least 0 (0 keeps all tokens)"),
         _filter(keep_top_k),
         "keeps the k likeliest tokens, and ties with the last",
         "arXiv:1805.04833",
     ),
-    Rule(
+    TokenRule(
         *("top_p", "filter", 1.0),
         *(lambda p: _is_number(p) and 0 < p <= 1, "above 0 and at most 1"),
         _filter(keep_top_p),
         "keeps the fewest likeliest tokens of probability p together",
         "arXiv:1904.09751",
     ),
-    Rule(
+    TokenRule(
         *("min_p", "filter", 0.0),
         *(lambda p: _is_number(p) and 0 <= p <= 1, "from 0 to 1 (0 keeps all tokens)"),
         _filter(keep_min_p),
         "keeps token i where p_i >= p max_j p_j",
         "arXiv:2407.01082",
     ),
-    Rule(
+    TokenRule(
         *("typical_p", "filter", 1.0),
         *(lambda p: _is_number(p) and 0 < p <= 1, "above 0 and at most 1 (1 keeps all tokens)"),
         _filter(keep_typical_p),
         "keeps the fewest tokens of probability p together, by |-log p_i - H|, H the entropy",
         "arXiv:2202.00666",
     ),
-    Rule(
+    TokenRule(
         *("end_token", "stop", None, _is_end, "a token id, a tuple of them or None", None),
         "a text ends after this token, or after any of several",
         "transformers (eos_token_id)",
     ),
-    Rule(
+    TokenRule(
         *("stop_strings", "stop", (), _are_texts, "a tuple of texts that are not empty", None),
         "a text ends with the token that completes one of these texts among the new tokens",
         "transformers, vLLM (stop); CACM 18(6), 1975",
@@ -326,7 +330,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def apply_rules(
-    logits: jax.Array, settings: Any, step: Step | None, kinds: tuple[str, ...]
+    logits: jax.Array, settings: Any, step: RuleContext | None, kinds: tuple[str, ...]
 ) -> jax.Array:
     """Logits [B, V] after the rules of these kinds that the settings use; filters need no step."""
     for rule in RULES:
@@ -335,7 +339,7 @@ def apply_rules(
     return logits
 
 
-def is_used(settings: Any, rule: Rule) -> bool:
+def is_used(settings: Any, rule: TokenRule) -> bool:
     """Whether the settings have the rule, with a value that is not `off`."""
     return getattr(settings, rule.name, rule.off) != rule.off
 

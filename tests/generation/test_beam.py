@@ -1,11 +1,15 @@
 """Beam search: against all texts there are, against greedy decoding, and its scores against the
 model's own."""
 
+import functools
 import itertools
 
 import jax
 import numpy as np
 import pytest
+import torch
+import transformers as tf
+from pretrained import PAD, inputs, loaded, reference
 from shapes import forward, strong
 
 import jaxformer as jf
@@ -202,6 +206,10 @@ def test_padding_ids_of_the_table_are_never_chosen():
     [
         ({"beams": 0}, "beams=0 must be from 1 to 1,024"),
         ({"beams": 2, "keep": 3}, "keep=3 must be from 0 to beams=2"),
+        ({"temperature": 0.5, "top_k": 3}, "beam_search has no temperature, top_k"),
+        ({"stop_strings": ("a",)}, "beam_search has no stop_strings"),
+        ({"early_stopping": "always"}, "early_stopping='always' must be True, False or 'never'"),
+        ({"length_divisor": "words"}, "length_divisor='words' must be one of gnmt, tokens"),
         ({"length_penalty": -1.0}, "length_penalty=-1.0 must be from 0 to 10"),
         ({"length_penalty": float("inf")}, "length_penalty=inf must be from 0 to 10"),
         ({"max_new_tokens": 63}, "max_length=64"),
@@ -212,3 +220,84 @@ def test_a_search_that_cannot_be_is_refused_in_words(changes, said):
     params, config, prompt, _ = tiny("decoder")
     with pytest.raises(jf.ConfigError, match=said):
         beam_search(params, config, prompt, **({"max_new_tokens": 4} | changes))
+
+
+NEW, KEPT, WIDTH = 12, 3, 4
+
+
+@functools.cache
+def model_and_rows(name):
+    """A model of transformers, its params and config here, the rows that it reads, and the tokens
+    that it writes most."""
+    rows = {key: inputs(name, seed=4)[key] for key in ("input_ids", "attention_mask")}
+    if name == "llama":  # padding of a decoder is on the left
+        rows = {"input_ids": rows["input_ids"][:, :6], "attention_mask": np.ones((3, 6), int)}
+    texts, _ = theirs(name, rows, num_beams=1, num_return_sequences=1, no_repeat_ngram_size=2)
+    ends = np.argsort(-np.bincount(texts.ravel()))[:2]
+    return rows, [int(token) for token in ends]
+
+
+def theirs(name, rows, **settings):
+    """New tokens [rows, n], and their scores (None where greedy)."""
+    how = tf.GenerationConfig(
+        do_sample=False,
+        max_new_tokens=NEW,
+        pad_token_id=PAD,
+        decoder_start_token_id=3,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **settings,
+    )
+    model = reference(name)
+    before, model.generation_config = model.generation_config, how
+    with torch.no_grad():
+        made = model.generate(**{key: torch.from_numpy(value) for key, value in rows.items()})
+    model.generation_config = before
+    start = 1 if model.config.is_encoder_decoder else rows["input_ids"].shape[1]
+    return made.sequences[:, start:].numpy(), getattr(made, "sequences_scores", None)
+
+
+SEARCHES = [
+    ("llama", 1.0, False, {}),
+    ("llama", 0.3, True, {"repetition_penalty": 1.4}),
+    ("marian", 0.3, "never", {}),
+    ("marian", 1.0, True, {}),
+    ("marian", 0.0, False, {"bad_words_ids": [[9, 8]], "min_length": 4}),
+]
+
+
+@pytest.mark.parametrize(
+    "name, penalty, early, rules",
+    [
+        pytest.param(*case, marks=pytest.mark.slow if i > 2 else ())
+        for i, case in enumerate(SEARCHES)
+    ],
+)
+@pytest.mark.parametrize("ends", [1, 2])
+def test_the_best_texts_are_those_of_transformers(name, penalty, early, rules, ends):
+    rows, common = model_and_rows(name)
+    end = common[:ends]
+    stated = {"num_beams": WIDTH, "num_return_sequences": KEPT, "length_penalty": penalty}
+    stated |= {"early_stopping": early, "eos_token_id": end, "no_repeat_ngram_size": 2} | rules
+    tokens, scores = theirs(name, rows, **stated)
+    ours = {"beams": WIDTH, "keep": KEPT, "length_penalty": penalty, "early_stopping": early}
+    ours |= {"length_divisor": "tokens", "end_token": tuple(end), "no_repeat_ngram_size": 2}
+    ours |= {key.removesuffix("_ids"): value for key, value in rules.items()}
+    if "bad_words" in ours:
+        ours["bad_words"] = tuple(map(tuple, ours["bad_words"]))
+    params, config = loaded(name).params, loaded(name).config
+    if name == "marian":
+        source = {"source": rows["input_ids"], "source_segment_ids": rows["attention_mask"]}
+        found = beam_search(params, config, [[3]] * 3, NEW, **source, **ours)
+    else:
+        found = beam_search(params, config, rows["input_ids"], NEW, **ours)
+
+    def cut(text):
+        """A text up to its end."""
+        size = min((i + 1 for i, token in enumerate(text) if token in end), default=len(text))
+        return text[:size]
+
+    expected = [cut(row) for row in tokens.tolist()]
+    assert [cut(row) for row in np.asarray(found.tokens).reshape(-1, NEW).tolist()] == expected
+    np.testing.assert_allclose(np.asarray(found.scores).ravel(), scores, atol=2e-4)
+    assert len({*map(len, expected)}) > 1  # texts of several lengths are compared
