@@ -65,6 +65,12 @@ class TrainConfig(Section):
     """Number of steps between evaluations; 0 evaluates only at the end."""
     eval_batches: Volatile[Natural] = 0
     """Number of batches of an evaluation during training; 0 and the final one read all."""
+    eval_tasks: Volatile[str] = ""
+    """Tasks of the evaluation harness that the model is asked during training, separated by commas:
+    names of its tasks, or YAML files of your own. Their results are metrics of the run."""
+    eval_tasks_every: Volatile[Natural] = 0
+    """Number of steps between two times that the tasks are asked, a multiple of train.eval_every; 0
+    asks them only at the end."""
     checkpoint_every: Volatile[Natural] = 200
     """Number of steps between checkpoints; 0 saves only at the end."""
     keep_checkpoints: Volatile[Count] = 2
@@ -98,6 +104,12 @@ class TrainConfig(Section):
                 f"compiler_options={self.compiler_options!r} is neither auto, nor none, nor options"
                 " of XLA as name=value without dashes, separated by spaces, maybe after auto, as in"
                 " 'auto xla_tpu_scoped_vmem_limit_kib=65536'."
+            ]
+        every = self.eval_tasks_every
+        if every and (not self.eval_every or every % self.eval_every):
+            return [
+                f"eval_tasks_every={every} is no multiple of train.eval_every={self.eval_every}:"
+                " the tasks are asked in some of the evaluations."
             ]
         if self.batch_size % self.n_microbatches:
             return [

@@ -129,6 +129,11 @@ class ProgressBar:
         """One plain line about a logged step or an evaluation."""
         fields = [f"step {self.step:>{len(str(self.total))}}/{self.total}"]
         fields += [text(metrics[name]) for name, text in LINE_PARTS.items() if name in metrics]
+        fields += [
+            f"{name.removeprefix('tasks/')} {value:.4f}"
+            for name, value in metrics.items()
+            if name.startswith("tasks/")
+        ]
         if "loss" in metrics and self.step < self.total and self.seconds_left() >= 0:
             fields.append(f"{human_time(self.seconds_left())} left")
         return "  ".join(filter(None, fields))

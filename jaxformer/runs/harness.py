@@ -7,9 +7,8 @@ Importing this file imports lm_eval, an optional package.
 """
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,9 +17,9 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_gen
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from jaxformer.arrays.params import Params
 from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
+from jaxformer.cluster.signals import current
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import decode, start
 from jaxformer.generation.prompts import full_batch, padded, rounded
@@ -64,9 +63,9 @@ class HarnessModel(HarnessTokens):
     """A language model with a decoder, as the harness asks it.
 
     `batch_size` "auto" is 16 rows; `max_length` and `max_gen_toks` are numbers of tokens;
-    `add_bos_token` None follows the tokenizer's template. `name` is the model in messages. Raises
-    ConfigError for a model that is not a language model with a decoder, and for a number out of
-    range.
+    `add_bos_token` None follows the tokenizer's template. `name` is the model in messages, and
+    `quiet` shows no progress. Raises ConfigError for a model that is not a language model with a
+    decoder, and for a number out of range.
     """
 
     def __init__(
@@ -78,6 +77,7 @@ class HarnessModel(HarnessTokens):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
+        quiet: bool = False,
     ) -> None:
         config = model.config
         if config.output != "language":
@@ -88,7 +88,8 @@ class HarnessModel(HarnessTokens):
             )
         backend = "seq2seq" if config.family == "encoder_decoder" else "causal"
         super().__init__(model.tokenizer, backend, add_bos_token)
-        self.params, self.step = model.params, model.step
+        self.params, self.step, self.quiet = model.params, model.step, quiet
+        self.batches = 0  # that were read
         # A scan compiles fastest, and there are many shapes to compile.
         self.config = dataclasses.replace(config, layer_loop="scan")
         auto = str(batch_size).startswith("auto")
@@ -122,7 +123,7 @@ class HarnessModel(HarnessTokens):
             context, continuation = request.args
             if context == "" and not self.tok_encode(continuation, add_special_tokens=False):
                 raise _without_continuation((context, continuation))
-        answers: list[Answer] = super().loglikelihood(requests, disable_tqdm)
+        answers: list[Answer] = super().loglikelihood(requests, disable_tqdm or self.quiet)
         return answers
 
     def loglikelihood_rolling(
@@ -190,7 +191,7 @@ class HarnessModel(HarnessTokens):
         _warn(cut, len(requests), self.max_length)
         rows = sorted(request_numbers, key=lambda row: (-len(row.source), -len(row.read), row))
         title = "Running loglikelihood requests"
-        with tqdm(total=len(requests), disable=disable_tqdm, desc=title) as bar:
+        with tqdm(total=len(requests), disable=disable_tqdm or self.quiet, desc=title) as bar:
             for row, earlier, likeliest, final in self._scored(rows):
                 for number in request_numbers[row]:
                     texts, _, continuation = requests[number]
@@ -201,6 +202,13 @@ class HarnessModel(HarnessTokens):
                         self.cache_hook.add_partial("loglikelihood", texts, answers[number])
                 bar.update(len(request_numbers[row]))
         return answers
+
+    def _heed(self) -> None:
+        """Ends the evaluation of a run that a signal asks to stop, between two batches."""
+        request = current()
+        if request:
+            request.heed(self.batches)
+        self.batches += 1
 
     def _row(self, context: list[int], continuation: list[int]) -> ScoredRow:
         """The row in which a continuation is scored. An encoder-decoder reads the context as its
@@ -227,6 +235,7 @@ class HarnessModel(HarnessTokens):
     ) -> Iterator[tuple[ScoredRow, np.ndarray, np.ndarray, np.ndarray]]:
         """Each row with the results of `token_scores`."""
         for start_row in range(0, len(rows), self.batch_size):
+            self._heed()
             batch = rows[start_row : start_row + self.batch_size]
             filled = full_batch(batch, self.batch_size)
             lengths = np.array([len(row.read) for row in filled], np.int32)
@@ -257,12 +266,9 @@ class HarnessModel(HarnessTokens):
             "gen_kwargs",
         )
         texts, title = [], "Running generate_until requests"
-        with tqdm(total=len(requests), disable=disable_tqdm, desc=title) as bar:
+        with tqdm(total=len(requests), disable=disable_tqdm or self.quiet, desc=title) as bar:
             for batch in order.get_batched(n=self.batch_size):
-                kwargs = normalize_gen_kwargs(batch[0][1], self.max_gen_toks)
-                count = kwargs.pop("max_gen_toks")
-                stops, ends = self.stops_of(kwargs.pop("until"))
-                rules = self._rules(kwargs, ends)
+                count, stops, rules = self.check_generation(batch[0][1])
                 contexts = [context for context, _ in batch]
                 batch_texts = self._generated(contexts, count, stops, rules)
                 for args, text in zip(batch, batch_texts, strict=True):
@@ -271,9 +277,12 @@ class HarnessModel(HarnessTokens):
                 bar.update(len(batch))
         return order.get_original(texts)  # type: ignore[no-any-return]
 
-    def _rules(self, kwargs: dict[str, Any], ends: set[int]) -> Sampling:
-        """The sampling of a request, greedy unless it says otherwise; `ends` end a text besides the
-        end tokens of the tokenizer."""
+    def check_generation(self, keywords: Mapping[str, Any]) -> tuple[int, list[str], Sampling]:
+        """How many tokens a request asks for, the texts that stop it, and its sampling, greedy
+        unless it says otherwise. Raises ConfigError for what the model cannot do."""
+        kwargs = dict(normalize_gen_kwargs(dict(keywords), self.max_gen_toks))
+        count = kwargs.pop("max_gen_toks")
+        stops, ends = self.stops_of(kwargs.pop("until"))
         if kwargs.get("num_beams") == 1:
             kwargs.pop("num_beams")
         unknown = sorted(kwargs.keys() - SAMPLING)
@@ -282,11 +291,21 @@ class HarnessModel(HarnessTokens):
                 f"generation_kwargs hold {', '.join(unknown)}: the model jaxformer takes until,"
                 f" max_gen_toks, {', '.join(sorted(SAMPLING))}."
             )
+        if self.max_length - count - len(self._beginning[1:]) < 1:
+            raise ConfigError(
+                f"max_gen_toks={count} leaves no space for a context in"
+                f" max_length={self.max_length}: ask for fewer tokens."
+            )
         is_random = bool(kwargs.pop("do_sample"))
         kwargs["temperature"] = kwargs.get("temperature", 1.0) if is_random else 0.0
         rules = writing_rules(self.tokenizer) | kwargs
         rules["end_token"] = tuple(dict.fromkeys([*rules["end_token"], *sorted(ends)]))
-        return Sampling(**rules)
+        return count, stops, Sampling(**rules)
+
+    @property
+    def _beginning(self) -> list[int]:
+        """The tokens with which the decoder of an encoder-decoder begins; none of a decoder."""
+        return self.tokenizer.as_target([]) if self.backend == "seq2seq" else []
 
     def _generated(
         self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling
@@ -298,10 +317,11 @@ class HarnessModel(HarnessTokens):
         tokens, real = padded(prompts, length, left=True)
         key = jax.random.key(np.random.randint(2**31))  # the harness has seeded NumPy
         stream = start(self.params, self.config, tokens, count, key, real, sources or (None, None))
-        ends = {*end_tokens(rules.end_token)}
+        ends, weights = {*end_tokens(rules.end_token)}, prepared(self.params, self.config)
         made, texts = np.zeros((len(prompts), 0), np.int32), [""] * len(contexts)
         while made.shape[1] < count:
-            piece, stream = decode(self._weights, self.config, rules, CHUNK, stream)
+            self._heed()
+            piece, stream = decode(weights, self.config, rules, CHUNK, stream)
             made = np.concatenate([made, piece], axis=1)[:, :count]
             texts, stopped = [], True
             for row in made[: len(contexts)].tolist():
@@ -317,24 +337,28 @@ class HarnessModel(HarnessTokens):
         self, contexts: Sequence[str], count: int
     ) -> tuple[list[list[int]], tuple[np.ndarray, np.ndarray] | None]:
         """The tokens after which a full batch writes `count` tokens, and the sources of an
-        encoder-decoder. Raises ConfigError where there is no space for them."""
-        beginning = self.tokenizer.as_target([]) if self.backend == "seq2seq" else []
-        space = self.max_length - count - max(len(beginning) - 1, 0)
-        if space < 1:
-            raise ConfigError(
-                f"max_gen_toks={count} leaves no space for a context in"
-                f" max_length={self.max_length}: ask for fewer tokens."
-            )
-        most = self._source_length if beginning else space
+        encoder-decoder."""
+        beginning = self._beginning
+        most = self._source_length if beginning else self.max_length - count
         encoded = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
         _warn(sum(len(prompt) > most for prompt in encoded), len(encoded), most)
         read = full_batch([prompt[-most:] for prompt in encoded], self.batch_size)
         return ([beginning] * len(read), self._padded_sources(read)) if beginning else (read, None)
 
-    @functools.cached_property
-    def _weights(self) -> Params:
-        """The weights as the loop of generation reads them."""
-        return prepared(self.params, self.config)
+
+class Rehearsal(HarnessModel):
+    """Answers requests without a model, so that those which it would refuse are refused."""
+
+    def _scored(
+        self, rows: list[ScoredRow]
+    ) -> Iterator[tuple[ScoredRow, np.ndarray, np.ndarray, np.ndarray]]:
+        nothing = np.zeros(self.config.vocab_size, np.float32)
+        return ((row, nothing[0], nothing[0], nothing) for row in rows)
+
+    def _generated(
+        self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling
+    ) -> list[str]:
+        return [""] * len(contexts)
 
 
 def _warn(cut: int, number: int, space: int) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.arrays.params import Params
+from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
@@ -69,4 +70,9 @@ def token_scores(
     size = min(width, 1 << (tile_tokens.bit_length() - 1))
     sums, right = jax.lax.map(tile, jnp.arange(1, width + 1).reshape(-1, max(size, 1)))
     final = jax.nn.log_softmax(logits(lengths[:, None] - 1), axis=-1)[:, 0]
-    return sums.sum(0), right.all(0), final
+    # Every process of a run reads them all.
+    return (
+        constrain(sums.sum(0), (None,)),
+        constrain(right.all(0), (None,)),
+        constrain(final, (None, None)),
+    )

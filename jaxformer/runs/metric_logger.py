@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxformer.config.train import TrainConfig
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
 from jaxformer.report.metrics import FILE
 from jaxformer.runs.evaluation import Evaluation
@@ -30,15 +29,18 @@ def logged_before(run_dir: str, step: int) -> Logged:
     if not step or not (Path(run_dir) / FILE).is_file():
         return Logged({}, 0)
     lines = [line for line in read_metrics(run_dir) if line["step"] <= step]
-    evaluations = [line for line in lines if "val_loss" in line and line["step"] == step]
+    evaluations = [line for line in lines if _is_evaluation(line) and line["step"] == step]
     skipped = max((line.get(SKIPPED_STEPS, 0) for line in lines), default=0)
     return Logged(evaluations[-1] if evaluations else {}, skipped)
 
 
-def is_evaluated(step: int, train: TrainConfig) -> bool:
-    """Whether a run is evaluated after a step."""
-    on_the_way = step > 0 and train.eval_every > 0 and step % train.eval_every == 0
-    return on_the_way or step == train.steps
+def _is_evaluation(line: Mapping[str, Any]) -> bool:
+    return "val_loss" in line or any(name.startswith("tasks/") for name in line)
+
+
+def is_due(step: int, every: int, steps: int) -> bool:
+    """Whether a run of `steps` is evaluated after a step: each `every` steps, and at the end."""
+    return (step > 0 and every > 0 and step % every == 0) or step == steps
 
 
 class MetricLogger:

@@ -29,6 +29,7 @@ from jaxformer.training.state import TrainState
 if TYPE_CHECKING:
     from jaxformer.runs.adapter_base import Base
     from jaxformer.runs.reference import Reference
+    from jaxformer.runs.task_evaluation import Tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class RunSetup(Resolved):
       undivided: the lines of `check_split`.
       record: a fingerprint of its data, which data.json holds.
       base: the model below an adapter.
+      tasks: those of train.eval_tasks.
     """
 
     mesh: Mesh
@@ -50,6 +52,7 @@ class RunSetup(Resolved):
     undivided: list[str]
     record: dict[str, Any]
     base: "Base | None" = None
+    tasks: "Tasks | None" = None
 
     @functools.cached_property
     def reference(self) -> "Reference | None":
@@ -120,6 +123,12 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         base = base_below(start, run.run.init_from, run.run.dir)
     segments = most_segments(corpus) if "segment_ids" in batches[0] else 0
     resolved = resolve(run, mesh, segments, base.learned if base else ())
+    tasks = None
+    if run.train.eval_tasks:
+        # Imported here, because it reads tasks by an optional package.
+        from jaxformer.runs.task_evaluation import Tasks
+
+        tasks = Tasks(run.train.eval_tasks, resolved.model, corpus.tokenizer)
     fingerprints = fingerprints_of(corpus, reads_messages=bool(run.data.messages_field))
     base_record = base.record if base else {}
     record = check_data(run.run.dir, fingerprints, corpus.labels, base_record)
@@ -133,6 +142,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         undivided=check_split(resolved.specs, mesh),
         record=record,
         base=base,
+        tasks=tasks,
     )
 
 

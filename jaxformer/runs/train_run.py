@@ -36,7 +36,7 @@ from jaxformer.runs.evaluation import (
     make_evaluation,
     unwatched,
 )
-from jaxformer.runs.metric_logger import MetricLogger, is_evaluated, logged_before
+from jaxformer.runs.metric_logger import MetricLogger, is_due, logged_before
 from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state
@@ -287,7 +287,7 @@ def _fit(
 ) -> TrainState:
     """`fit`. The evaluation of the first state, where it is due and not made `before` because a
     signal cut it short, is made first."""
-    settings, run, heldout = setup.run.train, setup.run.run, setup.heldout
+    settings, run, heldout, tasks = setup.run.train, setup.run.run, setup.heldout, setup.tasks
     token_bytes = bytes_of_targets(setup.corpus)
     evaluation = make_evaluation(setup.task.name, setup.model, token_bytes, setup.loss_options)
     batches = batches_of(run.dir, setup.batches)
@@ -295,14 +295,20 @@ def _fit(
         batches = setup.reference.scored(batches)
 
     def evaluate(params: Params) -> Evaluation:
-        """Reads all batches at the end, and train.eval_batches of them before."""
+        """Reads all batches at the end, and train.eval_batches of them before. The tasks are asked
+        at some of these steps."""
         limit = 0 if step.done == settings.steps else settings.eval_batches
         with memory_of(f"the evaluation after step {step.done}"):
             count = min(limit or len(heldout or ()), len(heldout or ()))
             read = watch(itertools.islice(heldout or (), count), count)
-            return evaluation(params, map(setup.placed, read))
+            result = evaluation(params, map(setup.placed, read)) if heldout else {}
+            return result | (tasks(params) if tasks and asked(step.done) else {})
 
-    if heldout and not before and is_evaluated(step.done, settings):
+    def asked(number: int) -> bool:
+        return tasks is not None and is_due(number, settings.eval_tasks_every, settings.steps)
+
+    read_now = heldout and is_due(step.done, settings.eval_every, settings.steps)
+    if not before and (read_now or asked(step.done)):
         with doing(f"in the evaluation after step {step.done}; the same command makes it."):
             first_evaluation = evaluate(state.params)
         for hook in hooks:
@@ -316,8 +322,8 @@ def _fit(
             state,
             batches,
             steps=settings.steps,
-            evaluate=evaluate if heldout else None,
-            evaluate_every=settings.eval_every,
+            evaluate=evaluate if heldout or tasks else None,
+            evaluate_every=settings.eval_every if heldout else settings.eval_tasks_every,
             checkpoints=checkpoints,
             hooks=hooks,
         )

@@ -1,0 +1,128 @@
+"""Tasks of EleutherAI's evaluation harness during training: `train.eval_tasks`."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
+from jaxformer.runs.loading import Loaded
+from jaxformer.tokenizer import Tokenizer
+from jaxformer.training.state import mesh_of, on_mesh
+
+MOST_NEW_TOKENS = 256  # of a task that does not say how many, if the context has space for them
+
+
+class Tasks:
+    """The tasks, whose texts are read. Calling it with parameters gives the results by names such
+    as "tasks/arc_easy/acc", the same for the same parameters, whatever was asked before.
+
+    Of several processes all ask the same, since each has a part of the parameters. Raises
+    ConfigError where lm_eval is not installed, for a task that it does not have or that cannot be
+    read, and for one that the model cannot answer.
+    """
+
+    def __init__(self, names: str, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        harness = _harness()
+        specs = [name.strip() for name in names.split(",") if name.strip()]
+        files = [name.endswith((".yaml", ".yml")) for name in specs]
+        # The index of all tasks of the harness takes seconds.
+        self._manager = harness.tasks.TaskManager(include_defaults=not all(files))
+        self._specs = [
+            str(Path(name).expanduser().absolute()) if is_file else name
+            for name, is_file in zip(specs, files, strict=True)
+        ]
+        self._evaluate = functools.partial(
+            harness.simple_evaluate,
+            tasks=self._specs,
+            task_manager=self._manager,
+            bootstrap_iters=0,
+            log_samples=False,
+            torch_random_seed=None,
+        )
+        # Imported here, because it imports the harness too.
+        from jaxformer.runs.harness import HarnessModel, Rehearsal
+
+        count = max(min(MOST_NEW_TOKENS, config.max_length // 2), 1)
+        loaded = Loaded({}, config, tokenizer)
+        self._model = HarnessModel(loaded, "this run", max_gen_toks=count, quiet=True)
+        with _quiet():
+            for name, spec in zip(specs, self._specs, strict=True):
+                self._require(name, spec)
+            # Whatever the model cannot answer is said before it is trained.
+            try:
+                self._evaluate(Rehearsal(loaded, "this run", max_gen_toks=count, quiet=True))
+            except ConfigError as error:
+                raise ConfigError(f"train.eval_tasks={names}: {error}") from error
+
+    def _require(self, name: str, spec: str) -> None:
+        """Raises ConfigError for a task that cannot be read."""
+        try:
+            loaded = self._manager.load([spec])["tasks"].values()
+        except Exception as error:  # of a file, a data set or code of the task: anything
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"train.eval_tasks has {name!r}, which the evaluation harness cannot read"
+                f" ({first_line}): `lm-eval ls tasks` lists the names of its tasks, and a file of"
+                " one's own ends with .yaml."
+            ) from error
+        for task in loaded:
+            if task.config.output_type == "generate_until" and jax.process_count() > 1:
+                raise ConfigError(
+                    f"train.eval_tasks has {name!r}, which lets the model write: in a run of"
+                    " several processes take tasks with choices or of perplexity."
+                )
+
+    def __call__(self, params: Params) -> dict[str, float]:
+        self._model.params, self._model.batches = params, 0
+        try:
+            with _quiet(), on_mesh(mesh_of(params)):
+                found = self._evaluate(self._model)
+        finally:
+            self._model.params = {}  # which the next step donates
+        return _numbers(found["results"]) if found else {}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of the harness about what a task leaves open."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _numbers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The metrics of all tasks, without their errors. The harness names a metric with its filter,
+    as in "acc,none"."""
+    numbers = {}
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            metric, _, filtered = name.partition(",")
+            if isinstance(value, int | float) and filtered and not metric.endswith("_stderr"):
+                suffix = "" if filtered == "none" else f"/{filtered}"
+                numbers[f"tasks/{task}/{metric}{suffix}"] = float(value)
+    return numbers
+
+
+def _harness() -> Any:
+    try:
+        import lm_eval
+        import lm_eval.tasks
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise ConfigError(
+            "train.eval_tasks needs the evaluation harness, which is not installed: pip install"
+            ' "jaxformer[lm_eval]".'
+        ) from None
+    return lm_eval
