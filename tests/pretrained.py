@@ -45,7 +45,18 @@ def folder(*parts):
 
 
 # Layers whose norms are behind the sums.
-POST_NORM = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "albert", "bart", "marian")
+POST_NORM = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "distilbert",
+    "electra",
+    "albert",
+    "mpnet",
+    "nomic_bert",
+    "bart",
+    "marian",
+)
 # Encoder-decoders that are padded on the right alone.
 RIGHT_PADDED = ("bart", "marian", "pegasus", "mbart", "m2m_100")
 
@@ -116,7 +127,7 @@ def inputs(name, seed=0):
 
 
 # Models that count the positions of their tokens themselves.
-COUNTING = ("bloom", "mpt", "roberta", "xlm-roberta", "t5", "mt5", "umt5")
+COUNTING = ("bloom", "mpt", "mpnet", "roberta", "xlm-roberta", "t5", "mt5", "umt5")
 
 
 def batch_for(model, seed=0):

@@ -51,6 +51,8 @@ BERT = TEXT | dict(type_vocab_size=2, layer_norm_eps=2e-2, num_labels=5)
 ROBERTA = BERT | dict(type_vocab_size=1)
 ELECTRA = BERT | dict(embedding_size=18)
 ALBERT = BERT | dict(embedding_size=18, num_hidden_layers=3)
+MPNET = {name: value for name, value in BERT.items() if name != "type_vocab_size"}
+NOMIC = BERT | dict(hidden_size=48, rope_parameters=dict(rope_theta=THETA, rope_type="default"))
 MODERNBERT = TEXT | dict(hidden_size=48, norm_eps=2e-2, local_attention=6, num_labels=5)
 MODERNBERT |= dict(
     rope_parameters={
@@ -494,6 +496,15 @@ VARIANTS = {
     ),
     "albert classes": (tf.AlbertForSequenceClassification, ALBERT),
     "albert tags": (tf.AlbertForTokenClassification, ALBERT | dict(num_hidden_groups=3)),
+    "mpnet masked": (tf.MPNetForMaskedLM, MPNET),
+    "mpnet classes": (tf.MPNetForSequenceClassification, MPNET),
+    "mpnet tags": (tf.MPNetForTokenClassification, MPNET),
+    "nomic-bert masked": (tf.NomicBertForMaskedLM, NOMIC),
+    "nomic-bert classes, yarn": (
+        tf.NomicBertForSequenceClassification,
+        NOMIC | rope("yarn", 4.0, **YARN) | dict(hidden_act="gelu", head_dim=10),
+    ),
+    "nomic-bert tags": (tf.NomicBertForTokenClassification, NOMIC),
     "modernbert": (tf.ModernBertForMaskedLM, MODERNBERT | dict(num_hidden_layers=8)),
     "modernbert by layer types": (
         tf.ModernBertForMaskedLM,

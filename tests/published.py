@@ -492,6 +492,15 @@ ALBERT = LAYERS | dict(
 POOLER = {"albert.pooler.weight": torch.ones(WIDTH, WIDTH), "albert.pooler.bias": torch.ones(WIDTH)}
 case("albert-base-v2", ALBERT, also(POOLER))
 
+MPNET = less(LAYERS, "max_position_embeddings") | dict(
+    architectures=["MPNetForMaskedLM"], attention_probs_dropout_prob=0.1, bos_token_id=0,
+    eos_token_id=2, gradient_checkpointing=False, hidden_act="gelu", hidden_dropout_prob=0.1,
+    initializer_range=0.02, layer_norm_eps=1e-05, max_position_embeddings=ROOM,
+    model_type="mpnet", pad_token_id=1, relative_attention_num_buckets=32,
+    transformers_version="4.8.2", vocab_size=71,
+)  # fmt: skip
+case("all-mpnet-base-v2", MPNET)
+
 MODERNBERT = less(LAYERS, "max_position_embeddings") | dict(
     architectures=["ModernBertForMaskedLM"], attention_bias=False, attention_dropout=0.0,
     bos_token_id=2, classifier_activation="gelu", classifier_bias=False, classifier_dropout=0.0,

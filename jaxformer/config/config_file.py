@@ -259,7 +259,7 @@ def _virtual_problems(
     adapter: AdapterConfig, model: ModelConfig, data: DataConfig
 ) -> Iterator[str]:
     """A message for each row that learned positions do not reach behind virtual tokens."""
-    if adapter.kind not in ("prompt", "prefix") or model.positions != "learned":
+    if adapter.kind not in ("prompt", "prefix") or model.embedded_positions != "learned":
         return
     lengths = {"data.sequence_length": data.sequence_length}
     if model.family == "encoder_decoder":

@@ -165,6 +165,9 @@ class ModelConfig(Section):
     """Maximum length of a sequence in tokens; also the size of the table of learned positions."""
     positions: Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"] = "rope"
     """Positional scheme."""
+    position_embedding: Literal["auto", "learned"] = "auto"
+    """Positions that are added to the embeddings: auto, those of positions=learned or sinusoidal;
+    learned, a table beside a scheme of the layers (MPNet)."""
     position_pattern: str = "p"
     """Pattern repeated over the layers: p rotates queries and keys, n has no positions (NoPE)."""
     rope_theta: Annotated[float, Bounds(1)] = 10_000.0
@@ -400,6 +403,11 @@ class ModelConfig(Section):
         """The pooling, "auto" resolved."""
         auto = "first" if self.family == "encoder" else "last"
         return auto if self.pooling == "auto" else self.pooling
+
+    @property
+    def embedded_positions(self) -> str:
+        """The positions that are added to the embeddings, if that scheme is one of those."""
+        return "learned" if self.position_embedding == "learned" else self.positions
 
     @property
     def rotated_width(self) -> int:

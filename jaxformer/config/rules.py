@@ -87,6 +87,8 @@ def _embedding(config: Any) -> Iterator[str]:
             f"embedding_width={width} with model.tied_head=True needs model.head='masked': the rows"
             f" of the language head are d_model={d_model} wide."
         )
+    if config.position_embedding == "learned" and config.positions == "sinusoidal":
+        yield "position_embedding='learned' needs model.positions that are not embedded too."
 
 
 def _norms(config: Any) -> Iterator[str]:
@@ -194,7 +196,7 @@ def _positions(config: Any) -> Iterator[str]:
             f"position_pattern={layers!r} must be letters p (positions) and n (none), and needs"
             f" model.positions='rope', not {positions!r}: each layer rotates queries and keys."
         )
-    if offset > 0 and positions not in ("learned", "sinusoidal"):
+    if offset > 0 and config.embedded_positions not in ("learned", "sinusoidal"):
         yield (
             f"position_offset={offset} needs model.positions='learned' or 'sinusoidal', not"
             f" {positions!r}."

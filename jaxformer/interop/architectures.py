@@ -38,6 +38,8 @@ from jaxformer.interop.llama import (
 )
 from jaxformer.interop.mixtral import EXPERT_FAMILIES
 from jaxformer.interop.modernbert import MODERNBERT
+from jaxformer.interop.mpnet import MPNET
+from jaxformer.interop.nomic_bert import NOMIC_BERT
 from jaxformer.interop.t5 import MT5, MT5_ENCODER, T5, T5_ENCODER, UMT5, UMT5_ENCODER
 
 # The first that is exactly a config is written, so the plainer ones come first.
@@ -48,7 +50,7 @@ DECODERS = (
 )
 WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
 # DistilBERT is a BERT without token types.
-ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, ELECTRA, ALBERT, MODERNBERT)
+ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, ELECTRA, ALBERT, MODERNBERT, MPNET, NOMIC_BERT)
 TEXT_ENCODERS = (CLIP_TEXT, T5_ENCODER, MT5_ENCODER, UMT5_ENCODER)
 WITH_SOURCE = (T5, MT5, UMT5, BART, MARIAN, PEGASUS, MBART, M2M100)
 HF_FAMILIES: tuple[Family, ...] = (

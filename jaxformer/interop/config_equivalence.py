@@ -54,6 +54,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "rope_long_factor": long_factor,
         "window_pattern": _window_pattern(config),
         "position_pattern": positions,
+        "position_embedding": _position_embedding(config),
         "expert_ff": config.expert_width,
         "expert_pattern": pattern,
         "dense_layers": 0,
@@ -83,6 +84,10 @@ def _position_pattern(config: ModelConfig) -> str:
     return "".join("p" if layer.positions == config.positions else "n" for layer in layers)
 
 
+def _position_embedding(config: ModelConfig) -> str:
+    return "auto" if config.positions == "learned" else config.position_embedding
+
+
 def _expert_pattern(config: ModelConfig) -> str:
     """One letter for each layer."""
     layers = layer_configs(config, config.n_layers)
@@ -102,7 +107,7 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         "router router_renormalize router_scale router_bias router_groups": "e" in pattern,
         "router_top_groups": config.router_groups > 1,
         "d_ff": "d" in pattern,
-        "max_length": config.positions == "learned",
+        "max_length": config.embedded_positions == "learned",
         "position_pattern": config.positions == "rope",
         "n_classes": output in ("classes", "tags"),
         "tied_head": output in ("language", "masked"),

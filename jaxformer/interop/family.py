@@ -55,9 +55,11 @@ class Family:
     layer. `prefix` is the start of names that files of a base, and older files, leave out.
     `ignored` are patterns of tensors that are not read; `renamed` are (pattern, new) of old names.
     `computed` are tensors that follow from the config, such as sinusoids: they are written, and
-    files may lack them. `packed` are the readers of packed weights, by quant_method of
-    quantization_config. `covers` says what of the family is supported beyond the basic model, in
-    the table of docs/hugging_face.md.
+    files may lack them. `module_rows` are the rows by the names in the class of transformers, where
+    files have others. `required_ids` are the ids of special tokens that are written where there is
+    no such token, if the class wants a number. `packed` are the readers of packed weights, by
+    quant_method of quantization_config. `covers` says what of the family is supported beyond the
+    basic model, in the table of docs/hugging_face.md.
     """
 
     model_type: str
@@ -71,6 +73,8 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     computed: Callable[[ModelConfig], Mapping[str, np.ndarray]] = lambda config: {}
     packed: Mapping[str, type[TensorFiles]] = dataclasses.field(default_factory=dict)
+    module_rows: Callable[[ModelConfig], tuple[TensorRow, ...]] | None = None
+    required_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     covers: str = ""
 
     def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
@@ -124,3 +128,7 @@ class Family:
 
     def tensors(self, config: ModelConfig) -> list[Tensor]:
         return tensors(self.rows(config), model_specs(config))
+
+    def modules(self, config: ModelConfig) -> list[Tensor]:
+        """The tensors by their names in the class of transformers."""
+        return tensors((self.module_rows or self.rows)(config), model_specs(config))

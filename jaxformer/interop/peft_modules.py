@@ -120,7 +120,7 @@ def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:
     if (config.family, config.output) == ("decoder", "classes"):
         return _of_classes(config, architecture)
     family, _ = architecture_of(config, architecture)
-    return _layout(family, config, family.tensors(config), family.copies(config))
+    return _layout(family, config, family.modules(config), family.copies(config))
 
 
 def _of_classes(config: ModelConfig, architecture: str | None) -> Layout:

@@ -358,7 +358,9 @@ def save_pretrained(
         return computed[key] if key in computed else tensor_of(plan[key], leaves)
 
     files = write_tensors(directory, dict(sorted(shapes.items())), tensor_named, shard_bytes)
-    keys = {"torch_dtype": stored, **_token_ids(config, tokenizer), **family.write(config, name)}
+    ids = _token_ids(config, tokenizer)
+    ids |= {key: value for key, value in family.required_ids.items() if ids[key] is None}
+    keys = {"torch_dtype": stored, **ids, **family.write(config, name)}
     if keys.pop("num_labels", None):
         labels = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))
         keys["id2label"] = dict(enumerate(labels))

@@ -103,7 +103,7 @@ def _types(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
 EMBEDDINGS: Table[Embedding] = Table(
     EmbeddingName, {"tokens": Embedding(_token_specs, _tokens, _token_formula)}
 )
-# What a stack adds to it: the values of model.positions that are embedded, and token types.
+# What a stack adds to it: the positions that are embedded, and token types.
 ADDED = {
     "learned": Embedding(_position_specs, _learned, lambda config: "P[position]"),
     "sinusoidal": Embedding(lambda config: {}, _sinusoidal, lambda config: "sinusoids(position)"),
@@ -113,7 +113,8 @@ TOKEN_TYPES = Embedding(_type_specs, _types, lambda config: "U[token type]")
 
 def added_embeddings(config: ModelConfig) -> list[Embedding]:
     """The rows of what a stack adds to the embedding of its inputs, in their order."""
-    positions = [ADDED[config.positions]] if config.positions in ADDED else []
+    name = config.embedded_positions
+    positions = [ADDED[name]] if name in ADDED else []
     return [*positions, *([TOKEN_TYPES] if config.token_types else [])]
 
 

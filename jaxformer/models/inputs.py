@@ -46,7 +46,7 @@ def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:
 
 def _wrong_shapes(config: ModelConfig, batch: Mapping[str, Any]) -> Iterator[str]:
     tokens, source = batch["tokens"], batch.get("source")
-    bounded = config.positions == "learned" and batch.get("positions") is None
+    bounded = config.embedded_positions == "learned" and batch.get("positions") is None
     for name, array in (("tokens", tokens), ("source", source)):
         if array is None:
             continue

@@ -99,13 +99,13 @@ def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache
 def context_of(params: Params, config: ModelConfig, source: bool = False) -> int:
     """How many tokens, or tokens of a source, a segment may have: model.max_length, less the
     virtual tokens before them where these take rows of a table of positions."""
-    before = virtual_counts(params, config)[source] if config.positions == "learned" else 0
+    before = virtual_counts(params, config)[source] if config.embedded_positions == "learned" else 0
     return max(config.max_length - before, 0)
 
 
 def _check_context(params: Params, config: ModelConfig, inputs: Inputs) -> None:
     """Raises ConfigError for rows longer than the learned positions after the virtual tokens."""
-    if config.positions != "learned":
+    if config.embedded_positions != "learned":
         return
     for name, layout in (("tokens", inputs.layout), ("source", inputs.source_layout)):
         # There is no source, or the caller passes positions.

@@ -166,7 +166,15 @@ def test_a_scan_over_layers_gives_the_logits_of_the_references(name):
 
 
 @each(
-    ["umt5 encoder", "modernbert", "electra masked", "albert masked", "distilbert masked", "clip"]
+    [
+        "umt5 encoder",
+        "modernbert",
+        "electra masked",
+        "albert masked",
+        "mpnet masked",
+        "distilbert masked",
+        "clip",
+    ]
 )
 def test_packed_rows_of_encoders_give_the_references_logits_of_each_text(name):
     rng, size = np.random.default_rng(4), LENGTH // 2
