@@ -11,6 +11,7 @@ from .config.run import RunConfig
 from .files import ConfigError
 from .generation.beam import beam_search
 from .generation.decode import generate
+from .generation.scores import score
 from .interop.peft_reading import read_adapter
 from .interop.peft_writing import save_adapter
 from .interop.pretrained import save_pretrained
@@ -78,6 +79,7 @@ __all__ = [
     "reference_log_probs",
     "save_adapter",
     "save_pretrained",
+    "score",
     "softmax_cross_entropy",
     "specs",
     "tokenizer",

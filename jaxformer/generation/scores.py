@@ -1,0 +1,90 @@
+"""Scores of a text: the log-probability of each of its tokens, and the likeliest tokens in its
+place."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
+from jaxformer.layers.head import head
+from jaxformer.models.inputs import inputs_of
+from jaxformer.models.transformer import check_model, hidden, logits_of
+
+HEADS_OF_TOKENS = ("language", "masked")
+
+
+class Scores(NamedTuple):
+    """`log_probs` [B, T] float32 of each token in nats, where `is_scored` [B, T] bool, and 0
+    elsewhere; and of the `top` likeliest tokens in its place, likeliest first, the ids
+    `alternatives` [B, T, top] int32 and their log-probabilities `alternative_log_probs`."""
+
+    log_probs: jax.Array
+    is_scored: jax.Array
+    alternatives: jax.Array
+    alternative_log_probs: jax.Array
+
+
+def score(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array | np.ndarray, "B T"],
+    *,
+    top: int = 0,
+    **inputs: Any,
+) -> Scores:
+    """The log-probability of each token after those before it: tokens [B, T] int -> `Scores`.
+
+    log p_t = log softmax(logits of position t - 1) at token t, with nothing of `jf.generate`'s
+    rules. The first token of a row or of a segment, and padding, is not scored. `inputs` are the
+    other keywords of `jf.forward`: segment_ids, positions, and the source of an encoder-decoder,
+    whose target is `tokens` with its start token. The sum of a row is the log-probability of its
+    text. All logits [B, T, V] are in memory at once. A pure function, to be jitted with
+    `static_argnums=1, static_argnames="top"`. Raises ConfigError for a model that writes no text.
+    """
+    if config.output != "language":
+        raise ConfigError(
+            f"a model with the head {config.output!r} does not write text: scores need the head"
+            " 'language'."
+        )
+    tokens = jnp.asarray(tokens)
+    logits, _ = logits_of(params, config, {"tokens": tokens} | inputs)
+    segments = inputs.get("segment_ids")
+    segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments)
+    follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+    following = _scores_of(logits[:, :-1], tokens[:, 1:], follows, top)
+    # Each array begins with the first tokens, which nothing predicts.
+    return jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (1, 0), *[(0, 0)] * (a.ndim - 2))), following)
+
+
+def score_targets(
+    params: Params, config: ModelConfig, batch: Mapping[str, Any], top: int = 0
+) -> Scores:
+    """The `Scores` of the targets [B, T] of a batch of training or evaluation, at their positions:
+    those of weight 0 are not scored. Raises ConfigError where the targets are no tokens."""
+    if config.output not in HEADS_OF_TOKENS or "targets" not in batch:
+        raise ConfigError(
+            "there are no scores of tokens: this needs a model with the head"
+            f" {' or '.join(HEADS_OF_TOKENS)} and an objective whose targets are tokens."
+        )
+    check_model(params, config)
+    inputs = inputs_of(batch)
+    x, _, _ = hidden(params, config, inputs)
+    logits = head(params, config, x, inputs.layout)
+    is_scored = jnp.asarray(batch["weights"]) > 0
+    return _scores_of(logits, jnp.asarray(batch["targets"]), is_scored, top)
+
+
+def _scores_of(logits: jax.Array, targets: jax.Array, is_scored: jax.Array, top: int) -> Scores:
+    """The scores of targets [B, T] by the logits [B, T, V] of their positions."""
+    if not 0 <= top <= logits.shape[-1]:
+        raise ConfigError(f"top={top} must be from 0 to the {logits.shape[-1]} tokens there are.")
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    log_probs = jnp.take_along_axis(logs, targets[..., None], axis=-1)[..., 0]
+    best, ids = jax.lax.top_k(logs, top)
+    return Scores(jnp.where(is_scored, log_probs, 0.0), is_scored, ids.astype(jnp.int32), best)
