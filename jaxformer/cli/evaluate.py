@@ -11,6 +11,7 @@ from jaxformer.files import ConfigError, replacing, write_text
 from jaxformer.report import ProgressBar
 from jaxformer.runs.run_evaluation import evaluate_run, score_run, translate_run
 from jaxformer.runs.translate import bleu_metric
+from jaxformer.training.compiler_options import keep_compiled
 
 METRIC_FORMATS = {
     "val_bits_per_byte": "{:.4f} bits per byte",
@@ -26,6 +27,7 @@ def run(args: EvaluateArguments) -> int:
         raise ConfigError("--output is for translations: add --beams, for example --beams 5.")
     check_output(args.output)
     check_output(args.per_token)
+    keep_compiled()
     if args.per_token is not None:
         _write_scores(args, args.per_token)
         return 0

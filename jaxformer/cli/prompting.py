@@ -25,6 +25,7 @@ from jaxformer.runs.objectives import row_format
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import ROLES, without_tokenizer
+from jaxformer.training.compiler_options import keep_compiled
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Model:
 def open_model(args: ModelArguments, pair: str) -> Model:
     """The model that a command names. Raises ConfigError where it has no tokenizer, or cannot read
     a second text `pair`."""
+    keep_compiled()
     loaded = load(args.path, args.step, quantize=args.quantize)
     config = loaded.config
     if loaded.tokenizer is None:

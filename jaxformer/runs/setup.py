@@ -3,11 +3,9 @@ an adapter."""
 
 import dataclasses
 import functools
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jax
 from jax.sharding import Mesh
 
 from jaxformer import data
@@ -24,6 +22,7 @@ from jaxformer.runs.directory import check_config, check_data
 from jaxformer.runs.evaluation import corpus_of
 from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes
 from jaxformer.tokenizer.chat import ChatTemplate
+from jaxformer.training.compiler_options import keep_compiled
 from jaxformer.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -170,15 +169,3 @@ def most_segments(corpus: data.Corpus) -> int:
     texts = [corpus.train, corpus.validation] if corpus.validation else [corpus.train]
     segment_counts = [rows.most_segments() for rows in texts]
     return max(MOST_SEGMENTS + 1 if count is None else count for count in segment_counts)
-
-
-def keep_compiled(folder: str, named: bool = False) -> None:
-    """Turns on JAX's persistent compilation cache, unless the process has one already or `folder`
-    is empty. With `named` the names of scopes are part of the key of a program, so that one from
-    the cache has the scopes of this code."""
-    if named:
-        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-    if folder and not jax.config.values["jax_compilation_cache_dir"]:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 
 from jaxformer.arrays.mesh import AnyMesh, replicated
 from jaxformer.arrays.sharding import PARAMETERS, platform
+from jaxformer.config.run import RunSettings
 from jaxformer.files import ConfigError
 
 OptionValues = Mapping[str, int | str]
@@ -113,3 +114,15 @@ def refusal(mesh: AnyMesh | None, name: str, value: int | str) -> str:
     except jax.errors.JaxRuntimeError as error:
         return str(error).partition("\n")[0]
     return ""
+
+
+def keep_compiled(folder: str = RunSettings().compilation_cache, named: bool = False) -> None:
+    """Turns on JAX's persistent compilation cache, unless the process has one already or `folder`
+    is empty. With `named` the names of scopes are part of the key of a program, so that one from
+    the cache has the scopes of this code."""
+    if named:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    if folder and not jax.config.values["jax_compilation_cache_dir"]:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

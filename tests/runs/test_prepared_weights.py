@@ -14,6 +14,7 @@ import jaxformer as jf
 from jaxformer.arrays.params import contract
 from jaxformer.generation import weights
 from jaxformer.generation.weights import OutputMajor, prepared
+from jaxformer.models import stack
 
 CONFIG = jf.ModelConfig(**SIZES | {"dtype": "bfloat16"})
 
@@ -78,6 +79,19 @@ def test_nothing_is_kept_of_what_is_traced(calls):
     assert len(calls) == 2 and not any(
         isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(weights._CACHE.__dict__)
     )
+
+
+def test_one_program_arranges_all_layers_and_one_trace_reads_them(monkeypatch):
+    """The start of a command: neither is repeated for each layer."""
+    config = jf.ModelConfig(**SIZES | {"dtype": "float32", "n_layers": 5})
+    params = jf.init(config, jax.random.key(3))
+    traced, block = [], stack.block
+    monkeypatch.setattr(stack, "block", lambda *args: traced.append(1) or block(*args))
+    before = weights._layer._cache_size()
+    assert len(prepared(params, config)["blocks"]) == 5
+    assert weights._layer._cache_size() == before + 1
+    jf.generate(params, config, alone(config)["tokens"][:2], 3, temperature=0)
+    assert len(traced) == 2  # the prompt, and a step
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
