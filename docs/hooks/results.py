@@ -158,7 +158,7 @@ def pretrained_memory(result: Result) -> tuple[list[str], Iterable[list[str]]]:
     header = ["what", "files", "parameters", "model", "largest leaf", "memory above", "seconds"]
     return header, (
         [
-            f"{row['what']}, {row['shape']}",
+            f"{row['what']}, {row['shape']}" + (", 2 devices" if row.get("devices") == 2 else ""),
             row["files"],
             row["params"],
             *(gigabytes(row[size]) for size in ("model", "largest_leaf", "excess")),

@@ -197,6 +197,24 @@ def low_rank(
     return LowRank(frozen, a, b, scale_row, inputs=inputs, dropout=dropout)
 
 
+def learned_rows(spec: Spec, tokens: range) -> LowRank:
+    """The rows of a `LowRank` over a table of tokens, or an output layer, of which the rows of
+    `tokens` alone learn: the factor with the axis "vocab" is a constant that has a 1 for each of
+    them, and the other is what is added to their rows, at first 0."""
+    leaf = low_rank(spec, len(tokens), 1.0)
+
+    def one_for_each(_: jax.Array, row: Spec) -> jax.Array:
+        chosen = jnp.eye(spec.shape[spec.axes.index("vocab")], len(tokens), -tokens.start)
+        return chosen if row.axes[0] == "vocab" else chosen.T
+
+    factors = {}
+    for name, row in (("a", leaf.a), ("b", leaf.b)):
+        is_constant = "vocab" in row.axes
+        init = one_for_each if is_constant else zeros
+        factors[name] = replace(row, init=init, trainable=not is_constant)
+    return replace(leaf, **factors)
+
+
 def kaiming_uniform(key: jax.Array, spec: Spec) -> jax.Array:
     """Uniform within 1/sqrt(inputs) of zero: kaiming_uniform(a=sqrt(5)) of PyTorch."""
     bound = 1 / math.sqrt(spec.fan_in)

@@ -21,7 +21,7 @@ from jaxformer.interop.peft_config import is_adapter
 from jaxformer.interop.peft_writing import save_adapter
 from jaxformer.interop.pretrained import save_pretrained
 from jaxformer.report import human_count
-from jaxformer.runs.loading import Loaded, load, save_run
+from jaxformer.runs.loading import Loaded, load, run_of, save_run
 from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
 CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
@@ -117,6 +117,11 @@ def _merged(model: Loaded, args: ConvertArguments) -> Loaded:
         raise ConfigError(
             f"--verify compares whole models, and {args.source} has an adapter: add"
             " --merge, or leave out --verify."
+        )
+    if added := run_of(args.source).tokenizer.added:
+        raise ConfigError(
+            f"{args.source} has added {', '.join(added)} to the vocabulary of its base, which an"
+            " adapter of peft cannot say: add --merge, which writes the whole model."
         )
     return model
 

@@ -217,12 +217,6 @@ def check(config: RunConfig) -> RunConfig:
             f"tokenizer.add_tokens={tokenizer.add_tokens!r} adds tokens to a model that there is:"
             " set run.init_from to its directory, or leave it out."
         )
-    if tokenizer.added and config.adapter.kind != "none":
-        problems.append(
-            f"tokenizer.add_tokens={tokenizer.add_tokens!r} changes the model below an adapter: add"
-            " the tokens in a run with adapter.kind=none (optimizer.learning_rate 0 and one step"
-            " change nothing else), and start the adapter from that run."
-        )
     problems += _virtual_problems(config.adapter, model, data)
     if problems:
         raise ConfigError("\n".join(problems))

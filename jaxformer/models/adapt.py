@@ -1,9 +1,12 @@
 """A model's params with an adapter, from those of the model and its config."""
 
+from functools import partial
+
 import jax
 
-from jaxformer.adapters.adapted_params import adapt_specs, filled, frozen_specs
-from jaxformer.adapters.lora import LoRA, adapted_specs
+from jaxformer.adapters.adapted_params import MakeLeaf, adapt_specs, filled, frozen_specs
+from jaxformer.adapters.lora import LoRA, adapted_specs, targets_of
+from jaxformer.adapters.low_rank import learned_rows
 from jaxformer.adapters.virtual_tokens import PrefixTuning, PromptTuning, has_virtual, virtual_specs
 from jaxformer.arrays.params import Params, Specs, rows
 from jaxformer.config.adapter import AdapterConfig, Quantization, pairs_of, parts_of
@@ -57,9 +60,11 @@ def _table_with(
     adapter: Adapter,
     learned: tuple[str, ...] = (),
     kind: Quantization | None = None,
+    tokens: range = range(0),
 ) -> Specs:
-    """The table of a model with an adapter, over weights that are quantized as `kind` says."""
-    table, below = specs(config), {}
+    """The table of a model with an adapter, over weights that are quantized as `kind` says, in
+    whose tables the rows of `tokens` learn too."""
+    table, below = specs(config), dict[str, MakeLeaf]()
     if kind is not None:
         from jaxformer.adapters.quantized import QUANTIZERS
         from jaxformer.models.quantize import is_quantized
@@ -67,6 +72,17 @@ def _table_with(
         below = {
             path: QUANTIZERS[kind].rows for path, spec in rows(table).items() if is_quantized(spec)
         }
+    if tokens:
+        tables = [p for p, spec in rows(table).items() if "vocab" in spec.axes and spec.is_matrix]
+        targets = targets_of(table, adapter) if isinstance(adapter, LoRA) else []
+        if adapted := [path for path in tables if path in targets]:
+            raise ConfigError(
+                f"adapter.targets names {', '.join(adapted)}, of which the rows of the tokens of"
+                " tokenizer.add_tokens learn already: leave it out, or add the tokens in a run with"
+                " adapter.kind=none (optimizer.learning_rate 0 and one step change nothing else)"
+                " and start the adapter from that run."
+            )
+        below |= dict.fromkeys(tables, partial(learned_rows, tokens=tokens))
     if isinstance(adapter, LoRA):
         return adapted_specs(table, adapter, below, learned)
     virtual = virtual_specs(table, config, adapter)
@@ -92,11 +108,15 @@ def adapter_of(settings: AdapterConfig) -> Adapter:
 
 
 def adapted_table(
-    config: ModelConfig, settings: AdapterConfig, learned: tuple[str, ...] = ()
+    config: ModelConfig,
+    settings: AdapterConfig,
+    learned: tuple[str, ...] = (),
+    tokens: range = range(0),
 ) -> Specs:
-    """The table of a model with the adapter of a run, in which the adapter alone is trainable, and
-    the branches named in `learned`. Raises ConfigError as `adapt` does."""
-    return _table_with(config, adapter_of(settings), learned, quantization_of(settings))
+    """The table of a model with the adapter of a run, in which the adapter alone is trainable, the
+    branches named in `learned`, and the rows of `tokens`, which the run adds, in the embedding and
+    the output layer. Raises ConfigError as `adapt` does."""
+    return _table_with(config, adapter_of(settings), learned, quantization_of(settings), tokens)
 
 
 def quantization_of(settings: AdapterConfig) -> Quantization | None:

@@ -34,15 +34,21 @@ class NewRows(NamedTuple):
         return f"Rows {self.first} to {self.stop - 1} are those of added tokens: {drawn}."
 
 
+def added_ids(settings: TokenizerConfig, tokenizer: Tokenizer) -> range:
+    """The ids of the tokens that the settings of a run add, whose tokenizer may have them or
+    not."""
+    names = settings.added
+    grown = tokenizer.with_special_tokens(names)
+    ids = [index for name in names if (index := grown.id_of(name)) is not None]
+    return range(min(ids), max(ids) + 1) if ids else range(0)
+
+
 def new_rows_of(
     settings: TokenizerConfig, tokenizer: Tokenizer, vocab_size: int, seed: int
 ) -> NewRows:
     """The rows that the settings of a run add, whose tokenizer may have them or not."""
-    names = settings.added
-    grown = tokenizer.with_special_tokens(names)
-    ids = [index for name in names if (index := grown.id_of(name)) is not None]
-    first, stop = min(ids), max(ids) + 1
-    return NewRows(first, stop, vocab_size, settings.new_rows, seed)
+    ids = added_ids(settings, tokenizer)
+    return NewRows(ids.start, ids.stop, vocab_size, settings.new_rows, seed)
 
 
 def with_new_rows(

@@ -22,6 +22,7 @@ from jaxformer.interop.peft_config import base_of, is_adapter
 from jaxformer.models.quantize import check_quantization
 from jaxformer.models.quantize import quantize as quantize_params
 from jaxformer.models.transformer import specs as model_specs
+from jaxformer.runs.added_tokens import new_rows_of, with_new_rows
 from jaxformer.runs.run_reading import (
     adapted_params_of_run,
     base_directory,
@@ -158,14 +159,31 @@ def _load_run(
             f"{run_dir} has an adapter over a base in {kind}: leave out quantize={quantize!r}."
         )
     base_dir = base_directory(run_dir, run.run.init_from, record, base)
-    below = load_base(base_dir, mesh, kind).params
+    loaded_base = load_base(base_dir, mesh, kind)
+    below, added = _with_added_tokens(run_dir, run, tokenizer, loaded_base, mesh)
     require_base(run_dir, base_dir, below, record)
     if kind is None and quantize is not None:
         below = quantize_params(below, quantize)
     learned = tuple(record.get("learned", ()))
-    table = adapted_table(run.model, run.adapter, learned) | brought
+    table = adapted_table(run.model, run.adapter, learned, added) | brought
     params, step = adapted_params_of_run(run_dir, step, table, record, below, mesh, dtype)
     return Loaded(params, run.model, tokenizer, labels, str(base_dir), learned, step)
+
+
+def _with_added_tokens(
+    run_dir: Path, run: RunConfig, tokenizer: Tokenizer | None, base: Loaded, mesh: Mesh | None
+) -> tuple[Params, range]:
+    """The params of the base of a run with rows for the tokens that the run added, and the ids of
+    these tokens."""
+    if not run.tokenizer.added:
+        return base.params, range(0)
+    if tokenizer is None:
+        raise ConfigError(
+            f"{run_dir} has no tokenizer.json, which says what the rows of the tokens of"
+            f" tokenizer.add_tokens={run.tokenizer.add_tokens!r} are: restore it."
+        )
+    new = new_rows_of(run.tokenizer, tokenizer, run.model.vocab_size, run.run.seed)
+    return with_new_rows(base.params, base.config, new, mesh), range(new.first, new.stop)
 
 
 def _brought_specs(objective: str, model: ModelConfig) -> Specs:

@@ -63,6 +63,7 @@ class Resolved:
       kernel: a sentence about the attention kernel, which `device.prove_kernel` checks.
       specs: its table of parameters. With an adapter, only this and `learned` are trainable in it.
       learned: the branches of the model below an adapter that learn with it.
+      added: the ids of the tokens that the run adds, whose rows learn with an adapter.
       notes: a sentence for each thing that is assumed because the data is not read.
     """
 
@@ -75,6 +76,7 @@ class Resolved:
     schedule: optax.Schedule
     optimizer: optax.GradientTransformation
     learned: tuple[str, ...] = ()
+    added: range = range(0)
     notes: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class Resolved:
         """The table whose products a step computes: `specs`, with the unquantized weights in place
         of quantized ones."""
         unquantized = dataclasses.replace(self.run.adapter, base="float32")
-        return run_specs(self.task.name, self.model, unquantized, self.learned)
+        return run_specs(self.task.name, self.model, unquantized, self.learned, self.added)
 
     @functools.cached_property
     def flops_per_token(self) -> int:
@@ -187,21 +189,33 @@ def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     base, run_dir = run.run.init_from, run.run.dir
     if base:
         # Imported here, because it reads model directories of every format.
-        from jaxformer.runs.init_from import check_base, labels_before, with_grown_vocabulary
+        from jaxformer.runs.init_from import check_base, labels_before
 
         origin = origin_of(Path(run_dir), Path(base))
         tokenizer = with_tokenizer_of(origin, run.tokenizer)
         run = dataclasses.replace(run, tokenizer=tokenizer)
         if origin == Path(base):
             check_base(run.model, run.adapter, base)
-        if run.tokenizer.added:
-            is_new = origin == Path(base)
-            model = with_grown_vocabulary(run.model, run.tokenizer, base, is_new)
-            run = dataclasses.replace(run, model=model)
+        run = with_added_tokens(run)
         # What a directory holds that is begun anew counts no longer.
         labels = labels_before(run.model.output, Path(base) if run.run.restart else origin)
     check_start(objective_of(run.model, run.data), run.adapter, base)
     return run, labels
+
+
+def with_added_tokens(run: RunConfig) -> RunConfig:
+    """A run whose vocabulary has room for the tokens that it adds to the model of run.init_from.
+    Raises ConfigError for a token that its tokenizer has already."""
+    if not run.tokenizer.added:
+        return run
+    # Imported here, because it reads model directories of every format.
+    from jaxformer.runs.init_from import with_grown_vocabulary
+
+    base = run.run.init_from
+    origin = origin_of(Path(run.run.dir), Path(base))
+    tokenizer = with_tokenizer_of(origin, run.tokenizer)
+    model = with_grown_vocabulary(run.model, tokenizer, base, is_new=origin == Path(base))
+    return dataclasses.replace(run, model=model, tokenizer=tokenizer)
 
 
 def with_sizes(
@@ -269,7 +283,14 @@ def resolve(
         # Each row is compared with those of its microbatch, so their number is no matter of memory.
         pieces = run.train.n_microbatches
     train = dataclasses.replace(run.train, microbatches=pieces)
-    specs = run_specs(task.name, run.model, run.adapter, learned)
+    added = range(0)
+    if run.tokenizer.added and run.adapter.kind != "none":
+        # Imported here, because only such a run reads its tokenizer once more.
+        from jaxformer.runs.added_tokens import added_ids
+        from jaxformer.tokenizer import Tokenizer
+
+        added = added_ids(run.tokenizer, Tokenizer.load(run.tokenizer.path))
+    specs = run_specs(task.name, run.model, run.adapter, learned, added)
     schedule = make_schedule(run.optimizer, run.train.steps)
     return Resolved(
         run=dataclasses.replace(run, model=model, train=train),
@@ -281,6 +302,7 @@ def resolve(
         schedule=schedule,
         optimizer=make_optimizer(run.optimizer, schedule, specs),
         learned=learned,
+        added=added,
     )
 
 
@@ -291,6 +313,7 @@ def resolve_without_data(
     lowered or compiled for devices that are not here. `packed` says whether rows come with segment
     ids; None: as the run's objective and packing make them."""
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
+    run = with_added_tokens(run)
     model, notes = with_assumed_sizes(run.model)
     run = dataclasses.replace(run, model=model)
     task = task_of(model, run.data)
@@ -310,17 +333,22 @@ def resolve_without_data(
 
 
 def run_specs(
-    objective: str, model: ModelConfig, adapter: AdapterConfig, learned: tuple[str, ...] = ()
+    objective: str,
+    model: ModelConfig,
+    adapter: AdapterConfig,
+    learned: tuple[str, ...] = (),
+    added: range = range(0),
 ) -> Specs:
     """The table of parameters of a run: with an adapter, that of the adapted model, in which only
-    it is trainable, the branches named in `learned`, and what the objective brings."""
+    it is trainable, the branches named in `learned`, the rows of `added` tokens, and what the
+    objective brings."""
     brought = objective_specs(objective, model)
     if adapter.kind == "none":
         return model_specs(model) | brought
     # Imported here, because runs without an adapter do not need it.
     from jaxformer.models.adapt import adapted_table
 
-    return adapted_table(model, adapter, learned) | brought
+    return adapted_table(model, adapter, learned, added) | brought
 
 
 def drops_out(objective: Objective, train: TrainConfig) -> bool:

@@ -2,16 +2,22 @@
 made of the old ones, and transformers reads what is written."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import transformers as tf
 from tiny_run import write_text
-from warm_starts import leaves, run
+from warm_starts import leaves, run, settings
 
 import jaxformer as jf
+from jaxformer.arrays.params import rows
+from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cli import main
+from jaxformer.runs.config import load_config
+from jaxformer.tools.plan.planned import planned_run
 
+ROOT = Path(__file__).parents[2]
 NAMES = ("<|im_start|>", "<|im_end|>")
 ADD = {"tokenizer__add_tokens": ",".join(NAMES)}
 ONE = {"optimizer__learning_rate": 0.0, "train__steps": 1, "model__n_layers": 1}
@@ -38,8 +44,8 @@ def start(base, request):
 
 
 def grown_from(base, start, name, **changes):
-    settings = ADD | ONE | changes
-    return run(base, name, data__train=base / "text.txt", run__init_from=start, **settings)
+    changes = ADD | ONE | changes
+    return run(base, name, data__train=base / "text.txt", run__init_from=start, **changes)
 
 
 def test_new_rows_are_the_mean_of_the_old_and_transformers_reads_them(base, start, tmp_path):
@@ -90,12 +96,52 @@ def test_rows_that_fill_a_table_up_are_taken_first(base):
     np.testing.assert_array_equal(after[old + 2 :], before[old + 2 :])
 
 
+def test_beside_an_adapter_the_new_rows_alone_learn(base, start, tmp_path, capsys):
+    """The text has none of the tokens: those of an output layer learn, as they are no targets."""
+    name, tied = f"lora-{start.name}", start.name == "tied"
+    changes = {"adapter__kind": "lora", "adapter__rank": 2, "tokenizer__new_rows": "random"}
+    changes |= {"optimizer__learning_rate": 0.1, "train__steps": 2, "model__tied_head": tied}
+    grown = grown_from(base, start, name, **changes)
+    loaded = jf.load(grown)
+    below = flat_leaves(jf.without_adapters(loaded.params))
+    for path, leaf in leaves(start).items():
+        np.testing.assert_array_equal(below[path][: len(leaf)], leaf)
+    merged, old = flat_leaves(jf.merge(loaded.params)), loaded.config.vocab_size - 2
+    output = "embed.tokens" if tied else "head.weight"
+    for path in {"embed.tokens", output}:
+        np.testing.assert_array_equal(merged[path][:old], below[path][:old])
+        assert np.array_equal(merged[path][old:], below[path][old:]) != (path == output)
+    # The run goes on, and a directory of transformers holds what it computes.
+    grown_from(base, start, name, **changes | {"train__steps": 4})
+    again = flat_leaves(jf.merge(jf.load(grown).params))
+    assert not np.array_equal(again[output][old:], merged[output][old:])
+    assert main(["convert", str(grown), str(tmp_path / "peft")]) == 2
+    assert "add --merge" in capsys.readouterr().err
+    if tied:
+        assert main(["convert", str(grown), str(tmp_path / "hf"), "--merge", "--verify"]) == 0
+
+
+def test_a_plan_counts_the_new_rows(base, start):
+    tied = start.name == "tied"
+    changes = ADD | ONE | {"adapter__kind": "lora", "adapter__rank": 2, "model__tied_head": tied}
+    changes |= {"run__init_from": start, "data__train": base / "text.txt"}
+    run = load_config(ROOT / "configs/quickstart.py", settings(base, "planned", **changes))
+    planned = planned_run(run, "cpu")
+    assert planned.model.vocab_size == jf.load(start).config.vocab_size + 2
+    learned = {path: spec.shape for path, spec in rows(planned.specs).items() if spec.trainable}
+    new_rows = {"embed.tokens.b": (2, run.model.d_model)}
+    if not tied:
+        new_rows["head.weight.a"] = (run.model.d_model, 2)
+    assert {path: shape for path, shape in learned.items() if path in new_rows} == new_rows
+    assert all(path in new_rows or path.startswith("blocks.") for path in learned)
+
+
 def test_mistakes_are_named(base, start):
     with pytest.raises(jf.ConfigError, match=r"<\|endoftext\|> \(0\) already"):
         grown_from(base, start, "has", tokenizer__add_tokens="<|endoftext|>,<|new|>")
     with pytest.raises(jf.ConfigError, match=r"set run\.init_from to its directory"):
         run(base, "alone", data__train=base / "text.txt", **ADD)
     with pytest.raises(jf.ConfigError, match="start the adapter from that run"):
-        grown_from(base, start, "lora", adapter__kind="lora")
+        grown_from(base, start, "lora", adapter__kind="lora", adapter__targets="embed")
     with pytest.raises(jf.ConfigError, match=r"<a> twice"):
         grown_from(base, start, "twice", tokenizer__add_tokens="<a>, <a>")
