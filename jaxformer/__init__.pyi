@@ -12,6 +12,7 @@ from .files import ConfigError
 from .generation.beam import beam_search
 from .generation.decode import generate
 from .generation.scores import score
+from .generation.speculative import speculate
 from .interop.peft_reading import read_adapter
 from .interop.peft_writing import save_adapter
 from .interop.pretrained import save_pretrained
@@ -82,6 +83,7 @@ __all__ = [
     "score",
     "softmax_cross_entropy",
     "specs",
+    "speculate",
     "tokenizer",
     "train",
     "transformer_block",

@@ -125,6 +125,13 @@ class SampleArguments(ModelArguments, RuleArguments):
     certain, at once (on), or when no unfinished text would win if it ended here (off)."""
     n: int = 1
     """Number of texts to write for the prompt, which is read once."""
+    draft: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Smaller model with the same tokenizer, which proposes tokens that the model reads at once.
+    The distribution of the text stays that of the model."""
+    lookup: bool = False
+    """Propose tokens by looking up in the text what followed the newest ones, without a draft."""
+    ahead: int = 4
+    """With --draft or --lookup: number of tokens that are proposed at a time."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Random seed. If not given, each call samples another text."""
 

@@ -4,6 +4,7 @@ tokens."""
 import itertools
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxformer.data.templates import Template
 from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.decode import stream_tokens
+from jaxformer.generation.speculative import speculate
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.loading import load, run_of
 from jaxformer.runs.objectives import row_format
@@ -148,6 +150,39 @@ def _pieces_of_rows(
         yield np.asarray(best.tokens[0])
         return
     yield from stream_tokens(model.params, model.config, [start], count, **rules)
+
+
+def speculated(
+    model: Model, start: list[int], count: int, draft: Path | None, ahead: int, **rules: Any
+) -> list[int]:
+    """`count` new tokens by speculative decoding, with the `draft` or by look-up; a note to
+    standard error says how often the model read. Raises ConfigError for a draft with another
+    tokenizer."""
+    proposer = None
+    if draft is not None:
+        loaded = load(draft)
+        tokenizers = [each and each.fingerprint() for each in (loaded.tokenizer, model.tokenizer)]
+        if tokenizers[0] != tokenizers[1]:
+            raise ConfigError(
+                f"the draft {draft} has another tokenizer than {model.path}: what it proposes would"
+                " be other text. Choose a draft with the same one, or use --lookup."
+            )
+        proposer = (loaded.params, loaded.config)
+    rules = model.writing_rules() | rules
+    began = time.perf_counter()
+    made = speculate(
+        model.params, model.config, [start], count, draft=proposer, ahead=ahead, **rules
+    )
+    tokens = np.asarray(made.tokens)[0].tolist()
+    seconds = time.perf_counter() - began
+    rounds, accepted = int(made.rounds), int(made.accepted)
+    print(
+        f"note: {accepted} of {rounds * ahead} proposed tokens are in the text,"
+        f" {accepted / max(rounds, 1):.2f} each time that the model read; {seconds:.2f} s with"
+        " compilation.",
+        file=sys.stderr,
+    )
+    return tokens
 
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from jaxformer.cli.prompting import (
     open_model,
     row_of,
     several_texts,
+    speculated,
     start_of,
     text_of,
     typed_lines,
@@ -58,6 +59,7 @@ def run(args: SampleArguments) -> int:
             f"{args.path} has the head {head!r}, which writes no text: leave out --beams."
         )
     _require_several(model, args)
+    _require_speculation(args)
     if args.seed is not None and not -(2**63) <= args.seed < 2**63:
         raise ConfigError(f"--seed {args.seed} must be a whole number of 64 bits.")
     if args.beyond == "slide":
@@ -100,6 +102,17 @@ def _require_several(model: Model, args: SampleArguments) -> None:
     else:
         return
     raise ConfigError(f"--n {args.n}: {reason}.")
+
+
+def _require_speculation(args: SampleArguments) -> None:
+    """Raises ConfigError for --draft and --lookup beside what excludes them."""
+    names = [name for name, used in (("--draft", args.draft), ("--lookup", args.lookup)) if used]
+    if not names:
+        return
+    others = {"--beams": args.beams, "--beyond slide": args.beyond == "slide", "--n": args.n > 1}
+    excluded = [*names[1:], *(name for name, is_used in others.items() if is_used)]
+    if excluded:
+        raise ConfigError(f"{names[0]} cannot be combined with {', '.join(excluded)}: use one.")
 
 
 def _write(model: Model, args: SampleArguments) -> None:
@@ -175,6 +188,8 @@ def _pieces(
     """New tokens, in pieces as they are made."""
     count = min(args.max_new_tokens, model.context() - len(start))
     rules = _rules(model, args)
+    if args.draft is not None or args.lookup:
+        return iter([speculated(model, start, count, args.draft, args.ahead, **rules)])
     if args.beams or args.beyond == "stop":
         return new_tokens(model, start, source, count, args.beams, **rules)
     # The special tokens with which every text begins stay in the window.

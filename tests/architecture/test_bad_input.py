@@ -409,6 +409,8 @@ def test_what_is_neither_python_nor_a_runs_json_is_no_config(
         (["--min_p", "2"], ["min_p=2.0", "from 0 to 1"]),
         (["--min_p", "0.1", "--beams", "2"], ["beam_search has no min_p", "jf.generate"]),
         (["--n", "2", "--beyond", "slide"], ["--n 2", "cannot slide together"]),
+        (["--lookup", "--beams", "2"], ["--lookup cannot be combined with --beams"]),
+        (["--lookup", "--ahead", "0"], ["ahead=0 must be from 1 to 64"]),
         (["--n", "0"], ["--n 0", "at least one text"]),
         (["--max_new_tokens", "0"], ["max_new_tokens=0", "at least 1"]),
         (["--seed", str(2**63)], ["--seed 9223372036854775808", "64 bits"]),
