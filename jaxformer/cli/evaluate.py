@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from jaxformer.cli.arguments import EvaluateArguments, check_output
+from jaxformer.config.run import RunSettings
 from jaxformer.files import ConfigError, replacing, write_text
 from jaxformer.report import ProgressBar
 from jaxformer.runs.run_evaluation import evaluate_run, score_run, translate_run
@@ -27,7 +28,7 @@ def run(args: EvaluateArguments) -> int:
         raise ConfigError("--output is for translations: add --beams, for example --beams 5.")
     check_output(args.output)
     check_output(args.per_token)
-    keep_compiled()
+    keep_compiled(RunSettings().compilation_cache)
     if args.per_token is not None:
         _write_scores(args, args.per_token)
         return 0

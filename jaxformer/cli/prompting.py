@@ -17,6 +17,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.data.label_templates import ClassTemplate, TagTemplate
 from jaxformer.data.templates import Template
+from jaxformer.config.run import RunSettings
 from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.decode import stream_tokens
@@ -64,7 +65,7 @@ class Model:
 def open_model(args: ModelArguments, pair: str) -> Model:
     """The model that a command names. Raises ConfigError where it has no tokenizer, or cannot read
     a second text `pair`."""
-    keep_compiled()
+    keep_compiled(RunSettings().compilation_cache)
     loaded = load(args.path, args.step, quantize=args.quantize)
     config = loaded.config
     if loaded.tokenizer is None:

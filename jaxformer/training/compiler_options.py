@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh
 
 from jaxformer.arrays.mesh import AnyMesh, replicated
 from jaxformer.arrays.sharding import PARAMETERS, platform
-from jaxformer.config.run import RunSettings
 from jaxformer.files import ConfigError
 
 OptionValues = Mapping[str, int | str]
@@ -116,7 +115,7 @@ def refusal(mesh: AnyMesh | None, name: str, value: int | str) -> str:
     return ""
 
 
-def keep_compiled(folder: str = RunSettings().compilation_cache, named: bool = False) -> None:
+def keep_compiled(folder: str, named: bool = False) -> None:
     """Turns on JAX's persistent compilation cache, unless the process has one already or `folder`
     is empty. With `named` the names of scopes are part of the key of a program, so that one from
     the cache has the scopes of this code."""
