@@ -14,10 +14,9 @@ import numpy as np
 
 from jaxformer.cli.arguments import ModelArguments
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import RunConfig
+from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.data.label_templates import ClassTemplate, TagTemplate
 from jaxformer.data.templates import Template
-from jaxformer.config.run import RunSettings
 from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.decode import stream_tokens

@@ -160,7 +160,14 @@ def _load_run(
         )
     base_dir = base_directory(run_dir, run.run.init_from, record, base)
     loaded_base = load_base(base_dir, mesh, kind)
-    below, added = _with_added_tokens(run_dir, run, tokenizer, loaded_base, mesh)
+    below, added = loaded_base.params, range(0)
+    if run.tokenizer.added:
+        # The tokenizer of the run says which rows are those of the added tokens.
+        new = new_rows_of(
+            run.tokenizer, Tokenizer.load(run_dir), run.model.vocab_size, run.run.seed
+        )
+        below = with_new_rows(below, loaded_base.config, new, mesh)
+        added = range(new.first, new.stop)
     require_base(run_dir, base_dir, below, record)
     if kind is None and quantize is not None:
         below = quantize_params(below, quantize)
@@ -168,22 +175,6 @@ def _load_run(
     table = adapted_table(run.model, run.adapter, learned, added) | brought
     params, step = adapted_params_of_run(run_dir, step, table, record, below, mesh, dtype)
     return Loaded(params, run.model, tokenizer, labels, str(base_dir), learned, step)
-
-
-def _with_added_tokens(
-    run_dir: Path, run: RunConfig, tokenizer: Tokenizer | None, base: Loaded, mesh: Mesh | None
-) -> tuple[Params, range]:
-    """The params of the base of a run with rows for the tokens that the run added, and the ids of
-    these tokens."""
-    if not run.tokenizer.added:
-        return base.params, range(0)
-    if tokenizer is None:
-        raise ConfigError(
-            f"{run_dir} has no tokenizer.json, which says what the rows of the tokens of"
-            f" tokenizer.add_tokens={run.tokenizer.add_tokens!r} are: restore it."
-        )
-    new = new_rows_of(run.tokenizer, tokenizer, run.model.vocab_size, run.run.seed)
-    return with_new_rows(base.params, base.config, new, mesh), range(new.first, new.stop)
 
 
 def _brought_specs(objective: str, model: ModelConfig) -> Specs:

@@ -16,7 +16,7 @@ from jaxformer.arrays.params import Specs
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import DataConfig, RunConfig
+from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.data.batch_shapes import batch_shapes
 from jaxformer.data.task import Task
@@ -196,26 +196,28 @@ def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         run = dataclasses.replace(run, tokenizer=tokenizer)
         if origin == Path(base):
             check_base(run.model, run.adapter, base)
-        run = with_added_tokens(run)
+        model, tokenizer = with_added_tokens(run.model, run.tokenizer, run.run)
+        run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
         # What a directory holds that is begun anew counts no longer.
         labels = labels_before(run.model.output, Path(base) if run.run.restart else origin)
     check_start(objective_of(run.model, run.data), run.adapter, base)
     return run, labels
 
 
-def with_added_tokens(run: RunConfig) -> RunConfig:
-    """A run whose vocabulary has room for the tokens that it adds to the model of run.init_from.
-    Raises ConfigError for a token that its tokenizer has already."""
-    if not run.tokenizer.added:
-        return run
+def with_added_tokens(
+    model: ModelConfig, tokenizer: TokenizerConfig, settings: RunSettings
+) -> tuple[ModelConfig, TokenizerConfig]:
+    """The model with room for the tokens that a run adds to the vocabulary of run.init_from, and
+    the tokenizer of that. Raises ConfigError for a token that it has already."""
+    if not tokenizer.added:
+        return model, tokenizer
     # Imported here, because it reads model directories of every format.
     from jaxformer.runs.init_from import with_grown_vocabulary
 
-    base = run.run.init_from
-    origin = origin_of(Path(run.run.dir), Path(base))
-    tokenizer = with_tokenizer_of(origin, run.tokenizer)
-    model = with_grown_vocabulary(run.model, tokenizer, base, is_new=origin == Path(base))
-    return dataclasses.replace(run, model=model, tokenizer=tokenizer)
+    base = settings.init_from
+    origin = origin_of(Path(settings.dir), Path(base))
+    tokenizer = with_tokenizer_of(origin, tokenizer)
+    return with_grown_vocabulary(model, tokenizer, base, origin == Path(base)), tokenizer
 
 
 def with_sizes(
@@ -313,9 +315,9 @@ def resolve_without_data(
     lowered or compiled for devices that are not here. `packed` says whether rows come with segment
     ids; None: as the run's objective and packing make them."""
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
-    run = with_added_tokens(run)
-    model, notes = with_assumed_sizes(run.model)
-    run = dataclasses.replace(run, model=model)
+    model, tokenizer = with_added_tokens(run.model, run.tokenizer, run.run)
+    model, notes = with_assumed_sizes(model)
+    run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
     task = task_of(model, run.data)
     batch = _abstract_batch(task, run.data, run.train.batch_size, mesh, packed)
     segments = 0
