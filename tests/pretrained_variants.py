@@ -141,6 +141,18 @@ STARCODER2 = {name: value for name, value in OLMO.items() if name != "rms_norm_e
 )
 
 
+T5GEMMA_STACK = {name: value for name, value in GEMMA.items() if name != "num_hidden_layers"}
+
+
+def t5gemma(encoder=None, decoder=None, **more):
+    """The settings of both stacks, and those of the model."""
+    stacks = {
+        "encoder": T5GEMMA_STACK | dict(num_hidden_layers=2) | (encoder or {}),
+        "decoder": T5GEMMA_STACK | dict(num_hidden_layers=3) | (decoder or {}),
+    }
+    return TOKENS | dict(decoder_start_token_id=4) | stacks | more
+
+
 def rope(kind, factor, **more):
     return {"rope_parameters": dict(rope_theta=THETA) | dict(rope_type=kind, factor=factor) | more}
 
@@ -566,6 +578,15 @@ VARIANTS = {
         BART
         | dict(scale_embedding=False, activation_function="gelu", decoder_layers=2)
         | dict(d_model=45, encoder_attention_heads=3, decoder_attention_heads=3),
+    ),
+    "t5gemma": (tf.T5GemmaForConditionalGeneration, t5gemma()),
+    "t5gemma untied, deep encoder, bias": (
+        tf.T5GemmaForConditionalGeneration,
+        t5gemma(
+            dict(num_hidden_layers=3, sliding_window=3, attention_bias=True),
+            dict(num_hidden_layers=2, attention_bias=True),
+            tie_word_embeddings=False,
+        ),
     ),
 }
 FAMILY = {  # one variant for each family, where one shows what all have

@@ -620,3 +620,21 @@ NLLB = less(BART, "add_bias_logits", "add_final_layer_norm", "normalize_before",
 case("mbart-large-cc25", MBART, also(COPIES))
 case("pegasus-xsum", XSUM, also(COPIES))
 case("nllb-200-distilled-600M", NLLB, also(COPIES))
+
+T5GEMMA_STACK = dict(
+    attention_bias=False, attention_dropout=0.0, attn_logit_softcapping=50.0, bos_token_id=2,
+    dropout_rate=0.0, eos_token_id=1, final_logit_softcapping=30.0, head_dim=16,
+    hidden_activation="gelu_pytorch_tanh", hidden_size=WIDTH, initializer_range=0.02,
+    intermediate_size=40, is_decoder=False, max_position_embeddings=ROOM,
+    model_type="t5_gemma_module", num_attention_heads=2, num_hidden_layers=2,
+    layer_types=["sliding_attention", "full_attention"], num_key_value_heads=1, pad_token_id=0,
+    query_pre_attn_scalar=16, rms_norm_eps=1e-06, rope_theta=10000.0, sliding_window=6,
+    use_cache=True, vocab_size=71,
+)  # fmt: skip
+case("t5gemma-b-b-ul2", dict(
+    architectures=["T5GemmaForConditionalGeneration"], classifier_dropout_rate=0.0,
+    decoder=T5GEMMA_STACK | dict(cross_attention_hidden_size=WIDTH, is_decoder=True),
+    dropout_rate=0.0, encoder=T5GEMMA_STACK, eos_token_id=[1, 107], initializer_range=0.02,
+    is_encoder_decoder=True, model_type="t5gemma", pad_token_id=0, torch_dtype="bfloat16",
+    transformers_version="4.52.0.dev0", use_cache=True, vocab_size=256000,
+), BF16)  # fmt: skip

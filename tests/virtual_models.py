@@ -26,7 +26,9 @@ DECODERS = {
 BOTH = {"family": "encoder_decoder", "max_segments": 4}
 MODELS = DECODERS | {
     "encoder-decoder t5": BOTH | {"positions": "t5"},
-    "encoder-decoder learned": BOTH | {"positions": "learned", "n_encoder_layers": 1},
+    "encoder-decoder learned": BOTH
+    | {"positions": "learned", "n_encoder_layers": 1}
+    | {"source_embedding": "separate"},
 }
 
 

@@ -146,7 +146,9 @@ def first_virtual(table: Specs, base: Params, key: jax.Array) -> Params:
     """The initial values of virtual tokens over the params of a model; they depend on the key and
     their path alone, and a prompt on the table of tokens."""
     if "prompt" in table:
-        tokens = base["embed"]["tokens"]
+        # That of the source, where it has its own.
+        of_source = base.get("encoder", {}).get("embed", {})
+        tokens = (base["embed"] | of_source)["tokens"]
         table = {"prompt": replace(table["prompt"], init=_sampled(tokens))}
     # Under the path of the branch, on which the randomness of a leaf depends.
     values: Params = init_params({"virtual": table}, key)["virtual"]

@@ -219,6 +219,8 @@ class ModelConfig(Section):
     """Attention window in tokens, with the token itself (an encoder: on both sides); 0 has none."""
     window_pattern: str = "w"
     """Pattern repeated over the layers: w has the window, f attends to the whole sequence."""
+    source_window: Natural = 0
+    """Window of the encoder of an encoder-decoder, on both sides; 0 uses window."""
     attention_scale: NonNegative = 0.0
     """Factor of the query-key products; 0 uses 1 / sqrt(head_dim)."""
     attention_soft_cap: NonNegative = 0.0
@@ -252,6 +254,8 @@ class ModelConfig(Section):
     all_but_qkv, all."""
     embedding: EmbeddingName = "tokens"
     """Embedding of the inputs, to which a stack adds embedded positions and token types."""
+    source_embedding: Literal["shared", "separate"] = "shared"
+    """Embedding of the source of an encoder-decoder: that of the target, or its own (T5Gemma)."""
     embedding_scale: Literal["none", "sqrt"] = "none"
     """Scale of the token embeddings: none, or sqrt(d_model)."""
     embedding_multiplier: Factor = 1.0

@@ -9,6 +9,8 @@ from jaxformer.config.settings import divisors
 # The points of a layer that remat may keep: the products of its matrices, and attention.
 POINTS = ("latent", "q", "k", "v", "attention", "out", "gate", "up", "down")
 
+# Settings of the source of an encoder-decoder, and their defaults.
+SOURCE_SETTINGS = {"source_window": 0, "source_embedding": "shared"}
 EXCLUDED_PLACEMENTS = {"parallel": ("post",), "parallel_shared": ("post", "output")}
 
 
@@ -16,7 +18,8 @@ def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
     heads = list(_heads(config))
     rotation = [] if heads else _rotation(config)
-    others = [*_family(config), *_embedding(config), *_norms(config), *_positions(config)]
+    others = [*_family(config), *_source(config), *_embedding(config)]
+    others += [*_norms(config), *_positions(config)]
     return [*heads, *rotation, *others, *_experts(config), *_latent(config)]
 
 
@@ -78,6 +81,12 @@ def _groups(config: Any) -> Iterator[str]:
         )
     if groups and config.family == "encoder_decoder":
         yield f"layer_groups={groups} needs a model.family with one stack: decoder or encoder."
+
+
+def _source(config: Any) -> Iterator[str]:
+    for name, default in SOURCE_SETTINGS.items():
+        if getattr(config, name) != default and config.family != "encoder_decoder":
+            yield f"{name} needs model.family='encoder_decoder': other models have no source."
 
 
 def _embedding(config: Any) -> Iterator[str]:

@@ -41,6 +41,7 @@ from jaxformer.interop.modernbert import MODERNBERT
 from jaxformer.interop.mpnet import MPNET
 from jaxformer.interop.nomic_bert import NOMIC_BERT
 from jaxformer.interop.t5 import MT5, MT5_ENCODER, T5, T5_ENCODER, UMT5, UMT5_ENCODER
+from jaxformer.interop.t5gemma import T5GEMMA
 
 # The first that is exactly a config is written, so the plainer ones come first.
 DECODERS = (
@@ -52,7 +53,7 @@ WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
 # DistilBERT is a BERT without token types.
 ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, ELECTRA, ALBERT, MODERNBERT, MPNET, NOMIC_BERT)
 TEXT_ENCODERS = (CLIP_TEXT, T5_ENCODER, MT5_ENCODER, UMT5_ENCODER)
-WITH_SOURCE = (T5, MT5, UMT5, BART, MARIAN, PEGASUS, MBART, M2M100)
+WITH_SOURCE = (T5, MT5, UMT5, BART, MARIAN, PEGASUS, MBART, M2M100, T5GEMMA)
 HF_FAMILIES: tuple[Family, ...] = (
     *(*DECODERS, *WITH_EXPERTS),
     *(*ENCODERS, *TEXT_ENCODERS, *WITH_SOURCE),

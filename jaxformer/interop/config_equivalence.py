@@ -6,7 +6,7 @@ from typing import Any
 from jaxformer.config.model import ATTENTION_FACTORS, BIASED, ModelConfig
 from jaxformer.layers.head import has_pooler, reads_pooler
 from jaxformer.layers.norm import norm_specs
-from jaxformer.layers.pattern import layer_configs, without_positions
+from jaxformer.layers.pattern import layer_configs, of_source, without_positions
 
 
 def bias_named(parts: frozenset[str]) -> str:
@@ -26,7 +26,12 @@ def resolved(config: ModelConfig) -> ModelConfig:
     positions = _position_pattern(config)
     if config.positions == "rope" and "p" not in positions:
         config = dataclasses.replace(config, position_pattern="p", **without_positions(config))
-    has_windows = any(layer.window for layer in layer_configs(config, config.n_layers))
+    depth = max(config.n_layers, config.encoder_layers)
+    has_windows = any(
+        layer.window
+        for stack in (config, of_source(config))
+        for layer in layer_configs(stack, depth)
+    )
     biased = config.biased if "bias" in norm_specs(config) else config.biased - {"norm"}
     scale = config.attention_scale or config.head_width**-0.5
     pattern = _expert_pattern(config)
@@ -52,7 +57,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "rope_attention_factor": float(f"{config.rope_scale:.9g}"),
         "rope_short_factor": short_factor,
         "rope_long_factor": long_factor,
-        "window_pattern": _window_pattern(config),
+        "window_pattern": _window_pattern(config, depth),
         "position_pattern": positions,
         "position_embedding": _position_embedding(config),
         "expert_ff": config.expert_width,
@@ -62,6 +67,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
     }
     if config.family == "encoder_decoder":
         fields["n_encoder_layers"] = config.encoder_layers
+        fields["source_window"] = config.source_window or config.window
     if config.rope_scaling == "none":
         fields["rope_window_theta"] = config.rope_window_theta or config.rope_theta
     defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
@@ -73,9 +79,10 @@ def _class_head(config: ModelConfig) -> str:
     return "dense" if reads_pooler(config) and config.class_head == "auto" else config.class_head
 
 
-def _window_pattern(config: ModelConfig) -> str:
-    """One letter for each layer."""
-    return "".join("w" if layer.window else "f" for layer in layer_configs(config, config.n_layers))
+def _window_pattern(config: ModelConfig, depth: int) -> str:
+    """One letter for each layer of the deeper stack."""
+    layers = zip(layer_configs(config, depth), layer_configs(of_source(config), depth), strict=True)
+    return "".join("w" if a.window or b.window else "f" for a, b in layers)
 
 
 def _position_pattern(config: ModelConfig) -> str:
@@ -116,7 +123,7 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         "class_head": has_class_layers,
         "pooler_activation": has_pooler(config) or has_class_layers,
         "head_dense_bias": has_pooler(config) or has_class_layers or output == "masked",
-        "window window_pattern rope_window_theta": has_windows,
+        "window source_window window_pattern rope_window_theta": has_windows,
         "rope_beta_fast rope_beta_slow rope_truncate": scaling == "yarn",
         "rope_low_frequency rope_high_frequency": scaling == "llama3",
         "rope_short_factor rope_long_factor": scaling == "longrope",

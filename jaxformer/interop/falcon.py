@@ -1,9 +1,6 @@
 """Falcon and MPT: decoders with layer norms and few biases, whose queries, keys and values are one
 matrix."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
@@ -117,34 +114,6 @@ FALCON = Family(
 )
 
 
-@dataclass(frozen=True)
-class KeyTable(KeyMapping):
-    """A key that is a table of keys, which rows of its own read."""
-
-    hf: str
-    rows: Sequence[KeyMapping]
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        entries = HFConfig(self._named(hf.table(self.hf), hf.values))
-        table_fields: ConfigFields = {}
-        for row in self.rows:
-            table_fields |= row.read(entries)
-        for key in entries.unknown():
-            raise hf.unsupported(f"{self.hf}.{key}", entries.values[key], [None])
-        return table_fields
-
-    def _named(self, table: Keys, values: Mapping[str, object]) -> Keys:
-        """The table with the architectures beside it, which messages name."""
-        names = ("architectures", "model_type")
-        return table | {key: values[key] for key in names if key in values}
-
-    def write(self, config: ModelConfig) -> Keys:
-        table: Keys = {}
-        for row in self.rows:
-            table |= row.write(config)
-        return {self.hf: table}
-
-
 class SoftmaxScale(KeyMapping):
     """The factor of the scores; null is 1 / sqrt(head width)."""
 
@@ -173,7 +142,7 @@ MPT_FIELDS = (
     fields.Key("n_heads", "n_heads", 16),
     fields.Key("max_seq_len", "max_length", 2048),
     fields.Key("layer_norm_epsilon", "norm_eps", 1e-5),
-    KeyTable(
+    fields.KeyTable(
         "attn_config",
         (
             SoftmaxScale(),

@@ -6,7 +6,7 @@ difference.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -255,6 +255,34 @@ class Scale(KeyMapping):
 
     def write(self, config: ModelConfig) -> Keys:
         return {self.hf: round(config.attention_scale**-2)}
+
+
+@dataclass(frozen=True)
+class KeyTable(KeyMapping):
+    """A key that is a table of keys, which rows of its own read."""
+
+    hf: str
+    rows: Sequence[KeyMapping]
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        entries = HFConfig(self._named(hf.table(self.hf), hf.values))
+        table_fields: ConfigFields = {}
+        for row in self.rows:
+            table_fields |= row.read(entries)
+        for key in entries.unknown():
+            raise hf.unsupported(f"{self.hf}.{key}", entries.values[key], [None])
+        return table_fields
+
+    def _named(self, table: Keys, values: Mapping[str, object]) -> Keys:
+        """The table with the architectures beside it, which messages name."""
+        names = ("architectures", "model_type")
+        return table | {key: values[key] for key in names if key in values}
+
+    def write(self, config: ModelConfig) -> Keys:
+        table: Keys = {}
+        for row in self.rows:
+            table |= row.write(config)
+        return {self.hf: table}
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

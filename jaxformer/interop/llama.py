@@ -380,29 +380,26 @@ GEMMA_ROWS = (
     *norm(LAYER + "pre_feedforward_layernorm", "blocks.ffn_norm"),
     *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
 )
-GEMMA = (
+GEMMA_BLOCK = (
     fields.DivisibleHeads(),
     fields.Constant(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
     fields.Choice("hidden_activation", "activation", fields.GATED_NAMES, "gelu_pytorch_tanh"),
     fields.IgnoredKeys("hidden_act"),
     ATTENTION_BIAS,
     fields.Scale("query_pre_attn_scalar", 256),
-    ONE_SIDED,
-    fields.tied(True),
+)
+GEMMA = (*GEMMA_BLOCK, ONE_SIDED, fields.tied(True))
+GEMMA2_SIZES = sizes(vocab_size=256000, max_position_embeddings=8192, **GEMMA_SIZES)
+GEMMA2_CAPS = (
+    fields.OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
+    fields.OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
 )
 
 GEMMA2 = llama_like(
     "gemma2",
     "Gemma2",
     GEMMA_ROWS,
-    (
-        *sizes(vocab_size=256000, max_position_embeddings=8192, **GEMMA_SIZES),
-        *GEMMA,
-        fields.OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
-        fields.OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
-        Rope(),
-        Windows(GEMMA_LAYERS, every=2),
-    ),
+    (*GEMMA2_SIZES, *GEMMA, *GEMMA2_CAPS, Rope(), Windows(GEMMA_LAYERS, every=2)),
     covers="windows in every other layer; soft caps; norms before and after each sublayer",
 )
 GEMMA3 = llama_like(

@@ -49,6 +49,11 @@ LAYER_PATTERNS: dict[str, dict[str, Changes]] = {
 LEADING_LAYERS = {"dense_layers": ("expert_pattern", "d")}
 
 
+def of_source(config: ModelConfig) -> ModelConfig:
+    """The config of the layers that read the source of an encoder-decoder."""
+    return dataclasses.replace(config, window=config.source_window or config.window)
+
+
 @functools.lru_cache
 def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
     """The config of each layer: the model's, with the settings of the layer's letters, and with the

@@ -9,7 +9,7 @@ from jaxformer.config.format import human_count
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.block import PLACEMENTS, shared_norm, sublayers_of
 from jaxformer.layers.head import is_tied
-from jaxformer.layers.pattern import layer_configs
+from jaxformer.layers.pattern import layer_configs, of_source
 from jaxformer.layers.sublayer import Sizes, StoredArray, Sublayer
 from jaxformer.models.transformer import specs
 
@@ -51,7 +51,7 @@ def stacks(config: ModelConfig, length: int, source_length: int = 0) -> list[Sta
     layers = layer_configs(config, config.n_layers)
     if config.family != "encoder_decoder":
         return [Stack(config.family, layers, False, config.family == "decoder", length, 0)]
-    encoder = layer_configs(config, config.encoder_layers)
+    encoder = layer_configs(of_source(config), config.encoder_layers)
     return [
         Stack("encoder", encoder, False, False, source_length, 0),
         Stack("decoder", layers, True, True, length, source_length),

@@ -14,18 +14,21 @@ from jaxformer.layers.embed import added_specs, embed, embedding_specs
 from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Aux, Output, merged
-from jaxformer.layers.pattern import layer_configs
+from jaxformer.layers.pattern import layer_configs, of_source
 from jaxformer.layers.sublayer import Call, EncoderOutput
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import layers_of, run_stack, stack_mask, stack_specs
 
 
 def specs(config: ModelConfig) -> Specs:
-    """Rows named embed (its tokens serve both stacks), encoder, and those of a decoder."""
-    added = added_specs(config)
-    encoder = ({"embed": added} if added else {}) | stack_specs(config, config.encoder_layers)
+    """Rows named embed (whose tokens serve both stacks, unless the encoder has its own), encoder,
+    and those of a decoder."""
+    added, tokens = added_specs(config), embedding_specs(config)
+    own = tokens if config.source_embedding == "separate" else {}
+    embedding = {"embed": own | added} if own | added else {}
+    encoder = embedding | stack_specs(of_source(config), config.encoder_layers)
     return {
-        "embed": embedding_specs(config) | added,
+        "embed": tokens | added,
         "encoder": map_specs(lambda _, spec: replace(spec, reads="source"), encoder),
         **stack_specs(config, config.n_layers, cross=True),
         **head_specs(config),
@@ -41,8 +44,8 @@ def encode(
 ) -> Output:
     """The output of the encoder for the source: [B, S] -> [B, S, D]."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
-    encoder = params["encoder"]
-    # What a stack adds to its inputs has the same names in both.
+    config, encoder = of_source(config), params["encoder"]
+    # What a stack reads and adds to its inputs has the same names in both.
     tables = params["embed"] | encoder.get("embed", {})
     layout: Any = inputs.source_layout  # a model of this family always has a source here
     mask, _ = stack_mask(encoder["blocks"], layout, causal=False)

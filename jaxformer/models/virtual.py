@@ -155,9 +155,10 @@ def _with_prompt(
         ordered=layout.ordered and segment_ids is None,
     )
     source = jnp.concatenate([ids, source], axis=1)
-    table = {"tokens": PromptedTable(params["embed"]["tokens"], prompt)}
     encoder = params["encoder"]
-    encoder = encoder | {"embed": encoder.get("embed", {}) | table}
+    tables = params["embed"] | encoder.get("embed", {})
+    prompted = {"tokens": PromptedTable(tables["tokens"], prompt)}
+    encoder = encoder | {"embed": encoder.get("embed", {}) | prompted}
     inputs = replace(inputs, source=source, source_layout=with_prompt)
     return params | {"encoder": encoder}, inputs
 

@@ -14,7 +14,7 @@ from jaxformer.layers.capture import Request, fits
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import AttentionMask, TokenLayout, visible
 from jaxformer.layers.norm import norm
-from jaxformer.layers.pattern import layer_configs
+from jaxformer.layers.pattern import layer_configs, of_source
 from jaxformer.models.inputs import check_inputs, inputs_of
 from jaxformer.models.transformer import logits_of
 
@@ -146,7 +146,8 @@ def attention_masks(
     masks = {}
     for kind, (mask, depth) in kinds.items():
         chosen = [i for i in range(depth) if layers is None or i in layers]
-        windows = [0 if kind == "cross" else of.window for of in layer_configs(config, depth)]
+        configs = layer_configs(of_source(config) if kind == "encoder" else config, depth)
+        windows = [0 if kind == "cross" else layer.window for layer in configs]
         if chosen:
             masks[kind] = jnp.stack([seen(mask, windows[i]) for i in chosen])
     return masks

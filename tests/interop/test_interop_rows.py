@@ -4,6 +4,7 @@ what is written."""
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -72,6 +73,7 @@ CLASSES = {
     "pegasus": tf.PegasusConfig,
     "mbart": tf.MBartConfig,
     "m2m_100": tf.M2M100Config,
+    "t5gemma": tf.T5GemmaConfig,
 }
 FAMILY = {family.model_type: family for family in HF_FAMILIES}
 NAMES = {"lm_head.weight"}  # as of a T5 that may be untied
@@ -370,9 +372,29 @@ def test_a_new_architecture_is_named_with_its_new_keys_and_the_nearest_family(ke
 def test_nllb_with_experts_is_refused_with_the_nearest_family():
     values = json.loads(tf.NllbMoeConfig().to_json_string(use_diff=False))
     values |= {"architectures": ["NllbMoeForConditionalGeneration"]}
-    with pytest.raises(jf.ConfigError, match="nearest is bart .*num_experts=128") as error:
+    with pytest.raises(jf.ConfigError, match=r"nearest is bart .*num_experts=128") as error:
         stated_architecture(Path("config.json"), values)
     assert "NllbMoeForConditionalGeneration" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "expected"),
+    [
+        (dict(hidden_size=64), "encoder.hidden_size=64 is not supported"),
+        (dict(rope_parameters=dict(rope_theta=5.0)), "encoder.rope_theta=5.0"),
+        (dict(layer_types=["full_attention"] * 26), "encoder.layer_types"),
+        (dict(hidden_act="silu", state_size=3), "encoder.state_size=3"),
+    ],
+)
+def test_stacks_of_t5gemma_that_differ_are_refused_by_the_key(encoder, expected):
+    with pytest.raises(jf.ConfigError, match=re.escape(expected)):
+        read("t5gemma", encoder=encoder)
+
+
+def test_t5gemma_2_is_refused_with_the_nearest_family():
+    values = {"model_type": "t5gemma2", "architectures": ["T5Gemma2ForConditionalGeneration"]}
+    with pytest.raises(jf.ConfigError, match="nearest is t5gemma"):
+        stated_architecture(Path("config.json"), values | dict(encoder={}, decoder={}))
 
 
 def test_a_config_json_without_keys_of_any_family_has_no_nearest_one():

@@ -83,6 +83,7 @@ GREEDY = [
         "pegasus",
         "mbart",
         "m2m_100",
+        "t5gemma",
     ),
 ]
 

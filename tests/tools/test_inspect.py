@@ -25,7 +25,8 @@ VARIANTS = {
         "norm": "layer",
         "norm_placement": "post",
     },
-    "encoder-decoder": {"family": "encoder_decoder", "positions": "t5"},
+    "encoder-decoder": {"family": "encoder_decoder", "positions": "t5", "source_window": 2}
+    | {"source_embedding": "separate"},
     "sinks, window": {
         "attention_sinks": True,
         "window": 3,
@@ -90,8 +91,10 @@ def test_the_weights_of_a_real_query_sum_to_1_and_none_falls_on_what_it_may_not_
         own &= np.tril(own) if stack == "decoder" else own
         check_weights(weights, own, ids, config)
         assert (
-            weights[:, np.broadcast_to(own[:, None], weights.shape[1:])] > 0
-        ).all() or config.window
+            (weights[:, np.broadcast_to(own[:, None], weights.shape[1:])] > 0).all()
+            or config.window
+            or config.source_window
+        )
     if config.family == "encoder_decoder":
         ids, sources = batch["segment_ids"], batch["source_segment_ids"]
         check_weights(

@@ -142,7 +142,7 @@ def _leaves(planned: PlannedRun, kind: str) -> list[_Leaf]:
 def _kind(path: str, spec: Spec) -> str:
     if spec.is_matrix and spec.is_stacked:
         return "layers"
-    if path == "embed.tokens":
+    if path.endswith("embed.tokens"):
         return "embed"
     return "head" if path == "head.weight" else "rest"
 
