@@ -167,6 +167,7 @@ SHORT = dict(
 LONG = dict(short_factor=[1.0, 1.05, 1.25, 1.5, 2.5], long_factor=[1.0, 2.0, 4.5, 9.0, 11.5])
 LONG_IN_PART = dict(short_factor=[1.0, 1.5, 2.5], long_factor=[1.0, 4.5, 11.5])
 BEFORE = dict(original_max_position_embeddings=10)  # rows of 9 to 14 tokens: within it and beyond
+BEFORE_SHORT = dict(original_max_position_embeddings=4)
 LOCAL = dict(rope_type="default", rope_theta=91.0)
 
 VARIANTS = {
@@ -330,10 +331,26 @@ VARIANTS = {
         tf.MinistralForCausalLM,
         LLAMA | dict(layer_types=["full_attention"] * 2, tie_word_embeddings=True),
     ),
+    "ministral3": (
+        tf.Ministral3ForCausalLM,
+        LLAMA
+        | rope("yarn", 4.0, **YARN | BEFORE_SHORT, llama_4_scaling_beta=0.7)
+        | dict(hidden_size=44, tie_word_embeddings=True),
+    ),
+    "ministral3 unscaled, window": (
+        tf.Ministral3ForCausalLM,
+        LLAMA
+        | rope("default", None, **BEFORE_SHORT, llama_4_scaling_beta=0.7)
+        | dict(hidden_size=48, head_dim=8, sliding_window=5),
+    ),
     "stablelm": (tf.StableLmForCausalLM, STABLELM | dict(partial_rotary_factor=0.4)),
     "stablelm bias, tied": (
         tf.StableLmForCausalLM,
         STABLELM | dict(use_qkv_bias=True, tie_word_embeddings=True, hidden_act="relu"),
+    ),
+    "stablelm in parallel, normed heads": (
+        tf.StableLmForCausalLM,
+        STABLELM | dict(use_parallel_residual=True, qk_layernorm=True),
     ),
     "starcoder2": (tf.Starcoder2ForCausalLM, STARCODER2 | dict(sliding_window=5)),
     "starcoder2 untied, no bias": (
@@ -424,6 +441,7 @@ VARIANTS = {
         | dict(hidden_size=60, logit_scale=7.0)
         | rope("linear", 2.5),
     ),
+    "cohere normed heads": (tf.CohereForCausalLM, COHERE | dict(use_qk_norm=True)),
     "glm4": (tf.Glm4ForCausalLM, GLM4),
     "glm4 tied, no bias": (
         tf.Glm4ForCausalLM,

@@ -203,6 +203,16 @@ MINISTRAL = DENSE | dict(
     transformers_version="4.57.0",
 )  # fmt: skip
 case("ministral-8b-instruct-2410", MINISTRAL, BF16)
+MINISTRAL3 = less(DENSE, "rope_theta") | dict(
+    architectures=["Ministral3ForCausalLM"], model_type="ministral3", eos_token_id=2, head_dim=6,
+    pad_token_id=1, rms_norm_eps=1e-05, sliding_window=None, transformers_version="5.0.0.dev0",
+    rope_parameters=dict(
+        beta_fast=32.0, beta_slow=1.0, factor=16.0, llama_4_scaling_beta=0.1, mscale=1.0,
+        mscale_all_dim=1.0, original_max_position_embeddings=4, rope_theta=1000000.0,
+        rope_type="yarn", type="yarn",
+    ),
+)  # fmt: skip
+case("ministral-3-3b-text", MINISTRAL3, BF16)
 STABLELM = less(DENSE, "rms_norm_eps", "attention_dropout") | dict(
     architectures=["StableLmForCausalLM"], model_type="stablelm", bos_token_id=100257,
     eos_token_id=100257, hidden_dropout=0.0, layer_norm_eps=1e-05, num_key_value_heads=4,
@@ -210,6 +220,10 @@ STABLELM = less(DENSE, "rms_norm_eps", "attention_dropout") | dict(
     use_parallel_residual=False, use_qkv_bias=True, hidden_size=32,
 )  # fmt: skip
 case("stablelm-2-1_6b", STABLELM, half(torch.float16))
+STABLELM_12B = STABLELM | dict(
+    qk_layernorm=True, use_parallel_residual=True, use_qkv_bias=False, num_key_value_heads=2,
+)  # fmt: skip
+case("stablelm-2-12b", STABLELM_12B, BF16)
 STARCODER2 = less(DENSE, "rms_norm_eps", "tie_word_embeddings") | dict(
     architectures=["Starcoder2ForCausalLM"], model_type="starcoder2", attention_dropout=0.1,
     attention_softmax_in_fp32=True, embedding_dropout=0.1, hidden_act="gelu_pytorch_tanh",

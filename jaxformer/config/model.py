@@ -223,12 +223,16 @@ class ModelConfig(Section):
     """Window of the encoder of an encoder-decoder, on both sides; 0 uses window."""
     attention_scale: NonNegative = 0.0
     """Factor of the query-key products; 0 uses 1 / sqrt(head_dim)."""
+    attention_temperature: NonNegative = 0.0
+    """Growth s of the scores with the position p of the query, whose factor is 1 + s ln(1 + floor(p
+    / rope_original_length)) (Llama 4, Ministral 3)."""
     attention_soft_cap: NonNegative = 0.0
     """Soft cap of the attention scores, cap * tanh(score / cap); 0 disables it."""
     attention_sinks: bool = False
     """Learned attention-sink logit per head (no value)."""
-    query_key_norm: Literal["none", "head", "width"] = "none"
-    """RMS norm of queries and keys: none, per head, or over the whole width."""
+    query_key_norm: Literal["none", "head", "width", "layer"] = "none"
+    """Norm of queries and keys: none, RMS per head or over the whole width, or layer norm per head
+    with a scale for each head (Command R+)."""
     norm: Normalization = "rms"
     """Kind of normalization; rms1p multiplies by 1 + weight (Gemma)."""
     norm_placement: Literal["pre", "post", "sandwich", "output"] = "pre"

@@ -162,6 +162,8 @@ def _latent(config: Any) -> Iterator[str]:
             f"n_kv_heads={kv_heads} needs model.mixer='attention': with 'latent' each head has keys"
             " of its own, so set it to 0."
         )
+    if config.attention_temperature:
+        yield "attention_temperature needs model.mixer='attention': 'latent' has no such factor."
     if config.query_key_norm != "none":
         yield (
             f"query_key_norm={config.query_key_norm!r} needs model.mixer='attention': 'latent' has"

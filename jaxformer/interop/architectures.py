@@ -17,15 +17,14 @@ from jaxformer.interop.electra import ELECTRA
 from jaxformer.interop.falcon import FALCON, MPT
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import IgnoredKeys
+from jaxformer.interop.gemma import GEMMA1, GEMMA2, GEMMA3
 from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEO, GPT_NEOX, GPTJ, OPT
 from jaxformer.interop.hf_config import NEUTRAL, HFConfig
 from jaxformer.interop.llama import (
-    GEMMA1,
-    GEMMA2,
-    GEMMA3,
     GRANITE,
     LLAMA,
     MINISTRAL,
+    MINISTRAL3,
     MISTRAL,
     OLMO2,
     OLMO3,
@@ -46,7 +45,7 @@ from jaxformer.interop.t5gemma import T5GEMMA
 # The first that is exactly a config is written, so the plainer ones come first.
 DECODERS = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA1, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, PHI3),
-    *(MINISTRAL, SMOLLM3, OLMO3, GRANITE, STABLELM),
+    *(MINISTRAL, MINISTRAL3, SMOLLM3, OLMO3, GRANITE, STABLELM),
     *(GPTJ, GPT_NEO, OPT, COHERE, GLM4, FALCON, MPT, STARCODER2),
 )
 WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)

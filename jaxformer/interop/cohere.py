@@ -7,9 +7,19 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.llama import ATTENTION_BIAS, LAYER, RMS, SILU, TRUNK, llama_like, sizes
+from jaxformer.interop.llama import (
+    ATTENTION_BIAS,
+    HEAD_NORMS,
+    LAYER,
+    LAYER_NORM_OF_HEADS,
+    RMS,
+    SILU,
+    TRUNK,
+    llama_like,
+    sizes,
+)
 from jaxformer.interop.rope import Rope
-from jaxformer.interop.tensor_table import STACKED, linear, norm
+from jaxformer.interop.tensor_table import AS_STORED, STACKED, TensorRow, linear, norm
 
 INTERLEAVED_PAIRS = fields.Constant(rope_pairing="interleaved")
 
@@ -40,7 +50,12 @@ def _inverse(number: float) -> float:
 
 
 # Command R (Cohere 2024): attention and feed-forward read the same norm.
-COHERE_ROWS = (*TRUNK, *norm(LAYER + "input_layernorm", "blocks.attention_norm"))
+COHERE_ROWS = (
+    *(row for row in TRUNK if row.leaves not in HEAD_NORMS),
+    TensorRow(LAYER + "self_attn.q_norm.weight", "blocks.attention.q_norm", AS_STORED),
+    TensorRow(LAYER + "self_attn.k_norm.weight", "blocks.attention.k_norm", AS_STORED),
+    *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
+)
 COHERE_SIZES = sizes(
     vocab_size=256000,
     hidden_size=8192,
@@ -64,12 +79,12 @@ COHERE = llama_like(
         Rope(theta=("rope_theta", 500_000.0)),
         INTERLEAVED_PAIRS,
         ATTENTION_BIAS,
-        fields.FixedKey("use_qk_norm", (False, None)),
+        fields.Choice("use_qk_norm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
         fields.IgnoredKeys("model_max_length"),
         fields.tied(True),
     ),
-    covers="Command R: one norm for attention and feed-forward; factor of the logits; interleaved"
-    " RoPE; `use_qk_norm` of Command R+ is refused",
+    covers="Command R and R+: one norm for attention and feed-forward; norms of queries and keys;"
+    " factor of the logits; interleaved RoPE",
 )
 
 # GLM-4 (arXiv:2406.12793), as of GLM-4-0414: norms before and after each sublayer.

@@ -128,7 +128,7 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         "rope_low_frequency rope_high_frequency": scaling == "llama3",
         "rope_short_factor rope_long_factor": scaling == "longrope",
         "rope_attention_factor": scaling in ATTENTION_FACTORS,
-        "rope_original_length": scaling != "none",
+        "rope_original_length": scaling != "none" or config.attention_temperature > 0,
     }
     unused = [name for names, is_used in matters.items() if not is_used for name in names.split()]
     prefixes = {"rope_": "rope", "relative_": "t5", "sinusoid_": "sinusoidal"}

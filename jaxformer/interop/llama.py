@@ -1,12 +1,12 @@
 """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and the decoders with its tensors: Mistral,
-Ministral, SmolLM3, Granite, StableLM, Starcoder2, Phi-3, Qwen, OLMo 2 and 3, and Gemma."""
+Ministral, Ministral 3, SmolLM3, Granite, StableLM, Starcoder2, Phi-3, Qwen, and OLMo 2 and 3."""
 
 from collections.abc import Mapping, Sequence
 
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import KeyMapping, Windows
-from jaxformer.interop.rope import ORIGINAL, Length, Rope
+from jaxformer.interop.rope import ORIGINAL, Length, Rope, TemperedRope
 from jaxformer.interop.tensor_files import TensorFiles
 from jaxformer.interop.tensor_table import QKV, STACKED, TensorRow, linear, norm
 
@@ -133,6 +133,42 @@ MINISTRAL = llama_like(
     covers="windows by layer; explicit head widths",
 )
 
+# Ministral 3 (2025): the text model, whose scores grow with the position.
+MINISTRAL3_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+MINISTRAL3_SIZES = {
+    "vocab_size": 131072,
+    "num_hidden_layers": 34,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+}
+MINISTRAL3 = llama_like(
+    "ministral3",
+    "Ministral3",
+    ROWS,
+    (
+        *sizes(**MINISTRAL3_SIZES),
+        RMS,
+        SILU,
+        TemperedRope(otherwise=MINISTRAL3_YARN),
+        Windows(34, kinds=False, default_window=None),
+        fields.tied(False),
+    ),
+    covers="the text model: scores that grow with the position; YaRN; windows",
+)
+
 # StableLM (arXiv:2402.17834): layer norms, and RoPE of a quarter of a head.
 LAYER_NORM = fields.Constant(norm="layer")
 STABLELM_SIZES = {
@@ -142,10 +178,18 @@ STABLELM_SIZES = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 4096,
 }
+LAYER_NORM_OF_HEADS = {False: "none", True: "layer", None: "none"}
+ONE_NORM = {False: "sequential", True: "parallel_shared"}
+HEAD_NORMS = ("blocks.attention.q_norm", "blocks.attention.k_norm")
+STABLELM_ROWS = (
+    *(row for row in ROWS if row.leaves not in HEAD_NORMS),
+    TensorRow(LAYER + "self_attn.q_layernorm.norms.{}.weight", "blocks.attention.q_norm"),
+    TensorRow(LAYER + "self_attn.k_layernorm.norms.{}.weight", "blocks.attention.k_norm"),
+)
 STABLELM = llama_like(
     "stablelm",
     "StableLm",
-    ROWS,
+    STABLELM_ROWS,
     (
         # The width of a head follows from the two others.
         *sizes("head_dim rms_norm_eps", **STABLELM_SIZES),
@@ -156,13 +200,12 @@ STABLELM = llama_like(
         SILU,
         Rope(fraction=("partial_rotary_factor", 0.25)),
         fields.Biases({"use_qkv_bias": (frozenset({"qkv"}), False)}, always=frozenset({"norm"})),
-        # These two norm heads with weights of their own, and both sublayers by one norm.
-        fields.FixedKey("qk_layernorm", (False,)),
-        fields.FixedKey("use_parallel_residual", (False,)),
+        fields.Choice("qk_layernorm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
+        fields.Choice("use_parallel_residual", "residual", ONE_NORM, False),
         fields.tied(False),
     ),
-    covers="layer norms; rotated part of a head; biases of queries, keys and values by flag;"
-    " `qk_layernorm` and `use_parallel_residual` are refused",
+    covers="StableLM 2 too: layer norms; rotated part of a head; biases of queries, keys and values"
+    " by flag; norms of queries and keys; sublayers in parallel behind one norm",
 )
 
 # Starcoder2 (arXiv:2402.19173): layer norms, biases, and a feed-forward layer without a gate.
@@ -324,98 +367,4 @@ OLMO3 = llama_like(
         Windows(32, every=4),
     ),
     covers="as olmo2, with windows by layer, whose RoPE has a base of its own and no scaling",
-)
-
-# Gemma (arXiv:2403.08295): norms by 1 + weight, a scaled embedding, and wide heads.
-GEMMA1_SIZES = {
-    "vocab_size": 256000,
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-}
-ONE_SIDED = fields.FixedKey("use_bidirectional_attention", (False, None))
-GEMMA1 = llama_like(
-    "gemma",
-    "Gemma",
-    ROWS,
-    (
-        *sizes(**GEMMA1_SIZES),
-        fields.Constant(norm="rms1p", embedding_scale="sqrt"),
-        # In files "gelu" stands for the approximation that the models were trained with.
-        fields.Choice(
-            "hidden_act",
-            "activation",
-            {**fields.GATED_NAMES, "gelu": "geglu_tanh"},
-            "gelu_pytorch_tanh",
-        ),
-        fields.IgnoredKeys("hidden_activation"),
-        Rope(),
-        ATTENTION_BIAS,
-        ONE_SIDED,
-        fields.tied(True),
-    ),
-    covers='Gemma 1: `hidden_act="gelu"` is the approximation, as in transformers 5;'
-    " biases by flag",
-)
-
-# Gemma 2 (arXiv:2408.00118) and the text model of Gemma 3 (arXiv:2503.19786): norms before and
-# after each sublayer.
-GEMMA_LAYERS = 26
-GEMMA_SIZES = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": GEMMA_LAYERS,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-}
-GEMMA_ROWS = (
-    *TRUNK,
-    *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
-    *norm(LAYER + "post_attention_layernorm", "blocks.attention_output_norm"),
-    *norm(LAYER + "pre_feedforward_layernorm", "blocks.ffn_norm"),
-    *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
-)
-GEMMA_BLOCK = (
-    fields.DivisibleHeads(),
-    fields.Constant(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
-    fields.Choice("hidden_activation", "activation", fields.GATED_NAMES, "gelu_pytorch_tanh"),
-    fields.IgnoredKeys("hidden_act"),
-    ATTENTION_BIAS,
-    fields.Scale("query_pre_attn_scalar", 256),
-)
-GEMMA = (*GEMMA_BLOCK, ONE_SIDED, fields.tied(True))
-GEMMA2_SIZES = sizes(vocab_size=256000, max_position_embeddings=8192, **GEMMA_SIZES)
-GEMMA2_CAPS = (
-    fields.OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
-    fields.OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
-)
-
-GEMMA2 = llama_like(
-    "gemma2",
-    "Gemma2",
-    GEMMA_ROWS,
-    (*GEMMA2_SIZES, *GEMMA, *GEMMA2_CAPS, Rope(), Windows(GEMMA_LAYERS, every=2)),
-    covers="windows in every other layer; soft caps; norms before and after each sublayer",
-)
-GEMMA3 = llama_like(
-    "gemma3_text",
-    "Gemma3",
-    GEMMA_ROWS,
-    (
-        *sizes(vocab_size=262208, max_position_embeddings=131072, **GEMMA_SIZES),
-        *GEMMA,
-        HEAD_NORM,
-        # transformers does not apply it.
-        fields.FixedKey("attn_logit_softcapping", (None,)),
-        fields.OptionalKey("final_logit_softcapping", "logit_soft_cap"),
-        Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
-        Windows(GEMMA_LAYERS, every=6, period="sliding_window_pattern"),
-    ),
-    base="Gemma3TextModel",
-    covers="the text model: windows by pattern; two RoPE bases; query-key norms; soft cap",
 )

@@ -202,3 +202,30 @@ class Length(KeyMapping):
         dynamic = config.rope_scaling == "dynamic"
         length = config.rope_original_length if dynamic else config.max_length
         return {"max_position_embeddings": length}
+
+
+TEMPERATURE = "llama_4_scaling_beta"
+
+
+class TemperedRope(Rope):
+    """RoPE, and beside it in rope_parameters the growth of scores with the position (Ministral 3).
+    No reader of this family knows older keys."""
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        entry = hf.table("rope_parameters") or dict(self.otherwise or {})
+        slope = hf.checked_number(f"rope_parameters.{TEMPERATURE}", entry.pop(TEMPERATURE, None))
+        original = hf.checked_number(f"rope_parameters.{ORIGINAL}", entry.get(ORIGINAL))
+        entry.pop("max_position_embeddings", None)  # repeats the key of the model
+        table = HFConfig({**hf.values, "rope_parameters": entry}, hf.names, hf.keys_read)
+        tempered = {"attention_temperature": float(slope), "rope_original_length": original}
+        return super().read(table) | tempered
+
+    def write(self, config: ModelConfig) -> Keys:
+        keys = super().write(config)
+        entry = {
+            **(keys["rope_scaling"] or {"rope_type": "default"}),
+            "rope_theta": config.rope_theta,
+            ORIGINAL: config.rope_original_length,
+            TEMPERATURE: config.attention_temperature,
+        }
+        return {"rope_parameters": entry}

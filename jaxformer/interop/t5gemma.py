@@ -6,8 +6,9 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys, Windows
+from jaxformer.interop.gemma import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.llama import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS, INV_FREQ
+from jaxformer.interop.llama import INV_FREQ
 from jaxformer.interop.rope import Rope
 from jaxformer.interop.tensor_table import TensorRow, linear, norm
 

@@ -144,6 +144,7 @@ def _ordered(order: str) -> Transform:
 
 
 SAME = _reshaped(_flat_shape)
+AS_STORED = _reshaped(lambda specs: specs[0].shape)  # vectors of each head as a matrix
 AS_ROW = _reshaped(lambda specs: (1, *specs[0].shape))  # a vector as a matrix of one row
 LINEAR = _ordered("PNHI")  # torch.nn.Linear: [out, in]
 CONV = _ordered("IPNH")  # GPT-2's Conv1D: [in, out]; several leaves side by side
@@ -159,9 +160,10 @@ class TensorRow(NamedTuple):
     """The name of a tensor, with {} for the layer, and the dotted path of its leaf in the params,
     or the paths of the leaves that share it.
 
-    Leaves of experts have a tensor for each expert where the name has a second {}, and else one of
-    all, whose first axis counts them. Where the layers of a stack differ, "blocks" in a path stands
-    for the tree of each layer, and a row is of the layers that have its leaves.
+    Leaves of experts, or with a vector of each head, have a tensor for each where the name has a
+    second {}, and else one of all, whose first axis counts them. Where the layers of a stack
+    differ, "blocks" in a path stands for the tree of each layer, and a row is of the layers that
+    have its leaves.
     """
 
     hf: str
@@ -257,9 +259,8 @@ def _paths_by_layer(row: TensorRow, table: Mapping[str, Spec]) -> Iterator[Any]:
             yield layer, paths, index
 
 
-def _of_entry(spec: Spec) -> Spec:
-    """The row of one matrix or vector of a leaf that stacks them."""
-    depth = len(spec.batch)
+def _of_entry(spec: Spec, depth: int) -> Spec:
+    """The row of one matrix or vector of a leaf that stacks them on its first axes."""
     return replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
 
 
@@ -277,13 +278,15 @@ def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
         # A leaf stacks its layers, [L, ...], and a file has a tensor for each.
         for layer, paths, index in _paths_by_layer(row, table):
             first = table[paths[0]]
-            entry_specs = tuple(_of_entry(table[path]) for path in paths)
-            experts = first.shape[1] if "experts" in first.batch else 0
-            if name.count("{}") < 2:
+            has_tensor_of_each = name.count("{}") > 1
+            depth = 2 if has_tensor_of_each else len(first.batch)
+            entry_specs = tuple(_of_entry(table[path], depth) for path in paths)
+            if not has_tensor_of_each:
+                experts = first.shape[1] if "experts" in first.batch else 0
                 args = ((index,), entry_specs, transform, experts)
                 plan.append(Tensor(name.format(layer), paths, *args))
                 continue
-            for e in range(experts):
+            for e in range(first.shape[1]):
                 plan.append(
                     Tensor(name.format(layer, e), paths, (index, e), entry_specs, transform)
                 )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.arrays.params import Params, Spec, Specs, scaled, zeros
+from jaxformer.arrays.params import Params, Spec, Specs, ones, scaled, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.biases import has_layer_bias, relative_bias_specs, score_bias
@@ -17,9 +17,9 @@ from jaxformer.layers.dot_product import attention_weights, weighted_values
 from jaxformer.layers.kernels import attend
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import Scoring, TokenLayout
-from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
+from jaxformer.layers.norm import layer_norm, rms_norm, scale_of, scale_spec
 from jaxformer.layers.output import Aux, Output
-from jaxformer.layers.positions import rotate
+from jaxformer.layers.positions import rotate, tempered
 from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
 
 
@@ -44,13 +44,25 @@ def attention_specs(config: ModelConfig) -> Specs:
         specs["v_bias"] = Spec((k, w), key, zeros)
     if "out" in config.biased:
         specs["out_bias"] = Spec((d,), ("residual",), zeros)
-    if config.query_key_norm != "none":
-        over_width = config.query_key_norm == "width"
-        specs["q_norm"] = scale_spec(config, (n * h if over_width else h,))
-        specs["k_norm"] = scale_spec(config, (k * h if over_width else h,))
+    specs |= _norm_specs(config)
     if config.attention_sinks:
         specs["sinks"] = Spec((n,), ("heads",), zeros)
     return specs
+
+
+def _norm_specs(config: ModelConfig) -> Specs:
+    """The scales of the norms of queries and keys."""
+    n, k, h = config.n_heads, config.kv_heads, config.head_width
+    if config.query_key_norm == "layer":
+        scales = {"q_norm": ((n, h), "heads"), "k_norm": ((k, h), "kv_heads")}
+        return {
+            name: Spec(shape, (axis, "head_dim"), ones) for name, (shape, axis) in scales.items()
+        }
+    widths = {"none": (), "head": (h, h), "width": (n * h, k * h)}[config.query_key_norm]
+    return {
+        name: scale_spec(config, (width,))
+        for name, width in zip(("q_norm", "k_norm"), widths, strict=False)
+    }
 
 
 def self_attention_specs(config: ModelConfig) -> Specs:
@@ -70,6 +82,8 @@ def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax
     (arXiv:2010.04245)."""
     if config.query_key_norm == "none":
         return x
+    if config.query_key_norm == "layer":
+        return layer_norm(x, params[f"{name}_norm"], eps=config.norm_eps)
     rows = x if config.query_key_norm == "head" else x.reshape(*x.shape[:2], -1)
     scale = scale_of(config, params[f"{name}_norm"])
     return rms_norm(rows, scale, config.norm_eps).reshape(x.shape)
@@ -104,6 +118,7 @@ def attention(
     q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
     if mask.relative:
         q = rotate(config, q, mask.queries.positions, mask.queries.segments)
+        q = tempered(config, q, mask.queries.positions)
     if mask.leading:
         k, v = seen
         seen = _with_leading(params["prefix_k"], k), _with_leading(params["prefix_v"], v)
@@ -217,6 +232,9 @@ def _projections(config: ModelConfig, read: str, rotated: bool) -> str:
         queries, keys = f"norm({queries})", f"norm({keys})"
     if rotated and config.positions == "rope":
         queries, keys = f"RoPE({queries})", f"RoPE({keys})"
+    if rotated and config.attention_temperature:
+        length, slope = config.original_length, config.attention_temperature
+        queries += f" · (1 + {slope:g} ln(1 + ⌊position / {length}⌋))"
     return f"Q = {queries},  K = {keys},  V = {values}"
 
 

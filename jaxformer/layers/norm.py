@@ -22,11 +22,12 @@ def rms_norm(
 
 def layer_norm(
     x: Float[Array, "... D"],
-    scale: Float[Array, "D"],
+    scale: Float[Array, "*heads D"],
     bias: Float[Array, "D"] | None = None,
     eps: float = 1e-5,
 ) -> Float[Array, "... D"]:
-    """(x - mean) / sqrt(var + eps) * scale + bias over the last axis (arXiv:1607.06450)."""
+    """(x - mean) / sqrt(var + eps) * scale + bias over the last axis (arXiv:1607.06450). The scale
+    is [D], or of each head [N, D]."""
     return _normalized(x.astype(jnp.float32), scale, bias, eps, True).astype(x.dtype)
 
 

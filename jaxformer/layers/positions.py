@@ -169,3 +169,15 @@ def rotate(
     width = 2 * frequencies.shape[-1]
     scaled = (config.rope_scale * rotated[..., :width]).astype(x.dtype)
     return jnp.concatenate([scaled, rotated[..., width:]], axis=-1)
+
+
+def tempered(
+    config: ModelConfig, q: Float[Array, "B T N H"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T N H"]:
+    """Queries times 1 + s ln(1 + floor(position / L)), with s model.attention_temperature and L the
+    original length of RoPE: [B, T, N, H], [B, T] -> [B, T, N, H]."""
+    if not config.attention_temperature:
+        return q
+    lengths = (positions // config.original_length).astype(jnp.float32)
+    factor = 1 + config.attention_temperature * jnp.log1p(lengths)
+    return (q * factor[:, :, None, None]).astype(q.dtype)

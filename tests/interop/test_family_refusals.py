@@ -85,6 +85,10 @@ REFUSED = [
     (LATENT | {"rope_head_dim": 1}, "rope_head_dim=1 with model.rope_fraction=1"),
     (LATENT | {"n_kv_heads": 2}, "n_kv_heads=2 needs model.mixer='attention'"),
     (LATENT | {"query_key_norm": "head"}, "query_key_norm='head' needs model.mixer='attention'"),
+    (
+        LATENT | {"attention_temperature": 0.1},
+        "attention_temperature needs model.mixer='attention'",
+    ),
     (LATENT | {"mixer": "attention"}, "kv_rank=6 needs model.mixer='latent'"),
 ]
 
@@ -115,7 +119,7 @@ def test_every_rule_of_the_model_settings_is_tested():
         sys.settrace(None)
     lines = enumerate(source.read_text().splitlines(), start=1)
     rules = {number for number, line in lines if line.lstrip().startswith("yield ")}
-    assert len(rules) == 44 and rules <= reached
+    assert len(rules) == 45 and rules <= reached
 
 
 CALLS = [
