@@ -114,7 +114,9 @@ def test_a_command_that_reads_a_model_keeps_compiled_programs(
         calls.append(reader)
         raise ConfigError("stopped")
 
-    monkeypatch.setattr(f"jaxformer.cli.{module}.keep_compiled", lambda folder: calls.append("kept"))
+    monkeypatch.setattr(
+        f"jaxformer.cli.{module}.keep_compiled", lambda folder: calls.append("kept")
+    )
     monkeypatch.setattr(f"jaxformer.cli.{module}.{reader}", stopped)
     assert main([command, str(trained[0])]) == 2 and calls == ["kept", reader]
 
