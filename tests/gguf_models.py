@@ -84,7 +84,7 @@ def gguf_tensors(architecture: str, model: torch.nn.Module) -> dict[str, np.ndar
         if architecture == "llama" and projection in heads:
             count = getattr(config, heads[projection])
             array = array.reshape(count, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        if architecture in GEMMAS and name.endswith("norm.weight"):
+        if architecture in ("gemma", *GEMMAS) and name.endswith("norm.weight"):
             array = array + 1
         tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = array
     return tensors

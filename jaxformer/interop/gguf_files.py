@@ -93,7 +93,8 @@ class GgufArchitecture(NamedTuple):
     decoder, `layer_names` the names of the tensors of a layer. `permuted`: the two halves of each
     head of queries and keys alternate in a file. `norm_offset` is what norms have more than in
     transformers. `largest` is the number of layers of the model that divides scores by the root of
-    the width for each head; the others of its family divide by that of the width of a head.
+    the width for each head; the others of its family divide by that of the width of a head (0: all,
+    and no key of transformers says so).
     """
 
     name: str
@@ -109,6 +110,7 @@ GGUF_ARCHITECTURES = {
     "llama": GgufArchitecture("LlamaForCausalLM", "llama", permuted=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
+    "gemma": GgufArchitecture("GemmaForCausalLM", "gemma", norm_offset=1.0),
     "gemma2": GgufArchitecture(
         "Gemma2ForCausalLM", "gemma2", GEMMA_KEYS, SANDWICH_NAMES, norm_offset=1.0, largest=46
     ),
@@ -218,7 +220,7 @@ class GgufFiles(TensorFiles):
                 f"{path}: {', '.join(other_widths)} where a head has the width {head_width}, and"
                 " heads that are rotated in part are not read from GGUF."
             )
-        if row.norm_offset:
+        if row.largest:
             is_largest = values["num_hidden_layers"] == row.largest
             scalar = values["hidden_size"] // heads if is_largest else head_width
             values["query_pre_attn_scalar"] = scalar

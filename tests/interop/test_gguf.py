@@ -68,6 +68,21 @@ def test_logits_are_those_of_the_model_that_was_written_and_of_transformers_read
         assert loaded.tokenizer.encode(text, special_tokens=True) == tokenizer.encode(text), text
 
 
+def test_gemma_1_which_transformers_does_not_read_from_gguf_is_the_model_that_was_written(tmp_path):
+    sizes = {name: value for name, value in GEMMA.items() if name != "sliding_window"}
+    model, paths = tiny(tf.GemmaForCausalLM, seed=3, **sizes), []
+    for name, architecture in (("gemma", model), ("gemma2", made("gemma2"))):
+        path = written(tmp_path / f"{name}.gguf", name, architecture, tokenizer="llama")
+        paths.append(path)
+    loaded, batch = jf.load(paths[0]), inputs()
+    assert_close(our_logits(loaded, batch), logits(model, batch), batch)
+    # Both have the tokenizer of their family.
+    gemma_2 = jf.load(paths[1]).tokenizer
+    for text in HARD:
+        ids = gemma_2.encode(text, special_tokens=True)
+        assert loaded.tokenizer.encode(text, special_tokens=True) == ids, text
+
+
 def test_every_type_is_dequantized_as_by_transformers_whichever_rows_are_read(tmp_path):
     model = made("llama")
     names = [
