@@ -21,11 +21,9 @@ from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cluster.signals import current
 from jaxformer.files import ConfigError
-from jaxformer.generation.decode import decode, start
 from jaxformer.generation.prompts import full_batch, padded, rounded
+from jaxformer.generation.refill import refill
 from jaxformer.generation.sampling import Sampling
-from jaxformer.generation.text_rules import end_tokens
-from jaxformer.generation.weights import prepared
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.harness_scores import WIDTHS, token_scores
 from jaxformer.runs.harness_tokens import LOG, HarnessTokens
@@ -34,7 +32,6 @@ from jaxformer.runs.stated import writing_rules
 
 AUTO_BATCH = 16
 BUCKET = 64  # lengths are rounded up to multiples of this
-CHUNK = 32  # tokens generated between two checks whether every text has stopped
 SAMPLING = {"do_sample", "temperature", "top_k", "top_p"}
 
 
@@ -267,19 +264,24 @@ class HarnessModel(HarnessTokens):
         )
         texts, title = [], "Running generate_until requests"
         with tqdm(total=len(requests), disable=disable_tqdm or self.quiet, desc=title) as bar:
-            for batch in order.get_batched(n=self.batch_size):
-                count, stops, rules = self.check_generation(batch[0][1])
-                contexts = [context for context, _ in batch]
-                batch_texts = self._generated(contexts, count, stops, rules)
-                for args, text in zip(batch, batch_texts, strict=True):
-                    self.cache_hook.add_partial("generate_until", args, text)
-                texts += batch_texts
-                bar.update(len(batch))
+            # All requests of the same keywords: where a text ends, the next one takes its row.
+            for group in order.get_batched(n=0):
+                count, stops, rules = self.check_generation(group[0][1])
+                group_texts = [""] * len(group)
+                contexts = [context for context, _ in group]
+                for number, text in self._generated(contexts, count, stops, rules):
+                    group_texts[number] = text
+                    self.cache_hook.add_partial("generate_until", group[number], text)
+                    bar.update()
+                texts += group_texts
         return order.get_original(texts)  # type: ignore[no-any-return]
 
-    def check_generation(self, keywords: Mapping[str, Any]) -> tuple[int, list[str], Sampling]:
-        """How many tokens a request asks for, the texts that stop it, and its sampling, greedy
-        unless it says otherwise. Raises ConfigError for what the model cannot do."""
+    def check_generation(
+        self, keywords: Mapping[str, Any]
+    ) -> tuple[int, list[str], dict[str, Any]]:
+        """How many tokens a request asks for, the texts that stop it, and the fields of its
+        `Sampling`, greedy unless it says otherwise. Raises ConfigError for what the model cannot
+        do."""
         kwargs = dict(normalize_gen_kwargs(dict(keywords), self.max_gen_toks))
         count = kwargs.pop("max_gen_toks")
         stops, ends = self.stops_of(kwargs.pop("until"))
@@ -300,7 +302,8 @@ class HarnessModel(HarnessTokens):
         kwargs["temperature"] = kwargs.get("temperature", 1.0) if is_random else 0.0
         rules = writing_rules(self.tokenizer) | kwargs
         rules["end_token"] = tuple(dict.fromkeys([*rules["end_token"], *sorted(ends)]))
-        return count, stops, Sampling(**rules)
+        Sampling(**rules)  # raises for a value out of range
+        return count, stops, rules
 
     @property
     def _beginning(self) -> list[int]:
@@ -308,42 +311,45 @@ class HarnessModel(HarnessTokens):
         return self.tokenizer.as_target([]) if self.backend == "seq2seq" else []
 
     def _generated(
-        self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling
-    ) -> list[str]:
-        """The texts, cut at their stops; generation ends once each has one, or after `count`
-        tokens."""
+        self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: dict[str, Any]
+    ) -> Iterator[tuple[int, str]]:
+        """The numbers of the contexts and their texts, cut at the stops, as the texts end."""
         prompts, sources = self._prompts(contexts, count)
-        length = rounded(max(map(len, prompts)), BUCKET) if sources is None else 1
-        tokens, real = padded(prompts, length, left=True)
-        key = jax.random.key(np.random.randint(2**31))  # the harness has seeded NumPy
-        stream = start(self.params, self.config, tokens, count, key, real, sources or (None, None))
-        ends, weights = {*end_tokens(rules.end_token)}, prepared(self.params, self.config)
-        made, texts = np.zeros((len(prompts), 0), np.int32), [""] * len(contexts)
-        while made.shape[1] < count:
+        ends = rules["end_token"]
+
+        def text_of(tokens: list[int]) -> str:
+            return str(self.tokenizer.decode(itertools.takewhile(lambda t: t not in ends, tokens)))
+
+        def stopped(number: int, tokens: list[int]) -> bool:
             self._heed()
-            piece, stream = decode(weights, self.config, rules, CHUNK, stream)
-            made = np.concatenate([made, piece], axis=1)[:, :count]
-            texts, stopped = [], True
-            for row in made[: len(contexts)].tolist():
-                before_end = [*itertools.takewhile(lambda token: token not in ends, row)]
-                texts.append(self.tokenizer.decode(before_end))
-                has_stop = any(stop in texts[-1] for stop in stops if stop)
-                stopped = stopped and (len(before_end) < len(row) or has_stop)
-            if stopped:
-                break
-        return [postprocess_generated_text(text, stops, None) for text in texts]
+            text = text_of(tokens)
+            return any(stop in text for stop in stops)
+
+        texts = refill(
+            self.params,
+            self.config,
+            prompts,
+            count,
+            rows=self.batch_size,
+            key=jax.random.key(np.random.randint(2**31)),  # the harness has seeded NumPy
+            sources=sources,
+            stopped=stopped,
+            **rules,
+        )
+        for number, tokens in texts:
+            yield number, postprocess_generated_text(text_of(tokens), stops, None)
 
     def _prompts(
         self, contexts: Sequence[str], count: int
-    ) -> tuple[list[list[int]], tuple[np.ndarray, np.ndarray] | None]:
-        """The tokens after which a full batch writes `count` tokens, and the sources of an
+    ) -> tuple[list[list[int]], list[list[int]] | None]:
+        """The tokens after which `count` tokens are written, and the sources of an
         encoder-decoder."""
         beginning = self._beginning
         most = self._source_length if beginning else self.max_length - count
         encoded = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
         _warn(sum(len(prompt) > most for prompt in encoded), len(encoded), most)
-        read = full_batch([prompt[-most:] for prompt in encoded], self.batch_size)
-        return ([beginning] * len(read), self._padded_sources(read)) if beginning else (read, None)
+        read = [prompt[-most:] for prompt in encoded]
+        return ([beginning] * len(read), read) if beginning else (read, None)
 
 
 class Rehearsal(HarnessModel):
@@ -356,9 +362,9 @@ class Rehearsal(HarnessModel):
         return ((row, nothing[0], nothing[0], nothing) for row in rows)
 
     def _generated(
-        self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling
-    ) -> list[str]:
-        return [""] * len(contexts)
+        self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: dict[str, Any]
+    ) -> Iterator[tuple[int, str]]:
+        return ((number, "") for number in range(len(contexts)))
 
 
 def _warn(cut: int, number: int, space: int) -> None:

@@ -19,6 +19,7 @@ import jaxformer as jf
 from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cli import main as jaxformer_main
+from jaxformer.generation import refill as refill_file
 from jaxformer.runs import harness as harness_file
 from jaxformer.runs import harness_scores
 from jaxformer.runs.harness_scores import token_scores
@@ -294,29 +295,28 @@ CONTEXTS = ["the cat", "dog", "river stone bright", "42 <b>"]
 
 
 @one_directory
-def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
-    steps, decode = [], harness_file.decode
+def test_writing_ends_where_a_text_has_its_stop_and_another_takes_its_row(directory, monkeypatch):
+    chunks, advance = [], refill_file._advance
     monkeypatch.setattr(
-        harness_file, "decode", lambda *arguments: steps.append(arguments[3]) or decode(*arguments)
+        refill_file, "_advance", lambda *arguments: chunks.append(1) or advance(*arguments)
     )
-    lm = JaxformerLM(directory, batch_size=4)
+    lm = JaxformerLM(directory, batch_size=2)
     whole = written(lm, CONTEXTS, until=[], max_gen_toks=80)
-    assert sum(steps) >= 80 and max(map(len, whole)) > 40
-    steps.clear()
+    # Four texts of up to 80 tokens in two rows, a chunk at a time.
+    assert len(chunks) >= 80 / refill_file.CHUNK and max(map(len, whole)) > 40
+    chunks.clear()
     stops = [text[3:6] for text in whole]
     assert written(lm, CONTEXTS, until=stops, max_gen_toks=80) == [
         min((text.split(stop)[0] for stop in stops if stop), key=len) for text in whole
     ]
-    assert steps == [harness_file.CHUNK]
-    steps.clear()
+    assert len(chunks) == 2
+    chunks.clear()
     prompt = np.array([lm.tokenizer.encode(CONTEXTS[0])])
     first = token_scores(lm.params, lm.config, 0, prompt, np.array([prompt.size]), np.array([1]))[
         2
     ].argmax()
     monkeypatch.setattr(type(lm.tokenizer), "end_token", int(first))
-    assert written(lm, CONTEXTS[:1], until=[], max_gen_toks=80) == [""] and steps == [
-        harness_file.CHUNK
-    ]
+    assert written(lm, CONTEXTS[:1], until=[], max_gen_toks=80) == [""] and len(chunks) == 1
 
 
 @one_directory

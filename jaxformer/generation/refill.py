@@ -1,0 +1,270 @@
+"""Many prompts in a few rows: where a text ends, the next prompt takes its row, so that the device
+never waits for the longest text.
+
+A prompt is read by itself, and its keys and values are put into the cache of all rows, whose slots
+have positions of their own. The newest slot is the same for all rows; where it is the last one, the
+tokens of each row are moved to the front. One program reads prompts of a length of a short ladder,
+and one makes a chunk of tokens of all rows. The key of a token is that of its prompt and its place
+in the text, so that a text does not depend on its row or on the texts beside it.
+
+In the comments, B is the number of rows, S that of the slots of the cache and V the size of the
+vocabulary.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
+from jaxformer.generation.decode import Stream, start
+from jaxformer.generation.prompts import EMPTY, SLOTS, capacity, padded, rounded
+from jaxformer.generation.sampling import Sampling, draw
+from jaxformer.generation.weights import prepared
+from jaxformer.layers.head import head
+from jaxformer.layers.masks import TokenLayout
+from jaxformer.models.inputs import Inputs
+from jaxformer.models.transformer import hidden
+
+CHUNK = 16  # tokens of each row between two looks at which texts have ended
+SPARE = 64  # slots that the cache has beyond its longest text; at least CHUNK
+NOTHING = -1  # in place of a token of a row whose text has ended
+
+Tokens = Sequence[int]
+Stopped = Callable[[int, list[int]], bool]
+
+
+def refill(
+    params: Params,
+    config: ModelConfig,
+    prompts: Sequence[Tokens],
+    max_new_tokens: int = 64,
+    *,
+    rows: int = 8,
+    key: jax.Array | None = None,
+    sources: Sequence[Tokens] | None = None,
+    stopped: Stopped = lambda number, tokens: False,
+    **sampling: Any,
+) -> Iterator[tuple[int, list[int]]]:
+    """The number of a prompt, from 0, and its new tokens with the end token, as texts end.
+
+    `rows` prompts are continued at a time. A text has at most `max_new_tokens` tokens, and as many
+    as fit into the context behind its prompt. An encoder-decoder reads a source for each prompt.
+    `stopped(number, tokens)` is asked after each `CHUNK` tokens of a text whether it ends there.
+    `sampling` are the fields of `Sampling`, as for `jf.generate`, of which greedy texts are those
+    that it writes for each prompt by itself. Sampled ones need `key`, and are the same for any
+    `rows`, and whatever the other prompts are. Raises ConfigError for an empty prompt, one that
+    leaves no space for a token, and what `jf.generate` refuses.
+    """
+    rules = Sampling(**sampling)
+    if key is None and rules.temperature > 0:
+        raise ConfigError(
+            "sampling at a temperature needs key=jax.random.key(...); with temperature=0 (greedy)"
+            " leave it out."
+        )
+    if rows < 1:
+        raise ConfigError(f"rows={rows} must be at least 1.")
+    if not prompts:
+        return
+    queue = _Queue(params, config, prompts, sources, max_new_tokens, key)
+    batch = _Rows(queue.empty_rows(min(rows, len(prompts))))
+    weights, waiting = prepared(params, config), iter(range(len(prompts)))
+    while True:
+        for row, number in zip(batch.free(), waiting, strict=False):
+            batch.put(row, number, queue.read(number))
+        if not batch.owners:
+            return
+        yield from batch.advance(weights, config, rules, stopped)
+
+
+class _Rows:
+    """The rows with the numbers of their prompts, and their texts so far."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.owners: dict[int, int] = {}  # the number of the prompt of a row
+        self._texts: dict[int, list[int]] = {}
+
+    def free(self) -> list[int]:
+        """The rows without a text."""
+        return [row for row in range(len(self.stream.done)) if row not in self.owners]
+
+    def put(self, row: int, number: int, prompt: Stream) -> None:
+        """Begins the text of a prompt, which was read."""
+        self.stream = _with_prompt(self.stream, np.int32(row), prompt)
+        self.owners[row], self._texts[row] = number, []
+
+    def advance(
+        self, weights: Params, config: ModelConfig, rules: Sampling, stopped: Stopped
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Continues all texts by a chunk; those that end, with the numbers of their prompts."""
+        if int(self.stream.cache.length) + CHUNK > self.stream.cache.layout.positions.shape[1]:
+            self.stream = _compacted(self.stream)
+        made, stream = _advance(weights, config, rules, CHUNK, self.stream)
+        tokens, done = np.asarray(made), np.array(stream.done)
+        ended = []
+        for row, number in self.owners.items():
+            text = self._texts[row]
+            text += [token for token in tokens[row].tolist() if token != NOTHING]
+            done[row] |= stopped(number, text)
+            ended += [row] * bool(done[row])
+        self.stream = replace(stream, done=jnp.asarray(done))
+        for row in ended:
+            yield self.owners.pop(row), self._texts.pop(row)
+
+
+@dataclass
+class _Queue:
+    """The prompts, which are read one by one."""
+
+    params: Params
+    config: ModelConfig
+    prompts: Sequence[Tokens]
+    sources: Sequence[Tokens] | None
+    max_new_tokens: int
+    key: jax.Array | None
+
+    def __post_init__(self) -> None:
+        if not all(map(len, self.prompts)) or not all(map(len, self.sources or ())):
+            raise ConfigError(EMPTY)
+        if self.sources is not None and len(self.sources) != len(self.prompts):
+            raise ConfigError(
+                f"there are {len(self.sources)} sources and {len(self.prompts)} prompts: give a"
+                " source for each prompt."
+            )
+        self._longest = max(map(len, self.prompts))
+        self._longest_source = max(map(len, self.sources or ()), default=0)
+
+    def read(self, number: int) -> Stream:
+        """The stream after a prompt, of one row."""
+        source = None if self.sources is None else self.sources[number]
+        key = jax.random.key(0) if self.key is None else jax.random.fold_in(self.key, number)
+        return self._start(self.prompts[number], source, key)
+
+    def _start(self, prompt: Tokens, source: Tokens | None, key: jax.Array) -> Stream:
+        space = capacity(self.params, self.config, len(prompt), len(source or ()))
+        count = min(self.max_new_tokens, max(space, 1))  # without space `start` raises
+        tokens, segments = padded([prompt], _rung(len(prompt), self._longest), left=True)
+        sources: tuple[Any, Any] = (None, None)
+        if source is not None:
+            sources = padded([source], _rung(len(source), self._longest_source))
+        return start(self.params, self.config, tokens, count, key, segments, sources)
+
+    def empty_rows(self, rows: int) -> Stream:
+        """Rows without a text, with slots for any of the texts and spare ones."""
+        source = None if self.sources is None else [0] * self._longest_source
+        prompt, key = [0] * self._longest, jax.random.key(0)
+        abstract = jax.eval_shape(
+            lambda params: replace(self, params=params)._start(prompt, source, key), self.params
+        )
+        slots = rounded(_rung(self._longest, self._longest) + self.max_new_tokens + SPARE)
+
+        def zeros(leaf: Any) -> jax.Array:
+            return jnp.zeros((rows, *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype)
+
+        def slotted(leaf: Any) -> jax.Array:
+            return jnp.zeros((rows, slots, *leaf.shape[2:]), leaf.dtype)
+
+        cache = abstract.cache
+        filled = jax.tree.map(slotted, (cache.k, cache.v, cache.layout))
+        cache = replace(jax.tree.map(zeros, cache), k=filled[0], v=filled[1], layout=filled[2])
+        written = jax.tree.map(
+            lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), abstract.written
+        )
+        written = replace(written, tokens=jnp.zeros((rows, 1, slots), jnp.int32))
+        logits, layout = jax.tree.map(zeros, (abstract.logits, abstract.layout))
+        keys = jax.random.split(key, rows)
+        return Stream(cache, logits, layout, jnp.ones(rows, bool), keys, written)
+
+
+def _rung(length: int, longest: int) -> int:
+    """The length to which a prompt is padded: SLOTS times a power of two, at most the longest. A
+    prompt of one token, such as the start of a target, is not padded where all are."""
+    if longest == 1:
+        return 1
+    steps = -(-length // SLOTS)
+    return min(SLOTS << (steps - 1).bit_length(), rounded(longest))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_prompt(stream: Stream, row: np.int32, prompt: Stream) -> Stream:
+    """The rows, one of which holds a prompt that was read by itself."""
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:  # [B, ...] and [...]
+        if not old.ndim:
+            return jnp.maximum(old, new)  # the newest slot
+        space = zip(old.shape[1:], new.shape, strict=True)
+        new = jnp.pad(new, [(0, most - size) for most, size in space]) if new.ndim else new
+        return old.at[row].set(new)
+
+    def first(leaf: jax.Array) -> jax.Array:
+        return leaf[0] if leaf.ndim else leaf
+
+    def parts(state: Stream) -> tuple[Any, ...]:
+        return state.cache, state.logits, state.layout, state.done
+
+    of_prompt = jax.tree.map(first, parts(prompt))
+    cache, logits, layout, done = jax.tree.map(put, parts(stream), of_prompt)
+    key = stream.key.at[row].set(prompt.key)
+    # The texts so far count their tokens each by itself.
+    written = jax.tree.map(put, stream.written, prompt.written)
+    return Stream(cache, logits, layout, done, key, written)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _compacted(stream: Stream) -> Stream:
+    """The rows with the tokens of each text in the first slots, in their order."""
+    cache = stream.cache
+    segments: Any = cache.layout.segments
+    is_kept = (segments != 0) & ~stream.done[:, None]
+    order = jnp.argsort(~is_kept, axis=1, stable=True)  # [B, S]
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        index = order.reshape(order.shape + (1,) * (leaf.ndim - 2))
+        return jnp.take_along_axis(leaf, index, axis=1)
+
+    layout = TokenLayout(cache.layout.positions, jnp.where(is_kept, segments, 0))
+    k, v, layout = jax.tree.map(moved, (cache.k, cache.v, layout))
+    length = is_kept.sum(axis=1).max().astype(cache.length.dtype)
+    return replace(stream, cache=replace(cache, k=k, v=v, layout=layout, length=length))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
+def _advance(
+    params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
+) -> tuple[jax.Array, Stream]:
+    """`n` more tokens of each row [B, n], NOTHING after its end, and the rows after them; fewer
+    steps are run where all texts end."""
+    ends = jnp.array(np.ravel([() if rules.end_token is None else rules.end_token]), jnp.int32)
+
+    def drawn(logits: jax.Array, key: jax.Array, written: Any) -> jax.Array:  # of one row
+        return draw(logits[None], jax.random.fold_in(key, written.count), rules, written)[0]
+
+    def unfinished(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
+        i, _, stream = carry
+        return (i < n) & ~stream.done.all()
+
+    def step(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
+        i, made, stream = carry
+        done = stream.done
+        token = jax.vmap(drawn)(stream.logits, stream.key, stream.written)
+        token = jnp.where(done, 0, token)  # of a row without a text, which no other row reads
+        segments: Any = stream.layout.segments
+        layout = TokenLayout(stream.layout.positions, jnp.where(done[:, None], 0, segments))
+        x, cache, _ = hidden(params, config, Inputs(token[:, None], layout), stream.cache)
+        logits = head(params, config, x, layout)[:, 0]
+        written = jax.vmap(lambda text, token: text.add(token[None]))(stream.written, token)
+        made = made.at[:, i].set(jnp.where(done, NOTHING, token))
+        done = done | jnp.isin(token, ends) | (written.count >= written.limit)
+        after = TokenLayout(stream.layout.positions + 1, segments)
+        return i + 1, made, Stream(cache, logits, after, done, stream.key, written)
+
+    made = jnp.full((len(stream.done), n), NOTHING, jnp.int32)
+    _, made, stream = jax.lax.while_loop(unfinished, step, (jnp.int32(0), made, stream))
+    return made, stream
