@@ -180,6 +180,23 @@ def test_pieces_of_packages_do_not_name_them_and_are_split_by_file(tmp_path, mon
     assert sides["train"] == sides["validation"] and 8 <= len(sides["train"]) <= 15
 
 
+def test_docstrings_have_a_topic_and_stand_on_one_side(tmp_path, monkeypatch):
+    module = example("stdlib_docstrings")
+    monkeypatch.chdir(tmp_path)
+    # A part of the modules, for the time that it takes.
+    names = {"files": "zipfile tarfile gzip", "dates": "datetime calendar", "absent": "no_module"}
+    monkeypatch.setattr(module, "MODULES", names)
+    module.main()
+    run = read_config(FOLDER.parent / "configs/topics.py")
+    sides = []
+    for path in (run.data.train, run.data.validation):
+        records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        assert {record["label"] for record in records} == {"files", "dates"}
+        assert all("\n" not in record["text"] for record in records)
+        sides.append({record["text"] for record in records})
+    assert not sides[0] & sides[1] and 2 < len(sides[0]) / len(sides[1]) < 4
+
+
 def test_the_answers_of_haystacks_are_what_their_needles_state():
     page = example("long_context")
     batch = page.haystacks((3, 0), 5, 100)
