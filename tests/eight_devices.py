@@ -206,7 +206,8 @@ def loaded_on_a_mesh(config):
         )
         found = jf.load(folder, mesh=mesh).params
         pretrained.HOST_BYTES = 500
-        in_pieces = jf.load(folder, mesh=mesh).params
+        with jax.set_mesh(mesh):
+            in_pieces = jf.load(folder, mesh=mesh).params
     same = jax.tree.map(
         lambda a, b, c, place: (
             np.array_equal(a, b) and np.array_equal(a, c) and a.sharding == b.sharding == place

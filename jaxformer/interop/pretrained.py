@@ -152,7 +152,9 @@ def _placed(read: ReadIndex, spec: Spec, sharding: Sharding, dtype: str) -> jax.
             begin = (first.start or 0) + at
             piece = read((slice(begin, begin + min(step, shape[0] - at)), *others))
             for device in devices:
-                shards[device] = _with_rows(shards[device], jax.device_put(piece, device), at)
+                # The program is of one device, also where a mesh of several is set.
+                with jax.set_mesh(Mesh(np.array([device]), ("device",))):
+                    shards[device] = _with_rows(shards[device], jax.device_put(piece, device), at)
             jax.block_until_ready([shards[device] for device in devices])
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, [*shards.values()])
 
