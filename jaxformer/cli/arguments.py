@@ -87,6 +87,11 @@ class SampleArguments(ModelArguments, RuleArguments):
 
     prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Text to continue or to read. If not given, a decoder starts a new text."""
+    prompts: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File with a prompt a line, or .jsonl with {"prompt": ...} a line, whose texts are printed as
+    lines of JSON in its order."""
+    rows: int = 8
+    """With --prompts: number of texts that are written at a time."""
     chat: bool = False
     """Read the prompt as the turn of a user, in the chat template of the tokenizer, and write the
     answer. Without --prompt, each line of standard input is a turn of one conversation."""

@@ -242,3 +242,8 @@ def check_size(size: int, limit: int, where: str) -> None:
         raise ConfigError("the prompt is empty: give --prompt some text.")
     if size > limit:
         raise ConfigError(f"the prompt is {size} tokens, but only {limit} fit {where}: shorten it.")
+
+
+def check_seed(seed: int | None) -> None:
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"--seed {seed} must be a whole number of 64 bits.")

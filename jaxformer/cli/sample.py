@@ -15,6 +15,7 @@ from jaxformer.cli.arguments import SampleArguments
 from jaxformer.cli.embedding import embed_texts
 from jaxformer.cli.prompting import (
     Model,
+    check_seed,
     check_size,
     new_tokens,
     open_model,
@@ -26,6 +27,7 @@ from jaxformer.cli.prompting import (
     typed_lines,
     words_of,
 )
+from jaxformer.cli.prompts_file import write_texts
 from jaxformer.config.format import escaped, printable
 from jaxformer.files import ConfigError
 from jaxformer.generation.slide import slide_tokens
@@ -40,6 +42,9 @@ SHOWN_CANDIDATES = 5  # predictions printed for a [MASK] or a text
 
 def run(args: SampleArguments) -> int:
     model = open_model(args, args.pair)
+    if args.prompts is not None:
+        write_texts(model, args, args.prompts)
+        return 0
     if args.embed:
         embed_texts(model, args)
         return 0
@@ -60,8 +65,7 @@ def run(args: SampleArguments) -> int:
         )
     _require_several(model, args)
     _require_speculation(args)
-    if args.seed is not None and not -(2**63) <= args.seed < 2**63:
-        raise ConfigError(f"--seed {args.seed} must be a whole number of 64 bits.")
+    check_seed(args.seed)
     if args.beyond == "slide":
         _require_slide(model, args)
     if args.chat:

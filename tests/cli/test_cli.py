@@ -204,6 +204,55 @@ def test_a_speculative_sample_is_the_greedy_text_and_says_what_was_kept(
     assert "has another tokenizer than" in capsys.readouterr().err
 
 
+def test_the_texts_of_a_file_of_prompts_are_those_of_each_alone(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    """Greedy ones as by --prompt, sampled ones by their place in the file; in the order of it."""
+
+    def texts(file: str, *more: str) -> list[dict[str, str]]:
+        line = ["sample", str(trained[0]), "--prompts", str(tmp_path / file), *more]
+        assert main([*line, "--max_new_tokens", "20"]) == 0
+        return [json.loads(row) for row in capsys.readouterr().out.splitlines()]
+
+    prompts = ["the dog", "a", "the cat sees a tree", "slowly over"]
+    (tmp_path / "prompts.txt").write_text("\n\n".join(prompts) + "\n")
+    greedy = texts("prompts.txt", "--temperature", "0", "--rows", "2")
+    assert [row["prompt"] for row in greedy] == prompts
+    for prompt, row in zip(prompts[:2], greedy, strict=False):
+        line = ["sample", str(trained[0]), "--prompt", prompt, "--temperature", "0"]
+        assert main([*line, "--max_new_tokens", "20"]) == 0
+        assert capsys.readouterr().out == f"{prompt}{row['text']}\n"
+    sampled = texts("prompts.txt", "--seed", "3", "--rows", "1")
+    assert sampled == texts("prompts.txt", "--seed", "3", "--rows", "4") != greedy
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": prompts[0], "id": 1}))
+    assert texts("one.jsonl", "--seed", "3") == sampled[:1]
+
+
+@pytest.mark.parametrize(
+    "content, more, message",
+    [
+        ("", [], "has no prompt: give a text file with a prompt a line"),
+        ("[1]", [], "prompts.jsonl, prompt 1"),
+        ('{"text": "a"}', [], 'prompt 1, has no "prompt" that is a text'),
+        ('{"prompt": "a"}', ["--chat", "--beams", "2"], "leave out --chat and --beams"),
+        ('{"prompt": "a"}', ["--rows", "0"], "--rows 0 and --max_new_tokens 256 must be at least"),
+        ('{"prompt": ""}', [], "the prompt is empty"),
+    ],
+)
+def test_a_wrong_file_of_prompts_is_said(
+    trained: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: Capture,
+    content: str,
+    more: list[str],
+    message: str,
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    assert main(["sample", str(trained[0]), "--prompts", str(file), *more]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_sample_streams(trained: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Text is on the terminal while more is being made."""
     shown: list[str] = []
