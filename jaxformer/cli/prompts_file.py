@@ -13,8 +13,8 @@ from jaxformer.cli.prompting import Model, check_seed, check_size, start_of, tex
 from jaxformer.files import ConfigError, parse_object, read_text
 from jaxformer.generation.refill import refill
 
-ADVICE = 'give a text file with a prompt a line, or .jsonl with {"prompt": "..."} a line'
-ALONE = (
+PROMPTS_ADVICE = 'give a text file with a prompt a line, or .jsonl with {"prompt": "..."} a line'
+EXCLUDED_OPTIONS = (
     "prompt",
     "chat",
     "system",
@@ -72,7 +72,9 @@ def write_texts(model: Model, args: SampleArguments, path: Path) -> None:
 def _require_alone(model: Model, args: SampleArguments) -> None:
     """Raises ConfigError for another option that says what is read, and for a model that writes no
     text."""
-    others = [f"--{name}" for name in ALONE if getattr(args, name) not in (None, False, "", 0)]
+    others = [
+        f"--{name}" for name in EXCLUDED_OPTIONS if getattr(args, name) not in (None, False, "", 0)
+    ]
     others += ["--beyond slide"] if args.beyond == "slide" else []
     if others:
         raise ConfigError(f"--prompts {args.prompts}: leave out {' and '.join(others)}.")
@@ -100,16 +102,18 @@ def _check(model: Model, start: list[int], source: list[int]) -> None:
 
 def _read_prompts(path: Path) -> list[str]:
     """The prompts of a file, without blank lines. Raises ConfigError."""
-    lines = [line for line in read_text(path, ADVICE).split("\n") if line.strip()]
+    lines = [line for line in read_text(path, PROMPTS_ADVICE).split("\n") if line.strip()]
     if not lines:
-        raise ConfigError(f"--prompts {path} has no prompt: {ADVICE}.")
+        raise ConfigError(f"--prompts {path} has no prompt: {PROMPTS_ADVICE}.")
     if path.suffix != ".jsonl":
         return [line.rstrip("\r") for line in lines]
     prompts = []
     for number, line in enumerate(lines, 1):
-        prompt = parse_object(line, f"{path}, prompt {number}", ADVICE).get("prompt")
+        prompt = parse_object(line, f"{path}, prompt {number}", PROMPTS_ADVICE).get("prompt")
         if not isinstance(prompt, str):
-            raise ConfigError(f'{path}, prompt {number}, has no "prompt" that is a text: {ADVICE}.')
+            raise ConfigError(
+                f'{path}, prompt {number}, has no "prompt" that is a text: {PROMPTS_ADVICE}.'
+            )
         prompts.append(prompt)
     return prompts
 

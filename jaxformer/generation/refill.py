@@ -34,10 +34,10 @@ from jaxformer.models.transformer import hidden
 
 CHUNK = 16  # tokens of each row between two looks at which texts have ended
 SPARE = 64  # slots that the cache has beyond its longest text; at least CHUNK
-NOTHING = -1  # in place of a token of a row whose text has ended
+NO_TOKEN = -1  # in place of a token of a row whose text has ended
 
 Tokens = Sequence[int]
-Stopped = Callable[[int, list[int]], bool]
+EndsText = Callable[[int, list[int]], bool]
 
 
 def refill(
@@ -49,7 +49,7 @@ def refill(
     rows: int = 8,
     key: jax.Array | None = None,
     sources: Sequence[Tokens] | None = None,
-    stopped: Stopped = lambda number, tokens: False,
+    stopped: EndsText = lambda number, tokens: False,
     **sampling: Any,
 ) -> Iterator[tuple[int, list[int]]]:
     """The number of a prompt, from 0, and its new tokens with the end token, as texts end.
@@ -101,7 +101,7 @@ class _Rows:
         self.owners[row], self._texts[row] = number, []
 
     def advance(
-        self, weights: Params, config: ModelConfig, rules: Sampling, stopped: Stopped
+        self, weights: Params, config: ModelConfig, rules: Sampling, stopped: EndsText
     ) -> Iterator[tuple[int, list[int]]]:
         """Continues all texts by a chunk; those that end, with the numbers of their prompts."""
         if int(self.stream.cache.length) + CHUNK > self.stream.cache.layout.positions.shape[1]:
@@ -111,7 +111,7 @@ class _Rows:
         ended = []
         for row, number in self.owners.items():
             text = self._texts[row]
-            text += [token for token in tokens[row].tolist() if token != NOTHING]
+            text += [token for token in tokens[row].tolist() if token != NO_TOKEN]
             done[row] |= stopped(number, text)
             ended += [row] * bool(done[row])
         self.stream = replace(stream, done=jnp.asarray(done))
@@ -239,7 +239,7 @@ def _compacted(stream: Stream) -> Stream:
 def _advance(
     params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
 ) -> tuple[jax.Array, Stream]:
-    """`n` more tokens of each row [B, n], NOTHING after its end, and the rows after them; fewer
+    """`n` more tokens of each row [B, n], NO_TOKEN after its end, and the rows after them; fewer
     steps are run where all texts end."""
     ends = jnp.array(np.ravel([() if rules.end_token is None else rules.end_token]), jnp.int32)
 
@@ -260,11 +260,11 @@ def _advance(
         x, cache, _ = hidden(params, config, Inputs(token[:, None], layout), stream.cache)
         logits = head(params, config, x, layout)[:, 0]
         written = jax.vmap(lambda text, token: text.add(token[None]))(stream.written, token)
-        made = made.at[:, i].set(jnp.where(done, NOTHING, token))
+        made = made.at[:, i].set(jnp.where(done, NO_TOKEN, token))
         done = done | jnp.isin(token, ends) | (written.count >= written.limit)
         after = TokenLayout(stream.layout.positions + 1, segments)
         return i + 1, made, Stream(cache, logits, after, done, stream.key, written)
 
-    made = jnp.full((len(stream.done), n), NOTHING, jnp.int32)
+    made = jnp.full((len(stream.done), n), NO_TOKEN, jnp.int32)
     _, made, stream = jax.lax.while_loop(unfinished, step, (jnp.int32(0), made, stream))
     return made, stream
