@@ -54,6 +54,7 @@ POST_NORM = (
     "albert",
     "mpnet",
     "nomic_bert",
+    "deberta-v2",
     "bart",
     "marian",
 )
@@ -161,7 +162,7 @@ def batch_for(model, seed=0):
         batch["input_ids"][np.arange(3), last] = model.config.eos_token_id
     if model.config.model_type not in COUNTING:
         batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1) * batch["attention_mask"]
-    if hasattr(model.config, "type_vocab_size"):
+    if getattr(model.config, "type_vocab_size", 0):
         batch["token_type_ids"] = rng.integers(
             0, model.config.type_vocab_size, batch["input_ids"].shape
         )

@@ -53,6 +53,16 @@ ELECTRA = BERT | dict(embedding_size=18)
 ALBERT = BERT | dict(embedding_size=18, num_hidden_layers=3)
 MPNET = {name: value for name, value in BERT.items() if name != "type_vocab_size"}
 NOMIC = BERT | dict(hidden_size=48, rope_parameters=dict(rope_theta=THETA, rope_type="default"))
+DEBERTA = BERT | dict(
+    type_vocab_size=0,
+    relative_attention=True,
+    position_biased_input=False,
+    pos_att_type=["p2c", "c2p"],
+    share_att_key=True,
+    norm_rel_ebd="layer_norm",
+    position_buckets=6,
+    max_relative_positions=9,
+)
 MODERNBERT = TEXT | dict(hidden_size=48, norm_eps=2e-2, local_attention=6, num_labels=5)
 MODERNBERT |= dict(
     rope_parameters={
@@ -526,6 +536,16 @@ VARIANTS = {
     ),
     "albert classes": (tf.AlbertForSequenceClassification, ALBERT),
     "albert tags": (tf.AlbertForTokenClassification, ALBERT | dict(num_hidden_groups=3)),
+    "deberta masked": (tf.DebertaV2ForMaskedLM, DEBERTA),
+    "deberta classes, learned positions too": (
+        tf.DebertaV2ForSequenceClassification,
+        DEBERTA | dict(position_biased_input=True, type_vocab_size=2, pooler_hidden_act="tanh"),
+    ),
+    "deberta tags": (tf.DebertaV2ForTokenClassification, DEBERTA | dict(position_buckets=8)),
+    "deberta masked, no positions": (
+        tf.DebertaV2ForMaskedLM,
+        BERT | dict(position_biased_input=False),
+    ),
     "mpnet masked": (tf.MPNetForMaskedLM, MPNET),
     "mpnet classes": (tf.MPNetForSequenceClassification, MPNET),
     "mpnet tags": (tf.MPNetForTokenClassification, MPNET),

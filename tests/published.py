@@ -515,6 +515,15 @@ MPNET = less(LAYERS, "max_position_embeddings") | dict(
 )  # fmt: skip
 case("all-mpnet-base-v2", MPNET)
 
+DEBERTA = LAYERS | dict(
+    model_type="deberta-v2", attention_probs_dropout_prob=0.1, hidden_act="gelu",
+    hidden_dropout_prob=0.1, initializer_range=0.02, relative_attention=True, position_buckets=8,
+    norm_rel_ebd="layer_norm", share_att_key=True, pos_att_type="p2c|c2p", layer_norm_eps=1e-7,
+    max_relative_positions=-1, position_biased_input=False, type_vocab_size=0, vocab_size=71,
+    architectures=["DebertaV2ForMaskedLM"],
+)  # fmt: skip
+case("deberta-v3-base", DEBERTA)
+
 MODERNBERT = less(LAYERS, "max_position_embeddings") | dict(
     architectures=["ModernBertForMaskedLM"], attention_bias=False, attention_dropout=0.0,
     bos_token_id=2, classifier_activation="gelu", classifier_bias=False, classifier_dropout=0.0,

@@ -69,7 +69,7 @@ ATTENTION_FACTORS: dict[str, Callable[[Any], float]] = {
         1 + math.log(config.rope_factor) / math.log(config.original_length)
     ),
 }
-BIASED_SCORES = ("alibi", "t5")  # the positions that add a bias to the scores
+BIASED_SCORES = ("alibi", "t5", "disentangled")  # the positions that add a bias to the scores
 BIASED = {
     "none": frozenset[str](),
     "qkv": frozenset({"qkv"}),
@@ -163,7 +163,9 @@ class ModelConfig(Section):
     """Weight of the mean square of the log-sum-exp of the router's logits."""
     max_length: Count = 2048
     """Maximum length of a sequence in tokens; also the size of the table of learned positions."""
-    positions: Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"] = "rope"
+    positions: Literal["rope", "learned", "sinusoidal", "alibi", "t5", "disentangled", "none"] = (
+        "rope"
+    )
     """Positional scheme."""
     position_embedding: Literal["auto", "learned"] = "auto"
     """Positions that are added to the embeddings: auto, those of positions=learned or sinusoidal;
@@ -210,7 +212,7 @@ class ModelConfig(Section):
     """Frequencies of the sinusoids: geometric from 1 to 1 / 10000, open without the last and closed
     with it (fairseq, M2M100)."""
     relative_buckets: Annotated[int, Bounds(4)] = 32
-    """Number of buckets of T5's relative positions."""
+    """Number of buckets of T5's relative positions; of disentangled ones, on each side."""
     relative_distance: Annotated[int, Bounds(2)] = 128
     """Distance in tokens from which all relative positions share the last bucket."""
     relative_bias: Literal["stack", "layer"] = "stack"

@@ -164,6 +164,8 @@ def _latent(config: Any) -> Iterator[str]:
         )
     if config.attention_temperature:
         yield "attention_temperature needs model.mixer='attention': 'latent' has no such factor."
+    if config.positions == "disentangled":
+        yield "positions='disentangled' needs model.mixer='attention', whose keys it multiplies."
     if config.query_key_norm != "none":
         yield (
             f"query_key_norm={config.query_key_norm!r} needs model.mixer='attention': 'latent' has"
@@ -229,8 +231,11 @@ def _positions(config: Any) -> Iterator[str]:
         )
     if scaling == "longrope":
         yield from _longrope(config)
-    if positions == "t5" and distance <= buckets // 2:
-        yield f"relative_distance={distance} must be above half of relative_buckets={buckets}."
+    nearest = {"t5": buckets // 2, "disentangled": buckets // 2 + 1}.get(positions, 0)
+    if distance <= nearest:
+        yield (
+            f"relative_distance={distance} must be above {nearest} with relative_buckets={buckets}."
+        )
 
 
 def _longrope(config: Any) -> Iterator[str]:

@@ -12,6 +12,7 @@ from jaxformer.interop.bart import BART, M2M100, MARIAN, MBART, PEGASUS
 from jaxformer.interop.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from jaxformer.interop.clip import CLIP_TEXT
 from jaxformer.interop.cohere import COHERE, GLM4
+from jaxformer.interop.deberta import DEBERTA
 from jaxformer.interop.deepseek import DEEPSEEK_V3
 from jaxformer.interop.electra import ELECTRA
 from jaxformer.interop.falcon import FALCON, MPT
@@ -50,7 +51,18 @@ DECODERS = (
 )
 WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
 # DistilBERT is a BERT without token types.
-ENCODERS = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, ELECTRA, ALBERT, MODERNBERT, MPNET, NOMIC_BERT)
+ENCODERS = (
+    DISTILBERT,
+    BERT,
+    ROBERTA,
+    XLM_ROBERTA,
+    ELECTRA,
+    ALBERT,
+    MODERNBERT,
+    MPNET,
+    NOMIC_BERT,
+    DEBERTA,
+)
 TEXT_ENCODERS = (CLIP_TEXT, T5_ENCODER, MT5_ENCODER, UMT5_ENCODER)
 WITH_SOURCE = (T5, MT5, UMT5, BART, MARIAN, PEGASUS, MBART, M2M100, T5GEMMA)
 HF_FAMILIES: tuple[Family, ...] = (

@@ -129,11 +129,16 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         "rope_short_factor rope_long_factor": scaling == "longrope",
         "rope_attention_factor": scaling in ATTENTION_FACTORS,
         "rope_original_length": scaling != "none" or config.attention_temperature > 0,
+        "relative_bias": config.positions == "t5",
     }
     unused = [name for names, is_used in matters.items() if not is_used for name in names.split()]
-    prefixes = {"rope_": "rope", "relative_": "t5", "sinusoid_": "sinusoidal"}
+    prefixes = {
+        "rope_": ("rope",),
+        "relative_": ("t5", "disentangled"),
+        "sinusoid_": ("sinusoidal",),
+    }
     unused_prefixes = tuple(
-        prefix for prefix, positions in prefixes.items() if positions != config.positions
+        prefix for prefix, positions in prefixes.items() if config.positions not in positions
     )
     names = [entry.name for entry in dataclasses.fields(config)]
     # The shared key of latent attention has its width with any positions.

@@ -21,7 +21,7 @@ from jaxformer.models.transformer import specs as model_specs
 # Fields that change no logit, or only in training, and are written as they are.
 UNRESOLVED = (
     *("dropout", "attention_dropout", "max_length", "tied_head"),
-    *("router_balance_loss", "projection_width"),
+    *("router_balance_loss", "projection_width", "pooling", "pooler_activation"),
 )
 
 

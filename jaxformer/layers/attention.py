@@ -11,12 +11,18 @@ from jaxtyping import Array, Float
 from jaxformer.arrays.params import Params, Spec, Specs, ones, scaled, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.biases import has_layer_bias, relative_bias_specs, score_bias
+from jaxformer.layers.biases import (
+    disentangled_bias,
+    has_layer_bias,
+    is_disentangled,
+    relative_bias_specs,
+    score_bias,
+)
 from jaxformer.layers.capture import Captures
 from jaxformer.layers.dot_product import attention_weights, weighted_values
 from jaxformer.layers.kernels import attend
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
-from jaxformer.layers.masks import Scoring, TokenLayout
+from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
 from jaxformer.layers.norm import layer_norm, rms_norm, scale_of, scale_spec
 from jaxformer.layers.output import Aux, Output
 from jaxformer.layers.positions import rotate, tempered
@@ -122,8 +128,27 @@ def attention(
     if mask.leading:
         k, v = seen
         seen = _with_leading(params["prefix_k"], k), _with_leading(params["prefix_v"], v)
+    if mask.relative and call.relative is not None:
+        bias = _disentangled(params, config, (q, seen[0]), call.relative, mask)
+        call = call._replace(mask=mask._replace(scoring=mask.scoring._replace(bias=bias)))
     out, captures = attended(params, config, q, seen, call, name)
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", "sequence", None)), captures
+
+
+def _disentangled(
+    params: Params,
+    config: ModelConfig,
+    content: tuple[jax.Array, jax.Array],
+    rows: jax.Array,
+    mask: AttentionMask,
+) -> jax.Array:
+    """The bias of the scores from queries and keys, and from those that the layer makes of the rows
+    of relative positions [1, R, D]."""
+    q, k = (
+        _normed(params, config, name, linear("BTD,DNH->BTNH", params, name, rows))
+        for name in ("q", "k")
+    )
+    return disentangled_bias(config, content, (q, k), mask)
 
 
 def attended(
@@ -166,7 +191,7 @@ def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call
         cache = cache.write(*seen)
         seen = cache.k, cache.v
     scoring = call.mask.scoring
-    if has_layer_bias(config):
+    if "relative_bias" in params:
         bias = score_bias(params["relative_bias"], config, call.mask)
         scoring = scoring._replace(bias=bias)
     call = call._replace(mask=call.mask._replace(window=config.window, scoring=scoring))
@@ -190,6 +215,12 @@ def cross_attention(params: Params, config: ModelConfig, x: jax.Array, call: Cal
 def score_flops(config: ModelConfig, keys: int | float) -> int | float:
     """FLOPs per token of q k^T and of the product of the weights with the values."""
     return 2 * config.n_heads * (config.head_width + config.value_width) * keys
+
+
+def _self_score_flops(config: ModelConfig, keys: int | float) -> int | float:
+    """`score_flops`, and those of queries and keys with the rows of disentangled positions."""
+    rows = 2 * config.relative_buckets if is_disentangled(config) else 0
+    return score_flops(config, keys) + 2 * config.n_heads * 2 * config.head_width * rows
 
 
 def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
@@ -238,7 +269,11 @@ def _projections(config: ModelConfig, read: str, rotated: bool) -> str:
     return f"Q = {queries},  K = {keys},  V = {values}"
 
 
-SCORE_BIASES = {"alibi": " - slope · distance", "t5": " + bias[distance]"}
+SCORE_BIASES = {
+    "alibi": " - slope · distance",
+    "t5": " + bias[distance]",
+    "disentangled": " + (Q K_r[distance] + K Q_r[distance]) · the same factor",
+}
 
 
 def weights_text(config: ModelConfig, score_bias: str) -> str:
@@ -271,7 +306,7 @@ SELF_ATTENTION = Sublayer(
     stored=_stored,
     gradients=("q", "k", "v", "gathered", "attention", "attended", "weights"),
     formula=_self_formula,
-    scores=score_flops,
+    scores=_self_score_flops,
     draws=True,
     capture="attention_out",
 )
@@ -279,6 +314,7 @@ CROSS_ATTENTION = SELF_ATTENTION._replace(
     specs=cross_attention_specs,
     apply=cross_attention,
     formula=_cross_formula,
+    scores=score_flops,
     reads_source=True,
     capture="cross_out",
 )

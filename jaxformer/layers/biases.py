@@ -1,15 +1,22 @@
-"""Positional schemes that add a bias to the scores: ALiBi, and T5's relative buckets."""
+"""Positional schemes that add a bias to the scores: ALiBi, T5's relative buckets, and DeBERTa's
+disentangled attention, whose bias depends on queries and keys."""
 
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxformer.arrays.params import Spec, Specs, lookup, normal
-from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.arrays.params import Params, Spec, Specs, lookup, normal
+from jaxformer.config.model import ModelConfig
+from jaxformer.layers.linear import INITIALIZERS
 from jaxformer.layers.masks import AttentionMask
+from jaxformer.layers.norm import norm, norm_specs
+
+POSITION_SCOPE = "positions"  # of the products with relative positions
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -46,8 +53,68 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
 
 
 def has_layer_bias(config: ModelConfig) -> bool:
-    """Whether each layer has a table of its own."""
-    return config.positions == "t5" and config.relative_bias == "layer"
+    """Whether each layer has a bias of its own."""
+    return is_disentangled(config) or (config.positions == "t5" and config.relative_bias == "layer")
+
+
+def is_disentangled(config: ModelConfig) -> bool:
+    """Whether a layer computes its bias from its queries and keys, for each row."""
+    return config.positions == "disentangled"
+
+
+def relative_row_specs(config: ModelConfig) -> Specs:
+    """The rows of relative positions [2 buckets, D] of a stack, and their norm."""
+    if not is_disentangled(config):
+        return {}
+    shape, init = (2 * config.relative_buckets, config.d_model), INITIALIZERS[config.init](config)
+    table = Spec(shape, ("buckets", "embed"), init.positions, inputs=("buckets",), lookup=True)
+    return {"relative_embedding": table, "relative_norm": norm_specs(config)}
+
+
+def relative_rows(
+    params: Params, config: ModelConfig, dtype: DTypeLike
+) -> Float[Array, "1 R D"] | None:
+    """The normed rows of relative positions, of which every layer makes queries and keys; None
+    where a stack has none."""
+    if not is_disentangled(config):
+        return None
+    ids = jnp.arange(2 * config.relative_buckets, dtype=jnp.int32)[None]
+    rows = lookup(params["relative_embedding"], ids, (None, None, None))
+    return norm(params.get("relative_norm", {}), config, rows).astype(dtype)
+
+
+def log_bucket(distance: Int[Array, "..."], buckets: int, far: int) -> Int[Array, "..."]:
+    """DeBERTa's row of 2 `buckets` for query minus key position (arXiv:2111.09543, appendix A.5):
+    half of each side is for single distances, the others grow by a ratio to `far`."""
+    middle, lengths = buckets // 2, np.arange(2 * far, dtype=np.float32)
+    with np.errstate(divide="ignore"):
+        ratio = np.log(lengths / middle) / np.log(np.float32((far - 1) / middle))
+    large = np.ceil(np.maximum(ratio, 0) * (middle - 1)) + middle
+    of_length = np.where(lengths <= middle, lengths, np.minimum(large, buckets)).astype(np.int32)
+    side = jnp.asarray(of_length)[jnp.minimum(jnp.abs(distance), len(lengths) - 1)]
+    return jnp.clip(jnp.sign(distance) * side + buckets, 0, 2 * buckets - 1)
+
+
+@jax.named_scope(POSITION_SCOPE)
+def disentangled_bias(
+    config: ModelConfig,
+    content: tuple[Float[Array, "B T N H"], Float[Array, "B S K H"]],
+    relative: tuple[Float[Array, "1 R N H"], Float[Array, "1 R K H"]],
+    mask: AttentionMask,
+) -> Float[Array, "B N T S"]:
+    """(q_t . k'_r + k_s . q'_r) times the scale of the scores, float32, where r is the row of the
+    distance of s from t, and q', k' are the queries and keys of the rows (arXiv:2006.03654)."""
+    (q, k), (q_rows, k_rows) = content, relative
+    heads = (k.shape[2], q.shape[2] // k.shape[2])  # K, G
+    q, q_rows = (x.reshape(*x.shape[:2], *heads, x.shape[-1]) for x in (q, q_rows))
+    row = log_bucket(-key_distances(mask), config.relative_buckets, config.relative_distance)
+    row = row[:, None, None]  # [B or 1, 1, 1, T, S]
+    of_queries = jnp.einsum("BTKGH,RKH->BKGTR", q, k_rows[0]).astype(jnp.float32)
+    of_keys = jnp.einsum("BSKH,RKGH->BKGRS", k, q_rows[0]).astype(jnp.float32)
+    bias = jnp.take_along_axis(of_queries, row, axis=-1)
+    bias = bias + jnp.take_along_axis(of_keys, row, axis=-2)
+    scale = config.attention_scale or config.head_width**-0.5
+    return scale * jax.lax.collapse(bias, 1, 3)
 
 
 def score_bias(
@@ -55,22 +122,25 @@ def score_bias(
 ) -> Float[Array, "B N T S"]:
     """The bias of the scores, float32 [B or 1, N, T, S], or with P leading keys
     [B or 1, N, T, P + S]."""
+    return BIASES[config.positions](table, config, key_distances(mask), mask.causal)
+
+
+def key_distances(mask: AttentionMask) -> Int[Array, "B T S"]:
+    """The position of each key less that of the query, [B or 1, T, S], or with P leading keys
+    [B or 1, T, P + S]."""
     queries, keys = mask.queries.positions, mask.keys.positions
     if mask.queries.ordered and mask.keys.ordered:
         # Two tokens of a segment are as far apart as their indices in the row, so that one bias
         # [1, N, T, S] serves all rows.
         queries, keys = jnp.arange(queries.shape[1])[None], jnp.arange(keys.shape[1])[None]
-    bias_of = BIASES[config.positions]
-    distance = keys[:, None, :] - queries[:, :, None]  # [B or 1, T, S]
-    of_tokens = bias_of(table, config, distance, mask.causal)
+    of_tokens = keys[:, None, :] - queries[:, :, None]  # [B or 1, T, S]
     if not mask.leading:
         return of_tokens
     # The distance of a token from the leading keys depends on its position in its segment.
     positions = mask.queries.positions
     if mask.queries.ordered and mask.queries.segments is None:
         positions = positions[:1]
-    distance = jnp.arange(mask.leading)[None, None, :] - positions[:, :, None]  # [B or 1, T, P]
-    of_leading = bias_of(table, config, distance, mask.causal)
+    of_leading = jnp.arange(mask.leading)[None, None, :] - positions[:, :, None]  # [B or 1, T, P]
     rows = max(len(of_leading), len(of_tokens))
     of_leading = jnp.broadcast_to(of_leading, (rows, *of_leading.shape[1:]))
     of_tokens = jnp.broadcast_to(of_tokens, (rows, *of_tokens.shape[1:]))
@@ -94,4 +164,4 @@ def _t5(
 
 
 Bias = Callable[[jax.Array | None, ModelConfig, jax.Array, bool], jax.Array]
-BIASES: dict[str, Bias] = dict(zip(BIASED_SCORES, (_alibi, _t5), strict=True))
+BIASES: dict[str, Bias] = {"alibi": _alibi, "t5": _t5}

@@ -68,11 +68,11 @@ def transformer_block(
 
 def _mask(config: ModelConfig, x: jax.Array, positions: Any, segment_ids: Any) -> AttentionMask:
     """The mask of a layer's self-attention, causal in a decoder."""
-    if config.family == "encoder_decoder" or config.positions == "t5":
+    if config.family == "encoder_decoder" or config.positions in ("t5", "disentangled"):
         raise ConfigError(
             f"model.family={config.family} with model.positions={config.positions}: a layer that"
             " reads a source, or a bias that all layers share, cannot be computed alone: call"
-            " jf.forward on the whole model, or take a decoder or an encoder without t5."
+            " jf.forward on the whole model, or take a decoder or an encoder with other positions."
         )
     if x.ndim != 3 or x.shape[-1] != config.d_model:
         raise ConfigError(

@@ -20,7 +20,13 @@ from jaxformer.arrays.params import Params, Specs, is_custom, map_specs, rows, s
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.layers.biases import has_layer_bias, relative_bias_specs, score_bias
+from jaxformer.layers.biases import (
+    has_layer_bias,
+    relative_bias_specs,
+    relative_row_specs,
+    relative_rows,
+    score_bias,
+)
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.cache import KVCache, LayerCache
 from jaxformer.layers.exchange import balanced, in_order
@@ -65,6 +71,7 @@ def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
     table = {"blocks": blocks, "final_norm": final}
     if has_shared_bias(config):
         table = {"blocks": blocks, **relative_bias_specs(config), "final_norm": final}
+    table |= relative_row_specs(config)
     return {name: rows for name, rows in table.items() if rows}
 
 
@@ -170,7 +177,8 @@ def run_stack(
     bias = None
     if has_shared_bias(config):
         bias = score_bias(params.get("relative_bias"), config, call.mask)
-    call = call._replace(mask=call.mask._replace(scoring=Scoring(bias=bias)))
+    relative = relative_rows(params, config, x.dtype)
+    call = call._replace(mask=call.mask._replace(scoring=Scoring(bias=bias)), relative=relative)
     is_balanced = cache is None and _reads_balanced(params, config, call)
     # The bias of a layer is of tokens in order, as is that of a stack.
     is_balanced = is_balanced and not has_layer_bias(config)

@@ -19,7 +19,7 @@ from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
-from jaxformer.layers.biases import score_bias
+from jaxformer.layers.biases import is_disentangled, key_distances, score_bias
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
@@ -273,7 +273,14 @@ def _scoring(config: ModelConfig, mask: AttentionMask) -> Scoring:
     if config.positions == "t5":
         table = jnp.sin(jnp.arange(config.relative_buckets * heads)).reshape(-1, heads)
     biased = mask.relative and config.positions in BIASED_SCORES
-    bias = score_bias(table, config, mask) if biased else None
+    bias = None
+    if biased and is_disentangled(config):
+        # One of this shape: that of a layer depends on its queries and keys.
+        angles = key_distances(mask)[:, None] + jnp.arange(heads)[:, None, None]
+        shape = (len(mask.queries.positions), *angles.shape[1:])
+        bias = jnp.broadcast_to(jnp.sin(angles), shape)
+    elif biased:
+        bias = score_bias(table, config, mask)
     return Scoring(config.attention_scale, config.attention_soft_cap, bias, sinks)
 
 

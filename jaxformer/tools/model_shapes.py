@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxformer.arrays.params import count, dotted, map_specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
+from jaxformer.layers.biases import POSITION_SCOPE
 from jaxformer.layers.block import PLACEMENTS, all_sublayers, shared_norm
 from jaxformer.layers.embed import embed_formula
 from jaxformer.layers.head import head, head_formula
@@ -380,8 +381,8 @@ def _name(group: _Group, names: list[str], layer: str, trace: _Trace) -> str:
 
 
 def _products(trace: _Trace, group: _Group, name: str, grouped: bool) -> Iterator[ShapeRow]:
-    """The products of a sublayer: with a weight, by its name, and of queries with keys and of
-    weights with values."""
+    """The products of a sublayer: with a weight, by its name, of queries and keys with those of
+    positions, of queries with keys, and of weights with values."""
 
     def shape(var: Any) -> Shape:
         dims: Shape = var.aval.shape
@@ -400,7 +401,9 @@ def _products(trace: _Trace, group: _Group, name: str, grouped: bool) -> Iterato
             sides = zip(eqn.invars, weights, strict=True)
             reads = [trace.by_rows(var) for var, weight in sides if not weight and _is_float(var)]
         else:
-            what = next(names_without_weight, "product")
+            inner_scopes = str(eqn.source_info.name_stack).split("/")
+            of_positions = POSITION_SCOPE in inner_scopes
+            what = POSITION_SCOPE if of_positions else next(names_without_weight, "product")
             # Queries before keys.
             reads = [trace.origin(var) for var in reversed(eqn.invars)]
         makes = trace.result(eqn.outvars[0])

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import transformers as tf
+from pretrained_variants import DEBERTA
 from transformers.models.auto import configuration_auto
 
 import jaxformer as jf
@@ -61,6 +62,7 @@ CLASSES = {
     "xlm-roberta": tf.XLMRobertaConfig,
     "electra": tf.ElectraConfig,
     "albert": tf.AlbertConfig,
+    "deberta-v2": tf.DebertaV2Config,
     "mpnet": tf.MPNetConfig,
     "nomic_bert": tf.NomicBertConfig,
     "modernbert": tf.ModernBertConfig,
@@ -236,6 +238,13 @@ REFUSED = [
     ("albert", dict(embedding_size=48, hidden_size=48), "embedding_size"),
     ("albert", dict(inner_group_num=2), "inner_group_num"),
     ("albert", dict(num_hidden_groups=5), "num_hidden_groups"),
+    ("deberta-v2", dict(conv_kernel_size=3), "conv_kernel_size"),
+    ("deberta-v2", dict(pos_att_type=["c2p"]), "pos_att_type"),
+    ("deberta-v2", DEBERTA | dict(pos_att_type="c2p"), "pos_att_type"),
+    ("deberta-v2", DEBERTA | dict(share_att_key=False), "share_att_key"),
+    ("deberta-v2", DEBERTA | dict(norm_rel_ebd="none"), "norm_rel_ebd"),
+    ("deberta-v2", DEBERTA | dict(position_buckets=-1), "position_buckets"),
+    ("deberta-v2", dict(embedding_size=64), "embedding_size"),
     ("mpnet", dict(relative_attention_num_buckets=16), "relative_attention_num_buckets"),
     ("mpnet", dict(pad_token_id=0), "pad_token_id"),
     ("nomic_bert", dict(hidden_act="tanh"), "hidden_act"),

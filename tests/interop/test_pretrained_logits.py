@@ -155,7 +155,13 @@ def test_packed_rows_of_experts_give_the_references_logits_of_each_text(name):
     assert_close(found.reshape(expected.shape), expected, batch)
 
 
-OF_LAYERS = ["umt5", "modernbert", "electra masked", "albert pre-training, two groups"]
+OF_LAYERS = [
+    "umt5",
+    "modernbert",
+    "electra masked",
+    "albert pre-training, two groups",
+    "deberta masked",
+]
 
 
 @each(OF_LAYERS)
@@ -174,6 +180,7 @@ def test_a_scan_over_layers_gives_the_logits_of_the_references(name):
         "electra masked",
         "albert masked",
         "mpnet masked",
+        "deberta masked",
         "distilbert masked",
         "clip",
         "ministral3",

@@ -104,6 +104,7 @@ OTHER = [  # and others that are not
     (DECODER | dict(positions="t5"), dict(relative_bias="layer")),
     (DECODER, dict(unnormed_layers=1)),
     (DECODER | dict(positions="t5"), dict(position_embedding="learned")),
+    (DECODER | dict(positions="t5"), dict(positions="disentangled")),
     (ENCODER | dict(head="classes", n_classes=2), dict(pooling="mean")),
     (ENCODER | dict(head="tags", n_classes=2), dict(class_head="dense")),
     (ENCODER | dict(head="tags", n_classes=2), dict(n_classes=3)),

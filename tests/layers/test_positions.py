@@ -12,7 +12,13 @@ import pytest
 
 import jaxformer as jf
 from jaxformer import layers
-from jaxformer.layers.biases import alibi_slopes, relative_bucket, score_bias
+from jaxformer.layers.biases import (
+    alibi_slopes,
+    disentangled_bias,
+    log_bucket,
+    relative_bucket,
+    score_bias,
+)
 from jaxformer.layers.masks import AttentionMask, layout_of, visible
 from jaxformer.layers.positions import FREQUENCIES, rotate, sinusoids
 
@@ -483,3 +489,35 @@ def test_a_window_wide_enough_hides_nothing():
     layout = layout_of(jnp.zeros((1, 6), jnp.int32), None, None)
     assert visible(AttentionMask(layout, layout, causal=False)) is None
     assert visible(AttentionMask(layout, layout, causal=False, window=6)).all()
+
+
+@pytest.mark.parametrize("buckets, far", [(256, 512), (6, 9), (32, 128)])
+def test_rows_of_disentangled_positions_are_those_of_transformers(buckets, far):
+    reference = pytest.importorskip("transformers.models.deberta_v2.modeling_deberta_v2")
+    torch = pytest.importorskip("torch")
+    distance = np.arange(-3 * far, 3 * far + 1)
+    signed = reference.make_log_bucket_position(torch.from_numpy(distance), buckets, far).long()
+    expected = np.clip(signed.numpy() + buckets, 0, 2 * buckets - 1)
+    np.testing.assert_array_equal(log_bucket(jnp.asarray(distance), buckets, far), expected)
+
+
+def test_disentangled_scores_add_both_products_with_the_row_of_the_distance():
+    """q_t . k_s + q_t . k'_r + k_s . q'_r, all times the scale."""
+    config = jf.ModelConfig(
+        **SMALL | {"n_kv_heads": 2},
+        positions="disentangled",
+        relative_buckets=4,
+        relative_distance=8,
+        attention_scale=0.3,
+    )
+    q, k = array(2, 5, 4, 16), array(2, 5, 2, 16, seed=1)
+    q_rows, k_rows = array(1, 8, 4, 16, seed=2), array(1, 8, 2, 16, seed=3)
+    layout = layout_of(jnp.zeros((2, 5), jnp.int32), None, None)
+    bias = disentangled_bias(config, (q, k), (q_rows, k_rows), AttentionMask(layout, layout))
+    assert bias.shape == (2, 4, 5, 5) and bias.dtype == jnp.float32
+    for head, query, key in [(0, 0, 0), (1, 4, 0), (3, 1, 3), (2, 2, 1)]:
+        row = int(log_bucket(jnp.asarray(query - key), 4, 8))
+        of_position = q[:, query, head] @ k_rows[0, row, head // 2]
+        of_content = k[:, key, head // 2] @ q_rows[0, row, head]
+        expected = 0.3 * (of_position + of_content)
+        np.testing.assert_allclose(bias[:, head, query, key], expected, rtol=1e-5)

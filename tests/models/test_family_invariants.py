@@ -87,7 +87,7 @@ def test_packing_padding_and_caching_change_nothing(positions, family, layout, w
 
 def test_the_product_is_whole():
     ways = len(LAYOUTS) * (2 * len(WRITERS) + 1)
-    assert len(PRODUCT) == 2 * len(POSITIONS) * ways == 2 * 6 * 20
+    assert len(PRODUCT) == 2 * len(POSITIONS) * ways == 2 * 7 * 20
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_the_pairs_are_all_there():
         for pair in itertools.combinations(options, 2)
         if pair[0][0] != pair[1][0] and frozenset(pair) not in held | APART
     ]
-    assert not missing and len(options) == 71 and len(PAIRS) >= 55
-    assert all(not fits(dict(pair)) for pair in APART) and len(APART) == 6
+    assert not missing and len(options) == 72 and len(PAIRS) >= 55
+    assert all(not fits(dict(pair)) for pair in APART) and len(APART) == 9
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ SHOWN = {  # a change of settings, the sublayer whose formula it changes, and a 
     "positions=learned": ("decoder.embed", "P[position]"),
     "positions=t5": ("decoder.0.attention", "+ bias[distance]"),
     "positions=alibi": ("encoder.0.attention", "slope"),
+    "positions=disentangled": ("encoder.0.attention", "+ (Q K_r[distance] + K Q_r[distance])"),
     "norm_placement=post": ("decoder.0.attention", "x ← norm(x + attention(x))"),
     "residual=parallel": ("decoder.0.ffn", "same x"),
     "residual=parallel_shared": ("decoder.0.ffn", "same norm(x)"),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.config.rules import names_of
-from jaxformer.layers.biases import has_layer_bias
+from jaxformer.layers.biases import has_layer_bias, is_disentangled
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
 from jaxformer.layers.ring import LONGEST_BLOCK
 from jaxformer.layers.sublayer import Sizes, StoredArray
@@ -145,7 +145,8 @@ def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
     heads = sizes_of(planned, stack.tokens, stack.tokens).share(model.n_heads) / planned.context
     biases = 4 * heads * stack.tokens**2
     biases *= len(stack.layers) if has_layer_bias(model) else 1
-    return biases, biases if model.positions == "t5" else 0.0
+    biases *= planned.rows if is_disentangled(model) else 1
+    return biases, 0.0 if model.positions == "alibi" else biases
 
 
 def edge_bytes(planned: PlannedRun) -> float:
