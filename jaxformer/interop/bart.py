@@ -10,7 +10,7 @@ from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.tensor_table import AS_ROW, TensorRow, linear, norm
+from jaxformer.interop.tensor_table import AS_ROW, TensorRow, linear, norm, projections
 
 STACKS = ("encoder", "decoder")
 
@@ -76,14 +76,12 @@ def normed_embeddings(is_normed: bool) -> tuple[KeyMapping, ...]:
 def stack(side: str, prefix: str) -> tuple[TensorRow, ...]:
     """The rows of one stack; `prefix` begins its paths in the params."""
     layer = f"model.{side}.layers.{{}}."
-    projections = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
     sublayers = {"self_attn": "attention", "encoder_attn": "cross"}
     if side == "encoder":
         del sublayers["encoder_attn"]
     attention: list[TensorRow] = []
     for name, block in sublayers.items():
-        for projection, leaf in projections.items():
-            attention += linear(f"{layer}{name}.{projection}", f"{prefix}blocks.{block}.{leaf}")
+        attention += projections(layer + name, "out_proj", f"{prefix}blocks.{block}")
         attention += norm(f"{layer}{name}_layer_norm", f"{prefix}blocks.{block}_norm")
     return (
         *attention,

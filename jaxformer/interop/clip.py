@@ -4,7 +4,7 @@ projection of the last token of a text, which is its EOS."""
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family
-from jaxformer.interop.tensor_table import TensorRow, linear, norm
+from jaxformer.interop.tensor_table import TensorRow, linear, norm, projections
 
 
 class ProjectionWidth(fields.Key):
@@ -39,10 +39,7 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         TensorRow(base + "embeddings.token_embedding.weight", "embed.tokens"),
         TensorRow(base + "embeddings.position_embedding.weight", "embed.positions"),
         *norm(layer + "layer_norm1", "blocks.attention_norm"),
-        *linear(layer + "self_attn.q_proj", "blocks.attention.q"),
-        *linear(layer + "self_attn.k_proj", "blocks.attention.k"),
-        *linear(layer + "self_attn.v_proj", "blocks.attention.v"),
-        *linear(layer + "self_attn.out_proj", "blocks.attention.out"),
+        *projections(layer + "self_attn", "out_proj"),
         *norm(layer + "layer_norm2", "blocks.ffn_norm"),
         *linear(layer + "mlp.fc1", "blocks.ffn.up"),
         *linear(layer + "mlp.fc2", "blocks.ffn.down"),

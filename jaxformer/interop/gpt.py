@@ -9,7 +9,16 @@ from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import ATTENTION, INV_FREQ
 from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.tensor_table import BY_HEAD, CONV, QKV, TensorRow, linear, norm, output
+from jaxformer.interop.tensor_table import (
+    BY_HEAD,
+    CONV,
+    QKV,
+    TensorRow,
+    linear,
+    norm,
+    output,
+    projections,
+)
 from jaxformer.layers.pattern import layer_configs
 
 # GPT-2 (Radford et al. 2019).
@@ -198,10 +207,7 @@ GPTJ_FIELDS = (
 GPTJ_ROWS = (
     TensorRow("transformer.wte.weight", "embed.tokens"),
     *norm(GPT2_LAYER + "ln_1", "blocks.attention_norm"),
-    *linear(GPT2_LAYER + "attn.q_proj", "blocks.attention.q"),
-    *linear(GPT2_LAYER + "attn.k_proj", "blocks.attention.k"),
-    *linear(GPT2_LAYER + "attn.v_proj", "blocks.attention.v"),
-    *linear(GPT2_LAYER + "attn.out_proj", "blocks.attention.out"),
+    *projections(GPT2_LAYER + "attn", "out_proj"),
     *linear(GPT2_LAYER + "mlp.fc_in", "blocks.ffn.up"),
     *linear(GPT2_LAYER + "mlp.fc_out", "blocks.ffn.down"),
     *norm("transformer.ln_f", "final_norm"),
@@ -281,15 +287,11 @@ GPT_NEO_FIELDS = (
     fields.IgnoredKeys("summary_proj_to_labels"),
 )
 
-GPT_NEO_ATTENTION = GPT2_LAYER + "attn.attention."
 GPT_NEO_ROWS = (
     TensorRow("transformer.wte.weight", "embed.tokens"),
     TensorRow("transformer.wpe.weight", "embed.positions"),
     *norm(GPT2_LAYER + "ln_1", "blocks.attention_norm"),
-    *linear(GPT_NEO_ATTENTION + "q_proj", "blocks.attention.q"),
-    *linear(GPT_NEO_ATTENTION + "k_proj", "blocks.attention.k"),
-    *linear(GPT_NEO_ATTENTION + "v_proj", "blocks.attention.v"),
-    *linear(GPT_NEO_ATTENTION + "out_proj", "blocks.attention.out"),
+    *projections(GPT2_LAYER + "attn.attention", "out_proj"),
     *norm(GPT2_LAYER + "ln_2", "blocks.ffn_norm"),
     *linear(GPT2_LAYER + "mlp.c_fc", "blocks.ffn.up"),
     *linear(GPT2_LAYER + "mlp.c_proj", "blocks.ffn.down"),
@@ -337,10 +339,7 @@ OPT_ROWS = (
     TensorRow("model.decoder.embed_tokens.weight", "embed.tokens"),
     TensorRow("model.decoder.embed_positions.weight", "embed.positions"),
     *norm(OPT_LAYER + "self_attn_layer_norm", "blocks.attention_norm"),
-    *linear(OPT_LAYER + "self_attn.q_proj", "blocks.attention.q"),
-    *linear(OPT_LAYER + "self_attn.k_proj", "blocks.attention.k"),
-    *linear(OPT_LAYER + "self_attn.v_proj", "blocks.attention.v"),
-    *linear(OPT_LAYER + "self_attn.out_proj", "blocks.attention.out"),
+    *projections(OPT_LAYER + "self_attn", "out_proj"),
     *norm(OPT_LAYER + "final_layer_norm", "blocks.ffn_norm"),
     *linear(OPT_LAYER + "fc1", "blocks.ffn.up"),
     *linear(OPT_LAYER + "fc2", "blocks.ffn.down"),

@@ -8,7 +8,7 @@ from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import KeyMapping, Windows
 from jaxformer.interop.rope import ORIGINAL, Length, Rope, TemperedRope
 from jaxformer.interop.tensor_files import TensorFiles
-from jaxformer.interop.tensor_table import QKV, STACKED, TensorRow, linear, norm
+from jaxformer.interop.tensor_table import QKV, STACKED, TensorRow, linear, norm, projections
 
 ATTENTION, FFN = frozenset({"qkv", "out"}), frozenset({"ffn"})
 LAYER = "model.layers.{}."
@@ -16,10 +16,7 @@ LAYER = "model.layers.{}."
 # All but the norms of a layer, which the families place differently.
 TRUNK = (
     TensorRow("model.embed_tokens.weight", "embed.tokens"),
-    *linear(LAYER + "self_attn.q_proj", "blocks.attention.q"),
-    *linear(LAYER + "self_attn.k_proj", "blocks.attention.k"),
-    *linear(LAYER + "self_attn.v_proj", "blocks.attention.v"),
-    *linear(LAYER + "self_attn.o_proj", "blocks.attention.out"),
+    *projections(LAYER + "self_attn", "o_proj"),
     TensorRow(LAYER + "self_attn.q_norm.weight", "blocks.attention.q_norm"),
     TensorRow(LAYER + "self_attn.k_norm.weight", "blocks.attention.k_norm"),
     *linear(LAYER + "mlp.gate_proj", "blocks.ffn.gate"),

@@ -10,7 +10,7 @@ from jaxformer.interop.gemma import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMM
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import INV_FREQ
 from jaxformer.interop.rope import Rope
-from jaxformer.interop.tensor_table import TensorRow, linear, norm
+from jaxformer.interop.tensor_table import TensorRow, linear, norm, projections
 
 # The keys of one stack, in a table of its own; dropout and ties are those of the model.
 STACK_KEYS = (
@@ -70,8 +70,7 @@ def stack(side: str, prefix: str) -> tuple[TensorRow, ...]:
         del sublayers["cross_attn"]
     tensor_rows: list[TensorRow] = []
     for name, sublayer in sublayers.items():
-        for projection, leaf in {"q": "q", "k": "k", "v": "v", "o": "out"}.items():
-            tensor_rows += linear(f"{layer}{name}.{projection}_proj", f"{blocks}{sublayer}.{leaf}")
+        tensor_rows += projections(layer + name, "o_proj", blocks + sublayer)
     for leaf in ("gate", "up", "down"):
         tensor_rows += linear(f"{layer}mlp.{leaf}_proj", f"{blocks}ffn.{leaf}")
     for name, sublayer in (sublayers | {"feedforward": "ffn"}).items():

@@ -186,6 +186,13 @@ def linear(
     return weight, TensorRow(f"{hf}.bias", biases, transform)
 
 
+def projections(hf: str, out: str, path: str = "blocks.attention") -> tuple[TensorRow, ...]:
+    """The matrices of an attention below `hf`, each by itself: q_proj, k_proj, v_proj and `out`."""
+    names = {"q_proj": "q", "k_proj": "k", "v_proj": "v", out: "out"}
+    pairs = [linear(f"{hf}.{name}", f"{path}.{leaf}") for name, leaf in names.items()]
+    return tuple(itertools.chain.from_iterable(pairs))
+
+
 def output(hf: str, path: str) -> tuple[TensorRow, ...]:
     """The weight [out, in] of an output layer, which is stored as it is, and its bias."""
     return TensorRow(f"{hf}.weight", f"{path}.weight"), TensorRow(f"{hf}.bias", f"{path}.bias")
