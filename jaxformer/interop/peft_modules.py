@@ -45,6 +45,9 @@ from jaxformer.models.transformer import specs as model_specs
 PREFIX = "base_model.model."  # of every name in adapter_model.safetensors
 # Modules whose name in the classes of transformers 5 is not that of their tensors in model files.
 OLD_MODULES = ((r"^embed_out\b", "lm_head"),)
+# Modules of other layers that peft takes for the experts of a model when it loads an adapter, since
+# experts were modules of these names before transformers 5. Their weights are parameters to peft.
+TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 SCORE = "score"  # the output layer of a decoder's class head in transformers, without a bias
 
 
@@ -73,9 +76,9 @@ ROUTED_PARAMETERS: Mapping[str, tuple[TensorRow, ...]] = {
 @dataclass(frozen=True)
 class Layout:
     """The tensors of an architecture by name, those that are modules which peft can adapt, by the
-    name of the module, the parameters of experts and routers by their names, and what repeats a
-    tensor (a tied output layer). `prefix` and `renamed` are as in `Family`, for the names of other
-    classes and versions."""
+    name of the module, the parameters that it adapts by their names (experts, routers, and modules
+    that it takes for experts), and what repeats a tensor (a tied output layer). `prefix` and
+    `renamed` are as in `Family`, for the names of other classes and versions."""
 
     tensors: Mapping[str, Tensor]
     modules: Mapping[str, Tensor]
@@ -151,11 +154,15 @@ def _layout(
         and (name.endswith(".weight") or tensor.experts)
         and not (routed and is_routed(tensor))
     }
+    parameters = {tensor.name: tensor for tensor in routed}
+    if routed:
+        taken = {n: t for n, t in modules.items() if n.rpartition(".")[2] in TAKEN_FOR_EXPERTS}
+        parameters |= {f"{name}.weight": tensor for name, tensor in taken.items()}
     copies = tuple(copy._replace(name=_in_class(copy.name)) for copy in copies)
     return Layout(
         tensors=by_name,
         modules=modules,
-        parameters={tensor.name: tensor for tensor in routed},
+        parameters=parameters,
         copies=copies,
         prefix=family.prefix,
         renamed=(*family.renamed, *OLD_MODULES),

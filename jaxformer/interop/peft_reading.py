@@ -132,6 +132,7 @@ def _fitted_modules(
     of_parameters = _parameter_names(stored, layout)
     for module in sorted(stored_modules.keys() - {*names.values(), *of_parameters.values()}):
         problems.append(f"{module}: {_why_not_in_model(module, layout)}")
+    names = {name: module for name, module in names.items() if module not in of_parameters.values()}
     peft_names = _peft_names(layout, names)
     of_modules, modules = stored.settings.of_modules([*peft_names.values()]), []
     for name, tensor in layout.modules.items():

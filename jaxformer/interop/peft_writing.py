@@ -36,9 +36,6 @@ from jaxformer.interop.tensor_table import CONV, Tensor, tensor_of
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.transformer import without_objective
 
-# Modules of other layers that peft takes for the experts when it loads an adapter, because experts
-# were modules of these names before transformers 5.
-TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # Of models with a language head, by their family.
 TASKS = {"decoder": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
 
@@ -132,15 +129,14 @@ def save_adapter(
 
 
 def _modules_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftModule]:
-    """The adapted modules by name. Raises ConfigError where there is one that peft has not."""
+    """The adapted modules by name but for those whose weight is a parameter. Raises ConfigError
+    where there is one that peft has not."""
     modules = {}
     for name, tensor in layout.modules.items():
         adapters = [_leaf_adapter(leaves[path], tensor.entry[:1]) for path in tensor.paths]
-        if not any(adapters):
+        if not any(adapters) or f"{name}.weight" in layout.parameters:
             continue
         obstacle = layout.obstacle(tensor)
-        if layout.parameters and _last(name) in TAKEN_FOR_EXPERTS:
-            obstacle = f"peft takes {_last(name)} in a model with experts for that of the experts"
         if obstacle:
             raise ConfigError(
                 f"the adapter of {tensor.paths[0]} cannot be written for peft: {obstacle}. Merge it"
@@ -151,7 +147,7 @@ def _modules_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftM
 
 
 def _parameters_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftModule]:
-    """The adapted parameters of experts and routers by name."""
+    """The adapted parameters by name, of experts, routers and what peft takes for experts."""
     parameters = {}
     for name, tensor in layout.parameters.items():
         adapters = [_leaf_adapter(leaves[path], tensor.entry[:1]) for path in tensor.paths]

@@ -133,14 +133,20 @@ def test_an_adapter_of_experts_over_a_quantized_base_and_of_some_layers():
     np.testing.assert_allclose(ours(found, batch), logits(model.config, params, batch), atol=1e-4)
 
 
-def test_layers_that_peft_takes_for_experts_are_not_written(tmp_path):
-    model = loaded("qwen3-moe dense layers")
-    lora = jf.LoRA(rank=2, targets=("ffn",))
-    params = jf.adapt(model.params, model.config, lora, jax.random.key(0))
-    with pytest.raises(
-        jf.ConfigError, match=r"ffn\.\w+ cannot be .* peft takes \w+_proj in a model"
-    ):
-        jf.save_adapter(tmp_path, params, model.config)
+@each(["qwen3-moe dense layers", "deepseek-v3"], slow=["qwen3-moe dense layers"])
+def test_layers_that_peft_takes_for_experts_are_parameters_of_an_adapter(name):
+    """Dense layers and shared experts, by the names that experts had before transformers 5."""
+    model, batch = loaded(name), inputs(name)
+    others = ("experts", "latent") if name == "deepseek-v3" else ("attention",)
+    lora = jf.LoRA(rank=2, targets=("ffn", *others), ranks={"up": 3})
+    params = noised(jf.adapt(model.params, model.config, lora, jax.random.key(0)))
+    wanted = logits(model.config, params, batch)
+    assert np.abs(wanted - logits(model.config, model.params, batch)).max() > 0.1 * wanted.std()
+    place = folder(name, "dense")
+    jf.save_adapter(place, params, model.config, base=directory(name))
+    assert "gate_proj.weight" in settings_of(place)["target_parameters"]
+    assert_close(wanted, theirs(put_on(name, place), batch), batch)
+    assert_close(ours(jf.load(place), batch), wanted, batch)
 
 
 WRONG = {
