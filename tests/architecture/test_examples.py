@@ -197,6 +197,21 @@ def test_docstrings_have_a_topic_and_stand_on_one_side(tmp_path, monkeypatch):
     assert not sides[0] & sides[1] and 2 < len(sides[0]) / len(sides[1]) < 4
 
 
+def test_answers_about_functions_are_one_sentence_and_are_split_by_module(tmp_path, monkeypatch):
+    module = example("stdlib_answers")
+    monkeypatch.chdir(tmp_path)
+    module.main()
+    sides = {}
+    for side in ("train", "validation"):
+        lines = Path(f"answers/{side}.jsonl").read_text(encoding="utf-8").splitlines()
+        pairs = [[turn["content"] for turn in json.loads(line)["messages"]] for line in lines]
+        assert len(pairs) > 40
+        for _, answer in pairs:
+            assert answer.endswith(".") and len(answer) <= module.LONGEST and "\n" not in answer
+        sides[side] = {question.split()[2].split(".")[0] for question, _ in pairs}
+    assert not sides["train"] & sides["validation"]
+
+
 def test_the_answers_of_haystacks_are_what_their_needles_state():
     page = example("long_context")
     batch = page.haystacks((3, 0), 5, 100)
