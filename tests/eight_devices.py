@@ -45,6 +45,9 @@ BERT = {
     "norm_placement": "post",
 }
 LATENT = {"mixer": "latent", "n_kv_heads": 0, "kv_rank": 16, "query_rank": 24, "rope_head_dim": 4}
+CLASSES = {"family": "encoder", "head": "classes", "n_classes": 3}
+DISENTANGLED = {"positions": "disentangled", "relative_buckets": 8, "relative_distance": 10}
+SHARED = {"n_layers": 4, "layer_groups": 2, "layer_loop": "scan", "embedding_width": 16}
 CASES = {  # model of shapes.py, changes to it, microbatches
     "llama": ("llama", {}, 1),
     "gpt2": ("gpt2", {"dropout": 0.1}, 2),
@@ -58,11 +61,9 @@ CASES = {  # model of shapes.py, changes to it, microbatches
     "prefix": ("llama", {}, 2),
     "prompt": ("llama", {}, 1),
     "prompt of a source": ("llama", SEQUENCE_TO_SEQUENCE | {"max_segments": 1}, 1),
-    "classes": (
-        "llama",
-        {"family": "encoder", "head": "classes", "n_classes": 3, "positions": "alibi"},
-        1,
-    ),
+    "classes": ("llama", CLASSES | {"positions": "alibi"}, 1),
+    "disentangled": ("llama", CLASSES | DISENTANGLED, 2),
+    "shared layers": ("llama", CLASSES | SHARED, 1),
 }
 ON = {
     "llama": list(MESHES),
@@ -80,6 +81,8 @@ SLOW = {
     "prompt": ["all three"],
     "prompt of a source": ["all three"],
     "classes": ["all three"],
+    "disentangled": ["all three"],
+    "shared layers": ["all three"],
     "encoder-decoder": ["tensor 4"],
     "encoder": ["tensor 4"],
     "blocked dropout": ["tensor 4"],

@@ -24,6 +24,8 @@ SLOW = [
     "prompt, 1 microbatches, all three",
     "prompt of a source, 1 microbatches, all three",
     "classes, 1 microbatches, all three",
+    "disentangled, 2 microbatches, all three",
+    "shared layers, 1 microbatches, all three",
     "blocked dropout, 2 microbatches, tensor 4",
     "splash, 1 microbatches, tensor 4",
     "tiles, 4 microbatches, data 8",
@@ -37,6 +39,7 @@ EXPLICIT = [f"explicit {name}" for name in ("llama", "lora", "encoder-decoder", 
 SLOW_EXPLICIT = [
     f"explicit {name}" for name in ("latent", "prefix", "prompt", "prompt of a source", "classes")
 ]
+SLOW_EXPLICIT += ["explicit disentangled", "explicit shared layers"]
 
 
 @pytest.fixture(scope="session")
