@@ -12,6 +12,7 @@ from jaxformer.cli.arguments import SampleArguments
 from jaxformer.cli.prompting import Model, check_seed, check_size, start_of, text_of
 from jaxformer.files import ConfigError, parse_object, read_text
 from jaxformer.generation.refill import refill
+from jaxformer.generation.stop_strings import before_stop
 
 PROMPTS_ADVICE = 'give a text file with a prompt a line, or .jsonl with {"prompt": "..."} a line'
 EXCLUDED_OPTIONS = (
@@ -22,6 +23,8 @@ EXCLUDED_OPTIONS = (
     "embed",
     "output",
     "beams",
+    "draft",
+    "lookup",
 )  # which take no file of prompts
 
 
@@ -40,6 +43,9 @@ def write_texts(model: Model, args: SampleArguments, path: Path) -> None:
         _check(model, start, source)
         starts.append(start)
         sources.append(source)
+    rules = model.writing_rules() | args.rules(model.tokenizer.encode)
+    rules |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    rules |= {"tokenizer": model.tokenizer, "n": args.n}
     has_sources = model.config.family == "encoder_decoder"
     texts = refill(
         model.params,
@@ -49,17 +55,15 @@ def write_texts(model: Model, args: SampleArguments, path: Path) -> None:
         rows=args.rows,
         key=jax.random.key(secrets.randbits(31) if args.seed is None else args.seed),
         sources=sources if has_sources else None,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        **model.writing_rules(),
+        **rules,
     )
     early = 0
     for number, tokens in _in_order(texts):
         start, made = starts[number], model.before_end(tokens)
-        early += len(made) == len(tokens) < args.max_new_tokens
+        early += len(start) + len(made) == model.context() and len(made) < args.max_new_tokens
         text = text_of(model.tokenizer, [*start, *made])
-        line = {"prompt": prompts[number], "text": text[len(text_of(model.tokenizer, start)) :]}
+        text = before_stop(text[len(text_of(model.tokenizer, start)) :], args.stop_strings)
+        line = {"prompt": prompts[number], "text": text}
         print(json.dumps(line, ensure_ascii=False), flush=True)
     if early:
         print(

@@ -26,6 +26,7 @@ from jaxformer.files import ConfigError
 from jaxformer.generation.decode import Stream, start
 from jaxformer.generation.prompts import EMPTY, SLOTS, capacity, padded, rounded
 from jaxformer.generation.sampling import Sampling, draw
+from jaxformer.generation.stop_strings import StopText
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout
@@ -63,6 +64,9 @@ def refill(
     leaves no space for a token, and what `jf.generate` refuses.
     """
     rules = Sampling(**sampling)
+    if rules.n > 1:
+        raise ConfigError(f"n={rules.n}: give each prompt {rules.n} times instead.")
+    stop_length = _stop_lengths(rules, config)
     if key is None and rules.temperature > 0:
         raise ConfigError(
             "sampling at a temperature needs key=jax.random.key(...); with temperature=0 (greedy)"
@@ -80,7 +84,32 @@ def refill(
             batch.put(row, number, queue.read(number))
         if not batch.owners:
             return
-        yield from batch.advance(weights, config, rules, stopped)
+        for number, tokens in batch.advance(
+            weights,
+            config,
+            rules.of_program(),
+            lambda number, tokens: stop_length(tokens) > 0 or stopped(number, tokens),
+        ):
+            yield number, tokens[: stop_length(tokens) or len(tokens)]
+
+
+def _stop_lengths(rules: Sampling, config: ModelConfig) -> Callable[[Tokens], int]:
+    """How many tokens a text has with the one that completes a stop string; 0 where none does."""
+    stops, tokenizer = [stop.encode() for stop in rules.stop_strings], rules.tokenizer
+    if stops:
+        StopText.of(rules.stop_strings, tokenizer, config.vocab_size, 1)  # raises ConfigError
+    if not stops or tokenizer is None:
+        return lambda tokens: 0
+
+    def length(tokens: Tokens) -> int:
+        text = b""
+        for count, token in enumerate(tokens, 1):
+            text += tokenizer.raw(token)
+            if any(stop in text for stop in stops):
+                return count
+        return 0
+
+    return length
 
 
 class _Rows:

@@ -226,6 +226,9 @@ def test_the_texts_of_a_file_of_prompts_are_those_of_each_alone(
     assert sampled == texts("prompts.txt", "--seed", "3", "--rows", "4") != greedy
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": prompts[0], "id": 1}))
     assert texts("one.jsonl", "--seed", "3") == sampled[:1]
+    stop = sampled[0]["text"][5:8]
+    stopped = texts("prompts.txt", "--seed", "3", "--stop_strings", stop)
+    assert [row["text"] for row in stopped] == [row["text"].split(stop)[0] for row in sampled]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +238,9 @@ def test_the_texts_of_a_file_of_prompts_are_those_of_each_alone(
         ("[1]", [], "prompts.jsonl, prompt 1"),
         ('{"text": "a"}', [], 'prompt 1, has no "prompt" that is a text'),
         ('{"prompt": "a"}', ["--chat", "--beams", "2"], "leave out --chat and --beams"),
+        ('{"prompt": "a"}', ["--lookup"], "leave out --lookup"),
+        ('{"prompt": "a"}', ["--n", "2"], "n=2: give each prompt 2 times instead"),
+        ('{"prompt": "a"}', ["--min_p", "2"], "min_p=2.0 must be from 0 to 1"),
         ('{"prompt": "a"}', ["--rows", "0"], "--rows 0 and --max_new_tokens 256 must be at least"),
         ('{"prompt": ""}', [], "the prompt is empty"),
     ],
