@@ -24,6 +24,7 @@ from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import full_batch, padded, rounded
 from jaxformer.generation.refill import refill
 from jaxformer.generation.sampling import Sampling
+from jaxformer.generation.token_rules import RULES
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.harness_scores import WIDTHS, token_scores
 from jaxformer.runs.harness_tokens import LOG, HarnessTokens
@@ -32,7 +33,10 @@ from jaxformer.runs.stated import writing_rules
 
 AUTO_BATCH = 16
 BUCKET = 64  # lengths are rounded up to multiples of this
-SAMPLING = {"do_sample", "temperature", "top_k", "top_p"}
+SAMPLING = {
+    *("do_sample", "no_repeat_ngram_size", "min_new_tokens"),
+    *(rule.name for rule in RULES if rule.kind in ("penalty", "filter")),
+}
 
 
 class HarnessRequest(Protocol):

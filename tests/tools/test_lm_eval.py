@@ -331,6 +331,9 @@ def test_a_draw_from_one_token_is_greedy_and_one_from_all_follows_the_seed(direc
         == greedy
     )
     assert written(lm, CONTEXTS, max_gen_toks=20, do_sample=True) != greedy
+    penalized = {"max_gen_toks": 20, "repetition_penalty": 1.4, "no_repeat_ngram_size": 3}
+    texts = written(lm, CONTEXTS, **penalized)
+    assert texts != greedy and texts == written(reference_model(directory), CONTEXTS, **penalized)
     drawn = []
     for seed in (1, 1, 2):
         np.random.seed(seed)
