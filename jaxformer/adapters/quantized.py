@@ -2,8 +2,9 @@
 arXiv:2305.14314) in blocks of 64, with the codes of bitsandbytes.
 
 A leaf holds codes and scales, and makes the array that they stand for where it is used: products
-are those of that array, bit for bit. Neither codes nor scales learn. Of the weights of experts the
-arrays of all experts of a layer are made, also of those to which no token is sent.
+are those of that array, bit for bit, but for few rows on a CPU (`code_sums.py`). Neither codes nor
+scales learn. Of the weights of experts the arrays of all experts of a layer are made, also of those
+to which no token is sent.
 
 A data type of few bits is a table of ascending values in [-1, 1]. A number is divided by the
 largest absolute value of its block, and its code is the index of the nearest value. In the
@@ -23,6 +24,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jaxformer.adapters.code_sums import inputs_of, int8_sums, nf4_sums, reads_codes
 from jaxformer.arrays.params import CustomLeaf, RowGroups, Spec, contract, lookup, zeros
 from jaxformer.arrays.sharding import Axes, constrain, explicit_axes, gathered
 from jaxformer.config.adapter import Quantization
@@ -93,8 +95,16 @@ def scaled_codes(blocks: jax.Array, values: np.ndarray) -> tuple[jax.Array, jax.
 class QuantizedLeaf(CustomLeaf, Protocol):
     """A `CustomLeaf` of codes and scales."""
 
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
     def array(self) -> jax.Array:
         """The array that it stands for."""
+
+    def sums(self, x: jax.Array) -> jax.Array:
+        """x [R, I] times the array as a matrix [I, O], from its codes, where `reads_codes`."""
 
 
 @struct.dataclass
@@ -135,6 +145,9 @@ class Int8Weight:
         groups: RowGroups | None = None,
     ) -> jax.Array:
         return _contract(self, equation, x, to=to, dtype=dtype, groups=groups)
+
+    def sums(self, x: jax.Array) -> jax.Array:
+        return int8_sums(x, self.codes, self.scale)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """Rows of the array; only these are made."""
@@ -207,6 +220,9 @@ class NF4Weight:
     ) -> jax.Array:
         return _contract(self, equation, x, to=to, dtype=dtype, groups=groups)
 
+    def sums(self, x: jax.Array) -> jax.Array:
+        return nf4_sums(x, self.codes, self.maxima(), NF4_VALUES)
+
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """Rows of the array; only these are made where each is a number of blocks."""
         width = self.size[-1]
@@ -236,11 +252,17 @@ def _contract(
 ) -> jax.Array:
     """As `params.contract` of the array of a leaf, which is made again for the backward pass, once
     x is there: the arrays of all layers are never in memory at once, nor is one made before a loop
-    over tokens.
+    over tokens. Few rows on a CPU are multiplied from the codes (`code_sums.py`).
 
     A CPU makes it once for both passes unless layers are scanned, since XLA drops the barrier there
     before it would matter.
     """
+
+    inputs = inputs_of(equation)
+    if groups is None and reads_codes(x, leaf.shape, leaf.dtype, inputs):
+        sums = _from_codes(x.reshape(-1, math.prod(leaf.shape[:inputs])), leaf)
+        y = sums.reshape(*x.shape[: x.ndim - inputs], *leaf.shape[inputs:]).astype(dtype or x.dtype)
+        return constrain(y, to) if to else y
 
     @jax.checkpoint
     def product(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
@@ -249,6 +271,24 @@ def _contract(
         return contract(equation, x, leaf.array(), to=to, dtype=dtype, groups=groups)
 
     return product(x, leaf)
+
+
+@jax.custom_jvp
+def _from_codes(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
+    return leaf.sums(x)
+
+
+@_from_codes.defjvp
+def _from_codes_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """The derivative by x is a product with the array, made again for the backward pass; by the
+    codes there is none."""
+    x, leaf = primals
+
+    @jax.checkpoint
+    def product(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
+        return x @ leaf.array().reshape(x.shape[1], -1)
+
+    return leaf.sums(x), product(tangents[0], leaf)
 
 
 def _replicated(tree: TreeT) -> TreeT:
