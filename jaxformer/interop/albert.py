@@ -72,7 +72,7 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     return named_in_class(base, config, (*trunk, *head))
 
 
-WITH_POOLER = ("AlbertForPreTraining", "AlbertForSequenceClassification", "AlbertModel")
+ALBERT_WITH_POOLER = ("AlbertForPreTraining", "AlbertForSequenceClassification", "AlbertModel")
 ALBERT = Family(
     "albert",
     {
@@ -89,7 +89,7 @@ ALBERT = Family(
         fields.FixedKey("inner_group_num", (1,)),
         fields.Key("max_position_embeddings", "max_length", 512),
         fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu_new"),
-        fields.Present("albert.pooler.weight", "pooler", WITH_POOLER),
+        fields.Present("albert.pooler.weight", "pooler", ALBERT_WITH_POOLER),
         fields.Present(
             "sop_classifier.classifier.weight", "next_sentence", ("AlbertForPreTraining",)
         ),

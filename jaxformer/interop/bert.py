@@ -20,7 +20,7 @@ ENCODER = fields.Constant(
 
 
 # Key, field, and the default of BERT.
-SIZE_KEYS = (
+BERT_SIZE_KEYS = (
     ("vocab_size", "vocab_size", 30522),
     ("hidden_size", "d_model", 768),
     ("num_hidden_layers", "n_layers", 12),
@@ -33,7 +33,7 @@ def shared_fields(**default: int) -> tuple[KeyMapping, ...]:
     """The keys of all these families; `default` has a family's own defaults."""
     return (
         ENCODER,
-        *(fields.Key(hf, field, default.get(hf, usual)) for hf, field, usual in SIZE_KEYS),
+        *(fields.Key(hf, field, default.get(hf, usual)) for hf, field, usual in BERT_SIZE_KEYS),
         fields.Key("type_vocab_size", "token_types", 2),
         fields.Key("layer_norm_eps", "norm_eps", 1e-12),
         fields.FixedKey("position_embedding_type", ("absolute",)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
-from jaxformer.interop.bert import SIZE_KEYS, masked_copies, named_in_class
+from jaxformer.interop.bert import BERT_SIZE_KEYS, masked_copies, named_in_class
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
@@ -20,7 +20,7 @@ DEBERTA_SIZES: Mapping[str, int] = {
     "num_attention_heads": 24,
     "intermediate_size": 6144,
 }
-BOTH = ["p2c", "c2p"]  # the terms that positions add to the scores
+POSITION_TERMS = ["p2c", "c2p"]  # the terms that positions add to the scores
 
 
 class DisentangledPositions(KeyMapping):
@@ -40,8 +40,8 @@ class DisentangledPositions(KeyMapping):
                 raise hf.unsupported("pos_att_type", terms, [None])
             hf.only("norm_rel_ebd", ("none",))
             return {"max_length": length, "positions": "learned" if embedded else "none"}
-        if sorted(terms) != sorted(BOTH):
-            raise hf.unsupported("pos_att_type", terms, [BOTH])
+        if sorted(terms) != sorted(POSITION_TERMS):
+            raise hf.unsupported("pos_att_type", terms, [POSITION_TERMS])
         if not hf.flag("share_att_key", False):
             raise hf.unsupported("share_att_key", False, [True])
         if hf.get("norm_rel_ebd") != "layer_norm":
@@ -78,7 +78,7 @@ class DisentangledPositions(KeyMapping):
         if not keys["relative_attention"]:
             return keys
         return keys | {
-            "pos_att_type": BOTH,
+            "pos_att_type": POSITION_TERMS,
             "share_att_key": True,
             "norm_rel_ebd": "layer_norm",
             "position_buckets": config.relative_buckets,
@@ -128,7 +128,7 @@ PUBLISHED_HEAD = (
     (r"^lm_predictions\.lm_head\.bias$", "cls.predictions.bias"),
     (r"^lm_predictions\.lm_head\.", "cls.predictions.transform."),
 )
-ACTIVATIONS: Mapping[Any, Any] = {"gelu": "gelu", "tanh": "tanh", "relu": "relu"}
+POOLER_ACTIVATIONS: Mapping[Any, Any] = {"gelu": "gelu", "tanh": "tanh", "relu": "relu"}
 DEBERTA = Family(
     "deberta-v2",
     {
@@ -141,7 +141,7 @@ DEBERTA = Family(
         fields.Constant(
             family="encoder", norm="layer", norm_placement="post", bias="all", embedding_norm=True
         ),
-        *(fields.Key(hf, field, DEBERTA_SIZES[hf]) for hf, field, _ in SIZE_KEYS),
+        *(fields.Key(hf, field, DEBERTA_SIZES[hf]) for hf, field, _ in BERT_SIZE_KEYS),
         fields.DivisibleHeads(),
         fields.Key("type_vocab_size", "token_types", 0),
         fields.Key("layer_norm_eps", "norm_eps", 1e-7),
@@ -149,7 +149,7 @@ DEBERTA = Family(
         fields.FixedKey("conv_kernel_size", (0,)),
         fields.FixedKey("legacy", (True, False)),
         fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu"),
-        fields.Choice("pooler_hidden_act", "pooler_activation", ACTIVATIONS, "gelu"),
+        fields.Choice("pooler_hidden_act", "pooler_activation", POOLER_ACTIVATIONS, "gelu"),
         fields.tied(True),
         fields.ClassCount(),
         fields.Dropout("hidden_dropout_prob attention_probs_dropout_prob"),

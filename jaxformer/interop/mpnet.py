@@ -4,9 +4,9 @@ ones. Its 32 buckets and the offset of its positions are in the code, not in the
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.bert import (
+    BERT_SIZE_KEYS,
     ENCODER,
     OLD_NORMS,
-    SIZE_KEYS,
     OffsetPositions,
     masked_copies,
     named_in_class,
@@ -67,7 +67,7 @@ MPNET = Family(
         ),
         *(
             fields.Key(hf, field, 30527 if hf == "vocab_size" else usual)
-            for hf, field, usual in SIZE_KEYS
+            for hf, field, usual in BERT_SIZE_KEYS
         ),
         fields.Key("layer_norm_eps", "norm_eps", 1e-12),
         fields.FixedKey("relative_attention_num_buckets", (32,)),

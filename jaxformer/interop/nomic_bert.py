@@ -3,7 +3,7 @@ and no biases but those of the norms and heads."""
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
-from jaxformer.interop.bert import SIZE_KEYS, masked_copies, named_in_class
+from jaxformer.interop.bert import BERT_SIZE_KEYS, masked_copies, named_in_class
 from jaxformer.interop.family import Family
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.tensor_table import QKV, STACKED, TensorRow, linear, norm, output
@@ -75,7 +75,7 @@ NOMIC_BERT = Family(
         ),
         *(
             fields.Key(hf, field, 30528 if hf == "vocab_size" else usual)
-            for hf, field, usual in SIZE_KEYS
+            for hf, field, usual in BERT_SIZE_KEYS
         ),
         fields.Key("head_dim", "head_dim"),
         fields.Key("type_vocab_size", "token_types", 2),
