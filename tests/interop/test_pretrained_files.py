@@ -386,7 +386,7 @@ SIZES = {  # the least that has to be said, since models are large by default
     | dict(ffn_dim=40),
     "t5": dict(d_model=24, num_layers=2, d_ff=40, num_heads=3, vocab_size=71, d_kv=6),
     **dict.fromkeys(
-        ("bart", "marian"),
+        ("bart", "marian", "pegasus", "mbart", "m2m_100"),
         dict(
             d_model=24,
             encoder_layers=2,
