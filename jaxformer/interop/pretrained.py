@@ -140,7 +140,7 @@ def _placed(read: ReadIndex, spec: Spec, sharding: Sharding, dtype: str) -> jax.
         return array.block_until_ready()
     shape = sharding.shard_shape(spec.shape)
     indices = sharding.addressable_devices_indices_map(spec.shape)
-    shards = {device: jnp.zeros(shape, dtype, device=device) for device in indices}
+    shards = {device: _zeros_on(device, shape, dtype) for device in indices}
     # Devices with the same numbers get them from one reading.
     groups: dict[str, list[jax.Device]] = {}
     for device, index in indices.items():
@@ -156,7 +156,15 @@ def _placed(read: ReadIndex, spec: Spec, sharding: Sharding, dtype: str) -> jax.
                 with jax.set_mesh(Mesh(np.array([device]), ("device",))):
                     shards[device] = _with_rows(shards[device], jax.device_put(piece, device), at)
             jax.block_until_ready([shards[device] for device in devices])
+            del piece  # before the next one is read
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, [*shards.values()])
+
+
+def _zeros_on(device: jax.Device, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Zeros that are made on a device: `jnp.zeros(device=)` makes them on the first and copies."""
+    place = jax.sharding.SingleDeviceSharding(device)
+    with jax.set_mesh(Mesh(np.array([device]), ("device",))):
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)()
 
 
 @partial(jax.jit, donate_argnums=0)
