@@ -24,11 +24,25 @@ config = RunConfig(
     ),
     train=TrainConfig(steps=100, batch_size=16, eval_every=100, eval_batches=0, log_every=10),
 )
-shape = {"d_model": 384, "n_layers": 6, "n_heads": 12, "d_ff": 1536, "max_length": 512}
-bert = {"positions": "learned", "norm": "layer", "norm_placement": "post", "norm_eps": 1e-12}
-bert |= {"activation": "gelu", "bias": "all", "embedding_norm": True, "token_types": 2}
 scratch = replace(
     config,
     run=RunSettings(dir="runs/topics_scratch"),
-    model=replace(config.model, **shape, **bert, pooler=True, tied_head=True),
+    model=replace(
+        config.model,
+        d_model=384,
+        n_layers=6,
+        n_heads=12,
+        d_ff=1536,
+        max_length=512,
+        positions="learned",
+        norm="layer",
+        norm_placement="post",
+        norm_eps=1e-12,
+        activation="gelu",
+        bias="all",
+        embedding_norm=True,
+        token_types=2,
+        pooler=True,
+        tied_head=True,
+    ),
 )
