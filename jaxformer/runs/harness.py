@@ -64,10 +64,12 @@ class HarnessModel(HarnessTokens):
     """A language model with a decoder, as the harness asks it.
 
     `batch_size` "auto" is 16 rows; `max_length` and `max_gen_toks` are numbers of tokens;
-    `add_bos_token` None follows the tokenizer's template. `name` is the model in messages, and
-    `quiet` shows no progress. Raises ConfigError for a model that is not a language model with a
-    decoder, and for a number out of range.
+    `add_bos_token` None follows the tokenizer's template. `name` is the model in messages.
+    Raises ConfigError for a model that is not a language model with a decoder, and for a number out
+    of range.
     """
+
+    shows_progress = True  # by bars on standard error; of an instance it may be set to False
 
     def __init__(
         self,
@@ -78,7 +80,6 @@ class HarnessModel(HarnessTokens):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
-        quiet: bool = False,
     ) -> None:
         config = model.config
         if config.output != "language":
@@ -89,7 +90,7 @@ class HarnessModel(HarnessTokens):
             )
         backend = "seq2seq" if config.family == "encoder_decoder" else "causal"
         super().__init__(model.tokenizer, backend, add_bos_token)
-        self.params, self.step, self.quiet = model.params, model.step, quiet
+        self.params, self.step = model.params, model.step
         self.batches = 0  # that were read
         # A scan compiles fastest, and there are many shapes to compile.
         self.config = dataclasses.replace(config, layer_loop="scan")
@@ -124,7 +125,7 @@ class HarnessModel(HarnessTokens):
             context, continuation = request.args
             if context == "" and not self.tok_encode(continuation, add_special_tokens=False):
                 raise _without_continuation((context, continuation))
-        answers: list[Answer] = super().loglikelihood(requests, disable_tqdm or self.quiet)
+        answers: list[Answer] = super().loglikelihood(requests, self._hides(disable_tqdm))
         return answers
 
     def loglikelihood_rolling(
@@ -192,7 +193,7 @@ class HarnessModel(HarnessTokens):
         _warn(cut, len(requests), self.max_length)
         rows = sorted(request_numbers, key=lambda row: (-len(row.source), -len(row.read), row))
         title = "Running loglikelihood requests"
-        with tqdm(total=len(requests), disable=disable_tqdm or self.quiet, desc=title) as bar:
+        with tqdm(total=len(requests), disable=self._hides(disable_tqdm), desc=title) as bar:
             for row, earlier, likeliest, final in self._scored(rows):
                 for number in request_numbers[row]:
                     texts, _, continuation = requests[number]
@@ -203,6 +204,10 @@ class HarnessModel(HarnessTokens):
                         self.cache_hook.add_partial("loglikelihood", texts, answers[number])
                 bar.update(len(request_numbers[row]))
         return answers
+
+    def _hides(self, disable_tqdm: bool) -> bool:
+        """Whether a bar is left out, by the harness or by whoever made this model."""
+        return disable_tqdm or not self.shows_progress
 
     def _heed(self) -> None:
         """Ends the evaluation of a run that a signal asks to stop, between two batches."""
@@ -267,7 +272,7 @@ class HarnessModel(HarnessTokens):
             "gen_kwargs",
         )
         texts, title = [], "Running generate_until requests"
-        with tqdm(total=len(requests), disable=disable_tqdm or self.quiet, desc=title) as bar:
+        with tqdm(total=len(requests), disable=self._hides(disable_tqdm), desc=title) as bar:
             # All requests of the same keywords: where a text ends, the next one takes its row.
             for group in order.get_batched(n=0):
                 count, stops, rules = self.check_generation(group[0][1])

@@ -51,13 +51,15 @@ class Tasks:
 
         count = max(min(MOST_NEW_TOKENS, config.max_length // 2), 1)
         loaded = Loaded({}, config, tokenizer)
-        self._model = HarnessModel(loaded, "this run", max_gen_toks=count, quiet=True)
+        self._model = HarnessModel(loaded, "this run", max_gen_toks=count)
+        rehearsal = Rehearsal(loaded, "this run", max_gen_toks=count)
+        self._model.shows_progress = rehearsal.shows_progress = False  # beside that of training
         with _quiet():
             for name, spec in zip(specs, self._specs, strict=True):
                 self._require(name, spec)
             # Whatever the model cannot answer is said before it is trained.
             try:
-                self._evaluate(Rehearsal(loaded, "this run", max_gen_toks=count, quiet=True))
+                self._evaluate(rehearsal)
             except ConfigError as error:
                 raise ConfigError(f"train.eval_tasks={names}: {error}") from error
 
