@@ -37,7 +37,6 @@ def resolved(config: ModelConfig) -> ModelConfig:
     pattern = _expert_pattern(config)
     is_dense = config.feed_forward == "experts" and "e" not in pattern
     has_pooler_anyway = has_pooler(dataclasses.replace(config, pooler=False))
-    short_factor, long_factor = (" ".join(map(str, numbers)) for numbers in config.rope_factors)
     fields: dict[str, Any] = {
         "n_kv_heads": config.kv_heads,
         "head_dim": config.head_width,
@@ -53,10 +52,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "pooler": config.pooler and not has_pooler_anyway,
         "attention_scale": float(f"{scale:.9g}"),
         "bias": bias_named(biased),
-        "rope_original_length": config.original_length,
-        "rope_attention_factor": float(f"{config.rope_scale:.9g}"),
-        "rope_short_factor": short_factor,
-        "rope_long_factor": long_factor,
+        **_rope_fields(config),
         "window_pattern": _window_pattern(config, depth),
         "position_pattern": positions,
         "position_embedding": _position_embedding(config),
@@ -68,11 +64,23 @@ def resolved(config: ModelConfig) -> ModelConfig:
     if config.family == "encoder_decoder":
         fields["n_encoder_layers"] = config.encoder_layers
         fields["source_window"] = config.source_window or config.window
-    if config.rope_scaling == "none":
-        fields["rope_window_theta"] = config.rope_window_theta or config.rope_theta
     defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
     unused = {name: defaults[name] for name in _unused(config, has_windows)}
     return dataclasses.replace(config, **fields | unused)
+
+
+def _rope_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of rotary positions."""
+    short_factor, long_factor = (" ".join(map(str, numbers)) for numbers in config.rope_factors)
+    rope_fields: dict[str, Any] = {
+        "rope_original_length": config.original_length,
+        "rope_attention_factor": float(f"{config.rope_scale:.9g}"),
+        "rope_short_factor": short_factor,
+        "rope_long_factor": long_factor,
+    }
+    if config.rope_scaling == "none":
+        rope_fields["rope_window_theta"] = config.rope_window_theta or config.rope_theta
+    return rope_fields
 
 
 def _class_head(config: ModelConfig) -> str:

@@ -372,9 +372,7 @@ def save_pretrained(
     ids |= {key: value for key, value in family.required_ids.items() if ids[key] is None}
     keys = {"torch_dtype": stored, **ids, **family.write(config, name)}
     if keys.pop("num_labels", None):
-        labels = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))
-        keys["id2label"] = dict(enumerate(labels))
-        keys["label2id"] = {label: index for index, label in enumerate(labels)}
+        keys |= _label_keys(labels, config.n_classes)
     if tokenizer is not None:
         tokenizer.save(directory / "tokenizer.json")
     write_text(directory / "config.json", json.dumps(keys, indent=2) + "\n")
@@ -392,6 +390,15 @@ def _refuse_custom(params: Params) -> None:
             f" {', '.join(custom)}. Merge each into one array first: jf.merge does it for adapters,"
             " and jf.save_adapter writes an adapter alone."
         )
+
+
+def _label_keys(labels: tuple[str, ...], n_classes: int) -> dict[str, Any]:
+    """The keys with the names of the classes, which are numbered without `labels`."""
+    labels = labels or tuple(f"LABEL_{index}" for index in range(n_classes))
+    return {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: index for index, label in enumerate(labels)},
+    }
 
 
 def _token_ids(config: ModelConfig, tokenizer: SavedTokenizer | None) -> dict[str, SpecialIds]:

@@ -196,21 +196,8 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
             f"run.init_from={run.run.init_from!r} does not fit this model outside of its head:"
             f" {', '.join(misfits)}."
         )
-    drawn = {}
-    if new:
-        places = {path: _place(specs[path], mesh) for path in new}
-        table_of_new, key = {path: specs[path] for path in new}, jax.random.key(run.run.seed)
-        grown_leaves = {path: base_leaves[path] for path in grown}
-
-        def first(grown_leaves: Params) -> Params:
-            drawn = init_params(table_of_new, key)
-            # The leaves are [classes, ...], with fewer classes in the base.
-            for path, leaf in grown_leaves.items():
-                shared = min(len(leaf), len(drawn[path]))
-                drawn[path] = drawn[path].at[:shared].set(leaf[:shared])
-            return drawn
-
-        drawn = jax.jit(first, out_shardings=places)(grown_leaves)
+    grown_leaves = {path: base_leaves[path] for path in grown}
+    drawn = _drawn({path: specs[path] for path in new}, grown_leaves, run.run.seed, mesh)
 
     def leaf(path: str, spec: Spec) -> Any:
         value = drawn.get(path, base_leaves.get(path))
@@ -218,6 +205,28 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
 
     upcycled = f"Upcycled: {upcycled_text(run.model)}" if routers else ""
     return WarmStart(map_specs(leaf, table), new, grown, labels[len(before) :], upcycled, added)
+
+
+def _drawn(
+    specs: dict[str, Spec], grown_leaves: dict[str, Any], seed: int, mesh: Mesh | None
+) -> dict[str, Any]:
+    """New leaves by their paths, drawn from a seed; those of `grown_leaves` begin with the rows of
+    the base."""
+    if not specs:
+        return {}
+    key = jax.random.key(seed)
+
+    def first(grown_leaves: Params) -> Params:
+        drawn = init_params(specs, key)
+        # The leaves are [classes, ...], with fewer classes in the base.
+        for path, leaf in grown_leaves.items():
+            shared = min(len(leaf), len(drawn[path]))
+            drawn[path] = drawn[path].at[:shared].set(leaf[:shared])
+        return drawn
+
+    placements = {path: _place(spec, mesh) for path, spec in specs.items()}
+    drawn: dict[str, Any] = jax.jit(first, out_shardings=placements)(grown_leaves)
+    return drawn
 
 
 def _with_experts(base: Loaded, model: ModelConfig, mesh: Mesh | None) -> tuple[Params, set[str]]:
