@@ -13,7 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax_baseline import save_arrays  # noqa: E402
 from serving import serve  # noqa: E402
-from workloads import DECODED, SMOKE_DECODED  # noqa: E402
+from workloads import DECODED_SHAPES, SMOKE_DECODED  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
 
@@ -22,9 +22,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", required=True, help="token numbers, comma-separated")
     parser.add_argument("--save-weights", required=True, help="write the values to this .npz")
+    parser.add_argument("--shape", default="gpt2_124m", choices=DECODED_SHAPES)
     parser.add_argument("--smoke", action="store_true", help="a small model")
     options = parser.parse_args()
-    config = SMOKE_DECODED if options.smoke else DECODED
+    config = SMOKE_DECODED if options.smoke else DECODED_SHAPES[options.shape]
     params = jax.jit(jf.init, static_argnums=0)(config, jax.random.key(0))
     save_arrays(options.save_weights, params)
     prompt = np.array([[int(token) for token in options.prompt.split(",")]], np.int32)
@@ -37,13 +38,24 @@ def main() -> None:
         made = np.asarray(jf.generate(params, config, prompt, int(number), temperature=0.0))
         return {"seconds": time.perf_counter() - begin, "tokens": made[0].tolist()}
 
+    def stored(kind: str, rows: str, number: str) -> dict[str, Any]:
+        """Seconds of `number` new tokens in each of equal rows, with weights of a kind."""
+        weights = params if kind == "float32" else jf.quantize(params, kind)
+        batch = np.repeat(prompt, int(rows), axis=0)
+        seconds = []
+        for _ in range(3):  # the first call compiles
+            begin = time.perf_counter()
+            np.asarray(jf.generate(weights, config, batch, int(number), temperature=0.0))
+            seconds.append(time.perf_counter() - begin)
+        return {"first_call_seconds": seconds[0], "seconds": min(seconds[1:])}
+
     def read() -> dict[str, Any]:
         begin = time.perf_counter()
         total(big).block_until_ready()
         return {"bytes_per_second": big.nbytes / (time.perf_counter() - begin)}
 
     about = {"versions": {"jax": jax.__version__}, "parameter_bytes": size}
-    serve(about, {"generate": generate, "read": read})
+    serve(about, {"generate": generate, "read": read, "stored": stored})
 
 
 if __name__ == "__main__":

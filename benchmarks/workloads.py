@@ -31,6 +31,22 @@ TINY_LLAMA = replace(LLAMA, n_layers=22, n_heads=32, n_kv_heads=4, d_model=2048,
 # GPT-2 with the approximate GELU, as transformers has it
 DECODED = replace(GPT2_124M, activation="gelu_tanh", vocab_size=50_304, max_length=1024)
 SMOKE_DECODED = replace(DECODED, n_layers=2, n_heads=2, d_model=32, vocab_size=512, max_length=64)
+# The shape of SmolLM2-135M, deep and narrow.
+SMOLLM2 = ModelConfig(
+    vocab_size=49_152,
+    d_model=576,
+    n_layers=30,
+    n_heads=9,
+    n_kv_heads=3,
+    d_ff=1536,
+    max_length=2048,
+    norm="rms",
+    activation="swiglu",
+    positions="rope",
+    bias="none",
+    tied_head=True,
+)
+DECODED_SHAPES = {"gpt2_124m": DECODED, "smollm2_135m": SMOLLM2}
 SMOKE_FIELDS: dict[str, object] = {  # of a run of train.py, for a smoke test
     "model.d_model": 32,
     "model.n_heads": 2,
