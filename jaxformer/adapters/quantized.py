@@ -24,7 +24,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxformer.adapters.code_sums import inputs_of, int8_sums, nf4_sums, reads_codes
+from jaxformer.adapters.code_sums import int8_sums, leading_inputs, nf4_sums, reads_codes
 from jaxformer.arrays.params import CustomLeaf, RowGroups, Spec, contract, lookup, zeros
 from jaxformer.arrays.sharding import Axes, constrain, explicit_axes, gathered
 from jaxformer.config.adapter import Quantization
@@ -258,7 +258,7 @@ def _contract(
     before it would matter.
     """
 
-    inputs = inputs_of(equation)
+    inputs = leading_inputs(equation)
     if groups is None and reads_codes(x, leaf.shape, leaf.dtype, inputs):
         sums = _from_codes(x.reshape(-1, math.prod(leaf.shape[:inputs])), leaf)
         y = sums.reshape(*x.shape[: x.ndim - inputs], *leaf.shape[inputs:]).astype(dtype or x.dtype)
