@@ -3,8 +3,8 @@ is made, and a quarter or an eighth of the memory is read. The sums are those of
 rounding.
 
 XLA makes a loop of each product, in which the codes become numbers in registers. SmolLM2-135M
-decodes a token in 25 ms in int8, 50 in NF4 and 45 in float32 (medians of 5 calls in turn on two busy
-cores of an AMD EPYC). Where XLA made the arrays before the loop it was twice the float32 time.
+decodes a token in 25 ms in int8, 50 in NF4 and 45 in float32 (medians of 5 calls in turn on two
+busy cores of an AMD EPYC). Where XLA made the arrays before the loop it was twice the float32 time.
 In the comments, R is the number of rows, I that of inputs and O that of outputs.
 """
 
