@@ -11,6 +11,8 @@ from jaxformer.runs.loading import load
 from jaxformer.tokenizer.metadata import without_tokenizer
 
 IGNORED = {"device", "max_batch_size"}  # given to every model by the harness
+# Those of `HarnessModel`, which has their defaults.
+PASSED_ON = ("batch_size", "max_length", "max_gen_toks", "add_bos_token")
 
 
 @register_model("jaxformer")
@@ -23,17 +25,9 @@ class JaxformerLM(HarnessModel):
     """
 
     def __init__(
-        self,
-        path: str = "",
-        step: int | None = None,
-        batch_size: int | str = "auto",
-        max_length: int | None = None,
-        max_gen_toks: int = 256,
-        dtype: str = "auto",
-        add_bos_token: bool | None = None,
-        **ignored: Any,
+        self, path: str = "", step: int | None = None, dtype: str = "auto", **arguments: Any
     ) -> None:
-        unknown = sorted(ignored.keys() - IGNORED)
+        unknown = sorted(arguments.keys() - IGNORED - {*PASSED_ON})
         if not path or unknown:
             raise ConfigError(
                 f"--model_args holds {', '.join(unknown) or 'no path'}: the model jaxformer needs"
@@ -47,8 +41,5 @@ class JaxformerLM(HarnessModel):
         super().__init__(
             replace(model, config=replace(model.config, **settings)),
             str(path),
-            batch_size=batch_size,
-            max_length=max_length,
-            max_gen_toks=max_gen_toks,
-            add_bos_token=add_bos_token,
+            **{name: arguments[name] for name in PASSED_ON if name in arguments},
         )
