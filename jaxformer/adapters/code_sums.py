@@ -3,9 +3,10 @@ is made, and a quarter or an eighth of the memory is read. The sums are those of
 rounding.
 
 XLA makes a loop of each product, in which the codes become numbers in registers. SmolLM2-135M
-decodes a token in 25 ms in int8, 50 in NF4 and 45 in float32 (medians of 5 calls in turn on two
-busy cores of an AMD EPYC). Where XLA made the arrays before the loop it was twice the float32 time.
-In the comments, R is the number of rows, I that of inputs and O that of outputs.
+decodes a token in 25 ms in int8, 50 in NF4 and 45 in float32, GPT-2 124M in 17 in int8 and 22 in
+float32 (medians of 5 calls in turn, two busy cores of an AMD EPYC). Where XLA made the arrays
+before the loop over tokens, int8 took twice the time of float32. In the comments, R is the number
+of rows, I that of inputs and O that of outputs.
 """
 
 import math
