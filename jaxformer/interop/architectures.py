@@ -184,13 +184,19 @@ def architecture_of(config: ModelConfig, architecture: str | None = None) -> tup
         raise ConfigError(
             f"architecture={architecture!r} is not one of {', '.join(ARCHITECTURES)}."
         )
-    obstacles: dict[str, list[str]] = {}
+    obstacles, refusals = dict[str, list[str]](), list[str]()
     for name in ARCHITECTURES if architecture is None else [architecture]:
-        obstacles[name] = ARCHITECTURES[name].obstacles(config, name)
+        try:
+            obstacles[name] = ARCHITECTURES[name].obstacles(config, name)
+        except ConfigError as error:
+            refusals.append(f"{name}: {error}")
+            continue
         if not obstacles[name]:
             return ARCHITECTURES[name], name
-    nearest = sorted(obstacles, key=lambda name: _distance(obstacles[name]))[:NEAREST_SHOWN]
+    nearest = sorted(obstacles, key=lambda name: _distance(obstacles[name]))
     lines = [f"{name}: {', '.join(obstacles[name][:OBSTACLES_SHOWN])}" for name in nearest]
+    # How far an architecture is that cannot state the model at all is not known: these are last.
+    lines = [*lines, *refusals][:NEAREST_SHOWN]
     raise ConfigError(
         "no Hugging Face architecture is exactly this model; the nearest, and how they differ:\n  "
         f"{first_of(lines)}"

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.files import ConfigError
 from jaxformer.interop.config_equivalence import differences, resolved
 from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping
 from jaxformer.interop.hf_config import QUANTIZATION, REQUIRED, HFConfig, quantization_of
@@ -110,15 +109,13 @@ class Family:
         return keys
 
     def obstacles(self, config: ModelConfig, architecture: str) -> list[str]:
-        """Why an architecture is not exactly this config; empty where it is."""
+        """Why an architecture is not exactly this config; empty where it is. Raises ConfigError
+        where it cannot be written as this architecture at all."""
         if self.architectures[architecture].get("head", "language") != config.output:
             return [f"model.head={config.output!r}"]
         plan = self.tensors(config)
         names = self.named(tensor.name for tensor in plan)
-        try:
-            stated = self.read(HFConfig(self.write(config, architecture), names), architecture)
-        except ConfigError as error:
-            return [str(error)]
+        stated = self.read(HFConfig(self.write(config, architecture), names), architecture)
         paths = paths_without_tensor(plan, model_specs(config))
         return differences(config, stated) or [f"no tensor for {path}" for path in paths]
 

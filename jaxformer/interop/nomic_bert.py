@@ -86,7 +86,9 @@ NOMIC_BERT = Family(
         fields.tied(True),
         fields.ClassCount(),
         fields.Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
-        fields.Present("nomic_bert.pooler.dense.weight", "pooler", ()),
+        fields.Present(
+            "nomic_bert.pooler.dense.weight", "pooler", ("NomicBertForSequenceClassification",)
+        ),
         fields.IgnoredKeys("classifier_dropout default_theta"),
     ),
     lambda config: with_ends(config, stored_rows()),

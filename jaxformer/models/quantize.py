@@ -47,6 +47,8 @@ def quantize(params: Params, kind: str) -> Params:
         # A vector [L, D] of each layer that our blocks lack, such as one of a user's own norm.
         if spec is None and weight.ndim <= 2:
             return weight
+        if spec is not None and not is_quantized(replace(spec, axes=("layers", *spec.axes))):
+            return weight
         if spec is None or weight.ndim != len(spec.axes) + 1:
             raise ConfigError(
                 f"quantize: {name} {list(weight.shape)} is no leaf of the blocks of this package,"
@@ -54,8 +56,6 @@ def quantize(params: Params, kind: str) -> Params:
                 " jaxformer.adapters.quantized, which take the row of a weight."
             )
         row = replace(spec, shape=tuple(weight.shape), axes=("layers", *spec.axes))
-        if not is_quantized(row):
-            return weight
         n_quantized += 1
         return quantized_leaf(name, weight, row, kind)
 
@@ -108,7 +108,13 @@ def _block_rows() -> dict[str, Spec]:
     """The rows of one layer by their path in the block, with every matrix and every bias that a
     block can have. Only their axes and whether they are quantizable are used, which are the same in
     all models."""
-    dense = ModelConfig(activation="swiglu", bias="all")
+    dense = ModelConfig(
+        activation="swiglu",
+        bias="all",
+        query_key_norm="layer",
+        positions="t5",
+        relative_bias="layer",
+    )
     experts = replace(
         dense, feed_forward="experts", n_experts=2, experts_per_token=1, shared_ff=1, expert_ff=1
     )

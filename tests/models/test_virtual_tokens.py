@@ -74,10 +74,14 @@ def test_a_prompt_in_a_decoder_equals_its_vectors_in_front_of_the_tokens(name):
     """The prompt as further rows of the table of tokens, read as tokens."""
     config, params = model(name), adapted(name, "prompt")
     tokens = alone(config)["tokens"]
-    rows = jnp.concatenate([params["embed"]["tokens"], params["virtual"]["prompt"]])
+    table = params["encoder"]["embed"]["tokens"]
+    rows = jnp.concatenate([table, params["virtual"]["prompt"]])
     head = jnp.pad(params["head"]["weight"], ((0, TOKENS), (0, 0)))
+    target_rows = jnp.pad(params["embed"]["tokens"], ((0, TOKENS), (0, 0)))
+    encoder = params["encoder"]
     longer = jf.without_adapters(params) | {
-        "embed": params["embed"] | {"tokens": rows},
+        "embed": params["embed"] | {"tokens": target_rows},
+        "encoder": encoder | {"embed": encoder["embed"] | {"tokens": rows}},
         "head": params["head"] | {"weight": head},
     }
     ids = np.broadcast_to(np.arange(TOKENS) + config.vocab_size, (len(tokens), TOKENS))
@@ -105,10 +109,14 @@ def test_a_prompt_in_an_encoder_decoder_equals_its_vectors_in_front_of_the_sourc
     name = "encoder-decoder learned"
     config, params = model(name), adapted(name, "prompt")
     batch = alone(config)
-    rows = jnp.concatenate([params["embed"]["tokens"], params["virtual"]["prompt"]])
+    table = params["encoder"]["embed"]["tokens"]
+    rows = jnp.concatenate([table, params["virtual"]["prompt"]])
     head = jnp.pad(params["head"]["weight"], ((0, TOKENS), (0, 0)))
+    target_rows = jnp.pad(params["embed"]["tokens"], ((0, TOKENS), (0, 0)))
+    encoder = params["encoder"]
     longer = jf.without_adapters(params) | {
-        "embed": params["embed"] | {"tokens": rows},
+        "embed": params["embed"] | {"tokens": target_rows},
+        "encoder": encoder | {"embed": encoder["embed"] | {"tokens": rows}},
         "head": params["head"] | {"weight": head},
     }
     ids = np.broadcast_to(np.arange(TOKENS) + config.vocab_size, (4, TOKENS))
