@@ -9,6 +9,7 @@ import transformers as tf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import ARCHITECTURES
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.positions import FREQUENCIES
@@ -153,5 +154,9 @@ def test_phi3_is_written_with_the_three_keys_of_older_files_and_read_from_them(o
 def test_phi3_is_written_where_transformers_reads_it(fields, obstacle):
     sizes = dict(vocab_size=8, d_model=48, n_heads=4, rope_factor=2.0)
     config = ModelConfig(**sizes | fields)
-    found = ARCHITECTURES["Phi3ForCausalLM"].obstacles(config, "Phi3ForCausalLM")
-    assert obstacle in found[0] if obstacle else not found
+    family = ARCHITECTURES["Phi3ForCausalLM"]
+    if obstacle:
+        with pytest.raises(ConfigError, match=obstacle):
+            family.obstacles(config, "Phi3ForCausalLM")
+    else:
+        assert not family.obstacles(config, "Phi3ForCausalLM")
