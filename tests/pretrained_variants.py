@@ -630,3 +630,4 @@ VARIANTS = {
 FAMILY = {  # one variant for each family, where one shows what all have
     name.split()[0]: name for name in reversed(VARIANTS)
 }
+FURTHER_VARIANTS = VARIANTS.keys() - {*FAMILY.values()}

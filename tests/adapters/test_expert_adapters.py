@@ -2,6 +2,7 @@
 own, and rows in groups give what each expert's matrix gives by itself."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from custom_leaves import low_rank as leaf_of_a_user
 from custom_leaves import made
 from families import SIZES, alone
 from forced_devices import on_eight_devices
+from products import covering, slow_but
 from test_lora import batch_of, forward, learning_leaves, noised
 
 import jaxformer as jf
@@ -138,8 +140,9 @@ def test_experts_are_no_layers():
     np.testing.assert_array_equal(one_layer.product(), leaf.product()[0])
 
 
-@pytest.mark.parametrize("loop", ["unroll", "scan"])
-@pytest.mark.parametrize("kind", ["int8", "nf4_double"])
+@pytest.mark.parametrize(
+    "kind, loop", covering(itertools.product(["int8", "nf4_double"], ["unroll", "scan"]), 1)
+)
 def test_a_quantized_base_with_an_adapter_is_its_merged_model(kind, loop):
     config, params = model(layer_loop=loop, n_layers=3, dense_layers=1)
     base = jf.quantize(params, kind)
@@ -226,7 +229,7 @@ def test_a_leaf_that_knows_nothing_of_groups_replaces_all_weights_but_those_of_e
     np.testing.assert_allclose(found, wanted, atol=1e-5 * float(wanted.std()), rtol=0)
 
 
-@pytest.mark.parametrize("kind", [None, "int8"])
+@pytest.mark.parametrize("kind", slow_but([None, "int8"], "int8"))
 def test_generation_is_that_of_the_merged_model(kind):
     config, params = model(n_layers=3, dense_layers=1)
     base = jf.quantize(params, kind) if kind else params

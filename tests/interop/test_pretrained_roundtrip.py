@@ -20,7 +20,7 @@ from pretrained import (
     tensors,
     with_eos_of,
 )
-from pretrained_variants import FAMILY, VARIANTS
+from pretrained_variants import FAMILY, FURTHER_VARIANTS, VARIANTS
 
 import jaxformer as jf
 
@@ -65,7 +65,7 @@ def assert_same_tensors(found, expected):
     assert [name for name, w in expected.items() if not torch.equal(found[name], w)] == []
 
 
-@each(VARIANTS)
+@each(VARIANTS, slow=FURTHER_VARIANTS)
 def test_the_tensors_written_are_bit_for_bit_those_that_transformers_wrote(name):
     assert_same_tensors(tensors(saved(name)), tensors(directory(name)))
 
@@ -77,7 +77,7 @@ def test_transformers_reads_what_is_written_and_computes_the_same(name):
     assert np.abs(logits(model, inputs(name)) - expected).max() <= 1e-6 * expected.std()
 
 
-@each(VARIANTS)
+@each(VARIANTS, slow=FURTHER_VARIANTS)
 def test_reading_what_was_written_gives_the_same_config_and_parameters(name):
     again = jf.load(saved(name))
     assert filled(again.config) == filled(loaded(name).config)

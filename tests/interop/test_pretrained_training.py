@@ -38,7 +38,7 @@ def written(name, what, params):
     return tensors(place)
 
 
-@each(FAMILY.values())
+@each(FAMILY.values(), slow=[*FAMILY.values()][1::2])
 def test_a_leaf_changed_by_hand_changes_its_own_tensor_and_no_other(name):
     model, before, touched = loaded(name), tensors(directory(name)), []
     table = rows(specs(model.config))

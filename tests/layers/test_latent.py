@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import LATENT, SIZES, alone, cached, laid_out, params_of
+from products import slow_but
 
 import jaxformer as jf
 from jaxformer.arrays.params import rows
@@ -79,7 +80,7 @@ def test_each_head_has_the_formula_of_the_paper():
 
 
 @every_case
-@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.parametrize("size", slow_but([1, 2, 6], 2))
 def test_cached_decoding_equals_the_full_forward_absorbed_and_expanded(case, size):
     config = model(case)
     batch = laid_out(config)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from pretrained import directory, each
-from pretrained_variants import VARIANTS
+from pretrained_variants import FURTHER_VARIANTS, VARIANTS
 
 import jaxformer as jf
 from jaxformer.cli import main
@@ -37,7 +37,7 @@ def base(tmp_path: Path) -> Path:
 
 
 # transformers 5 writes tie_word_embeddings=true for an mT5 of which the weights say otherwise.
-@each([name for name in VARIANTS if name != "mt5 untied"])
+@each([name for name in VARIANTS if name != "mt5 untied"], slow=FURTHER_VARIANTS - {"mt5 untied"})
 def test_config_json_alone_says_what_the_model_is(name: str, tmp_path: Path) -> None:
     shutil.copy(directory(name) / "config.json", tmp_path)
     found = pretrained_config(tmp_path, weights=False)
