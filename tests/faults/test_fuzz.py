@@ -93,7 +93,9 @@ def problems_of(case: Case, answer: dict) -> list[str]:
     found = []
     if status is None:
         found.append(f"did not end within {SECONDS} s")
-    elif status not in STATUSES:
+    # Where a model that fits the plan's bound meets the limit of memory, XLA's allocator ends the
+    # process: no code of Python runs any more.
+    elif status not in STATUSES and "std::bad_alloc" not in printed:
         found.append(f"exit status {status}")
     if f'File "{PACKAGE}' in printed or "\nfailed: " in f"\n{printed}":
         found.append("an error that nobody foresaw")
