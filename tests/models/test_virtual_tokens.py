@@ -74,14 +74,10 @@ def test_a_prompt_in_a_decoder_equals_its_vectors_in_front_of_the_tokens(name):
     """The prompt as further rows of the table of tokens, read as tokens."""
     config, params = model(name), adapted(name, "prompt")
     tokens = alone(config)["tokens"]
-    table = params["encoder"]["embed"]["tokens"]
-    rows = jnp.concatenate([table, params["virtual"]["prompt"]])
+    rows = jnp.concatenate([params["embed"]["tokens"], params["virtual"]["prompt"]])
     head = jnp.pad(params["head"]["weight"], ((0, TOKENS), (0, 0)))
-    target_rows = jnp.pad(params["embed"]["tokens"], ((0, TOKENS), (0, 0)))
-    encoder = params["encoder"]
     longer = jf.without_adapters(params) | {
-        "embed": params["embed"] | {"tokens": target_rows},
-        "encoder": encoder | {"embed": encoder["embed"] | {"tokens": rows}},
+        "embed": params["embed"] | {"tokens": rows},
         "head": params["head"] | {"weight": head},
     }
     ids = np.broadcast_to(np.arange(TOKENS) + config.vocab_size, (len(tokens), TOKENS))
