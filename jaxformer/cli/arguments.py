@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from jaxformer.cli.rule_arguments import RuleArguments
+from jaxformer.cli.rule_arguments import SearchArguments
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import ObjectiveName, RunConfig
@@ -81,7 +81,7 @@ class ShapesArguments(ConfigArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleArguments(ModelArguments, RuleArguments):
+class SampleArguments(ModelArguments, SearchArguments):
     """Continues a prompt (decoder), or writes the target of a source (encoder-decoder); predicts
     its [MASK] tokens, its class, or the tags of its words; or gives its vector."""
 
@@ -121,13 +121,6 @@ class SampleArguments(ModelArguments, RuleArguments):
     """Sample from the most likely tokens whose probabilities add up to this."""
     beams: int = 0
     """Beam width; 0 samples instead."""
-    length_penalty: float = 0.6
-    """Length penalty of the beam search; 0 prefers short texts."""
-    length_divisor: Literal["gnmt", "tokens"] = "gnmt"
-    """What the length penalty is a power of: (5 + tokens) / 6, or tokens, as in transformers."""
-    early_stopping: Literal["never", "on", "off"] = "never"
-    """When a beam search with as many finished texts as beams ends: never before the best texts are
-    certain, at once (on), or when no unfinished text would win if it ended here (off)."""
     n: int = 1
     """Number of texts to write for the prompt, which is read once."""
     draft: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
@@ -142,7 +135,7 @@ class SampleArguments(ModelArguments, RuleArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArguments(ModelArguments):
+class EvaluateArguments(ModelArguments, SearchArguments):
     """Prints the loss of a model, with perplexity and bits per byte or with accuracy; with
     --quantize also that of the quantized model, and with --beams the BLEU of its translations."""
 
@@ -158,8 +151,6 @@ class EvaluateArguments(ModelArguments):
     beams: int = 0
     """Beam width for translating the sources, which are compared with the targets; 0 translates
     nothing."""
-    length_penalty: float = 0.6
-    """Length penalty of the beam search; 0 prefers short texts."""
     bleu_tokenizer: str = "auto"
     """Tokenizer of sacrebleu that splits translations and targets for BLEU, such as 13a, intl, zh,
     ja-mecab, ko-mecab, char or flores200; auto chooses by the script of the targets."""

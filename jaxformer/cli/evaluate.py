@@ -26,6 +26,11 @@ METRIC_FORMATS = {
 def run(args: EvaluateArguments) -> int:
     if args.output is not None and not args.beams:
         raise ConfigError("--output is for translations: add --beams, for example --beams 5.")
+    if not args.beams and (rules := args.rules(lambda text: [])):
+        raise ConfigError(
+            f"{', '.join(f'--{name}' for name in rules)}: a rule of translations: add --beams, for"
+            " example --beams 5."
+        )
     check_output(args.output)
     check_output(args.per_token)
     keep_compiled(RunSettings().compilation_cache)
@@ -104,8 +109,9 @@ def _translate(args: EvaluateArguments) -> None:
         args.step,
         args.cache_dir,
         quantize=args.quantize,
-        beams=args.beams,
-        length_penalty=args.length_penalty,
+        search=lambda tokenizer: (
+            {"beams": args.beams} | args.search() | args.rules(tokenizer.encode)
+        ),
     )
     references, outputs = translations.references, translations.outputs
     metric = bleu_metric(references, args.bleu_tokenizer)

@@ -1,9 +1,9 @@
-"""The arguments of `jaxformer sample` that are rules of a token, and the keywords of `jf.generate`
-that they stand for."""
+"""The arguments that are rules of a token or settings of a beam search, and the keywords of
+`jf.generate` and `jf.beam_search` that they stand for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -32,7 +32,7 @@ class RuleArguments:
     min_new_tokens: OptionalInt = None
     """Write no end token before so many tokens; if not given, as the files of the model say."""
     bad_words: AnyTexts = ()
-    """AnyTexts that are not written, each as the tokenizer encodes it, also after a space."""
+    """Texts that are not written, each as the tokenizer encodes it, also after a space."""
     stop_strings: AnyTexts = ()
     """End the text before the first of these texts."""
 
@@ -46,3 +46,25 @@ class RuleArguments:
             spellings = [text for word in self.bad_words for text in (word, f" {word}")]
             rules["bad_words"] = tuple(dict.fromkeys(tuple(encode(text)) for text in spellings))
         return rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchArguments(RuleArguments):
+    """The settings of a beam search beside its width."""
+
+    length_penalty: float = 0.6
+    """Length penalty of the beam search; 0 prefers short texts."""
+    length_divisor: Literal["gnmt", "tokens"] = "gnmt"
+    """What the length penalty is a power of: (5 + tokens) / 6, or tokens, as in transformers."""
+    early_stopping: Literal["never", "on", "off"] = "never"
+    """When a beam search with as many finished texts as beams ends: never before the best texts are
+    certain, at once (on), or when no unfinished text would win if it ended here (off)."""
+
+    def search(self) -> dict[str, Any]:
+        """These settings, as keywords of `jf.beam_search`."""
+        early = {"never": "never", "on": True, "off": False}[self.early_stopping]
+        return {
+            "length_penalty": self.length_penalty,
+            "length_divisor": self.length_divisor,
+            "early_stopping": early,
+        }

@@ -205,13 +205,11 @@ def _pieces(
 def _rules(model: Model, args: SampleArguments) -> dict[str, Any]:
     """The settings of the command, as keywords of `beam_search` or of `stream_tokens`."""
     rules = args.rules(model.tokenizer.encode)
-    if args.beams:
-        early = {"never": "never", "on": True, "off": False}[args.early_stopping]
-        rules |= {"length_divisor": args.length_divisor, "early_stopping": early}
-        return rules | {"length_penalty": args.length_penalty}
-    rules |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     if args.stop_strings:
         rules["tokenizer"] = model.tokenizer
+    if args.beams:
+        return rules | args.search()
+    rules |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     rules["key"] = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
     return rules
 

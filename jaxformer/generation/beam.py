@@ -16,8 +16,9 @@ from numpy.typing import ArrayLike
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.generation.decode import Stream, repeated, start
+from jaxformer.generation.decode import Stream, repeated, start, with_stop_strings
 from jaxformer.generation.sampling import TextRules, permitted, within
+from jaxformer.generation.stop_strings import StopText
 from jaxformer.generation.text_so_far import TextSoFar, end_tokens, ends, filler
 from jaxformer.generation.token_rules import RULES, require, uses
 from jaxformer.generation.weights import prepared
@@ -140,18 +141,20 @@ def beam_search(
     """The likeliest continuations of each prompt that a beam search finds: [B, T] int -> `Beams`.
 
     The arguments before `search` are those of `generate`; `search` are the fields of `Search`:
-    beams, keep (the n best), length_penalty, length_divisor, early_stopping, end_token, vocab_size
-    and the rules on the text that `generate` has. The score of a text is log p / ((5 + length) /
-    6)^length_penalty, or log p / length^length_penalty with length_divisor="tokens", with its end
-    token counted, which adds nothing where it is forced; a text ends at its end token, which fills
-    the rest, or at max_new_tokens. With length_divisor="tokens" the texts are those of transformers
-    with the same length_penalty and early_stopping. Raises ConfigError as `generate` does.
+    beams, keep (the n best), length_penalty, length_divisor, early_stopping, end_token, vocab_size,
+    stop_strings with tokenizer, and the rules on the text that `generate` has. The score of a text
+    is log p / ((5 + length) / 6)^length_penalty, or log p / length^length_penalty with
+    length_divisor="tokens", with its end token counted, which adds nothing where it is forced; a
+    text ends at its end token, which fills the rest, with the token that completes a stop string,
+    or at max_new_tokens. With length_divisor="tokens" the texts are those of transformers with the
+    same length_penalty and early_stopping. Raises ConfigError as `generate` does.
     """
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
     rules, key = searching(search), jax.random.key(0)
     sources = (source, source_segment_ids)
     stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources)
+    stream, rules = with_stop_strings(stream, config, rules), rules.of_program()
     return _search(prepared(params, config), config, rules, max_new_tokens, stream)[0]
 
 
@@ -168,16 +171,18 @@ def beam_search_steps(
     prompts [B, T] have one length, and so have all sources [B, S]."""
     rules, key = searching(search), jax.random.key(0)
     stream = start(params, config, prompt, max_new_tokens, key, None, (source, None))
+    stream, rules = with_stop_strings(stream, config, rules), rules.of_program()
     return _search(prepared(params, config), config, rules, max_new_tokens, stream, record=True)
 
 
 class _Live(NamedTuple):
-    """Unfinished texts: tokens [B, b, n] int32, log-probabilities [B, b] float32, and the logits of
-    the next token of each [B b, V]."""
+    """Unfinished texts: tokens [B, b, n] int32, log-probabilities [B, b] float32, the logits of the
+    next token of each [B b, V], and the automaton of their stop strings [B b], if there are any."""
 
     tokens: jax.Array
     logs: jax.Array
     logits: jax.Array
+    stops: StopText | None
 
 
 # The state of the loop: the number of the step, the unfinished and the finished texts, the cache,
@@ -192,14 +197,18 @@ def _search(
 ) -> tuple[Beams, Any]:
     """The best texts, and the steps if they are recorded."""
     batch, beams = stream.logits.shape[0], rules.beams
+    written = replace(stream.written, stops=None)
     cache, logits, layout, written = repeated(
-        (stream.cache, stream.logits, stream.layout, stream.written), beams
+        (stream.cache, stream.logits, stream.layout, written), beams
     )
+    stops = stream.written.stops
+    if stops is not None:
+        stops = stops.of_rows(jnp.arange(batch).repeat(beams))
     tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
     # All beams of a row begin equal. Only the first counts, or the first step would choose the same
     # token for each.
     first_only = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
-    live = _Live(tokens, jnp.broadcast_to(first_only, (batch, beams)), logits)
+    live = _Live(tokens, jnp.broadcast_to(first_only, (batch, beams)), logits, stops)
     finished = Beams(tokens[:, : rules.finished], jnp.full((batch, rules.finished), -jnp.inf))
 
     def goes_on(carry: _Carry) -> jax.Array:
@@ -290,15 +299,20 @@ def _extend(
     tokens = _at(live.tokens, parents).at[:, :, i].set(new_tokens)  # [B, 2 b, n]
 
     # A candidate is finished where it ends and is among the b best; further down it is dropped.
-    ended = ends(new_tokens, rules.end_token)
+    ended, stops = ends(new_tokens, rules.end_token), live.stops
+    if stops is not None:
+        stops = stops.of_rows(parents + beams * jnp.arange(batch)[:, None]).after(new_tokens)
+        ended |= stops.reached  # [B, C]
     among_best = jnp.arange(count) < beams
     scores = jnp.where(ended & among_best, logs / rules.penalty(i + 1), -jnp.inf)
     finished = _best(finished, Beams(tokens, scores))
 
     live_logs, chosen = jax.lax.top_k(jnp.where(ended, -jnp.inf, logs), beams)  # [B, b]
     rows = (_at(parents, chosen) + beams * jnp.arange(batch)[:, None]).reshape(-1)
+    if stops is not None:
+        stops = replace(stops, state=_at(stops.state, chosen).reshape(-1))
     step = BeamSteps(parents, new_tokens, logs, scores, chosen, i)
-    return _Live(_at(tokens, chosen), live_logs, live.logits), finished, rows, step
+    return _Live(_at(tokens, chosen), live_logs, live.logits, stops), finished, rows, step
 
 
 def _best(best: Beams, new: Beams) -> Beams:

@@ -20,7 +20,7 @@ from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import capacity, read_rows, rounded
-from jaxformer.generation.sampling import Sampling, draw
+from jaxformer.generation.sampling import Sampling, TextRules, draw
 from jaxformer.generation.stop_strings import StopText
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
 from jaxformer.generation.weights import prepared, prompt_weights
@@ -205,6 +205,11 @@ def with_stops(stream: Stream, config: ModelConfig, rules: Sampling) -> Stream:
     rules say."""
     if rules.n > 1:
         stream = jax.jit(repeated, static_argnums=1)(stream, rules.n)
+    return with_stop_strings(stream, config, rules)
+
+
+def with_stop_strings(stream: Stream, config: ModelConfig, rules: TextRules) -> Stream:
+    """The stream with the automaton of the stop strings, if the rules have any."""
     if not rules.stop_strings:
         return stream
     rows = stream.done.shape[0]

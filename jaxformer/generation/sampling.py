@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,15 @@ class TextRules:
     frequency_penalty: float = 0.0  # subtracted each time that a token was written
     # A function (logits [B, V], tokens [B, S]) -> logits of the caller. The newest token is last.
     rule: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    stop_strings: tuple[str, ...] = ()  # a text stops after the token that completes one of these
+    tokenizer: TokenBytes | None = None  # whose tokens have the texts in which these are found
 
     def __post_init__(self) -> None:
         check_values(self)
+
+    def of_program(self) -> Self:
+        """The settings that a compiled program depends on."""
+        return replace(self, stop_strings=(), tokenizer=None)
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,6 @@ class Sampling(TextRules):
     top_p: float = 1.0  # keep the fewest likeliest tokens with this probability together
     min_p: float = 0.0  # keep tokens with this share of the largest probability
     typical_p: float = 1.0  # keep tokens of nearly typical information, of this probability
-    stop_strings: tuple[str, ...] = ()  # a text stops after the token that completes one of these
-    tokenizer: TokenBytes | None = None  # whose tokens have the texts in which these are found
     n: int = 1  # texts for each prompt, which is read once
 
     def __post_init__(self) -> None:
@@ -61,9 +66,8 @@ class Sampling(TextRules):
                 " temperature, or search with jf.beam_search(..., beams=n)."
             )
 
-    def of_program(self) -> "Sampling":
-        """The settings that a compiled program depends on."""
-        return replace(self, stop_strings=(), tokenizer=None, n=1)
+    def of_program(self) -> Self:
+        return replace(super().of_program(), n=1)
 
 
 def within(logits: jax.Array, vocab_size: int | None) -> jax.Array:

@@ -63,12 +63,16 @@ class StopText:
         return cls(jnp.asarray(full), jnp.zeros(rows, jnp.int32))
 
     def after(self, tokens: jax.Array) -> "StopText":
-        """With one more token [B] of each row."""
+        """With one more token of each row, of the shape of the state."""
         return StopText(self.table, self.table[tokens, self.state].astype(jnp.int32))
+
+    def of_rows(self, rows: jax.Array) -> "StopText":
+        """The states of these rows, of any shape."""
+        return StopText(self.table, self.state[rows])
 
     @property
     def reached(self) -> jax.Array:
-        """Which rows have a stop string [B]."""
+        """Which rows have a stop string."""
         return self.state == self.table.shape[1] - 1
 
 

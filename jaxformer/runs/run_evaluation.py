@@ -3,7 +3,7 @@ translations."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,12 +160,12 @@ def translate_run(
     step: int | None = None,
     cache_dir: str | Path = "",
     quantize: Quantization | None = None,
-    **search: Any,
+    search: Callable[[Tokenizer], dict[str, Any]] = lambda tokenizer: {},
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search.
 
-    `search` are the keywords of `generation.translate.translate`. Raises ConfigError where
-    `evaluate_run` does, and for a run that was not trained on pairs.
+    `search` gives the keywords of `beam_search` for the tokenizer of the run. Raises ConfigError
+    where `evaluate_run` does, and for a run that was not trained on pairs.
     """
     _refuse_gguf(path)
     run = _on_text(run_of(path), Path(path), validation, cache_dir=cache_dir)
@@ -180,7 +180,8 @@ def translate_run(
     if not records or model.tokenizer is None:
         raise _nothing_held_out(path)
     sources, references = ([str(record[side]) for record in records] for side in (0, 1))
-    outputs = translate(model.params, model.config, model.tokenizer, sources, **search)
+    rules = search(model.tokenizer)
+    outputs = translate(model.params, model.config, model.tokenizer, sources, **rules)
     return Translations(sources, references, outputs)
 
 

@@ -14,6 +14,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import full_batch, padded, rounded
+from jaxformer.generation.stop_strings import before_stop
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
@@ -40,16 +41,16 @@ def translate(
     tokenizer: Tokenizer,
     texts: Sequence[str],
     *,
-    beams: int = 5,
-    length_penalty: float = 0.6,
     batch_size: int = 32,
+    **search: Any,
 ) -> list[str]:
     """What an encoder-decoder writes for each text by beam search, in batches of texts of similar
     length.
 
     Sources and the start of targets are those of the objective `pairs`. A source that exceeds
     model.max_length is cut, with a warning. A target has at most 3/2 as many tokens as the longest
-    source of its batch (rounded up), and ten more. Raises ConfigError for another kind of model.
+    source of its batch (rounded up), and ten more. `search` are keywords of `beam_search`, which
+    replace those that the model's files say. Raises ConfigError for another kind of model.
     """
     start, target_context = tokenizer.as_target([]), context_of(params, config)
     context = context_of(params, config, source=True)
@@ -61,8 +62,8 @@ def translate(
             f"{cut} of {len(texts)} texts are cut to the model.max_length={context} of this model.",
             stacklevel=2,
         )
-    rules: dict[str, Any] = {"beams": beams, "keep": 1, "length_penalty": length_penalty}
-    rules |= writing_rules(tokenizer)
+    rules: dict[str, Any] = {"keep": 1, "tokenizer": tokenizer}
+    rules |= writing_rules(tokenizer) | search
     sources = [tokenizer.as_source(ids[:source_limit]) for ids in encoded]
     targets, size = [""] * len(texts), min(batch_size, len(texts))
     order = sorted(range(len(texts)), key=lambda index: len(sources[index]))
@@ -81,7 +82,7 @@ def translate(
             **rules,
         )
         for index, tokens in zip(batch, np.asarray(best.tokens[:, 0]), strict=False):
-            targets[index] = tokenizer.decode(tokens)
+            targets[index] = before_stop(tokenizer.decode(tokens), search.get("stop_strings", ()))
     return targets
 
 

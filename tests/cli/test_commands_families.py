@@ -171,6 +171,13 @@ def test_evaluating_pairs_with_beams_gives_the_bleu_of_the_translations(runs, tm
         and "nrefs:1|case:mixed" in out
         and "nats per token" in out
     )
+    settings = ("--early_stopping", "on", "--length_divisor", "tokens", "--no_repeat_ngram_size", 2)
+    line = ("--beams", 3, "--output", written, *settings)
+    printed(capsys, "evaluate", runs["encoder_decoder"], *line)
+    rules = {"early_stopping": True, "length_divisor": "tokens", "no_repeat_ngram_size": 2}
+    others = translate(model.params, model.config, TOKENIZER, sources, beams=3, **rules)
+    assert others != outputs
+    assert written.read_text().splitlines() == [" ".join(text.split()) for text in others]
 
 
 def test_the_page_of_an_encoder_decoder_holds_its_maps_and_what_it_expected(runs, tmp_path, capsys):
@@ -268,6 +275,11 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "no words to tag": ("sample", ["tags", "--prompt", " "], ["empty"]),
     "beams below none": ("sample", ["decoder", "--prompt", "a", "--beams", "-1"], ["beams=-1"]),
+    "a rule for no translations": (
+        "evaluate",
+        ["encoder_decoder", "--min_new_tokens", "2"],
+        ["--min_new_tokens", "--beams"],
+    ),
     "a file for no translations": ("evaluate", ["encoder_decoder", "--output", "x"], ["--beams"]),
     "a translation by what is no translator": (
         "evaluate",
