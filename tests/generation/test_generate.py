@@ -100,6 +100,15 @@ def test_the_same_key_gives_the_same_text_and_another_key_another():
     assert (np.asarray(a) != np.asarray(c)).any()
 
 
+def test_a_sampled_row_does_not_depend_on_its_neighbors():
+    params, config, prompt = weights_and_tokens("llama")
+    rules = {"key": jax.random.key(3), "temperature": 1.0}
+    alone = jf.generate(params, config, prompt[:1], 12, **rules)
+    others = np.concatenate([prompt[:1], (prompt + 1) % VOCABULARY, prompt[::-1]])
+    for rows in (prompt, others):
+        np.testing.assert_array_equal(jf.generate(params, config, rows, 12, **rules)[:1], alone)
+
+
 def test_draws_follow_the_distribution_of_the_model():
     logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
     many = jnp.broadcast_to(logits, (40_000, 4))
