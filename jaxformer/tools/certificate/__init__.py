@@ -1,0 +1,1 @@
+"""Certificates: what was proven of a run, on the machine that it was made on."""
