@@ -1,8 +1,11 @@
-"""What a save costs a run, and what its digests cost a save. `python benchmarks/checkpoints.py`
+"""What a save costs a run, what its digests cost a save, and what the chain of metrics.jsonl costs.
+`python benchmarks/checkpoints.py`
 
 The state of a config is saved with and without digests, in turns, each until it is on the disk. A
 step waits for the part of a save that copies the state; its share is of the steps between two saves
-(`train.checkpoint_every`), whose time is measured on random tokens.
+(`train.checkpoint_every`), whose time is measured on random tokens. The steps between two lines of
+metrics.jsonl (`train.log_every`) are made with and without the digests of the state after the last
+of them, in turns.
 """
 
 from jaxformer.cluster.entry_point import keep_memory
@@ -26,7 +29,9 @@ from workloads import SMOKE_FIELDS  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
 from jaxformer.checkpoints import reading as checkpoint_reading  # noqa: E402
+from jaxformer.checkpoints.digests import as_texts, combined  # noqa: E402
 from jaxformer.checkpoints.reading import versions  # noqa: E402
+from jaxformer.config.run import RunConfig  # noqa: E402
 
 DIGESTS = checkpoint_reading.digests
 
@@ -61,6 +66,31 @@ def step_seconds(bare: Ready, steps: int) -> tuple[Any, float]:
     return state, statistics.median(taken[1:])
 
 
+def chain_seconds(bare: Ready, state: Any, every: int, digests: bool) -> tuple[Any, float]:
+    """The state after the steps between two lines of metrics.jsonl, and their seconds, with the
+    digests of the state after the last of them, as a run starts and reads them, or without."""
+    batch = bare.batch(0)
+    begin = time.perf_counter()
+    with jax.set_mesh(bare.mesh):
+        for _ in range(every):
+            state, _ = bare.step(state, batch)
+        sums = DIGESTS(checkpoint_reading.flat_leaves(state)) if digests else {}
+        jax.block_until_ready((state, sums))
+    combined(as_texts(sums))
+    return state, time.perf_counter() - begin
+
+
+def chain_shares(bare: Ready, state: Any, run: RunConfig, pairs: int) -> list[float]:
+    """What the digests add to the steps between two lines, as shares of these steps, by pair."""
+    shares = []
+    for pair in range(pairs + 1):  # the first is a warm-up
+        seconds = {}
+        for on in (True, False) if pair % 2 else (False, True):
+            state, seconds[on] = chain_seconds(bare, state, run.train.log_every, on)
+        shares.append(seconds[True] / seconds[False] - 1)
+    return shares[1:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -77,8 +107,10 @@ def main() -> None:
     model = replace(run.model, vocab_size=run.model.vocab_size or run.tokenizer.vocab_size)
     run = replace(run, model=model)
     load = os.getloadavg()[0]
-    state, step = step_seconds(ready_on_random_tokens(run)[0], options.steps)
+    bare = ready_on_random_tokens(run)[0]
+    state, step = step_seconds(bare, options.steps)
     leaves = checkpoint_reading.flat_leaves(state)
+    size = sum(leaf.nbytes for leaf in leaves.values())
     begin = time.perf_counter()
     jax.block_until_ready(DIGESTS(leaves))
     first = time.perf_counter() - begin
@@ -96,9 +128,10 @@ def main() -> None:
                     blocked[on].append(waited)
                     whole[on].append(seconds)
             digest += [taken] * bool(pair)
+    chain = chain_shares(bare, state, run, options.pairs)  # which donates the state
     every = run.train.checkpoint_every
     found = {
-        "bytes": sum(leaf.nbytes for leaf in leaves.values()),
+        "bytes": size,
         "first_digests": first,
         "digests": statistics.median(digest),
         "save": statistics.median(whole[True]),
@@ -108,14 +141,19 @@ def main() -> None:
         "checkpoint_every": every,
         "blocked_share": statistics.median(blocked[True]) / (every * step),
         "digest_share": statistics.median(digest) / statistics.median(whole[True]),
+        "log_every": run.train.log_every,
+        "chain_share": statistics.median(chain),
+        "chain_digests_share": statistics.median(digest) / (run.train.log_every * step),
         "load_before": load,
     }
     rows = [[name, f"{value:.4g}"] for name, value in found.items()]
     print_table(["measure (seconds, bytes, shares)", options.config.rsplit("/", 1)[-1]], rows)
     print(
         f"blocked: {found['blocked_share']:.3%} of {every} steps, must be under 2 %; digests:"
-        f" {found['digest_share']:.1%} of a save, must be under 5 %; medians of {options.pairs}"
-        f" pairs; {versions()}, {cpu_model()}"
+        f" {found['digest_share']:.1%} of a save, must be under 5 %; chain:"
+        f" {found['chain_digests_share']:.2%} of {run.train.log_every} steps, must be under 2 %"
+        f" ({found['chain_share']:.2%} in pairs); medians of {options.pairs} pairs; {versions()},"
+        f" {cpu_model()}"
     )
     save("checkpoints", found, options.smoke)
 

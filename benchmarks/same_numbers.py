@@ -131,7 +131,7 @@ def train(checkout: Path, config: str, folder: Path, fields: Fields) -> tuple[Nu
         (line["step"], key): math.nan if value is None else float(value)
         for line in lines
         for key, value in line.items()
-        if key not in {*CLOCKS, "step", "non_finite"}
+        if key not in {*CLOCKS, "step", "non_finite", "state", "before"}
     }
     return numbers, params
 

@@ -123,9 +123,9 @@ def stamp_steps(stamps: dict[int, float]) -> None:
     """From now on `jf.train` notes in `stamps` the time at which it first logged each step."""
 
     class Stamped(MetricsLog):
-        def log(self, step: int, values: Mapping[str, Any]) -> None:
+        def log(self, step: int, values: Mapping[str, Any], state: str = "") -> None:
             stamps.setdefault(step, time.perf_counter())
-            super().log(step, values)
+            super().log(step, values, state)
 
     loop.MetricsLog = Stamped  # type: ignore[misc]
 

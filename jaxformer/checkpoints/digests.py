@@ -59,8 +59,17 @@ def as_text(digest: Array) -> str:
 
 def fingerprint(leaves: Mapping[str, Array]) -> str:
     """16 hexadecimal digits of all arrays of a model, by path, whatever devices hold them."""
-    sums = jax.device_get(digests(leaves))
-    lines = [f"{path} {as_text(sums[path])}" for path in sorted(sums)]
+    return combined(as_texts(digests(leaves)))
+
+
+def as_texts(sums: Mapping[str, Array]) -> dict[str, str]:
+    """The digests of arrays, uint32 [2] each, as texts."""
+    return {path: as_text(digest) for path, digest in jax.device_get(sums).items()}
+
+
+def combined(texts: Mapping[str, str]) -> str:
+    """`fingerprint` from the texts of the digests."""
+    lines = [f"{path} {texts[path]}" for path in sorted(texts)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

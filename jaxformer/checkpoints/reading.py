@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxformer.arrays.params import dotted
-from jaxformer.checkpoints.digests import Altered, altered_files, as_text, digest_on_host, digests
+from jaxformer.checkpoints.digests import Altered, altered_files, as_texts, digest_on_host, digests
 from jaxformer.checkpoints.faults import failure_of, in_short, quiet_reads
 from jaxformer.cluster.processes import together
 from jaxformer.files import ConfigError, first_of
@@ -72,8 +72,8 @@ def shapes_of(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
 def manifest_of(leaves: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest of a state, with the digests of its arrays; `run` identifies the run that saves
     it."""
-    sums = jax.device_get(digests(leaves))
-    table = {path: [*row, as_text(sums[path])] for path, row in shapes_of(leaves).items()}
+    texts = as_texts(digests(leaves))
+    table = {path: [*row, texts[path]] for path, row in shapes_of(leaves).items()}
     manifest = {
         "format": MANIFEST_FORMAT,
         "run": dict(run),
@@ -114,8 +114,7 @@ def read_checkpoint(
             with quiet_reads():
                 # One process may find damage where another finds none.
                 leaves, manifest = read() if alone else together(lambda: read(share), Altered)
-                sums = jax.device_get(digests(leaves))
-                _require_digests(manifest, {path: as_text(sums[path]) for path in sums})
+                _require_digests(manifest, as_texts(digests(leaves)))
             return leaves
         except Altered as error:
             cause = error

@@ -1,17 +1,23 @@
 """`metrics.jsonl`: the metrics of a run, one line of JSON for each logged step. A tracker gets the
-same numbers."""
+same numbers.
+
+The lines are a chain: each has a digest of the line before it, so that none can be altered, removed
+or inserted without a change of all lines after it.
+"""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
+import re
 import reprlib
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from jaxformer.files import ConfigError, append_to, read_file, replacing
 from jaxformer.report.trackers import Tracker, chosen_tracker
@@ -20,6 +26,15 @@ FILE = "metrics.jsonl"
 LARGEST_STEP = 2**53  # up to here a float64 holds every integer
 LARGEST_NUMBER = sys.float_info.max
 NON_FINITE = ("nan", "inf", "-inf")
+STATE, BEFORE = "state", "before"  # the two texts of a line
+DIGITS = {STATE: 16, BEFORE: 32}  # hexadecimal
+
+
+class LoggedLine(NamedTuple):
+    """A line of metrics.jsonl: its bytes, without the line feed, and the object that they hold."""
+
+    raw: bytes
+    entry: dict[str, Any]
 
 
 class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
@@ -36,6 +51,9 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     A line that cannot be written, as on a full disk, gives one warning and is written with a later
     line. If it is still unwritten when the log is closed, a warning names the missing steps.
 
+    Every line ends with `before`, the digest of the line before it; in the first line it is that of
+    `identity`, which says as JSON which run this is.
+
     `tracker` gets the finite numbers of each line that is written, and is closed with the log; by
     default it is TensorBoard, where tensorboardX is installed.
     """
@@ -46,13 +64,16 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         resume_step: int = 0,
         began: float | None = None,
         tracker: Tracker | None = None,
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
         began = time.monotonic() if began is None else began
         self.path = Path(run_dir) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         begun = os.path.lexists(self.path)
-        before = _remove_later_lines(self.path, resume_step) if begun else 0.0
-        self._zero = began - before
+        remaining = _remove_later_lines(self.path, resume_step) if begun else []
+        seconds = [line.entry.get("seconds", 0.0) for line in remaining]
+        self._zero = began - max(seconds, default=0.0)
+        self._before = line_digest(remaining[-1].raw) if remaining else first_digest(identity or {})
         try:
             self._file = append_to(self.path)
         except OSError as error:
@@ -62,8 +83,9 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             tracker = chosen_tracker("auto")(Path(run_dir), resume_step, {})
         self._tracker = tracker
 
-    def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
-        """Writes one line; `values` are numbers or scalar arrays.
+    def log(self, step: int, values: Mapping[str, SupportsFloat], state: str = "") -> None:
+        """Writes one line; `values` are numbers or scalar arrays. `state` is the fingerprint of the
+        state after the step, 16 hexadecimal digits, if the line has one.
 
         JSON has no NaN: a value that is not finite is written as null, and its name under
         "non_finite" with "nan", "inf" or "-inf", from which `read_metrics` restores it.
@@ -74,7 +96,10 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         line: dict[str, Any] = {"step": int(step)} | numbers | dict.fromkeys(odd)
         line["seconds"] = round(time.monotonic() - self._zero, 3)
         line |= {"non_finite": odd} if odd else {}
-        self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
+        line |= ({STATE: state} if state else {}) | {BEFORE: self._before}
+        raw = json.dumps(line, allow_nan=False).encode()
+        self._before = line_digest(raw)
+        self._unwritten += raw + b"\n"
         self._missing.append(int(step))
         if (error := self._write()) and len(self._missing) == 1:
             warnings.warn(
@@ -120,10 +145,21 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
             f"{path} does not exist: {run_dir} is not a run directory, or nothing was logged in it"
             " yet."
         )
+    entries = [line.entry for line in logged_lines(path)]
     return [
-        line | {name: float(text) for name, text in line.pop("non_finite", {}).items()}
-        for line in _lines(path)
+        entry | {name: float(text) for name, text in entry.pop("non_finite", {}).items()}
+        for entry in entries
     ]
+
+
+def line_digest(raw: bytes) -> str:
+    """32 hexadecimal digits of the SHA-256 of a line, without its line feed."""
+    return hashlib.sha256(raw).hexdigest()[: DIGITS[BEFORE]]
+
+
+def first_digest(identity: Mapping[str, Any]) -> str:
+    """What stands for the digest of a line before the first one."""
+    return line_digest(json.dumps(dict(identity), sort_keys=True).encode())
 
 
 def _number(value: SupportsFloat) -> float:
@@ -132,11 +168,13 @@ def _number(value: SupportsFloat) -> float:
     return number if isinstance(number, (int, float)) else float(number)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    lines = read_file(path).decode("ascii", "replace").splitlines()
-    for number, line in enumerate(lines, start=1):
+def logged_lines(path: Path) -> Iterator[LoggedLine]:
+    """The lines of a metrics.jsonl, without a last one that is still being written. Raises
+    ConfigError for a line that `MetricsLog` does not write."""
+    lines = read_file(path).removesuffix(b"\n").split(b"\n")
+    for number, raw in enumerate(lines, start=1):
         try:
-            entry = json.loads(line)
+            entry = json.loads(raw.decode("ascii", "replace"))
         except (ValueError, RecursionError):
             if number == len(lines):
                 return  # it is still being written
@@ -146,7 +184,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 f"{path}, line {number}, is not a JSON object with an integer step and numbers:"
                 f" {fault}. Correct or delete that line."
             )
-        yield entry
+        yield LoggedLine(raw, entry)
 
 
 def _fault(entry: Any) -> str:
@@ -160,6 +198,10 @@ def _fault(entry: Any) -> str:
         return f"non_finite is {_shown(odd)}, not names with one of {', '.join(NON_FINITE)} each"
     for name, value in entry.items():
         if name == "non_finite" or (value is None and name in odd):
+            continue
+        if name in DIGITS:
+            if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{DIGITS[name]}}}", value):
+                return f"{name} is {_shown(value)}, not {DIGITS[name]} hexadecimal digits"
             continue
         if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
             return f"{_shown(name)} is {_shown(value)}, not a finite number"
@@ -175,11 +217,11 @@ def _shown(value: Any) -> str:
     return f"{text[:60]}..." if len(text) > 60 else text
 
 
-def _remove_later_lines(path: Path, resume_step: int) -> float:
-    """Removes the lines after `resume_step`, all if that is 0. Returns the seconds of the last line
-    that remains, 0 without one."""
-    lines = _lines(path) if path.exists() else ()  # a symbolic link may lead nowhere
-    remaining = [line for line in lines if resume_step > 0 and line["step"] <= resume_step]
+def _remove_later_lines(path: Path, resume_step: int) -> list[LoggedLine]:
+    """Removes the lines after `resume_step`, all if that is 0, and keeps the bytes of the others.
+    Returns these."""
+    lines = logged_lines(path) if path.exists() else ()  # a symbolic link may lead nowhere
+    remaining = [line for line in lines if resume_step > 0 and line.entry["step"] <= resume_step]
     with replacing(path, follow=False) as file:
-        file.writelines(json.dumps(line, allow_nan=False).encode() + b"\n" for line in remaining)
-    return max((line.get("seconds", 0.0) for line in remaining), default=0.0)
+        file.writelines(line.raw + b"\n" for line in remaining)
+    return remaining

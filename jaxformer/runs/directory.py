@@ -190,6 +190,14 @@ def check_data(
     return now | run_entries
 
 
+def identity_of(record: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """What never changes of a run: what data.json holds of its data, its id and its seed."""
+    # These may change, or follow from what may not.
+    left_out = ("labels", "base_path")
+    entries = {name: value for name, value in record.items() if name not in left_out}
+    return entries | {"seed": seed}
+
+
 def claim(run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
     """Writes config.json, tokenizer.json and data.json, which holds `record`, from `check_data`.
     The run directory belongs to the run from here on."""

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxformer.checkpoints.digests import as_texts, combined
+from jaxformer.config.train import TrainConfig
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
-from jaxformer.report.metrics import FILE
+from jaxformer.report.metrics import FILE, STATE
 from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import is_finite
@@ -43,8 +45,16 @@ def is_due(step: int, every: int, steps: int) -> bool:
     return (step > 0 and every > 0 and step % every == 0) or step == steps
 
 
+def is_logged(step: int, train: TrainConfig) -> bool:
+    """Whether a finite step gets a line of metrics.jsonl."""
+    return step == 1 or step % train.log_every == 0 or step == train.steps
+
+
 class MetricLogger:
-    """Called with the metrics of each step and of each evaluation; `evaluation` is the last one."""
+    """Called with the metrics of each step and of each evaluation; `evaluation` is the last one.
+
+    The metrics of some steps have the digests of the state after it under `STATE`.
+    """
 
     def __init__(
         self, setup: RunSetup, first: int, log: MetricsLog, progress: ProgressBar, before: Logged
@@ -52,11 +62,15 @@ class MetricLogger:
         self.setup, self.log, self.progress = setup, log, progress
         self.evaluation, self._skipped = before
         self._logged_to, self._seconds = first, 0.0
+        self._sums: Mapping[str, Any] | None = None
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        metrics = dict(metrics)
+        if STATE in metrics or "step_seconds" in metrics:
+            self._sums = metrics.pop(STATE, None)
         if "step_seconds" not in metrics:
-            self.evaluation = dict(metrics)
-            self.log.log(step, metrics)
+            self.evaluation = metrics
+            self.log.log(step, metrics, self._state())
             self.progress.update(step, metrics)
             return
         self._seconds += metrics["step_seconds"]
@@ -69,13 +83,13 @@ class MetricLogger:
                 f" {settings.nan_limit}): loss {float(metrics['loss'])}, gradient norm"
                 f" {float(metrics['grad_norm'])}."
             )
-        if skipped or step == 1 or step % settings.log_every == 0 or step == settings.steps:
+        if skipped or is_logged(step, settings):
             self._log(step, metrics)
         else:
             self.progress.update(step)
 
-    def _log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values = as_logged(jax.device_get(dict(metrics)))
+    def _log(self, step: int, metrics: dict[str, Any]) -> None:
+        values = as_logged(jax.device_get(metrics))
         del values["step_seconds"]
         tokens, seconds = self.setup.tokens_per_step, max(self._seconds, 1e-9)
         flops = (step - self._logged_to) * tokens * self.setup.flops_per_token
@@ -88,8 +102,12 @@ class MetricLogger:
         if self.setup.peak is not None:
             values["mfu"] = flops / seconds / (self.setup.peak * self.setup.mesh.size)
         self._logged_to, self._seconds = step, 0.0
-        self.log.log(step, values)
+        self.log.log(step, values, self._state())
         self.progress.update(step, values)
+
+    def _state(self) -> str:
+        """The fingerprint of the newest state that metrics came with; empty without digests."""
+        return "" if self._sums is None else combined(as_texts(self._sums))
 
 
 def as_logged(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from jaxformer.config.settings import Log
 from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.device import check_split
-from jaxformer.runs.directory import check_config, check_data
+from jaxformer.runs.directory import check_config, check_data, identity_of
 from jaxformer.runs.evaluation import corpus_of
 from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes
 from jaxformer.tokenizer.chat import ChatTemplate
@@ -82,10 +82,7 @@ class RunSetup(Resolved):
     @property
     def identity(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of the run that saved it."""
-        # These may change, or follow from what may not.
-        left_out = ("labels", "base_path")
-        entries = {name: value for name, value in self.record.items() if name not in left_out}
-        return entries | {"seed": self.run.run.seed}
+        return identity_of(self.record, self.run.run.seed)
 
     def placed(self, batch: Any) -> Any:
         """A batch on the devices, scored by the reference where there is one."""

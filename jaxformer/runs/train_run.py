@@ -17,6 +17,8 @@ from jaxformer.arrays.mesh import place_batch
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import platform
+from jaxformer.checkpoints.digests import digests
+from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.launch import finish, joined
 from jaxformer.cluster.processes import exchange, require_same, together
@@ -26,6 +28,7 @@ from jaxformer.config.run import RunConfig, flat
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
+from jaxformer.report.metrics import STATE
 from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.device import with_proven_kernel
 from jaxformer.runs.directory import check_config, claim, is_begun, lock, profile_dir, release
@@ -36,7 +39,7 @@ from jaxformer.runs.evaluation import (
     make_evaluation,
     unwatched,
 )
-from jaxformer.runs.metric_logger import MetricLogger, is_due, logged_before
+from jaxformer.runs.metric_logger import MetricLogger, is_due, is_logged, logged_before
 from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state
@@ -210,14 +213,30 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
 
 
 class CountedStep:
-    """The compiled step, which counts the steps that are done; `fit` calls it."""
+    """The compiled step, which counts the steps that are done; `fit` calls it.
 
-    def __init__(self, program: Any, done: int) -> None:
+    The metrics of a step that is logged or evaluated have the digests of the state after it. Their
+    program is started before the next step, which donates that state, and nothing waits for it.
+    """
+
+    def __init__(self, program: Any, setup: RunSetup, done: int) -> None:
         self.program, self.done = program, done
+        self.train, self.unsaved = setup.run.train, frozenset(setup.unsaved)
+        train = self.train
+        self.evaluate_every = train.eval_every if setup.heldout else train.eval_tasks_every
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         self.done += 1
-        return self.program(state, batch)  # type: ignore[no-any-return]
+        state, metrics = self.program(state, batch)
+        evaluated = is_due(self.done, self.evaluate_every, self.train.steps)
+        if evaluated or is_logged(self.done, self.train):
+            metrics = {**metrics, STATE: self.sums(state)}
+        return state, metrics
+
+    def sums(self, state: TrainState) -> Metrics:
+        """The digests of the leaves of a state that its checkpoints hold."""
+        leaves = flat_leaves(state)
+        return digests({path: leaf for path, leaf in leaves.items() if path not in self.unsaved})
 
 
 @contextlib.contextmanager
@@ -261,14 +280,14 @@ def _steps(
     if settings.on_nan == "skip":
         hooks.append(SkipSteps(settings.nan_limit, before.skipped))
     if jax.process_index():
-        step = CountedStep(program, first)
+        step = CountedStep(program, setup, first)
         return _fit(setup, state, step, checkpoints, before.evaluation, hooks, unwatched), {}
     tracker = chosen_tracker(run.tracker)(Path(run.dir), first, flat(setup.run))
     with (
         ProgressBar(settings.steps, first, run.progress) as progress,
-        MetricsLog(run.dir, first, began, tracker) as metrics_log,
+        MetricsLog(run.dir, first, began, tracker, setup.identity) as metrics_log,
     ):
-        step = CountedStep(program, first)
+        step = CountedStep(program, setup, first)
         logger = MetricLogger(setup, first, metrics_log, progress, before)
         hooks.append(logger)
         watch = progress.evaluation
@@ -310,7 +329,7 @@ def _fit(
     read_now = heldout and is_due(step.done, settings.eval_every, settings.steps)
     if not before and (read_now or asked(step.done)):
         with doing(f"in the evaluation after step {step.done}; the same command makes it."):
-            first_evaluation = evaluate(state.params)
+            first_evaluation = {**evaluate(state.params), STATE: step.sums(state)}
         for hook in hooks:
             hook(step.done, state, first_evaluation)
     with (
@@ -323,7 +342,7 @@ def _fit(
             batches,
             steps=settings.steps,
             evaluate=evaluate if heldout or tasks else None,
-            evaluate_every=settings.eval_every if heldout else settings.eval_tasks_every,
+            evaluate_every=step.evaluate_every,
             checkpoints=checkpoints,
             hooks=hooks,
         )
