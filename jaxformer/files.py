@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import os
+import re
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,18 +20,68 @@ class ConfigError(ValueError):
     """An invalid setting or input; the message says what, where, what is allowed, what to do."""
 
 
+def located(text: str | Path) -> Path:
+    """The path that a user states. A URL such as gs://bucket/run, s3://bucket/run or memory://run
+    becomes a path of universal_pathlib, which has the methods of `pathlib.Path`. Raises ConfigError
+    where nothing here opens such URLs."""
+    if not isinstance(text, str) or not is_remote(text):
+        return Path(text) if isinstance(text, str) else text
+    from jaxformer.stores import opened_url  # imports fsspec, which only a URL needs
+
+    return opened_url(text)
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether a path is a URL, where there are no directories, links, renames or locks.
+    `file:///path` is no such URL."""
+    if isinstance(path, str):
+        return re.match(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
+    return not isinstance(path, Path)
+
+
 @contextlib.contextmanager
+def store_errors(path: Path, action: str) -> Iterator[None]:
+    """Turns an error of the store of a URL into one ConfigError: `path` cannot be `action`, such as
+    "read". Errors of a local path, ConfigError and FileNotFoundError go on as they are."""
+    try:
+        yield
+    except (ConfigError, FileNotFoundError):
+        raise
+    except Exception as error:
+        if not is_remote(path):
+            raise
+        from jaxformer.stores import refusal
+
+        raise refusal(path, action, error) from error
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory, with those above it, where it is missing. A store needs none."""
+    if not is_remote(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def replacing(
     path: Path, advice: str = "make room, or choose another path", follow: bool = True
-) -> Iterator[BinaryIO]:
+) -> contextlib.AbstractContextManager[BinaryIO]:
     """Opens a binary file that gets the name `path` when the block ends without an error.
 
     The content is on the disk before the name changes, and until then an earlier file stays. After
     an error the new file is removed. Where the path is a symbolic link, the file that it leads to
     is replaced; without `follow`, as in a run directory, the link itself is replaced, with a
-    warning. Raises ConfigError, with `advice`, where the file or its directory cannot be written,
-    and where the path is something else than a file, such as a device.
+    warning. An object of a URL is written by one put. Raises ConfigError, with `advice`, where the
+    file or its directory cannot be written, and where the path is something else than a file, such
+    as a device.
     """
+    if is_remote(path):
+        from jaxformer.stores import putting
+
+        return putting(path)
+    return _replacing_file(path, advice, follow)
+
+
+@contextlib.contextmanager
+def _replacing_file(path: Path, advice: str, follow: bool) -> Iterator[BinaryIO]:
     draft = None
     try:
         replaced_link = not follow and path.is_symlink()
@@ -68,8 +120,9 @@ def resolved_file(path: Path, advice: str) -> Path:
 
 
 def sync(*paths: Path) -> None:
-    """Flushes files, and the names in directories, to the disk, where their file system can."""
-    for path in paths:
+    """Flushes files, and the names in directories, to the disk, where their file system can. A
+    store has done so when a put ends."""
+    for path in itertools.filterfalse(is_remote, paths):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -110,9 +163,10 @@ def read_file(path: Path, advice: str = "restore it, or remove it") -> bytes:
     """The bytes of a file. Raises ConfigError, with `advice`, where it cannot be read, and for a
     pipe or a device, which may never end."""
     try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is {_kind_of(path)} and not a file: {advice}.")
-        return path.read_bytes()
+        with store_errors(path, "read"):
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{path} is {_kind_of(path)} and not a file: {advice}.")
+            return path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: {advice}.") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
