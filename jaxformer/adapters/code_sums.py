@@ -1,8 +1,11 @@
-"""Products of few rows with a quantized weight on a CPU, as in decoding, from its codes: no array
-is made, and a quarter or an eighth of the memory is read. The sums are those of the array but for
+"""Products of few rows with a quantized weight, as in decoding, from its codes: no array is made,
+and a quarter or an eighth of the memory of float32 is read. The sums are those of the array but for
 rounding.
 
-XLA makes a loop of each product, in which the codes become numbers in registers. SmolLM2-135M
+XLA for CPUs makes a loop of each product, in which the codes become numbers in registers. XLA for
+GPUs makes one reduction of a product in the same way (of NF4 where the inputs are adjacent, as
+`output_major_codes.py` has them), and XLA for TPUs reads int8 codes in a product of matrices.
+SmolLM2-135M
 decodes a token in 25 ms in int8, 50 in NF4 and 45 in float32, GPT-2 124M in 17 in int8 and 22 in
 float32 (medians of 5 calls in turn, two busy cores of an AMD EPYC). Where XLA made the arrays
 before the loop over tokens, int8 took twice the time of float32. In the comments, R is the number
@@ -23,6 +26,8 @@ MOST_ROWS = 4
 SUMMED = 8  # products that are added up in a register
 NF4_BYTES = 32  # bytes of a block of NF4, with two codes each
 
+Platforms = tuple[str, ...]
+
 
 def leading_inputs(equation: str) -> int:
     """How many axes are contracted if these are last in x and first in the weight, as the two of
@@ -33,19 +38,48 @@ def leading_inputs(equation: str) -> int:
     return inputs if (right[:inputs], out) == (left[len(free) :], free + right[inputs:]) else 0
 
 
-def reads_codes(x: jax.Array, shape: tuple[int, ...], dtype: str, inputs: int) -> bool:
+def reads_codes(
+    x: jax.Array, shape: tuple[int, ...], dtype: str, inputs: int, platforms: Platforms
+) -> bool:
     """Whether the product of x and a weight of a shape, of which the first `inputs` axes are
-    contracted, is made by the sums below: of few rows in float32, on a CPU."""
-    if not inputs or platform() != "cpu" or explicit_axes():
+    contracted, is made by sums from its codes: of few rows, on one of the platforms; on a CPU in
+    float32."""
+    if not inputs or platform() not in platforms or explicit_axes():
         return False
     rows = math.prod(x.shape[: x.ndim - inputs])
-    sizes = math.prod(shape[:inputs]), math.prod(shape[inputs:])
-    is_divisible = sizes[0] % (2 * SUMMED) == 0 and sizes[1] % (2 * NF4_BYTES) == 0
-    return rows <= MOST_ROWS and {str(x.dtype), dtype} == {"float32"} and is_divisible
+    if platform() == "cpu":
+        sizes = math.prod(shape[:inputs]), math.prod(shape[inputs:])
+        is_divisible = sizes[0] % (2 * SUMMED) == 0 and sizes[1] % (2 * NF4_BYTES) == 0
+        if not is_divisible or {str(x.dtype), dtype} != {"float32"}:
+            return False
+    return rows <= MOST_ROWS
+
+
+def high_and_low(codes: jax.Array, axis: int) -> jax.Array:
+    """The two codes of 4 bits in each of uint8 codes, along an axis of size 1: the high bits, then
+    the low ones."""
+    shape = tuple(2 if i == axis else 1 for i in range(codes.ndim))
+    return (codes >> 4 * (1 - jax.lax.broadcasted_iota(jnp.uint8, shape, axis))) & 15
+
+
+def looked_up(codes: jax.Array, values: np.ndarray) -> jax.Array:
+    """values[codes] for 16 values. A GPU and a TPU choose by one bit after the other, as part of
+    the loop that reads the codes; a table would be a gather, for which a TPU makes arrays."""
+    if platform() == "cpu":
+        return jnp.asarray(values)[codes]
+    choices = [jnp.float32(value) for value in values]
+    for bit in (1, 2, 4, 8):
+        pairs = zip(choices[::2], choices[1::2], strict=True)
+        is_set = (codes & bit) != 0
+        choices = [jnp.where(is_set, second, first) for first, second in pairs]
+    return choices[0]
 
 
 def int8_sums(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
     """x [R, I] times codes [*I, *O] and a scale for each output: float32 [R, O]."""
+    if platform() != "cpu":
+        matrix = codes.reshape(x.shape[1], -1).astype(jnp.float32)
+        return jnp.stack([(matrix * row[:, None]).sum(0) for row in x]) * scale.reshape(-1)
     x = _written(x)
     halves = _halves(x, codes.reshape(x.shape[1], -1))  # two of [I / 16, 8, O]
 

@@ -24,7 +24,15 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxformer.adapters.code_sums import int8_sums, leading_inputs, nf4_sums, reads_codes
+from jaxformer.adapters.code_sums import (
+    Platforms,
+    high_and_low,
+    int8_sums,
+    leading_inputs,
+    looked_up,
+    nf4_sums,
+    reads_codes,
+)
 from jaxformer.arrays.params import CustomLeaf, RowGroups, Spec, contract, lookup, zeros
 from jaxformer.arrays.sharding import Axes, constrain, explicit_axes, gathered
 from jaxformer.config.adapter import Quantization
@@ -96,6 +104,7 @@ class QuantizedLeaf(CustomLeaf, Protocol):
     """A `CustomLeaf` of codes and scales."""
 
     dtype: str
+    read_on: ClassVar[Platforms]  # where products of few rows are made by `sums`
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -120,6 +129,7 @@ class Int8Weight:
     scale: Any
     dtype: str = struct.field(pytree_node=False, default="float32")
     trainable: ClassVar[bool] = False
+    read_on: ClassVar[Platforms] = ("cpu", "gpu")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,7 +154,7 @@ class Int8Weight:
         dtype: Any,
         groups: RowGroups | None = None,
     ) -> jax.Array:
-        return _contract(self, equation, x, to=to, dtype=dtype, groups=groups)
+        return contract_codes(self, equation, x, to=to, dtype=dtype, groups=groups)
 
     def sums(self, x: jax.Array) -> jax.Array:
         return int8_sums(x, self.codes, self.scale)
@@ -182,6 +192,7 @@ class NF4Weight:
     size: tuple[int, ...] = struct.field(pytree_node=False, default=())
     dtype: str = struct.field(pytree_node=False, default="float32")
     trainable: ClassVar[bool] = False
+    read_on: ClassVar[Platforms] = ("cpu",)  # elsewhere `OutputMajorNF4` takes its place
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -218,7 +229,7 @@ class NF4Weight:
         dtype: Any,
         groups: RowGroups | None = None,
     ) -> jax.Array:
-        return _contract(self, equation, x, to=to, dtype=dtype, groups=groups)
+        return contract_codes(self, equation, x, to=to, dtype=dtype, groups=groups)
 
     def sums(self, x: jax.Array) -> jax.Array:
         return nf4_sums(x, self.codes, self.maxima(), NF4_VALUES)
@@ -241,7 +252,7 @@ class NF4Weight:
         return replace(self, dtype=str(jnp.dtype(dtype)))
 
 
-def _contract(
+def contract_codes(
     leaf: QuantizedLeaf,
     equation: str,
     x: jax.Array,
@@ -252,14 +263,15 @@ def _contract(
 ) -> jax.Array:
     """As `params.contract` of the array of a leaf, which is made again for the backward pass, once
     x is there: the arrays of all layers are never in memory at once, nor is one made before a loop
-    over tokens. Few rows on a CPU are multiplied from the codes (`code_sums.py`).
+    over tokens. Few rows are multiplied from the codes where the leaf is `read_on` the platform
+    (`code_sums.py`).
 
     A CPU makes it once for both passes unless layers are scanned, since XLA drops the barrier there
     before it would matter.
     """
 
     inputs = leading_inputs(equation)
-    if groups is None and reads_codes(x, leaf.shape, leaf.dtype, inputs):
+    if groups is None and reads_codes(x, leaf.shape, leaf.dtype, inputs, leaf.read_on):
         sums = _from_codes(x.reshape(-1, math.prod(leaf.shape[:inputs])), leaf)
         y = sums.reshape(*x.shape[: x.ndim - inputs], *leaf.shape[inputs:]).astype(dtype or x.dtype)
         return constrain(y, to) if to else y
@@ -275,7 +287,7 @@ def _contract(
 
 @jax.custom_jvp
 def _from_codes(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
-    return leaf.sums(x)
+    return leaf.sums(x.astype(jnp.float32))
 
 
 @_from_codes.defjvp
@@ -288,7 +300,7 @@ def _from_codes_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     def product(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
         return x @ leaf.array().reshape(x.shape[1], -1)
 
-    return leaf.sums(x), product(tangents[0], leaf)
+    return _from_codes(x, leaf), product(tangents[0], leaf)
 
 
 def _replicated(tree: TreeT) -> TreeT:
@@ -311,8 +323,8 @@ def _scaled(codes: jax.Array, scale: jax.Array, max_code: int = 1) -> jax.Array:
 
 def _nf4_values(codes: jax.Array) -> jax.Array:
     """uint8 [..., n / 2] -> float32 [..., n], two values for each."""
-    pairs = jnp.stack([codes >> 4, codes & 15], -1)  # [..., n / 2, 2]
-    return jnp.asarray(NF4_VALUES)[pairs.reshape(*codes.shape[:-1], -1)]
+    pairs = high_and_low(codes[..., None], axis=codes.ndim)  # [..., n / 2, 2]
+    return looked_up(pairs.reshape(*codes.shape[:-1], -1), NF4_VALUES)
 
 
 def to_int8(weight: jax.Array, spec: Spec) -> Int8Weight:

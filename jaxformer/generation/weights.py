@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxformer.adapters.output_major_codes import OutputMajorNF4
+from jaxformer.adapters.quantized import NF4Weight
 from jaxformer.arrays.params import (
     Params,
     RowGroups,
@@ -160,10 +162,7 @@ def _layer(stacked: Params, index: np.int32, config: ModelConfig, prefix: str) -
     layer = jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked
     )
-    layer = _cast(layer, config)
-    if platform() == "cpu":
-        layer = _output_major(layer, rows(specs(config)["blocks"]), prefix)
-    return layer
+    return _output_major(_cast(layer, config), rows(specs(config)["blocks"]), prefix)
 
 
 def _cast(params: Params, config: ModelConfig) -> Params:
@@ -172,16 +171,20 @@ def _cast(params: Params, config: ModelConfig) -> Params:
 
 
 def _output_major(layer: Params, table: dict[str, Spec], prefix: str) -> Params:
-    """A layer with the outputs of each matrix before its inputs."""
+    """A layer with the outputs of each matrix before its inputs: on a CPU of arrays, elsewhere of
+    NF4 weights."""
+    turned_kinds = (jax.Array,) if platform() == "cpu" else (NF4Weight,)
 
     def turned(path: Any, leaf: Any) -> Any:
         spec = table.get(prefix + dotted(path))
-        if spec is None or is_custom(leaf):
+        if spec is None or not isinstance(leaf, turned_kinds):
             return leaf
         n = len(spec.inputs)
         # The first axis is "layers". A matrix whose inputs do not follow it stays as it is.
         if not n or spec.lookup or spec.axes[1 : n + 1] != spec.inputs:
             return leaf
+        if isinstance(leaf, NF4Weight):
+            return OutputMajorNF4.of(leaf, n)
         return OutputMajor(jnp.moveaxis(leaf, range(n), range(-n, 0)), n)
 
     return jax.tree.map_with_path(turned, layer, is_leaf=is_custom)  # type: ignore[no-any-return]

@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxformer as jf
+from jaxformer.adapters import code_sums
 from jaxformer.adapters.code_sums import MOST_ROWS
+from jaxformer.adapters.output_major_codes import OutputMajorNF4
 from jaxformer.adapters.quantized import to_int8, to_nf4
 from jaxformer.arrays.params import Spec, contract, zeros
+from jaxformer.generation import weights
 
 MAKERS = {"int8": to_int8, "nf4": to_nf4, "nf4_double": functools.partial(to_nf4, double=True)}
 each_kind = pytest.mark.parametrize("kind", MAKERS)
@@ -55,3 +59,60 @@ def test_derivatives_are_those_of_the_product_with_the_array(kind):
 
     for derivative in (jax.grad(total), jax.hessian(total), jax.jacfwd(total)):
         np.testing.assert_allclose(derivative(x, leaf), derivative(x, leaf.array()), atol=1e-4)
+
+
+@pytest.fixture(params=["gpu", "tpu"])
+def accelerator(request, monkeypatch):
+    """The products of an accelerator, made by this CPU."""
+    monkeypatch.setattr(code_sums, "platform", lambda: request.param)
+    monkeypatch.setattr(weights, "platform", lambda: request.param)
+    yield request.param
+    jax.clear_caches()
+
+
+@each_kind
+def test_an_accelerator_reads_the_codes_with_the_inputs_last(accelerator, kind):
+    x = jax.random.normal(jax.random.key(1), (2, 1, 32))
+    leaf = leaf_of(kind, 32, 2, 64)
+    if kind != "int8":
+        turned = OutputMajorNF4.of(leaf, 1)
+        assert turned.codes.shape == (2, 32, 32) and turned.shape == leaf.shape
+        np.testing.assert_array_equal(turned.array(), leaf.array())
+        leaf = turned
+    found = contract("BTD,DNH->BTNH", x, leaf)
+    np.testing.assert_allclose(found, jnp.einsum("BTD,DNH->BTNH", x, leaf.array()), atol=2e-5)
+    many = jnp.tile(x, (4, 1, 1))
+    np.testing.assert_array_equal(
+        contract("BTD,DNH->BTNH", many, leaf), contract("BTD,DNH->BTNH", many, leaf.array())
+    )
+
+
+def test_outputs_that_are_no_number_of_blocks_stay_as_they_are():
+    leaf = leaf_of("nf4", 32, 48)
+    assert OutputMajorNF4.of(leaf, 1) is leaf
+
+
+@each_kind
+def test_the_values_of_codes_are_the_same_on_an_accelerator(kind, monkeypatch):
+    leaf = leaf_of(kind, 32, 64)
+    expected = leaf.array()
+    monkeypatch.setattr(code_sums, "platform", lambda: "tpu")
+    np.testing.assert_array_equal(leaf.array(), expected)
+
+
+@each_kind
+def test_generation_on_an_accelerator_writes_what_a_cpu_writes(kind, accelerator, monkeypatch):
+    sizes = {"vocab_size": 50, "d_model": 64, "n_heads": 2, "d_ff": 128, "max_length": 32}
+    config = jf.ModelConfig(n_layers=2, **sizes)
+    params = jf.quantize(jf.init(config, jax.random.key(0)), kind)
+    prompt = jnp.arange(6).reshape(2, 3)
+    written = jf.generate(params, config, prompt, 8, temperature=0)
+    leaves = jax.tree.leaves(
+        weights.prepared(params, config), is_leaf=lambda leaf: isinstance(leaf, OutputMajorNF4)
+    )
+    turned = [leaf for leaf in leaves if isinstance(leaf, OutputMajorNF4)]
+    assert bool(turned) == (kind != "int8")
+    monkeypatch.undo()
+    jax.clear_caches()
+    weights._CACHE._forget()
+    np.testing.assert_array_equal(jf.generate(params, config, prompt, 8, temperature=0), written)

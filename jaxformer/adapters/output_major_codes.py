@@ -1,0 +1,82 @@
+"""NF4 weights as a decode loop on a GPU or a TPU reads them: with the inputs last.
+
+The blocks of NF4 lie along the outputs. A sum over inputs that are not adjacent makes XLA for GPUs
+copy the codes for every product, and XLA for TPUs make the array. With the inputs adjacent the
+codes are read once, and nothing is made: 0.56 bytes a weight, where bfloat16 has 2. In the
+comments, I is the number of inputs and O that of outputs.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxformer.adapters.code_sums import Platforms, high_and_low, looked_up
+from jaxformer.adapters.quantized import BLOCK, NF4_VALUES, NF4Weight, contract_codes
+from jaxformer.arrays.params import RowGroups, lookup
+from jaxformer.arrays.sharding import Axes, explicit_axes
+
+
+@struct.dataclass
+class OutputMajorNF4:
+    """The weight of an `NF4Weight` of axes [*inputs, *outputs], O a number of blocks: `codes` uint8
+    [O / 64, 32, I] and `maxima` float32 [O / 64, I]. `size` is the shape of the weight, `dtype`
+    that of the array that it stands for."""
+
+    codes: Any
+    maxima: Any
+    size: tuple[int, ...] = struct.field(pytree_node=False)
+    dtype: str = struct.field(pytree_node=False)
+    trainable: ClassVar[bool] = False
+    read_on: ClassVar[Platforms] = ("gpu", "tpu")
+
+    @classmethod
+    def of(cls, leaf: NF4Weight, inputs: int) -> "OutputMajorNF4 | NF4Weight":
+        """A weight of which the first `inputs` axes are contracted; itself where its outputs are no
+        number of blocks, or are split over devices by an explicit axis."""
+        count = math.prod(leaf.size[:inputs])
+        if leaf.shape != leaf.size or math.prod(leaf.size[inputs:]) % BLOCK or explicit_axes():
+            return leaf
+        codes = leaf.codes.reshape(count, -1, BLOCK // 2)  # [I, O / 64, 32]
+        maxima = leaf.maxima().reshape(count, -1)  # [I, O / 64]
+        return cls(jnp.moveaxis(codes, 0, -1), maxima.T, leaf.size, leaf.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.size
+
+    @property
+    def ndim(self) -> int:
+        return len(self.size)
+
+    def array(self) -> jax.Array:
+        """The array that it stands for, that of the `NF4Weight` bit for bit."""
+        codes = jnp.moveaxis(self.codes, -1, 0).reshape(-1, BLOCK // 2)
+        return NF4Weight(codes, self.maxima.T.ravel(), size=self.size, dtype=self.dtype).array()
+
+    def sums(self, x: jax.Array) -> jax.Array:
+        """x [R, I] times the array as a matrix [I, O], float32."""
+        codes = high_and_low(self.codes[:, :, None], axis=2)  # [O / 64, 32, 2, I]
+        values = looked_up(codes, NF4_VALUES)
+        scales = (self.maxima[:, None, None] * row for row in x)  # R of [O / 64, 1, 1, I]
+        return jnp.stack([(values * scale).sum(-1).ravel() for scale in scales])
+
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        *,
+        to: Axes | None,
+        dtype: Any,
+        groups: RowGroups | None = None,
+    ) -> jax.Array:
+        return contract_codes(self, equation, x, to=to, dtype=dtype, groups=groups)
+
+    def lookup(self, index: Any, to: Axes) -> jax.Array:
+        return lookup(self.array(), index, to)
+
+    def astype(self, dtype: Any) -> "OutputMajorNF4":
+        """The same codes, which then stand for an array of this dtype."""
+        return self.replace(dtype=str(jnp.dtype(dtype)))  # type: ignore[attr-defined, no-any-return]
