@@ -208,8 +208,8 @@ import jaxformer.runs.train_run
 
 def test_the_reach_of_the_loop_and_of_the_forward_pass_is_bounded() -> None:
     """What a reader of either has to know, counted in lines after it has really run."""
-    assert reach_after(FIT) < 3_600
-    assert reach_after(FORWARD) < 6_050
+    assert reach_after(FIT) < 3_650
+    assert reach_after(FORWARD) < 6_100
 
 
 def test_training_starts_without_what_only_its_end_or_other_commands_need() -> None:
@@ -302,7 +302,7 @@ def test_the_first_screen_of_the_package_is_short() -> None:
     """At most 20 entries, and no loose file but these; the type stub is `__init__.py`'s."""
     entries = {path.name for path in (ROOT / "jaxformer").iterdir()} - {"__pycache__"}
     loose = {name for name in entries if "." in name}
-    assert loose == {"__init__.py", "__init__.pyi", "__main__.py", "files.py"}
+    assert loose == {"__init__.py", "__init__.pyi", "__main__.py"}
     assert len(entries - {"__init__.pyi"}) <= 20
 
 

@@ -5,27 +5,22 @@ no directories, links or renames: an object appears by one put, and nothing is l
 fails.
 """
 
-import contextlib
 import logging
 import re
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import fsspec
 from upath import UPath
-
-from jaxformer.files import ConfigError
 
 # gcsfs logs each error with its traceback, which would stand before the one message about it.
 logging.getLogger("gcsfs").addHandler(logging.NullHandler())
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of pyproject.toml, by scheme
-SHOWN_CHARACTERS = 300  # of the message of an error
+REASON_CHARACTERS = 300  # of the message of an error
 
 # What the errors of the libraries are called, or the code that a store answers, and what to do.
-REMEDIES = (
+ADVICE_BY_SIGNS = (
     (
         "NoCredentialsError PartialCredentialsError DefaultCredentialsError RefreshError 401"
         " InvalidAccessKeyId SignatureDoesNotMatch ExpiredToken",
@@ -60,62 +55,52 @@ REMEDIES = (
 
 def opened_url(url: str) -> Path:
     """The path of a URL. It has the methods of `pathlib.Path`, but is none, and reads and lists
-    anew each time. Raises ConfigError where nothing here opens such URLs."""
+    anew each time. Raises ValueError where nothing here opens such URLs."""
     scheme = url.split("://")[0].lower()
     try:
         fsspec.get_filesystem_class(scheme)
-        # Another process, or Orbax in this one, may have written since the last listing.
-        options: Any = {"use_listings_cache": False} if scheme in EXTRAS else {}
-        return cast(Path, UPath(url, **options))
     except ImportError as error:
         extra = EXTRAS.get(scheme)
         install = f'pip install "jaxformer[{extra}]"' if extra else str(error)
-        raise ConfigError(f"{url}: {scheme}:// needs another package: {install}") from error
+        raise ValueError(f"{url}: {scheme}:// needs another package: {install}") from error
     except ValueError as error:
-        raise ConfigError(
+        raise ValueError(
             f"{url}: no store is known for {scheme}://. Name a path, or a URL such as"
             " gs://bucket/run or s3://bucket/run."
         ) from error
+    # Another process, or Orbax in this one, may have written since the last listing.
+    options: Any = {"use_listings_cache": False} if scheme in EXTRAS else {}
+    return cast(Path, UPath(url, **options))
 
 
-@contextlib.contextmanager
-def putting(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that becomes the object `path` by one put when the block ends without an error.
-    Raises ConfigError."""
+def put_file(name: str, path: Path) -> None:
+    """Makes an object of a local file, all at once: one put, or several that count at the end."""
     store: Any = path
-    with tempfile.NamedTemporaryFile() as draft:
-        yield cast(BinaryIO, draft)
-        draft.flush()
-        try:
-            store.fs.put_file(draft.name, store.path)
-        except Exception as error:
-            raise refusal(path, "written", error) from error
+    store.fs.put_file(name, store.path)
 
 
 def put_new(path: Path, content: bytes) -> bool:
     """Writes an object where none has its name, in one request that no other process can come
     between: S3 has `If-None-Match`, Google Cloud `ifGenerationMatch`. Returns False where there is
-    one. Other stores are asked first, and a write between is not noticed. Raises ConfigError."""
+    one. Other stores are asked first, and a write between is not noticed."""
     store: Any = path
     try:
         store.fs.pipe_file(store.path, content, mode="create")
     except FileExistsError:
         return False
-    except Exception as error:
-        raise refusal(path, "written", error) from error
     return True
 
 
-def refusal(path: Path, action: str, error: BaseException) -> ConfigError:
-    """The one message for what a store or its library raised, once the library's tries were over:
-    the URL, what was asked of it, the reason, and what to do."""
+def explained(error: BaseException) -> str:
+    """The reason, in parentheses, for what a store or its library raised once all tries were over,
+    and what to do."""
     names = _names(error)
     advice = next(
-        (remedy for signs, remedy in REMEDIES if names.intersection(signs.split())),
+        (advice for signs, advice in ADVICE_BY_SIGNS if names.intersection(signs.split())),
         "read what the store says, and check the URL",
     )
-    reason = " ".join(str(error).split())[:SHOWN_CHARACTERS] or type(error).__name__
-    return ConfigError(f"{path} cannot be {action} ({reason}): {advice}.")
+    reason = " ".join(str(error).split())[:REASON_CHARACTERS] or type(error).__name__
+    return f"({reason}): {advice}"
 
 
 def _names(error: BaseException) -> set[str]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,38 +22,36 @@ class ConfigError(ValueError):
 
 
 def located(text: str | Path) -> Path:
-    """The path that a user states. A URL such as gs://bucket/run, s3://bucket/run or memory://run
-    becomes a path of universal_pathlib, which has the methods of `pathlib.Path`. Raises ConfigError
-    where nothing here opens such URLs."""
+    """The path that a user states: that of universal_pathlib, which has the methods of `Path`, for
+    a URL such as gs://bucket/run. Raises ConfigError where nothing here opens such URLs."""
     if not isinstance(text, str) or not is_remote(text):
         return Path(text) if isinstance(text, str) else text
-    from jaxformer.stores import opened_url  # imports fsspec, which only a URL needs
+    from jaxformer.files.stores import opened_url  # imports fsspec, which only a URL needs
 
-    return opened_url(text)
+    try:
+        return opened_url(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether a path is a URL, where there are no directories, links, renames or locks.
-    `file:///path` is no such URL."""
-    if isinstance(path, str):
-        return re.match(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
-    return not isinstance(path, Path)
+    """Whether a path is a URL, where there are no directories, links, renames or locks."""
+    is_url = isinstance(path, str) and re.match(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+://", path)
+    return bool(is_url) or not isinstance(path, (str, Path))
 
 
 @contextlib.contextmanager
 def store_errors(path: Path, action: str) -> Iterator[None]:
     """Turns an error of the store of a URL into one ConfigError: `path` cannot be `action`, such as
-    "read". Errors of a local path, ConfigError and FileNotFoundError go on as they are."""
+    "read". Errors of a local path, and ConfigError, go on as they are."""
     try:
         yield
-    except (ConfigError, FileNotFoundError):
-        raise
     except Exception as error:
-        if not is_remote(path):
+        if isinstance(error, ConfigError) or not is_remote(path):
             raise
-        from jaxformer.stores import refusal
+        from jaxformer.files.stores import explained
 
-        raise refusal(path, action, error) from error
+        raise ConfigError(f"{path} cannot be {action} {explained(error)}.") from error
 
 
 def make_directory(path: Path) -> None:
@@ -69,15 +68,21 @@ def replacing(
     The content is on the disk before the name changes, and until then an earlier file stays. After
     an error the new file is removed. Where the path is a symbolic link, the file that it leads to
     is replaced; without `follow`, as in a run directory, the link itself is replaced, with a
-    warning. An object of a URL is written by one put. Raises ConfigError, with `advice`, where the
-    file or its directory cannot be written, and where the path is something else than a file, such
-    as a device.
+    warning. A URL is written by one put. Raises ConfigError, with `advice`, where the file or its
+    directory cannot be written, and where the path is something else than a file.
     """
-    if is_remote(path):
-        from jaxformer.stores import putting
+    return _putting(path) if is_remote(path) else _replacing_file(path, advice, follow)
 
-        return putting(path)
-    return _replacing_file(path, advice, follow)
+
+@contextlib.contextmanager
+def _putting(path: Path) -> Iterator[BinaryIO]:
+    from jaxformer.files.stores import put_file
+
+    with tempfile.NamedTemporaryFile() as draft:
+        yield draft  # type: ignore[misc]
+        draft.flush()
+        with store_errors(path, "written"):
+            put_file(draft.name, path)
 
 
 @contextlib.contextmanager
@@ -120,8 +125,7 @@ def resolved_file(path: Path, advice: str) -> Path:
 
 
 def sync(*paths: Path) -> None:
-    """Flushes files, and the names in directories, to the disk, where their file system can. A
-    store has done so when a put ends."""
+    """Flushes files, and names in directories, to the disk, where their file system can."""
     for path in itertools.filterfalse(is_remote, paths):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -166,7 +170,9 @@ def read_file(path: Path, advice: str = "restore it, or remove it") -> bytes:
         with store_errors(path, "read"):
             if path.exists() and not path.is_file():
                 raise ConfigError(f"{path} is {_kind_of(path)} and not a file: {advice}.")
-            return path.read_bytes()
+            if path.exists() or not is_remote(path):
+                return path.read_bytes()
+        raise FileNotFoundError
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: {advice}.") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
