@@ -135,6 +135,11 @@ def logged(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
+def figures(run_dir: Path) -> list[dict[str, Any]]:
+    """`logged` without the states, which another mesh rounds otherwise."""
+    return [{k: value for k, value in entry.items() if k != "state"} for entry in logged(run_dir)]
+
+
 def lines_logged(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0

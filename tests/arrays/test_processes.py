@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from several import SMALL, ends, free_port, launch_all
-from tiny_run import ROOT, copy_until, finish, fork, line, logged, saved, write_text
+from tiny_run import ROOT, copy_until, figures, finish, fork, line, logged, saved, write_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -49,7 +49,7 @@ def four(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 def assert_near(found: Path, expected: Path) -> None:
     """The same metrics, up to the order in which floating-point numbers are added."""
-    for here, there in zip(logged(found), logged(expected), strict=True):
+    for here, there in zip(figures(found), figures(expected), strict=True):
         assert here == pytest.approx(there, rel=1e-5), here["step"]
 
 

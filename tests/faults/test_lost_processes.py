@@ -11,6 +11,7 @@ from several import SMALL, ends, finished, free_port, launch_all, uninterrupted
 from tiny_run import (
     ROOT,
     assert_same_run,
+    figures,
     finish,
     fork,
     launch,
@@ -98,7 +99,7 @@ def test_where_one_process_is_told_to_stop_all_stop_after_the_same_step(
         assert_same_run(run_dir, expected)
         return
     finish(fork(line(run_dir, text, LONGER)))
-    for here, there in zip(logged(run_dir), logged(expected), strict=True):
+    for here, there in zip(figures(run_dir), figures(expected), strict=True):
         assert here == pytest.approx(there, rel=1e-4)
 
 

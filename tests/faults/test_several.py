@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from several import SMALL, ends, finished, launch_all, uninterrupted
-from tiny_run import assert_same_run, copy, logged, saved
+from tiny_run import assert_same_run, copy, figures, saved
 
 import jaxformer as jf
 
@@ -96,7 +96,7 @@ def test_processes_skip_or_roll_back_together(
         said = "Rolled back to step" if on_nan == "rollback" else "skipped"
         assert said in found[0][1] and "WARNING: step" in found[0][1]
     one, two = runs
-    for here, there in zip(logged(two), logged(one), strict=True):
+    for here, there in zip(figures(two), figures(one), strict=True):
         assert here == pytest.approx(there, rel=1e-5, nan_ok=True), here["step"]
     assert saved(two) == saved(one)
     if on_nan == "rollback":

@@ -12,6 +12,7 @@ from tiny_run import (
     assert_same_run,
     contents,
     copy,
+    figures,
     finish,
     fork,
     line,
@@ -182,7 +183,7 @@ def test_eight_devices_equal_one(base):
     finish(fork(arguments(base, "one", alike)))
     out, _ = finish(eight)
     assert "data 2, fsdp 2, expert 1, context 1, tensor 2" in out
-    found, expected = logged(base / "eight"), logged(base / "one")
+    found, expected = figures(base / "eight"), figures(base / "one")
     for entry in (found[0], expected[0]):
         del entry["reward_accuracy"]  # of margins of 0, which rounding decides
     assert found == [pytest.approx(entry, rel=1e-4, abs=1e-5) for entry in expected]

@@ -14,6 +14,7 @@ from tiny_run import (
     contents,
     copy,
     copy_until,
+    figures,
     finish,
     fork,
     line,
@@ -127,7 +128,7 @@ def test_a_run_continues_on_another_mesh_and_what_eight_devices_saved_loads_on_o
         ", ".join(f"{name} {size}" for name, size in sizes.items()) in out
         and f"from step {STEPS - 2 * EVERY}" in out
     )
-    for found, wanted in zip(logged(run_dir), logged(expected), strict=True):
+    for found, wanted in zip(figures(run_dir), figures(expected), strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
     for a, b in zip(params_of(run_dir), params_of(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
