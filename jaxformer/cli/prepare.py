@@ -2,15 +2,15 @@
 a job array."""
 
 import dataclasses
+import os
 import re
 import sys
-from pathlib import Path
 
 from jaxformer.cli.arguments import PrepareArguments
 from jaxformer.config.format import escaped
 from jaxformer.config.run import RunConfig
 from jaxformer.data.preparing import prepare_share, prepare_text
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.runs.init_from import with_grown_vocabulary
 from jaxformer.runs.objectives import task_of
 
@@ -18,7 +18,7 @@ from jaxformer.runs.objectives import task_of
 def run(args: PrepareArguments, config: RunConfig) -> int:
     if args.output is not None and not args.output.strip():
         raise ConfigError("--output is empty: name a directory, or leave the option out.")
-    output = None if args.output is None else Path(args.output).expanduser()
+    output = None if args.output is None else located(os.path.expanduser(args.output))
     share = None if args.shard is None else _share(args.shard)
     if share and args.verify:
         raise ConfigError("--verify reads the shards of all tasks: leave --shard out.")

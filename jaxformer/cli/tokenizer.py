@@ -22,7 +22,7 @@ from jaxformer.data.sources import find_source
 from jaxformer.data.sources.records import RecordField
 from jaxformer.data.sources.source_files import READ_BYTES, read_blocks
 from jaxformer.data.tokenizing import ProgressNotes
-from jaxformer.files import ConfigError, replacing
+from jaxformer.files import ConfigError, located, replacing
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.bpe import blocks_of, train_on
 from jaxformer.tokenizer.metadata import ROLES, TOKENIZER_FILE
@@ -102,7 +102,7 @@ class TextReader:
     def __iter__(self) -> Iterator[str]:
         # A pipe is read with os.read, which returns as soon as there is anything.
         piped = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
-        blocks: Iterable[bytes] = piped if self._name == "-" else read_blocks(Path(self._name))
+        blocks: Iterable[bytes] = piped if self._name == "-" else read_blocks(located(self._name))
         notes = ProgressNotes(_log, _size(self._name), f"{self._name}: encoded")
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in itertools.chain(blocks, [b""]):

@@ -100,7 +100,8 @@ class DataConfig(Section):
 
     train: Volatile[str] = "stdlib"
     """Training data: a file, directory or glob, token ids (.npy, .bin), 'train.{de,en}', '-' for
-    standard input, 'datasets:NAME', or stdlib. Separate several sources by ';'."""
+    standard input, 'datasets:NAME', or stdlib; a URL such as 's3://bucket/corpus/*.jsonl.zst'
+    names files in a bucket. Separate several sources by ';'."""
     weights: str = ""
     """Sampling weights of several sources, for example '0.7 0.3'. Weights may change at a step:
     '0.7 0.3; 1000: 0.5 0.5' changes them at step 1000."""
@@ -159,7 +160,8 @@ class DataConfig(Section):
     """Handling of records that are not valid JSON or lack a field: refuse stops with a message,
     skip omits them."""
     cache_dir: Volatile[str] = "~/.cache/jaxformer/data"
-    """Directory in which tokenized text is stored and found again."""
+    """Directory in which tokenized text is stored and found again; the URL of one in a bucket is
+    shared by all machines that name it."""
     verify: Volatile[Literal["first", "always"]] = "first"
     """When stored tokens are compared with their checksums: first compares each file when a process
     first reads it, always compares all files before the first step."""
@@ -178,11 +180,12 @@ class TokenizerConfig(Section):
     raw bytes, or characters."""
     path: Volatile[str] = ""
     """Existing tokenizer to use: a tokenizer.json, or a directory with one or with GPT-2's
-    vocab.json and merges.txt."""
+    vocab.json and merges.txt, also by a URL such as gs://bucket/tokenizer."""
     vocab_size: Annotated[int, Bounds(257, most=0x110000)] = 4096
     """Number of entries of a trained BPE, including special tokens."""
     chat_template: Volatile[str] = ""
-    """File of a chat template in Jinja, in place of the tokenizer's own; empty keeps that."""
+    """File, or URL, of a chat template in Jinja, in place of the tokenizer's own; empty keeps that.
+    """
     add_tokens: str = ""
     """Special tokens, separated by commas, that a run with run.init_from adds to the tokenizer and
     the vocabulary of that model, as in "<|im_start|>,<|im_end|>"."""

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import reprlib
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.config.settings import Log
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, is_remote
 
 # Written last: what it describes is complete when it is there.
 MANIFEST = "manifest.json"
@@ -27,10 +28,11 @@ def claimed(directory: Path, log: Log, shared: bool = False) -> Iterator[bool]:
     """Makes a directory and locks it against other processes of this machine during the block.
 
     Processes that claim it `shared` work at the same time, and the others wait for them. Gives
-    False where the file system cannot lock: work may then be done twice, with the same result.
+    False where the file system cannot lock, and for a URL: work may then be done twice, with the
+    same result.
     """
     make_folder(directory)
-    if sys.platform == "win32":
+    if sys.platform == "win32" or is_remote(directory):
         yield False
         return
     import fcntl
@@ -52,7 +54,10 @@ def claimed(directory: Path, log: Log, shared: bool = False) -> Iterator[bool]:
 
 
 def make_folder(directory: Path) -> None:
-    """Makes a directory of the cache. Raises ConfigError where it cannot be made or written."""
+    """Makes a directory of the cache, of which a store needs none. Raises ConfigError where it
+    cannot be made or written."""
+    if is_remote(directory):
+        return
     remedy = "set data.cache_dir to a directory that can be written"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,6 +70,17 @@ def make_folder(directory: Path) -> None:
         raise ConfigError(f"data.cache_dir: {directory} cannot be written: {remedy}.")
 
 
+def remove_folder(directory: Path) -> None:
+    """Removes a directory of the cache with all that is in it, as far as it can be removed."""
+    if not is_remote(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+        return
+    store: Any = directory
+    # Whatever the store raises: what stays is found again by its checksums.
+    with contextlib.suppress(Exception):
+        store.fs.rm(store.path, recursive=True)
+
+
 def require_counts(record: Mapping[str, Any], *names: str) -> None:
     """Raises TypeError where one of these entries of a JSON object is no count."""
     for name in names:
@@ -75,7 +91,8 @@ def require_counts(record: Mapping[str, Any], *names: str) -> None:
 @dataclass(frozen=True)
 class Written:
     """A file as it was written: its size in bytes, its modification time in nanoseconds, and a
-    digest of its content."""
+    digest of its content. The time of an object in a store is 0: its digest is compared when it is
+    copied to this machine."""
 
     size: int
     time: int
@@ -83,6 +100,13 @@ class Written:
 
     @classmethod
     def now(cls, path: Path, digest: str) -> "Written":
+        if is_remote(path):
+            from jaxformer.files.copies import version_if_there  # imports fsspec
+
+            version = version_if_there(path)
+            if version is None:
+                raise FileNotFoundError(path)
+            return cls(version.size, 0, digest)
         status = path.stat()
         return cls(status.st_size, status.st_mtime_ns, digest)
 
@@ -94,7 +118,7 @@ class Written:
         current = Written.now(path, self.digest)
         difference = f"it has {current.size:,} bytes of {self.size:,}"
         if current.size == self.size:
-            untouched = current.time == self.time and not thorough
+            untouched = (is_remote(path) or current.time == self.time) and not thorough
             if untouched or digest(path) == self.digest:
                 return current
             difference = "its checksum is another"
@@ -112,6 +136,11 @@ class Written:
 
 def digest(path: Path) -> str:
     """A digest of a file's bytes."""
+    blake2b = functools.partial(hashlib.blake2b, digest_size=16)
+    if is_remote(path):
+        from jaxformer.files.copies import opened  # imports fsspec, which only a URL needs
+
+        with opened(path) as remote:
+            return hashlib.file_digest(remote, blake2b).hexdigest()  # type: ignore[arg-type]
     with open(path, "rb") as file:
-        blake2b = functools.partial(hashlib.blake2b, digest_size=16)
         return hashlib.file_digest(file, blake2b).hexdigest()

@@ -32,7 +32,7 @@ from jaxformer.data.texts import (
     megabytes,
     scan_of,
 )
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.tokenizer import (
     Tokenizer,
     byte_tokenizer,
@@ -103,7 +103,7 @@ def prepare(
     `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which
     the tokenizer has to fit in; 0 takes any. Raises ConfigError for data that cannot be used.
     """
-    cache, labels = Path(os.path.expanduser(data.cache_dir)), model_labels.names
+    cache, labels = located(os.path.expanduser(data.cache_dir)), model_labels.names
     sides = find_sides(data, settings, task, cache / SCANS, log)
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
@@ -189,7 +189,7 @@ def given_tokenizer(
     settings: TokenizerConfig, specials: tuple[str, ...], prepared: Path | None = None
 ) -> Tokenizer | None:
     """The tokenizer of a file, of what was `prepared`, or of bytes; None where it needs text."""
-    if settings.path and not os.path.exists(os.path.expanduser(settings.path)):
+    if settings.path and not located(os.path.expanduser(settings.path)).exists():
         raise ConfigError(
             f"tokenizer.path: {settings.path} does not exist: name a tokenizer.json, a directory of"
             " one or of GPT-2's vocab.json and merges.txt, or leave it empty to have one made."
@@ -293,6 +293,7 @@ def text_stores(
         for split in splits:
             source, key = split.source, id(split.source)
             whole_stores[key] = whole_stores.get(key) or folder.store_of(source, split.scan)
+            whole_stores[key].fetch()
             if verify:
                 whole_stores[key].verify()
             store = split.of(whole_stores[key])

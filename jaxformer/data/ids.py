@@ -7,14 +7,13 @@ holds its type. A .bin file is raw, and has the type that the tokenizer's vocabu
 
 import functools
 import hashlib
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from jaxformer.config.settings import Log
-from jaxformer.data.cache_files import claimed
+from jaxformer.data.cache_files import claimed, remove_folder
 from jaxformer.data.sources import IdFiles, fingerprint
 from jaxformer.data.sources.source_files import SourceFile, hash_fraction, unreadable
 from jaxformer.data.splits import Scan, cached_scan
@@ -64,7 +63,7 @@ def id_store(
         documents, size = sum(shard.documents for shard in made), sum(shard.bytes for shard in made)
         if (documents, size) != (file_scan.documents, file_scan.bytes):
             # An index of other ids than the scan's.
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
             raise _changed(file)
         shards += [replace(made[0], ids=array), *made[1:]]
     # Digests of the ids and their tokenizer.

@@ -18,7 +18,14 @@ from jaxformer.data.splits import Scan, SideName, Split
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.texts import SCANS, TOKENIZERS, Prepared, StoreFolder
-from jaxformer.files import ConfigError, read_object
+from jaxformer.files import (
+    ConfigError,
+    is_remote,
+    located,
+    make_directory,
+    read_object,
+    store_errors,
+)
 
 
 @dataclass(frozen=True)
@@ -115,17 +122,18 @@ def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
     """The directory for scans and tokenizers, and that for stores. Raises ConfigError where
     `output` cannot be made, or holds what an earlier call did not write."""
     if not output:
-        cache = Path(os.path.expanduser(data.cache_dir))
+        cache = located(os.path.expanduser(data.cache_dir))
         return cache, cache / "stores"
     remedy = "name one that is new, or that an earlier call began"
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        names = sorted(name for name in os.listdir(output) if not name.startswith("."))
+        make_directory(output)
+        with store_errors(output, "listed"):
+            names = sorted(path.name for path in _entries(output))
     except OSError as error:
         raise ConfigError(
             f"--output {output} cannot be used ({error.strerror or error}): {remedy}."
         ) from None
-    if not os.access(output, os.W_OK):
+    if not is_remote(output) and not os.access(output, os.W_OK):
         raise ConfigError(f"--output {output} cannot be written: {remedy}.")
     prepared_names = re.compile(f"[0-9a-f]{{32}}|{SCANS}|{TOKENIZERS}")
     if names and not any(map(prepared_names.fullmatch, names)):
@@ -133,6 +141,13 @@ def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
             f"--output {output} holds other things ({', '.join(names[:3])}): {remedy}."
         )
     return output, output
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a directory, without hidden files; a store has no directory without objects."""
+    if is_remote(folder) and not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 def _require_same_origin(output: StoreFolder, specs: list[str]) -> None:

@@ -18,6 +18,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from typing import Any
 import numpy as np
 
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, require_counts
-from jaxformer.files import ConfigError, read_object, write_text
+from jaxformer.files import ConfigError, is_remote, read_object, write_text
 
 NONE = np.zeros(0, np.int64)
 # An even number, as the test for ids of another width needs.
 BLOCK_IDS = 1 << 22
 FILE_KINDS = ("tokens", "documents")
+TOGETHER = 16  # stores of a URL that are opened at the same time
 COUNTS = ("tokens", "documents", "bytes")
 
 
@@ -231,7 +233,7 @@ class TokenStore:
         current = [shard for shard in checked if shard]
         if not manifest or len(current) < len(manifest.shards):
             return None
-        if current != manifest.shards:
+        if current != manifest.shards and not is_remote(directory):
             # Copied files have other times, and are not read as a whole again.
             replace(manifest, shards=current).write(directory)
         return cls(current, manifest.dtype, directory.name, manifest.beginning)
@@ -252,11 +254,25 @@ class TokenStore:
         ]
         return np.concatenate(spans) if spans else np.zeros(0, np.int32)
 
+    def fetch(self) -> None:
+        """Copies the files of a store at a URL to this machine, where they are mapped. Raises
+        ConfigError where one cannot be read, or the disk has no room for all."""
+        remote_files = [
+            (shard.file(kind), written.digest)
+            for shard in self._shards
+            if is_remote(shard.path)
+            for kind, written in shard.files.items()
+        ]
+        if remote_files:
+            from jaxformer.files.copies import local_copies  # imports fsspec
+
+            local_copies(*zip(*remote_files, strict=True))
+
     def verify(self) -> None:
         """Compares every file with its digest. Raises ConfigError for one that was altered."""
         for number, shard in enumerate(self._shards):
             for kind, written in shard.files.items():
-                written.verify(shard.file(kind))
+                written.verify(_here(shard, kind))
             if shard.ids:
                 self._map(number, "tokens").verify()
 
@@ -371,7 +387,7 @@ class TokenStore:
             return VerifiedIds(shard.ids, self._map(number, "digests"), self._dtype)
         kinds = {"tokens": (self._dtype, (-1,)), "digests": (np.dtype(np.uint8), (-1, 16))}
         dtype, shape = kinds.get(kind, (np.dtype(np.int64), (3, -1)))
-        path = shard.file(kind)
+        path = _here(shard, kind)
         if kind in shard.files:
             shard.files[kind].verify(path)
         if not path.stat().st_size:
@@ -379,6 +395,25 @@ class TokenStore:
             return np.zeros([max(0, length) for length in shape], dtype)
         # A plain view: slices of np.memmap itself are several times slower to make.
         return np.memmap(path, dtype, "r").view(np.ndarray).reshape(shape)
+
+
+def open_stores(directories: Sequence[Path], thorough: bool = False) -> "list[TokenStore | None]":
+    """The store in each directory, as `TokenStore.open` gives it; of a URL, several at a time."""
+    opened = functools.partial(TokenStore.open, thorough=thorough)
+    if not directories or not is_remote(directories[0]):
+        return [*map(opened, directories)]
+    with ThreadPoolExecutor(TOGETHER) as threads:
+        return [*threads.map(opened, directories)]
+
+
+def _here(shard: Shard, kind: str) -> Path:
+    """A file of a shard on this machine: itself, or the copy of an object."""
+    path = shard.file(kind)
+    if not is_remote(path):
+        return path
+    from jaxformer.files.copies import local_copy  # imports fsspec, which only a URL needs
+
+    return local_copy(path, shard.files[kind].digest)
 
 
 def most_maps() -> int | None:

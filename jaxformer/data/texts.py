@@ -4,22 +4,21 @@ made or found."""
 import functools
 import json
 import os
-import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxformer.config.run import DataConfig, named_sources
 from jaxformer.config.settings import Log
-from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, claimed
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, claimed, remove_folder
 from jaxformer.data.ids import id_store, scan_ids
 from jaxformer.data.sources import IdFiles, Source, find_ids, find_source, fingerprint
 from jaxformer.data.sources.error_policy import ErrorPolicy
 from jaxformer.data.sources.records import Fields, is_text
 from jaxformer.data.splits import Scan, SideName, file_groups, scan, scan_group
-from jaxformer.data.store import TokenStore, missing_of
+from jaxformer.data.store import TokenStore, missing_of, open_stores
 from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
-from jaxformer.files import ConfigError, read_file, read_object, write_text
+from jaxformer.files import ConfigError, located, read_file, read_object, write_text
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import TOKENIZER_FILE
 
@@ -52,7 +51,7 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
     policy = ErrorPolicy(data.undecodable, data.malformed)
     sources: list[Source] = []
     for spec in specs:
-        folder = Path(os.path.expanduser(spec))
+        folder = located(os.path.expanduser(spec))
         ids = find_ids(spec, setting, fields)
         if ids:
             sources.append(ids)
@@ -203,7 +202,7 @@ class StoreFolder:
         """The stores of the file groups of a source."""
         count, began = len(names), time.perf_counter()
         directories = [self.path / name for name in names]
-        stores = [TokenStore.open(directory, thorough) for directory in directories]
+        stores = open_stores(directories, thorough)
         pairs = zip(text_scan.parts, stores, strict=True)
         missing = [group_scan for group_scan, store in pairs if store is None]
         size = sum(group_scan.bytes for group_scan in missing)
@@ -239,7 +238,7 @@ class StoreFolder:
         if store is None:
             store = open_or_build(directory, group.pieces, self.tokenizer, progress, self.beginning)
         if (group_scan.documents, group_scan.bytes) != (store.documents, store.bytes):
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_folder(directory)
             raise ConfigError(
                 f"{group}: its files changed while they were tokenized: run again when they no"
                 " longer change."
@@ -267,8 +266,10 @@ class StoreFolder:
                 f" data.bos={setting}, or prepare the text again with the settings of the run."
             )
         stores = []
-        for directory in (source.folder / name for name in names):
-            if (store := TokenStore.open(directory, thorough)) is None:
+        directories = [source.folder / name for name in names]
+        pairs = zip(directories, open_stores(directories, thorough), strict=True)
+        for directory, store in pairs:
+            if store is None:
                 raise ConfigError(
                     f"{source.setting}: {directory} is not complete, {missing_of(directory)} is"
                     " missing: copy the directory again, or run the `jaxformer prepare --output`"

@@ -46,6 +46,7 @@ ADVICE_BY_SIGNS = (
     ),
     (
         "EndpointConnectionError ConnectionError ClientConnectorError ClientConnectionError"
+        " ClientPayloadError"
         " ConnectTimeoutError ReadTimeoutError ConnectionClosedError TimeoutError",
         "check the network and AWS_ENDPOINT_URL or STORAGE_EMULATOR_HOST if one is set, and start"
         " the same command again",

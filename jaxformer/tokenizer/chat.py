@@ -22,7 +22,7 @@ import numpy as np
 import tokenizers
 
 from jaxformer.cluster.bounded import BoundedProcess, OutOfBounds
-from jaxformer.files import ConfigError, read_text
+from jaxformer.files import ConfigError, located, read_text
 from jaxformer.tokenizer.messages import ASSISTANT, Message, checked_messages, require_assistant
 from jaxformer.tokenizer.metadata import SETTINGS_FILE, TEMPLATE_FILE
 from jaxformer.tokenizer.pieces import without_panic
@@ -292,7 +292,7 @@ def template_of(tokenizer: Tokenizer) -> tuple[str, str]:
             f" chat_template in {SETTINGS_FILE}: put {TEMPLATE_FILE} there, or train with"
             " tokenizer.chat_template set to a file of Jinja."
         )
-    where = f"{Path(tokenizer.origin).parent / SETTINGS_FILE}: chat_template"
+    where = f"{located(tokenizer.origin).parent / SETTINGS_FILE}: chat_template"
     return _default_of(value, where), where
 
 
@@ -334,7 +334,7 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
 def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
     """Sets the template of a tokenizer to that of a file; it is saved with the tokenizer. Raises
     ConfigError for a file that is missing or no template."""
-    file = Path(path).expanduser()
+    file = located(path).expanduser()
     text = read_text(file, "set tokenizer.chat_template to a file of Jinja, or leave it empty")
     name = f"tokenizer.chat_template={path}"
     ChatTemplate(text, tokenizer, name)

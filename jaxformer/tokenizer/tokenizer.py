@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from jaxformer.files import ConfigError, write_text
+from jaxformer.files import ConfigError, located, store_errors, write_text
 from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, is_gpt2
 from jaxformer.tokenizer.cuts import pattern_of
 from jaxformer.tokenizer.encoding import Encoder, as_list
@@ -125,7 +125,12 @@ class Tokenizer:
         Mistral's files that split text by another model's pattern. Raises ConfigError for a missing
         or malformed file, and for a token that the vocabulary lacks.
         """
-        file = tokenizer_file(Path(os.path.expanduser(path)))
+        location = _stated(path)
+        with store_errors(location, "read"):
+            return cls._load(tokenizer_file(location))
+
+    @classmethod
+    def _load(cls, file: Path) -> "Tokenizer":
         backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
         # A directory may hold many files of other names, whose settings are not in it.
         if file.name not in (TOKENIZER_FILE, VOCABULARY_FILE):
@@ -164,7 +169,7 @@ class Tokenizer:
         another name the file is written alone. Without `follow` a symbolic link at one of these
         names is replaced, and the file that it leads to stays as it is.
         """
-        file = Path(os.path.expanduser(path))
+        file = _stated(path)
         file = file / TOKENIZER_FILE if file.is_dir() or not file.suffix else file
         if file.name == TOKENIZER_FILE:
             added = self._backend.get_added_tokens_decoder()
@@ -338,6 +343,12 @@ class Tokenizer:
         ends = [end, self._roles.get("start", end), self.forced_token]
         changed_ends = "" if ends == [guess, guess, None] else json.dumps(ends)
         return hashlib.blake2b((settings + changed_ends).encode(), digest_size=16).hexdigest()
+
+
+def _stated(path: str | os.PathLike[str]) -> Path:
+    """The path that a caller states; that of a URL has no `__fspath__`."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)
+    return located(os.path.expanduser(text))
 
 
 def _warn_of_wrong_pattern(folder: Path, backend: tokenizers.Tokenizer) -> None:

@@ -5,12 +5,12 @@ alone."""
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from jaxformer.data.sources.error_policy import ErrorHandler
 from jaxformer.data.sources.records import Fields, Record, check_names, checked_records
 from jaxformer.data.sources.source_files import PACKED, SourceFile, read_blocks, unreadable
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, is_remote
 
 if TYPE_CHECKING:
     import pyarrow
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 256
 BUFFER_BYTES = 1 << 20
 
-RecordBatches = Callable[[Path, Fields], Iterator["pyarrow.RecordBatch"]]
+# A file, which of a URL is opened already, and its path for messages.
+RecordBatches = Callable[["Path | BinaryIO", Path, Fields], Iterator["pyarrow.RecordBatch"]]
 
 
 def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
@@ -34,8 +35,8 @@ def _rows(
     """The number of each row from 1, and its values by name, without rows that are skipped."""
     field_names = dict.fromkeys(field.name for field in fields)
     number = 0
-    with _arrow_errors(path):
-        for batch in batches(path, fields):
+    with _opened(path) as file, _arrow_errors(path):
+        for batch in batches(file, path, fields):
             names = [name for name in field_names if name in batch.schema.names]
             columns = [_values(batch.column(name), f"{path}, {name}") for name in names]
             for values in zip(*columns, strict=True):
@@ -65,11 +66,19 @@ def _values(column: "pyarrow.Array", where: str) -> list[Any]:
         return column.cast("large_binary").to_pylist()
 
 
-def _parquet_batches(path: Path, fields: Fields) -> Iterator["pyarrow.RecordBatch"]:
+def _opened(path: Path) -> "contextlib.AbstractContextManager[Path | BinaryIO]":
+    """The object of a URL, which is read by ranges; a local path as it is."""
+    if not is_remote(path):
+        return contextlib.nullcontext(path)
+    from jaxformer.files.copies import opened  # imports fsspec, which only a URL needs
+
+    return opened(path)
+
+
+def _parquet_batches(source: Any, path: Path, fields: Fields) -> Iterator["pyarrow.RecordBatch"]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    source: Any = path
     if path.suffix.lower() in PACKED:
         # In memory as a whole, since a Parquet file is read from its end.
         source = pyarrow.BufferReader(b"".join(read_blocks(path)))
@@ -79,10 +88,10 @@ def _parquet_batches(path: Path, fields: Fields) -> Iterator["pyarrow.RecordBatc
         yield from file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False)
 
 
-def _arrow_batches(path: Path, fields: Fields) -> Iterator["pyarrow.RecordBatch"]:
+def _arrow_batches(source: Any, path: Path, fields: Fields) -> Iterator["pyarrow.RecordBatch"]:
     import pyarrow
 
-    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:
+    with pyarrow.memory_map(str(source)) as file, pyarrow.ipc.open_stream(file) as reader:
         check_names(reader.schema.names, fields, str(path))
         for batch in reader:
             for start in range(0, batch.num_rows, ROWS_AT_ONCE):
@@ -101,6 +110,8 @@ def _arrow_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pyarrow.ArrowException) as error:
+        if isinstance(error, OSError) and is_remote(path):
+            raise
         if isinstance(error, OSError) and error.errno:
             raise unreadable(path, error) from None
         raise ConfigError(

@@ -10,15 +10,22 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from jaxformer.data.cache_files import make_folder
 from jaxformer.data.sources.hub import dataset_files
-from jaxformer.data.sources.source_files import PACKED, PYTHON, READ_BYTES, SourceFile, unreadable
-from jaxformer.files import ConfigError, replacing
+from jaxformer.data.sources.source_files import (
+    PACKED,
+    PYTHON,
+    READ_BYTES,
+    SourceFile,
+    Version,
+    unreadable,
+)
+from jaxformer.files import ConfigError, is_remote, located, replacing
 
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
 # or by a glob may also be text of another suffix.
@@ -40,6 +47,9 @@ REMEDIES = {
 }
 NOT_TEXT = {suffix: remedy for suffixes, remedy in REMEDIES.items() for suffix in suffixes.split()}
 
+# Files and, of those of a URL, their versions.
+Matches = Mapping[Path, Version | None]
+
 # Files of token ids, which `ids.find_ids` reads.
 ID_SUFFIXES = (".npy", ".bin")
 
@@ -59,7 +69,7 @@ ALLOWED = (
 
 def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, ...], str]:
     """The files in their order, and a description of those of a directory that are not read."""
-    path = Path(os.path.expanduser(spec))
+    path = located(os.path.expanduser(spec))
     if spec == STDLIB:
         return _standard_library(), ""
     if spec in STANDARD_INPUT:
@@ -73,14 +83,22 @@ def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, 
     if (group := re.search(r"\{([^{}]*,[^{}]*)\}", spec)) and not path.exists():
         before, after = spec[: group.start()], spec[group.end() :]
         return _aligned([before + name + after for name in group[1].split(",")], setting), ""
-    root, paths = _matching(spec, setting)
-    return _named((_source_file(match, setting) for match in paths), root, setting), ""
+    root, matches = _matching(spec, setting)
+    files = (_source_file(match, setting, version) for match, version in matches.items())
+    return _named(files, root, setting), ""
 
 
 def find_id_files(spec: str, setting: str) -> tuple[SourceFile, ...]:
-    """The files of token ids that a path or a glob names. Raises ConfigError for none."""
-    root, paths = _matching(spec, setting)
-    return _named((SourceFile(path.absolute(), "ids") for path in paths), root, setting)
+    """The files of token ids that a path or a glob names; of those of a URL, their copies, since
+    they are mapped into memory. Raises ConfigError for none."""
+    root, matches = _matching(spec, setting)
+    files = _named((SourceFile(path.absolute(), "ids") for path in matches), root, setting)
+    if not is_remote(spec):
+        return files
+    from jaxformer.files.copies import local_copies  # imports fsspec, which only a URL needs
+
+    copies = local_copies([file.path for file in files])
+    return tuple(replace(file, path=copy) for file, copy in zip(files, copies, strict=True))
 
 
 def _standard_library() -> tuple[SourceFile, ...]:
@@ -97,23 +115,29 @@ def _standard_library() -> tuple[SourceFile, ...]:
 
 def _aligned(sides: list[str], setting: str) -> tuple[SourceFile, ...]:
     matches = [_matching(side, setting) for side in sides]
-    lists = [[path.absolute() for path in paths] for _, paths in matches]
+    lists = [[*entries.items()] for _, entries in matches]
     if len({*map(len, lists)}) > 1:
         pairs = zip(sides, lists, strict=True)
-        counts = " and ".join(f"{side} finds {len(paths)}" for side, paths in pairs)
+        counts = " and ".join(f"{side} finds {len(entries)}" for side, entries in pairs)
         raise ConfigError(f"{setting}: {counts} files: give as many.")
-    together = zip(*lists, strict=True)
-    files = (SourceFile(first, "parallel", "", tuple(beside)) for first, *beside in together)
+    files = (_line_aligned(entries) for entries in zip(*lists, strict=True))
     return _named(files, matches[0][0], setting)
+
+
+def _line_aligned(entries: Iterable[tuple[Path, Version | None]]) -> SourceFile:
+    first, *beside = (path.absolute() for path, _ in entries)
+    versions = tuple(version for _, version in entries if version)
+    return SourceFile(first, "parallel", "", tuple(beside), versions)
 
 
 def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     """The files of known suffixes below a directory."""
     paths = _below(root, setting)
-    readable = [path for path in paths if _suffix(path) in FORMATS]
-    left_out = _counted([path for path in paths if _suffix(path) not in FORMATS])
+    readable = {path: version for path, version in paths.items() if _suffix(path) in FORMATS}
+    left_out = _counted([path for path in paths if path not in readable])
     if readable:
-        return _named((_source_file(path, setting) for path in readable), root, setting), left_out
+        files = (_source_file(path, setting, version) for path, version in readable.items())
+        return _named(files, root, setting), left_out
     text = (path.suffix for path in paths if path.suffix and _suffix(path) not in NOT_TEXT)
     remedy = "give one that has"
     if common := collections.Counter(text).most_common(1):
@@ -124,8 +148,12 @@ def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str
     )
 
 
-def _below(root: Path, setting: str) -> list[Path]:
+def _below(root: Path, setting: str) -> Matches:
     """Every file below a directory, sorted, without hidden ones; links are followed once."""
+    if is_remote(root):
+        from jaxformer.data.sources.remote_files import files_below  # imports fsspec
+
+        return files_below(root)
     paths: list[Path] = []
     seen: set[str] = set()
 
@@ -139,14 +167,19 @@ def _below(root: Path, setting: str) -> list[Path]:
             paths += [Path(folder, name) for name in names if not name.startswith(".")]
         seen.add(real)
     files = [path for path in paths if path.is_file()]
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+    in_order = sorted(files, key=lambda path: path.relative_to(root).as_posix())
+    return dict.fromkeys(in_order)
 
 
-def _matching(spec: str, setting: str) -> tuple[Path | None, list[Path]]:
+def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
     """The file of that name; or the fixed part of a glob, and the sorted files that it finds."""
+    if is_remote(spec):
+        from jaxformer.data.sources.remote_files import matching_files  # imports fsspec
+
+        return matching_files(spec, setting, ALLOWED)
     path = Path(os.path.expanduser(spec))
     if path.is_file():
-        return None, [path]
+        return None, {path: None}
     if path.exists():
         raise ConfigError(
             f"{setting}: {path} is neither a file nor a directory: give -, and pipe the text into"
@@ -161,7 +194,7 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, list[Path]]:
     matches = {Path(name) for name in glob.glob(str(path), recursive=True)}
     files = sorted(match for match in matches if match.is_file())
     if files:
-        return root, files
+        return root, dict.fromkeys(files)
     if matches:
         raise ConfigError(
             f"{setting}: the glob {spec!r} matches directories only"
@@ -204,14 +237,15 @@ def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tupl
     return tuple(named.values())
 
 
-def _source_file(path: Path, setting: str) -> SourceFile:
+def _source_file(path: Path, setting: str, version: Version | None = None) -> SourceFile:
     suffix = _suffix(path)
     if suffix in NOT_TEXT:
         raise ConfigError(
             f"{setting}: {path} is not a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst):"
             f" {NOT_TEXT[suffix]}."
         )
-    return SourceFile(path.absolute(), FORMATS.get(suffix, "text"))
+    versions = (version,) if version else ()
+    return SourceFile(path.absolute(), FORMATS.get(suffix, "text"), versions=versions)
 
 
 def _suffix(path: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, is_remote
 
 if TYPE_CHECKING:
     import datasets
@@ -23,6 +23,11 @@ SECONDS_TO_ANSWER = 10.0
 def dataset_files(name: str, where: str) -> list[Path]:
     """The Arrow files of a data set, which the library `datasets` downloads or converts. `name` is
     what follows "datasets:", and `where` the setting, for messages."""
+    if is_remote(name):
+        raise ConfigError(
+            f"{where}: data sets are read from the hub or from a directory of this machine: name"
+            " .parquet or .jsonl files by their URL without 'datasets:', or copy the directory."
+        )
     parts = name.split(":")
     if len(parts) > 3 or not all(parts) or "[" in name:
         raise ConfigError(

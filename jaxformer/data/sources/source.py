@@ -24,7 +24,7 @@ from jaxformer.data.sources.records import (
     tsv_records,
 )
 from jaxformer.data.sources.source_files import PYTHON, SourceFile, unreadable
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, is_remote, located, store_errors
 from jaxformer.tokenizer import Tokenizer
 
 # A source of this field gives documents of text; one of others gives records.
@@ -118,7 +118,8 @@ class Source:
             yield Piece(text, file.document(index), True, record, handler.location)
 
     def signature(self) -> str:
-        """A digest of the paths, sizes and modification times of the files, which are not read."""
+        """A digest of the paths, sizes and modification times of the files, which are not read; of
+        those in a store, of their URLs, sizes and versions."""
         files = [(str(f.path), f.format, f.name, f.sizes_and_times()) for f in self.files]
         return fingerprint(self.fields, astuple(self.policy), files)
 
@@ -158,7 +159,10 @@ def find_source(
 
     Raises ConfigError where there are no such files, or they cannot hold the fields.
     """
-    where, folder = f"{setting}={spec}", Path(os.path.expanduser(cache))
+    where = f"{setting}={spec}"
+    # What comes by standard input stays on this machine.
+    local_cache = DataConfig.cache_dir if is_remote(cache) else cache
+    folder = Path(os.path.expanduser(local_cache))
     try:
         files, left_out = find_files(spec, setting, folder)
     except OSError as error:
@@ -173,8 +177,10 @@ def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
 
     Raises ConfigError where there is no such file, and for an objective that reads records.
     """
-    if Path(spec).suffix.lower() not in ID_SUFFIXES or os.path.isdir(os.path.expanduser(spec)):
-        return None
+    path = located(os.path.expanduser(spec))
+    with store_errors(path, "read"):
+        if path.suffix.lower() not in ID_SUFFIXES or path.is_dir():
+            return None
     try:
         files = find_id_files(spec, setting)
     except OSError as error:

@@ -3,13 +3,13 @@
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxformer.data.sources.error_policy import ErrorHandler, require_content
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, is_remote
 
 READ_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
@@ -17,19 +17,25 @@ PACKED_BLOCK_BYTES = 1 << 16
 # The format of the files of `stdlib`.
 PYTHON = "python"
 
+# The size of a file in bytes, and what changes with its content: the time of its modification in
+# nanoseconds, or what a store gives for the version of an object.
+Version = tuple[int, int | str]
+
 
 @dataclass(frozen=True)
 class SourceFile:
     """A file, its format (a key of the tables of readers), and its name within its source, which is
     empty for a source of one file.
 
-    `beside` are the files that are read in parallel with it, line by line.
+    `beside` are the files that are read in parallel with it, line by line. `versions` are those of
+    all of them by the listing of a store; of files on a disk they are asked for when needed.
     """
 
     path: Path
     format: str
     name: str = ""
     beside: tuple[Path, ...] = ()
+    versions: tuple[Version, ...] = ()
 
     def document(self, index: int) -> str:
         """The name of the document with that index; a Python file is one, and gives its name."""
@@ -39,11 +45,13 @@ class SourceFile:
 
     @property
     def size(self) -> int:
-        """Bytes on the disk."""
+        """Bytes on the disk, or in the store."""
         return sum(size for size, _ in self.sizes_and_times())
 
-    def sizes_and_times(self) -> list[tuple[int, int]]:
-        """Size in bytes and modification time in nanoseconds, of it and of the files beside it."""
+    def sizes_and_times(self) -> Sequence[Version]:
+        """The versions of it and of the files beside it."""
+        if self.versions:
+            return self.versions
         try:
             stats = [os.stat(path) for path in (self.path, *self.beside)]
         except OSError as error:
@@ -75,11 +83,20 @@ def read_blocks(path: Path) -> Iterator[bytes]:
         raise ConfigError(
             f"{path} is a device, which may never end: name a file, or - for standard input."
         )
+    blocks = _raw_blocks(path, PACKED_BLOCK_BYTES if suffix in PACKED else READ_BYTES)
+    yield from _unpacked(blocks, path, suffix) if suffix in PACKED else blocks
+
+
+def _raw_blocks(path: Path, size: int) -> Iterator[bytes]:
+    """The bytes of a file, `size` at a time."""
+    if is_remote(path):
+        from jaxformer.files.copies import remote_blocks  # imports fsspec, which only a URL needs
+
+        yield from remote_blocks(path, size)
+        return
     try:
         with open(path, "rb") as file:
-            size = PACKED_BLOCK_BYTES if suffix in PACKED else READ_BYTES
-            blocks = iter(lambda: file.read(size), b"")
-            yield from _unpacked(blocks, path, suffix) if suffix in PACKED else blocks
+            yield from iter(lambda: file.read(size), b"")
     except OSError as error:
         raise unreadable(path, error) from None
 

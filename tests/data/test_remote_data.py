@@ -1,0 +1,343 @@
+"""Text, token stores and tokenizers in a bucket: the same batches as from the disk, and one message
+for what goes wrong."""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from corpora import prepare, prepare_share, prepare_text
+from faulty_server import NONE, Faults
+
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.data import Batches, tokenizing
+from jaxformer.data.sources import find_source
+from jaxformer.files import ConfigError, copies, located
+from jaxformer.tokenizer import Tokenizer
+
+BYTES = TokenizerConfig(kind="bytes")
+
+
+@pytest.fixture(autouse=True)
+def copies_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of copies, new for each test."""
+    monkeypatch.setenv(copies.VARIABLE, str(tmp_path / "copies"))
+    return tmp_path / "copies"
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def records(start: int, count: int = 40) -> bytes:
+    texts = [f"document {start + index}: {'so ' * (index % 5)}it goes" for index in range(count)]
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+# Names below a source, and their content.
+CORPUS = {
+    "a.txt": b"one<|endoftext|>\ntwo",
+    "b/c.jsonl.gz": gzip.compress(records(0)),
+    "b/d.jsonl.zst": zstandard.compress(records(40)),
+    "e.jsonl": records(80),
+    ".hidden.jsonl": records(120),
+    "notes.log": b"of no known suffix",
+}
+
+
+def put(root: str | Path, corpus: dict[str, bytes] = CORPUS) -> str:
+    """Writes a corpus below a directory or a URL, and gives it as a source."""
+    for name, content in corpus.items():
+        path = located(f"{root}/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return str(root)
+
+
+def run_of(cache: str | Path, train: str, **data: Any) -> RunConfig:
+    settings = DataConfig(train=train, cache_dir=str(cache), sequence_length=16, prefetch=0)
+    return RunConfig(data=replace(settings, **data), tokenizer=TokenizerConfig(vocab_size=300))
+
+
+def batches_of(run: RunConfig, log: Callable[[str], None] = quiet) -> str:
+    """A digest of the batches of some steps, and of the held-out rows."""
+    corpus = prepare(run, log)
+    assert corpus.validation is not None
+    digest = hashlib.sha256()
+    for rows in (corpus.train, corpus.validation):
+        batches = Batches(rows, run.data, 4, run.run.seed)
+        for step in (0, 1, 7, 100):
+            for name, array in sorted(batches[step].items()):
+                digest.update(name.encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("bucket", "spec"),
+    [
+        ("s3_bucket", ""),
+        ("s3_bucket", "/**/*.jsonl*"),
+        ("gcs_bucket", "/b/*"),
+        ("memory_bucket", "/e.jsonl"),
+    ],
+)
+def test_a_corpus_in_a_bucket_gives_the_batches_of_the_disk(
+    bucket: str, spec: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    any_bucket = request.getfixturevalue(bucket)
+    local = run_of(tmp_path / "one", put(tmp_path / "text") + spec)
+    remote = run_of(tmp_path / "two", put(f"{any_bucket}/text") + spec)
+    names = [
+        [file.name for file in find_source(run.data.train, "data.train").files]
+        for run in (local, remote)
+    ]
+    assert names[0] == names[1]
+    assert batches_of(local) == batches_of(remote)
+
+
+@pytest.mark.parametrize("bucket", ["s3_bucket", "gcs_bucket"])
+def test_a_prepared_store_in_a_bucket_is_read_from_copies(
+    bucket: str, tmp_path: Path, copies_of_the_test: Path, request: pytest.FixtureRequest
+) -> None:
+    any_bucket = request.getfixturevalue(bucket)
+    text = put(tmp_path / "text")
+    expected = batches_of(run_of(tmp_path / "cache", text))
+    output = f"{any_bucket}/tokens"
+    run = run_of(tmp_path / "other", text)
+    prepare_text(run, located(output), False, quiet)
+    prepare_text(run, located(output), True, quiet)
+    # What is summed up needs the index of documents alone.
+    assert not [*copies_of_the_test.rglob("*.tokens")]
+    assert batches_of(run_of(tmp_path / "third", output)) == expected
+    # A local store that was copied to a bucket, too.
+    prepare_text(run, tmp_path / "tokens", False, quiet)
+    files = [path for path in (tmp_path / "tokens").rglob("*") if path.is_file()]
+    put(
+        f"{any_bucket}/copied",
+        {str(path.relative_to(tmp_path / "tokens")): path.read_bytes() for path in files},
+    )
+    assert batches_of(run_of(tmp_path / "third", f"{any_bucket}/copied")) == expected
+
+
+def test_a_cache_in_a_bucket_is_shared(s3_bucket: str, tmp_path: Path) -> None:
+    text, cache = put(tmp_path / "text"), f"{s3_bucket}/cache"
+    expected = batches_of(run_of(tmp_path / "cache", text))
+    assert batches_of(run_of(cache, text)) == expected
+    lines: list[str] = []
+    assert batches_of(run_of(cache, text), lines.append) == expected
+    assert not any(
+        "tokenizing" in line or "training" in line or "reading" in line for line in lines
+    )
+
+
+def test_examples_in_a_cache_in_a_bucket(s3_bucket: str, tmp_path: Path) -> None:
+    pairs = [{"source": f"number {n}", "target": "ten " * (n % 4 + 1)} for n in range(40)]
+    content = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
+    text = put(tmp_path / "text", {"a.jsonl": content}) + "/a.jsonl"
+    options: dict[str, Any] = {"objective": "sft", "packing": "stream"}
+    digests = {
+        batches_of(replace(run_of(cache, text, **options), tokenizer=BYTES))
+        for cache in (tmp_path / "cache", f"{s3_bucket}/cache", f"{s3_bucket}/cache")
+    }
+    assert len(digests) == 1
+
+
+def test_token_ids_and_a_tokenizer_in_a_bucket(s3_bucket: str, tmp_path: Path) -> None:
+    text = run_of(tmp_path / "cache", put(tmp_path / "text"))
+    corpus = prepare(text, quiet)
+    corpus.tokenizer.save(tmp_path / "mine" / "tokenizer.json")
+    corpus.tokenizer.save(f"{s3_bucket}/mine/tokenizer.json")
+    np.save(
+        tmp_path / "ids.npy",
+        np.concatenate([store.read(0, 10**6) for store in corpus.stores["train"]]),
+    )
+    put(f"{s3_bucket}/ids", {"ids.npy": (tmp_path / "ids.npy").read_bytes()})
+    digests = {
+        batches_of(replace(run_of(tmp_path / "cache", train), tokenizer=TokenizerConfig(path=path)))
+        for train, path in [
+            (f"{tmp_path}/*.npy", f"{tmp_path}/mine"),
+            (f"{s3_bucket}/ids/*.npy", f"{s3_bucket}/mine"),
+        ]
+    }
+    assert len(digests) == 1
+    assert Tokenizer.load(f"{s3_bucket}/mine").origin == f"{s3_bucket}/mine/tokenizer.json"
+
+
+def test_an_unchanged_object_is_not_read_again_and_a_changed_one_is(
+    s3_bucket: str, s3_faults: Faults, tmp_path: Path
+) -> None:
+    train = put(f"{s3_bucket}/text")
+    run = run_of(tmp_path / "cache", train)
+    before = batches_of(run)
+    s3_faults.requests.clear()
+    lines: list[str] = []
+    assert batches_of(run, lines.append) == before
+    read = [path for method, path in s3_faults.requests if method == "GET" and "text/" in path]
+    assert not read and not any("reading" in line for line in lines)
+    located(f"{train}/e.jsonl").write_bytes(records(81))
+    assert batches_of(run, lines.append) != before
+    assert any("reading" in line for line in lines)
+
+
+def test_interrupted_work_goes_on_from_its_shard(
+    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 500)
+    text, cache = put(f"{s3_bucket}/text"), f"{s3_bucket}/cache"
+    written: list[str] = []
+    write_shard = tokenizing._write_shard
+
+    def stopping(path: Path, *rest: Any) -> Any:
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        return write_shard(path, *rest)
+
+    monkeypatch.setattr(tokenizing, "_write_shard", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(run_of(cache, text), quiet)
+    monkeypatch.setattr(
+        tokenizing,
+        "_write_shard",
+        lambda path, *rest: written.append(path.name) or write_shard(path, *rest),
+    )
+    resumed = batches_of(run_of(cache, text))
+    assert len(written) == len({*written})
+    assert resumed == batches_of(run_of(tmp_path / "cache", text))
+
+
+def test_tasks_share_an_output_in_a_bucket(s3_bucket: str, tmp_path: Path) -> None:
+    text, output = put(f"{s3_bucket}/text"), located(f"{s3_bucket}/tokens")
+    for task in range(2):
+        run = replace(run_of(tmp_path / f"{task}", text), tokenizer=BYTES)
+        prepare_share(run, output, (task, 2), quiet)
+    with pytest.raises(ConfigError, match="prepared in part"):
+        prepare(run_of(tmp_path / "cache", str(output)), quiet)
+    run = replace(run_of(tmp_path / "cache", text), tokenizer=BYTES)
+    lines: list[str] = []
+    prepare_text(run, output, False, lines.append)
+    assert not any("tokenizing" in line for line in lines)
+    expected = batches_of(run)
+    assert batches_of(replace(run_of(tmp_path / "cache", str(output)), tokenizer=BYTES)) == expected
+
+
+def message_of(train: str, tmp_path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        batches_of(run_of(tmp_path / "cache", train))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("/text/none.txt", "data.train: {} does not exist; "),
+        ("/text/a.text", "data.train: {} does not exist; did you mean {bucket}/text/a.txt?"),
+        ("/text/*.tsv", "data.train: no file matches the glob '{}'"),
+        ("/empty/*", "data.train: no file matches the glob '{}'"),
+        ("-none/a.txt", "data.train: {} does not exist; "),
+        ("-none/*.txt", "data.train: no file matches the glob '{}'"),
+    ],
+)
+def test_a_url_that_names_nothing_is_named(
+    spec: str, message: str, s3_bucket: str, tmp_path: Path
+) -> None:
+    put(f"{s3_bucket}/text")
+    url = f"{s3_bucket}{spec}"
+    assert message_of(url, tmp_path).startswith(message.format(url, bucket=s3_bucket))
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("denied", "allow these credentials"),
+        ("other region", "AWS_DEFAULT_REGION"),
+        ("throttled", "the store answered so to every try"),
+        ("failing", "the store answered so to every try"),
+        ("truncated", "start the same command again"),
+    ],
+)
+def test_a_store_that_does_not_answer_ends_in_one_message(
+    kind: str, remedy: str, s3_bucket: str, s3_faults: Faults, tmp_path: Path
+) -> None:
+    url = put(f"{s3_bucket}/text", {"a.txt": CORPUS["a.txt"]}) + "/a.txt"
+    method = "GET" if kind == "truncated" else ""
+    with s3_faults.fault(kind, "a.txt", method=method) as fault:
+        message = message_of(url, tmp_path)
+    assert f"{url} cannot be read" in message and remedy in message
+    assert 0 < fault.count < 12
+
+
+@pytest.mark.parametrize("kind", ["throttled", "failing", "truncated"])
+def test_a_fault_that_passes_changes_nothing(
+    kind: str, s3_bucket: str, s3_faults: Faults, tmp_path: Path
+) -> None:
+    url = f"{put(f'{s3_bucket}/text')}/e.jsonl"
+    expected = batches_of(run_of(tmp_path / "one", url))
+    with s3_faults.fault(kind, "e.jsonl", times=1, method="GET") as fault:
+        assert batches_of(run_of(tmp_path / "two", url)) == expected
+    assert fault.count == 1
+
+
+@pytest.mark.parametrize("name", ["long.txt", "long.parquet", "ids.npy"])
+def test_an_object_that_is_replaced_while_it_is_read_is_named(
+    name: str, s3_bucket: str, s3_faults: Faults, tmp_path: Path
+) -> None:
+    path = located(f"{s3_bucket}/{name}")
+    content = b"so it goes\n" * 1000
+    if name.endswith(".parquet"):
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow.parquet import write_table
+
+        write_table(pyarrow.table({"text": ["so it goes"] * 1000}), tmp_path / name)
+        content = (tmp_path / name).read_bytes()
+    path.write_bytes(content)
+    replaced: list[bool] = []
+
+    def replace_it() -> None:
+        if not replaced:
+            replaced.append(True)
+            path.write_bytes(content + b"more\n")
+
+    with s3_faults.fault(NONE, name, method="GET", before=replace_it):
+        message = message_of(str(path), tmp_path)
+    assert f"{path} was replaced while it was read" in message
+
+
+def test_a_store_that_was_altered_in_its_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
+    output = f"{s3_bucket}/tokens"
+    run = run_of(tmp_path / "cache", put(tmp_path / "text"))
+    prepare_text(run, located(output), False, quiet)
+    tokens = next(iter(located(output).rglob("*.tokens")))
+    tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
+    message = message_of(output, tmp_path)
+    assert message.startswith(f"{tokens} was altered since it was written")
+    tokens.unlink()
+    assert f"{tokens.name} is missing" in message_of(output, tmp_path)
+
+
+def test_copies_that_the_disk_has_no_room_for_are_refused(
+    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(f"{s3_bucket}/ids", {"a.npy": b"0" * 1000, "b.npy": b"0" * 1000})
+    monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: SimpleNamespace(free=1999))
+    message = message_of(f"{s3_bucket}/ids/*.npy", tmp_path)
+    assert message.startswith(
+        f"2 files of {s3_bucket}/ids take 0.00 GB on the disk of this machine"
+    )
+    assert copies.VARIABLE in message
+
+
+def test_a_bucket_that_may_not_be_written_is_named(
+    s3_bucket: str, s3_faults: Faults, tmp_path: Path
+) -> None:
+    run = run_of(f"{s3_bucket}/cache", put(tmp_path / "text"))
+    with s3_faults.fault("denied", method="PUT"), pytest.raises(ConfigError) as caught:
+        prepare(run, quiet)
+    assert f"{s3_bucket}/cache" in str(caught.value) and "cannot be written" in str(caught.value)
