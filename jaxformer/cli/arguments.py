@@ -12,7 +12,7 @@ from jaxformer.cli.rule_arguments import SearchArguments
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import ObjectiveName, RunConfig
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, is_remote, located
 from jaxformer.runs.config import parse_arguments
 
 ConfigArgumentsT = TypeVar("ConfigArgumentsT", bound="ConfigArguments")
@@ -371,13 +371,13 @@ def _paths(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
     def path_of(texts: list[str]) -> Path:
         if not texts[0].strip():
             raise ValueError("the path is empty: name a file or a directory.")
-        return Path(texts[0])
+        return located(texts[0])
 
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="PATH",
         instance_from_str=path_of,
-        is_instance=lambda value: isinstance(value, Path),
+        is_instance=lambda value: isinstance(value, Path) or is_remote(value),
         str_from_instance=lambda path: [str(path)],
     )
 
@@ -420,6 +420,8 @@ def parse_with_config(
 
 def check_output(path: Path | None) -> None:
     """Raises ConfigError where the directory of an output file does not exist."""
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None or is_remote(path):
+        return
+    if not path.absolute().parent.is_dir():
         folder = path.absolute().parent
         raise ConfigError(f"{path} cannot be written: the directory {folder} does not exist.")

@@ -14,7 +14,8 @@ import numpy as np
 from jaxformer.adapters.adapted_params import merge
 from jaxformer.adapters.low_rank import is_adapted
 from jaxformer.cli.arguments import ConvertArguments
-from jaxformer.files import ConfigError, read_object
+from jaxformer.files import ConfigError, is_remote, located, read_object, store_errors
+from jaxformer.files.uploads import LocalFolder
 from jaxformer.interop.hf_config import is_pretrained
 from jaxformer.interop.logit_parity import compare, require_transformers
 from jaxformer.interop.peft_config import is_adapter
@@ -47,7 +48,10 @@ def run(args: ConvertArguments) -> int:
         require_transformers()
     target = args.target
     to_run = is_pretrained(args.source) and not is_adapter(args.source)
-    _require_empty(target)
+    with store_errors(target, "read"):
+        _require_empty(target)
+    if is_remote(target) and not to_run:
+        return _into_store(args)
     model = load(args.source, args.step)
     has_adapter = _has_adapter(model)
     if has_adapter:
@@ -64,6 +68,15 @@ def run(args: ConvertArguments) -> int:
     return _verified(model, args.source if to_run else target, args) if args.verify else 0
 
 
+def _into_store(args: ConvertArguments) -> int:
+    """Converts into a temporary folder, and puts its files into the target, which is a URL."""
+    local = LocalFolder(args.target)
+    status = run(dataclasses.replace(args, target=local.path))
+    local.close()
+    print(f"{args.target}: has these files now")
+    return status
+
+
 def _require_empty(target: Path) -> None:
     """Raises ConfigError unless the target is new or empty. What a conversion that was killed has
     left in it is removed first."""
@@ -77,6 +90,10 @@ def _require_empty(target: Path) -> None:
 def _complete_or_empty(target: Path) -> Iterator[None]:
     """Marks the target as unfinished in this block, and removes what an error or a signal has left
     of it."""
+    if is_remote(target):
+        # The config.json of a run is written last, and without it there is no run.
+        yield
+        return
     new = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -127,7 +144,7 @@ def _merged(model: Loaded, args: ConvertArguments) -> Loaded:
 
 
 def _write_adapter(model: Loaded, args: ConvertArguments) -> None:
-    base = Path(model.base).absolute() if model.base else ""
+    base = located(model.base).absolute() if model.base else ""
     save_adapter(
         args.target,
         model.params,

@@ -5,7 +5,6 @@ import json
 import math
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 
@@ -13,7 +12,7 @@ from jaxformer.arrays.hardware import name_of
 from jaxformer.cli.arguments import PlanArguments
 from jaxformer.config.run import RunConfig
 from jaxformer.config.train import MeshConfig
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.runs.config import origin_of
 from jaxformer.runs.loading import lacks_weights
 from jaxformer.tools.plan.compiled import compiled_report
@@ -33,7 +32,8 @@ def run(args: PlanArguments, config: RunConfig) -> int:
         name, devices = device_of(args.device, args.devices, config.mesh)
     planned = planned_run(config, name, devices)
     base = config.run.init_from
-    if base and origin_of(Path(config.run.dir), Path(base)) == Path(base) and lacks_weights(base):
+    start = located(base)
+    if base and origin_of(located(config.run.dir), start) == start and lacks_weights(base):
         note = f"the model is that of config.json in {base}, which has no weights; a run needs them"
         planned = replace(planned, notes=(*planned.notes, note))
     plan = make_plan(planned)

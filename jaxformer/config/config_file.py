@@ -25,7 +25,7 @@ from jaxformer.config.run import (
 )
 from jaxformer.config.saved import from_json
 from jaxformer.config.settings import VOLATILE, choices, step_range
-from jaxformer.files import ConfigError, read_text
+from jaxformer.files import ConfigError, is_remote, located, read_text, store_errors
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 
@@ -121,17 +121,17 @@ def read_config(path: str | Path) -> RunConfig:
     """The config as its file states it; its sections are not yet checked against each other."""
     file, _, name = str(path).rpartition(":")
     # The path has no colon, or a colon that is part of it.
-    if not name.isidentifier() or Path(path).exists():
+    if not name.isidentifier() or located(path).exists():
         file, name = str(path), ""
-    source = Path(file)
-    if not os.path.isfile(source):
+    source = located(file)
+    if not _is_file(source):
         raise ConfigError(
             f"config {file}: no such file. Give a Python file that defines `config`, as in"
             " configs/quickstart.py."
         )
     if source.suffix == ".json":
         return from_json(read_text(source), str(source))
-    if source.suffix != ".py":
+    if source.suffix != ".py" or is_remote(source):
         raise ConfigError(f"config {file} must be a Python file (.py) or the config.json of a run.")
     try:
         with _importable(source.parent):
@@ -157,6 +157,11 @@ def read_config(path: str | Path) -> RunConfig:
             f" {configs or 'none'}."
         )
     return config
+
+
+def _is_file(source: Path) -> bool:
+    with store_errors(source, "read"):
+        return source.is_file() if is_remote(source) else os.path.isfile(source)
 
 
 @contextlib.contextmanager

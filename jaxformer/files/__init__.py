@@ -54,6 +54,11 @@ def store_errors(path: Path, action: str) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be {action} {explained(error)}.") from error
 
 
+def lexists(path: Path) -> bool:
+    """Whether there is anything of this name: a file, a directory, a link or an object."""
+    return path.exists() if is_remote(path) else os.path.lexists(path)
+
+
 def make_directory(path: Path) -> None:
     """Makes a directory, with those above it, where it is missing. A store needs none."""
     if not is_remote(path):

@@ -7,6 +7,7 @@ fails.
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from upath import UPath
 # gcsfs logs each error with its traceback, which would stand before the one message about it.
 logging.getLogger("gcsfs").addHandler(logging.NullHandler())
 
+_reached = set[tuple[str, str]]()  # the schemes and buckets that have answered
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of pyproject.toml, by scheme
 REASON_CHARACTERS = 300  # of the message of an error
 
@@ -71,7 +73,22 @@ def opened_url(url: str) -> Path:
         ) from error
     # Another process, or Orbax in this one, may have written since the last listing.
     options: Any = {"use_listings_cache": False} if scheme in EXTRAS else {}
-    return cast(Path, UPath(url, **options))
+    path = UPath(url, **options)
+    bucket = url.split("/")[2]
+    if scheme in EXTRAS and (scheme, bucket) not in _reached:
+        _reach(path)
+        _reached.add((scheme, bucket))
+    return cast(Path, path)
+
+
+def _reach(path: UPath) -> None:
+    """Asks a store about a path, once for a bucket, so that what keeps it from being read is said
+    before anything begins. Raises ValueError."""
+    try:
+        path.fs.info(path.path)
+    except Exception as error:
+        if not isinstance(error, FileNotFoundError) or "NoSuchBucket" in _names(error):
+            raise ValueError(f"{path} cannot be read {explained(error)}.") from error
 
 
 def put_file(name: str, path: Path) -> None:
@@ -90,6 +107,22 @@ def put_new(path: Path, content: bytes) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def move_objects(paths: Sequence[Path], folder: Path) -> None:
+    """Moves objects, and those below the paths, into a folder of the same store: each is copied
+    there, and once all are, they are removed."""
+    moved: list[tuple[str, str]] = []
+    store: Any = folder
+    for path in paths:
+        source: Any = path
+        for name in store.fs.find(source.path):
+            below = name.removeprefix(source.path.rstrip("/"))
+            moved.append((name, f"{store.path}/{path.name}{below}"))
+    for name, target in moved:
+        store.fs.cp_file(name, target)
+    for name, _ in moved:
+        store.fs.rm_file(name)
 
 
 def explained(error: BaseException) -> str:

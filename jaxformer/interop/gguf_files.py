@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxformer.files import ConfigError, first_of
+from jaxformer.files import ConfigError, first_of, located
 from jaxformer.interop.tensor_files import Entry, TensorFiles, refuse_pointer
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ GGUF_ARCHITECTURES = {
 
 def is_gguf(path: str | Path) -> bool:
     """Whether a path is that of a GGUF file, by its name."""
-    return Path(path).suffix == GGUF_SUFFIX and Path(path).is_file()
+    return located(path).suffix == GGUF_SUFFIX and located(path).is_file()
 
 
 class GgufFiles(TensorFiles):

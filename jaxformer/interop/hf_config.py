@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxformer.files import ConfigError, read_object
+from jaxformer.files import ConfigError, located, read_object
 
 # Keys of any architecture that do not change what a model computes.
 NEUTRAL = """
@@ -128,9 +128,9 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 def is_pretrained(path: str | Path) -> bool:
     """Whether a directory holds a Hugging Face model: by its config.json, or by its weights where
     that is not the config.json of a run."""
-    if not (Path(path) / "config.json").is_file():
+    if not (located(path) / "config.json").is_file():
         return False
-    keys = read_config_json(Path(path)).keys()
+    keys = read_config_json(located(path)).keys()
     return bool({"model_type", "architectures"} & keys) or (
-        "run" not in keys and any(Path(path).glob("*.safetensors*"))
+        "run" not in keys and any(located(path).glob("*.safetensors*"))
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jaxformer.cluster.bounded import BoundedProcess, OutOfBounds
-from jaxformer.files import ConfigError, read_object
+from jaxformer.files import ConfigError, located, read_object
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The heads that peft saves whole with these two tasks, whatever modules_to_save says.
@@ -52,7 +52,7 @@ Number = TypeVar("Number", int, float)
 
 def is_adapter(path: str | Path) -> bool:
     """Whether a directory holds an adapter of peft."""
-    return (Path(path) / ADAPTER_CONFIG).is_file()
+    return (located(path) / ADAPTER_CONFIG).is_file()
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ def base_of(directory: Path, base: str | Path | None = None) -> Path:
     key = f'"base_model_name_or_path" in {directory / ADAPTER_CONFIG}'
     if not name:
         raise ConfigError(f"{directory} names no base model: name one, as in {call}, or as {key}")
-    candidates = [Path(name)] if base is not None else [Path(name), directory / name]
+    candidates = [located(name)] + ([] if base is not None else [directory / name])
     base_directory = next((path for path in candidates if path.is_dir()), None)
     if base_directory is None and base is None and HUB_ID.fullmatch(name):
         raise ConfigError(

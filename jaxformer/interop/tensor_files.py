@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxformer.files import ConfigError, first_of, read_object, resolved_file, sync
+from jaxformer.files import ConfigError, first_of, is_remote, read_object, resolved_file, sync
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"[^/\\:]+\.safetensors")
@@ -70,6 +70,11 @@ class TensorFiles:
     """
 
     def __init__(self, directory: Path, only: str = "") -> None:
+        if is_remote(directory):
+            raise ConfigError(
+                f"the weights of {directory} are read from a disk alone: copy the directory there,"
+                " by `gcloud storage cp -r` or `aws s3 cp --recursive`."
+            )
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory} is not a directory: give one with config.json and *.safetensors."

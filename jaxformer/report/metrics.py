@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import re
 import reprlib
 import sys
@@ -19,7 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
-from jaxformer.files import ConfigError, append_to, read_file, replacing
+from jaxformer.files import ConfigError, lexists, located, make_directory, replacing
+from jaxformer.files.appended import open_appended, read_appended, remove_tails
 from jaxformer.report.trackers import Tracker, chosen_tracker
 
 FILE = "metrics.jsonl"
@@ -67,20 +67,20 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         began = time.monotonic() if began is None else began
-        self.path = Path(run_dir) / FILE
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        begun = os.path.lexists(self.path)
+        self.path = located(run_dir) / FILE
+        make_directory(self.path.parent)
+        begun = lexists(self.path)
         remaining = _remove_later_lines(self.path, resume_step) if begun else []
         seconds = [line.entry.get("seconds", 0.0) for line in remaining]
         self._zero = began - max(seconds, default=0.0)
         self._before = line_digest(remaining[-1].raw) if remaining else first_digest(identity or {})
         try:
-            self._file = append_to(self.path)
+            self._file = open_appended(self.path)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written ({error.strerror}).") from error
         self._unwritten, self._missing = bytearray(), list[int]()
         if tracker is None:
-            tracker = chosen_tracker("auto")(Path(run_dir), resume_step, {})
+            tracker = chosen_tracker("auto")(located(run_dir), resume_step, {})
         self._tracker = tracker
 
     def log(self, step: int, values: Mapping[str, SupportsFloat], state: str = "") -> None:
@@ -139,7 +139,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Every line of a run's metrics.jsonl, oldest first, without a last line that is still being
     written. Raises ConfigError for a file that is missing, and for a line that `MetricsLog` does
     not write."""
-    path = Path(run_dir) / FILE
+    path = located(run_dir) / FILE
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist: {run_dir} is not a run directory, or nothing was logged in it"
@@ -171,7 +171,7 @@ def _number(value: SupportsFloat) -> float:
 def logged_lines(path: Path) -> Iterator[LoggedLine]:
     """The lines of a metrics.jsonl, without a last one that is still being written. Raises
     ConfigError for a line that `MetricsLog` does not write."""
-    lines = read_file(path).removesuffix(b"\n").split(b"\n")
+    lines = read_appended(path).removesuffix(b"\n").split(b"\n")
     for number, raw in enumerate(lines, start=1):
         try:
             entry = json.loads(raw.decode("ascii", "replace"))
@@ -224,4 +224,5 @@ def _remove_later_lines(path: Path, resume_step: int) -> list[LoggedLine]:
     remaining = [line for line in lines if resume_step > 0 and line.entry["step"] <= resume_step]
     with replacing(path, follow=False) as file:
         file.writelines(line.raw + b"\n" for line in remaining)
+    remove_tails(path)
     return remaining

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer.files import ConfigError, replacing
+from jaxformer.files import ConfigError, located, replacing
 from jaxformer.report.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ def plot_losses(run_dir: str | Path) -> Path:
 
     import matplotlib
 
-    path = Path(run_dir) / "loss.png"
+    path = located(run_dir) / "loss.png"
     with matplotlib.rc_context(STYLE):
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 5), dpi=160, facecolor="white")
-        _draw(figure, train, evals, Path(run_dir).resolve().name)
+        _draw(figure, train, evals, located(run_dir).resolve().name)
         with replacing(path, follow=False) as file:
             figure.savefig(file, format="png")
     return path

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from jaxformer.config.run import TrackerName
 from jaxformer.config.settings import Table
-from jaxformer.files import ConfigError, read_object, write_text
+from jaxformer.files import ConfigError, located, read_object, write_text
+from jaxformer.files.uploads import LocalFolder
 
 TRACKED = "tracker.json"  # of a run directory: the ids of the run by service
 PROJECT = "jaxformer"
@@ -40,12 +41,13 @@ class NoTracker:
 
 
 class TensorBoard:
-    """Writes event files into `tensorboard/` of a run directory. Events of steps after
-    `resume_step`, which are logged again, are marked as purged. After an error of writing, as on a
-    full disk, there is one warning and no further event."""
+    """Writes event files into `tensorboard/` of a run directory, of a URL when it is closed. Events
+    of steps after `resume_step`, which are logged again, are marked as purged. After an error of
+    writing, as on a full disk, there is one warning and no further event."""
 
     def __init__(self, run_dir: str | Path, resume_step: int) -> None:
-        self._folder = Path(run_dir) / "tensorboard"
+        self._local = LocalFolder(located(run_dir) / "tensorboard")
+        self._folder = self._local.folder
         self._purged = resume_step and resume_step + 1
         self._board: Any = None
         self._failed = False
@@ -58,7 +60,7 @@ class TensorBoard:
                 # Nobody can put a symbolic link at an unpredictable name.
                 suffix = f".{uuid.uuid4().hex}"
                 self._board = _summary_writer()(
-                    str(self._folder), purge_step=self._purged, filename_suffix=suffix
+                    str(self._local.path), purge_step=self._purged, filename_suffix=suffix
                 )
                 _keep_quiet(self._worker())
             if self._is_written():
@@ -96,8 +98,11 @@ class TensorBoard:
         try:
             if self._is_written():
                 self._board.close()
+                self._local.close()
         except OSError as error:
             self._fail(error.strerror or str(error))
+        except ConfigError as error:
+            warnings.warn(str(error), stacklevel=2)
 
 
 class HostedRun(Protocol):
@@ -122,6 +127,7 @@ class HostedTracker:
     ) -> None:
         self.name = name
         self._run: HostedRun | None = None
+        self._local = LocalFolder(run_dir)
         identity = _identity(run_dir, name)
         title = run_dir.resolve().name
         arguments: dict[str, Any] = {
@@ -130,7 +136,7 @@ class HostedTracker:
             "resume": "allow",
         }
         if name == "wandb":
-            arguments |= {"id": identity, "name": title, "dir": str(run_dir)}
+            arguments |= {"id": identity, "name": title, "dir": str(self._local.path)}
         else:  # Trackio finds a run by its name
             arguments["name"] = f"{title}-{identity}"
         try:
@@ -150,6 +156,10 @@ class HostedTracker:
     def close(self) -> None:
         self._try(lambda run: run.finish())
         self._run = None
+        try:
+            self._local.close()
+        except ConfigError as error:
+            warnings.warn(str(error), stacklevel=2)
 
     def _try(self, call: Callable[[HostedRun], None]) -> None:
         """Makes a call; after the first one that fails, no more are made."""

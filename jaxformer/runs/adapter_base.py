@@ -1,7 +1,6 @@
 """A run that trains an adapter: the model below it, which its checkpoints do not hold."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from jaxformer.arrays.mesh import place_array
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
-from jaxformer.files import ConfigError, read_object
+from jaxformer.files import ConfigError, located, read_object
 from jaxformer.runs.init_from import WarmStart
 from jaxformer.training.state import TrainState, merged, split_frozen
 
@@ -48,7 +47,7 @@ def base_below(start: WarmStart, init_from: str, run_dir: str) -> Base:
     learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
     base_params = {name: branch for name, branch in start.params.items() if name not in learned}
     base_fingerprint = fingerprint(flat_leaves(base_params))
-    path = Path(run_dir) / "data.json"
+    path = located(run_dir) / "data.json"
     before = read_object(path).get("base") if path.is_file() else None
     if before not in (None, base_fingerprint):
         raise ConfigError(
@@ -56,6 +55,6 @@ def base_below(start: WarmStart, init_from: str, run_dir: str) -> Base:
             f" {run_dir} was begun with: its fingerprint is {base_fingerprint}, and data.json"
             f" has {before}. Restore that model there, or choose another run.dir."
         )
-    base_path = str(Path(init_from).absolute())
+    base_path = str(located(init_from).absolute())
     record = {"base": base_fingerprint, "base_path": base_path, "learned": list(learned)}
     return Base(start.params, learned, record, start.sentence(init_from))

@@ -17,7 +17,7 @@ from jaxformer.config.config_file import (
 )
 from jaxformer.config.model import SECOND_HEADS, ModelConfig
 from jaxformer.config.run import RunConfig, TokenizerConfig
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 
 # Model settings that a new run does not take from the model it starts from.
 OWN = (
@@ -59,9 +59,9 @@ def parse_arguments(
     be there."""
     stated = settings_in(arguments)
     if base := stated.get("run.init_from", config.run.init_from):
-        run_dir = Path(stated.get("run.dir", config.run.dir))
+        run_dir = located(stated.get("run.dir", config.run.dir))
         names = {name.removeprefix("model.") for name in stated}
-        origin = origin_of(run_dir, Path(base))
+        origin = origin_of(run_dir, located(base))
         config = dataclasses.replace(
             config,
             model=with_base(config.model, origin, base, names, weights),

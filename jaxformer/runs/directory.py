@@ -18,8 +18,19 @@ from jaxformer.checkpoints.saving import require_savable
 from jaxformer.config.config_file import differences, read_config
 from jaxformer.config.run import RunConfig
 from jaxformer.config.saved import to_json
-from jaxformer.files import LOCK, ConfigError, first_of, read_object, write_text
+from jaxformer.files import (
+    LOCK,
+    ConfigError,
+    first_of,
+    is_remote,
+    lexists,
+    located,
+    read_object,
+    store_errors,
+    write_text,
+)
 from jaxformer.report import read_metrics
+from jaxformer.runs.claim import claimed
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
@@ -34,7 +45,7 @@ LEFT_OPEN = (
 DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run directory
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
-    *("config.json", "data.json", *TOKENIZER_FILES, "metrics.jsonl"),
+    *("config.json", "data.json", *TOKENIZER_FILES, "metrics.jsonl", "metrics.jsonl.parts"),
     *(ROLLBACKS, "reference.json", "loss.png", "tracker.json", *DIRECTORIES),
 )
 
@@ -49,13 +60,18 @@ def lock(run_dir: str, restart: bool) -> Iterator[None]:
     """
     if not run_dir:
         raise ConfigError("run.dir is empty: name the directory of the run, for example runs/mine.")
-    folder, name = Path(run_dir), f"run.dir={run_dir!r}"
+    folder, name = located(run_dir), f"run.dir={run_dir!r}"
     if jax.process_index():
         if not restart:
             require_no_links(folder)
         yield
         return
     require_savable(folder.absolute())
+    if is_remote(folder):
+        with claimed(folder, name):
+            _prepare(folder, restart)
+            yield
+        return
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,15 +88,21 @@ def lock(run_dir: str, restart: bool) -> Iterator[None]:
                 f"{name} is in use by another process: wait for it, or choose another run.dir."
             ) from error
         try:
-            if restart:
-                move_away(folder)
-            require_no_links(folder)
-            if (folder / "metrics.jsonl").is_file() and not any(folder.glob("checkpoints/*")):
-                require_checkpoints(folder)
+            _prepare(folder, restart)
             yield
         finally:
             if missing:
                 _remove_empty(folder, missing)
+
+
+def _prepare(folder: Path, restart: bool) -> None:
+    """Makes ready a directory that is locked. Raises ConfigError where it cannot be used."""
+    with store_errors(folder, "read"):
+        if restart:
+            move_away(folder)
+        require_no_links(folder)
+        if (folder / "metrics.jsonl").is_file() and not any(folder.glob("checkpoints/*")):
+            require_checkpoints(folder)
 
 
 def _opened(path: Path) -> Any:
@@ -97,8 +119,10 @@ def require_no_links(folder: Path) -> None:
     """Raises ConfigError where a run would write through a link to a directory.
 
     Links at the names of files are replaced when these are written. `wandb/` holds links of its
-    own, and its entries are left to that package.
+    own, and its entries are left to that package. A store has no links.
     """
+    if is_remote(folder):
+        return
     places = [folder / name for name in DIRECTORIES]
     places += [*(folder / "checkpoints").glob("*"), *(folder / "profile").rglob("*")]
     links = [str(path) for path in places if path.is_symlink()]
@@ -126,7 +150,7 @@ def as_begun(run: RunConfig) -> RunConfig:
     """`run`, where the settings of `LEFT_OPEN` that are "auto" are those of its directory: earlier
     versions began runs with unrolled layers, 1 microbatch, cut at the end, without BOS, and with
     dropout."""
-    path = Path(run.run.dir) / "config.json"
+    path = located(run.run.dir) / "config.json"
     if not run.run.dir or not path.is_file():
         return run
     begun = read_config(path)
@@ -140,7 +164,7 @@ def as_begun(run: RunConfig) -> RunConfig:
 
 def check_config(run: RunConfig) -> None:
     """Raises ConfigError, naming the fields, if the run directory was begun with another config."""
-    path = Path(run.run.dir) / "config.json"
+    path = located(run.run.dir) / "config.json"
     if not path.is_file():
         return
     written, model, run = read_config(path), run.model, as_begun(run)
@@ -169,7 +193,7 @@ def check_data(
     classes, if any; `base` is the record of the model below an adapter, which was compared before.
     Raises ConfigError if the text or the tokenizer has changed since the run was begun.
     """
-    path = Path(run_dir) / "data.json"
+    path = located(run_dir) / "data.json"
     now: dict[str, Any] = {**fingerprints}
     if labels:
         now["labels"] = list(labels)
@@ -203,7 +227,7 @@ def claim(run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
     The run directory belongs to the run from here on."""
     if jax.process_index():
         return
-    folder = Path(run.run.dir)
+    folder = located(run.run.dir)
     settings = dataclasses.replace(run.run, restart=False)
     tokenizer.save(folder / "tokenizer.json", follow=False)
     config = to_json(dataclasses.replace(run, run=settings))
@@ -213,12 +237,12 @@ def claim(run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
 
 def profile_dir(run_dir: str) -> Path:
     """Where a run keeps the trace of run.profile."""
-    return Path(run_dir) / "profile"
+    return located(run_dir) / "profile"
 
 
 def is_begun(run_dir: str) -> bool:
     """Whether the run directory belongs to the config of an earlier command."""
-    return (Path(run_dir) / "config.json").is_file()
+    return (located(run_dir) / "config.json").is_file()
 
 
 def release(run_dir: str) -> None:
@@ -226,18 +250,24 @@ def release(run_dir: str) -> None:
     for the command that claimed it, before there is a checkpoint."""
     if jax.process_index():
         return
-    folder = Path(run_dir)
+    folder = located(run_dir)
     for name in ("config.json", "data.json", "reference.json", *TOKENIZER_FILES):
         (folder / name).unlink(missing_ok=True)
 
 
 def move_away(folder: Path) -> None:
     """Moves what a run has written in a directory into a directory there, `before-1` or the next
-    free number. Nothing is removed, and a link is moved itself."""
-    names = [name for name in FILES_OF_A_RUN if os.path.lexists(folder / name)]
+    free number. Nothing is removed, and a link is moved itself. Objects of a store are all copied
+    before the first one is removed."""
+    names = [name for name in FILES_OF_A_RUN if lexists(folder / name)]
     number = 1
-    while os.path.lexists(folder / f"before-{number}"):
+    while lexists(folder / f"before-{number}"):
         number += 1
+    if is_remote(folder):
+        from jaxformer.files.stores import move_objects  # imports fsspec, which only a URL needs
+
+        move_objects([folder / name for name in names], folder / f"before-{number}")
+        return
     for name in names:
         (folder / f"before-{number}").mkdir(exist_ok=True)
         (folder / name).rename(folder / f"before-{number}" / name)
@@ -253,9 +283,9 @@ def require_checkpoints(folder: Path) -> None:
     saved, config = folder / "checkpoints", folder / "config.json"
     if not steps:
         return
-    if not saved.exists():
+    if not saved.exists() and not is_remote(saved):
         state = "is missing"
-    elif not saved.is_dir():
+    elif saved.exists() and not saved.is_dir():
         state = "is not a directory"
     else:
         if not config.is_file():

@@ -15,7 +15,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, ObjectiveName, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config.saved import to_json
 from jaxformer.config.settings import imported_table
-from jaxformer.files import ConfigError, write_text
+from jaxformer.files import ConfigError, located, write_text
 from jaxformer.interop.gguf_files import is_gguf
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
 from jaxformer.interop.peft_config import base_of, is_adapter
@@ -76,7 +76,7 @@ def load(
     model's directory where it was moved. Raises ConfigError if `path` is none of these, has no such
     step or cannot be read, or if its architecture, an option or a tensor is not supported.
     """
-    folder = Path(path)
+    folder = located(path)
     if quantize is not None:
         check_quantization(quantize)
     check_dtype(dtype)
@@ -192,7 +192,7 @@ def load_base(
 ) -> Loaded:
     """A model to start from: an adapter there is merged, and then the parameters are quantized.
     Raises ConfigError as `load` does."""
-    if not has_adapter(Path(path)):
+    if not has_adapter(located(path)):
         return load(path, mesh=mesh, quantize=quantize)
     from jaxformer.adapters.adapted_params import merge
 
@@ -216,7 +216,7 @@ def run_of(path: str | Path, weights: bool = True) -> RunConfig:
 
     Raises ConfigError if `path` is none of these.
     """
-    folder = Path(path)
+    folder = located(path)
     model = _model_of(folder, weights)
     if model is None:
         return read_config(folder / "config.json")
@@ -235,7 +235,7 @@ def run_of(path: str | Path, weights: bool = True) -> RunConfig:
 def labels_of(path: str | Path) -> tuple[str, ...]:
     """The names of the classes or tags of a model directory, in the order of their numbers; empty
     where it has or names none. Raises ConfigError as `run_of` does."""
-    folder = Path(path)
+    folder = located(path)
     if is_adapter(folder):
         base_dir = base_of(folder)
         return labels_of(base_dir) if run_of(folder).model == run_of(base_dir).model else ()
@@ -262,7 +262,7 @@ def _model_of(folder: Path, weights: bool) -> ModelConfig | None:
 def lacks_weights(path: str | Path) -> bool:
     """Whether `path` is a Hugging Face directory, or an adapter over one, whose weights are not
     there."""
-    folder = Path(path)
+    folder = located(path)
     if is_adapter(folder):
         return lacks_weights(base_of(folder))
     from jaxformer.interop.tensor_files import has_tensors
@@ -272,7 +272,7 @@ def lacks_weights(path: str | Path) -> bool:
 
 def text_directory(path: str | Path) -> Path:
     """The directory with the tokenizer of a model: for an adapter without one, that of its base."""
-    folder = Path(path)
+    folder = located(path)
     if is_adapter(folder) and not tokenizer_file(folder).is_file():
         return text_directory(base_of(folder))
     return folder

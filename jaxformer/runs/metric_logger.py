@@ -1,13 +1,13 @@
 """The hook of a run that writes metrics.jsonl and moves the progress bar."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxformer.checkpoints.digests import as_texts, combined
 from jaxformer.config.train import TrainConfig
+from jaxformer.files import located
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
 from jaxformer.report.metrics import FILE, STATE
 from jaxformer.runs.evaluation import Evaluation
@@ -28,7 +28,7 @@ class Logged(NamedTuple):
 
 def logged_before(run_dir: str, step: int) -> Logged:
     """What metrics.jsonl says of a run that continues after `step`."""
-    if not step or not (Path(run_dir) / FILE).is_file():
+    if not step or not (located(run_dir) / FILE).is_file():
         return Logged({}, 0)
     lines = [line for line in read_metrics(run_dir) if line["step"] <= step]
     evaluations = [line for line in lines if _is_evaluation(line) and line["step"] == step]

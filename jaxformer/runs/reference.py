@@ -16,7 +16,7 @@ from jaxformer.checkpoints.digests import as_text, digests
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
 from jaxformer.data.batches import BatchesByStep
-from jaxformer.files import ConfigError, first_of, read_object, write_text
+from jaxformer.files import ConfigError, first_of, located, read_object, write_text
 from jaxformer.losses.preferences import REFERENCE_ARRAYS, reference_log_probs
 from jaxformer.models.transformer import check_model
 from jaxformer.runs.loading import load_base
@@ -47,7 +47,7 @@ class Reference:
         self, start: str, config: ModelConfig, run_dir: str | Path, mesh: Mesh | None = None
     ) -> None:
         self._start, self._config, self._mesh = start, config, mesh
-        self._record = Path(run_dir) / RECORD
+        self._record = located(run_dir) / RECORD
         self._loaded: tuple[Params, dict[str, str]] | None = None
 
         def score(params: Params, batch: Any) -> dict[str, jax.Array]:

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jaxformer.config.train import TrainConfig
 from jaxformer.data.batch_shapes import batch_shapes
 from jaxformer.data.task import Task
 from jaxformer.data.templates import SEGMENTS
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.models.cost import activation_bytes, flops_per_token
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.config import origin_of, with_tokenizer_of
@@ -191,15 +190,15 @@ def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         # Imported here, because it reads model directories of every format.
         from jaxformer.runs.init_from import check_base, labels_before
 
-        origin = origin_of(Path(run_dir), Path(base))
+        origin = origin_of(located(run_dir), located(base))
         tokenizer = with_tokenizer_of(origin, run.tokenizer)
         run = dataclasses.replace(run, tokenizer=tokenizer)
-        if origin == Path(base):
+        if origin == located(base):
             check_base(run.model, run.adapter, base)
         model, tokenizer = with_added_tokens(run.model, run.tokenizer, run.run)
         run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
         # What a directory holds that is begun anew counts no longer.
-        labels = labels_before(run.model.output, Path(base) if run.run.restart else origin)
+        labels = labels_before(run.model.output, located(base) if run.run.restart else origin)
     check_start(objective_of(run.model, run.data), run.adapter, base)
     return run, labels
 
@@ -215,9 +214,9 @@ def with_added_tokens(
     from jaxformer.runs.init_from import with_grown_vocabulary
 
     base = settings.init_from
-    origin = origin_of(Path(settings.dir), Path(base))
+    origin = origin_of(located(settings.dir), located(base))
     tokenizer = with_tokenizer_of(origin, tokenizer)
-    return with_grown_vocabulary(model, tokenizer, base, origin == Path(base)), tokenizer
+    return with_grown_vocabulary(model, tokenizer, base, origin == located(base)), tokenizer
 
 
 def with_sizes(

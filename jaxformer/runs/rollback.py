@@ -5,7 +5,6 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import jax
 
@@ -14,7 +13,7 @@ from jaxformer.cluster.processes import require_same, together
 from jaxformer.config.settings import Log
 from jaxformer.data.batches import BatchesByStep
 from jaxformer.data.rows import NumpyBatch
-from jaxformer.files import ConfigError, read_object, write_text
+from jaxformer.files import ConfigError, located, read_object, write_text
 from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.directory import ROLLBACKS
 from jaxformer.runs.setup import RunSetup
@@ -33,7 +32,7 @@ class Rollback:
 
 def read_rollbacks(run_dir: str) -> list[Rollback]:
     """The rollbacks of a run in their order. Raises ConfigError for a file that was altered."""
-    path = Path(run_dir) / ROLLBACKS
+    path = located(run_dir) / ROLLBACKS
     if not path.is_file():
         return []
     advice = "restore it: without it the run cannot be continued with the batches that it had"
@@ -79,7 +78,7 @@ class ShiftedBatches:
 
 def batches_of(run_dir: str, batches: BatchesByStep) -> BatchesByStep:
     """The batches of a run by step, from which a rollback takes some."""
-    if not (Path(run_dir) / ROLLBACKS).is_file():
+    if not (located(run_dir) / ROLLBACKS).is_file():
         return batches
     return ShiftedBatches(batches, read_rollbacks(run_dir))
 
@@ -103,7 +102,7 @@ def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     def write() -> None:
         if jax.process_index() == 0:
             table = {"rollbacks": [asdict(rollback) for rollback in rollbacks]}
-            path = Path(run_dir) / ROLLBACKS
+            path = located(run_dir) / ROLLBACKS
             write_text(path, json.dumps(table, indent=2) + "\n", follow=False)
 
     together(write)

@@ -15,7 +15,7 @@ from jaxformer.config.adapter import Quantization
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import ObjectiveName, RunConfig
 from jaxformer.data.batches import EvaluationBatches
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.generation.scores import score_targets
 from jaxformer.interop.gguf_files import is_gguf
 from jaxformer.runs.evaluation import (
@@ -129,7 +129,7 @@ def _held_out(
     """What `evaluate_run` reads; the arguments and errors are those that it has."""
     _refuse_gguf(path)
     model = load(path, step, quantize=quantize)
-    run = _on_text(run_of(path), Path(path), validation, objective, cache_dir)
+    run = _on_text(run_of(path), located(path), validation, objective, cache_dir)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
         raise _nothing_held_out(path)
@@ -168,7 +168,7 @@ def translate_run(
     where `evaluate_run` does, and for a run that was not trained on pairs.
     """
     _refuse_gguf(path)
-    run = _on_text(run_of(path), Path(path), validation, cache_dir=cache_dir)
+    run = _on_text(run_of(path), located(path), validation, cache_dir=cache_dir)
     objective = objective_of(run.model, run.data)
     if objective != "seq2seq":
         raise ConfigError(

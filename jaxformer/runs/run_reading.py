@@ -16,7 +16,7 @@ from jaxformer.arrays.params import Params, Spec, Specs, is_custom, map_specs, r
 from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import Damaged, flat_leaves, read_checkpoint, saved_steps
 from jaxformer.config.adapter import Quantization
-from jaxformer.files import ConfigError, read_object
+from jaxformer.files import ConfigError, located, read_object
 from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.tokenizer import Tokenizer
 
@@ -134,8 +134,8 @@ def base_directory(
     paths = [str(base)] if base is not None else [init_from, record.get("base_path", "")]
     paths = list(dict.fromkeys(filter(None, paths)))
     for path in paths:
-        if Path(path).is_dir():
-            return Path(path)
+        if located(path).is_dir():
+            return located(path)
     raise ConfigError(
         f"{run_dir} holds an adapter, and the model below it is not at {' and '.join(paths)}: put"
         " it there, or name its directory, as in jf.load(path, base=DIRECTORY)."

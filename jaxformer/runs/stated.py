@@ -5,10 +5,9 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import PENALTIES, RULES_NOT_TAKEN, read_optional, stored_rules
 
@@ -30,7 +29,7 @@ def writing_rules(model: Tokenizer | str | os.PathLike[str]) -> dict[str, Any]:
         forced = model.forced_token is not None
         rules = text_rules(metadata.rules, ends, forced, metadata.rules_file)
         return {"end_token": ends, "vocab_size": model.vocab_size} | rules
-    stored, file = stored_rules(Path(os.path.expanduser(model)))
+    stored, file = stored_rules(located(os.path.expanduser(model)))
     values = read_optional(file)
     ends = _ids(values, "eos_token_id", str(file))
     forced = values.get("forced_bos_token_id") is not None

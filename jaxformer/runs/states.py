@@ -1,8 +1,6 @@
 """The states from which a run goes on: the first one and those of its checkpoints, and how its
 schedule has changed since."""
 
-from pathlib import Path
-
 import jax
 
 from jaxformer.arrays.out_of_memory import memory_of
@@ -10,7 +8,7 @@ from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import OptimizerConfig
 from jaxformer.config.settings import Log
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.optim import make_schedule
 from jaxformer.training.state import TrainState, init_state, state_of
@@ -68,7 +66,7 @@ def changed_schedule(run_dir: str, optimizer: OptimizerConfig, steps: int, step:
     Raises ConfigError where the rate would jump at the next step, and no setting of the optimizer
     says so: the schedule follows train.steps alone.
     """
-    path = Path(run_dir) / "config.json"
+    path = located(run_dir) / "config.json"
     if not path.is_file() or step >= steps:
         return ""
     planned = read_config(path)

@@ -27,6 +27,8 @@ from jaxformer.config.format import escaped
 from jaxformer.config.run import RunConfig, flat
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
+from jaxformer.files import located
+from jaxformer.files.uploads import LocalFolder
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.metrics import STATE
 from jaxformer.report.trackers import chosen_tracker
@@ -135,7 +137,7 @@ def _train(run: RunConfig, begin: float) -> Result:
                 raise RunOutOfMemory(error, setup, saved, begun) from error.__cause__
         with doing("after the last step, which is saved; the same command shows the sample."):
             finish(lambda: _close(setup, state.params, last, begin, log), Diverged)
-    return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
+    return Result(state.params, read_metrics(run.run.dir), located(run.run.dir))
 
 
 def _close(setup: RunSetup, params: Params, last: Evaluation, begin: float, log: Log) -> None:
@@ -247,11 +249,13 @@ def traced(steps: str, folder: Path, step: CountedStep) -> Iterator[Advance]:
         return
     from jaxformer.training.profile import Profile
 
-    profile = Profile(step, steps, folder, program=lambda: step.program)
+    local = LocalFolder(folder)
+    profile = Profile(step, steps, local.path, program=lambda: step.program)
     try:
         yield profile
     finally:
         profile.close()
+        local.close()
 
 
 def _trained(
@@ -282,7 +286,7 @@ def _steps(
     if jax.process_index():
         step = CountedStep(program, setup, first)
         return _fit(setup, state, step, checkpoints, before.evaluation, hooks, unwatched), {}
-    tracker = chosen_tracker(run.tracker)(Path(run.dir), first, flat(setup.run))
+    tracker = chosen_tracker(run.tracker)(located(run.dir), first, flat(setup.run))
     with (
         ProgressBar(settings.steps, first, run.progress) as progress,
         MetricsLog(run.dir, first, began, tracker, setup.identity) as metrics_log,

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxformer.files import ConfigError, parse_object, read_object, read_text, write_text
+from jaxformer.files import ConfigError, located, parse_object, read_object, read_text, write_text
 from jaxformer.tokenizer.bounds import check_bounds
 from jaxformer.tokenizer.pieces import without_panic
 
@@ -211,7 +211,7 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
 def without_tokenizer(folder: Path | str) -> ConfigError:
     """The error for a model's directory without tokenizer.json, where text is to be read or
     written."""
-    file = Path(folder) / TOKENIZER_FILE
+    file = located(folder) / TOKENIZER_FILE
     if _other_files(file):
         return missing(file)
     return ConfigError(f"{folder} has no {TOKENIZER_FILE}, so there is no text to read or write.")

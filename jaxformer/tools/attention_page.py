@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxformer.files import ConfigError, replacing
+from jaxformer.files import ConfigError, located, replacing
 from jaxformer.report.plot import FAINT, INK
 from jaxformer.tools import filled_page
 
@@ -168,7 +168,7 @@ def attention_figure(
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = _figure(arrays[chosen], labels, f"{title}\n{TITLES[chosen]}", layers)
         dots = min(160.0, 8000 / max(figure.get_size_inches()))
-        with replacing(Path(path)) as file:
+        with replacing(located(path)) as file:
             figure.savefig(file, format="png", dpi=dots)
 
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.config.config_file import read_config
-from jaxformer.files import LOCK, ConfigError
+from jaxformer.files import LOCK, ConfigError, is_remote, store_errors
+from jaxformer.files.appended import modified
 from jaxformer.report.metrics import FILE, read_metrics
+from jaxformer.runs.claim import is_claimed
 
+OF_A_RUN = ("config.json", "data.json")  # what makes a directory that of a run
 State = Literal["running", "done", "stopped"]
 
 
@@ -33,16 +36,34 @@ class ListedRun(NamedTuple):
 def runs_below(folder: Path) -> Iterator[ListedRun | ConfigError]:
     """The runs in a directory and those below it, by their paths; for one that cannot be read, the
     reason. Links are not followed. Raises ConfigError where there is no such directory."""
-    if not folder.is_dir():
+    with store_errors(folder, "read"):
+        is_directory = folder.is_dir()
+    if not is_directory:
         raise ConfigError(f"{folder} is not a directory: give the one that your runs are in.")
+    for run_dir in _in_store(folder) if is_remote(folder) else _on_disk(folder):
+        try:
+            yield listed(run_dir)
+        except ConfigError as error:
+            yield error
+
+
+def _on_disk(folder: Path) -> Iterator[Path]:
     for path, subfolders, files in os.walk(folder):
         subfolders.sort()
-        if {"config.json", "data.json"} <= {*files}:
+        if {*OF_A_RUN} <= {*files}:
             subfolders.clear()
-            try:
-                yield listed(Path(path))
-            except ConfigError as error:
-                yield error
+            yield Path(path)
+
+
+def _in_store(folder: Path) -> Iterator[Path]:
+    with store_errors(folder, "listed"):
+        entries = sorted(folder.iterdir(), key=str)
+        subfolders = [entry for entry in entries if entry.is_dir()]
+    if {*OF_A_RUN} <= {entry.name for entry in entries}:
+        yield folder
+        return
+    for subfolder in subfolders:
+        yield from _in_store(subfolder)
 
 
 def listed(run_dir: Path) -> ListedRun:
@@ -54,7 +75,7 @@ def listed(run_dir: Path) -> ListedRun:
     losses = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
     best: Mapping[str, Any] = min(losses, key=lambda line: line["val_loss"], default={})
     state: State = "done" if step >= steps else "stopped"
-    if _is_locked(run_dir / LOCK):
+    if is_claimed(run_dir) if is_remote(run_dir) else _is_locked(run_dir / LOCK):
         state = "running"
     return ListedRun(
         path=run_dir,
@@ -65,7 +86,7 @@ def listed(run_dir: Path) -> ListedRun:
         best=best.get("val_loss"),
         best_step=best.get("step"),
         tokens_per_second=_last(lines, "tokens_per_second"),
-        idle=max(time.time() - log.stat().st_mtime, 0.0) if lines else None,
+        idle=max(time.time() - modified(log), 0.0) if lines else None,
     )
 
 

@@ -8,6 +8,7 @@ import platform as machine
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,7 +18,7 @@ import jax
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.checkpoints.saving import require_savable
 from jaxformer.config.run import RunConfig, RunSettings
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, is_remote, located, store_errors, write_text
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.device import ResolvedRun, with_proven_kernel
@@ -118,14 +119,23 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
         "run.compilation_cache": settings.compilation_cache,
     }
     try:
-        require_savable(Path(settings.dir).absolute())
+        require_savable(located(settings.dir).absolute())
     except ConfigError as error:
         yield Finding("problem", "run.dir", str(error))
     for setting, value in directories_by_setting.items():
         if not value:
             yield Finding("problem" if setting == "run.dir" else "note", setting, "is empty.")
             continue
-        folder = existing(Path(value).expanduser())
+        try:
+            folder = located(os.path.expanduser(value))
+            if is_remote(folder):
+                _write_and_remove(folder)
+                yield Finding("ok", setting, f"{value} can be written")
+                continue
+        except ConfigError as error:
+            yield Finding("problem", setting, str(error))
+            continue
+        folder = existing(folder)
         try:
             with tempfile.TemporaryFile(dir=folder):
                 yield Finding("ok", setting, f"{value} can be written")
@@ -135,6 +145,14 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
                 setting,
                 f"{value} cannot be written ({error.strerror} in {folder}): choose another one.",
             )
+
+
+def _write_and_remove(folder: Path) -> None:
+    """Puts an object into a folder of a store and removes it. Raises ConfigError."""
+    path = folder / f"doctor-{uuid.uuid4().hex}"
+    write_text(path, "")
+    with store_errors(path, "removed"):
+        path.unlink()
 
 
 def existing(path: Path) -> Path:
@@ -148,6 +166,10 @@ def disk(target: TrainState, run_dir: str, count: int) -> Finding:
     written, fit the disk of a run directory."""
     leaves = jax.tree.leaves(target)
     state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    if is_remote(located(run_dir)):
+        return Finding(
+            "ok", "disk space", f"{count} checkpoints of {human_bytes(state_bytes)}, in a store"
+        )
     folder = existing(Path(run_dir))
     needed, free = count * state_bytes, shutil.disk_usage(folder).free
     text = (

@@ -21,7 +21,7 @@ from jaxformer.checkpoints.reading import Damaged, flat_leaves, read_checkpoint,
 from jaxformer.config.config_file import read_config
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Log
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.layers.head import logits_of_rows, output_layer, readout
 from jaxformer.losses.heads import head_loss
 from jaxformer.losses.logits import gathered
@@ -87,7 +87,7 @@ def replay(
     `cache_dir`, by default that of this user. Raises ConfigError where `path` is no run directory,
     has no such step, its data has changed, or the mesh does not fit the devices.
     """
-    folder = Path(path)
+    folder = located(path)
     run = read_config(folder / "config.json")
     run = dataclasses.replace(
         run,
@@ -125,7 +125,7 @@ def replay(
 
 def _state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
     """The newest state of the run from before a step: from a checkpoint, or the first one."""
-    folder = Path(setup.run.run.dir).absolute()
+    folder = located(setup.run.run.dir).absolute()
     target = flat_leaves(setup.target_over_base)
     saved_leaves = {path: leaf for path, leaf in target.items() if path not in setup.unsaved}
     for saved in reversed([number for number in saved_steps(folder) if number < step]):

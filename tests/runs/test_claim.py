@@ -1,0 +1,97 @@
+"""The claim on a run directory in a bucket."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxformer.files import ConfigError, located, read_object, write_text
+from jaxformer.runs import claim
+from jaxformer.runs.claim import claimed, is_claimed
+from jaxformer.runs.directory import FILES_OF_A_RUN, lock, move_away
+
+# Claims a run directory as another process, says so, and lives until its input ends.
+HOLDER = """
+import sys
+from jaxformer.files import located
+from jaxformer.runs.claim import claimed
+with claimed(located(sys.argv[1]), "run.dir"):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder_of(url: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "claimed\n"
+    return process
+
+
+@pytest.mark.parametrize("kind", ["s3_bucket", "gcs_bucket"])
+def test_a_directory_belongs_to_one_process_and_a_killed_one_leaves_it(kind: str, request) -> None:
+    url = f"{request.getfixturevalue(kind)}/run"
+    folder, process = located(url), holder_of(url)
+    try:
+        assert is_claimed(folder)
+        refused = rf"in use by another process: process {process.pid} on .* holds {url}/claim.json"
+        with pytest.raises(ConfigError, match=refused), lock(url, restart=False):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    assert (folder / "claim.json").exists() and not is_claimed(folder)
+    with lock(url, restart=False):
+        assert is_claimed(folder)
+    assert not (folder / "claim.json").exists()
+
+
+def test_a_claim_of_another_machine_counts_while_it_is_renewed(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "LEFT_AFTER", 2.0)
+    monkeypatch.setattr(claim, "SETTLING", 0.0)
+    folder = located(f"{s3_bucket}/run")
+    record = {"host": "far", "pid": 7, "machine": "far", "started": "1", "id": "a"}
+    write_text(folder / "claim.json", json.dumps(record | {"renewed": time.time()}))
+    waiting = pytest.warns(UserWarning, match="process 7 on far claims run.dir: waiting up to 2 s")
+    with waiting, claimed(folder, "run.dir"):
+        assert read_object(folder / "claim.json")["id"] != "a"
+
+    def renewed_meanwhile(seconds: float) -> None:
+        write_text(folder / "claim.json", json.dumps(record | {"renewed": time.time()}))
+
+    monkeypatch.setattr(claim.time, "sleep", renewed_meanwhile)
+    write_text(folder / "claim.json", json.dumps(record | {"renewed": time.time()}))
+    refusal = pytest.raises(ConfigError, match="process 7 on far holds")
+    with waiting, refusal, claimed(folder, "run.dir"):
+        pass
+    assert read_object(folder / "claim.json")["id"] == "a"
+
+
+def test_a_claim_is_renewed(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "RENEWAL", 0.1)
+    path = located(f"{s3_bucket}/run/claim.json")
+    with claimed(path.parent, "run.dir"):
+        first = read_object(path)
+        time.sleep(0.5)
+        assert read_object(path)["renewed"] > first["renewed"]
+
+
+def test_beginning_anew_moves_the_objects_of_a_run(any_bucket: str) -> None:
+    folder = located(f"{any_bucket}/run")
+    names = ["config.json", "metrics.jsonl", "checkpoints/5/state/a", "checkpoints/5/done"]
+    for number in (1, 2):
+        for name in (*names, "notes.txt"):
+            write_text(folder / name, f"{name} {number}")
+        move_away(folder)
+        for name in names:
+            assert not (folder / name).exists()
+            assert (folder / f"before-{number}" / name).read_text() == f"{name} {number}"
+    assert (folder / "notes.txt").exists() and "notes.txt" not in FILES_OF_A_RUN
