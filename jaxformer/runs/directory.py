@@ -50,6 +50,10 @@ FILES_OF_A_RUN = (
 )
 
 
+class OtherData(ConfigError):
+    """The text, the tokenizer or the reference of a run is not the one that it was begun with."""
+
+
 @contextlib.contextmanager
 def lock(run_dir: str, restart: bool) -> Iterator[None]:
     """Creates the run directory where it is missing, and locks it; with `restart` what it holds is
@@ -191,7 +195,7 @@ def check_data(
 
     `fingerprints` are those of the tokenizer and of each split; `labels` are the names of its
     classes, if any; `base` is the record of the model below an adapter, which was compared before.
-    Raises ConfigError if the text or the tokenizer has changed since the run was begun.
+    Raises OtherData if the text or the tokenizer has changed since the run was begun.
     """
     path = located(run_dir) / "data.json"
     now: dict[str, Any] = {**fingerprints}
@@ -206,7 +210,7 @@ def check_data(
         if before.get(name) != now.get(name) and name not in run_entries
     ]
     if changed:
-        raise ConfigError(
+        raise OtherData(
             f"run.dir={run_dir!r} was begun with other text ({', '.join(changed)} changed), so"
             " it cannot be continued exactly; nothing was changed. Restore the text, or choose"
             " another run.dir."

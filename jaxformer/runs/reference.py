@@ -19,6 +19,7 @@ from jaxformer.data.batches import BatchesByStep
 from jaxformer.files import ConfigError, first_of, located, read_object, write_text
 from jaxformer.losses.preferences import REFERENCE_ARRAYS, reference_log_probs
 from jaxformer.models.transformer import check_model
+from jaxformer.runs.directory import OtherData
 from jaxformer.runs.loading import load_base
 from jaxformer.training.compiler_options import compiler_options
 from jaxformer.training.state import on_mesh
@@ -89,7 +90,7 @@ class Reference:
             if before.get(path) != leaf_digests.get(path)
         ]
         if differing:
-            raise ConfigError(
+            raise OtherData(
                 f"run.init_from={self._start!r} is not the model that this run began"
                 f" with, according to {self._record}: other values of"
                 f" {first_of(differing, 5, ', ')}. Restore it (further training of a run directory"

@@ -75,7 +75,7 @@ def listed(run_dir: Path) -> ListedRun:
     losses = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
     best: Mapping[str, Any] = min(losses, key=lambda line: line["val_loss"], default={})
     state: State = "done" if step >= steps else "stopped"
-    if is_claimed(run_dir) if is_remote(run_dir) else _is_locked(run_dir / LOCK):
+    if is_running(run_dir):
         state = "running"
     return ListedRun(
         path=run_dir,
@@ -94,7 +94,12 @@ def _last(lines: list[dict[str, Any]], name: str) -> float | None:
     return next((line[name] for line in reversed(lines) if name in line), None)
 
 
-def _is_locked(path: Path) -> bool:
+def is_running(run_dir: Path) -> bool:
+    """Whether a process trains in a run directory."""
+    return is_claimed(run_dir) if is_remote(run_dir) else is_locked(run_dir / LOCK)
+
+
+def is_locked(path: Path) -> bool:
     """Whether a process has locked this file, as the process of a run does while it lives."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

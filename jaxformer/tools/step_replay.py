@@ -87,22 +87,13 @@ def replay(
     `cache_dir`, by default that of this user. Raises ConfigError where `path` is no run directory,
     has no such step, its data has changed, or the mesh does not fit the devices.
     """
-    folder = located(path)
-    run = read_config(folder / "config.json")
-    run = dataclasses.replace(
-        run,
-        run=dataclasses.replace(run.run, dir=str(folder), profile=""),
-        mesh=dataclasses.replace(run.mesh, **(mesh or {})),
-        data=dataclasses.replace(run.data, cache_dir=str(cache_dir or own_cache())),
-    )
-    if run.train.deterministic:
-        require_deterministic()
-    setup = make_setup(run, log)
+    setup = setup_of_run(path, log, mesh, cache_dir)
+    run, folder = setup.run, located(path)
     if not 1 <= step <= run.train.steps:
         raise ConfigError(
             f"--step {step}: {folder} has the steps 1 to {run.train.steps} (train.steps)."
         )
-    state = _state_before(setup, step, log)
+    state = state_before(setup, step, log)
     begun = int(state.step)
     program, batches = compile_step(setup, log), batches_of(str(folder), setup.batches)
 
@@ -123,7 +114,25 @@ def replay(
     return Replay(step, begun, setup, batch, numbers, logged, norms, nats)
 
 
-def _state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
+def setup_of_run(
+    path: str | Path, log: Log, mesh: Mapping[str, int] | None = None, cache_dir: str | Path = ""
+) -> RunSetup:
+    """The setup of the run directory `path`, which is only read. `mesh`, `cache_dir` and the errors
+    are those of `replay`."""
+    folder = located(path)
+    run = read_config(folder / "config.json")
+    run = dataclasses.replace(
+        run,
+        run=dataclasses.replace(run.run, dir=str(folder), profile=""),
+        mesh=dataclasses.replace(run.mesh, **(mesh or {})),
+        data=dataclasses.replace(run.data, cache_dir=str(cache_dir or own_cache())),
+    )
+    if run.train.deterministic:
+        require_deterministic()
+    return make_setup(run, log)
+
+
+def state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
     """The newest state of the run from before a step: from a checkpoint, or the first one."""
     folder = located(setup.run.run.dir).absolute()
     target = flat_leaves(setup.target_over_base)
