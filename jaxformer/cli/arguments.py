@@ -337,6 +337,27 @@ class ReplayArguments(DoneAgainArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CertifyArguments:
+    """Proves on this machine what can be proven of a run: its kernels, masks and steps for its own
+    model, mesh and shapes, random steps done again, and its files by digest. Writes
+    certificate.json and a page beside it. The exit status is 1 if a check fails."""
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directory."""
+    steps: int = 3
+    """Number of random steps that are done again, each near a checkpoint; 0 does none."""
+    sign: Annotated[Path | None, tyro.conf.arg(metavar="KEY.pem")] = None
+    """Ed25519 private key in PEM, with which the certificate is signed (needs the package
+    cryptography). If not given, it is not signed."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH.json")] = None
+    """File for the certificate, and with the suffix .html for the page. If not given,
+    certificate.json in the run directory."""
+    cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
+    """Directory in which tokenized text is stored and found again. If empty, that of the
+    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyArguments(DoneAgainArguments):
     """Verifies a run on any machine: that no line of its log, no checkpoint, tokenizer or data was
     altered, that its certificate says what the files are, and that some of its steps, done again,
@@ -377,6 +398,7 @@ ARGUMENTS: dict[str, type | dict[str, Callable[..., Any]]] = {
     "runs": RunsArguments,
     "compare": CompareArguments,
     "replay": ReplayArguments,
+    "certify": CertifyArguments,
     "verify": VerifyArguments,
     "doctor": DoctorArguments,
 }

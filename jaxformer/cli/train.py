@@ -38,6 +38,10 @@ def run(_: TrainArguments, config: RunConfig) -> int:
 
             print(f"out of memory: {stop}\n{advice(stop)}", file=sys.stderr)
             return 1
+        if config.run.certify:
+            from jaxformer.cli.certify import after_training  # with checks that no other run needs
+
+            return after_training(config)
     return 0
 
 

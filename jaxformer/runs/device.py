@@ -161,16 +161,13 @@ def check_kernel(
     Rows have `config.max_segments` texts and some padding; 0: one text that fills them. Raises
     RuntimeError where the errors exceed what the rounding of the dtype explains.
     """
-    dtype, source_length = compute_dtype(config), source_length or length
     worst, leaked = dict.fromkeys(COMPARED, 0.0), 0.0
-    for kind in kinds_of_attention(config, length, source_length):
-        arrays, segments = _case(config, rows, kind)
-        compare = functools.partial(_errors, name, config, kind)
-        compiled = jax.jit(compare, compiler_options=compiler_options())
-        errors, leak = compiled([array.astype(dtype) for array in arrays], segments)
+    for kind in kinds_of_attention(config, length, source_length or length):
+        errors, leak = kernel_errors(name, config, rows, kind)
         # A NaN is kept.
         worst |= {name: float(np.maximum(worst[name], errors[name])) for name in errors}
-        leaked = max(leaked, float(leak))
+        leaked = max(leaked, leak)
+    dtype = compute_dtype(config)
     if leaked:
         raise RuntimeError(
             f"attention kernel {name!r} is wrong on this device: texts of one row read each other"
@@ -196,6 +193,19 @@ class AttentionKind(NamedTuple):
     queries: int
     keys: int
     relative: bool = True
+
+
+def kernel_errors(
+    name: str, config: ModelConfig, rows: int, kind: AttentionKind
+) -> tuple[dict[str, float], float]:
+    """The largest errors of a kernel by the names in COMPARED, each relative to the largest element
+    of the reference, and the largest gradient by texts that outputs of other texts have; on the
+    current mesh, for one kind of attention of the model."""
+    dtype, (arrays, segments) = compute_dtype(config), _case(config, rows, kind)
+    compare = functools.partial(_errors, name, config, kind)
+    compiled = jax.jit(compare, compiler_options=compiler_options())
+    errors, leak = compiled([array.astype(dtype) for array in arrays], segments)
+    return {name: float(error) for name, error in errors.items()}, float(leak)
 
 
 def kinds_of_attention(config: ModelConfig, length: int, source_length: int) -> list[AttentionKind]:
