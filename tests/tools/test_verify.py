@@ -40,7 +40,9 @@ class Runs(NamedTuple):
 
 def certify(run_dir: Path) -> None:
     """Writes a certificate of the files of a run."""
-    content = {"format": 1, "versions": {"jax": "0"}, "checks": [], **stated_of(read_run(run_dir))}
+    files = read_run(run_dir)
+    stated = stated_of(files.folder, files.record, files.lines)
+    content = {"format": 1, "versions": {"jax": "0"}, "checks": [], **stated}
     (run_dir / CERTIFICATE).write_text(json.dumps(sealed(content)))
 
 

@@ -7,16 +7,16 @@ from typing import Any
 import jax
 
 from jaxformer.arrays.sharding import platform
-from jaxformer.checkpoints.digests import FILES
 from jaxformer.checkpoints.reading import saved_steps, versions
 from jaxformer.cluster.processes import exchange, together
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, write_text
-from jaxformer.report.metrics import LARGEST_STEP, STATE, line_digest
+from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.device import with_proven_kernel
 from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.train_run import compile_step
+from jaxformer.tools.certificate.chain import stated_of
 from jaxformer.tools.certificate.checks import NOT_PROVEN, examined
 from jaxformer.tools.certificate.evidence import Evidence
 from jaxformer.tools.certificate.page import certificate_page
@@ -25,7 +25,6 @@ from jaxformer.tools.certificate.record import (
     FORMAT,
     Certificate,
     as_text,
-    file_sha256,
     private_key_in,
     sealed,
     source_digest,
@@ -121,9 +120,7 @@ def evidence_of(
 
 def _record_of(setup: RunSetup, path: Path) -> dict[str, Any]:
     """What identifies a run, its data, its files and this machine."""
-    device, lines = setup.mesh.devices.flat[0], log_lines(setup)
-    states = [line.entry[STATE] for line in lines if STATE in line.entry]
-    checkpoints = path / "checkpoints"
+    device = setup.mesh.devices.flat[0]
     return {
         "format": FORMAT,
         "run": setup.identity,
@@ -135,16 +132,5 @@ def _record_of(setup: RunSetup, path: Path) -> dict[str, Any]:
             "processes": jax.process_count(),
             "mesh": dict(setup.mesh.shape),
         },
-        "config": file_sha256(path / "config.json"),
         "code": source_digest(),
-        "tokenizer": file_sha256(path / "tokenizer.json"),
-        "data": setup.record,
-        "chain": {
-            "lines": len(lines),
-            "last": line_digest(lines[-1].raw) if lines else "",
-            "state": states[-1] if states else "",
-        },
-        "checkpoints": {
-            str(step): file_sha256(checkpoints / str(step) / FILES) for step in saved_steps(path)
-        },
-    }
+    } | stated_of(path, setup.record, log_lines(setup))

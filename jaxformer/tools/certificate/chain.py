@@ -1,7 +1,7 @@
 """What the files of a run say of each other: the chain of metrics.jsonl, the digests of data,
 tokenizer and checkpoints, and the certificate. Needs neither the data nor a device of the run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -141,19 +141,24 @@ def compared_files(files: RunFiles, public_key: str = "") -> Iterator[Statement]
         )
 
 
-def _chain(files: RunFiles) -> Statement:
-    """Whether each line has the digest of the one before it."""
-    before, broken = first_digest(files.identity), []
-    for number, line in enumerate(files.lines, start=1):
+def broken_lines(lines: Sequence[LoggedLine], identity: Mapping[str, Any]) -> list[int]:
+    """The lines of metrics.jsonl, counted from 1, that do not have the digest of the one before
+    them, of the first one that of `identity`."""
+    before, broken = first_digest(identity), []
+    for number, line in enumerate(lines, start=1):
         if line.entry.get(BEFORE) != before:
             broken.append(number)
         before = line_digest(line.raw)
-    if broken:
+    return broken
+
+
+def _chain(files: RunFiles) -> Statement:
+    """Whether each line has the digest of the one before it."""
+    if broken := broken_lines(files.lines, files.identity):
         numbers = first_of([str(number) for number in broken], LISTED, ", ")
         what = "what data.json and the seed say" if broken == [1] else "the line before"
-        return Statement(
-            FILE, "no", f"lines that do not follow from {what}: {numbers} (counted from 1)."
-        )
+        text = f"lines that do not follow from {what}: {numbers} (counted from 1)."
+        return Statement(FILE, "no", text)
     if files.is_cut:
         return Statement(FILE, "no", f"the line after line {len(files.lines)} is incomplete.")
     return Statement(
@@ -254,7 +259,7 @@ def _certificate(files: RunFiles, public_key: str) -> Statement:
         problems = seal_problems(certificate, public_key)
         problems += [
             f"{name} is not what it says."
-            for name, value in stated_of(files).items()
+            for name, value in stated_of(files.folder, files.record, files.lines).items()
             if certificate[name] != value
         ]
         problems += [
@@ -274,21 +279,23 @@ def _certificate(files: RunFiles, public_key: str) -> Statement:
     return Statement(CERTIFICATE, "equal", f"it says what the files are, and is {signed}.")
 
 
-def stated_of(files: RunFiles) -> dict[str, Any]:
+def stated_of(
+    folder: Path, record: Mapping[str, Any], lines: Sequence[LoggedLine]
+) -> dict[str, Any]:
     """What a certificate says of the files of a run: the entries "config", "tokenizer", "data",
-    "chain" and "checkpoints"."""
-    lines = files.lines
+    "chain" and "checkpoints". `record` is what data.json holds, `lines` those of metrics.jsonl."""
+    states = [line.entry[STATE] for line in lines if STATE in line.entry]
+    checkpoints = folder / "checkpoints"
     return {
-        "config": file_sha256(files.folder / "config.json"),
-        "tokenizer": file_sha256(files.folder / "tokenizer.json"),
-        "data": files.record,
+        "config": file_sha256(folder / "config.json"),
+        "tokenizer": file_sha256(folder / "tokenizer.json"),
+        "data": record,
         "chain": {
             "lines": len(lines),
             "last": line_digest(lines[-1].raw) if lines else "",
-            "state": next(reversed(files.states.values()), ""),
+            "state": states[-1] if states else "",
         },
         "checkpoints": {
-            str(step): file_sha256(files.folder / "checkpoints" / str(step) / FILES)
-            for step in saved_steps(files.folder)
+            str(step): file_sha256(checkpoints / str(step) / FILES) for step in saved_steps(folder)
         },
     }

@@ -1,9 +1,15 @@
-"""Steps of a run that are done again, and compared with what the run logged."""
+"""Steps of a run that are done again, and compared with what the run logged.
+
+On the devices, mesh and versions of the run each figure is equal to the bit. Elsewhere sums are
+made in another order: a sum of n products then differs by about sqrt(n) roundings of its dtype, for
+float32 and n = 4096 by 4e-6 of its value, and each step in between adds as much. `ROUNDING` allows
+some hundred times that.
+"""
 
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +25,7 @@ from jaxformer.report.metrics import STATE
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup
+from jaxformer.tools.certificate.chain import Verdict
 from jaxformer.tools.certificate.record import ReplayEntry
 from jaxformer.tools.step_replay import state_before
 from jaxformer.training.state import TrainState, on_mesh
@@ -44,6 +51,11 @@ class DoneAgain(NamedTuple):
     state: str
     logged: dict[str, Any]
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The metrics and the state."""
+        return {**self.metrics, STATE: self.state}
+
 
 def state_digest(setup: RunSetup, state: TrainState) -> str:
     """The fingerprint of what checkpoints hold of a state, 16 hexadecimal digits, whatever its
@@ -58,45 +70,83 @@ def logged_steps(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in read_metrics(run_dir) if "loss" in line}
 
 
+def distances(run_dir: Path) -> dict[int, int]:
+    """The logged steps of a run by how many steps they lie behind the newest earlier checkpoint or
+    the beginning, the nearest first."""
+    starts = [0, *saved_steps(run_dir)]
+    behind = {
+        step: min(step - start for start in starts if start < step)
+        for step in logged_steps(run_dir)
+        if step >= 1
+    }
+    return dict(sorted(behind.items(), key=lambda entry: (entry[1], entry[0])))
+
+
 def chosen_steps(setup: RunSetup, count: int) -> list[int]:
     """So many logged steps, ascending, drawn at random from those near behind a checkpoint or the
     beginning. Where there are fewer, those that are nearest. All processes choose the same."""
-    folder = Path(setup.run.run.dir)
-    starts = [0, *saved_steps(folder)]
-    distances = {
-        step: min(step - start for start in starts if start < step)
-        for step in logged_steps(folder)
-        if step >= 1
-    }
-    by_distance = sorted(distances, key=lambda step: (distances[step], step))
+    behind = distances(Path(setup.run.run.dir))
     reach = max(int(setup.run.train.steps * REACH), 1)
-    near = [step for step in by_distance if distances[step] <= reach]
+    near = [step for step, distance in behind.items() if distance <= reach]
     steps = near if len(near) <= count else random.SystemRandom().sample(near, count)
-    steps = steps if len(steps) == count else by_distance[:count]
+    steps = steps if len(steps) == count else [*behind][:count]
     chosen: list[int] = json.loads(exchange(json.dumps(sorted(steps)))[0])
     return chosen
 
 
-def do_again(setup: RunSetup, program: Any, steps: Sequence[int], log: Log) -> list[DoneAgain]:
-    """Does logged steps of a run again, each from its newest earlier checkpoint, by the compiled
-    step `program`. Writes nothing."""
+def do_again(setup: RunSetup, program: Any, steps: Sequence[int], log: Log) -> Iterator[DoneAgain]:
+    """Does logged steps of a run again, in ascending order, by the compiled step `program`: each
+    from its newest earlier checkpoint, or from the step before it where that is newer. Writes
+    nothing."""
     folder = Path(setup.run.run.dir)
     logged, batches = logged_steps(folder), batches_of(str(folder), setup.batches)
-    replays = []
+    starts, begun, done = [0, *saved_steps(folder)], 0, -1
+    state: TrainState | None = None
     for step in steps:
-        state = state_before(setup, step, log)
-        begun = int(state.step)
-        for number in range(begun, step):
+        if state is None or done < max(start for start in starts if start < step):
+            state = None  # frees its memory
+            state = state_before(setup, step, log)
+            begun = done = int(state.step)
+        for number in range(done, step):
             state, metrics = program(state, setup.placed(batches[number]))
+        done = step
         figures = as_logged(jax.device_get(metrics))
-        replays.append(DoneAgain(step, begun, figures, state_digest(setup, state), logged[step]))
-    return replays
+        yield DoneAgain(step, begun, figures, state_digest(setup, state), logged[step])
 
 
 def rounding_of(setup: RunSetup) -> float:
     """The largest relative difference of a figure of this run that is called rounding."""
     with on_mesh(setup.mesh):
         return ROUNDING[str(compute_dtype(setup.model))]
+
+
+class Difference(NamedTuple):
+    """A figure, as it is computed now and as it was logged: |now - then| / |then|, and whether that
+    is nothing ("equal"), "rounding", or more ("no")."""
+
+    name: str
+    now: Any
+    then: Any
+    relative: float
+    verdict: Verdict
+
+
+def differences(
+    now: Mapping[str, Any], logged: Mapping[str, Any], bound: float
+) -> Iterator[Difference]:
+    """The figures that are both in `now` and in a logged line. Differences of up to `bound` are
+    rounding, but where the state is that of the log to the bit every figure has to be."""
+    same_state = STATE in now and now[STATE] == logged.get(STATE)
+    for name in now:
+        if name not in logged:
+            continue
+        relative = _relative(now[name], logged[name])
+        verdict: Verdict = "rounding"
+        if not relative:
+            verdict = "equal"
+        elif name != STATE and (same_state or relative > bound):
+            verdict = "no"
+        yield Difference(name, now[name], logged[name], relative, verdict)
 
 
 def compared(replay: DoneAgain, bound: float) -> ReplayEntry:
@@ -106,28 +156,21 @@ def compared(replay: DoneAgain, bound: float) -> ReplayEntry:
     difference of a figure is at most `bound`. "no": it is larger, or the state is that of the log
     and a figure is not, as in a line that was altered.
     """
-    largest = max(
-        (
-            _difference(now, float(replay.logged[name]))
-            for name, now in replay.metrics.items()
-            if name in replay.logged
-        ),
-        default=math.inf,
-    )
-    logged_state = replay.logged.get(STATE)
-    same_state = logged_state in (None, replay.state)
-    equal = "rounding" if largest <= bound else "no"
-    if largest == 0 and same_state:
-        equal = "bitwise"
-    elif logged_state == replay.state:
-        equal = "no"
+    figures = [*differences(replay.figures, replay.logged, bound)]
+    verdicts = {figure.verdict for figure in figures} or {"no"}
+    equal = "bitwise" if verdicts == {"equal"} else "no" if "no" in verdicts else "rounding"
+    largest = max((one.relative for one in figures if one.name != STATE), default=math.inf)
     shown = min(largest, 1e300)  # JSON has no infinity
     return {"step": replay.step, "from": replay.begun, "equal": equal, "largest_difference": shown}
 
 
-def _difference(now: float, then: float) -> float:
-    """|now - then| / |then|; 0 where both are no number."""
-    if now == then or (math.isnan(now) and math.isnan(then)):
+def _relative(now: float | str, then: float | str) -> float:
+    """|now - then| / |then|; 0 where both are equal or no number, infinity between texts."""
+    if now == then:
+        return 0.0
+    if isinstance(now, str) or isinstance(then, str):
+        return math.inf
+    if math.isnan(now) and math.isnan(then):
         return 0.0
     difference = abs(now - then) / max(abs(then), 1e-12)
     return difference if math.isfinite(difference) else math.inf

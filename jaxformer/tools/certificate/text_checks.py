@@ -5,16 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer.data.task import reads_plain_text
-from jaxformer.report.metrics import (
-    BEFORE,
-    FILE,
-    LoggedLine,
-    first_digest,
-    line_digest,
-    logged_lines,
-)
+from jaxformer.report.metrics import BEFORE, FILE, LoggedLine, logged_lines
 from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup
+from jaxformer.tools.certificate.chain import broken_lines
 from jaxformer.tools.certificate.evidence import Evidence, Measured
 
 BATCHES = 8  # that are searched for beginnings of texts
@@ -99,14 +93,11 @@ def chained(evidence: Evidence) -> Measured:
     """Every line of metrics.jsonl has the digest of the line before it, and the first one that of
     the run."""
     lines = log_lines(evidence.setup)
-    before, broken = first_digest(evidence.setup.identity), []
-    for line in lines:
-        if line.entry.get(BEFORE) != before:
-            broken.append(line.entry["step"])
-        before = line_digest(line.raw)
+    broken = broken_lines(lines, evidence.setup.identity)
     if not broken:
         return Measured(True, f"{len(lines)} lines of metrics.jsonl.", 0.0, 0.0)
-    text = f"The line before the one of step {broken[0]} is not the one that was logged."
+    step = lines[broken[0] - 1].entry["step"]
+    text = f"The line before the one of step {step} is not the one that was logged."
     return Measured(False, text, float(len(broken)), 0.0)
 
 

@@ -1,41 +1,28 @@
-"""Verifies a run: what its files say of each other, and some of its steps, done again.
-
-On the devices, mesh and versions of the run each figure is equal to the bit. Elsewhere sums are
-made in another order: a sum of n products then differs by about sqrt(n) roundings of its dtype, for
-float32 and n = 4096 by 4e-6 of its value, and each step in between adds as much. `ROUNDING` allows
-some hundred times that, and is far below what a changed figure has to differ by to matter.
-"""
+"""Verifies a run: what its files say of each other, and some of its steps, done again."""
 
 import dataclasses
 import itertools
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxformer.arrays.mesh import mesh_of
-from jaxformer.checkpoints.digests import fingerprint
-from jaxformer.checkpoints.reading import flat_leaves, saved_steps
+from jaxformer.arrays.sharding import platform
+from jaxformer.checkpoints.reading import saved_steps
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError
-from jaxformer.models.stack import compute_dtype
 from jaxformer.report.metrics import STATE
+from jaxformer.runs.device import with_proven_kernel
 from jaxformer.runs.directory import OtherData
 from jaxformer.runs.evaluation import bytes_of_targets, make_evaluation
-from jaxformer.runs.metric_logger import as_logged
-from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.train_run import compile_step
 from jaxformer.tools.certificate.chain import RunFiles, Statement, Verdict, compared_files, read_run
+from jaxformer.tools.certificate.steps import differences, distances, do_again, rounding_of
 from jaxformer.tools.step_replay import setup_of_run, state_before
-from jaxformer.training.state import TrainState, on_mesh
+from jaxformer.training.state import on_mesh
 
-# The largest difference of a figure, relative to the logged one, that is rounding, by the dtype of
-# the products.
-ROUNDING = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 REPLAYS = "steps done again"
 
 
@@ -76,62 +63,53 @@ def verify(
         yield Statement(REPLAYS, "not checked", f"none: {obstacle}")
         return
     try:
-        setup = setup_of_run(files.folder, log, mesh, cache_dir)
-        if setup.reference:
-            setup.reference.load()
+        setup = _set_up(files.folder, log, mesh, cache_dir)
     except OtherData as error:
         yield Statement("data", "no", str(error))
-        return
     except ConfigError as error:
         yield Statement(REPLAYS, "not checked", f"none, since the run cannot be set up: {error}")
-        return
-    yield Statement("data", "equal", "its fingerprints are those of data.json.")
-    yield from _done_again(setup, files, drawn_steps(files, steps, seed), log)
-    yield from _evaluated_again(setup, files, log)
+    else:
+        yield Statement("data", "equal", "its fingerprints are those of data.json.")
+        yield from _done_again(setup, drawn_steps(files.folder, steps, seed), log)
+        yield from _evaluated_again(setup, files, log)
 
 
-def drawn_steps(files: RunFiles, count: int, seed: int) -> list[int]:
+def _set_up(
+    folder: Path, log: Log, mesh: Mapping[str, int] | None, cache_dir: str | Path
+) -> RunSetup:
+    """A run with its kernel and its reference. Raises OtherData where its data or reference is not
+    the one that it was begun with, ConfigError where something is missing here."""
+    setup = setup_of_run(folder, log, mesh, cache_dir)
+    if platform(setup.mesh) != "cpu":
+        # As a run does at its start: another kernel where the compiler refuses that of "auto".
+        setup = with_proven_kernel(setup, log)
+    if setup.reference:
+        setup.reference.load()
+    return setup
+
+
+def drawn_steps(folder: Path, count: int, seed: int) -> list[int]:
     """So many logged steps, ascending, which `seed` draws from twice as many: those nearest behind
     a checkpoint or the beginning, since all steps in between have to be done again."""
-    starts = [0, *saved_steps(files.folder)]
-    distances = {
-        entry["step"]: min(entry["step"] - start for start in starts if start < entry["step"])
-        for _, entry in files.lines
-        if "loss" in entry and entry["step"] > 0
-    }
-    nearest = sorted(distances, key=lambda step: (distances[step], step))[: 2 * count]
+    nearest = [*distances(folder)][: 2 * count]
     return sorted(random.Random(seed).sample(nearest, min(count, len(nearest))))
 
 
-def _done_again(
-    setup: RunSetup, files: RunFiles, steps: Sequence[int], log: Log
-) -> Iterator[Statement]:
-    """Does steps again, each from the newest earlier checkpoint, or from the step before where that
-    is newer."""
-    program, batches = compile_step(setup, log), batches_of(str(files.folder), setup.batches)
-    bound, starts = rounding_of(setup), [0, *saved_steps(files.folder)]
-    state: TrainState | None = None
-    done = begun = 0
-    for step in steps:
-        subject, newest = f"step {step}", max(start for start in starts if start < step)
+def _done_again(setup: RunSetup, steps: Sequence[int], log: Log) -> Iterator[Statement]:
+    """Does steps again, each from the newest earlier checkpoint, or from the step before it."""
+    program, bound = compile_step(setup, log), rounding_of(setup)
+    saved = saved_steps(Path(setup.run.run.dir))
+    groups = itertools.groupby(steps, lambda step: sum(start < step for start in saved))
+    for count, group in groups:
+        start = f"the checkpoint of step {saved[count - 1]}" if count else "the beginning"
         try:
-            if state is None or done < newest:
-                state = None  # frees its memory
-                state = state_before(setup, step, log)
-                done = begun = int(state.step)
+            for replay in do_again(setup, program, [*group], log):
+                text = f"from step {replay.begun}" if replay.begun else "from the beginning"
+                verdict, figures = _in_words(replay.figures, replay.logged, bound)
+                yield Statement(f"step {replay.step}", verdict, f"{text}: {figures}.")
         except ConfigError as error:
-            verdict: Verdict = "no" if newest else "not checked"
-            yield Statement(subject, verdict, f"the state before it cannot be made: {error}")
-            continue
-        for number in range(done, step):
-            state, metrics = program(state, setup.placed(batches[number]))
-        done = step
-        figures: dict[str, Any] = as_logged(jax.device_get(metrics))
-        figures[STATE] = state_of(setup, state)
-        logged = files.logged(step, "loss")
-        start = f"the checkpoint of step {begun}" if begun else "the beginning"
-        verdict, text = compared_figures(figures, logged, bound)
-        yield Statement(subject, verdict, f"from {start}: {text}.")
+            verdict = "no" if count else "not checked"
+            yield Statement(f"steps after {start}", verdict, f"not done again: {error}")
 
 
 def _evaluated_again(setup: RunSetup, files: RunFiles, log: Log) -> Iterator[Statement]:
@@ -149,60 +127,29 @@ def _evaluated_again(setup: RunSetup, files: RunFiles, log: Log) -> Iterator[Sta
     batches = itertools.islice(setup.heldout, limit or None)
     with on_mesh(setup.mesh):
         figures = evaluation(state.params, map(setup.placed, batches))
-    verdict, text = compared_figures(figures, files.logged(step, "val_loss"), rounding_of(setup))
+    verdict, text = _in_words(figures, files.logged(step, "val_loss"), rounding_of(setup))
     yield Statement(f"evaluation after step {step}", verdict, f"{text}.")
 
 
-def state_of(setup: RunSetup, state: TrainState) -> str:
-    """The fingerprint of what checkpoints hold of a state, 16 hexadecimal digits."""
-    unsaved = frozenset(setup.unsaved)
-    leaves = {path: leaf for path, leaf in flat_leaves(state).items() if path not in unsaved}
-    return fingerprint(leaves)
-
-
-def rounding_of(setup: RunSetup) -> float:
-    """The largest relative difference of a figure of this run that is rounding."""
-    with on_mesh(setup.mesh):
-        return ROUNDING[str(compute_dtype(setup.model))]
-
-
-def compared_figures(
+def _in_words(
     now: Mapping[str, Any], logged: Mapping[str, Any], bound: float
 ) -> tuple[Verdict, str]:
-    """How figures compare with those of a line that has them, and a phrase about each.
-
-    Where the state is that of the line to the bit, every figure has to be.
-    """
-    common = {name: (now[name], logged[name]) for name in now if name in logged}
-    same_state = STATE in common and common[STATE][0] == common[STATE][1]
-    names: dict[str, list[str]] = {"equal": [], "rounding": [], "no": []}
-    for name, (current, then) in common.items():
-        difference = _difference(current, then)
-        if not difference:
-            names["equal"].append(name)
-        elif name == STATE:
-            names["rounding"].append("state, another one")
-        elif same_state or difference > bound:
-            names["no"].append(f"{name} {current!r}, logged {then!r}")
-        else:
-            names["rounding"].append(f"{name} by {difference:.1e}")
-    phrases = {
-        "equal": "equal to the bit: {}",
-        "rounding": f"equal to rounding (at most {bound:g} of the figure): {{}}",
-        "no": "not equal: {}",
+    """How figures compare with those of a line that has them, and a phrase about each."""
+    names: dict[Verdict, list[str]] = {"equal": [], "rounding": [], "no": []}
+    for figure in differences(now, logged, bound):
+        text = {
+            "equal": figure.name,
+            "rounding": f"{figure.name} by {figure.relative:.1e}",
+            "no": f"{figure.name} {figure.now!r}, logged {figure.then!r}",
+        }[figure.verdict]
+        if figure.name == STATE and figure.verdict == "rounding":
+            text = "state, another one"
+        names[figure.verdict].append(text)
+    phrases: dict[Verdict, str] = {
+        "equal": "equal to the bit",
+        "rounding": f"equal to rounding (at most {bound:g} of the figure)",
+        "no": "not equal",
     }
-    verdicts: list[Verdict] = [verdict for verdict in ("no", "rounding", "equal") if names[verdict]]
-    texts = [phrases[verdict].format(", ".join(names[verdict])) for verdict in reversed(verdicts)]
-    return verdicts[0], "; ".join(texts)
-
-
-def _difference(now: float | str, then: float | str) -> float:
-    """|now - then| / |then|; 0 where both are equal or no number, infinity between texts."""
-    if now == then:
-        return 0.0
-    if isinstance(now, str) or isinstance(then, str):
-        return math.inf
-    if math.isnan(now) and math.isnan(then):
-        return 0.0
-    difference = abs(now - then) / max(abs(then), 1e-12)
-    return difference if math.isfinite(difference) else math.inf
+    texts = [f"{phrases[verdict]}: {', '.join(named)}" for verdict, named in names.items() if named]
+    worst = [verdict for verdict, named in names.items() if named][-1]
+    return worst, "; ".join(texts)
