@@ -40,9 +40,9 @@ class RunSettings(Section):
     dir: Volatile[str] = "runs/default"
     """Directory of the run. The same command continues the run that it holds."""
     init_from: str = ""
-    """Directory of a run or of a Hugging Face model from which the run takes its parameters, model
-    settings and tokenizer. A different head is initialized anew; experts are copies of a dense
-    feed-forward."""
+    """Directory, or URL, of a run or of a Hugging Face model from which the run takes its
+    parameters, model settings and tokenizer. A different head is initialized anew; experts are
+    copies of a dense feed-forward."""
     restart: Volatile[bool] = False
     """Begin anew in a directory that holds a run. Its files are kept, in before-1/ or the next free
     number there. Leave it out of the command that continues."""

@@ -25,7 +25,7 @@ from jaxformer.arrays.params import (
 )
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import SECOND_HEADS, ModelConfig
-from jaxformer.files import ConfigError, first_of
+from jaxformer.files import ConfigError, first_of, located
 from jaxformer.interop.peft_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -45,7 +45,7 @@ from jaxformer.interop.peft_modules import (
     parameter_modules,
     split_matrices,
 )
-from jaxformer.interop.tensor_files import TensorFiles
+from jaxformer.interop.tensor_files import TensorFiles, copied_model
 from jaxformer.interop.tensor_table import Tensor, matched
 from jaxformer.models.transformer import specs as model_specs
 
@@ -82,6 +82,7 @@ class StoredAdapter:
 
 def stored_in(directory: Path) -> StoredAdapter:
     """The adapter of a peft directory. Raises ConfigError as `read_settings` and `TensorFiles`."""
+    directory = copied_model(directory, ADAPTER_WEIGHTS)
     stored = StoredAdapter(read_settings(directory), TensorFiles(directory, ADAPTER_WEIGHTS))
     for name in stored.files.entries:
         plain = name.removeprefix(PREFIX)
@@ -322,7 +323,7 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
     Raises ConfigError for an option that is not computed, and for an adapter of another model,
     naming its tensors.
     """
-    stored = stored_in(Path(directory))
+    stored = stored_in(located(directory))
     modules, saved = fitted(stored, layout_of(config))
     put = _put_beside(params)
     leaves = _with_saved(stored, saved, params, config, put)

@@ -31,12 +31,18 @@ from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.format import human_count
 from jaxformer.config.model import ModelConfig
-from jaxformer.files import ConfigError, first_of, write_text
+from jaxformer.files import ConfigError, first_of, is_remote, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.family import Family
 from jaxformer.interop.gguf_files import GgufFiles, is_gguf
 from jaxformer.interop.hf_config import HFConfig, check_dtype, is_pretrained, read_config_json
-from jaxformer.interop.tensor_files import TensorFiles, has_tensors, names_in_index, write_tensors
+from jaxformer.interop.tensor_files import (
+    TensorFiles,
+    copied_model,
+    has_tensors,
+    names_in_index,
+    write_tensors,
+)
 from jaxformer.interop.tensor_table import PIECE, Tensor, leaf_reader, matched, tensor_of
 from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.models.transformer import specs as model_specs
@@ -76,7 +82,8 @@ def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
     With weights=False the files of weights need not be there: then config.json says what the model
     is, with the names in the index of the weights if that is there.
     """
-    if weights or has_tensors(directory):
+    # Of a URL the weights are not copied for that.
+    if weights or (not is_remote(directory) and has_tensors(directory)):
         return _opened(directory).config
     path, values = directory / "config.json", read_config_json(directory)
     family, architecture = stated_architecture(path, values)
@@ -183,9 +190,10 @@ class Opened(NamedTuple):
     unknown: list[str]
 
 
-def _opened(directory: Path) -> Opened:
-    if is_gguf(directory):
-        return _opened_gguf(directory)
+def _opened(location: Path) -> Opened:
+    if is_gguf(location):
+        return _opened_gguf(location)
+    directory = copied_model(location)
     path, values = directory / "config.json", read_config_json(directory)
     family, architecture = stated_architecture(path, values)
     files = family.files(directory, values)
@@ -197,6 +205,10 @@ def _opened(directory: Path) -> Opened:
 
 
 def _opened_gguf(path: Path) -> Opened:
+    if is_remote(path):
+        from jaxformer.files.copies import local_copy  # imports fsspec, which only a URL needs
+
+        path = local_copy(path)
     files = GgufFiles(path)
     family, architecture = stated_architecture(path, files.values)
     hf = HFConfig(files.values, family.named(files.entries))

@@ -127,6 +127,23 @@ class TensorFiles:
             return np.asarray(file.get_slice(name)[start:stop])
 
 
+def copied_model(directory: Path, only: str = "") -> Path:
+    """The directory in which a model is read: a local one as it is; of one at a URL the copies, on
+    this machine, of its JSON files and of its weights, or of the file `only` of these. Raises
+    ConfigError as `local_copies` does."""
+    if not is_remote(directory):
+        return directory
+    # Imports fsspec, which only a URL needs.
+    from jaxformer.files.copies import local_folder, matching, version_if_there
+
+    copy, is_weight = local_folder(directory, matching("*.json")), matching(only or "*.safetensors")
+    if not only and version_if_there(directory / SINGLE):
+        is_weight = matching(SINGLE)
+    elif not only and (copy / INDEX).is_file():
+        is_weight = {*_read_index(copy / INDEX).values()}.__contains__
+    return local_folder(directory, is_weight)
+
+
 def has_tensors(directory: Path) -> bool:
     """Whether the files of weights of a model directory are there, and not only their index, or
     what git leaves where they were not fetched."""
@@ -265,7 +282,7 @@ def _diagnosis(path: Path, error: SafetensorError) -> str:
 
 def _is_pointer(path: Path) -> bool:
     start = b""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), path.open("rb") as file:
         start = file.read(len(POINTER))
     return start == POINTER
 

@@ -241,8 +241,8 @@ def message_of(train: str, tmp_path: Path) -> str:
         ("/text/a.text", "data.train: {} does not exist; did you mean {bucket}/text/a.txt?"),
         ("/text/*.tsv", "data.train: no file matches the glob '{}'"),
         ("/empty/*", "data.train: no file matches the glob '{}'"),
-        ("-none/a.txt", "data.train: {} does not exist; "),
-        ("-none/*.txt", "data.train: no file matches the glob '{}'"),
+        ("-none/a.txt", "{} cannot be read (The specified bucket does not exist): create the"),
+        ("-none/*.txt", "{} cannot be read (The specified bucket does not exist): create the"),
     ],
 )
 def test_a_url_that_names_nothing_is_named(
