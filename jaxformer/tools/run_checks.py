@@ -1,6 +1,7 @@
 """Checks of what a run needs before it runs: versions, devices, directories, data, the attention
 kernel, memory, and one step. Nothing is written in its run directory."""
 
+import glob
 import importlib.metadata
 import math
 import os
@@ -17,7 +18,7 @@ import jax
 
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.checkpoints.saving import require_savable
-from jaxformer.config.run import RunConfig, RunSettings
+from jaxformer.config.run import RunConfig, RunSettings, named_sources
 from jaxformer.files import ConfigError, is_remote, located, store_errors, write_text
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
@@ -48,6 +49,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
     yield versions()
     yield devices()
     yield from directories(run.run, run.data.cache_dir)
+    yield from urls(run)
     try:
         check_config(run)
         setup = make_setup(run, lambda line: None)
@@ -153,6 +155,33 @@ def _write_and_remove(folder: Path) -> None:
     write_text(path, "")
     with store_errors(path, "removed"):
         path.unlink()
+
+
+def urls(run: RunConfig) -> Iterator[Finding]:
+    """Whether what the settings name by URLs can be read, with what reads it installed."""
+    texts_by_setting = {
+        "data.train": named_sources(run.data.train),
+        "data.validation": named_sources(run.data.validation),
+        "tokenizer.path": [run.tokenizer.path],
+        "tokenizer.chat_template": [run.tokenizer.chat_template],
+        "run.init_from": [run.run.init_from],
+    }
+    for setting, texts in texts_by_setting.items():
+        for text in filter(is_remote, texts):
+            # Imports fsspec, which only a URL needs.
+            from jaxformer.files.copies import version_if_there
+
+            # Of a glob, and of files by braces, it is known only whether the store answers.
+            is_one = not glob.has_magic(text) and "{" not in text
+            try:
+                is_there = version_if_there(located(text)) is not None
+            except ConfigError as error:
+                yield Finding("problem", setting, str(error))
+                continue
+            if is_there or not is_one:
+                yield Finding("ok", setting, f"{text} can be read")
+            else:
+                yield Finding("problem", setting, f"{text} does not exist: correct the URL.")
 
 
 def existing(path: Path) -> Path:

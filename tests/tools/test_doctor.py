@@ -4,12 +4,14 @@ import collections
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from tiny_run import line, logged, train_here, write_text
 
 from jaxformer.cli import main
+from jaxformer.files import located
 from jaxformer.layers import kernels
 
 pytestmark = pytest.mark.slow
@@ -49,6 +51,30 @@ def test_each_problem_is_named_and_the_status_is_one(
     out = printed(capsys)
     assert "problem run.dir: " in out and "problem data.cache_dir: " in out
     assert "problem settings and data: " in out and "3 problems." in out
+
+
+def test_what_a_url_names_is_asked_for(
+    text: Path, tmp_path: Path, capsys: Capture, memory_bucket: str
+) -> None:
+    located(f"{memory_bucket}/a").mkdir()
+    located(f"{memory_bucket}/a/text.txt").write_bytes(text.read_bytes())
+    changes = {
+        "data.train": f"{memory_bucket}/a/*.txt; {memory_bucket}/a/text.txt",
+        "data.cache_dir": f"{memory_bucket}/cache",
+        "tokenizer.path": f"{memory_bucket}/none/tokenizer.json",
+    }
+    assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
+    out = printed(capsys)
+    for url in (f"{memory_bucket}/a/*.txt", f"{memory_bucket}/a/text.txt"):
+        assert f"ok data.train: {url} can be read" in out
+    assert f"ok data.cache_dir: {memory_bucket}/cache can be written" in out
+    assert f"problem tokenizer.path: {memory_bucket}/none/tokenizer.json does not exist" in out
+    changes = {"data.train": "gs://bucket/text.txt"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules["fsspec.registry"]._registry, "gs", raising=False)
+        patch.setitem(sys.modules, "gcsfs", None)
+        assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
+    assert "problem data.train: " in (out := printed(capsys)) and "jaxformer[gcs]" in out
 
 
 def test_a_kernel_that_fails_its_check_is_noted_and_a_run_takes_the_next(
