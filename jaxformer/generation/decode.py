@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.generation.prompts import capacity, read_rows, rounded
+from jaxformer.generation.prompts import capacity, read_rows, rung
 from jaxformer.generation.sampling import Sampling, TextRules, draw
 from jaxformer.generation.stop_strings import StopText
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
@@ -160,7 +160,7 @@ def start(
             f" {context_of(params, config)} (model.max_length={config.max_length}): shorten the"
             f" prompt, or ask for at most {space} new tokens."
         )
-    slots = rounded(tokens.shape[1] + max_new_tokens)
+    slots = rung(tokens.shape[1] + max_new_tokens, config.max_length)
     limit = np.int32(max_new_tokens)
     weights = prompt_weights(params, config)
     return _prefill(weights, config, slots, (tokens, segments), source_rows, key, limit)

@@ -12,7 +12,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.transformer import context_of
 
-SLOTS = 32  # lengths of caches and prompts are rounded up to this, so that few programs compile
+SLOTS = 32  # the least length of a cache or a padded prompt, and what divides them
 EMPTY = (
     "a prompt is empty: give each row at least one token (the end-of-text token starts a new text)."
 )
@@ -21,6 +21,15 @@ EMPTY = (
 def rounded(length: int, multiple: int = SLOTS) -> int:
     """`length` rounded up."""
     return -(-int(length) // multiple) * multiple
+
+
+def rung(length: int, longest: int) -> int:
+    """The length of a cache or a padded prompt for `length` tokens: SLOTS times 1, 2, 3, 4, 6, 8,
+    12 and so on, so that few programs serve all lengths, and at most what `longest` tokens take."""
+    count = rounded(length) // SLOTS
+    power = 1 << (count - 1).bit_length()
+    steps = 3 * power // 4 if count <= 3 * power // 4 else power
+    return min(SLOTS * steps, rounded(max(length, longest)))
 
 
 def padded(
@@ -62,8 +71,8 @@ def read_rows(
     config: ModelConfig, name: str, rows: ArrayLike, segment_ids: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and segment ids (1, or 0 on padding) int32 [B, T], from tokens [B, T], padded on the
-    left to a multiple of SLOTS. Raises ConfigError, with `name`, for anything else than rows of
-    tokens of the vocabulary, and for a row without tokens."""
+    left to a rung. Raises ConfigError, with `name`, for anything else than rows of tokens of the
+    vocabulary, and for a row without tokens."""
     tokens = np.asarray(rows)
     if tokens.size == 0:
         raise ConfigError(EMPTY)
@@ -86,7 +95,7 @@ def read_rows(
         raise ConfigError(EMPTY)
     length = tokens.shape[1]
     # The start token of an encoder-decoder, which stands alone, is not padded.
-    padding = rounded(length) - length if length > 1 else 0
+    padding = rung(length, config.max_length) - length if length > 1 else 0
     on_the_left = ((0, 0), (padding, 0))
     tokens, segments = np.pad(tokens, on_the_left), np.pad(segments, on_the_left)
     return tokens.astype(np.int32), segments.astype(np.int32)

@@ -24,7 +24,7 @@ from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import Stream, start
-from jaxformer.generation.prompts import EMPTY, SLOTS, capacity, padded, rounded
+from jaxformer.generation.prompts import EMPTY, capacity, padded, rung
 from jaxformer.generation.sampling import Sampling, draw
 from jaxformer.generation.stop_strings import StopText
 from jaxformer.generation.weights import prepared
@@ -76,6 +76,7 @@ def refill(
         raise ConfigError(f"rows={rows} must be at least 1.")
     if not prompts:
         return
+    config = replace(config, layer_loop="unroll")  # its programs run often
     queue = _Queue(params, config, prompts, sources, max_new_tokens, key)
     batch = _Rows(queue.empty_rows(min(rows, len(prompts))))
     weights, waiting = prepared(params, config), iter(range(len(prompts)))
@@ -179,10 +180,10 @@ class _Queue:
     def _start(self, prompt: Tokens, source: Tokens | None, key: jax.Array) -> Stream:
         space = capacity(self.params, self.config, len(prompt), len(source or ()))
         count = min(self.max_new_tokens, max(space, 1))  # without space `start` raises
-        tokens, segments = padded([prompt], _rung(len(prompt), self._longest), left=True)
+        tokens, segments = padded([prompt], _padded_length(len(prompt), self._longest), left=True)
         sources: tuple[Any, Any] = (None, None)
         if source is not None:
-            sources = padded([source], _rung(len(source), self._longest_source))
+            sources = padded([source], _padded_length(len(source), self._longest_source))
         return start(self.params, self.config, tokens, count, key, segments, sources)
 
     def empty_rows(self, rows: int) -> Stream:
@@ -192,7 +193,8 @@ class _Queue:
         abstract = jax.eval_shape(
             lambda params: replace(self, params=params)._start(prompt, source, key), self.params
         )
-        slots = rounded(_rung(self._longest, self._longest) + self.max_new_tokens + SPARE)
+        longest = _padded_length(self._longest, self._longest) + self.max_new_tokens + SPARE
+        slots = rung(longest, self.config.max_length)
 
         def zeros(leaf: Any) -> jax.Array:
             return jnp.zeros((rows, *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype)
@@ -212,13 +214,10 @@ class _Queue:
         return Stream(cache, logits, layout, jnp.ones(rows, bool), keys, written)
 
 
-def _rung(length: int, longest: int) -> int:
-    """The length to which a prompt is padded: SLOTS times a power of two, at most the longest. A
-    prompt of one token, such as the start of a target, is not padded where all are."""
-    if longest == 1:
-        return 1
-    steps = -(-length // SLOTS)
-    return min(SLOTS << (steps - 1).bit_length(), rounded(longest))
+def _padded_length(length: int, longest: int) -> int:
+    """The length to which a prompt is padded. A prompt of one token, such as the start of a target,
+    is not padded where all are."""
+    return 1 if longest == 1 else rung(length, longest)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -23,7 +23,7 @@ from jaxformer.arrays.params import (
 )
 from jaxformer.arrays.sharding import Axes, platform
 from jaxformer.config.model import ModelConfig
-from jaxformer.models.stack import compute_dtype, layer_order, stacks_of
+from jaxformer.models.stack import compute_dtype, layer_order, loops_when_cached, stacks_of
 from jaxformer.models.transformer import specs
 from jaxformer.models.virtual import with_leading_keys
 
@@ -78,11 +78,14 @@ class OutputMajor:
 
 def prepared(params: Params, config: ModelConfig) -> Params:
     """The weights layer by layer, in the dtype of the products; a custom leaf as its `astype` gives
-    it.
+    it. With model.layer_loop=scan they are the params where one loop can read them: that compiles
+    sooner, and takes longer for each token.
 
     The last result is cached for the next call with the same arrays, until one of these is freed.
     Under a transform of JAX nothing is cached.
     """
+    if "virtual" not in params and loops_when_cached(params["blocks"], config):
+        return params
     return _CACHE.weights(params, config)
 
 

@@ -186,6 +186,8 @@ def run_stack(
         x, call = balanced(x), _balanced_call(call)
     if cache is None and layer_loop_of(config) == "scan":
         out = _scanned(params["blocks"], config, x, call)
+    elif cache and loops_when_cached(params["blocks"], config) and not call.request:
+        out = _looped(params["blocks"], config, x, call, cache)
     else:
         out = _unrolled(params["blocks"], config, x, call, cache)
     if is_balanced:
@@ -282,6 +284,35 @@ def _cached_layer(config: ModelConfig, call: Call) -> Any:
         return block(params, config, x, call._replace(cache=layer_cache))
 
     return jax.jit(run)
+
+
+def loops_when_cached(blocks: Params | list[Params], config: ModelConfig) -> bool:
+    """Whether one loop serves all layers of a decoder under a cache: with model.layer_loop=scan,
+    where they are equal and share no parameters. Auto unrolls them, since a loop copies the weights
+    of each layer before it reads them."""
+    if config.layer_loop != "scan" or config.family != "decoder":
+        return False
+    if isinstance(blocks, list) or "0" in blocks or config.layers_in_group > 1:
+        return False
+    return len({*layer_configs(config, config.n_layers)}) == 1
+
+
+def _looped(
+    blocks: Params, config: ModelConfig, x: jax.Array, call: Call, cache: KVCache
+) -> Output:
+    """A scan over equal layers with their keys and values."""
+    layer_config = layer_configs(config, config.n_layers)[0]
+    first = cache.layer_cache(0, call.mask.queries)
+
+    def body(x: jax.Array, layer: tuple[Params, jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+        params, k, v = layer
+        layer_call = call._replace(cache=first._replace(k=k, v=v))
+        x, layer_cache, aux = block(params, layer_config, x, layer_call)
+        return x, (layer_cache.k, layer_cache.v, aux)
+
+    x, (k, v, aux) = jax.lax.scan(body, x, (blocks, jnp.stack(cache.k), jnp.stack(cache.v)))
+    cache = replace(cache, k=tuple(k), v=tuple(v))
+    return Output(x, cache, merged(_entry(aux, i) for i in range(len(k))))
 
 
 def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:

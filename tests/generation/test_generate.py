@@ -1,6 +1,8 @@
 """Generation: cached decoding against the model without a cache, the sampling rules, padding, ends
 and streams."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,28 @@ def test_greedy_generation_equals_the_model_without_a_cache(name):
     found = jf.generate(params, config, prompt[:, :9], max_new_tokens=12, temperature=0)
     assert found.dtype == jnp.int32 and found.shape == (2, 12)
     np.testing.assert_array_equal(found, greedy_without_cache(params, config, prompt[:, :9], 12))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_layers_in_a_loop_write_the_same_text(name):
+    params, config, prompt = weights_and_tokens(name)
+    looped = dataclasses.replace(config, layer_loop="scan")
+    assert prepared(params, looped) is params
+    found = jf.generate(params, looped, prompt[:, :9], max_new_tokens=12, temperature=0)
+    np.testing.assert_array_equal(found, greedy_without_cache(params, config, prompt[:, :9], 12))
+
+
+def test_layers_in_a_loop_are_compiled_once():
+    def products(layers, loop):
+        _, config, prompt = weights_and_tokens("llama")
+        config = dataclasses.replace(config, n_layers=layers, layer_loop=loop)
+        params = jf.init(config, jax.random.key(0))
+        weights = prepared(params, config)
+        stream = start(params, config, prompt[:, :9], 4, KEY)
+        program = finish.lower(weights, config, Sampling(temperature=0), 4, stream).compile()
+        return program.as_text().count("dot(")
+
+    assert products(3, "scan") == products(2, "scan") < products(3, "unroll")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
