@@ -38,6 +38,7 @@ HEADER = ["target", "weights", "bytes of the blocks", "bytes a token", "of bfloa
 
 def model(small: bool) -> jf.ModelConfig:
     config = replace(load_config(CONFIG).model, n_layers=2, vocab_size=1024, max_length=SLOTS)
+    config = replace(config, layer_loop="unroll")
     return replace(config, d_model=256, d_ff=512, n_heads=4, n_kv_heads=2) if small else config
 
 
