@@ -17,16 +17,20 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.checkpoints.buckets import object_names
+from jaxformer.files import is_remote
+
 WORD = np.uint32
 FILES = "files.json"  # of a checkpoint: the digests of the files in FOLDERS
 FOLDERS = ("state", "manifest")
 READ_AT_ONCE = 2**20  # bytes of a file
+READ_OF_A_BUCKET = 2**24  # bytes of an object that one request of a bucket asks for
 READERS = 4  # files that are read in parallel
 
 FileDigest: TypeAlias = list[int]  # size and CRC-32
@@ -87,23 +91,34 @@ def digest_on_host(array: np.ndarray[Any, Any]) -> str:
 def file_digest(path: Path) -> FileDigest:
     """The size and the CRC-32 of a file. Raises OSError where it cannot be read."""
     size, crc = 0, 0
-    with open(path, "rb", buffering=0) as file:
+    with _opened(path) as file:
         while block := file.read(READ_AT_ONCE):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return [size, crc]
 
 
+def _opened(path: Path) -> BinaryIO:
+    """A file without a buffer, or an object of a bucket, which is read in ranges."""
+    if is_remote(path):
+        return path.open("rb", buffering=READ_OF_A_BUCKET)
+    return open(path, "rb", buffering=0)
+
+
 def write_file_digests(checkpoint: Path) -> None:
     """Writes the digests of all files in the FOLDERS of a checkpoint to its FILES."""
-    paths = [
-        path for folder in FOLDERS for path in (checkpoint / folder).rglob("*") if path.is_file()
-    ]
+    names = [name for folder in FOLDERS for name in _names_of_files(checkpoint, folder)]
     with ThreadPoolExecutor(READERS) as pool:
-        sums = pool.map(file_digest, paths)
-    names = [path.relative_to(checkpoint).as_posix() for path in paths]
+        sums = pool.map(lambda name: file_digest(checkpoint / name), names)
     table = dict(sorted(zip(names, sums, strict=True)))
     content = {"files": table, "sha256": _checksum(table)}
     (checkpoint / FILES).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _names_of_files(checkpoint: Path, folder: str) -> list[str]:
+    if is_remote(checkpoint):
+        return [f"{folder}/{name}" for name in object_names(checkpoint / folder)]
+    paths = (path for path in (checkpoint / folder).rglob("*") if path.is_file())
+    return [path.relative_to(checkpoint).as_posix() for path in paths]
 
 
 def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[str]:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from jaxformer.checkpoints.buckets import DAMAGE, copy_aside
 from jaxformer.checkpoints.digests import Altered, altered_files
-from jaxformer.files import ConfigError, first_of, write_text
+from jaxformer.files import ConfigError, first_of, is_remote, store_errors, write_text
 
 # What to do about an error of the system for which a save failed.
 ADVICE = {
@@ -94,13 +95,14 @@ def failure_of(checkpoint: Path, error: Exception) -> Altered | ConfigError:
     if isinstance(error, Altered):
         return error
     try:
-        altered = altered_files(checkpoint)
+        with store_errors(checkpoint, "read"):
+            altered = altered_files(checkpoint)
         if altered:
             listed = first_of(altered, 5, ", ")
             return Altered(f"{in_short(error)}; files are not as they were saved: {listed}")
     except Altered as problem:  # of the digests
         return problem
-    except OSError:  # a file exists and cannot be read
+    except (OSError, ConfigError):  # a file exists and cannot be read
         pass
     return ConfigError(
         f"the checkpoint {checkpoint} cannot be read ({in_short(error)}), and that does not show"
@@ -127,14 +129,19 @@ def in_short(error: BaseException) -> str:
 
 def set_aside(folder: Path, damaged: Mapping[int, str], log: Callable[[str], None]) -> None:
     """Renames damaged checkpoints, given by step with the reasons, so that their steps can be saved
-    again."""
+    again. In a bucket they are copied and then deleted."""
     for step in damaged:
         target, number = folder / f"damaged-{step}", 1
-        while target.exists():
+        # In a bucket, a copy without a reason is one that was not completed.
+        while (target / DAMAGE if is_remote(folder) else target).exists():
             number += 1
             target = folder / f"damaged-{step}-{number}"
-        (folder / str(step)).rename(target)
-        write_text(target / "damage.txt", damaged[step] + "\n", follow=False)
+        if is_remote(folder):
+            with store_errors(target, "written"):
+                copy_aside(folder / str(step), target, damaged[step])
+        else:
+            (folder / str(step)).rename(target)
+            write_text(target / DAMAGE, damaged[step] + "\n", follow=False)
         log(f"The checkpoint of step {step} was set aside as {target}; nothing in it was changed.")
 
 

@@ -20,10 +20,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxformer.arrays.params import dotted
+from jaxformer.checkpoints.buckets import marked_steps, orbax_path
 from jaxformer.checkpoints.digests import Altered, altered_files, as_texts, digest_on_host, digests
 from jaxformer.checkpoints.faults import failure_of, in_short, quiet_reads
 from jaxformer.cluster.processes import together
-from jaxformer.files import ConfigError, first_of
+from jaxformer.files import ConfigError, first_of, is_remote, store_errors
 
 MANIFEST_FORMAT = 3  # of the manifest; checkpoints of others are refused
 READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
@@ -134,7 +135,7 @@ def _read_files(
     With `exact`, the bytes of the files are compared too; `share` is the index of this process and
     the number of processes that divide this work.
     """
-    for entry in checkpoint.rglob("*"):
+    for entry in () if is_remote(checkpoint) else checkpoint.rglob("*"):
         if not entry.is_file() and not entry.is_dir():  # TensorStore would wait for a pipe
             raise Altered(f"{entry.name} is no regular file")
     args = ocp.args.PyTreeRestore(
@@ -149,7 +150,8 @@ def _read_files(
             _require_run(checkpoint, manifest["run"], run)
             if exact:
                 _require_files(checkpoint, share)
-            leaves = reader.restore(checkpoint, args=ocp.args.Composite(state=args))["state"]
+            composite = ocp.args.Composite(state=args)
+            leaves = reader.restore(orbax_path(checkpoint), args=composite)["state"]
         return {path: leaves[path] for path in targets}, manifest
     except ConfigError:
         raise
@@ -177,7 +179,7 @@ def read_manifest(checkpoint: Path, reader: ocp.Checkpointer) -> Manifest:
     Raises Altered where it is not what was written, and ConfigError for another format.
     """
     args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
-    saved = reader.restore(checkpoint, args=args)["manifest"]
+    saved = reader.restore(orbax_path(checkpoint), args=args)["manifest"]
     if not isinstance(saved, dict):
         raise Altered("the manifest is not what was saved")
     # Format 1 was the table of leaves alone, [shape, dtype] of each.
@@ -224,7 +226,8 @@ def read_back(checkpoint: Path) -> None:
                 targets[path] = shape
         kinds = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in targets}
         args = ocp.args.PyTreeRestore(targets, restore_args=kinds, partial_restore=True)
-        leaves = reader.restore(checkpoint, args=ocp.args.Composite(state=args))["state"]
+        composite = ocp.args.Composite(state=args)
+        leaves = reader.restore(orbax_path(checkpoint), args=composite)["state"]
     _require_digests(manifest, {path: digest_on_host(leaves[path]) for path in targets})
 
 
@@ -263,8 +266,11 @@ def _compare(checkpoint: Path, saved: dict[str, Any], shapes: dict[str, Any], ex
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of the finished checkpoints in a run directory, ascending; unfinished ones have other
-    names."""
+    """Steps of the finished checkpoints in a run directory, ascending. Unfinished ones have other
+    names, or, in a bucket, no marker. Raises ConfigError where a bucket cannot be listed."""
+    if is_remote(run_dir):
+        with store_errors(run_dir / "checkpoints", "read"):
+            return marked_steps(run_dir / "checkpoints")
     return sorted(
         int(entry.name)
         for entry in (run_dir / "checkpoints").glob("*")

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxformer.arrays.params import dotted
+from jaxformer.checkpoints.buckets import orbax_path, remove_unmarked, rename_object, require_bucket
 from jaxformer.checkpoints.digests import write_file_digests
 from jaxformer.checkpoints.faults import quiet_threads, set_aside, why_not_saved
 from jaxformer.checkpoints.reading import (
@@ -29,7 +30,7 @@ from jaxformer.checkpoints.reading import (
     saved_steps,
 )
 from jaxformer.cluster.processes import together
-from jaxformer.files import ConfigError, read_object, sync
+from jaxformer.files import ConfigError, is_remote, located, read_object, store_errors, sync
 
 # With these characters in its path a checkpoint is saved but cannot be read: Orbax takes the path
 # for a glob pattern, and TensorStore a backslash for a slash.
@@ -74,7 +75,7 @@ class Checkpoints:
         run: Mapping[str, Any] | None = None,
         without: Collection[str] = (),
     ) -> None:
-        self.directory = Path(run_dir)
+        self.directory = located(run_dir)
         self.folder = self.directory.absolute() / "checkpoints"
         self.every = every
         self._run = dict(run or {})
@@ -84,6 +85,10 @@ class Checkpoints:
         self._saving: int | None = None
         self._read_back = False
         require_savable(self.folder)
+        if is_remote(self.folder):
+            with store_errors(self.folder, "written"):
+                require_bucket(self.folder)
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -136,7 +141,8 @@ class Checkpoints:
         if step in self.steps():
             return
         if self._manager is None:
-            self._manager = make_manager(self.folder, *self._retention)
+            with store_errors(self.folder, "written"):
+                self._manager = make_manager(self.folder, *self._retention)
         leaves, metrics = flat_leaves(state), None
         leaves = {path: leaf for path, leaf in leaves.items() if path not in self._without}
         if self._retention[2] and "val_loss" in (evaluation or {}):
@@ -244,6 +250,17 @@ class DurableDraft(ocp.path.atomicity.AtomicRenameTemporaryPath):
         sync(*target.glob("*"), target, target.parent)
 
 
+class MarkedDraft(ocp.path.atomicity.CommitFileTemporaryPath):
+    """The same in a bucket, where an object is stored for good once it is put: the last one is the
+    marker of a complete checkpoint."""
+
+    async def finalize(self) -> None:
+        target = self.get_final()
+        if target.name.isdecimal():
+            write_file_digests(located(str(target)))
+        await super().finalize()
+
+
 def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.CheckpointManager:
     """Orbax's manager, which keeps the `newest` checkpoints, those whose step is a multiple of
     `each`, and the `best` by their validation loss; it deletes others once a newer one is complete.
@@ -269,12 +286,12 @@ def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.Checkpo
         best_fn=_validation_loss if best else None,
         best_mode="min",
         cleanup_tmp_directories=True,
-        temporary_path_class=DurableDraft,
+        temporary_path_class=MarkedDraft if is_remote(folder) else DurableDraft,
     )
     quiet_threads()
     # The other processes read them afterwards.
-    together(functools.partial(_leave_out_unreadable, folder))
-    return _Manager(folder, options=options)
+    together(functools.partial(_tidy, folder))
+    return _Manager(orbax_path(folder), options=options)
 
 
 class _Manager(ocp.CheckpointManager):
@@ -285,6 +302,14 @@ class _Manager(ocp.CheckpointManager):
         return False
 
 
+def _tidy(folder: Path) -> None:
+    """Removes unfinished checkpoints from a bucket, whose names Orbax would take for finished ones,
+    and leaves out evaluations that cannot be read."""
+    if is_remote(folder) and jax.process_index() == 0:
+        remove_unmarked(folder)
+    _leave_out_unreadable(folder)
+
+
 def _leave_out_unreadable(folder: Path) -> None:
     """Renames evaluations that cannot be read, with which Orbax could not save anything more."""
     for path in folder.glob(METRICS) if jax.process_index() == 0 else ():
@@ -292,7 +317,10 @@ def _leave_out_unreadable(folder: Path) -> None:
             if path.parts[-3].isdecimal():  # a finished checkpoint that is not set aside
                 read_object(path, "it was renamed, and its checkpoint counts as not evaluated")
         except ConfigError as error:
-            path.rename(path.with_name("damaged-metrics"))
+            if is_remote(path):
+                rename_object(path, "damaged-metrics")
+            else:
+                path.rename(path.with_name("damaged-metrics"))
             warnings.warn(str(error), stacklevel=2)
 
 
