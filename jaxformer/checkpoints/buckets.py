@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from etils import epath
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jaxformer.files import ConfigError, is_remote, write_text
 
@@ -119,6 +118,9 @@ def _prepare_orbax() -> None:
     and the driver in it is replaced.
     """
     import fsspec.config  # takes 70 ms, and no run on a disk needs it
+
+    # Private: where a version of Orbax lacks it, runs on a disk go on.
+    from orbax.checkpoint._src.serialization import tensorstore_utils
 
     for scheme in SCHEMES:
         fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
