@@ -9,7 +9,8 @@ second. Sums of an array of 256 MB measure it after each pair of samples: each s
 their median, and the share of the fastest sum of the whole run stands beside it.
 
 Then our own tokens a second with float32, int8 and NF4 weights, in 1 row and in 8, also for the
-shape of SmolLM2-135M.
+shape of SmolLM2-135M, and the start of `jaxformer sample` with a model of this shape
+(`command_start.py`).
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import tempfile
 
 import numpy as np
+from command_start import measure_starts, start_rows
 from pairing import (
     Answer,
     Neighbours,
@@ -33,7 +35,7 @@ from pairing import (
     save,
     verdict,
 )
-from workloads import DECODED, DECODED_SHAPES, SMOKE_DECODED
+from workloads import DECODED, DECODED_SHAPES, SMOKE_DECODED, SMOLLM2
 
 # first tokens that must agree; later ones may part where two logits are equal but for rounding
 SURE = 8
@@ -182,6 +184,9 @@ def main() -> None:
         for answer in result["kinds"]
     ]
     print_table(["ours", "weights", "rows", "tokens/s", "first call"], rows)
+    shape = SMOKE_DECODED if options.smoke else SMOLLM2
+    result["starts"] = measure_starts(options.torch_python, shape, min(options.samples, 3))
+    print_table(["8 new tokens", "wall", "processor", "samples"], start_rows(result["starts"]))
     save("decode_cpu", result, options.smoke)
 
 
