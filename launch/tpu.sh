@@ -1,7 +1,7 @@
 #!/bin/bash
 # A run on all machines of a Cloud TPU slice:
-#   launch/tpu.sh TPU-NAME ZONE configs/quickstart.py --run.dir /mnt/runs/mine
-# Each machine has the repository in ~/jaxformer and the same storage at /mnt/runs. docs/scale.md
+#   launch/tpu.sh TPU-NAME ZONE configs/quickstart.py --run.dir gs://BUCKET/mine
+# Each machine has the repository in ~/jaxformer and may write the bucket. docs/scale.md
 # explains it.
 set -eu
 name=$1 zone=$2

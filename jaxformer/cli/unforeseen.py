@@ -4,6 +4,7 @@ with its traceback."""
 import contextlib
 import errno
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -18,6 +19,8 @@ SHOWN_CHARACTERS = 300  # of the message of an error
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What XLA's messages say where a device has no memory left.
 NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory allocating")
+# The packages that ask the store of a URL.
+OF_STORES = re.compile(r"(aiobotocore|aiohttp|botocore|gcsfs|google|s3fs)\b")
 SHOW = "JAXFORMER_TRACEBACK"
 
 
@@ -43,6 +46,9 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
             f" ({error.strerror}): allow more, for example by `ulimit -n 1024`."
         )
         return 2
+    if reason := _of_store(error):
+        _print(f"error: a store could not be reached {escaped(reason)}.")
+        return 2
     if isinstance(error, OSError) and error.filename:
         remedy = "choose another path, or check its permissions and its disk"
         _print(f"error: {escaped(str(error.filename))}: {error.strerror}: {remedy}.")
@@ -57,6 +63,17 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
         f" what it runs on; {where}. {SHOW}=1 prints it instead."
     )
     return 1
+
+
+def _of_store(error: BaseException) -> str:
+    """The reason and what to do, for an error of a library that asks the store of a URL; else
+    ""."""
+    kinds, cause = list[str](), error
+    while cause is not None:
+        kinds.append(type(cause).__module__)
+        cause = cause.__cause__  # type: ignore[assignment]
+    stores = sys.modules.get("jaxformer.files.stores")  # imported where there is a URL
+    return stores.explained(error) if stores and any(map(OF_STORES.match, kinds)) else ""
 
 
 def _write_traceback(text: str, arguments: Sequence[str]) -> str:

@@ -38,7 +38,8 @@ class RunSettings(Section):
     section = "run"
 
     dir: Volatile[str] = "runs/default"
-    """Directory of the run. The same command continues the run that it holds."""
+    """Directory of the run, or a URL such as gs://bucket/run or s3://bucket/run. The same command
+    continues the run that it holds."""
     init_from: str = ""
     """Directory, or URL, of a run or of a Hugging Face model from which the run takes its
     parameters, model settings and tokenizer. A different head is initialized anew; experts are
