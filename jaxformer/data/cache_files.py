@@ -81,6 +81,16 @@ def remove_folder(directory: Path) -> None:
         store.fs.rm(store.path, recursive=True)
 
 
+def on_disk(paths: list[Path], digests: list[str]) -> list[Path]:
+    """Files of the cache where they can be mapped into memory: themselves, or the copies of those
+    at a URL, which have these digests. Raises ConfigError as `local_copies` does."""
+    if not paths or not is_remote(paths[0]):
+        return paths
+    from jaxformer.files.copies import local_copies  # imports fsspec, which only a URL needs
+
+    return local_copies(paths, digests)
+
+
 def require_counts(record: Mapping[str, Any], *names: str) -> None:
     """Raises TypeError where one of these entries of a JSON object is no count."""
     for name in names:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config.settings import Log
-from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, claimed, digest
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, claimed, digest, on_disk
 from jaxformer.data.sources import Piece
 from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record
 from jaxformer.data.tokenizing import BATCH_CHARACTERS
-from jaxformer.files import ConfigError, is_remote, read_object, replacing, write_text
+from jaxformer.files import ConfigError, read_object, replacing, write_text
 from jaxformer.tokenizer.words import in_batches
 
 ARRAY_FILES = ("tokens.npy", "bounds.npy")
@@ -45,8 +45,9 @@ class ExampleStore:
         self.labels, self.parts = tuple(manifest["labels"]), manifest["parts"]
         self.tokens, self.documents = manifest["tokens"], manifest["documents"]
         self.bytes = manifest["bytes"]
-        paths = [directory / name for name in ARRAY_FILES]
-        self._tokens, self._bounds = map(_mapped, _here(paths, manifest))
+        digests = [manifest["files"][name]["digest"] for name in ARRAY_FILES]
+        self._paths = on_disk([directory / name for name in ARRAY_FILES], digests)
+        self._tokens, self._bounds = map(_mapped, self._paths)
         self._numbers: np.ndarray | None = None
 
     @classmethod
@@ -60,8 +61,7 @@ class ExampleStore:
             is_complete = len(store._tokens) == store.tokens and len(store) == store.documents
         except (OSError, *WRONG_RECORD):
             return None
-        paths = _here([directory / name for name in ARRAY_FILES], manifest)
-        for path, file in zip(paths, written.values(), strict=True) if is_complete else ():
+        for path, file in zip(store._paths, written.values(), strict=True) if is_complete else ():
             file.verify(path)
         return store if is_complete else None
 
@@ -141,15 +141,6 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
     manifest |= {"parts": max(part_count, 1), "labels": [*labels], "files": files}
     write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
     return ExampleStore(directory, manifest)
-
-
-def _here(paths: list[Path], manifest: dict[str, Any]) -> list[Path]:
-    """The files of a store on this machine: themselves, or the copies of objects."""
-    if not is_remote(paths[0]):
-        return paths
-    from jaxformer.files.copies import local_copies  # imports fsspec, which only a URL needs
-
-    return local_copies(paths, [manifest["files"][path.name]["digest"] for path in paths])
 
 
 def _mapped(path: Path) -> np.ndarray:

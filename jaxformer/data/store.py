@@ -25,14 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, require_counts
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, on_disk, require_counts
 from jaxformer.files import ConfigError, is_remote, read_object, write_text
 
 NONE = np.zeros(0, np.int64)
 # An even number, as the test for ids of another width needs.
 BLOCK_IDS = 1 << 22
 FILE_KINDS = ("tokens", "documents")
-TOGETHER = 16  # stores of a URL that are opened at the same time
+STORES_TOGETHER = 16  # stores of a URL that are opened at the same time
 COUNTS = ("tokens", "documents", "bytes")
 
 
@@ -141,6 +141,11 @@ class Shard:
 
     def file(self, kind: str) -> Path:
         return self.path.with_suffix(f".{kind}")
+
+    def here(self, kind: str) -> Path:
+        """A file on this machine: itself, or the copy of that at a URL."""
+        written = self.files.get(kind)
+        return on_disk([self.file(kind)], [written.digest if written else ""])[0]
 
     def checked(self, thorough: bool = False) -> "Shard | None":
         """The shard with its files as they are now, None where one is gone."""
@@ -257,22 +262,15 @@ class TokenStore:
     def fetch(self) -> None:
         """Copies the files of a store at a URL to this machine, where they are mapped. Raises
         ConfigError where one cannot be read, or the disk has no room for all."""
-        remote_files = [
-            (shard.file(kind), written.digest)
-            for shard in self._shards
-            if is_remote(shard.path)
-            for kind, written in shard.files.items()
-        ]
-        if remote_files:
-            from jaxformer.files.copies import local_copies  # imports fsspec
-
-            local_copies(*zip(*remote_files, strict=True))
+        shard_files = [(shard, kind) for shard in self._shards for kind in shard.files]
+        paths = [shard.file(kind) for shard, kind in shard_files]
+        on_disk(paths, [shard.files[kind].digest for shard, kind in shard_files])
 
     def verify(self) -> None:
         """Compares every file with its digest. Raises ConfigError for one that was altered."""
         for number, shard in enumerate(self._shards):
             for kind, written in shard.files.items():
-                written.verify(_here(shard, kind))
+                written.verify(shard.here(kind))
             if shard.ids:
                 self._map(number, "tokens").verify()
 
@@ -387,7 +385,7 @@ class TokenStore:
             return VerifiedIds(shard.ids, self._map(number, "digests"), self._dtype)
         kinds = {"tokens": (self._dtype, (-1,)), "digests": (np.dtype(np.uint8), (-1, 16))}
         dtype, shape = kinds.get(kind, (np.dtype(np.int64), (3, -1)))
-        path = _here(shard, kind)
+        path = shard.here(kind)
         if kind in shard.files:
             shard.files[kind].verify(path)
         if not path.stat().st_size:
@@ -402,18 +400,8 @@ def open_stores(directories: Sequence[Path], thorough: bool = False) -> "list[To
     opened = functools.partial(TokenStore.open, thorough=thorough)
     if not directories or not is_remote(directories[0]):
         return [*map(opened, directories)]
-    with ThreadPoolExecutor(TOGETHER) as threads:
+    with ThreadPoolExecutor(STORES_TOGETHER) as threads:
         return [*threads.map(opened, directories)]
-
-
-def _here(shard: Shard, kind: str) -> Path:
-    """A file of a shard on this machine: itself, or the copy of an object."""
-    path = shard.file(kind)
-    if not is_remote(path):
-        return path
-    from jaxformer.files.copies import local_copy  # imports fsspec, which only a URL needs
-
-    return local_copy(path, shard.files[kind].digest)
 
 
 def most_maps() -> int | None:

@@ -33,7 +33,7 @@ from jaxformer.files import (
 VARIABLE, DEFAULT = "JAXFORMER_COPIES", "~/.cache/jaxformer/copies"
 VERSIONS = ".versions"
 RANGE_BYTES = 16 << 20  # that one request asks for
-TOGETHER = 16  # objects that are asked for or copied at the same time
+OBJECTS_TOGETHER = 16  # objects that are asked for or copied at the same time
 SILENT_BYTES = 10**8  # copies of fewer bytes are made without a line
 # What stores call the version of an object, the surest first.
 VERSION_KEYS = (
@@ -42,14 +42,14 @@ VERSION_KEYS = (
 )
 
 
-class Version(NamedTuple):
+class ObjectVersion(NamedTuple):
     """The size of an object in bytes, and what its store gives another value with each change."""
 
     size: int
     tag: str
 
 
-def version_of(path: Path) -> Version:
+def version_of(path: Path) -> ObjectVersion:
     """The version of an object. Raises ConfigError where there is none, or it may not be read."""
     version = version_if_there(path)
     if version is None:
@@ -57,7 +57,7 @@ def version_of(path: Path) -> Version:
     return version
 
 
-def version_if_there(path: Path) -> Version | None:
+def version_if_there(path: Path) -> ObjectVersion | None:
     """The version of an object, None where there is none. Raises ConfigError where it may not be
     read, unlike `path.exists()`."""
     store: Any = path
@@ -68,14 +68,14 @@ def version_if_there(path: Path) -> Version | None:
             return None
 
 
-def version_in(entry: Mapping[str, Any]) -> Version:
+def version_in(entry: Mapping[str, Any]) -> ObjectVersion:
     """The version that an entry of a listing of fsspec has."""
     tag = next((str(entry[key]) for key in VERSION_KEYS if entry.get(key)), "")
-    return Version(int(entry.get("size") or 0), tag)
+    return ObjectVersion(int(entry.get("size") or 0), tag)
 
 
 @contextlib.contextmanager
-def opened(path: Path, version: Version | None = None) -> Iterator[BinaryIO]:
+def opened(path: Path, version: ObjectVersion | None = None) -> Iterator[BinaryIO]:
     """Opens an object, which is read by ranges. Raises ConfigError where it cannot be read, and
     where it is not, at the end of the block too, of this `version`, by default that of now."""
     version = version or version_of(path)
@@ -90,7 +90,7 @@ def opened(path: Path, version: Version | None = None) -> Iterator[BinaryIO]:
     require_version(path, version)
 
 
-def remote_blocks(path: Path, size: int, version: Version | None = None) -> Iterator[bytes]:
+def remote_blocks(path: Path, size: int, version: ObjectVersion | None = None) -> Iterator[bytes]:
     """The bytes of an object, `size` at a time. Raises ConfigError as `opened` does."""
     version, count = version or version_of(path), 0
     with opened(path, version) as file:
@@ -103,7 +103,7 @@ def remote_blocks(path: Path, size: int, version: Version | None = None) -> Iter
         )
 
 
-def require_version(path: Path, version: Version) -> None:
+def require_version(path: Path, version: ObjectVersion) -> None:
     """Raises ConfigError where an object is now another one, or cannot be read."""
     if version_of(located(str(path))) != version:
         raise ConfigError(
@@ -128,7 +128,7 @@ def local_copies(paths: Sequence[Path], digests: Sequence[str] = ()) -> list[Pat
     wanted = zip(paths, copies, digests or [""] * len(paths), strict=True)
     entries = [entry for entry in wanted if is_remote(entry[0])]
     if entries:
-        with ThreadPoolExecutor(TOGETHER) as threads:
+        with ThreadPoolExecutor(OBJECTS_TOGETHER) as threads:
             are_current = threads.map(lambda entry: _is_current(*entry), entries)
             pairs = zip(entries, are_current, strict=True)
             _make([entry for entry, is_current in pairs if not is_current], threads)
@@ -209,8 +209,8 @@ def _make(entries: list[tuple[Path, Path, str]], threads: ThreadPoolExecutor) ->
     if size >= SILENT_BYTES:
         line = f"copying {source} ({size / 1e9:.2f} GB) to {root}"
         print(line, file=sys.stderr, flush=True)
-    for job in [threads.submit(_make_one, *entry) for entry in entries]:
-        job.result()
+    for copying in [threads.submit(_make_one, *entry) for entry in entries]:
+        copying.result()
 
 
 def _make_one(path: Path, copy: Path, digest: str) -> None:

@@ -18,7 +18,7 @@ import jax
 
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.checkpoints.saving import require_savable
-from jaxformer.config.run import RunConfig, RunSettings, named_sources
+from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig, named_sources
 from jaxformer.files import ConfigError, is_remote, located, store_errors, write_text
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
@@ -49,7 +49,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
     yield versions()
     yield devices()
     yield from directories(run.run, run.data.cache_dir)
-    yield from urls(run)
+    yield from urls(run.data, run.tokenizer, run.run.init_from)
     try:
         check_config(run)
         setup = make_setup(run, lambda line: None)
@@ -157,14 +157,14 @@ def _write_and_remove(folder: Path) -> None:
         path.unlink()
 
 
-def urls(run: RunConfig) -> Iterator[Finding]:
+def urls(data: DataConfig, tokenizer: TokenizerConfig, init_from: str) -> Iterator[Finding]:
     """Whether what the settings name by URLs can be read, with what reads it installed."""
     texts_by_setting = {
-        "data.train": named_sources(run.data.train),
-        "data.validation": named_sources(run.data.validation),
-        "tokenizer.path": [run.tokenizer.path],
-        "tokenizer.chat_template": [run.tokenizer.chat_template],
-        "run.init_from": [run.run.init_from],
+        "data.train": named_sources(data.train),
+        "data.validation": named_sources(data.validation),
+        "tokenizer.path": [tokenizer.path],
+        "tokenizer.chat_template": [tokenizer.chat_template],
+        "run.init_from": [init_from],
     }
     for setting, texts in texts_by_setting.items():
         for text in filter(is_remote, texts):

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.files import ConfigError, located, store_errors
-from jaxformer.files.copies import Version, version_in
+from jaxformer.files.copies import ObjectVersion, version_in
 
 SCHEME = "://"
 
 
-def files_below(root: Path) -> dict[Path, Version]:
+def files_below(root: Path) -> dict[Path, ObjectVersion]:
     """Every file below the URL of a directory, sorted, without hidden ones."""
     store: Any = root
     with store_errors(root, "listed"):
@@ -24,7 +24,7 @@ def files_below(root: Path) -> dict[Path, Version]:
 
 def matching_files(
     spec: str, setting: str, allowed: str
-) -> tuple[Path | None, dict[Path, Version]]:
+) -> tuple[Path | None, dict[Path, ObjectVersion]]:
     """The file of that URL; or the fixed part of a glob, and the sorted files that it finds. Raises
     ConfigError for none, with what is `allowed` instead."""
     path = located(spec)
@@ -52,10 +52,10 @@ def matching_files(
     raise ConfigError(f"{setting}: no file matches the glob {spec!r}; {allowed}")
 
 
-def _visible(root: Path, entries: dict[str, dict[str, Any]]) -> dict[Path, Version]:
+def _visible(root: Path, entries: dict[str, dict[str, Any]]) -> dict[Path, ObjectVersion]:
     """The files of a listing of fsspec, by their names within `root`."""
     store: Any = root
-    files: dict[str, Version] = {}
+    files: dict[str, ObjectVersion] = {}
     for key, entry in entries.items():
         name = key.removeprefix(store.path).lstrip("/")
         if entry["type"] == "file" and not any(part.startswith(".") for part in name.split("/")):
