@@ -38,12 +38,12 @@ class Runs(NamedTuple):
     text: Path
 
 
-def certify(run_dir: Path) -> None:
-    """Writes a certificate of the files of a run."""
+def certify(run_dir: Path, key: Path | None = None) -> None:
+    """Writes a certificate of the files of a run, signed by a private key if one is given."""
     files = read_run(run_dir)
     stated = stated_of(files.folder, files.record, files.lines)
     content = {"format": 1, "versions": {"jax": "0"}, "checks": [], **stated}
-    (run_dir / CERTIFICATE).write_text(json.dumps(sealed(content)))
+    (run_dir / CERTIFICATE).write_text(json.dumps(sealed(content, key)))
 
 
 @pytest.fixture(scope="module")
@@ -339,6 +339,26 @@ def test_a_forger_who_writes_a_certificate_too_is_caught_by_the_key_alone(
     certify(run_dir)
     assert refused(run_dir, steps=STEPS) == ""
     assert "it is not signed" in refused(run_dir, steps=0, public_key="ab" * 32)
+
+
+def test_a_certificate_that_another_key_signs_is_refused(runs: Runs, tmp_path: Path) -> None:
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    public_keys = []
+    for name in ("mine", "forged"):
+        private = ed25519.Ed25519PrivateKey.generate()
+        content = private.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+        (tmp_path / name).write_bytes(content)
+        public_keys.append(private.public_key().public_bytes_raw().hex())
+    run_dir = copied(runs, tmp_path)
+    certify(run_dir, tmp_path / "mine")
+    assert refused(run_dir, steps=0, public_key=public_keys[0]) == ""
+    changed_entry(run_dir, 3, "seconds", 2.0)
+    certify(run_dir, tmp_path / "forged")
+    assert refused(run_dir, steps=0) == ""
+    said = f"it is signed by the key {public_keys[1]}, not by {public_keys[0]}"
+    assert said in refused(run_dir, steps=0, public_key=public_keys[0])
 
 
 def test_other_text_is_refused_and_missing_text_leaves_the_steps_open(
