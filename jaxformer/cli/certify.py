@@ -2,13 +2,13 @@
 
 import sys
 
-from jaxformer.cli.arguments import CertifyArguments, check_output
+from jaxformer.cli.arguments import check_output
+from jaxformer.cli.trust_arguments import CertifyArguments
 from jaxformer.cluster.launch import joined
 from jaxformer.config.format import escaped
-from jaxformer.config.run import RunConfig
 from jaxformer.config.train import LaunchConfig
-from jaxformer.tools.certificate.certify import certify, failed_checks
 from jaxformer.tools.certificate.record import CERTIFICATE, Certificate
+from jaxformer.tools.certificate.writing import certify, failed_checks
 
 
 def run(args: CertifyArguments) -> int:
@@ -18,14 +18,12 @@ def run(args: CertifyArguments) -> int:
     return report(certificate, str(args.output or args.path / CERTIFICATE))
 
 
-def after_training(config: RunConfig) -> int:
-    """The certificate of a run that has just ended, for run.certify."""
-    silent = config.run.progress == "none"
+def after_training(run_dir: str, cache_dir: str, is_silent: bool) -> int:
+    """The certificate of a run that has just ended, for run.certify; the exit status."""
+    log = _ignore if is_silent else _print
     with joined(LaunchConfig(), _ignore):
-        certificate = certify(
-            config.run.dir, cache_dir=config.data.cache_dir, log=_ignore if silent else _print
-        )
-    return report(certificate, f"{config.run.dir}/{CERTIFICATE}")
+        certificate = certify(run_dir, cache_dir=cache_dir, log=log)
+    return report(certificate, f"{run_dir}/{CERTIFICATE}")
 
 
 def report(certificate: Certificate, path: str) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxformer.arrays.mesh import MESH_AXES
-from jaxformer.cli.arguments import ReplayArguments, check_output
+from jaxformer.cli.arguments import check_output
+from jaxformer.cli.trust_arguments import ReplayArguments
 from jaxformer.files import ConfigError, write_text
 from jaxformer.report import printable
 from jaxformer.tools.step_replay import Replay, norms_by_layer, replay
@@ -124,5 +125,9 @@ def as_json(replayed: Replay) -> dict[str, Any]:
     }
 
 
-def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+def _finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and texts of a line, with None for what is not finite."""
+    return {
+        name: value if isinstance(value, str) or math.isfinite(value) else None
+        for name, value in numbers.items()
+    }

@@ -41,7 +41,8 @@ def run(_: TrainArguments, config: RunConfig) -> int:
         if config.run.certify:
             from jaxformer.cli.certify import after_training  # with checks that no other run needs
 
-            return after_training(config)
+            is_silent = config.run.progress == "none"
+            return after_training(config.run.dir, config.data.cache_dir, is_silent)
     return 0
 
 

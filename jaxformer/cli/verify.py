@@ -3,10 +3,10 @@
 from collections import Counter
 
 from jaxformer.arrays.mesh import MESH_AXES
-from jaxformer.cli.arguments import VerifyArguments
+from jaxformer.cli.trust_arguments import VerifyArguments
 from jaxformer.files import ConfigError
 from jaxformer.tools.certificate.record import public_key_in
-from jaxformer.tools.certificate.verify import verify
+from jaxformer.tools.certificate.verification import verify
 
 VERDICTS = {"equal": "equal", "rounding": "equal to rounding", "no": "NO", "not checked": "unknown"}
 VERDICT_WIDTH = max(map(len, VERDICTS.values()))

@@ -36,7 +36,7 @@ from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import compile_step
 from jaxformer.training.deterministic import require_deterministic
 from jaxformer.training.program import Metrics
-from jaxformer.training.state import TrainState, on_mesh
+from jaxformer.training.state import TrainState, mesh_of, on_mesh
 from jaxformer.training.step import Batch, gradients
 
 
@@ -104,7 +104,10 @@ def replay(
         state, _ = advance(state, batches[number])
     batch = batches[step - 1]
     norms = gradient_norms(setup, state, batch)  # before the step, which donates the state
-    nats = _nats(setup, state, batch)
+    nats = None
+    if setup.objective.loss is head_loss:
+        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
+        nats = _nats(run.model, state, batch, key, run.train.n_microbatches)
     _, metrics = advance(state, batch)
     numbers = as_logged(jax.device_get(metrics))
     logged = None
@@ -177,20 +180,19 @@ def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str
     return {path: np.atleast_1d(norm).tolist() for path, norm in norms.items()}
 
 
-def _nats(setup: RunSetup, state: TrainState, batch: Batch) -> np.ndarray | None:
-    """The cross-entropy of each target of a batch, with the dropout of the step."""
-    run = setup.run
-    if setup.objective.loss is not head_loss:
-        return None
-    pieces, nats = run.train.n_microbatches, np.zeros(batch["targets"].shape, np.float32)
-    key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
+def _nats(
+    model: ModelConfig, state: TrainState, batch: Batch, key: jax.Array, pieces: int
+) -> np.ndarray:
+    """The cross-entropy of each target of a batch, with the dropout of the step, whose key this
+    is."""
+    mesh, nats = mesh_of(state), np.zeros(batch["targets"].shape, np.float32)
     program = jax.jit(token_nats, static_argnums=1)
     for piece in range(pieces):
         # Microbatch m of M has the rows m, m + M and so on, and its own key, as in the step.
         rows = {name: array[piece::pieces] for name, array in batch.items()}
-        with on_mesh(setup.mesh):
-            placed = place_batch(rows, setup.mesh)
-            piece_nats = program(state.params, run.model, placed, jax.random.fold_in(key, piece))
+        with on_mesh(mesh):
+            placed = place_batch(rows, mesh)
+            piece_nats = program(state.params, model, placed, jax.random.fold_in(key, piece))
         nats[piece::pieces] = np.asarray(piece_nats)
     return nats
 

@@ -21,11 +21,11 @@ from jaxformer.layers import kernels
 from jaxformer.layers.dot_product import plain
 from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.tools.certificate import leaks, step_checks, text_checks
-from jaxformer.tools.certificate.certify import evidence_of
 from jaxformer.tools.certificate.checks import CHECKS, examined
 from jaxformer.tools.certificate.evidence import Evidence
 from jaxformer.tools.certificate.record import read_certificate, seal_problems
 from jaxformer.tools.certificate.steps import DoneAgain, compared
+from jaxformer.tools.certificate.writing import evidence_of
 from jaxformer.tools.step_replay import state_before
 
 Capture = pytest.CaptureFixture[str]
@@ -157,7 +157,7 @@ def without_first_tokens(patch: pytest.MonkeyPatch, evidence: Evidence) -> Evide
 def of_texts(patch: pytest.MonkeyPatch, evidence: Evidence, first: int) -> Evidence:
     """Evidence whose texts begin with the token `first`, where it should be 7."""
     end = evidence.setup.corpus.tokenizer.end_token
-    patch.setattr(text_checks, "beginning_of", lambda setup: (7,))
+    patch.setattr(text_checks, "beginning_of", lambda evidence: (7,))
     row = np.array([[5, end, first, 8, end, first]], np.int32)
 
     class Rows:

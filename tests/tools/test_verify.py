@@ -17,7 +17,7 @@ from jaxformer.files import ConfigError
 from jaxformer.report.metrics import first_digest, line_digest
 from jaxformer.tools.certificate.chain import Statement, read_run, stated_of
 from jaxformer.tools.certificate.record import CERTIFICATE, digest_of, sealed
-from jaxformer.tools.certificate.verify import verify
+from jaxformer.tools.certificate.verification import verify
 
 Capture = pytest.CaptureFixture[str]
 STEPS = 8

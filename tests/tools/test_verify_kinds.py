@@ -12,7 +12,7 @@ from several import finished, launch_all
 from tiny_run import PLAIN, finish, fork, line, train_here, write_text
 
 from jaxformer.tools.certificate.chain import Statement
-from jaxformer.tools.certificate.verify import verify
+from jaxformer.tools.certificate.verification import verify
 
 pytestmark = pytest.mark.slow
 

@@ -34,7 +34,7 @@ CHECKS = (
         "No text reads another text of its row, nor another row.",
         "The gradient of the outputs of some texts by the embedded tokens of others is exactly 0,"
         " for each bit of the numbers of segments and rows, so that every pair is separated once.",
-        leaks.no_segments,
+        leaks.no_table,
         leaks.texts_apart,
         "a kernel that ignores segments",
     ),

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxformer.arrays.mesh import held_blocks, replicated
 from jaxformer.config.settings import Log
@@ -14,10 +15,9 @@ from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.device import TOLERANCE
 from jaxformer.runs.setup import RunSetup
 from jaxformer.tools.certificate.record import ReplayEntry
+from jaxformer.tools.certificate.steps import StepsAgain
 from jaxformer.training.state import TrainState, on_mesh
 from jaxformer.training.step import Batch
-
-Result = Literal["proven", "not applicable", "failed"]
 
 
 class Measured(NamedTuple):
@@ -37,7 +37,7 @@ class Evidence:
     Attributes:
       setup: of the run.
       state: its newest state, which no check changes but the last one, which donates it.
-      program: its compiled step.
+      again: its compiled step, and steps that are done again by it.
       batch: the batch of the step after it, of this process; NumPy arrays, rows first.
       replays: its steps that were done again.
       folder: a directory that all processes share, in which a check may save a state.
@@ -45,7 +45,7 @@ class Evidence:
 
     setup: RunSetup
     state: TrainState
-    program: Any
+    again: StepsAgain
     batch: dict[str, np.ndarray]
     replays: Sequence[ReplayEntry]
     folder: Path
@@ -61,6 +61,20 @@ class Evidence:
     def tolerance(self) -> float:
         """The largest relative difference that the rounding of the dtype explains."""
         return TOLERANCE[self.dtype]
+
+    def rows(self, wanted: int) -> Batch:
+        """The first rows of each block of rows of the batch, about `wanted` over all devices: at
+        least one a block, and all where there are no more."""
+        blocks, count = held_blocks(self.setup.mesh)
+        size = len(next(iter(self.batch.values()))) // len(blocks)
+        kept = min(max(-(-wanted // count), 1), size)
+        index = [block * size + row for block in range(len(blocks)) for row in range(kept)]
+        return {name: array[index] for name, array in self.batch.items()}
+
+    def row_count(self, batch: Mapping[str, np.ndarray]) -> int:
+        """The rows of a batch over all processes."""
+        blocks, count = held_blocks(self.setup.mesh)
+        return len(next(iter(batch.values()))) // len(blocks) * count
 
 
 class Check(NamedTuple):
@@ -88,25 +102,9 @@ def always(evidence: Evidence) -> str:
     return ""
 
 
-def fewer_rows(setup: RunSetup, batch: Mapping[str, np.ndarray], wanted: int) -> Batch:
-    """The first rows of each block of rows of a batch, about `wanted` over all devices: at least
-    one a block, and all where there are no more."""
-    blocks, count = held_blocks(setup.mesh)
-    size = len(next(iter(batch.values()))) // len(blocks)
-    kept = min(max(-(-wanted // count), 1), size)
-    index = [block * size + row for block in range(len(blocks)) for row in range(kept)]
-    return {name: array[index] for name, array in batch.items()}
-
-
-def rows_of(setup: RunSetup, batch: Mapping[str, np.ndarray]) -> int:
-    """The rows of a batch over all processes."""
-    blocks, count = held_blocks(setup.mesh)
-    return len(next(iter(batch.values()))) // len(blocks) * count
-
-
-def on_one_device(tree: Any, setup: RunSetup) -> Any:
+def on_one_device(tree: Any, mesh: Mesh) -> Any:
     """A tree of arrays of the mesh as arrays that one device of this process holds."""
-    everywhere = jax.tree.map(lambda _: replicated(setup.mesh), tree)
-    with on_mesh(setup.mesh):
+    everywhere = jax.tree.map(lambda _: replicated(mesh), tree)
+    with on_mesh(mesh):
         gathered = jax.jit(lambda leaves: leaves, out_shardings=everywhere)(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), gathered)

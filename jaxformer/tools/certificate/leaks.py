@@ -27,14 +27,14 @@ from jaxformer.layers.embed import WHOLE, Inputs
 from jaxformer.models.inputs import INPUT_NAMES, inputs_of
 from jaxformer.models.transformer import hidden, without_objective
 from jaxformer.runs.expert_check import largest
-from jaxformer.tools.certificate.evidence import Evidence, Measured, fewer_rows
+from jaxformer.tools.certificate.evidence import Evidence, Measured
 from jaxformer.training.state import on_mesh
 from jaxformer.training.step import Batch
 
 ROWS = 4  # of the batch that is looked at
 CUTS = 4  # tries of "future tokens", each at another place in every row
 # Kernels compute blocks of so many tokens, at whose edges an index is wrong most easily.
-BLOCK = 128
+KERNEL_BLOCK = 128
 
 
 class Probe(NamedTuple):
@@ -96,7 +96,7 @@ def future_apart(evidence: Evidence) -> Measured:
 def _sequences(evidence: Evidence) -> Batch:
     """The arrays that the model reads of some rows, [rows, T] each: the sequences of a pair are
     rows of their own."""
-    batch = fewer_rows(evidence.setup, evidence.batch, ROWS)
+    batch = evidence.rows(ROWS)
     names = (*INPUT_NAMES, "segment_ids")
     return {
         name: array.reshape(-1, array.shape[-1]) for name, array in batch.items() if name in names
@@ -148,8 +148,8 @@ def _before(batch: Batch) -> Iterator[Probe]:
     source = None if "source" not in batch else np.zeros(batch["source"].shape, bool)
     for attempt in range(CUTS):
         cuts = rng.integers(0, max(length - 1, 1), (rows, 1))
-        if attempt == 0 and length > BLOCK:
-            cuts[:] = BLOCK - 1
+        if attempt == 0 and length > KERNEL_BLOCK:
+            cuts[:] = KERNEL_BLOCK - 1
         earlier = np.arange(length) <= cuts
         yield Probe(earlier & (segments != 0), ~earlier, source)
 

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from jaxformer.files import ConfigError, read_file, read_object
 
 CERTIFICATE = "certificate.json"  # in a run directory
-FORMAT = 1
+CERTIFICATE_FORMAT = 1
 SOURCES = (".py", ".pyi", ".html", ".css", ".js")  # suffixes of the files of the package
 SEALS = ("sha256", "signature")  # the entries that the digest is not of
 # What is signed, before the digest: a signature of it is one of a certificate and of nothing else.
@@ -82,10 +82,10 @@ def read_certificate(path: Path) -> Certificate:
     there is none, or one of another format."""
     certificate = read_object(path, RESTORE)
     number = certificate.get("format")
-    if number != FORMAT:
+    if number != CERTIFICATE_FORMAT:
         raise ConfigError(
             f"{path} has the format {number!r}, and this jaxformer reads certificates of format"
-            f" {FORMAT}: {RESTORE}."
+            f" {CERTIFICATE_FORMAT}: {RESTORE}."
         )
     return certificate
 

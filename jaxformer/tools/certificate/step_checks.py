@@ -15,20 +15,14 @@ from jaxformer.checkpoints.reading import flat_leaves, saved_steps
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.processes import exchange
 from jaxformer.runs.metric_logger import as_logged
-from jaxformer.tools.certificate.evidence import (
-    Evidence,
-    Measured,
-    fewer_rows,
-    on_one_device,
-    rows_of,
-)
-from jaxformer.tools.certificate.steps import rounding_of, state_digest
+from jaxformer.tools.certificate.evidence import Evidence, Measured, on_one_device
+from jaxformer.tools.certificate.steps import state_digest
 from jaxformer.training.state import TrainState, on_mesh
 from jaxformer.training.step import Batch, Loss, Sums, gradients
 
 # Leaves with a smaller share of the norm of the whole gradient are compared with this share of it:
 # some, such as the bias of keys, have a gradient of rounding alone.
-SMALL = 1e-3
+NEGLIGIBLE = 1e-3
 
 
 def compares_rows(evidence: Evidence) -> str:
@@ -36,7 +30,7 @@ def compares_rows(evidence: Evidence) -> str:
     setup = evidence.setup
     if setup.objective.compares_rows:
         return f"each row of data.objective={setup.task.name} is compared with those of its batch"
-    if rows_of(setup, evidence.batch) < 2 * batch_devices(setup.mesh):
+    if evidence.row_count(evidence.batch) < 2 * batch_devices(setup.mesh):
         return "a batch of this run has one row on each device, which cannot be divided"
     return ""
 
@@ -47,17 +41,15 @@ def accumulated(evidence: Evidence) -> Measured:
     # As many rows as a microbatch of the run, which fit its memory, but at least two on a device.
     size = setup.run.train.batch_size // setup.run.train.n_microbatches
     wanted = max(size // devices // 2 * 2, 2) * devices
-    rows = fewer_rows(setup, evidence.batch, wanted)
+    rows = evidence.rows(wanted)
     loss = _comparable(setup.loss)
     with memory_of("the check of accumulation"):
         batch = setup.placed(rows)
         two = _gradient(evidence, loss, batch, 2)
         one = _gradient(evidence, loss, batch, 1)
     figure = _largest_difference(two, one)
-    text = (
-        f"{rows_of(setup, rows)} rows in 2 microbatches and in 1: the gradients of leaves differ by"
-    )
-    text += f" {figure:.1e} of their norm at most."
+    text = f"{evidence.row_count(rows)} rows in 2 microbatches and in 1: the gradients of leaves"
+    text += f" differ by {figure:.1e} of their norm at most."
     return Measured(figure <= evidence.tolerance, text, figure, evidence.tolerance)
 
 
@@ -68,20 +60,20 @@ def one_device(evidence: Evidence) -> str:
 def equals_one_device(evidence: Evidence) -> Measured:
     """The gradient of some rows on the mesh and on one of its devices."""
     setup = evidence.setup
-    rows = fewer_rows(setup, evidence.batch, 1)
+    rows = evidence.rows(1)
     loss = _comparable(setup.loss)
     with memory_of("the check of the mesh on one device"):
         batch = setup.placed(rows)
-        divided = on_one_device(_gradient(evidence, loss, batch, 1), setup)
-        params = on_one_device(evidence.state.params, setup)
+        divided = on_one_device(_gradient(evidence, loss, batch, 1), setup.mesh)
+        params = on_one_device(evidence.state.params, setup.mesh)
         lone = TrainState(jnp.int32(0), params, None, evidence.state.frozen)
         key = jax.random.key(0)
         alone = jax.jit(lambda batch: gradients(loss, lone, batch, key, 1)[0])(
-            on_one_device(batch, setup)
+            on_one_device(batch, setup.mesh)
         )
     figure = _largest_difference(divided, alone)
     sizes = ", ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
-    text = f"{rows_of(setup, rows)} rows on {setup.mesh.size} devices ({sizes}) and on one: the"
+    text = f"{evidence.row_count(rows)} rows on {setup.mesh.size} devices ({sizes}) and on one: the"
     text += f" gradients of leaves differ by {figure:.1e} of their norm at most."
     return Measured(figure <= evidence.tolerance, text, figure, evidence.tolerance)
 
@@ -122,7 +114,7 @@ def _largest_difference(a: Any, b: Any) -> float:
         return differences, {path: norm(leaf) for path, leaf in second.items()}
 
     differences, sizes = jax.device_get(norms(a, b))
-    least = SMALL * float(np.sqrt(sum(float(size) ** 2 for size in sizes.values())))
+    least = NEGLIGIBLE * float(np.sqrt(sum(float(size) ** 2 for size in sizes.values())))
     ratios = [float(differences[path]) / max(float(sizes[path]), least, 1e-30) for path in sizes]
     largest = max(ratios)
     finite = all(map(np.isfinite, ratios))
@@ -154,10 +146,10 @@ def resumed(evidence: Evidence) -> Measured:
 def _after(evidence: Evidence, state: TrainState, batch: Batch) -> dict[str, str]:
     """The figures of a step, exactly, and the fingerprint of the state after it. `state` is
     donated."""
-    state, metrics = evidence.program(state, batch)
+    state, metrics = evidence.again.program(state, batch)
     figures = as_logged(jax.device_get(metrics))
     return {name: value.hex() for name, value in figures.items()} | {
-        "state": state_digest(evidence.setup, state)
+        "state": state_digest(state, evidence.setup.unsaved)
     }
 
 
@@ -167,7 +159,7 @@ def not_replayed(evidence: Evidence) -> str:
 
 def replayed(evidence: Evidence) -> Measured:
     """The steps that were done again, against the log."""
-    bound = rounding_of(evidence.setup)
+    bound = evidence.again.bound
     counts: Mapping[str, list[int]] = {
         equal: [entry["step"] for entry in evidence.replays if entry["equal"] == equal]
         for equal in ("bitwise", "rounding", "no")

@@ -9,7 +9,8 @@ some hundred times that.
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,11 +58,11 @@ class DoneAgain(NamedTuple):
         return {**self.metrics, STATE: self.state}
 
 
-def state_digest(setup: RunSetup, state: TrainState) -> str:
+def state_digest(state: TrainState, unsaved: Collection[str]) -> str:
     """The fingerprint of what checkpoints hold of a state, 16 hexadecimal digits, whatever its
-    mesh."""
-    unsaved = frozenset(setup.unsaved)
-    leaves = {path: leaf for path, leaf in flat_leaves(state).items() if path not in unsaved}
+    mesh; `unsaved` are the paths that they leave out."""
+    left_out = frozenset(unsaved)
+    leaves = {path: leaf for path, leaf in flat_leaves(state).items() if path not in left_out}
     return fingerprint(leaves)
 
 
@@ -82,42 +83,51 @@ def distances(run_dir: Path) -> dict[int, int]:
     return dict(sorted(behind.items(), key=lambda entry: (entry[1], entry[0])))
 
 
-def chosen_steps(setup: RunSetup, count: int) -> list[int]:
-    """So many logged steps, ascending, drawn at random from those near behind a checkpoint or the
-    beginning. Where there are fewer, those that are nearest. All processes choose the same."""
-    behind = distances(Path(setup.run.run.dir))
-    reach = max(int(setup.run.train.steps * REACH), 1)
+def chosen_steps(run_dir: Path, steps: int, count: int) -> list[int]:
+    """`count` logged steps of a run of so many steps, ascending, drawn at random from those near
+    behind a checkpoint or the beginning. Where there are fewer, those that are nearest. All
+    processes choose the same."""
+    behind = distances(run_dir)
+    reach = max(int(steps * REACH), 1)
     near = [step for step, distance in behind.items() if distance <= reach]
-    steps = near if len(near) <= count else random.SystemRandom().sample(near, count)
-    steps = steps if len(steps) == count else [*behind][:count]
-    chosen: list[int] = json.loads(exchange(json.dumps(sorted(steps)))[0])
+    candidates = near if len(near) > count else [*behind][:count]
+    drawn = random.SystemRandom().sample(candidates, min(count, len(candidates)))
+    chosen: list[int] = json.loads(exchange(json.dumps(sorted(drawn)))[0])
     return chosen
 
 
-def do_again(setup: RunSetup, program: Any, steps: Sequence[int], log: Log) -> Iterator[DoneAgain]:
-    """Does logged steps of a run again, in ascending order, by the compiled step `program`: each
-    from its newest earlier checkpoint, or from the step before it where that is newer. Writes
-    nothing."""
-    folder = Path(setup.run.run.dir)
-    logged, batches = logged_steps(folder), batches_of(str(folder), setup.batches)
-    starts, begun, done = [0, *saved_steps(folder)], 0, -1
-    state: TrainState | None = None
-    for step in steps:
-        if state is None or done < max(start for start in starts if start < step):
-            state = None  # frees its memory
-            state = state_before(setup, step, log)
-            begun = done = int(state.step)
-        for number in range(done, step):
-            state, metrics = program(state, setup.placed(batches[number]))
-        done = step
-        figures = as_logged(jax.device_get(metrics))
-        yield DoneAgain(step, begun, figures, state_digest(setup, state), logged[step])
+@dataclass(frozen=True)
+class StepsAgain:
+    """A run whose steps can be done again, by its compiled step `program`. Writes nothing."""
 
+    setup: RunSetup
+    program: Any
+    log: Log
 
-def rounding_of(setup: RunSetup) -> float:
-    """The largest relative difference of a figure of this run that is called rounding."""
-    with on_mesh(setup.mesh):
-        return ROUNDING[str(compute_dtype(setup.model))]
+    @property
+    def bound(self) -> float:
+        """The largest relative difference of a figure of this run that is called rounding."""
+        with on_mesh(self.setup.mesh):
+            return ROUNDING[str(compute_dtype(self.setup.model))]
+
+    def do(self, steps: Sequence[int]) -> Iterator[DoneAgain]:
+        """Does logged steps of the run again, in ascending order, each from its newest earlier
+        checkpoint, or from the step before it where that is newer."""
+        folder = Path(self.setup.run.run.dir)
+        logged, batches = logged_steps(folder), batches_of(str(folder), self.setup.batches)
+        starts, begun, done = [0, *saved_steps(folder)], 0, -1
+        state: TrainState | None = None
+        for step in steps:
+            if state is None or done < max(start for start in starts if start < step):
+                state = None  # frees its memory
+                state = state_before(self.setup, step, self.log)
+                begun = done = int(state.step)
+            for number in range(done, step):
+                state, metrics = self.program(state, self.setup.placed(batches[number]))
+            done = step
+            figures = as_logged(jax.device_get(metrics))
+            digest = state_digest(state, self.setup.unsaved)
+            yield DoneAgain(step, begun, figures, digest, logged[step])
 
 
 class Difference(NamedTuple):

@@ -7,7 +7,6 @@ import numpy as np
 from jaxformer.data.task import reads_plain_text
 from jaxformer.report.metrics import BEFORE, FILE, LoggedLine, logged_lines
 from jaxformer.runs.rollback import batches_of
-from jaxformer.runs.setup import RunSetup
 from jaxformer.tools.certificate.chain import broken_lines
 from jaxformer.tools.certificate.evidence import Evidence, Measured
 
@@ -21,7 +20,7 @@ def no_beginning(evidence: Evidence) -> str:
         return "the rows of an encoder-decoder begin in a way of their own"
     if setup.run.data.messages_field:
         return "the chat template says how a conversation begins"
-    beginning = beginning_of(setup)
+    beginning = beginning_of(evidence)
     if not beginning:
         stated = f"data.bos={setup.run.data.bos}"
         return f"no token begins a text: with {stated} the template of this tokenizer adds none"
@@ -30,9 +29,10 @@ def no_beginning(evidence: Evidence) -> str:
     return ""
 
 
-def beginning_of(setup: RunSetup) -> tuple[int, ...]:
+def beginning_of(evidence: Evidence) -> tuple[int, ...]:
     """The tokens with which the texts of a run begin, as data.bos or the tokenizer's template says;
     empty where there are none."""
+    setup = evidence.setup
     tokenizer = setup.corpus.tokenizer
     if setup.model.family == "encoder":
         frame = tokenizer.frame(1)
@@ -45,7 +45,7 @@ def beginning_of(setup: RunSetup) -> tuple[int, ...]:
 
 def texts_begin(evidence: Evidence) -> Measured:
     """The first token of each text in some batches."""
-    setup, beginning = evidence.setup, beginning_of(evidence.setup)
+    setup, beginning = evidence.setup, beginning_of(evidence)
     batches = batches_of(setup.run.run.dir, setup.batches)
     is_stream = setup.model.family == "decoder" and reads_plain_text(
         setup.task.template, setup.task.rows
@@ -83,7 +83,7 @@ def _starts(batch: dict[str, np.ndarray], end: int | None) -> np.ndarray:
 
 
 def no_chain(evidence: Evidence) -> str:
-    lines = log_lines(evidence.setup)
+    lines = log_lines(Path(evidence.setup.run.run.dir))
     if lines and BEFORE in lines[0].entry:
         return ""
     return "an earlier version logged this run, whose lines have no digest of the one before them"
@@ -92,7 +92,7 @@ def no_chain(evidence: Evidence) -> str:
 def chained(evidence: Evidence) -> Measured:
     """Every line of metrics.jsonl has the digest of the line before it, and the first one that of
     the run."""
-    lines = log_lines(evidence.setup)
+    lines = log_lines(Path(evidence.setup.run.run.dir))
     broken = broken_lines(lines, evidence.setup.identity)
     if not broken:
         return Measured(True, f"{len(lines)} lines of metrics.jsonl.", 0.0, 0.0)
@@ -101,6 +101,6 @@ def chained(evidence: Evidence) -> Measured:
     return Measured(False, text, float(len(broken)), 0.0)
 
 
-def log_lines(setup: RunSetup) -> list[LoggedLine]:
+def log_lines(run_dir: Path) -> list[LoggedLine]:
     """The lines of metrics.jsonl. Raises ConfigError for one that no run writes."""
-    return list(logged_lines(Path(setup.run.run.dir) / FILE))
+    return list(logged_lines(run_dir / FILE))

@@ -14,7 +14,6 @@ from jaxformer.files import ConfigError, write_text
 from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.device import with_proven_kernel
 from jaxformer.runs.rollback import batches_of
-from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.train_run import compile_step
 from jaxformer.tools.certificate.chain import stated_of
 from jaxformer.tools.certificate.checks import NOT_PROVEN, examined
@@ -22,14 +21,14 @@ from jaxformer.tools.certificate.evidence import Evidence
 from jaxformer.tools.certificate.page import certificate_page
 from jaxformer.tools.certificate.record import (
     CERTIFICATE,
-    FORMAT,
+    CERTIFICATE_FORMAT,
     Certificate,
     as_text,
     private_key_in,
     sealed,
     source_digest,
 )
-from jaxformer.tools.certificate.steps import chosen_steps, compared, do_again, rounding_of
+from jaxformer.tools.certificate.steps import StepsAgain, chosen_steps, compared
 from jaxformer.tools.certificate.text_checks import log_lines
 from jaxformer.tools.step_replay import setup_of_run, state_before
 
@@ -97,7 +96,7 @@ def _content(
             checks.append(entry)
         exchange("")  # no process removes what another one reads
     entries = {"checks": checks, "replayed": [*evidence.replays], "not_proven": [*NOT_PROVEN]}
-    return _record_of(evidence.setup, path) | entries
+    return _record_of(evidence, path) | entries
 
 
 def evidence_of(
@@ -110,19 +109,20 @@ def evidence_of(
         setup = with_proven_kernel(setup, log)
     if not saved_steps(path):
         log("The run has no checkpoint, so the checks look at its first state.")
-    program, bound = compile_step(setup, _ignore), rounding_of(setup)
-    steps = chosen_steps(setup, count)
-    replays = [compared(replay, bound) for replay in do_again(setup, program, steps, log)]
+    again = StepsAgain(setup, compile_step(setup, _ignore), log)
+    steps = chosen_steps(path, setup.run.train.steps, count)
+    replays = [compared(replay, again.bound) for replay in again.do(steps)]
     state = state_before(setup, LARGEST_STEP, log)
     batch = batches_of(str(path), setup.batches)[int(state.step)]
-    return Evidence(setup, state, program, batch, replays, folder, log)
+    return Evidence(setup, state, again, batch, replays, folder, log)
 
 
-def _record_of(setup: RunSetup, path: Path) -> dict[str, Any]:
+def _record_of(evidence: Evidence, path: Path) -> dict[str, Any]:
     """What identifies a run, its data, its files and this machine."""
+    setup = evidence.setup
     device = setup.mesh.devices.flat[0]
     return {
-        "format": FORMAT,
+        "format": CERTIFICATE_FORMAT,
         "run": setup.identity,
         "versions": versions(),
         "device": {
@@ -133,4 +133,4 @@ def _record_of(setup: RunSetup, path: Path) -> dict[str, Any]:
             "mesh": dict(setup.mesh.shape),
         },
         "code": source_digest(),
-    } | stated_of(path, setup.record, log_lines(setup))
+    } | stated_of(path, setup.record, log_lines(path))

@@ -19,7 +19,7 @@ from jaxformer.runs.evaluation import bytes_of_targets, make_evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.train_run import compile_step
 from jaxformer.tools.certificate.chain import RunFiles, Statement, Verdict, compared_files, read_run
-from jaxformer.tools.certificate.steps import differences, distances, do_again, rounding_of
+from jaxformer.tools.certificate.steps import StepsAgain, differences, distances
 from jaxformer.tools.step_replay import setup_of_run, state_before
 from jaxformer.training.state import on_mesh
 
@@ -70,8 +70,9 @@ def verify(
         yield Statement(REPLAYS, "not checked", f"none, since the run cannot be set up: {error}")
     else:
         yield Statement("data", "equal", "its fingerprints are those of data.json.")
-        yield from _done_again(setup, drawn_steps(files.folder, steps, seed), log)
-        yield from _evaluated_again(setup, files, log)
+        again = StepsAgain(setup, compile_step(setup, log), log)
+        yield from _done_again(again, drawn_steps(files.folder, steps, seed))
+        yield from _evaluated_again(again, files)
 
 
 def _set_up(
@@ -95,15 +96,14 @@ def drawn_steps(folder: Path, count: int, seed: int) -> list[int]:
     return sorted(random.Random(seed).sample(nearest, min(count, len(nearest))))
 
 
-def _done_again(setup: RunSetup, steps: Sequence[int], log: Log) -> Iterator[Statement]:
+def _done_again(again: StepsAgain, steps: Sequence[int]) -> Iterator[Statement]:
     """Does steps again, each from the newest earlier checkpoint, or from the step before it."""
-    program, bound = compile_step(setup, log), rounding_of(setup)
-    saved = saved_steps(Path(setup.run.run.dir))
+    saved, bound = saved_steps(Path(again.setup.run.run.dir)), again.bound
     groups = itertools.groupby(steps, lambda step: sum(start < step for start in saved))
     for count, group in groups:
         start = f"the checkpoint of step {saved[count - 1]}" if count else "the beginning"
         try:
-            for replay in do_again(setup, program, [*group], log):
+            for replay in again.do([*group]):
                 text = f"from step {replay.begun}" if replay.begun else "from the beginning"
                 verdict, figures = _in_words(replay.figures, replay.logged, bound)
                 yield Statement(f"step {replay.step}", verdict, f"{text}: {figures}.")
@@ -112,22 +112,23 @@ def _done_again(setup: RunSetup, steps: Sequence[int], log: Log) -> Iterator[Sta
             yield Statement(f"steps after {start}", verdict, f"not done again: {error}")
 
 
-def _evaluated_again(setup: RunSetup, files: RunFiles, log: Log) -> Iterator[Statement]:
+def _evaluated_again(again: StepsAgain, files: RunFiles) -> Iterator[Statement]:
     """Makes the evaluation after the newest checkpoint again, where it was logged."""
-    saved, run = saved_steps(files.folder), setup.run
+    setup, saved = again.setup, saved_steps(files.folder)
     evaluated = [step for step in saved if files.logged(step, "val_loss")]
     if not evaluated or not setup.heldout:
         return
     step = evaluated[-1]
-    state = state_before(setup, step + 1, log)
+    state = state_before(setup, step + 1, again.log)
     evaluation = make_evaluation(
         setup.task.name, setup.model, bytes_of_targets(setup.corpus), setup.loss_options
     )
-    limit = 0 if step == run.train.steps else run.train.eval_batches
+    train = setup.run.train
+    limit = 0 if step == train.steps else train.eval_batches
     batches = itertools.islice(setup.heldout, limit or None)
     with on_mesh(setup.mesh):
         figures = evaluation(state.params, map(setup.placed, batches))
-    verdict, text = _in_words(figures, files.logged(step, "val_loss"), rounding_of(setup))
+    verdict, text = _in_words(figures, files.logged(step, "val_loss"), again.bound)
     yield Statement(f"evaluation after step {step}", verdict, f"{text}.")
 
 
