@@ -35,7 +35,7 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-pytest_plugins = ["reliability", "buckets", "faulty_server"]
+pytest_plugins = ["reliability", "buckets", "faulty_server", "hub_server"]
 
 # No test fails because the machine is slow.
 hypothesis.settings.register_profile("untimed", deadline=None)

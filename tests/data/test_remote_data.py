@@ -15,6 +15,7 @@ import pytest
 import zstandard
 from corpora import prepare, prepare_share, prepare_text
 from faulty_server import NONE, Faults
+from hub_server import REPOSITORY
 
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Batches, tokenizing
@@ -308,6 +309,20 @@ def test_an_object_that_is_replaced_while_it_is_read_is_named(
     with s3_faults.fault(NONE, name, method="GET", before=replace_it):
         message = message_of(str(path), tmp_path)
     assert f"{path} was replaced while it was read" in message
+
+
+def test_files_of_the_hub_are_read_as_those_of_the_disk(hub: Any, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.table({"text": ["so it goes"] * 1000}), tmp_path / "p.parquet")
+    hub.files |= CORPUS | {"p.parquet": (tmp_path / "p.parquet").read_bytes()}
+    local = run_of(tmp_path / "one", put(tmp_path / "text", hub.files))
+    remote = run_of(tmp_path / "two", f"hf://datasets/{REPOSITORY}")
+    assert batches_of(local) == batches_of(remote)
+    assert {*hub.read} == hub.files.keys() - {".hidden.jsonl", "notes.log"}
+    hub.read.clear()
+    assert batches_of(local) == batches_of(remote) and not hub.read
 
 
 def test_a_store_that_was_altered_in_its_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
