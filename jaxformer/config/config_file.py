@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import glob
 import importlib.util
 import os
 import re
@@ -182,10 +183,18 @@ def known_vocabulary(tokenizer: TokenizerConfig, train: str) -> int:
 
 def _has_tokenizer(path: str, train: str) -> bool:
     """Whether the tokenizer exists: tokenizer.path names it, or data.train a prepared directory."""
-    folders = map(os.path.expanduser, named_sources(train))
-    return bool(path) or any(
-        os.path.isfile(os.path.join(folder, "tokenizer.json")) for folder in folders
-    )
+    return bool(path) or any(map(_has_tokenizer_file, named_sources(train)))
+
+
+def _has_tokenizer_file(source: str) -> bool:
+    """Whether a source is a directory with a tokenizer. Raises ConfigError for a URL that cannot be
+    read."""
+    if not is_remote(source):
+        return os.path.isfile(os.path.join(os.path.expanduser(source), "tokenizer.json"))
+    from jaxformer.files.copies import version_if_there  # imports fsspec, which only a URL needs
+
+    is_one = not glob.has_magic(source)
+    return is_one and version_if_there(located(source) / "tokenizer.json") is not None
 
 
 def check(config: RunConfig) -> RunConfig:

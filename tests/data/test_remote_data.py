@@ -21,8 +21,10 @@ from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Batches, tokenizing
 from jaxformer.data.sources import find_source
 from jaxformer.files import ConfigError, copies, located
+from jaxformer.runs.config import load_config
 from jaxformer.tokenizer import Tokenizer
 
+ROOT = Path(__file__).parents[2]
 BYTES = TokenizerConfig(kind="bytes")
 
 
@@ -125,6 +127,16 @@ def test_a_prepared_store_in_a_bucket_is_read_from_copies(
         {str(path.relative_to(tmp_path / "tokens")): path.read_bytes() for path in files},
     )
     assert batches_of(run_of(tmp_path / "third", f"{any_bucket}/copied")) == expected
+
+
+def test_the_size_of_a_model_follows_the_tokenizer_of_a_prepared_store(
+    s3_bucket: str, tmp_path: Path
+) -> None:
+    text, output = put(tmp_path / "text"), f"{s3_bucket}/tokens"
+    prepare_text(run_of(tmp_path / "cache", text), located(output), False, quiet)
+    for train, vocab_size in ((output, 0), (f"{s3_bucket}/*.jsonl", 4096), (text, 4096)):
+        config = load_config(ROOT / "configs/quickstart.py", [f"data.train={train}"])
+        assert config.model.vocab_size == vocab_size
 
 
 def test_a_cache_in_a_bucket_is_shared(s3_bucket: str, tmp_path: Path) -> None:

@@ -69,12 +69,12 @@ def test_what_a_url_names_is_asked_for(
         assert f"ok data.train: {url} can be read" in out
     assert f"ok data.cache_dir: {memory_bucket}/cache can be written" in out
     assert f"problem tokenizer.path: {memory_bucket}/none/tokenizer.json does not exist" in out
-    changes = {"data.train": "gs://bucket/text.txt"}
+    changes = {"tokenizer.path": "gs://bucket/tokenizer"}
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules["fsspec.registry"]._registry, "gs", raising=False)
         patch.setitem(sys.modules, "gcsfs", None)
         assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
-    assert "problem data.train: " in (out := printed(capsys)) and "jaxformer[gcs]" in out
+    assert "problem tokenizer.path: " in (out := printed(capsys)) and "jaxformer[gcs]" in out
 
 
 def test_a_kernel_that_fails_its_check_is_noted_and_a_run_takes_the_next(
