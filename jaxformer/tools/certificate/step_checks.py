@@ -1,7 +1,6 @@
 """Checks of the step of a run: accumulation, the mesh, saving and reading, and replayed steps."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jaxformer.checkpoints.digests import Altered, altered_files
 from jaxformer.checkpoints.reading import flat_leaves, saved_steps
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.processes import exchange
+from jaxformer.files import located
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.tools.certificate.evidence import Evidence, Measured, on_one_device
 from jaxformer.tools.certificate.steps import state_digest
@@ -173,13 +173,13 @@ def replayed(evidence: Evidence) -> Measured:
 
 
 def no_checkpoints(evidence: Evidence) -> str:
-    folder = Path(evidence.setup.run.run.dir)
+    folder = located(evidence.setup.run.run.dir)
     return "" if saved_steps(folder) else "the run has no checkpoint yet"
 
 
 def files_intact(evidence: Evidence) -> Measured:
     """The bytes of the files of all checkpoints."""
-    folder = Path(evidence.setup.run.run.dir)
+    folder = located(evidence.setup.run.run.dir)
     share, problems, steps = (jax.process_index(), jax.process_count()), list[str](), []
     for step in saved_steps(folder):
         steps.append(step)

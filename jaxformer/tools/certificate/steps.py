@@ -20,6 +20,7 @@ from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves, saved_steps
 from jaxformer.cluster.processes import exchange
 from jaxformer.config.settings import Log
+from jaxformer.files import located
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import read_metrics
 from jaxformer.report.metrics import STATE
@@ -113,7 +114,7 @@ class StepsAgain:
     def do(self, steps: Sequence[int]) -> Iterator[DoneAgain]:
         """Does logged steps of the run again, in ascending order, each from its newest earlier
         checkpoint, or from the step before it where that is newer."""
-        folder = Path(self.setup.run.run.dir)
+        folder = located(self.setup.run.run.dir)
         logged, batches = logged_steps(folder), batches_of(str(folder), self.setup.batches)
         starts, begun, done = [0, *saved_steps(folder)], 0, -1
         state: TrainState | None = None

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer.data.task import reads_plain_text
+from jaxformer.files import located
 from jaxformer.report.metrics import BEFORE, FILE, LoggedLine, logged_lines
 from jaxformer.runs.rollback import batches_of
 from jaxformer.tools.certificate.chain import broken_lines
@@ -83,7 +84,7 @@ def _starts(batch: dict[str, np.ndarray], end: int | None) -> np.ndarray:
 
 
 def no_chain(evidence: Evidence) -> str:
-    lines = log_lines(Path(evidence.setup.run.run.dir))
+    lines = log_lines(located(evidence.setup.run.run.dir))
     if lines and BEFORE in lines[0].entry:
         return ""
     return "an earlier version logged this run, whose lines have no digest of the one before them"
@@ -92,7 +93,7 @@ def no_chain(evidence: Evidence) -> str:
 def chained(evidence: Evidence) -> Measured:
     """Every line of metrics.jsonl has the digest of the line before it, and the first one that of
     the run."""
-    lines = log_lines(Path(evidence.setup.run.run.dir))
+    lines = log_lines(located(evidence.setup.run.run.dir))
     broken = broken_lines(lines, evidence.setup.identity)
     if not broken:
         return Measured(True, f"{len(lines)} lines of metrics.jsonl.", 0.0, 0.0)

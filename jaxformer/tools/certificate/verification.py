@@ -11,7 +11,7 @@ from jaxformer.arrays.mesh import mesh_of
 from jaxformer.arrays.sharding import platform
 from jaxformer.checkpoints.reading import saved_steps
 from jaxformer.config.settings import Log
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.report.metrics import STATE
 from jaxformer.runs.device import with_proven_kernel
 from jaxformer.runs.directory import OtherData
@@ -98,7 +98,7 @@ def drawn_steps(folder: Path, count: int, seed: int) -> list[int]:
 
 def _done_again(again: StepsAgain, steps: Sequence[int]) -> Iterator[Statement]:
     """Does steps again, each from the newest earlier checkpoint, or from the step before it."""
-    saved, bound = saved_steps(Path(again.setup.run.run.dir)), again.bound
+    saved, bound = saved_steps(located(again.setup.run.run.dir)), again.bound
     groups = itertools.groupby(steps, lambda step: sum(start < step for start in saved))
     for count, group in groups:
         start = f"the checkpoint of step {saved[count - 1]}" if count else "the beginning"

@@ -1,8 +1,11 @@
 """Writes the certificate of a run: what was proven of it on this machine."""
 
-import tempfile
+import contextlib
+import shutil
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -10,7 +13,7 @@ from jaxformer.arrays.sharding import platform
 from jaxformer.checkpoints.reading import saved_steps, versions
 from jaxformer.cluster.processes import exchange, together
 from jaxformer.config.settings import Log
-from jaxformer.files import ConfigError, write_text
+from jaxformer.files import ConfigError, is_remote, located, make_directory, write_text
 from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.device import with_proven_kernel
 from jaxformer.runs.rollback import batches_of
@@ -59,9 +62,9 @@ def certify(
         raise ConfigError(f"--steps {steps}: give a number of steps, at least 0.")
     if key is not None:
         private_key_in(key)  # before the checks, which take long
-    target = output or Path(path) / CERTIFICATE
+    target = output or located(path) / CERTIFICATE
     quiet: Log = log if jax.process_index() == 0 else _ignore
-    content = _content(Path(path), steps, target.absolute().parent, cache_dir, quiet)
+    content = _content(located(path), steps, target.absolute().parent, cache_dir, quiet)
     certificate = sealed(content, key)
 
     def write() -> None:
@@ -83,13 +86,29 @@ def _ignore(text: str) -> None:
     pass
 
 
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A new directory in `folder`, on a disk or in a bucket, that all processes share, and which is
+    removed at the end."""
+    scratch = folder / exchange(f".certify-{uuid.uuid4().hex[:8]}")[0]
+    make_directory(scratch)
+    try:
+        yield scratch
+    finally:
+        if is_remote(scratch):
+            store = cast(Any, scratch)
+            with contextlib.suppress(FileNotFoundError):
+                store.fs.rm(store.path, recursive=True)
+        else:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
 def _content(
     path: Path, count: int, folder: Path, cache_dir: str | Path, log: Log
 ) -> dict[str, Any]:
     """All of a certificate but its seals. A state may be saved for a while in `folder`."""
-    with tempfile.TemporaryDirectory(prefix=".certify-", dir=folder) as scratch:
-        shared = Path(exchange(scratch)[0])
-        evidence = evidence_of(path, count, shared, cache_dir, log)
+    with _scratch(folder) as scratch:
+        evidence = evidence_of(path, count, scratch, cache_dir, log)
         checks = []
         for entry in examined(evidence):
             log(f"{entry['result']:<15} {entry['name']}: {entry['text']}")
