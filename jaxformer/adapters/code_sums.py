@@ -4,12 +4,14 @@ rounding.
 
 XLA for GPUs makes one reduction of a product, in which the codes become numbers in registers (of
 NF4 where the inputs are adjacent, as `output_major_codes.py` has them), and XLA for TPUs reads int8
-codes in a product of matrices. XLA for CPUs makes a loop of each product: 30 to 36 billion codes a
-second on two cores of an AMD EPYC with AVX-512, which read 36 to 50 GB/s of float32 weights. On it
-a token of GPT-2 124M takes 15.6 ms of processor time in int8, 32 in NF4 and 21.5 in float32, one of
-SmolLM2-135M 17.6, 37 and 24.8. A head stays in float32, and takes a quarter of the time of GPT-2 in
-int8; the values of NF4 are looked up one by one, which takes three times as long as int8's
-conversion. In the comments, R is the number of rows, I that of inputs and O that of outputs.
+codes in a product of matrices. XLA for CPUs makes a loop of each product: 13 to 19 billion codes a
+second on a core of an AMD EPYC with AVX-512 in int8, and 4 in NF4, whose values are looked up one
+by one; of float32 it reads 9 billion weights. Tokens of GPT-2 124M take 0.71 of float32's time in
+int8 and 1.5 in NF4, those of SmolLM2-135M 0.69 and 1.5 to 1.9 (processor time, in turn, both cores
+busy). What else a token takes is the same for all: a head stays in float32, a fifth of the time of
+GPT-2 in float32, and a tenth or more are copies of the cache.
+
+In the comments, R is the number of rows, I that of inputs and O that of outputs.
 """
 
 import functools

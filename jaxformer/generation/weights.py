@@ -95,6 +95,11 @@ def prompt_weights(params: Params, config: ModelConfig) -> Params:
     return params if "virtual" in params else prepared(params, config)
 
 
+def has_int8(weights: Params) -> bool:
+    """Whether some weights are codes of int8."""
+    return any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(weights))
+
+
 class _Cache:
     """The weights that were prepared last, and weak references to the arrays they were made of."""
 

@@ -10,7 +10,7 @@ import pytest
 from shapes import MODELS, VOCABULARY, forward, weights_and_tokens
 
 import jaxformer as jf
-from jaxformer.generation.decode import finish, start, stream_tokens
+from jaxformer.generation.decode import finish, fitted, start, stream_tokens
 from jaxformer.generation.sampling import Sampling, draw
 from jaxformer.generation.token_rules import keep_top_k, keep_top_p
 from jaxformer.generation.weights import prepared
@@ -77,6 +77,15 @@ def test_a_stream_gives_the_tokens_of_generate():
     pieces = list(stream_tokens(params, config, prompt, 13, key=KEY, chunk=5, **rules))
     assert [piece.shape[1] for piece in pieces] == [5, 5, 3]
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+
+
+def test_int8_is_read_by_wider_vectors_and_writes_the_text_of_its_arrays():
+    params, config, prompt = weights_and_tokens("llama")
+    codes = jf.quantize(params, "int8")
+    assert fitted(finish, prepared(params, config)) is finish
+    assert fitted(finish, prepared(codes, config)) is not finish
+    found = jf.generate(codes, config, prompt[:, :9], max_new_tokens=8, temperature=0)
+    np.testing.assert_array_equal(found, greedy_without_cache(codes, config, prompt[:, :9], 8))
 
 
 @pytest.mark.parametrize("count, reads", [(1, False), (2, True)])
