@@ -82,6 +82,8 @@ class Checkpoints:
         self._without = frozenset(without)
         self._retention = (keep, keep_every, keep_best)
         self._manager: ocp.CheckpointManager | None = None  # made by the first save
+        # Called before each save, so that what it depends on is written.
+        self.before_save: Callable[[], None] = lambda: None
         self._saving: int | None = None
         self._read_back = False
         require_savable(self.folder)
@@ -147,6 +149,7 @@ class Checkpoints:
         leaves = {path: leaf for path, leaf in leaves.items() if path not in self._without}
         if self._retention[2] and "val_loss" in (evaluation or {}):
             metrics = {"val_loss": float(evaluation["val_loss"])}  # type: ignore[index]
+        self.before_save()
         with _as_not_saved(self.folder / str(step)):
             manifest = ocp.args.JsonSave(manifest_of(leaves, self._run))
             args = ocp.args.Composite(state=ocp.args.PyTreeSave(leaves), manifest=manifest)

@@ -9,6 +9,7 @@ from jaxformer.config.config_file import read_config
 from jaxformer.config.run import OptimizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, located
+from jaxformer.files.appended import flush_appended
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.optim import make_schedule
 from jaxformer.training.state import TrainState, init_state, state_of
@@ -30,6 +31,8 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
         run=setup.identity,
         without=setup.unsaved,
     )
+    # The lines before a checkpoint are in the store when it is.
+    checkpoints.before_save = flush_appended
     saved, run = checkpoints.steps(), setup.run
     if saved:
         change = changed_schedule(run.run.dir, run.optimizer, train.steps, saved[-1])
