@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, is_remote, located
 from jaxformer.tokenizer.pieces import check_pattern, check_special_tokens
 from jaxformer.tokenizer.words import BLOCK_CHARACTERS, count_words, segments
 
@@ -78,13 +78,15 @@ def train_on(
 
 
 def blocks_of(path: str | os.PathLike[str]) -> Iterator[str]:
-    """The text of a UTF-8 file in blocks, its line ends as they are. Raises ConfigError."""
-    name, decoder, size = os.fspath(path), codecs.getincrementaldecoder("utf-8")(), 0
+    """The text of a UTF-8 file, or of one at a URL, in blocks, its line ends as they are. Raises
+    ConfigError."""
+    # The path of a URL has no `__fspath__`.
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)
+    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
     try:
-        with open(path, "rb", buffering=0) as file:
-            while block := file.read(BLOCK_CHARACTERS):
-                size += len(block)
-                yield decoder.decode(block)
+        for block in _raw_blocks(name):
+            size += len(block)
+            yield decoder.decode(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         # `error.object` is the block, after the bytes that were left of the block before.
@@ -99,6 +101,16 @@ def blocks_of(path: str | os.PathLike[str]) -> Iterator[str]:
         ) from None
     if not size:
         raise ConfigError(f"{name} is empty: give a text file to train on.")
+
+
+def _raw_blocks(name: str) -> Iterator[bytes]:
+    if is_remote(name):
+        from jaxformer.files.copies import remote_blocks  # imports fsspec, which only a URL needs
+
+        yield from remote_blocks(located(name), BLOCK_CHARACTERS)
+        return
+    with open(name, "rb", buffering=0) as file:
+        yield from iter(lambda: file.read(BLOCK_CHARACTERS), b"")
 
 
 def spell(words: Mapping[str, int]) -> tuple[list[str], list[int]]:

@@ -16,7 +16,9 @@ import zstandard
 from corpora import prepare, prepare_share, prepare_text
 from faulty_server import NONE, Faults
 from hub_server import REPOSITORY
+from tiny_run import line, logged, write_text
 
+from jaxformer.cli import main
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Batches, tokenizing
 from jaxformer.data.sources import find_source
@@ -368,3 +370,23 @@ def test_a_bucket_that_may_not_be_written_is_named(
     with s3_faults.fault("denied", method="PUT"), pytest.raises(ConfigError) as caught:
         prepare(run, quiet)
     assert f"{s3_bucket}/cache" in str(caught.value) and "cannot be written" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_commands_read_urls_as_files(s3_bucket: str, tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text.txt")
+    url = put(s3_bucket, {"text.txt": text.read_bytes()}) + "/text.txt"
+    changes = {"train.steps": 6, "model.n_layers": 1}
+    assert main(["prepare", *line(tmp_path / "none", url, changes), "--output", f"{url}.d"]) == 0
+    assert main(["train", *line(tmp_path / "disk", text, changes)]) == 0
+    assert main(["train", *line(tmp_path / "bucket", f"{url}.d", changes)]) == 0
+    disk, bucket = (logged(tmp_path / name) for name in ("disk", "bucket"))
+    assert [entry.get("loss") for entry in disk] == [entry.get("loss") for entry in bucket]
+    for name, source in (("disk", str(text)), ("bucket", url)):
+        tokenizer, ids = str(tmp_path / f"{name}.tokens"), str(tmp_path / f"{name}.npy")
+        options = ["--vocab_size", "300", "--output", tokenizer]
+        assert main(["tokenizer", "train", source, *options]) == 0
+        assert main(["tokenizer", "encode", tokenizer, source, "--output", ids]) == 0
+    assert (tmp_path / "disk.npy").read_bytes() == (tmp_path / "bucket.npy").read_bytes()
+    for source in (str(text), url):
+        assert main(["evaluate", str(tmp_path / "disk"), "--data.validation", source]) == 0
