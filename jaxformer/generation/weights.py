@@ -96,8 +96,12 @@ def prompt_weights(params: Params, config: ModelConfig) -> Params:
 
 
 def has_int8(weights: Params) -> bool:
-    """Whether some weights are codes of int8."""
-    return any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(weights))
+    """Whether some weights are codes of int8; not under a transform of JAX, within which a program
+    has no options of its own."""
+    leaves = jax.tree.leaves(weights)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return False
+    return any(leaf.dtype == jnp.int8 for leaf in leaves)
 
 
 class _Cache:

@@ -86,6 +86,10 @@ def test_int8_is_read_by_wider_vectors_and_writes_the_text_of_its_arrays():
     assert fitted(finish, prepared(codes, config)) is not finish
     found = jf.generate(codes, config, prompt[:, :9], max_new_tokens=8, temperature=0)
     np.testing.assert_array_equal(found, greedy_without_cache(codes, config, prompt[:, :9], 8))
+    inside = jax.jit(lambda codes: jf.generate(codes, config, prompt[:, :9], 12, temperature=0))
+    np.testing.assert_array_equal(
+        inside(codes), jf.generate(codes, config, prompt[:, :9], 12, temperature=0)
+    )
 
 
 @pytest.mark.parametrize("count, reads", [(1, False), (2, True)])
