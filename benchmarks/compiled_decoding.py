@@ -66,7 +66,7 @@ def measure(config: jf.ModelConfig, mesh: Mesh, kind: str) -> Answer:
     stream = jax.eval_shape(begun, params, key)
     rules = Sampling(temperature=0)
     program = decode.lower(placed(params), config, rules, TOKENS, placed(stream)).compile()
-    counts = count(program.as_text())
+    counts = count(program.as_text() or "")
     # The text for a GPU does not say how often a loop runs: it is counted once.
     times = max((loop.trips for loop in counts.loops), default=1) or 1
     leaves = jax.tree.leaves(params["blocks"])

@@ -3,11 +3,12 @@ a tokenizer, `write` is the script that a user would have, from the import to th
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 NEW_TOKENS = 8
 
 
-def make(directory: Path, shape: dict[str, int]) -> None:
+def make(directory: Path, shape: dict[str, Any]) -> None:
     """A Llama of a shape in the files of Hugging Face, with a tokenizer of bytes."""
     import tokenizers
     import torch

@@ -27,6 +27,7 @@ from jaxformer.config.run import (
 from jaxformer.config.saved import from_json
 from jaxformer.config.settings import VOLATILE, choices, step_range
 from jaxformer.files import ConfigError, is_remote, located, read_text, store_errors
+from jaxformer.files.copies import version_if_there
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 
@@ -191,8 +192,6 @@ def _has_tokenizer_file(source: str) -> bool:
     read."""
     if not is_remote(source):
         return os.path.isfile(os.path.join(os.path.expanduser(source), "tokenizer.json"))
-    from jaxformer.files.copies import version_if_there  # imports fsspec, which only a URL needs
-
     is_one = not glob.has_magic(source)
     return is_one and version_if_there(located(source) / "tokenizer.json") is not None
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, is_remote
+from jaxformer.files.copies import local_copies, opened, version_if_there
 
 # Written last: what it describes is complete when it is there.
 MANIFEST = "manifest.json"
@@ -86,8 +87,6 @@ def on_disk(paths: list[Path], digests: list[str]) -> list[Path]:
     at a URL, which have these digests. Raises ConfigError as `local_copies` does."""
     if not paths or not is_remote(paths[0]):
         return paths
-    from jaxformer.files.copies import local_copies  # imports fsspec, which only a URL needs
-
     return local_copies(paths, digests)
 
 
@@ -111,8 +110,6 @@ class Written:
     @classmethod
     def now(cls, path: Path, digest: str) -> "Written":
         if is_remote(path):
-            from jaxformer.files.copies import version_if_there  # imports fsspec
-
             version = version_if_there(path)
             if version is None:
                 raise FileNotFoundError(path)
@@ -148,8 +145,6 @@ def digest(path: Path) -> str:
     """A digest of a file's bytes."""
     blake2b = functools.partial(hashlib.blake2b, digest_size=16)
     if is_remote(path):
-        from jaxformer.files.copies import opened  # imports fsspec, which only a URL needs
-
         with opened(path) as remote:
             return hashlib.file_digest(remote, blake2b).hexdigest()  # type: ignore[arg-type]
     with open(path, "rb") as file:

@@ -14,6 +14,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxformer.files.stores import explained, opened_url, put_file
+
 LOCK = ".lock"  # the file in a run directory that the process of the run locks
 
 
@@ -26,8 +28,6 @@ def located(text: str | Path) -> Path:
     a URL such as gs://bucket/run. Raises ConfigError where nothing here opens such URLs."""
     if not isinstance(text, str) or not is_remote(text):
         return Path(text) if isinstance(text, str) else text
-    from jaxformer.files.stores import opened_url  # imports fsspec, which only a URL needs
-
     try:
         return opened_url(text)
     except ValueError as error:
@@ -49,8 +49,6 @@ def store_errors(path: Path, action: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ConfigError) or not is_remote(path):
             raise
-        from jaxformer.files.stores import explained
-
         raise ConfigError(f"{path} cannot be {action} {explained(error)}.") from error
 
 
@@ -81,8 +79,6 @@ def replacing(
 
 @contextlib.contextmanager
 def _putting(path: Path) -> Iterator[BinaryIO]:
-    from jaxformer.files.stores import put_file
-
     with tempfile.NamedTemporaryFile() as draft:
         yield draft  # type: ignore[misc]
         draft.flush()

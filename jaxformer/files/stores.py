@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import fsspec
-from upath import UPath
-
 # gcsfs logs each error with its traceback, which would stand before the one message about it.
 logging.getLogger("gcsfs").addHandler(logging.NullHandler())
 
@@ -59,6 +56,10 @@ ADVICE_BY_SIGNS = (
 def opened_url(url: str) -> Path:
     """The path of a URL. It has the methods of `pathlib.Path`, but is none, and reads and lists
     anew each time. Raises ValueError where nothing here opens such URLs."""
+    # These take 80 ms, and a run on a disk needs neither.
+    import fsspec
+    from upath import UPath
+
     scheme = url.split("://")[0].lower()
     try:
         fsspec.get_filesystem_class(scheme)
@@ -81,7 +82,7 @@ def opened_url(url: str) -> Path:
     return cast(Path, path)
 
 
-def _reach(path: UPath) -> None:
+def _reach(path: Any) -> None:
     """Asks a store about a path, once for a bucket, so that what keeps it from being read is said
     before anything begins. Raises ValueError."""
     try:

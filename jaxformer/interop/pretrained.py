@@ -32,6 +32,7 @@ from jaxformer.config.adapter import Quantization
 from jaxformer.config.format import human_count
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of, is_remote, write_text
+from jaxformer.files.copies import local_copy
 from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.family import Family
 from jaxformer.interop.gguf_files import GgufFiles, is_gguf
@@ -206,8 +207,6 @@ def _opened(location: Path) -> Opened:
 
 def _opened_gguf(path: Path) -> Opened:
     if is_remote(path):
-        from jaxformer.files.copies import local_copy  # imports fsspec, which only a URL needs
-
         path = local_copy(path)
     files = GgufFiles(path)
     family, architecture = stated_architecture(path, files.values)

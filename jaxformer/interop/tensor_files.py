@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxformer.files import ConfigError, first_of, is_remote, read_object, resolved_file, sync
+from jaxformer.files.copies import local_folder, matching, version_if_there
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"[^/\\:]+\.safetensors")
@@ -133,9 +134,6 @@ def copied_model(directory: Path, only: str = "") -> Path:
     ConfigError as `local_copies` does."""
     if not is_remote(directory):
         return directory
-    # Imports fsspec, which only a URL needs.
-    from jaxformer.files.copies import local_folder, matching, version_if_there
-
     copy, is_weight = local_folder(directory, matching("*.json")), matching(only or "*.safetensors")
     if not only and version_if_there(directory / SINGLE):
         is_weight = matching(SINGLE)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.files import ConfigError, read_file, store_errors, write_text
+from jaxformer.files.stores import put_new
 
 CLAIM = "claim.json"
 RENEWAL = 20.0  # seconds between two renewals
@@ -96,8 +97,6 @@ def _take(path: Path, record: dict[str, Any], name: str) -> None:
 
 
 def _put(path: Path, record: dict[str, Any]) -> bool:
-    from jaxformer.files.stores import put_new  # imports fsspec, which only a URL needs
-
     with store_errors(path, "written"):
         return put_new(path, json.dumps(record).encode())
 

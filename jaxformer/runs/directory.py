@@ -29,6 +29,7 @@ from jaxformer.files import (
     store_errors,
     write_text,
 )
+from jaxformer.files.stores import move_objects
 from jaxformer.report import read_metrics
 from jaxformer.runs.claim import claimed
 from jaxformer.tokenizer import Tokenizer
@@ -269,8 +270,6 @@ def move_away(folder: Path) -> None:
     while lexists(folder / f"before-{number}"):
         number += 1
     if is_remote(folder):
-        from jaxformer.files.stores import move_objects  # imports fsspec, which only a URL needs
-
         move_objects([folder / name for name in names], folder / f"before-{number}")
         return
     for name in names:

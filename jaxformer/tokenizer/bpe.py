@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from jaxformer.files import ConfigError, is_remote, located
+from jaxformer.files.copies import remote_blocks
 from jaxformer.tokenizer.pieces import check_pattern, check_special_tokens
 from jaxformer.tokenizer.words import BLOCK_CHARACTERS, count_words, segments
 
@@ -105,8 +106,6 @@ def blocks_of(path: str | os.PathLike[str]) -> Iterator[str]:
 
 def _raw_blocks(name: str) -> Iterator[bytes]:
     if is_remote(name):
-        from jaxformer.files.copies import remote_blocks  # imports fsspec, which only a URL needs
-
         yield from remote_blocks(located(name), BLOCK_CHARACTERS)
         return
     with open(name, "rb", buffering=0) as file:

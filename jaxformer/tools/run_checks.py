@@ -20,6 +20,7 @@ from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.checkpoints.saving import require_savable
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig, named_sources
 from jaxformer.files import ConfigError, is_remote, located, store_errors, write_text
+from jaxformer.files.copies import version_if_there
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.device import ResolvedRun, with_proven_kernel
@@ -168,9 +169,6 @@ def urls(data: DataConfig, tokenizer: TokenizerConfig, init_from: str) -> Iterat
     }
     for setting, texts in texts_by_setting.items():
         for text in filter(is_remote, texts):
-            # Imports fsspec, which only a URL needs.
-            from jaxformer.files.copies import version_if_there
-
             # Of a glob, and of files by braces, it is known only whether the store answers.
             is_one = not glob.has_magic(text) and "{" not in text
             try:

@@ -11,6 +11,7 @@ from jaxformer.data.sources.error_policy import ErrorHandler
 from jaxformer.data.sources.records import Fields, Record, check_names, checked_records
 from jaxformer.data.sources.source_files import PACKED, SourceFile, read_blocks, unreadable
 from jaxformer.files import ConfigError, is_remote
+from jaxformer.files.copies import opened
 
 if TYPE_CHECKING:
     import pyarrow
@@ -70,8 +71,6 @@ def _opened(path: Path) -> "contextlib.AbstractContextManager[Path | BinaryIO]":
     """The object of a URL, which is read by ranges; a local path as it is."""
     if not is_remote(path):
         return contextlib.nullcontext(path)
-    from jaxformer.files.copies import opened  # imports fsspec, which only a URL needs
-
     return opened(path)
 
 

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from jaxformer.data.cache_files import make_folder
 from jaxformer.data.sources.hub import dataset_files
+from jaxformer.data.sources.remote_files import files_below, matching_files
 from jaxformer.data.sources.source_files import (
     PACKED,
     PYTHON,
@@ -26,6 +27,7 @@ from jaxformer.data.sources.source_files import (
     unreadable,
 )
 from jaxformer.files import ConfigError, is_remote, located, replacing
+from jaxformer.files.copies import local_copies
 
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
 # or by a glob may also be text of another suffix.
@@ -95,8 +97,6 @@ def find_id_files(spec: str, setting: str) -> tuple[SourceFile, ...]:
     files = _named((SourceFile(path.absolute(), "ids") for path in matches), root, setting)
     if not is_remote(spec):
         return files
-    from jaxformer.files.copies import local_copies  # imports fsspec, which only a URL needs
-
     copies = local_copies([file.path for file in files])
     return tuple(replace(file, path=copy) for file, copy in zip(files, copies, strict=True))
 
@@ -151,8 +151,6 @@ def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str
 def _below(root: Path, setting: str) -> Matches:
     """Every file below a directory, sorted, without hidden ones; links are followed once."""
     if is_remote(root):
-        from jaxformer.data.sources.remote_files import files_below  # imports fsspec
-
         return files_below(root)
     paths: list[Path] = []
     seen: set[str] = set()
@@ -174,8 +172,6 @@ def _below(root: Path, setting: str) -> Matches:
 def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
     """The file of that name; or the fixed part of a glob, and the sorted files that it finds."""
     if is_remote(spec):
-        from jaxformer.data.sources.remote_files import matching_files  # imports fsspec
-
         return matching_files(spec, setting, ALLOWED)
     path = Path(os.path.expanduser(spec))
     if path.is_file():

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxformer.data.sources.error_policy import ErrorHandler, require_content
 from jaxformer.files import ConfigError, is_remote
+from jaxformer.files.copies import remote_blocks
 
 READ_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
@@ -90,8 +91,6 @@ def read_blocks(path: Path) -> Iterator[bytes]:
 def _raw_blocks(path: Path, size: int) -> Iterator[bytes]:
     """The bytes of a file, `size` at a time."""
     if is_remote(path):
-        from jaxformer.files.copies import remote_blocks  # imports fsspec, which only a URL needs
-
         yield from remote_blocks(path, size)
         return
     try:
