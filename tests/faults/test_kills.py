@@ -7,7 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_run import assert_same_run, finish, fork, launch, line, lines_logged, wait_until
+from tiny_run import STEPS, assert_same_run, finish, fork, launch, line, lines_logged, wait_until
+
+from jaxformer.checkpoints.buckets import object_names
+from jaxformer.files import ConfigError, located
+from jaxformer.report import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -57,3 +61,43 @@ def test_a_run_killed_at_random_moments_while_it_trains_is_continued_bitwise(
         finish(process, -signal.SIGKILL)
     finish(fork(arguments))
     assert_same_run(run_dir, expected)
+
+
+@pytest.mark.fault(
+    "SIGKILL at random moments of a run whose run.dir is in a bucket: 12 in 2 runs",
+    kept="A checkpoint without its marker does not count, and the next start removes it. Continued,"
+    " the run is the uninterrupted one.",
+    status="137",
+)
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=LONG)])
+def test_a_run_in_a_bucket_killed_at_random_moments_is_continued_bitwise(
+    kills: int, whole: tuple[Path, Path], s3_bucket: str
+) -> None:
+    expected, text = whole
+    run_dir, rng = located(f"{s3_bucket}/run"), random.Random(kills)
+    changes = {"train.checkpoint_every": 1, "train.keep_checkpoints": 2}
+    arguments = line(run_dir, text, changes)
+    for _ in range(kills):
+        before, steps = steps_logged(run_dir), rng.choice([0, 1, 2, 3])
+
+        def has_trained(logged: int = before + steps) -> bool:
+            time.sleep(0.05)  # each look asks the store
+            return steps_logged(run_dir) >= logged
+
+        process = fork(arguments)
+        wait_until(has_trained, process)
+        time.sleep(rng.uniform(0, 0.5 if steps else 4))
+        process.kill()
+        finish(process, -signal.SIGKILL)
+    finish(fork(arguments))
+    assert_same_run(run_dir, expected)
+    names = object_names(run_dir / "checkpoints")
+    assert {name.split("/")[0] for name in names} == {str(STEPS - 1), str(STEPS)}
+    assert not (run_dir / "claim.json").exists()
+
+
+def steps_logged(run_dir: Path) -> int:
+    try:
+        return len(read_metrics(run_dir))
+    except ConfigError:  # nothing was logged yet
+        return 0

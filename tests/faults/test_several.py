@@ -1,13 +1,16 @@
 """Damage that one process of several sees, and steps that are not finite: all do the same."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from several import SMALL, ends, finished, launch_all, uninterrupted
-from tiny_run import assert_same_run, copy, figures, saved
+from tiny_run import assert_same_run, copy, figures, saved, wait_until
 
 import jaxformer as jf
+from jaxformer.checkpoints.reading import saved_steps
+from jaxformer.files import located
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -49,6 +52,33 @@ def test_damage_that_one_process_sees_makes_all_fall_back(
     assert (run_dir / "checkpoints/damaged-8/damage.txt").is_file()
     assert saved(run_dir) == saved(expected)
     assert_same_run(run_dir, expected)
+
+
+@pytest.mark.fault(
+    "SIGKILL of two processes of a run whose run.dir is in a bucket, and each saved its shards",
+    kept="Continued, the run is the uninterrupted one.",
+    status="137",
+)
+@pytest.mark.parametrize("fsdp", [pytest.param(2, marks=pytest.mark.faults)])
+def test_two_processes_of_a_run_in_a_bucket_are_continued_bitwise(
+    fsdp: int, tmp_path: Path, s3_bucket: str
+) -> None:
+    changes = SMALL | {"mesh.fsdp": fsdp, "train.checkpoint_every": 2}
+    expected, text = uninterrupted(tmp_path, changes)
+    run_dir = located(f"{s3_bucket}/run")
+
+    def has_saved() -> bool:
+        time.sleep(0.05)  # each look asks the store
+        return bool(saved_steps(run_dir))
+
+    processes = launch_all(2, run_dir, text, changes)
+    wait_until(has_saved, processes[0])
+    for process in processes.values():
+        process.kill()
+    ends(processes)
+    finished(launch_all(2, run_dir, text, changes))
+    assert_same_run(run_dir, expected)
+    assert saved_steps(run_dir) == saved(expected)
 
 
 @pytest.mark.fault(
