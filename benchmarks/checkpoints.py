@@ -1,5 +1,6 @@
 """What a save costs a run, what its digests cost a save, and what the chain of metrics.jsonl costs.
 `python benchmarks/checkpoints.py`
+With `--bucket s3://bucket/folder` also what a save there costs beside one on the disk.
 
 The state of a config is saved with and without digests, in turns, each until it is on the disk. A
 step waits for the part of a save that copies the state; its share is of the steps between two saves
@@ -55,6 +56,19 @@ def save_seconds(state: Any, folder: str, digests: bool) -> tuple[float, float]:
         return blocked, time.perf_counter() - begin
 
 
+def bucket_seconds(state: Any, bucket: str, disk: str, pairs: int) -> dict[str, float]:
+    """The medians of `save_seconds` in a bucket, and of its ratio to a save on the disk, in pairs
+    of turns."""
+    taken: list[tuple[float, float, float]] = []
+    for pair in range(pairs + 1):  # the first is a warm-up
+        seconds = {}
+        for folder in (bucket, disk) if pair % 2 else (disk, bucket):
+            seconds[folder] = save_seconds(state, folder, digests=True)
+        taken.append((*seconds[bucket], seconds[bucket][1] / seconds[disk][1]))
+    blocked, saved, ratio = (statistics.median(column) for column in zip(*taken[1:], strict=True))
+    return {"bucket_blocked": blocked, "bucket_save": saved, "bucket_save_ratio": ratio}
+
+
 def step_seconds(bare: Ready, steps: int) -> tuple[Any, float]:
     """The state after some steps, and the median time of one."""
     state, batch, taken = bare.state(), bare.batch(0), []
@@ -98,6 +112,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5, help="steps whose time is measured")
     parser.add_argument("--config", default=str(HERE.parent / "configs/quickstart.py"))
+    parser.add_argument("--bucket", default="", help="the URL of a folder to save to as well")
     add_smoke(parser)
     options = parser.parse_args()
     fields: dict[str, object] = {}
@@ -128,6 +143,9 @@ def main() -> None:
                     blocked[on].append(waited)
                     whole[on].append(seconds)
             digest += [taken] * bool(pair)
+        bucket = (
+            bucket_seconds(state, options.bucket, scratch, options.pairs) if options.bucket else {}
+        )
     chain = chain_shares(bare, state, run, options.pairs)  # which donates the state
     every = run.train.checkpoint_every
     found = {
@@ -145,6 +163,7 @@ def main() -> None:
         "chain_share": statistics.median(chain),
         "chain_digests_share": statistics.median(digest) / (run.train.log_every * step),
         "load_before": load,
+        **bucket,
     }
     rows = [[name, f"{value:.4g}"] for name, value in found.items()]
     print_table(["measure (seconds, bytes, shares)", options.config.rsplit("/", 1)[-1]], rows)
