@@ -1,5 +1,6 @@
 """The claim on a run directory in a bucket."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from jaxformer.runs.directory import FILES_OF_A_RUN, lock, move_away
 HOLDER = """
 import sys
 from jaxformer.files import located
+from jaxformer.runs import claim
 from jaxformer.runs.claim import claimed
+claim.RENEWAL = 0.2
 with claimed(located(sys.argv[1]), "run.dir"):
     print("claimed", flush=True)
     sys.stdin.read()
@@ -28,6 +31,7 @@ def holder_of(url: str) -> subprocess.Popen[str]:
         [sys.executable, "-c", HOLDER, url],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "claimed\n"
@@ -73,6 +77,23 @@ def test_a_claim_of_another_machine_counts_while_it_is_renewed(
     with waiting, refusal, claimed(folder, "run.dir"):
         pass
     assert read_object(folder / "claim.json")["id"] == "a"
+
+
+def test_a_process_whose_claim_was_taken_over_ends(s3_bucket: str) -> None:
+    path = located(f"{s3_bucket}/run/claim.json")
+    process = holder_of(str(path.parent))
+    try:
+        for _ in range(60):  # its own renewal may come between
+            write_text(path, json.dumps({"host": "far", "pid": 7, "id": "a"}))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+                break
+        assert process.returncode == 1
+        assert process.stderr is not None
+        assert f"error: process 7 on far has taken over {path}" in process.stderr.read()
+    finally:
+        process.kill()
+    assert read_object(path)["id"] == "a"
 
 
 def test_a_claim_is_renewed(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
