@@ -2,6 +2,8 @@
 
 import sys
 
+import jax
+
 from jaxformer.cli.arguments import check_output
 from jaxformer.cli.trust_arguments import CertifyArguments
 from jaxformer.cluster.launch import joined
@@ -28,8 +30,6 @@ def after_training(run_dir: str, cache_dir: str, is_silent: bool) -> int:
 
 def report(certificate: Certificate, path: str) -> int:
     """Prints the result of a certificate; the exit status."""
-    import jax
-
     failed, first = failed_checks(certificate), jax.process_index() == 0
     if failed:
         if first:

@@ -19,7 +19,7 @@ CHECKS = (
         " rounding of the dtype.",
         always,
         kernel_checks.attention_kernel,
-        "a kernel that is wrong by 1 %, and one that ignores segments",
+        "a kernel that is wrong by 1 %",
     ),
     Check(
         "expert kernel",
@@ -78,7 +78,7 @@ CHECKS = (
         "The gradient of real rows on the mesh and on one device of it, where they fit its memory.",
         step_checks.one_device,
         step_checks.equals_one_device,
-        "a gradient that one replica of two lacks",
+        "a gradient on the mesh that lacks half of the rows",
     ),
     Check(
         "replayed steps",
