@@ -161,7 +161,10 @@ def shortest(prepare, run):
 
 
 def with_cache(config, params, length, rows=1):
-    """Seconds of a token of each row, bytes that stay, and temporary bytes."""
+    """Seconds of a token of each row, bytes that stay, and temporary bytes.
+
+    Prompts and caches have lengths of a ladder (32 times 1, 2, 3, 4, 6, 8, 12 and so on), so that
+    few programs serve all lengths: the cache may have more slots than there are tokens."""
     prompt = np.ones((rows, length - NEW), np.int32)
     weights = prepared(params, config)
 
@@ -171,6 +174,8 @@ def with_cache(config, params, length, rows=1):
     stream = prompt_read()
     program = decode.lower(weights, config, Sampling(temperature=0), NEW, stream).compile()
     seconds = shortest(prompt_read, lambda stream: program(weights, stream))
+    slots = stream.cache.k[0].shape[1]  # of [rows, slots, heads, width]
+    assert length <= slots and cache_bytes(stream.cache) == formula(config, rows, slots, itemsize=4)
     return seconds / NEW, cache_bytes(stream.cache), program.memory_analysis().temp_size_in_bytes
 
 
@@ -191,7 +196,6 @@ for length, ratio in zip(LENGTHS, ratios, strict=True):
     print(f"{length:5} tokens: without a cache a token takes {ratio:6.1f} times as long")
 assert ratios[-1] > 5
 kept = measured["with a cache"][:, 1]
-np.testing.assert_array_equal(kept, [formula(config, 1, length, itemsize=4) for length in LENGTHS])
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
@@ -227,7 +231,6 @@ found = {}
 for name, kv_heads in HEADS.items():
     grouped = dataclasses.replace(config, n_kv_heads=kv_heads)
     values = with_cache(grouped, jf.init(grouped, jax.random.key(0)), LENGTH, ROWS)
-    assert values[1] == formula(grouped, ROWS, LENGTH, itemsize=4)
     found[name] = values
     print(f"{name:10} {values[1] / 2**20:5.0f} MiB, {1e3 * values[0]:5.1f} ms a step")
 assert found["MHA"][1] == 8 * found["MQA"][1]
