@@ -7,6 +7,7 @@ comments, I is the number of inputs and O that of outputs.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -79,4 +80,4 @@ class OutputMajorNF4:
 
     def astype(self, dtype: Any) -> "OutputMajorNF4":
         """The same codes, which then stand for an array of this dtype."""
-        return self.replace(dtype=str(jnp.dtype(dtype)))  # type: ignore[attr-defined, no-any-return]
+        return replace(self, dtype=str(jnp.dtype(dtype)))

@@ -197,19 +197,10 @@ def _search(
 ) -> tuple[Beams, Any]:
     """The best texts, and the steps if they are recorded."""
     batch, beams = stream.logits.shape[0], rules.beams
-    written = replace(stream.written, stops=None)
-    cache, logits, layout, written = repeated(
-        (stream.cache, stream.logits, stream.layout, written), beams
+    live, finished = _begun(stream, rules, n)
+    cache, layout, written = repeated(
+        (stream.cache, stream.layout, replace(stream.written, stops=None)), beams
     )
-    stops = stream.written.stops
-    if stops is not None:
-        stops = stops.of_rows(jnp.arange(batch).repeat(beams))
-    tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
-    # All beams of a row begin equal. Only the first counts, or the first step would choose the same
-    # token for each.
-    first_only = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
-    live = _Live(tokens, jnp.broadcast_to(first_only, (batch, beams)), logits, stops)
-    finished = Beams(tokens[:, : rules.finished], jnp.full((batch, rules.finished), -jnp.inf))
 
     def goes_on(carry: _Carry) -> jax.Array:
         i, live, finished, _, closed, _ = carry
@@ -246,6 +237,21 @@ def _search(
     if closed is not None:
         best = jax.tree.map(lambda a: a[:, : rules.keep or beams], _where(closed, finished, best))
     return best, None if steps is None else steps._replace(done=i)
+
+
+def _begun(stream: Stream, rules: Search, n: int) -> tuple[_Live, Beams]:
+    """The unfinished texts before the first of n tokens, and no finished ones."""
+    batch, beams = stream.logits.shape[0], rules.beams
+    tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
+    # All beams of a row begin equal. Only the first counts, or the first step would choose the same
+    # token for each.
+    first_only = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
+    logs = jnp.broadcast_to(first_only, (batch, beams))
+    stops = stream.written.stops
+    if stops is not None:
+        stops = stops.of_rows(jnp.arange(batch).repeat(beams))
+    live = _Live(tokens, logs, repeated(stream.logits, beams), stops)
+    return live, Beams(tokens[:, : rules.finished], jnp.full((batch, rules.finished), -jnp.inf))
 
 
 def _closes(live: _Live, finished: Beams, rules: Search, length: jax.Array) -> jax.Array:

@@ -272,6 +272,15 @@ def theirs(name, rows, pair=None, **settings):
     return made.sequences[:, start:].numpy(), getattr(made, "sequences_scores", None)
 
 
+def searched(name, rows, settings):
+    """What our search finds for the rows of a model of transformers."""
+    params, config = loaded(name).params, loaded(name).config
+    if name == "llama":
+        return beam_search(params, config, rows["input_ids"], NEW, **settings)
+    source = {"source": rows["input_ids"], "source_segment_ids": rows["attention_mask"]}
+    return beam_search(params, config, [[3]] * 3, NEW, **source, **settings)
+
+
 SEARCHES = [
     ("llama", 1.0, False, {}),
     ("llama", 0.3, True, {"repetition_penalty": 1.4}),
@@ -300,12 +309,7 @@ def test_the_best_texts_are_those_of_transformers(name, penalty, early, rules, e
     ours |= {key.removesuffix("_ids"): value for key, value in rules.items()}
     if "bad_words" in ours:
         ours["bad_words"] = tuple(map(tuple, ours["bad_words"]))
-    params, config = loaded(name).params, loaded(name).config
-    if name == "marian":
-        source = {"source": rows["input_ids"], "source_segment_ids": rows["attention_mask"]}
-        found = beam_search(params, config, [[3]] * 3, NEW, **source, **ours)
-    else:
-        found = beam_search(params, config, rows["input_ids"], NEW, **ours)
+    found = searched(name, rows, ours)
 
     def cut(text):
         """A text up to its end."""
@@ -327,15 +331,10 @@ def test_a_stop_string_finishes_a_text_as_in_transformers(name, early):
     stated = {"num_beams": WIDTH, "num_return_sequences": KEPT, "length_penalty": 0.0}
     tokens, scores = theirs(name, rows, pair, **stated, **settings)
     ours = {"beams": WIDTH, "keep": KEPT, "length_penalty": 0.0, "length_divisor": "tokens"}
-    params, config = loaded(name).params, loaded(name).config
     tokenizer = Named()
-    tokenizer.vocab_size = config.vocab_size
+    tokenizer.vocab_size = loaded(name).config.vocab_size
     ours |= {"stop_strings": ("<{}><{}>".format(*pair),), "tokenizer": tokenizer, **settings}
-    if name == "marian":
-        source = {"source": rows["input_ids"], "source_segment_ids": rows["attention_mask"]}
-        found = beam_search(params, config, [[3]] * 3, NEW, **source, **ours)
-    else:
-        found = beam_search(params, config, rows["input_ids"], NEW, **ours)
+    found = searched(name, rows, ours)
 
     def cut(text):
         """A text up to the pair."""
