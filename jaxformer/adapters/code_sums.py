@@ -41,6 +41,19 @@ def leading_inputs(equation: str) -> int:
     return inputs if (right[:inputs], out) == (left[len(free) :], free + right[inputs:]) else 0
 
 
+def contracts_last(equation: str) -> bool:
+    """Whether the last axis of x and the last of a matrix are contracted, as those of a head:
+    "BTD,VD->BTV"."""
+    left, right, out = equation.replace("->", ",").split(",")
+    return len(right) == 2 and left[-1] == right[1] and out == left[:-1] + right[0]
+
+
+def inputs_first(equation: str) -> str:
+    """The product of `contracts_last` with the transposed matrix: "BTD,DV->BTV"."""
+    left, right, out = equation.replace("->", ",").split(",")
+    return f"{left},{right[::-1]}->{out}"
+
+
 def reads_codes(
     x: jax.Array, shape: tuple[int, ...], dtype: str, inputs: int, platforms: Platforms
 ) -> bool:
@@ -141,7 +154,7 @@ def _written(x: jax.Array) -> jax.Array:
     """x, unchanged, which XLA has written to memory, since it is a product of matrices. It fuses
     anything else into the loops that read it, where a norm would be computed again for each
     output."""
-    return (x.reshape(-1, SUMMED) @ jnp.eye(SUMMED, dtype=x.dtype)).reshape(x.shape)
+    return (x.reshape(-1, SUMMED) @ np.eye(SUMMED, dtype=np.float32)).reshape(x.shape)
 
 
 def _added(terms: list[jax.Array]) -> Sequence[jax.Array]:

@@ -1,4 +1,5 @@
-"""NF4 weights as a decode loop on a GPU or a TPU reads them: with the inputs last.
+"""Quantized weights as a decode loop reads them: NF4 on a GPU or a TPU with the inputs last, and
+the int8 codes of a head on a CPU with the inputs first.
 
 The blocks of NF4 lie along the outputs. A sum over inputs that are not adjacent makes XLA for GPUs
 copy the codes for every product, and XLA for TPUs make the array. With the inputs adjacent the
@@ -14,10 +15,17 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.adapters.code_sums import Platforms, high_and_low, looked_up
-from jaxformer.adapters.quantized import BLOCK, NF4_VALUES, NF4Weight, contract_codes
+from jaxformer.adapters.code_sums import (
+    NF4_BYTES,
+    Platforms,
+    contracts_last,
+    high_and_low,
+    inputs_first,
+    looked_up,
+)
+from jaxformer.adapters.quantized import BLOCK, NF4_VALUES, Int8Weight, NF4Weight, contract_codes
 from jaxformer.arrays.params import RowGroups, lookup
-from jaxformer.arrays.sharding import Axes, explicit_axes
+from jaxformer.arrays.sharding import Axes, constrain, explicit_axes
 
 
 @struct.dataclass
@@ -81,3 +89,51 @@ class OutputMajorNF4:
     def astype(self, dtype: Any) -> "OutputMajorNF4":
         """The same codes, which then stand for an array of this dtype."""
         return replace(self, dtype=str(jnp.dtype(dtype)))
+
+
+@struct.dataclass
+class Int8Head:
+    """An int8 table [V, D] that a head multiplies on a CPU: `table`, whose rows are looked up, and
+    its codes once more as [D, V'] with V' >= V a number that `reads_codes` takes, filled up with
+    zeros. A sum over inputs that are adjacent would not be vectorized."""
+
+    table: Int8Weight
+    turned: Int8Weight
+    trainable: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, table: Int8Weight) -> "Int8Head":
+        turned = table.turned()
+        filling = [(0, 0), (0, -table.shape[0] % (2 * NF4_BYTES))]
+        codes, scale = jnp.pad(turned.codes, filling), jnp.pad(turned.scale, filling)
+        return cls(table, replace(turned, codes=codes, scale=scale))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.table.shape
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        *,
+        to: Axes | None,
+        dtype: Any,
+        groups: RowGroups | None = None,
+    ) -> jax.Array:
+        if groups is not None or not contracts_last(equation):
+            return self.table.contract(equation, x, to=to, dtype=dtype, groups=groups)
+        y = self.turned.contract(inputs_first(equation), x, to=None, dtype=dtype)
+        y = y[..., : self.shape[0]]
+        return constrain(y, to) if to else y
+
+    def lookup(self, index: Any, to: Axes) -> jax.Array:
+        return self.table.lookup(index, to)
+
+    def astype(self, dtype: Any) -> "Int8Head":
+        """The same codes, which then stand for an array of this dtype."""
+        return Int8Head(self.table.astype(dtype), self.turned.astype(dtype))

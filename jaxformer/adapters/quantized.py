@@ -26,7 +26,9 @@ from jax.sharding import PartitionSpec
 
 from jaxformer.adapters.code_sums import (
     Platforms,
+    contracts_last,
     high_and_low,
+    inputs_first,
     int8_sums,
     leading_inputs,
     looked_up,
@@ -34,7 +36,7 @@ from jaxformer.adapters.code_sums import (
     reads_codes,
 )
 from jaxformer.arrays.params import CustomLeaf, RowGroups, Spec, contract, lookup, zeros
-from jaxformer.arrays.sharding import Axes, constrain, explicit_axes, gathered
+from jaxformer.arrays.sharding import Axes, constrain, explicit_axes, gathered, platform
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.settings import Table
 
@@ -154,7 +156,15 @@ class Int8Weight:
         dtype: Any,
         groups: RowGroups | None = None,
     ) -> jax.Array:
+        if platform() == "gpu" and contracts_last(equation):
+            # A head [V, D]: the sums read its codes as they are, since XLA fuses the transposition.
+            turned = self.turned()
+            return turned.contract(inputs_first(equation), x, to=to, dtype=dtype, groups=groups)
         return contract_codes(self, equation, x, to=to, dtype=dtype, groups=groups)
+
+    def turned(self) -> "Int8Weight":
+        """The transposed matrix of a matrix [O, I]."""
+        return replace(self, codes=self.codes.T, scale=self.scale.T)
 
     def sums(self, x: jax.Array) -> jax.Array:
         return int8_sums(x, self.codes, self.scale)
@@ -414,16 +424,19 @@ def nf4_rows(spec: Spec, double: bool = False) -> NF4Weight:
 
 
 class Quantizer(NamedTuple):
-    """What makes a leaf of a weight and its row, and what makes the rows of that leaf's arrays."""
+    """What makes a leaf of a weight and its row, what makes the rows of that leaf's arrays, and
+    whether `jf.quantize` makes one of the tables of tokens too: the embedding and the head."""
 
     make: Callable[[jax.Array, Spec], QuantizedLeaf]
     rows: Callable[[Spec], Any]
+    of_tokens: bool = False
 
 
 QUANTIZERS: Table[Quantizer] = Table(
     Quantization,
     {
-        "int8": Quantizer(to_int8, int8_rows),
+        "int8": Quantizer(to_int8, int8_rows, of_tokens=True),
+        "int8_blocks": Quantizer(to_int8, int8_rows),
         "nf4": Quantizer(to_nf4, nf4_rows),
         "nf4_double": Quantizer(
             functools.partial(to_nf4, double=True), functools.partial(nf4_rows, double=True)

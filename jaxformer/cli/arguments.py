@@ -13,9 +13,11 @@ from jaxformer.cli.trust_arguments import CertifyArguments, ReplayArguments, Ver
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import ObjectiveName, RunConfig
+from jaxformer.config.settings import choices
 from jaxformer.files import ConfigError, is_remote, located
 from jaxformer.runs.config import parse_arguments
 
+QUANTIZATIONS = "{" + ",".join(choices(Quantization)) + "}"
 ConfigArgumentsT = TypeVar("ConfigArgumentsT", bound="ConfigArguments")
 
 
@@ -40,9 +42,10 @@ class StepArguments:
 class ModelArguments(StepArguments):
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directory, or a directory with a Hugging Face model or an adapter of peft."""
-    quantize: Annotated[Quantization | None, tyro.conf.arg(metavar="{int8,nf4,nf4_double}")] = None
+    quantize: Annotated[Quantization | None, tyro.conf.arg(metavar=QUANTIZATIONS)] = None
     """Quantize the matrices of the blocks while the model is loaded: int8 takes a byte a weight,
-    nf4 0.56 bytes, nf4_double 0.52."""
+    also in the table of tokens and the head (int8_blocks: not there), nf4 0.56 bytes, nf4_double
+    0.52."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 from jaxformer.config.settings import Bounds, Count, Rate, Section
 
 AdapterKind = Literal["none", "lora", "prompt", "prefix"]
-# Formats in which weights are loaded; nf4_double stores its scales in 8 bits too.
-Quantization = Literal["int8", "nf4", "nf4_double"]
+# Formats in which weights are loaded: int8 also that of the tables of tokens, int8_blocks that of
+# the blocks alone; nf4_double stores its scales in 8 bits too.
+Quantization = Literal["int8", "int8_blocks", "nf4", "nf4_double"]
 BaseWeights = Literal["float32", "int8", "nf4", "nf4_double"]
 OF_LORA = ("rank", "alpha", "targets", "dropout", "rslora", "ranks", "alphas")
 # Settings that a kind of adapter does not read.

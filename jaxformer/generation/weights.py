@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxformer.adapters.output_major_codes import OutputMajorNF4
-from jaxformer.adapters.quantized import NF4Weight
+from jaxformer.adapters.output_major_codes import Int8Head, OutputMajorNF4
+from jaxformer.adapters.quantized import Int8Weight, NF4Weight
 from jaxformer.arrays.params import (
     Params,
     RowGroups,
@@ -21,8 +21,9 @@ from jaxformer.arrays.params import (
     lookup,
     rows,
 )
-from jaxformer.arrays.sharding import Axes, platform
+from jaxformer.arrays.sharding import Axes, explicit_axes, platform
 from jaxformer.config.model import ModelConfig
+from jaxformer.layers.head import matrix_path
 from jaxformer.models.stack import compute_dtype, layer_order, loops_when_cached, stacks_of
 from jaxformer.models.transformer import specs
 from jaxformer.models.virtual import with_leading_keys
@@ -78,15 +79,29 @@ class OutputMajor:
 
 def prepared(params: Params, config: ModelConfig) -> Params:
     """The weights layer by layer, in the dtype of the products; a custom leaf as its `astype` gives
-    it. With model.layer_loop=scan they are the params where one loop can read them: that compiles
-    sooner, and takes longer for each token.
+    it. With model.layer_loop=scan the blocks are those of the params where one loop can read them:
+    that compiles sooner, and takes longer for each token.
 
     The last result is cached for the next call with the same arrays, until one of these is freed.
     Under a transform of JAX nothing is cached.
     """
-    if "virtual" not in params and loops_when_cached(params["blocks"], config):
+    if _is_looped(params, config) and not _has_turned_head(params, config):
         return params
     return _CACHE.weights(params, config)
+
+
+def _is_looped(params: Params, config: ModelConfig) -> bool:
+    """Whether one loop reads the layers of the params as they are."""
+    return "virtual" not in params and loops_when_cached(params["blocks"], config)
+
+
+def _has_turned_head(params: Params, config: ModelConfig) -> bool:
+    """Whether the codes of the head are turned: those of int8 on a CPU, where products in float32
+    read them."""
+    branch, name = matrix_path(config)
+    is_int8 = isinstance(params.get(branch, {}).get(name), Int8Weight)
+    in_float32 = compute_dtype(config) == jnp.float32
+    return is_int8 and in_float32 and platform() == "cpu" and not explicit_axes()
 
 
 def prompt_weights(params: Params, config: ModelConfig) -> Params:
@@ -141,6 +156,8 @@ _CACHE = _Cache()
 
 def _prepare(params: Params, config: ModelConfig) -> Params:
     blocks = params["blocks"]
+    if _is_looped(params, config):
+        return _others(params, config) | {"blocks": blocks}
     if "virtual" in params:
         blocks = _with_leading_keys(params, config)["blocks"]
     stacks = stacks_of(blocks)
@@ -162,8 +179,11 @@ def _others(params: Params, config: ModelConfig) -> Params:
     """All but the blocks, in the dtype of the products."""
     if "virtual" in params:
         params = with_leading_keys(params, config)
-    others = {name: branch for name, branch in params.items() if name != "blocks"}
-    return _cast(others, config)
+    others = _cast({name: branch for name, branch in params.items() if name != "blocks"}, config)
+    if not _has_turned_head(others, config):
+        return others
+    branch, name = matrix_path(config)
+    return others | {branch: others[branch] | {name: Int8Head.of(others[branch][name])}}
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

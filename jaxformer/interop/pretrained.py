@@ -129,7 +129,7 @@ def load_pretrained(
         array = _placed(
             lambda index: read_leaf(path, index, jnp.dtype(dtype)), spec, sharding, dtype
         )
-        if quantize is None or not is_quantized(spec):
+        if quantize is None or not is_quantized(spec, quantize):
             return array
         quantized: CustomLeaf = quantized_leaf(path, array, spec, quantize)
         return jax.block_until_ready(quantized)

@@ -64,6 +64,12 @@ def is_tied(config: ModelConfig) -> bool:
     return config.tied_head and HEADS[config.output].of_tokens
 
 
+def matrix_path(config: ModelConfig, name: str = "head") -> tuple[str, str]:
+    """Where the params have the matrix of the head, or of a second head by its name."""
+    tied = name == "head" and is_tied(config)
+    return ("embed", "tokens") if tied else (name, "weight")
+
+
 def head_specs(config: ModelConfig) -> Specs:
     """The rows named pooler, head and those of second heads, as far as the config has them."""
     table: Specs = {}
@@ -241,10 +247,8 @@ def output_layer(
     params: Params, config: ModelConfig, y: jax.Array, name: str = "head"
 ) -> OutputLayer:
     """The output layer of the head `name` (or a second head) on its input `y` [B, T, D]."""
-    head_params = params.get(name, {})
-    tied = name == "head" and is_tied(config)
-    matrix = params["embed"]["tokens"] if tied else head_params["weight"]
-    return OutputLayer(y, matrix, head_params.get("bias"))
+    branch, leaf = matrix_path(config, name)
+    return OutputLayer(y, params[branch][leaf], params.get(name, {}).get("bias"))
 
 
 def logits_of_rows(

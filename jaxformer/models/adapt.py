@@ -69,8 +69,9 @@ def _table_with(
         from jaxformer.adapters.quantized import QUANTIZERS
         from jaxformer.models.quantize import is_quantized
 
+        quantizer = QUANTIZERS[kind]
         below = {
-            path: QUANTIZERS[kind].rows for path, spec in rows(table).items() if is_quantized(spec)
+            path: quantizer.rows for path, spec in rows(table).items() if is_quantized(spec, kind)
         }
     if tokens:
         tables = [p for p, spec in rows(table).items() if "vocab" in spec.axes and spec.is_matrix]
@@ -120,5 +121,8 @@ def adapted_table(
 
 
 def quantization_of(settings: AdapterConfig) -> Quantization | None:
-    """How the base of an adapter is quantized; None where it is not."""
-    return None if settings.base == "float32" else settings.base
+    """How the base of an adapter is quantized, the matrices of its blocks alone, since rows of its
+    tables may learn; None where it is not."""
+    if settings.base == "float32":
+        return None
+    return "int8_blocks" if settings.base == "int8" else settings.base

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from jaxformer.adapters.quantized import QUANTIZERS
 from jaxformer.arrays.mesh import parameter_sharding
-from jaxformer.arrays.params import Params, Spec, dotted, is_custom, map_specs, rows
+from jaxformer.arrays.params import Params, Spec, dotted, is_custom, map_specs, rows, zeros
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import choices
@@ -22,32 +22,36 @@ from jaxformer.layers.block import block_specs
 def quantize(params: Params, kind: str) -> Params:
     """The params of a model with a quantized leaf for every matrix of its blocks.
 
-    `kind` is "int8" (`to_int8`: a scale for each output channel), "nf4" (`to_nf4`: blocks of 64) or
-    "nf4_double" (whose scales have 8 bits too).
-    Of a layer of experts these are the matrices of the experts, each by itself. Embeddings, heads,
-    norms, biases and routers stay as they are, as in bitsandbytes. A leaf is used wherever its
+    `kind` is "int8" (`to_int8`: a scale for each output channel), which also replaces the table of
+    tokens and the head over them (a scale for each token), "int8_blocks" (the same without these),
+    "nf4" (`to_nf4`: blocks of 64) or "nf4_double" (whose scales have 8 bits too).
+    Of a layer of experts these are the matrices of the experts, each by itself. Other embeddings
+    and heads, norms, biases and routers stay as they are. A leaf is used wherever its
     array was, and one of an array on a mesh stays on it. Raises ConfigError for params without
     blocks of our models, for leaves that are custom already, and for numbers that are not finite.
     """
     check_quantization(kind)
     specs_of_block, n_quantized = _block_rows(), 0
+    token_rows = _token_rows(params) if QUANTIZERS[kind].of_tokens else {}
 
     def leaf(path: Any, weight: Any) -> Any:
         nonlocal n_quantized
         name = dotted(path)
         names = name.split(".")
-        if "blocks" not in names:
+        if "blocks" not in names and name not in token_rows:
             return weight
-        spec = specs_of_block.get(_within_block(names))
         if is_custom(weight):
             raise ConfigError(
                 f"quantize: {name} is a {type(weight).__name__} already: quantize the params before"
                 " a leaf replaces one of their arrays."
             )
+        if name in token_rows:
+            return quantized_leaf(name, weight, token_rows[name], kind)
+        spec = specs_of_block.get(_within_block(names))
         # A vector [L, D] of each layer that our blocks lack, such as one of a user's own norm.
         if spec is None and weight.ndim <= 2:
             return weight
-        if spec is not None and not is_quantized(replace(spec, axes=("layers", *spec.axes))):
+        if spec is not None and not is_quantized(replace(spec, axes=("layers", *spec.axes)), kind):
             return weight
         if spec is None or weight.ndim != len(spec.axes) + 1:
             raise ConfigError(
@@ -74,9 +78,11 @@ def check_quantization(kind: str) -> None:
         raise ConfigError(f"quantize={kind!r} is not one of {allowed}.")
 
 
-def is_quantized(spec: Spec) -> bool:
-    """Whether `quantize` replaces the leaf of a row: the matrices of a stack of blocks, but for
-    routers."""
+def is_quantized(spec: Spec, kind: Quantization | str) -> bool:
+    """Whether `quantize` to a kind replaces the leaf of a row: the matrices of a stack of blocks,
+    but for routers, and the tables of tokens where the kind has them."""
+    if "vocab" in spec.axes:
+        return spec.is_matrix and QUANTIZERS[kind].of_tokens
     return spec.is_matrix and spec.quantizable and not spec.lookup and spec.is_stacked
 
 
@@ -101,6 +107,22 @@ def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
             " earlier checkpoint, or download the weights again."
         )
     return leaf
+
+
+def _token_rows(params: Params) -> dict[str, Spec]:
+    """The rows of the table of tokens and of the head over them by their paths, as far as the
+    params have them. A head of classes has another number of rows."""
+    table = params.get("embed", {}).get("tokens")
+    head = params.get("head", {}).get("weight")
+    if table is None:
+        return {}
+    shape = tuple(table.shape)
+    row = Spec(shape, ("vocab", "embed"), zeros, inputs=("vocab",), lookup=True)
+    token_rows = {"embed.tokens": row}
+    if head is not None and head.shape[0] == shape[0]:
+        shape = tuple(head.shape)
+        token_rows["head.weight"] = replace(row, shape=shape, inputs=("embed",), lookup=False)
+    return token_rows
 
 
 @functools.cache

@@ -70,8 +70,8 @@ def load(
 
     Leaves are read directly onto `mesh`, or onto this machine's first device, as `dtype`
     (float32, bfloat16, float16); those of an adapter of peft are float32. With `quantize` the
-    matrices of the blocks are quantized as by `jf.quantize`, each before the next leaf is read:
-    neither host nor device ever holds the whole model unquantized. The params of an adapter, and of
+    weights that `jf.quantize` replaces are quantized, each before the next leaf is read: neither
+    host nor device ever holds the whole model unquantized. The params of an adapter, and of
     a run with one, are adapted ones, over the model that they were trained on; `base` is that
     model's directory where it was moved. Raises ConfigError if `path` is none of these, has no such
     step or cannot be read, or if its architecture, an option or a tensor is not supported.
@@ -154,9 +154,10 @@ def _load_run(
     from jaxformer.models.adapt import adapted_table, quantization_of
 
     kind = quantization_of(run.adapter)
-    if quantize not in (None, kind) and kind is not None:
+    if quantize not in (None, kind, run.adapter.base) and kind is not None:
         raise ConfigError(
-            f"{run_dir} has an adapter over a base in {kind}: leave out quantize={quantize!r}."
+            f"{run_dir} has an adapter over a base in {run.adapter.base}: leave out"
+            f" quantize={quantize!r}."
         )
     base_dir = base_directory(run_dir, run.run.init_from, record, base)
     loaded_base = load_base(base_dir, mesh, kind)

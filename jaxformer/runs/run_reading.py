@@ -36,7 +36,11 @@ def params_of_run(
     """The parameters of a run without an adapter, as `jf.load` gives them, and their step."""
     shapes = _shapes(table, mesh)
     leaf_shapes = flat_leaves({"params": shapes})
-    matrices = {f"params.{path}": spec for path, spec in rows(table).items() if is_quantized(spec)}
+    matrices = {
+        f"params.{path}": spec
+        for path, spec in rows(table).items()
+        if quantize is not None and is_quantized(spec, quantize)
+    }
 
     def typed(read: Read) -> dict[str, Any]:
         return _quantized(read, leaf_shapes, matrices, dtype, quantize)

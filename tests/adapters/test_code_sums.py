@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import jaxformer as jf
-from jaxformer.adapters import code_sums
+from jaxformer.adapters import code_sums, quantized
 from jaxformer.adapters.code_sums import MOST_ROWS
-from jaxformer.adapters.output_major_codes import OutputMajorNF4
+from jaxformer.adapters.output_major_codes import Int8Head, OutputMajorNF4
 from jaxformer.adapters.quantized import to_int8, to_nf4
 from jaxformer.arrays.params import Spec, contract, zeros
 from jaxformer.generation import weights
 
 MAKERS = {"int8": to_int8, "nf4": to_nf4, "nf4_double": functools.partial(to_nf4, double=True)}
+HEAD = Spec((50, 32), ("vocab", "embed"), zeros, inputs=("embed",))
 each_kind = pytest.mark.parametrize("kind", MAKERS)
 
 
@@ -85,6 +86,59 @@ def test_an_accelerator_reads_the_codes_with_the_inputs_last(accelerator, kind):
     np.testing.assert_array_equal(
         contract("BTD,DNH->BTNH", many, leaf), contract("BTD,DNH->BTNH", many, leaf.array())
     )
+
+
+def test_a_head_of_int8_is_multiplied_from_codes_with_the_inputs_first():
+    """Of 50 tokens, which are filled up to 64; rows are looked up as they are."""
+    table = to_int8(jax.random.normal(jax.random.key(0), (50, 32)), HEAD)
+    leaf = Int8Head.of(table)
+    assert leaf.turned.shape == (32, 64) and leaf.shape == (50, 32)
+    for rows in (1, 4, 9):
+        x = jax.random.normal(jax.random.key(rows), (rows, 1, 32))
+        expected = jnp.einsum("BTD,VD->BTV", x, table.array())
+        np.testing.assert_allclose(contract("BTD,VD->BTV", x, leaf), expected, atol=2e-5)
+    index = jnp.array([[3, 49]])
+    whole = ("batch", "sequence", None)
+    np.testing.assert_array_equal(leaf.lookup(index, whole), table.array()[index])
+
+
+def test_a_gpu_reads_the_codes_of_a_head(monkeypatch):
+    monkeypatch.setattr(code_sums, "platform", lambda: "gpu")
+    monkeypatch.setattr(quantized, "platform", lambda: "gpu")
+    table = to_int8(jax.random.normal(jax.random.key(0), (50, 32)), HEAD)
+    x = jax.random.normal(jax.random.key(1), (2, 1, 32))
+    expected = jnp.einsum("BTD,VD->BTV", x, table.array())
+    np.testing.assert_allclose(contract("BTD,VD->BTV", x, table), expected, atol=2e-5)
+    program = str(jax.make_jaxpr(lambda x: contract("BTD,VD->BTV", x, table))(x))
+    assert "dot_general" not in program
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+@pytest.mark.parametrize("layer_loop", ["unroll", "scan"])
+def test_generation_reads_the_codes_of_the_head(tied_head, layer_loop):
+    """And writes the tokens that `jf.forward` ranks first."""
+    sizes = {"vocab_size": 50, "d_model": 64, "n_heads": 2, "d_ff": 128, "max_length": 32}
+    config = jf.ModelConfig(n_layers=2, tied_head=tied_head, layer_loop=layer_loop, **sizes)
+    params = jf.quantize(jf.init(config, jax.random.key(0)), "int8")
+    head = weights.prepared(params, config)[("head", "embed")[tied_head]]
+    assert isinstance(head[("weight", "tokens")[tied_head]], Int8Head)
+    prompt = jnp.arange(6).reshape(2, 3)
+    written = jf.generate(params, config, prompt, 8, temperature=0)
+    text = jnp.concatenate([prompt, written], axis=1)
+    ranked = jf.forward(params, config, text)[:, 2:-1].argmax(-1)
+    np.testing.assert_array_equal(written, ranked)
+
+
+def test_int8_blocks_leaves_the_tables_of_tokens_and_a_head_of_classes_stays():
+    sizes = {"vocab_size": 50, "d_model": 64, "n_heads": 2, "d_ff": 128, "n_layers": 1}
+    params = jf.init(jf.ModelConfig(tied_head=False, **sizes), jax.random.key(0))
+    blocks = jf.quantize(params, "int8_blocks")
+    assert blocks["embed"]["tokens"] is params["embed"]["tokens"]
+    assert blocks["head"]["weight"] is params["head"]["weight"]
+    classes = jf.ModelConfig(head="classes", n_classes=3, **sizes)
+    params = jf.init(classes, jax.random.key(0))
+    assert jf.quantize(params, "int8")["head"]["weight"] is params["head"]["weight"]
 
 
 def test_outputs_that_are_no_number_of_blocks_stay_as_they_are():

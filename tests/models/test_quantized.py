@@ -208,7 +208,7 @@ def test_a_scan_over_layers_holds_the_arrays_of_one_layer(kind):
     def total(embed):
         return jf.forward(params | {"embed": embed}, config, np.zeros((1, 4), int)).sum()
 
-    backward = jax.jit(jax.grad(total)).lower(params["embed"]).compile()
+    backward = jax.jit(jax.grad(total)).lower(start(config)["embed"]).compile()
     assert backward.memory_analysis().temp_size_in_bytes < arrays / 2
 
 
@@ -308,13 +308,13 @@ CONFIGS = (
 
 
 @each_kind
-def test_every_matrix_of_the_blocks_is_quantized_by_its_row_and_nothing_else_is(kind):
+def test_every_matrix_of_the_blocks_is_quantized_by_its_row_and_in_int8_those_of_tokens(kind):
     for name, settings in CONFIGS.items():
         config = jf.ModelConfig(**SIZES | settings)
         table = specs(config)
 
         def expected(spec):
-            return QUANTIZERS[kind].rows(spec) if is_quantized(spec) else spec
+            return QUANTIZERS[kind].rows(spec) if is_quantized(spec, kind) else spec
 
         is_row = lambda node: isinstance(node, Spec)  # noqa: E731
         wanted = jax.tree.map(expected, table, is_leaf=is_row)
@@ -329,6 +329,8 @@ def test_every_matrix_of_the_blocks_is_quantized_by_its_row_and_nothing_else_is(
             for path, spec in rows(table).items()
             if spec.is_matrix and "layers" in spec.axes and not path.endswith("experts.router")
         }
+        if kind == "int8":
+            matrices |= {"embed.tokens", "head.weight"} & set(rows(table))
         assert quantized == matrices and quantized, name
 
 
@@ -379,7 +381,7 @@ def refused(match, params, kind="int8"):
 
 def test_what_cannot_be_quantized_is_refused_by_name(tmp_path):
     params = start(jf.ModelConfig(**SIZES))
-    refused("quantize='int4' is not one of 'int8', 'nf4'", params, "int4")
+    refused("quantize='int4' is not one of 'int8', 'int8_blocks', 'nf4'", params, "int4")
     refused(r"blocks\.attention\.k is a Int8Weight already", jf.quantize(params, "int8"), "nf4")
     refused("these params have no blocks", {"w": jnp.ones((4, 4))})
     own = {"blocks": {"mixer": {"w": jnp.ones((2, 4, 4))}}}
@@ -390,7 +392,7 @@ def test_what_cannot_be_quantized_is_refused_by_name(tmp_path):
         for kind in KINDS:
             refused(r"blocks\.ffn\.up has numbers that are not finite", broken, kind)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(jf.ConfigError, match="quantize='int3' is not one of 'int8', 'nf4'"):
+    with pytest.raises(jf.ConfigError, match="quantize='int3' is not one of 'int8', 'int8_blocks'"):
         jf.load(tmp_path, quantize="int3")
 
 
@@ -428,7 +430,7 @@ def test_a_model_is_quantized_leaf_by_leaf_while_it_is_read(source, kind, direct
     gc.collect()
     kept, largest = alive() - before, 4 * WIDE["n_layers"] * WIDE["d_model"] * WIDE["d_ff"]
     whole = jf.load(path)
-    assert len(seen) == 7 and max(seen) < kept + 1.1 * largest
+    assert len(seen) == (9 if kind == "int8" else 7) and max(seen) < kept + 1.1 * largest
     assert kept + 1.1 * largest < sum(leaf.nbytes for leaf in jax.tree.leaves(whole.params)) / 1.5
     jax.tree.map(np.testing.assert_array_equal, found.params, jf.quantize(whole.params, kind))
     assert found.config == whole.config
