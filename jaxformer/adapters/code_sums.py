@@ -97,13 +97,15 @@ def int8_sums(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
         matrix = codes.reshape(x.shape[1], -1).astype(jnp.float32)
         return jnp.stack([(matrix * row[:, None]).sum(0) for row in x]) * scale.reshape(-1)
     x = _written(x)
-    halves = _halves(x, codes.reshape(x.shape[1], -1))  # two of [I / 16, 8, O]
+    # Twice as many in a register halve what is written between the sums, where the inputs allow it.
+    size = SUMMED if x.shape[1] % (4 * SUMMED) else 2 * SUMMED
+    halves = _halves(x, codes.reshape(x.shape[1], -1), size)  # two of [I / 2 size, size, O]
 
     def terms(row: jax.Array) -> list[jax.Array]:
-        numbers = row.reshape(-1, 2, SUMMED, 1)
+        numbers = row.reshape(-1, 2, size, 1)
         return [half.astype(jnp.float32) * numbers[:, i] for i, half in enumerate(halves)]
 
-    added = _added([term for row in x for term in terms(row)])  # 2 R of [I / 16, O]
+    added = _added([term for row in x for term in terms(row)])  # 2 R of [I / 2 size, O]
     return jnp.stack(_totals(added, 2)) * scale.reshape(-1)
 
 
@@ -112,7 +114,7 @@ def nf4_sums(x: jax.Array, codes: jax.Array, maxima: jax.Array, values: np.ndarr
     of each block: float32 [R, O]."""
     x, table = _written(x), jnp.asarray(values)
     maxima = maxima.reshape(-1, 2, SUMMED, codes.size // x.shape[1] // NF4_BYTES, 1)
-    halves = _halves(x, codes.reshape(x.shape[1], -1, NF4_BYTES))  # [I / 16, 8, O / 64, 32]
+    halves = _halves(x, codes.reshape(x.shape[1], -1, NF4_BYTES), SUMMED)  # [I / 16, 8, O / 64, 32]
 
     def terms(row: jax.Array) -> list[jax.Array]:
         scale = maxima * row.reshape(-1, 2, SUMMED, 1, 1)  # [I / 16, 2, 8, O / 64, 1]
@@ -139,14 +141,14 @@ def _totals(added: Sequence[jax.Array], n: int) -> list[jax.Array]:
     ]
 
 
-def _halves(x: jax.Array, codes: jax.Array) -> list[jax.Array]:
-    """The even and the odd groups of 8 inputs of codes [I, ...], as [I / 16, 8, ...].
+def _halves(x: jax.Array, codes: jax.Array, size: int) -> list[jax.Array]:
+    """The even and the odd groups of `size` inputs of codes [I, ...], as [I / 2 size, size, ...].
 
     Their numbers seem to depend on x: XLA would make the array of all codes before the loop over
     tokens, and read that in it. No number is above infinity.
     """
     never = (x[0, 0] > jnp.inf).astype(jnp.int32)
-    groups = codes.reshape(-1, 2, SUMMED, *codes.shape[1:])
+    groups = codes.reshape(-1, 2, size, *codes.shape[1:])
     return [jax.lax.dynamic_index_in_dim(groups, i + never, 1, keepdims=False) for i in (0, 1)]
 
 
@@ -154,11 +156,12 @@ def _written(x: jax.Array) -> jax.Array:
     """x, unchanged, which XLA has written to memory, since it is a product of matrices. It fuses
     anything else into the loops that read it, where a norm would be computed again for each
     output."""
+    # A constant of NumPy, so that products of the same x, as of queries and keys, write it once.
     return (x.reshape(-1, SUMMED) @ np.eye(SUMMED, dtype=np.float32)).reshape(x.shape)
 
 
 def _added(terms: list[jax.Array]) -> Sequence[jax.Array]:
-    """The sums of arrays [n, SUMMED, ...] over their second axis.
+    """The sums of arrays [n, m, ...] over their second axis.
 
     They are one reduction, because XLA makes one loop of that, which is vectorized: 0.04 ns of
     processor time a code on an AMD EPYC with AVX-512. Of a reduction of one array it makes a call
