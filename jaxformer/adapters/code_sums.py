@@ -96,32 +96,36 @@ def int8_sums(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
     if platform() != "cpu":
         matrix = codes.reshape(x.shape[1], -1).astype(jnp.float32)
         return jnp.stack([(matrix * row[:, None]).sum(0) for row in x]) * scale.reshape(-1)
-    x = _written(x)
     # Twice as many in a register halve what is written between the sums, where the inputs allow it.
     size = SUMMED if x.shape[1] % (4 * SUMMED) else 2 * SUMMED
-    halves = _halves(x, codes.reshape(x.shape[1], -1), size)  # two of [I / 2 size, size, O]
+    numbers = _written(x, size)  # two of [R, I / 2 size, size]
+    halves = _halves(numbers, codes.reshape(x.shape[1], -1))  # two of [I / 2 size, size, O]
 
-    def terms(row: jax.Array) -> list[jax.Array]:
-        numbers = row.reshape(-1, 2, size, 1)
-        return [half.astype(jnp.float32) * numbers[:, i] for i, half in enumerate(halves)]
+    def terms(row: int) -> list[jax.Array]:
+        pairs = zip(halves, numbers, strict=True)
+        return [half.astype(jnp.float32) * factors[row, ..., None] for half, factors in pairs]
 
-    added = _added([term for row in x for term in terms(row)])  # 2 R of [I / 2 size, O]
+    added = _added([term for row in range(len(x)) for term in terms(row)])  # 2 R of [I / 2 size, O]
     return jnp.stack(_totals(added, 2)) * scale.reshape(-1)
 
 
 def nf4_sums(x: jax.Array, codes: jax.Array, maxima: jax.Array, values: np.ndarray) -> jax.Array:
     """x [R, I] times the values of codes uint8 [I O / 64, 32], two outputs in each, and the maximum
     of each block: float32 [R, O]."""
-    x, table = _written(x), jnp.asarray(values)
+    table, numbers = jnp.asarray(values), _written(x, SUMMED)  # two of [R, I / 16, 8]
     maxima = maxima.reshape(-1, 2, SUMMED, codes.size // x.shape[1] // NF4_BYTES, 1)
-    halves = _halves(x, codes.reshape(x.shape[1], -1, NF4_BYTES), SUMMED)  # [I / 16, 8, O / 64, 32]
+    halves = _halves(numbers, codes.reshape(x.shape[1], -1, NF4_BYTES))  # [I / 16, 8, O / 64, 32]
 
-    def terms(row: jax.Array) -> list[jax.Array]:
-        scale = maxima * row.reshape(-1, 2, SUMMED, 1, 1)  # [I / 16, 2, 8, O / 64, 1]
-        firsts = [table[half >> 4] * scale[:, i] for i, half in enumerate(halves)]
-        return firsts + [table[half & 15] * scale[:, i] for i, half in enumerate(halves)]
+    def terms(row: int) -> list[jax.Array]:
+        # Each is [I / 16, 8, O / 64, 1].
+        scales = [maxima[:, i] * numbers[i][row, ..., None, None] for i in (0, 1)]
+        pairs = list(zip(halves, scales, strict=True))
+        firsts = [table[half >> 4] * scale for half, scale in pairs]
+        return firsts + [table[half & 15] * scale for half, scale in pairs]
 
-    added = _added([term for row in x for term in terms(row)])  # 4 R of [I / 16, O / 64, 32]
+    added = _added(
+        [term for row in range(len(x)) for term in terms(row)]
+    )  # 4 R of [I / 16, O / 64, 32]
     totals = _totals(added, 2)
     pairs = zip(totals[::2], totals[1::2], strict=True)
     return jnp.stack([jnp.stack(pair, -1).ravel() for pair in pairs])
@@ -141,23 +145,26 @@ def _totals(added: Sequence[jax.Array], n: int) -> list[jax.Array]:
     ]
 
 
-def _halves(x: jax.Array, codes: jax.Array, size: int) -> list[jax.Array]:
-    """The even and the odd groups of `size` inputs of codes [I, ...], as [I / 2 size, size, ...].
+def _halves(numbers: Sequence[jax.Array], codes: jax.Array) -> list[jax.Array]:
+    """The even and the odd groups of inputs of codes [I, ...], as [I / 2 size, size, ...] each, for
+    numbers as `_written` gives them.
 
-    Their numbers seem to depend on x: XLA would make the array of all codes before the loop over
+    They seem to depend on the numbers: XLA would make the array of all codes before the loop over
     tokens, and read that in it. No number is above infinity.
     """
-    never = (x[0, 0] > jnp.inf).astype(jnp.int32)
-    groups = codes.reshape(-1, 2, size, *codes.shape[1:])
+    never = (numbers[0][0, 0, 0] > jnp.inf).astype(jnp.int32)
+    groups = codes.reshape(-1, 2, numbers[0].shape[-1], *codes.shape[1:])
     return [jax.lax.dynamic_index_in_dim(groups, i + never, 1, keepdims=False) for i in (0, 1)]
 
 
-def _written(x: jax.Array) -> jax.Array:
-    """x, unchanged, which XLA has written to memory, since it is a product of matrices. It fuses
-    anything else into the loops that read it, where a norm would be computed again for each
-    output."""
-    # A constant of NumPy, so that products of the same x, as of queries and keys, write it once.
-    return (x.reshape(-1, SUMMED) @ np.eye(SUMMED, dtype=np.float32)).reshape(x.shape)
+def _written(x: jax.Array, size: int) -> Sequence[jax.Array]:
+    """The even and the odd groups of `size` inputs of x [R, I], as [R, I / 2 size, size] each,
+    which XLA has written to memory, since they are a reduction of several arrays: of each number
+    and a zero. It fuses anything else into the loops that read it, where a norm would be computed
+    again for each output. Products of the same x, as of queries and keys, write it once."""
+    one_and_zero = np.array([1, 0], np.float32).reshape(2, 1, 1, 1)
+    groups = x.reshape(len(x), 1, -1, 2, size) * one_and_zero  # [R, 2, I / 2 size, 2, size]
+    return _added([groups[..., i, :] for i in (0, 1)])
 
 
 def _added(terms: list[jax.Array]) -> Sequence[jax.Array]:
