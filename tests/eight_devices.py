@@ -19,7 +19,8 @@ from jaxformer.losses import cross_entropy as losses
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.transformer import specs as specs_of
 from jaxformer.runs.resolve import run_specs
-from jaxformer.training.optim import make_optimizer, make_schedule
+from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import abstract_state, init_state
 
 MESHES = {

@@ -39,7 +39,8 @@ from jaxformer import data
 from jaxformer.config import DataConfig, OptimizerConfig, TokenizerConfig
 from jaxformer.losses.heads import accuracy
 from jaxformer.runs.objectives import task_of
-from jaxformer.training.optim import make_optimizer, make_schedule
+from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.schedules import make_schedule
 
 # %% [markdown]
 # ## The text

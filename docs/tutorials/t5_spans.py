@@ -37,7 +37,8 @@ from jaxformer import data
 from jaxformer.config import DataConfig, OptimizerConfig, TokenizerConfig
 from jaxformer.data.spans import hidden_counts, raw_length
 from jaxformer.runs.objectives import task_of
-from jaxformer.training.optim import make_optimizer, make_schedule
+from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.schedules import make_schedule
 
 # %% [markdown]
 # ## On real text

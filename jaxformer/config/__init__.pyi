@@ -1,6 +1,7 @@
 from .adapter import AdapterConfig
 from .model import ModelConfig
-from .run import DataConfig, OptimizerConfig, RunConfig, RunSettings, TokenizerConfig
+from .optimizer import OptimizerConfig
+from .run import DataConfig, RunConfig, RunSettings, TokenizerConfig
 from .train import LaunchConfig, MeshConfig, TrainConfig
 
 __all__ = [

@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.config.run import (
     DataConfig,
-    OptimizerConfig,
     RunConfig,
     TokenizerConfig,
     flat,

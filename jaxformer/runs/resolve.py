@@ -34,7 +34,8 @@ from jaxformer.runs.objectives import (
     task_of,
 )
 from jaxformer.runs.selection import microbatches_of, with_kernel
-from jaxformer.training.optim import make_optimizer, make_schedule
+from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.program import Step
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, make_step

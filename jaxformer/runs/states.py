@@ -6,12 +6,12 @@ import jax
 from jaxformer.arrays.out_of_memory import memory_of
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.config_file import read_config
-from jaxformer.config.run import OptimizerConfig
+from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, located
 from jaxformer.files.appended import flush_appended
 from jaxformer.runs.setup import RunSetup
-from jaxformer.training.optim import make_schedule
+from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import TrainState, init_state, state_of
 
 # Above this relative change of the learning rate, a setting has to ask for it.

@@ -13,7 +13,8 @@ from jaxformer.models.stack import compute_dtype
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.compiler_options import option_lines
-from jaxformer.training.optim import decay_groups, schedule_text
+from jaxformer.training.optimizers.make import decay_groups
+from jaxformer.training.optimizers.schedules import schedule_text
 from jaxformer.training.state import TrainState, split_frozen
 
 LOOPS = {"scan": "in a loop", "unroll": "unrolled"}

@@ -18,14 +18,17 @@ import jaxformer as jf
 from jaxformer.arrays.params import Spec, ones
 from jaxformer.config import model as config_model
 from jaxformer.config.config_file import read_config
-from jaxformer.config.run import OptimizerConfig, RunConfig
+from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.run import RunConfig
 from jaxformer.config.saved import from_json, to_json
 from jaxformer.config.settings import Table, TableAt, choices
 from jaxformer.files import ConfigError
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.norm import NORMS, NormRow
 from jaxformer.runs.config import parse_arguments
-from jaxformer.training.optim import OPTIMIZERS, SCHEDULES, make_optimizer, make_schedule
+from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.rules import OPTIMIZERS
+from jaxformer.training.optimizers.schedules import SCHEDULES, make_schedule
 
 TINY = {"vocab_size": 32, "d_model": 16, "n_layers": 1, "n_heads": 2, "max_length": 16}
 CONFIG_FILE = """

@@ -12,10 +12,10 @@ from optax.contrib import MuonDimensionNumbers
 
 import jaxformer as jf
 from jaxformer.arrays.params import contract, rows
-from jaxformer.config.run import OptimizerConfig
+from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.transformer import specs
-from jaxformer.training import optim
+from jaxformer.training.optimizers import muon, rules
 
 pytestmark = pytest.mark.fast
 
@@ -60,13 +60,13 @@ def taken_by_muon(config, monkeypatch):
     """The paths of the leaves that Muon takes, with the axes that it contracts."""
     seen = {}
     monkeypatch.setattr(
-        optim,
-        "muon",
+        muon,
+        "optax_muon",
         lambda *args, muon_weight_dimension_numbers, **kwargs: seen.update(
             table=muon_weight_dimension_numbers(None)
         ),
     )
-    optim.OPTIMIZERS["muon"](OptimizerConfig(name="muon"), specs(config))
+    rules.OPTIMIZERS["muon"](OptimizerConfig(name="muon"), specs(config))
     found = jax.tree.leaves_with_path(
         seen["table"], is_leaf=lambda node: isinstance(node, MuonDimensionNumbers)
     )

@@ -19,7 +19,7 @@ from jaxformer.config.settings import Section
 from jaxformer.files import ConfigError
 from jaxformer.models.cost import parameter_count
 from jaxformer.runs.config import parse_arguments
-from jaxformer.training.optim import make_schedule
+from jaxformer.training.optimizers.schedules import make_schedule
 
 pytestmark = pytest.mark.fast
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxformer.cli import main
-from jaxformer.config.run import OptimizerConfig, RunConfig, RunSettings
+from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.config.saved import to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError

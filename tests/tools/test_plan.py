@@ -26,7 +26,8 @@ from jaxformer.tools.plan.memory import cache_bytes
 from jaxformer.tools.plan.planned import PlannedRun, abstract_mesh, planned_run, replanned
 from jaxformer.tools.plan.report import parameters_by_part, plan_numbers, plan_text
 from jaxformer.tools.plan.undivided import sentence, undivided_axes
-from jaxformer.training.optim import make_optimizer, make_schedule
+from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import init_state
 
 ROOT = Path(__file__).parents[2]

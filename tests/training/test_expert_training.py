@@ -18,13 +18,9 @@ from jaxformer.arrays.params import Spec, dotted, init_params, rows, zeros
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.models import transformer
 from jaxformer.models.adapt import adapted_table
-from jaxformer.training.optim import (
-    OPTIMIZERS,
-    decay_groups,
-    decay_mask,
-    make_optimizer,
-    make_schedule,
-)
+from jaxformer.training.optimizers.make import decay_groups, decay_mask, make_optimizer
+from jaxformer.training.optimizers.rules import OPTIMIZERS
+from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import init_state
 
 RATE = 0.01

@@ -15,19 +15,14 @@ import jaxformer as jf
 from jaxformer.arrays.mesh import MESH_AXES, make_mesh
 from jaxformer.arrays.params import rows
 from jaxformer.config.config_file import check
-from jaxformer.config.run import OptimizerConfig, RunConfig
+from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.run import RunConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.models import transformer
-from jaxformer.training.optim import (
-    OPTIMIZERS,
-    SCHEDULES,
-    decay_groups,
-    decay_mask,
-    make_optimizer,
-    make_schedule,
-    schedule_text,
-)
+from jaxformer.training.optimizers.make import decay_groups, decay_mask, make_optimizer
+from jaxformer.training.optimizers.rules import OPTIMIZERS
+from jaxformer.training.optimizers.schedules import SCHEDULES, make_schedule, schedule_text
 from jaxformer.training.state import TrainState, init_state, state_shardings
 from jaxformer.training.step import gradients, make_step
 

@@ -1,0 +1,90 @@
+"""Learning rates by step: a table of schedules, behind a warm-up."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxformer.config.optimizer import OptimizerConfig, Schedule
+from jaxformer.config.settings import Table
+
+
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate by step, from 0: linear warm-up from zero, then `config.schedule` until
+    `decay_steps` (default `steps`), as the table of docs/training.md says.
+
+    With `rewarm_steps`, it rises from there to the peak again and decays until `steps`, as in
+    continued pre-training (arXiv:2403.08763).
+    """
+    end = config.decay_steps or steps
+    peak, warmup, rewarm = config.learning_rate, config.warmup_steps, config.rewarm_steps
+    after = SCHEDULES[config.schedule](config, max(end - warmup, 1))
+
+    def schedule(step: Any) -> jax.Array:
+        ramp = peak * (step + 1) / (warmup + 1)
+        return jnp.where(step < warmup, ramp, after(jnp.maximum(step - warmup, 0)))
+
+    if not rewarm or end >= steps:
+        return schedule
+    tail = SCHEDULES[config.schedule](config, max(steps - end - rewarm, 1))
+    low = schedule(end)
+
+    def rewarmed(step: Any) -> jax.Array:
+        rise = low + (peak - low) * (step - end + 1) / (rewarm + 1)
+        again = jnp.where(step < end + rewarm, rise, tail(jnp.maximum(step - end - rewarm, 0)))
+        return jnp.where(step < end, schedule(step), again)
+
+    return rewarmed
+
+
+def schedule_text(config: OptimizerConfig, steps: int) -> str:
+    """A description of the learning rate during the `steps` of a run."""
+    schedule, peak, warmup = make_schedule(config, steps), config.learning_rate, config.warmup_steps
+    # One program: by themselves the operations of a schedule would be compiled one by one.
+    last = float(jax.jit(schedule)(steps - 1))
+    if warmup >= steps:
+        return (
+            f"{last:.3g} in the last step, within the warm-up of {warmup:,} steps: the run never"
+            f" reaches its peak, {peak:.3g}"
+        )
+    rise = f"warm-up of {warmup:,} steps to {peak:.3g}" if warmup else f"{peak:.3g}"
+    again = f", rising again after step {config.decay_steps:,}" if config.rewarm_steps else ""
+    return f"{rise}, then {config.schedule}{again}; {last:.3g} in the last step"
+
+
+def _linear(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    peak = config.learning_rate
+    return optax.linear_schedule(peak, config.final_fraction * peak, steps)
+
+
+def _cosine(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    peak = config.learning_rate
+    return optax.cosine_decay_schedule(peak, steps, alpha=config.final_fraction)
+
+
+def _wsd(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Warm-up, stable, decay: the peak until the last `wsd_decay_fraction` of the steps, then
+    linear (arXiv:2404.06395)."""
+    decay = max(round(config.wsd_decay_fraction * steps), 1)
+    peak = config.learning_rate
+    return optax.linear_schedule(peak, config.final_fraction * peak, decay, steps - decay)
+
+
+def _inverse_sqrt(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """peak * sqrt(w / (w + step)) with w warm-up steps: the peak at the end of the warm-up."""
+    w = max(config.warmup_steps, 1)
+    return lambda step: config.learning_rate * jnp.sqrt(w / (w + step))
+
+
+SCHEDULES: Table[Callable[[OptimizerConfig, int], optax.Schedule]] = Table(
+    Schedule,
+    {
+        "constant": lambda c, steps: optax.constant_schedule(c.learning_rate),
+        "linear": _linear,
+        "cosine": _cosine,
+        "wsd": _wsd,
+        "inverse_sqrt": _inverse_sqrt,
+    },
+)
