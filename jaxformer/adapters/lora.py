@@ -1,14 +1,13 @@
 """LoRA (arXiv:2106.09685): which weights get a `LowRank` leaf, and of which rank and scale."""
 
 import difflib
-import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxformer.adapters.adapted_params import MakeLeaf, adapt_specs, frozen_specs
 from jaxformer.adapters.low_rank import LowRank, low_rank
-from jaxformer.arrays.params import Spec, Specs, rows
+from jaxformer.arrays.params import Spec, Specs, is_target, rows
 from jaxformer.files import ConfigError
 
 ByPattern = tuple[tuple[str, float], ...]
@@ -77,11 +76,6 @@ class LoRA:
 
 def _first_fitting(by_pattern: ByPattern, path: str, default: float) -> float:
     return next((value for target, value in by_pattern if is_target(path, target)), default)
-
-
-def is_target(path: str, target: str) -> bool:
-    """Whether a target names a leaf: by one of the names in its path, or by a pattern."""
-    return target in path.split(".") or fnmatch.fnmatchcase(path, target)
 
 
 def targets_of(specs: Specs, adapter: LoRA) -> list[str]:

@@ -4,6 +4,7 @@ A layer states its leaves once, as a nested dict of `Spec`. Initial values, shap
 counts, FLOPs and the weight-decay mask are tree maps over that table.
 """
 
+import fnmatch
 import functools
 import math
 import re
@@ -177,6 +178,11 @@ def map_specs(f: Callable[[str, Spec], Any], specs: Specs) -> dict[str, Any]:
 def dotted(path: Any) -> str:
     """The path of a leaf as names joined by dots, as in "blocks.attention.q"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def is_target(path: str, target: str) -> bool:
+    """Whether a target names a leaf: by one of the names in its path, or by a pattern."""
+    return target in path.split(".") or fnmatch.fnmatchcase(path, target)
 
 
 def rows(specs: Specs, prefix: str = "") -> dict[str, Spec]:

@@ -1,7 +1,8 @@
 """The settings of the optimizer and of its learning rate."""
 
+import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from jaxformer.config.settings import (
     Fraction,
@@ -12,6 +13,7 @@ from jaxformer.config.settings import (
     TableAt,
     Volatile,
 )
+from jaxformer.files import ConfigError
 
 OptimizerName = Annotated[
     Literal["adamw", "adafactor", "lion", "sgd", "muon"],
@@ -21,6 +23,52 @@ Schedule = Annotated[
     Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"],
     TableAt("jaxformer.training.optimizers.schedules.SCHEDULES"),
 ]
+DecayKind = Annotated[
+    Literal["decoupled", "independent", "cautious"],
+    TableAt("jaxformer.training.optimizers.decays.DECAYS"),
+]
+
+
+class Group(NamedTuple):
+    """Leaves that a pattern names, and the factors of their learning rate and weight decay."""
+
+    pattern: str
+    rate: float = 1.0
+    decay: float = 1.0
+
+
+# The words of optimizer.groups, and the field of `Group` that each sets.
+FACTORS = {"lr": "rate", "decay": "decay"}
+
+
+def parsed_groups(text: str) -> list[Group]:
+    """The groups of optimizer.groups, as in "embed: lr 0.3, norm: lr 2 decay 0".
+
+    Raises ConfigError for a text of another form.
+    """
+    groups = []
+    for entry in filter(str.strip, text.split(",")):
+        pattern, _, settings = (piece.strip() for piece in entry.partition(":"))
+        words, numbers = settings.split()[::2], settings.split()[1::2]
+        factors = {FACTORS.get(w, ""): _factor(n) for w, n in zip(words, numbers, strict=False)}
+        complete = 0 < len(words) == len(numbers) == len(factors)
+        if not (pattern and complete and "" not in factors and None not in factors.values()):
+            raise ConfigError(
+                f"optimizer.groups: {entry.strip()!r} is not of the form 'PATTERN: lr FACTOR decay"
+                " FACTOR' with lr, decay or both, each with a finite factor of at least 0."
+                " Groups are separated by commas, as in 'embed: lr 0.3, norm: decay 0'."
+            )
+        groups.append(Group(pattern, **factors))  # type: ignore[arg-type]
+    return groups
+
+
+def _factor(text: str) -> float | None:
+    """A finite number of at least 0; None for any other text."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 <= number < math.inf else None
 
 
 @dataclass(frozen=True)
@@ -30,7 +78,7 @@ class OptimizerConfig(Section):
     section = "optimizer"
 
     name: OptimizerName = "adamw"
-    """Optimizer from optax. muon updates matrices and leaves all other parameters to AdamW."""
+    """Rule of the update. muon updates matrices and leaves all other parameters to AdamW."""
     learning_rate: NonNegative = 1e-3
     """Peak learning rate."""
     schedule: Schedule = "cosine"
@@ -48,9 +96,20 @@ class OptimizerConfig(Section):
     wsd_decay_fraction: Rate = 0.2
     """Fraction of the steps in which the wsd schedule decays."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay, multiplied by the learning rate."""
+    """Weight decay, decoupled from the gradient; decay_kind says what it is multiplied by."""
     decay: Literal["matrices", "all"] = "matrices"
     """Parameters to which weight decay applies: matrices, or all."""
+    decay_kind: DecayKind = "decoupled"
+    """decoupled multiplies weight_decay by the learning rate; independent by its fraction of the
+    peak alone, so that a small value such as 1e-4 is right; cautious is decoupled and decays only
+    numbers that the update moves towards zero."""
+    cautious: bool = False
+    """Leave out the numbers of an update whose sign is not that of the gradient, and enlarge the
+    others instead."""
+    groups: str = ""
+    """Factors of the learning rate and the weight decay of some parameters, as in
+    'embed: lr 0.3, norm: decay 0'. A pattern is one of matrix, lookup, norm and bias, or a name or
+    a pattern of the paths that `jaxformer shapes` lists."""
     b1: Rate = 0.9
     """Decay rate of the first moment (AdamW, Lion, Muon, and the momentum of SGD)."""
     b2: Rate = 0.95
@@ -59,3 +118,15 @@ class OptimizerConfig(Section):
     """Constant added to the square root of the second moment."""
     clip_norm: NonNegative = 1.0
     """Maximum global norm of the gradient; 0 disables clipping."""
+
+    def conflicts(self) -> list[str]:
+        try:
+            parsed_groups(self.groups)
+        except ConfigError as error:
+            return [str(error).removeprefix("optimizer.")]
+        if self.decay_kind == "independent" and self.weight_decay and not self.learning_rate:
+            return [
+                "decay_kind='independent' needs a learning_rate above 0, of whose peak it takes the"
+                " fraction: set one, or weight_decay=0."
+            ]
+        return []

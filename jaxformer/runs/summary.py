@@ -7,13 +7,16 @@ import jax
 
 from jaxformer.arrays.params import Specs
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.data import Corpus
 from jaxformer.models.cost import count_text
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.compiler_options import option_lines
+from jaxformer.training.optimizers.groups import group_lines
 from jaxformer.training.optimizers.make import decay_groups
+from jaxformer.training.optimizers.rules import unread
 from jaxformer.training.optimizers.schedules import schedule_text
 from jaxformer.training.state import TrainState, split_frozen
 
@@ -48,6 +51,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
             f"{name}: {tensors} tensors, {human_count(size)} parameters"
             for name, (tensors, size) in groups
         ),
+        **_groups(run.optimizer, setup.specs),
         "memory": f"{human_bytes(state)} of parameters and optimizer state per device{compared}",
         "FLOPs": f"{flops} per token, forward and backward{' and reference' if compared else ''}",
         "attention": setup.kernel,
@@ -55,6 +59,16 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         **_dropout(setup),
         **_data(setup),
         "run directory": run.run.dir,
+    }
+
+
+def _groups(optimizer: OptimizerConfig, specs: Specs) -> dict[str, str | list[str]]:
+    """The groups of the optimizer, if there are any, and the settings that it does not read."""
+    lines = group_lines(optimizer, specs)
+    ignored = ", ".join(unread(optimizer))
+    return {
+        **({"groups": lines} if lines else {}),
+        **({"no effect": f"{ignored}: not read by {optimizer.name}"} if ignored else {}),
     }
 
 

@@ -27,6 +27,7 @@ from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.norm import NORMS, NormRow
 from jaxformer.runs.config import parse_arguments
 from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.rule import UpdateRule
 from jaxformer.training.optimizers.rules import OPTIMIZERS
 from jaxformer.training.optimizers.schedules import SCHEDULES, make_schedule
 
@@ -97,7 +98,7 @@ def test_the_tables_that_the_readme_names_are_open() -> None:
         *("ACTIVATIONS", "NORMS", "INITIALIZERS", "FREQUENCIES", "KERNELS"),
         "GROUPED_KERNELS",
         *("MIXERS", "FEED_FORWARDS", "EMBEDDINGS", "HEADS"),
-        *("OPTIMIZERS", "SCHEDULES", "OBJECTIVES", "TRACKERS"),
+        *("OPTIMIZERS", "DECAYS", "SCHEDULES", "OBJECTIVES", "TRACKERS"),
     }
 
 
@@ -127,7 +128,7 @@ def test_an_added_norm_brings_its_own_leaves() -> None:
 
 
 def test_an_added_optimizer_and_schedule_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPTIMIZERS, "signs", lambda config, specs: optax.scale_by_sign())
+    monkeypatch.setitem(OPTIMIZERS, "signs", UpdateRule(lambda c, specs: optax.scale_by_sign()))
     monkeypatch.setitem(SCHEDULES, "half", lambda c, steps: lambda step: c.learning_rate / 2)
     rates = {"learning_rate": 0.5, "warmup_steps": 0, "weight_decay": 0}
     config = OptimizerConfig(name="signs", schedule="half", **rates)

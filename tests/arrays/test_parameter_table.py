@@ -66,7 +66,7 @@ def taken_by_muon(config, monkeypatch):
             table=muon_weight_dimension_numbers(None)
         ),
     )
-    rules.OPTIMIZERS["muon"](OptimizerConfig(name="muon"), specs(config))
+    rules.OPTIMIZERS["muon"].rule(OptimizerConfig(name="muon"), specs(config))
     found = jax.tree.leaves_with_path(
         seen["table"], is_leaf=lambda node: isinstance(node, MuonDimensionNumbers)
     )

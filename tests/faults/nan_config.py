@@ -32,10 +32,10 @@ def update(settings: Any, specs: Any) -> optax.GradientTransformation:
         return jax.tree.map(lambda leaf: leaf * factor, updates), count + 1
 
     whole = optax.GradientTransformation(lambda params: jnp.int32(0), poison)
-    return optax.chain(muon(settings, specs), whole)
+    return optax.chain(muon.rule(settings, specs), whole)
 
 
 if "BAD_TOKEN" in os.environ:
     OBJECTIVES["causal"] = causal._replace(loss=loss)
 if "BAD_UPDATE" in os.environ:
-    OPTIMIZERS["muon"] = update
+    OPTIMIZERS["muon"] = muon._replace(rule=update)

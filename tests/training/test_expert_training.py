@@ -174,7 +174,7 @@ def table_of(config_changes, **sizes):
 
 def test_muon_takes_the_matrix_of_each_layer_and_expert_by_itself():
     run, table = table_of({"shared_ff": 8})
-    rule = OPTIMIZERS["muon"](replace(run.optimizer, name="muon"), table)
+    rule = OPTIMIZERS["muon"].rule(replace(run.optimizer, name="muon"), table)
     # Of very different sizes, which would show in what is orthogonalized together.
     numbers = iter(range(1000))
 
@@ -204,7 +204,7 @@ def test_adafactor_has_the_moments_of_each_expert():
     """Where the matrices are longer than the number of experts: the factors are those of the two
     longest axes."""
     spec = Spec((2, 4, 128, 160), ("layers", "experts", "embed", "mlp"), zeros, ("embed",))
-    rule = OPTIMIZERS["adafactor"](a_run().optimizer, {"w": spec})
+    rule = OPTIMIZERS["adafactor"].rule(a_run().optimizer, {"w": spec})
     noise = np.random.default_rng(0).standard_normal(spec.shape)
     gradient = jnp.asarray(noise * 10.0 ** np.arange(8).reshape(2, 4, 1, 1) / 1e4, jnp.float32)
     params = init_params({"w": spec}, jax.random.key(0))

@@ -1,7 +1,4 @@
-"""The optimizer of a run: its rule, which leaves decay, and the learning rate.
-
-The table of specs decides which leaves decay.
-"""
+"""The optimizer of a run: its rule, the decay of weights, and the learning rate of each leaf."""
 
 import math
 from typing import Any
@@ -9,8 +6,10 @@ from typing import Any
 import jax
 import optax
 
-from jaxformer.arrays.params import Spec, Specs, map_specs, rows
+from jaxformer.arrays.params import Spec, Specs, map_specs
 from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.training.optimizers.decays import cautious, weight_decay
+from jaxformer.training.optimizers.groups import Factors, leaf_factors, map_arrays
 from jaxformer.training.optimizers.rules import OPTIMIZERS
 
 Mask = dict[str, Any]
@@ -18,39 +17,65 @@ Mask = dict[str, Any]
 
 def decay_mask(config: OptimizerConfig, specs: Specs) -> Mask:
     """True for every leaf that decays: the matrices (and embeddings), or all, except those that
-    move by a `Spec.sign_rate`."""
-    return map_specs(lambda _, spec: _decays(config, spec), specs)
-
-
-def _decays(config: OptimizerConfig, spec: Spec) -> bool:
-    return (config.decay == "all" or spec.is_matrix) and not spec.sign_rate
+    move by a `Spec.sign_rate` and those of a group that does not decay."""
+    decays: Mask = jax.tree.map(lambda factors: factors.decay > 0, leaf_factors(config, specs))
+    return decays
 
 
 def decay_groups(config: OptimizerConfig, specs: Specs) -> dict[str, tuple[int, int]]:
     """`{"decayed": (tensors, parameters), "not decayed": ...}`, for the start of a run to print."""
     groups = {"decayed": (0, 0), "not decayed": (0, 0)}
-    for spec in rows(specs).values():
-        if not spec.trainable:
-            continue
-        name = "decayed" if _decays(config, spec) else "not decayed"
-        tensors, parameters = groups[name]
-        groups[name] = (tensors + 1, parameters + math.prod(spec.shape))
+    mask = jax.tree.leaves(decay_mask(config, specs))
+    for spec, decays in zip(jax.tree.leaves(specs), mask, strict=True):
+        if spec.trainable:
+            name = "decayed" if decays else "not decayed"
+            tensors, parameters = groups[name]
+            groups[name] = (tensors + 1, parameters + math.prod(spec.shape))
     return groups
 
 
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, specs: Specs
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, the update rule, decoupled weight decay, and the learning rate; the
-    leaves with a `Spec.sign_rate` move by that against the sign of their gradient."""
-    rule = optax.chain(
+    """Clipping by global norm, the update rule, weight decay, and the learning rate with the factor
+    of each leaf; leaves with a `Spec.sign_rate` move by that against the sign of their gradient.
+
+    Raises ConfigError for optimizer.groups that do not fit the table.
+    """
+    factors = leaf_factors(config, specs)
+    rule = OPTIMIZERS[config.name].rule(config, specs)
+    if config.cautious:
+        rule = cautious(rule, specs)
+    chain = [
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        OPTIMIZERS[config.name](config, specs),
-        optax.add_decayed_weights(config.weight_decay, decay_mask(config, specs)),
+        rule,
+        weight_decay(config, factors),
         optax.scale_by_learning_rate(schedule),
-    )
+    ]
+    if any(leaf.rate != 1 for leaf in jax.tree.leaves(factors)):
+        chain.append(_scale_by_factors(factors))
+    return _with_sign_rates(optax.chain(*chain), specs)
+
+
+def _scale_by_factors(factors: Any) -> optax.GradientTransformation:
+    """The one place that multiplies the learning rates of leaves by their factors."""
+
+    def scale(factors_of_leaf: Factors, update: jax.Array) -> jax.Array:
+        return update * factors_of_leaf.rate
+
+    return optax.stateless(lambda updates, params: map_arrays(scale, factors, updates))
+
+
+def _with_sign_rates(
+    rule: optax.GradientTransformation, specs: Specs
+) -> optax.GradientTransformation:
+    """The rule for all leaves but those with a `Spec.sign_rate`."""
     rates = {spec.sign_rate for spec in jax.tree.leaves(specs) if spec.trainable} - {0.0}
     if not rates:
         return rule
     signs = {rate: optax.chain(optax.scale_by_sign(), optax.scale(-rate)) for rate in rates}
-    return optax.partition({0.0: rule, **signs}, map_specs(lambda _, spec: spec.sign_rate, specs))
+
+    def label(_: str, spec: Spec) -> float:
+        return spec.sign_rate
+
+    return optax.partition({0.0: rule, **signs}, map_specs(label, specs))

@@ -6,9 +6,10 @@ from optax.contrib import muon as optax_muon
 
 from jaxformer.arrays.params import Spec, Specs, map_specs
 from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.training.optimizers.rule import UpdateRule
 
 
-def muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
+def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     """Muon on the blocks' matrices, a layer, a product and an expert at a time; Adam on embeddings,
     output layer, norms and biases.
 
@@ -33,3 +34,6 @@ def muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
         consistent_rms=0.2,
         muon_weight_dimension_numbers=lambda params: table,
     )
+
+
+muon = UpdateRule(_muon, ("b1", "b2"))

@@ -1,15 +1,11 @@
-"""The table of update rules, from optax and of this folder."""
-
-from collections.abc import Callable
+"""The table of update rules. Those of optax stand here, the others in the files that it names."""
 
 import optax
 
 from jaxformer.arrays.params import Specs
 from jaxformer.config.optimizer import OptimizerConfig, OptimizerName
-from jaxformer.config.settings import Table
-from jaxformer.training.optimizers.muon import muon
-
-Rule = Callable[[OptimizerConfig, Specs], optax.GradientTransformation]
+from jaxformer.config.settings import ImportedRow, Table
+from jaxformer.training.optimizers.rule import RULE_SETTINGS, UpdateRule
 
 
 def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
@@ -22,13 +18,28 @@ def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation
     return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
 
 
-OPTIMIZERS: Table[Rule] = Table(
+OPTIMIZERS: Table[UpdateRule] = Table(
     OptimizerName,
     {
-        "adamw": lambda c, specs: optax.scale_by_adam(c.b1, c.b2, c.eps),
-        "adafactor": _adafactor,
-        "lion": lambda c, specs: optax.scale_by_lion(c.b1, c.b2),
-        "sgd": lambda c, specs: optax.trace(c.b1),
-        "muon": muon,
+        "adamw": UpdateRule(
+            lambda c, specs: optax.scale_by_adam(c.b1, c.b2, c.eps), ("b1", "b2", "eps")
+        ),
+        "adafactor": UpdateRule(_adafactor),
+        "lion": UpdateRule(lambda c, specs: optax.scale_by_lion(c.b1, c.b2), ("b1", "b2")),
+        "sgd": UpdateRule(lambda c, specs: optax.trace(c.b1), ("b1",)),
+        "muon": ImportedRow("jaxformer.training.optimizers.muon:muon"),
     },
 )
+
+
+def unread(config: OptimizerConfig) -> list[str]:
+    """The settings of rules, with their values, that differ from the default and that the chosen
+    rule does not read."""
+    default = OptimizerConfig()
+    return [
+        f"optimizer.{name}={value}"
+        for name in RULE_SETTINGS
+        if name not in OPTIMIZERS[config.name].reads
+        for value in [getattr(config, name)]
+        if value != getattr(default, name)
+    ]

@@ -1,0 +1,227 @@
+"""The rules of updates against their formulas in NumPy; groups of leaves, and kinds of decay."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import model
+
+import jaxformer as jf
+from jaxformer.arrays.params import Spec, normal, ones, rows
+from jaxformer.config.optimizer import OptimizerConfig, parsed_groups
+from jaxformer.files import ConfigError
+from jaxformer.training.optimizers.decays import DECAYS
+from jaxformer.training.optimizers.groups import group_lines, leaf_factors
+from jaxformer.training.optimizers.make import decay_groups, decay_mask, make_optimizer
+from jaxformer.training.optimizers.rule import RULE_SETTINGS
+from jaxformer.training.optimizers.rules import OPTIMIZERS, unread
+from jaxformer.training.optimizers.schedules import make_schedule
+
+STEPS = 5
+# Two layers of a matrix of 4 inputs and 6 outputs, and of a vector.
+TABLE = {
+    "matrix": Spec((2, 4, 6), ("layers", "embed", "mlp"), normal(1.0), inputs=("embed",)),
+    "vector": Spec((2, 6), ("layers", "norm"), ones),
+}
+
+
+def random_trees(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        {k: rng.normal(size=s.shape).astype("f") for k, s in TABLE.items()} for _ in range(count)
+    ]
+
+
+def config_of(**settings):
+    plain = {"schedule": "linear", "warmup_steps": 2, "clip_norm": 0.0, "learning_rate": 0.1}
+    return OptimizerConfig(**plain | settings)
+
+
+def trained(config, table=TABLE, start=None, gradients=None):
+    """The parameters after each step of the optimizer, with a gradient for each."""
+    schedule = make_schedule(config, STEPS)
+    optimizer = make_optimizer(config, schedule, table)
+    params = jax.tree.map(jnp.asarray, start or random_trees(1)[0])
+    state, seen = optimizer.init(params), []
+    update = jax.jit(optimizer.update)
+    for gradient in gradients or random_trees(STEPS, seed=1):
+        updates, state = update(gradient, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        seen.append(jax.tree.map(np.asarray, params))
+    return seen
+
+
+def expected_of(config, rule, decay=None):
+    """As `trained`, of a NumPy `rule(name, layer, gradient, step) -> direction`, from step 0, and
+    `decay(update, parameter, rate) -> what the step subtracts of it`."""
+    rates = [float(make_schedule(config, STEPS)(step)) for step in range(STEPS)]
+    params, seen = random_trees(1)[0], []
+    for step, gradient in enumerate(random_trees(STEPS, seed=1)):
+        for name, spec in TABLE.items():
+            for layer in range(2):
+                w = params[name][layer]
+                u = rule(name, layer, gradient[name][layer].astype("d"), step)
+                shrunk = decay(u, w, rates[step]) if decay and spec.is_matrix else 0
+                params[name][layer] = w - rates[step] * u - shrunk
+        seen.append({name: leaf.copy() for name, leaf in params.items()})
+    return seen
+
+
+def assert_equal_steps(found, expected, rtol=2e-5):
+    for a, b in zip(found, expected, strict=True):
+        for name in a:
+            np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=1e-6, err_msg=name)
+
+
+def adam(c, eps=None):
+    """AdamW's direction (arXiv:1711.05101): m / (sqrt(v) + eps) without the bias of m and v."""
+    moments = {}
+
+    def rule(name, layer, g, step):
+        m, v = moments.get((name, layer), (0, 0))
+        m, v = c.b1 * m + (1 - c.b1) * g, c.b2 * v + (1 - c.b2) * g**2
+        moments[name, layer] = m, v
+        m, v = m / (1 - c.b1 ** (step + 1)), v / (1 - c.b2 ** (step + 1))
+        return m / (np.sqrt(v) + (c.eps if eps is None else eps))
+
+    return rule
+
+
+def momentum(c):
+    traces = {}
+
+    def rule(name, layer, g, step):
+        traces[name, layer] = c.b1 * traces.get((name, layer), 0) + g
+        return traces[name, layer]
+
+    return rule
+
+
+DECAY_FORMULAS = {
+    "decoupled": lambda u, w, rate: rate * 0.3 * w,
+    "independent": lambda u, w, rate: rate / 0.1 * 0.3 * w,
+    "cautious": lambda u, w, rate: rate * 0.3 * w * (u * w >= 0),
+}
+
+
+@pytest.mark.parametrize("kind", DECAYS)
+def test_weights_decay_as_the_formula_says(kind):
+    config = config_of(name="adamw", decay_kind=kind, weight_decay=0.3)
+    assert_equal_steps(trained(config), expected_of(config, adam(config), DECAY_FORMULAS[kind]))
+
+
+@pytest.mark.parametrize("name, formula", [("adamw", adam), ("sgd", momentum)])
+def test_a_cautious_update_moves_only_where_the_gradient_does(name, formula):
+    config = config_of(name=name, cautious=True, weight_decay=0.0)
+    rule = formula(config)
+
+    def masked(leaf, layer, g, step):
+        u = rule(leaf, layer, g, step)
+        m = u * g > 0
+        return u * m * m.size / (m.sum() + 1)
+
+    assert_equal_steps(trained(config), expected_of(config, masked))
+
+
+def test_independent_decay_is_the_same_at_any_peak():
+    """Without a gradient: what is left of a weight depends on the schedule alone."""
+    nothing = [jax.tree.map(np.zeros_like, tree) for tree in random_trees(STEPS)]
+    settings = {"decay_kind": "independent", "weight_decay": 0.01}
+    low, high = (
+        trained(config_of(learning_rate=rate, **settings), gradients=nothing)[-1]["matrix"]
+        for rate in (1e-4, 1.0)
+    )
+    np.testing.assert_allclose(low, high, rtol=1e-6)
+    assert (low != random_trees(1)[0]["matrix"]).all()
+
+
+def test_a_group_multiplies_the_rate_and_the_decay_of_its_leaves_and_of_no_others():
+    settings = {"name": "adamw", "weight_decay": 0.3}
+    plain, grouped = (
+        trained(config_of(groups=groups, **settings))
+        for groups in ("", "matrix: lr 0.5 decay 0.25")
+    )
+    for a, b in zip(plain, grouped, strict=True):
+        np.testing.assert_array_equal(a["vector"], b["vector"])
+    rule = adam(config_of(**settings))
+    config = config_of(**settings)
+    halved = expected_of(
+        config,
+        lambda *args: rule(*args) * (0.5 if args[0] == "matrix" else 1),
+        (lambda u, w, rate: 0.5 * rate * 0.25 * 0.3 * w),
+    )
+    assert_equal_steps(grouped, halved)
+
+
+def test_the_groups_name_kinds_names_and_patterns_of_paths():
+    specs = jf.specs(model("gpt2"))
+    config = OptimizerConfig(groups="lookup: lr 0.3, norm: decay 0, attention: lr 2, *.up: decay 3")
+    factors = leaf_factors(config, specs)
+    assert factors["embed"]["tokens"].rate == 0.3
+    attention = factors["blocks"]["attention"]
+    assert attention["q"].rate == 2 and attention["q"].decay == 1 and attention["q_bias"].decay == 0
+    assert factors["blocks"]["ffn"]["up"].decay == 3 and factors["blocks"]["ffn"]["down"].decay == 1
+    lines = group_lines(config, specs)
+    assert len(lines) == 5 and lines[0].startswith("lookup: 2 tensors, ") and "x 0.3" in lines[0]
+    counted = sum(int(re.search(r", ([\d,]+) par", line)[1].replace(",", "")) for line in lines)
+    assert counted == sum(np.prod(spec.shape) for spec in rows(specs).values())
+    assert group_lines(OptimizerConfig(), specs) == []
+
+
+def test_a_group_without_decay_is_in_the_mask_and_in_the_counts():
+    specs = jf.specs(model("gpt2"))
+    config = OptimizerConfig(groups="lookup: decay 0")
+    assert not decay_mask(config, specs)["embed"]["tokens"]
+    fewer = decay_groups(OptimizerConfig(), specs)["decayed"][0]
+    assert decay_groups(config, specs)["decayed"][0] == fewer - 2
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        *("embed", "embed: lr", "embed: rate 2", "embed: lr x", "embed: lr 1 lr 2", ": lr 1"),
+        *("embed: lr -1", "embed: lr inf", "embed: lr 1 decay"),
+    ],
+)
+def test_a_group_of_another_form_is_refused(groups):
+    with pytest.raises(ConfigError, match=r"optimizer.groups: .* is not of the form"):
+        parsed_groups(groups)
+    with pytest.raises(ConfigError, match=r"^optimizer.groups: .* is not of the form"):
+        OptimizerConfig(groups=groups)
+
+
+@pytest.mark.parametrize(
+    "groups, message",
+    [
+        ("embd: lr 2", "'embd' fits no leaf .* Did you mean embed.* The kinds are matrix, lookup"),
+        ("attention: lr 2, q: lr 3", "blocks.attention.q is in two groups, 'attention' and 'q'"),
+    ],
+)
+def test_a_pattern_that_fits_no_leaf_or_one_of_another_group_is_refused(groups, message):
+    with pytest.raises(ConfigError, match=message):
+        leaf_factors(OptimizerConfig(groups=groups), jf.specs(model("gpt2")))
+
+
+class Recorder:
+    """A config that notes which of its settings are read."""
+
+    def __init__(self, config):
+        self.config, self.read = config, set()
+
+    def __getattr__(self, name):
+        self.read.add(name)
+        return getattr(self.config, name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rule_reads_the_settings_of_its_row(name):
+    recorder = Recorder(OptimizerConfig(name=name))
+    OPTIMIZERS[name].rule(recorder, TABLE)
+    assert recorder.read & {*RULE_SETTINGS} == {*OPTIMIZERS[name].reads}
+
+
+def test_a_setting_that_the_rule_does_not_read_is_named():
+    assert unread(OptimizerConfig(name="adamw", b2=0.5)) == []
+    assert unread(OptimizerConfig(name="sgd", b2=0.5)) == ["optimizer.b2=0.5"]
