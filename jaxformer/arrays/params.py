@@ -89,6 +89,16 @@ class Spec:
         return math.prod(length for axis, length in lengths if axis in axes)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["axes"])
+@dataclass(frozen=True)
+class NamedAxes:
+    """An array of an optimizer's state that has not the shape of a parameter, with the name of each
+    axis: it is sharded by these as parameters are. None is an axis that is not divided."""
+
+    value: jax.Array
+    axes: tuple[str | None, ...]
+
+
 @runtime_checkable
 class RowGroups(Protocol):
     """Rows in groups, each of which is multiplied by a matrix of its own (`layers/grouped.py`)."""

@@ -24,6 +24,8 @@ PARTS = {"replica": ("data",), "column": PARAMETERS["embed"], "column_of_rows": 
 EXCHANGED = {"exchanged_heads": ("tensor", "context")}
 # Axes of parameters that count weights beside each other (`Spec.batch`).
 BATCH_AXES = ("layers", "experts")
+# Axes of parameters that count the heads of attention.
+HEAD_AXES = ("heads", "kv_heads")
 ACTIVATION_RULES: Rules = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("context",),

@@ -16,7 +16,7 @@ from jaxformer.config.settings import (
 from jaxformer.files import ConfigError
 
 OptimizerName = Annotated[
-    Literal["adamw", "adafactor", "lion", "sgd", "muon"],
+    Literal["adamw", "adafactor", "lion", "sgd", "muon", "normuon"],
     TableAt("jaxformer.training.optimizers.rules.OPTIMIZERS"),
 ]
 Schedule = Annotated[
@@ -78,7 +78,8 @@ class OptimizerConfig(Section):
     section = "optimizer"
 
     name: OptimizerName = "adamw"
-    """Rule of the update. muon updates matrices and leaves all other parameters to AdamW."""
+    """Rule of the update. muon and normuon update the matrices of the layers, and leave all other
+    parameters to AdamW."""
     learning_rate: NonNegative = 1e-3
     """Peak learning rate."""
     schedule: Schedule = "cosine"
@@ -110,6 +111,9 @@ class OptimizerConfig(Section):
     """Factors of the learning rate and the weight decay of some parameters, as in
     'embed: lr 0.3, norm: decay 0'. A pattern is one of matrix, lookup, norm and bias, or a name or
     a pattern of the paths that `jaxformer shapes` lists."""
+    muon_unit: Literal["matrix", "head"] = "matrix"
+    """What muon and normuon orthogonalize at a time: a matrix, or the part of it that belongs to a
+    head of attention."""
     b1: Rate = 0.9
     """Decay rate of the first moment (AdamW, Lion, Muon, and the momentum of SGD)."""
     b2: Rate = 0.95

@@ -11,7 +11,7 @@ from flax import struct
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from jaxformer.arrays.mesh import AnyMesh, parameter_sharding, place_array, replicated
-from jaxformer.arrays.params import Params, Spec, dotted, init_params
+from jaxformer.arrays.params import NamedAxes, Params, Spec, dotted, init_params
 from jaxformer.files import ConfigError
 from jaxformer.training.compiler_options import compiler_options
 
@@ -206,21 +206,28 @@ def state_shardings(
     frozen: tuple[str, ...],
 ) -> TrainState:
     """The sharding of each leaf. A moment has that of the parameter with whose path its own path
-    ends; all others are replicated."""
+    ends, and `NamedAxes` that of its axes; all others are replicated."""
     shapes = _shapes(tree, optimizer, frozen)
     leaves = jax.tree.leaves_with_path(tree)
     table = {path: (tuple(leaf.shape), _sharding_of(leaf, mesh)) for path, leaf in leaves}
     devices = mesh_of(tree) if mesh is None else mesh
-    everywhere = _default() if devices is None else replicated(devices)
+    everywhere: Sharding = _default() if devices is None else replicated(devices)
 
-    def sharding_at(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Sharding:
+    def sharding_at(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, NamedAxes):
+            by_axes = everywhere
+            if devices is not None:
+                by_axes = parameter_sharding(devices, leaf.value.shape, leaf.axes)
+            return jax.tree.map(lambda _: by_axes, leaf)
         for start in range(len(path) + 1):
             shape, sharding = table.get(path[start:], (None, everywhere))
             if shape == leaf.shape:
                 return sharding
         return everywhere
 
-    return jax.tree.map_with_path(sharding_at, shapes)  # type: ignore[no-any-return]
+    return jax.tree.map_with_path(  # type: ignore[no-any-return]
+        sharding_at, shapes, is_leaf=lambda node: isinstance(node, NamedAxes)
+    )
 
 
 def _sharding_of(leaf: Any, mesh: AnyMesh | None) -> Sharding:

@@ -20,8 +20,10 @@ from jaxformer.training.optimizers.rules import OPTIMIZERS, unread
 from jaxformer.training.optimizers.schedules import make_schedule
 
 STEPS = 5
-# Two layers of a matrix of 4 inputs and 6 outputs, and of a vector.
+# Two layers of a matrix of 4 inputs and 6 outputs, of one with 3 heads, and of a vector.
+HEADS = ("layers", "embed", "heads", "head_dim")
 TABLE = {
+    "heads": Spec((2, 4, 3, 2), HEADS, normal(1.0), inputs=("embed",)),
     "matrix": Spec((2, 4, 6), ("layers", "embed", "mlp"), normal(1.0), inputs=("embed",)),
     "vector": Spec((2, 6), ("layers", "norm"), ones),
 }
@@ -75,7 +77,7 @@ def assert_equal_steps(found, expected, rtol=2e-5):
             np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=1e-6, err_msg=name)
 
 
-def adam(c, eps=None):
+def adam(c, nesterov=False):
     """AdamW's direction (arXiv:1711.05101): m / (sqrt(v) + eps) without the bias of m and v."""
     moments = {}
 
@@ -83,8 +85,9 @@ def adam(c, eps=None):
         m, v = moments.get((name, layer), (0, 0))
         m, v = c.b1 * m + (1 - c.b1) * g, c.b2 * v + (1 - c.b2) * g**2
         moments[name, layer] = m, v
-        m, v = m / (1 - c.b1 ** (step + 1)), v / (1 - c.b2 ** (step + 1))
-        return m / (np.sqrt(v) + (c.eps if eps is None else eps))
+        now, ahead = 1 - c.b1 ** (step + 1), 1 - c.b1 ** (step + 2)
+        m = c.b1 * m / ahead + (1 - c.b1) * g / now if nesterov else m / now
+        return m / (np.sqrt(v / (1 - c.b2 ** (step + 1))) + c.eps)
 
     return rule
 
@@ -97,6 +100,74 @@ def momentum(c):
         return traces[name, layer]
 
     return rule
+
+
+def newton_schulz(matrix):
+    """Five iterations of a x + b x^3 + c x^5 on the singular values of a matrix."""
+    rows_first = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = rows_first / np.linalg.norm(rows_first)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def by_matrix(c, of_matrix, of_vectors):
+    """`of_matrix(key, matrix, step)` of each matrix, or head, and Adam's direction of vectors."""
+
+    def rule(name, layer, g, step):
+        if name == "vector":
+            return of_vectors(name, layer, g, step)
+        if name == "heads" and c.muon_unit == "head":
+            heads = [of_matrix((name, layer, h), g[:, h], step) for h in range(g.shape[1])]
+            return np.stack(heads, axis=1)
+        return of_matrix((name, layer), g.reshape(len(g), -1), step).reshape(g.shape)
+
+    return rule
+
+
+def muon_formula(c):
+    means = {}
+
+    def direction(key, g, step):
+        means[key] = c.b1 * means.get(key, 0) + (1 - c.b1) * g
+        # Nesterov's momentum, without the bias of the mean and of the gradient.
+        ahead, now = 1 - c.b1 ** (step + 2), 1 - c.b1 ** (step + 1)
+        mean = c.b1 * means[key] / ahead + (1 - c.b1) * g / now
+        return 0.2 * np.sqrt(max(g.shape)) * newton_schulz(mean)
+
+    return by_matrix(c, direction, adam(c, nesterov=True))
+
+
+def normuon_formula(c):
+    means, squares = {}, {}
+
+    def direction(key, g, step):
+        means[key] = c.b1 * means.get(key, 0) + (1 - c.b1) * g
+        o = newton_schulz(means[key])
+        squares[key] = c.b2 * squares.get(key, 0) + (1 - c.b2) * (o**2).mean(0)
+        u = o / (np.sqrt(squares[key]) + c.eps)
+        return 0.2 * np.sqrt(u.size) * u / np.linalg.norm(u)
+
+    return by_matrix(c, direction, adam(c))
+
+
+FORMULAS = {
+    "adamw": (adam, {}),
+    "sgd": (momentum, {}),
+    "muon": (muon_formula, {}),
+    "muon by heads": (muon_formula, {"muon_unit": "head"}),
+    "normuon": (normuon_formula, {"b1": 0.95}),
+    "normuon by heads": (normuon_formula, {"muon_unit": "head"}),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_rule_moves_as_its_formula_in_numpy(name):
+    formula, settings = FORMULAS[name]
+    config = config_of(name=name.split()[0], weight_decay=0.3, **settings)
+    expected = expected_of(config, formula(config), DECAY_FORMULAS["decoupled"])
+    assert_equal_steps(trained(config), expected)
 
 
 DECAY_FORMULAS = {
@@ -149,7 +220,7 @@ def test_a_group_multiplies_the_rate_and_the_decay_of_its_leaves_and_of_no_other
     config = config_of(**settings)
     halved = expected_of(
         config,
-        lambda *args: rule(*args) * (0.5 if args[0] == "matrix" else 1),
+        lambda *args: rule(*args) * (0.5 if args[0] != "vector" else 1),
         (lambda u, w, rate: 0.5 * rate * 0.25 * 0.3 * w),
     )
     assert_equal_steps(grouped, halved)

@@ -1,39 +1,121 @@
-"""Muon (arXiv:2502.16982) on the table of parameters."""
+"""Muon (arXiv:2502.16982) and NorMuon (arXiv:2510.05491) on the table of parameters."""
 
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 from optax.contrib import muon as optax_muon
+from optax.contrib._muon import orthogonalize_via_newton_schulz
 
-from jaxformer.arrays.params import Spec, Specs, map_specs
+from jaxformer.arrays.params import NamedAxes, Spec, Specs, map_specs
+from jaxformer.arrays.sharding import HEAD_AXES
 from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.training.optimizers.groups import map_arrays
 from jaxformer.training.optimizers.rule import UpdateRule
+
+# The root mean square of an update, as of Adam's (arXiv:2502.16982).
+RMS = 0.2
+# f(x) = a x + b x^3 + c x^5 of Newton-Schulz, and how often it is applied.
+COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
 def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Muon on the blocks' matrices, a layer, a product and an expert at a time; Adam on embeddings,
-    output layer, norms and biases.
+    """Muon on the blocks' matrices, a layer, a product and an expert at a time, and with
+    optimizer.muon_unit head a head at a time; Adam on embeddings, output layer, norms and biases.
 
     Updates are scaled to the RMS that Adam's have, so one learning rate and decay serve both
     (arXiv:2502.16982).
     """
-
-    def numbers(_: str, spec: Spec) -> MuonDimensionNumbers | None:
-        if not (spec.is_matrix and spec.is_stacked):
-            return None
-        axes = [i for i, axis in enumerate(spec.axes) if axis not in spec.batch]
-        shared = tuple(i for i in axes if spec.axes[i] in spec.inputs)
-        return MuonDimensionNumbers(shared, tuple(i for i in axes if i not in shared))
-
-    table = map_specs(numbers, specs)
+    table = map_specs(lambda _, spec: _matrix_axes(c, spec), specs)
     # At a learning rate of -1 the update is the direction itself.
     return optax_muon(
         -1.0,
         beta=c.b1,
         adam_b1=c.b1,
         adam_b2=c.b2,
-        consistent_rms=0.2,
+        consistent_rms=RMS,
         muon_weight_dimension_numbers=lambda params: table,
     )
 
 
-muon = UpdateRule(_muon, ("b1", "b2"))
+def _matrix_axes(config: OptimizerConfig, spec: Spec) -> MuonDimensionNumbers | None:
+    """The axes of the rows (inputs) and the columns (outputs) of the matrices that are
+    orthogonalized; None for a leaf that has none."""
+    if not (spec.is_matrix and spec.is_stacked):
+        return None
+    beside = (*spec.batch, *(HEAD_AXES if config.muon_unit == "head" else ()))
+    axes = [i for i, axis in enumerate(spec.axes) if axis not in beside]
+    shared = tuple(i for i in axes if spec.axes[i] in spec.inputs)
+    return MuonDimensionNumbers(shared, tuple(i for i in axes if i not in shared))
+
+
+def _normuon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
+    """NorMuon on the leaves that Muon takes, Adam on all others."""
+
+    def label(_: str, spec: Spec) -> str:
+        return "adam" if _matrix_axes(c, spec) is None else "normuon"
+
+    rules = {"normuon": scale_by_normuon(c, specs), "adam": optax.scale_by_adam(c.b1, c.b2, c.eps)}
+    return optax.partition(rules, map_specs(label, specs))
+
+
+class NorMuonState(NamedTuple):
+    """`mu` is the mean of gradients; `nu` has one number for each output of a matrix."""
+
+    mu: Any
+    nu: Any
+
+
+def scale_by_normuon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
+    """Muon whose directions are normalized by the mean square of each neuron (arXiv:2510.05491).
+
+    With the gradient G [inputs, outputs] and Newton-Schulz NS:
+    M = b1 M + (1 - b1) G, O = NS(M), v = b2 v + (1 - b2) mean(O^2 over inputs),
+    U = O / (sqrt(v) + eps), and U -> 0.2 U / rms(U), of which the RMS is that of Adam's updates.
+    The optimizer keeps M and the vector v.
+    """
+    b1, b2, eps = config.b1, config.b2, config.eps
+
+    def init(params: Any) -> NorMuonState:
+        return NorMuonState(optax.tree.zeros_like(params), map_arrays(of_neurons, specs, params))
+
+    def of_neurons(spec: Spec, parameter: jax.Array) -> NamedAxes:
+        """v of a leaf, whose axes of inputs have length 1."""
+        inputs = numbers(spec).reduction_axis
+        shape = [1 if i in inputs else length for i, length in enumerate(parameter.shape)]
+        axes = tuple(None if i in inputs else axis for i, axis in enumerate(spec.axes))
+        return NamedAxes(jnp.zeros(shape, parameter.dtype), axes)
+
+    def numbers(spec: Spec) -> Any:
+        return _matrix_axes(config, spec)
+
+    def orthogonal(spec: Spec, mean: jax.Array) -> jax.Array:
+        coefficients = jnp.asarray(COEFFICIENTS)
+        return orthogonalize_via_newton_schulz(
+            mean, coefficients, ITERATIONS, dimension_numbers=numbers(spec)
+        )
+
+    def of_squares(spec: Spec, direction: jax.Array, nu: NamedAxes) -> NamedAxes:
+        squares = jnp.mean(direction**2, numbers(spec).reduction_axis, keepdims=True)
+        return NamedAxes(b2 * nu.value + (1 - b2) * squares, nu.axes)
+
+    def normalized(spec: Spec, direction: jax.Array, nu: NamedAxes) -> jax.Array:
+        direction = direction / (jnp.sqrt(nu.value) + eps)
+        axes = numbers(spec).reduction_axis + numbers(spec).output_axis
+        squares = jnp.mean(direction**2, axes, keepdims=True)
+        # Of a gradient that is zero the direction is zero.
+        return RMS * direction / jnp.sqrt(jnp.where(squares > 0, squares, 1))
+
+    def update(updates: Any, state: NorMuonState, params: Any = None) -> tuple[Any, NorMuonState]:
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        directions = map_arrays(orthogonal, specs, mu)
+        nu = map_arrays(of_squares, specs, directions, state.nu)
+        return map_arrays(normalized, specs, directions, nu), NorMuonState(mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+muon = UpdateRule(_muon, ("b1", "b2", "muon_unit"))
+normuon = UpdateRule(_normuon, ("b1", "b2", "eps", "muon_unit"))

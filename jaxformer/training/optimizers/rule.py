@@ -23,4 +23,4 @@ class UpdateRule(NamedTuple):
 
 
 # The settings of rules; the rest of `OptimizerConfig` holds for every row.
-RULE_SETTINGS = ("b1", "b2", "eps")
+RULE_SETTINGS = ("b1", "b2", "eps", "muon_unit")

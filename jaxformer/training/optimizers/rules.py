@@ -28,6 +28,7 @@ OPTIMIZERS: Table[UpdateRule] = Table(
         "lion": UpdateRule(lambda c, specs: optax.scale_by_lion(c.b1, c.b2), ("b1", "b2")),
         "sgd": UpdateRule(lambda c, specs: optax.trace(c.b1), ("b1",)),
         "muon": ImportedRow("jaxformer.training.optimizers.muon:muon"),
+        "normuon": ImportedRow("jaxformer.training.optimizers.muon:normuon"),
     },
 )
 

@@ -1,0 +1,9 @@
+"""The optimizers that tests try, by what they are called there: every row, and settings of rows."""
+
+from jaxformer.training.optimizers.rules import OPTIMIZERS
+
+VARIANTS = {name: {"name": name} for name in OPTIMIZERS} | {
+    "muon by heads": {"name": "muon", "muon_unit": "head"},
+    "normuon by heads": {"name": "normuon", "muon_unit": "head"},
+    "cautious": {"name": "adamw", "cautious": True, "decay_kind": "cautious"},
+}
