@@ -18,10 +18,10 @@ from jaxformer.training.state import init_state
 STEPS = 3
 OF_HEADS = ("layers", "heads", "head_dim", "embed")
 TABLE = {
-    "out": Spec((2, 4, 8, 16), OF_HEADS, normal(1.0), inputs=("heads", "head_dim")),
-    "tokens": Spec((24, 16), ("vocab", "embed"), normal(1.0), inputs=("vocab",), lookup=True),
-    "up": Spec((2, 16, 32), ("layers", "embed", "mlp"), normal(1.0), inputs=("embed",)),
-    "norm": Spec((2, 16), ("layers", "norm"), ones),
+    "out": Spec((2, 4, 8, 32), OF_HEADS, normal(1.0), inputs=("heads", "head_dim")),
+    "tokens": Spec((32, 32), ("vocab", "embed"), normal(1.0), inputs=("vocab",), lookup=True),
+    "up": Spec((2, 32, 32), ("layers", "embed", "mlp"), normal(1.0), inputs=("embed",)),
+    "norm": Spec((2, 32), ("layers", "norm"), ones),
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from jaxformer.config.settings import (
+    Count,
     Fraction,
     Natural,
     NonNegative,
@@ -16,7 +17,9 @@ from jaxformer.config.settings import (
 from jaxformer.files import ConfigError
 
 OptimizerName = Annotated[
-    Literal["adamw", "adafactor", "lion", "sgd", "muon", "normuon"],
+    Literal[
+        "adamw", "adafactor", "lion", "sgd", "muon", "normuon", "soap", "schedule_free", "prodigy"
+    ],
     TableAt("jaxformer.training.optimizers.rules.OPTIMIZERS"),
 ]
 Schedule = Annotated[
@@ -26,6 +29,11 @@ Schedule = Annotated[
 DecayKind = Annotated[
     Literal["decoupled", "independent", "cautious"],
     TableAt("jaxformer.training.optimizers.decays.DECAYS"),
+]
+
+
+Moments = Annotated[
+    Literal["float32", "bfloat16", "int8"], TableAt("jaxformer.training.optimizers.moments.STORES")
 ]
 
 
@@ -79,7 +87,7 @@ class OptimizerConfig(Section):
 
     name: OptimizerName = "adamw"
     """Rule of the update. muon and normuon update the matrices of the layers, and leave all other
-    parameters to AdamW."""
+    parameters to AdamW. schedule_free wants schedule=constant, and prodigy learning_rate=1."""
     learning_rate: NonNegative = 1e-3
     """Peak learning rate."""
     schedule: Schedule = "cosine"
@@ -114,6 +122,14 @@ class OptimizerConfig(Section):
     muon_unit: Literal["matrix", "head"] = "matrix"
     """What muon and normuon orthogonalize at a time: a matrix, or the part of it that belongs to a
     head of attention."""
+    soap_every: Count = 10
+    """Number of steps after which soap improves the eigenvectors of its factors."""
+    soap_max_side: Count = 10_000
+    """Longest side of a matrix for which soap keeps a factor, length x length numbers twice; longer
+    sides, such as a vocabulary, have none."""
+    moments: Moments = "float32"
+    """How the moments of matrices are stored between steps: bfloat16 and int8 (blocks of up to 256
+    numbers with a scale) are rounded at random, by the seed and the step."""
     b1: Rate = 0.9
     """Decay rate of the first moment (AdamW, Lion, Muon, and the momentum of SGD)."""
     b2: Rate = 0.95

@@ -302,7 +302,7 @@ def resolve(
         kernel=kernel,
         specs=specs,
         schedule=schedule,
-        optimizer=make_optimizer(run.optimizer, schedule, specs),
+        optimizer=make_optimizer(run.optimizer, schedule, specs, run.run.seed),
         learned=learned,
         added=added,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import pytest
+from optimizer_variants import VARIANTS
 
 import jaxformer as jf
 from jaxformer.arrays.hardware import DEVICES, name_of, peak_flops
@@ -68,7 +69,17 @@ def test_every_config_is_planned(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", ["quickstart", "bert_tiny", "t5_tiny"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])
 def test_the_state_takes_the_bytes_that_it_takes(name: str, optimizer: str) -> None:
-    found = plan(name, "cpu", 0, f"optimizer.name={optimizer}")
+    assert_state_is_planned(name, {"name": optimizer})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_state_of_every_optimizer_takes_the_bytes_that_are_planned(variant: str) -> None:
+    assert_state_is_planned("quickstart", VARIANTS[variant])
+
+
+def assert_state_is_planned(name: str, settings: dict[str, Any]) -> None:
+    overrides = [f"optimizer.{setting}={value}" for setting, value in settings.items()]
+    found = plan(name, "cpu", 0, *overrides)
     run = found.planned.run
     schedule = make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, found.planned.specs)

@@ -29,10 +29,17 @@ TABLE = {
 }
 
 
-def random_trees(count, seed=0):
+# Square matrices alone: the factors of SOAP then have no eigenvalue twice, and so one eigenbasis.
+SQUARE = TABLE | {
+    "heads": Spec((2, 4, 2, 2), HEADS, normal(1.0), inputs=("embed",)),
+    "matrix": Spec((2, 4, 4), ("layers", "embed", "mlp"), normal(1.0), inputs=("embed",)),
+}
+
+
+def random_trees(count, seed=0, table=TABLE):
     rng = np.random.default_rng(seed)
     return [
-        {k: rng.normal(size=s.shape).astype("f") for k, s in TABLE.items()} for _ in range(count)
+        {k: rng.normal(size=s.shape).astype("f") for k, s in table.items()} for _ in range(count)
     ]
 
 
@@ -45,23 +52,23 @@ def trained(config, table=TABLE, start=None, gradients=None):
     """The parameters after each step of the optimizer, with a gradient for each."""
     schedule = make_schedule(config, STEPS)
     optimizer = make_optimizer(config, schedule, table)
-    params = jax.tree.map(jnp.asarray, start or random_trees(1)[0])
+    params = jax.tree.map(jnp.asarray, start or random_trees(1, table=table)[0])
     state, seen = optimizer.init(params), []
     update = jax.jit(optimizer.update)
-    for gradient in gradients or random_trees(STEPS, seed=1):
+    for gradient in gradients or random_trees(STEPS, seed=1, table=table):
         updates, state = update(gradient, state, params)
         params = jax.tree.map(jnp.add, params, updates)
         seen.append(jax.tree.map(np.asarray, params))
     return seen
 
 
-def expected_of(config, rule, decay=None):
+def expected_of(config, rule, decay=None, table=TABLE):
     """As `trained`, of a NumPy `rule(name, layer, gradient, step) -> direction`, from step 0, and
     `decay(update, parameter, rate) -> what the step subtracts of it`."""
     rates = [float(make_schedule(config, STEPS)(step)) for step in range(STEPS)]
-    params, seen = random_trees(1)[0], []
-    for step, gradient in enumerate(random_trees(STEPS, seed=1)):
-        for name, spec in TABLE.items():
+    params, seen = random_trees(1, table=table)[0], []
+    for step, gradient in enumerate(random_trees(STEPS, seed=1, table=table)):
+        for name, spec in table.items():
             for layer in range(2):
                 w = params[name][layer]
                 u = rule(name, layer, gradient[name][layer].astype("d"), step)
@@ -168,6 +175,115 @@ def test_a_rule_moves_as_its_formula_in_numpy(name):
     config = config_of(name=name.split()[0], weight_decay=0.3, **settings)
     expected = expected_of(config, formula(config), DECAY_FORMULAS["decoupled"])
     assert_equal_steps(trained(config), expected)
+
+
+def soap_formula(c):
+    states = {}
+
+    def direction(key, g, step):
+        if step == 0:
+            left, right = (1 - c.b2) * g @ g.T, (1 - c.b2) * g.T @ g
+            bases = np.linalg.eigh(left)[1], np.linalg.eigh(right)[1]
+            states[key] = 0, 0, left, right, *bases
+            return np.zeros_like(g)
+        m, v, left, right, q, p = states[key]
+        m = c.b1 * m + (1 - c.b1) * g
+        v = c.b2 * v + (1 - c.b2) * (q.T @ g @ p) ** 2
+        mean, square = m / (1 - c.b1**step), v / (1 - c.b2**step)
+        u = q @ ((q.T @ mean @ p) / (np.sqrt(square) + c.eps)) @ p.T
+        left, right = c.b2 * left + (1 - c.b2) * g @ g.T, c.b2 * right + (1 - c.b2) * g.T @ g
+        if step % c.soap_every == 0:
+            q, p = np.linalg.qr(left @ q)[0], np.linalg.qr(right @ p)[0]
+        states[key] = m, v, left, right, q, p
+        return u
+
+    return by_matrix(c, direction, adam(c))
+
+
+def test_soap_is_adam_in_the_eigenbasis_of_its_factors():
+    config = config_of(name="soap", soap_every=2, weight_decay=0.3)
+    expected = expected_of(config, soap_formula(config), DECAY_FORMULAS["decoupled"], SQUARE)
+    assert_equal_steps(trained(config, SQUARE), expected, rtol=1e-3)
+
+
+def test_a_side_that_is_too_long_for_soap_has_no_factor():
+    config = config_of(name="soap", soap_max_side=4)
+    optimizer = make_optimizer(config, lambda step: 0.1, TABLE)
+    state = jax.eval_shape(optimizer.init, random_trees(1)[0])
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+    assert (2, 4, 4) in shapes and not [shape for shape in shapes if shape[-2:] == (6, 6)]
+    assert np.isfinite(trained(config)[-1]["matrix"]).all()
+
+
+def test_schedule_free_moves_an_average_of_the_weights():
+    config = config_of(name="schedule_free", weight_decay=0.3, warmup_steps=2, schedule="constant")
+    rates = [float(make_schedule(config, STEPS)(step)) for step in range(STEPS)]
+    y = random_trees(1)[0]
+    z, x, squares = dict(y), dict(y), dict.fromkeys(y, 0)
+    moves, b1 = trained(config), config.b1
+    for step, gradient in enumerate(random_trees(STEPS, seed=1)):
+        share = rates[step] ** 2 / sum(rate**2 for rate in rates[: step + 1])
+        for name, g in gradient.items():
+            squares[name] = config.b2 * squares[name] + (1 - config.b2) * g.astype("d") ** 2
+            unbiased = squares[name] / (1 - config.b2 ** (step + 1))
+            decay = 0.3 * y[name] if name != "vector" else 0
+            z[name] = z[name] - rates[step] * (g / (np.sqrt(unbiased) + config.eps) + decay)
+            x[name] = (1 - share) * x[name] + share * z[name]
+            y[name] = (1 - b1) * z[name] + b1 * x[name]
+        assert_equal_steps([moves[step]], [y], rtol=1e-4)
+
+
+def test_schedule_free_without_an_average_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer.b1=0.0: schedule_free divides by b1"):
+        make_optimizer(config_of(name="schedule_free", b1=0.0), lambda step: 0.1, TABLE)
+
+
+def test_prodigy_estimates_the_learning_rate_as_its_formula_in_numpy():
+    settings = {"learning_rate": 3.0, "warmup_steps": 0, "schedule": "constant"}
+    config = config_of(name="prodigy", weight_decay=0.3, **settings)
+    b1, b2, eps, q = config.b1, config.b2, config.eps, config.b2**0.5
+    # Weights that begin at 0, so that steps of the size of the first estimate are not rounded, and
+    # gradients that always point the same way, so that the estimate grows.
+    start = jax.tree.map(np.zeros_like, random_trees(1)[0])
+    gradients = [random_trees(1, seed=1)[0]] * STEPS
+    moves = trained(config, start=start, gradients=gradients)
+    w = {name: leaf.astype("d") for name, leaf in start.items()}
+    m, v, s = (dict.fromkeys(w, 0) for _ in range(3))
+    d, r = 1e-6, 0.0
+    for step, gradient in enumerate(gradients):
+        rate = float(make_schedule(config, STEPS)(step))
+        apart = sum(np.vdot(g.astype("d"), start[name] - w[name]) for name, g in gradient.items())
+        r = q * r + (1 - q) * d**2 * rate * apart
+        for name, g in gradient.items():
+            m[name] = b1 * m[name] + (1 - b1) * d * g.astype("d")
+            v[name] = b2 * v[name] + (1 - b2) * d**2 * g.astype("d") ** 2
+            s[name] = q * s[name] + (1 - q) * d**2 * rate * g.astype("d")
+            decay = 0.3 * w[name] if name != "vector" else 0
+            w[name] = w[name] - rate * d * (m[name] / (np.sqrt(v[name]) + d * eps) + decay)
+        d = max(d, r / sum(np.abs(leaf).sum() for leaf in s.values()))
+        for name in w:
+            np.testing.assert_allclose(moves[step][name], w[name], rtol=1e-4, err_msg=name)
+    assert d > 1.5e-6
+
+
+def test_the_estimate_of_prodigy_grows_until_it_fits_the_problem():
+    """The minimum of |w - 3| from 0; and without a gradient nothing moves."""
+    table = {"w": Spec((1, 1), ("embed", "mlp"), normal(1.0), inputs=("embed",))}
+    config = config_of(name="prodigy", learning_rate=1.0, weight_decay=0.0)
+    optimizer = make_optimizer(config, lambda step: 1.0, table)
+
+    def step(carry, _):
+        params, state = carry
+        gradient = jax.tree.map(lambda w: jnp.sign(w - 3), params)
+        updates, state = optimizer.update(gradient, state, params)
+        return (jax.tree.map(jnp.add, params, updates), state), params["w"]
+
+    start = {"w": jnp.zeros((1, 1))}
+    _, seen = jax.lax.scan(step, (start, optimizer.init(start)), length=400)
+    assert float(abs(seen[5]).max()) < 1e-3 and abs(float(seen[-50:].mean()) - 3) < 1
+    still = [jax.tree.map(np.zeros_like, tree) for tree in random_trees(STEPS)]
+    after = trained(config, gradients=still)[-1]
+    np.testing.assert_array_equal(after["vector"], random_trees(1)[0]["vector"])
 
 
 DECAY_FORMULAS = {
@@ -289,7 +405,8 @@ class Recorder:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_rule_reads_the_settings_of_its_row(name):
     recorder = Recorder(OptimizerConfig(name=name))
-    OPTIMIZERS[name].rule(recorder, TABLE)
+    optimizer = make_optimizer(recorder, lambda step: 0.1, TABLE)
+    jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), random_trees(1)[0])
     assert recorder.read & {*RULE_SETTINGS} == {*OPTIMIZERS[name].reads}
 
 

@@ -8,6 +8,7 @@ import optax
 
 from jaxformer.arrays.params import Spec, Specs, map_specs
 from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.decays import cautious, weight_decay
 from jaxformer.training.optimizers.groups import Factors, leaf_factors, map_arrays
 from jaxformer.training.optimizers.rules import OPTIMIZERS
@@ -35,26 +36,41 @@ def decay_groups(config: OptimizerConfig, specs: Specs) -> dict[str, tuple[int, 
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, specs: Specs
+    config: OptimizerConfig, schedule: optax.Schedule, specs: Specs, seed: int = 0
 ) -> optax.GradientTransformation:
     """Clipping by global norm, the update rule, weight decay, and the learning rate with the factor
     of each leaf; leaves with a `Spec.sign_rate` move by that against the sign of their gradient.
 
-    Raises ConfigError for optimizer.groups that do not fit the table.
+    `seed` is that of the rounding of optimizer.moments. Raises ConfigError for optimizer.groups
+    that do not fit the table, and for moments that the rule does not have.
     """
-    factors = leaf_factors(config, specs)
-    rule = OPTIMIZERS[config.name].rule(config, specs)
+    factors, row = leaf_factors(config, specs), OPTIMIZERS[config.name]
+    rule = row.rule(config, specs)
+    if config.moments != "float32":
+        # Imported here, because only runs that round read it.
+        from jaxformer.training.optimizers.moments import with_stored_moments
+
+        _require_moments(config)
+        rule = with_stored_moments(rule, row.moments, config.moments, specs, seed)
     if config.cautious:
         rule = cautious(rule, specs)
-    chain = [
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        rule,
-        weight_decay(config, factors),
-        optax.scale_by_learning_rate(schedule),
-    ]
+    steps = [rule, weight_decay(config, factors), optax.scale_by_learning_rate(schedule)]
     if any(leaf.rate != 1 for leaf in jax.tree.leaves(factors)):
-        chain.append(_scale_by_factors(factors))
-    return _with_sign_rates(optax.chain(*chain), specs)
+        steps.append(_scale_by_factors(factors))
+    if row.around:
+        steps = [row.around(config, schedule, optax.chain(*steps))]
+    norm = config.clip_norm
+    clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
+    return _with_sign_rates(optax.chain(clip, *steps), specs)
+
+
+def _require_moments(config: OptimizerConfig) -> None:
+    if not OPTIMIZERS[config.name].moments:
+        rules = ", ".join(name for name in OPTIMIZERS if OPTIMIZERS[name].moments)
+        raise ConfigError(
+            f"optimizer.moments={config.moments!r} rounds moments of the shape of a parameter, and"
+            f" optimizer.name={config.name!r} has none: choose one of {rules}, or float32."
+        )
 
 
 def _scale_by_factors(factors: Any) -> optax.GradientTransformation:

@@ -13,7 +13,7 @@ from jaxformer.arrays.params import NamedAxes, Spec, Specs, map_specs
 from jaxformer.arrays.sharding import HEAD_AXES
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.training.optimizers.groups import map_arrays
-from jaxformer.training.optimizers.rule import UpdateRule
+from jaxformer.training.optimizers.rule import ADAM, UpdateRule
 
 # The root mean square of an update, as of Adam's (arXiv:2502.16982).
 RMS = 0.2
@@ -117,5 +117,5 @@ def scale_by_normuon(config: OptimizerConfig, specs: Specs) -> optax.GradientTra
     return optax.GradientTransformation(init, update)
 
 
-muon = UpdateRule(_muon, ("b1", "b2", "muon_unit"))
-normuon = UpdateRule(_normuon, ("b1", "b2", "eps", "muon_unit"))
+muon = UpdateRule(_muon, ("b1", "b2", "muon_unit"), ADAM)
+normuon = UpdateRule(_normuon, ("b1", "b2", "eps", "muon_unit"), ADAM)

@@ -5,7 +5,7 @@ import optax
 from jaxformer.arrays.params import Specs
 from jaxformer.config.optimizer import OptimizerConfig, OptimizerName
 from jaxformer.config.settings import ImportedRow, Table
-from jaxformer.training.optimizers.rule import RULE_SETTINGS, UpdateRule
+from jaxformer.training.optimizers.rule import ADAM, RULE_SETTINGS, UpdateRule
 
 
 def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
@@ -18,17 +18,23 @@ def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation
     return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
 
 
+LEARNING_RATE_FREE = "jaxformer.training.optimizers.learning_rate_free"
 OPTIMIZERS: Table[UpdateRule] = Table(
     OptimizerName,
     {
         "adamw": UpdateRule(
-            lambda c, specs: optax.scale_by_adam(c.b1, c.b2, c.eps), ("b1", "b2", "eps")
+            lambda c, specs: optax.scale_by_adam(c.b1, c.b2, c.eps), ("b1", "b2", "eps"), ADAM
         ),
         "adafactor": UpdateRule(_adafactor),
-        "lion": UpdateRule(lambda c, specs: optax.scale_by_lion(c.b1, c.b2), ("b1", "b2")),
-        "sgd": UpdateRule(lambda c, specs: optax.trace(c.b1), ("b1",)),
+        "lion": UpdateRule(
+            lambda c, specs: optax.scale_by_lion(c.b1, c.b2), ("b1", "b2"), {"mu": True}
+        ),
+        "sgd": UpdateRule(lambda c, specs: optax.trace(c.b1), ("b1",), {"trace": True}),
         "muon": ImportedRow("jaxformer.training.optimizers.muon:muon"),
         "normuon": ImportedRow("jaxformer.training.optimizers.muon:normuon"),
+        "soap": ImportedRow("jaxformer.training.optimizers.soap:soap"),
+        "schedule_free": ImportedRow(f"{LEARNING_RATE_FREE}:schedule_free"),
+        "prodigy": ImportedRow(f"{LEARNING_RATE_FREE}:prodigy"),
     },
 )
 
