@@ -85,6 +85,17 @@ class TrainConfig(Section):
     ends the run, skip goes on, rollback goes on after that batch from the newest checkpoint."""
     nan_limit: Volatile[Count] = 10
     """Number of skipped steps, or of rollbacks, after which the next one ends the run."""
+    on_spike: Literal["off", "skip"] = "off"
+    """What follows a step whose loss or gradient norm is far above those of the steps before: skip
+    leaves its update out and goes on, off applies it."""
+    spike_factor: Volatile[Factor] = 10.0
+    """Number of deviations by which the loss or gradient norm of a spike is above the median of
+    train.spike_window steps; the deviation is 1.4826 times the median absolute one."""
+    spike_window: Annotated[int, Bounds(4, most=2**16)] = 128
+    """Number of steps without a spike whose loss and gradient norm a step is compared with, once
+    half of them are made."""
+    spike_limit: Volatile[Count] = 10
+    """Number of spikes skipped in a row after which the next one ends the run."""
 
     @property
     def n_microbatches(self) -> int:

@@ -1,6 +1,7 @@
 """What is not finite in a step (its rows, activations by layer, gradients by leaf), and what a run
-does then, as train.on_nan says."""
+does then, as train.on_nan says; the rows of a spike."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxformer.models.transformer import hidden
 from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks, roll_back, shift
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import Diverged
+from jaxformer.training.spikes import IN_A_ROW, TooManySpikes, is_spike
 from jaxformer.training.state import TrainState, mesh_of, on_mesh
 from jaxformer.training.step import Batch, Loss, gradients
 
@@ -29,8 +31,7 @@ def diagnosis(setup: RunSetup, error: Diverged) -> str:
     `error.state`: the rows of its batch, the first activation and the leaves of the gradient that
     are not finite."""
     rollbacks, step = read_rollbacks(setup.run.run.dir), error.step - 1
-    numbers = setup.batches.row_numbers(step + shift(rollbacks, step))
-    lines = [f"its batch: rows {', '.join(map(str, numbers))} of the training data"]
+    lines = [_batch_text(setup, error.step)]
     if error.state is None:
         return _indented(lines)
     batch = setup.placed(ShiftedBatches(setup.batches, rollbacks)[step])
@@ -49,6 +50,31 @@ def diagnosis(setup: RunSetup, error: Diverged) -> str:
         reason = " ".join(str(again).split())[:200]
         lines.append(f"the step cannot be run again ({type(again).__name__}: {reason})")
     return _indented(lines)
+
+
+def _batch_text(setup: RunSetup, step: int) -> str:
+    """The rows of the batch of a step, counted from 1."""
+    moved = shift(read_rollbacks(setup.run.run.dir), step - 1)
+    numbers = setup.batches.row_numbers(step - 1 + moved)
+    return f"its batch: rows {', '.join(map(str, numbers))} of the training data"
+
+
+class SpikeNotes:
+    """A hook of `fit` that logs each spike that was skipped, with the rows of its batch."""
+
+    def __init__(self, setup: RunSetup, log: Log) -> None:
+        self._setup, self._log = setup, log
+
+    def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        if not is_spike(metrics):
+            return
+        limit = self._setup.run.train.spike_limit
+        self._log(
+            f"WARNING: step {step} is a spike and was skipped ({int(metrics[IN_A_ROW])} in a row,"
+            f" at most {limit}): loss {float(metrics['loss']):.4g} (limit"
+            f" {float(metrics['loss_limit']):.4g}), gradient norm {float(metrics['grad_norm']):.4g}"
+            f" (limit {float(metrics['grad_norm_limit']):.4g}); {_batch_text(self._setup, step)}."
+        )
 
 
 def _indented(lines: list[str]) -> str:
@@ -126,7 +152,7 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     """The state to train on from where train.on_nan is "rollback" and train.nan_limit permits it.
     Raises Diverged otherwise, with a diagnosis of the step."""
     settings, why = setup.run.train, ""
-    if settings.on_nan == "rollback":
+    if settings.on_nan == "rollback" and not isinstance(error, TooManySpikes):
         done = len(read_rollbacks(setup.run.run.dir))
         if done < settings.nan_limit:
             return roll_back(setup, error, checkpoints, log)

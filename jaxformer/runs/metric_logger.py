@@ -1,5 +1,6 @@
 """The hook of a run that writes metrics.jsonl and moves the progress bar."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,9 +14,11 @@ from jaxformer.report.metrics import FILE, STATE
 from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import is_finite
+from jaxformer.training.spikes import is_spike
 from jaxformer.training.state import TrainState
 
 SKIPPED_STEPS = "skipped_steps"
+SPIKE_LIMITS = ("loss_limit", "grad_norm_limit")
 
 
 class Logged(NamedTuple):
@@ -83,7 +86,7 @@ class MetricLogger:
                 f" {settings.nan_limit}): loss {float(metrics['loss'])}, gradient norm"
                 f" {float(metrics['grad_norm'])}."
             )
-        if skipped or is_logged(step, settings):
+        if skipped or is_spike(metrics) or is_logged(step, settings):
             self._log(step, metrics)
         else:
             self.progress.update(step)
@@ -91,6 +94,10 @@ class MetricLogger:
     def _log(self, step: int, metrics: dict[str, Any]) -> None:
         values = as_logged(jax.device_get(metrics))
         del values["step_seconds"]
+        # Without a limit, as before half of the first window, there is nothing to log.
+        for name in SPIKE_LIMITS:
+            if values.get(name) == math.inf:
+                del values[name]
         tokens, seconds = self.setup.tokens_per_step, max(self._seconds, 1e-9)
         flops = (step - self._logged_to) * tokens * self.setup.flops_per_token
         values |= {

@@ -37,6 +37,7 @@ from jaxformer.runs.selection import microbatches_of, with_kernel
 from jaxformer.training.optimizers.make import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.program import Step
+from jaxformer.training.spikes import skip_spikes
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, make_step
 
@@ -294,6 +295,9 @@ def resolve(
         added = added_ids(run.tokenizer, Tokenizer.load(run.tokenizer.path))
     specs = run_specs(task.name, run.model, run.adapter, learned, added)
     schedule = make_schedule(run.optimizer, run.train.steps)
+    optimizer = make_optimizer(run.optimizer, schedule, specs, run.run.seed)
+    if train.on_spike == "skip":
+        optimizer = skip_spikes(optimizer, train.spike_factor, train.spike_window)
     return Resolved(
         run=dataclasses.replace(run, model=model, train=train),
         asked=run,
@@ -302,7 +306,7 @@ def resolve(
         kernel=kernel,
         specs=specs,
         schedule=schedule,
-        optimizer=make_optimizer(run.optimizer, schedule, specs, run.run.seed),
+        optimizer=optimizer,
         learned=learned,
         added=added,
     )

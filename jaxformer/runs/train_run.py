@@ -49,6 +49,7 @@ from jaxformer.runs.summary import summary
 from jaxformer.training.deterministic import require_deterministic
 from jaxformer.training.loop import Advance, Diverged, Hook, Interrupted, SkipSteps, fit
 from jaxformer.training.program import Metrics
+from jaxformer.training.spikes import SpikeLimit
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch
 
@@ -283,6 +284,8 @@ def _steps(
     before, hooks = logged_before(run.dir, first), list[Hook]()
     if settings.on_nan == "skip":
         hooks.append(SkipSteps(settings.nan_limit, before.skipped))
+    if settings.on_spike == "skip":
+        hooks.append(SpikeLimit(settings.spike_limit))
     if jax.process_index():
         step = CountedStep(program, setup, first)
         return _fit(setup, state, step, checkpoints, before.evaluation, hooks, unwatched), {}
@@ -294,6 +297,11 @@ def _steps(
         step = CountedStep(program, setup, first)
         logger = MetricLogger(setup, first, metrics_log, progress, before)
         hooks.append(logger)
+        if settings.on_spike == "skip":
+            # Imported here, because it examines models.
+            from jaxformer.runs.diagnosis import SpikeNotes
+
+            hooks.append(SpikeNotes(setup, progress.log))
         watch = progress.evaluation
         state = _fit(setup, state, step, checkpoints, before.evaluation, hooks, watch)
         return state, logger.evaluation

@@ -199,6 +199,20 @@ def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
     )
 
 
+def updated_if(applied: jax.Array, new: Any, old: Any) -> Any:
+    """`new` if the update of a step is applied, else `old`, by a select, which is fused with the
+    update and needs no copy. On a CPU it is a branch, which copies, because a select would change
+    how the update is rounded there."""
+
+    def branch(applied: jax.Array, new: Any, old: Any) -> Any:
+        return jax.lax.cond(applied, lambda new, old: new, lambda new, old: old, new, old)
+
+    def select(applied: jax.Array, new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jax.lax.select(applied, a, b), new, old)
+
+    return jax.lax.platform_dependent(applied, new, old, cpu=branch, default=select)
+
+
 def state_shardings(
     tree: Any,
     optimizer: optax.GradientTransformation,

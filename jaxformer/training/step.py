@@ -15,7 +15,14 @@ from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import explicit_axes, free_axes
 from jaxformer.files import ConfigError
 from jaxformer.training.program import Metrics, Step
-from jaxformer.training.state import Trainable, TrainState, frozen_paths, learning, merged
+from jaxformer.training.state import (
+    Trainable,
+    TrainState,
+    frozen_paths,
+    learning,
+    merged,
+    updated_if,
+)
 
 # The mesh axis whose devices have the same params and different rows.
 REPLICA = "data"
@@ -49,7 +56,8 @@ def make_step(
       loss: (params, batch, key) -> {"loss": (sum, weight), ...}, a pure function. The gradient is
           that of the sum of "loss", divided once by its weight over all microbatches and devices.
           The key depends on (seed, step) alone.
-      optimizer: any optax.GradientTransformation, the one that `init_state` was given.
+      optimizer: any optax.GradientTransformation, the one that `init_state` was given. One that
+          takes extra arguments has the mean loss as `value`.
       microbatches: pieces that a batch is computed in, one after the other, to save memory. Every
           array of the batch has its rows on the first axis, and piece m takes rows m, m +
           microbatches, ...: the rows of a device stay on it.
@@ -65,9 +73,11 @@ def make_step(
     values, and only the number of the step increases.
 
     Metrics are float32 scalars: each entry of the loss as sum / weight, grad_norm (before any
-    clipping of the optimizer), and the schedules. Raises ConfigError where the batch cannot be
+    clipping of the optimizer), the schedules, and what the optimizer's state has to say, if it has
+    a method `metrics`, as that of `skip_spikes`. Raises ConfigError where the batch cannot be
     divided, the loss returns something else, or `trainable` is not that of the state.
     """
+    transformation = optax.with_extra_args_support(optimizer)
 
     def advance(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if trainable is not None:
@@ -78,30 +88,20 @@ def make_step(
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
         with jax.named_scope("optimizer"):
-            updates, moments = optimizer.update(grads, state.optimizer, learned)
-            moments = _updated_if(finite, moments, state.optimizer)
-            learned = _updated_if(finite, optax.apply_updates(learned, updates), learned)
+            updates, moments = transformation.update(
+                grads, state.optimizer, learned, value=means["loss"]
+            )
+            moments = updated_if(finite, moments, state.optimizer)
+            learned = updated_if(finite, optax.apply_updates(learned, updates), learned)
             params = merged(learned, state.params, state.frozen)
         metrics = {**means, "grad_norm": norm}
+        if hasattr(moments, "metrics"):
+            metrics |= moments.metrics()
         metrics |= {name: schedule(state.step) for name, schedule in (schedules or {}).items()}
         after = replace(state, step=state.step + 1, params=params, optimizer=moments)
         return after, metrics
 
     return Step(advance)
-
-
-def _updated_if(finite: jax.Array, new: Any, old: Any) -> Any:
-    """`new` if a step is finite, else `old`, by a select, which is fused with the update and needs
-    no copy. On a CPU it is a branch, which copies, because a select would change how the update is
-    rounded there."""
-
-    def branch(finite: jax.Array, new: Any, old: Any) -> Any:
-        return jax.lax.cond(finite, lambda new, old: new, lambda new, old: old, new, old)
-
-    def select(finite: jax.Array, new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda a, b: jax.lax.select(finite, a, b), new, old)
-
-    return jax.lax.platform_dependent(finite, new, old, cpu=branch, default=select)
 
 
 def gradients(

@@ -1,0 +1,61 @@
+"""What a run says of its stability: spikes that it skips."""
+
+from pathlib import Path
+
+import pytest
+from tiny_run import PLAIN, copy_until, line, logged, params_of, train_here, write_text
+
+SETTINGS = PLAIN | {
+    "train.checkpoint_every": 8,
+    "train.eval_every": 8,
+    "train.steps": 24,
+    "train.on_spike": "skip",
+    # So low that steps are above it whose loss does not fall.
+    "train.spike_factor": 0.5,
+    "optimizer.learning_rate": 1e-6,
+    "train.spike_window": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run directory, and its command line."""
+    folder = tmp_path_factory.mktemp("stability")
+    arguments = line(folder / "run", write_text(folder / "text.txt"), SETTINGS)
+    assert train_here(arguments) == 0
+    return folder / "run", arguments
+
+
+def test_spikes_are_logged_with_their_limits_and_counted(run: tuple[Path, list[str]]) -> None:
+    lines = [entry for entry in logged(run[0]) if "loss" in entry]
+    assert not any("loss_limit" in entry for entry in lines if entry["step"] <= 4)
+    spikes = [entry for entry in lines if entry["spikes_in_a_row"]]
+    assert spikes and spikes[-1]["skipped_spikes"] == len(spikes)
+    for entry in lines[4:]:
+        above = entry["loss"] > entry["loss_limit"] or entry["grad_norm"] > entry["grad_norm_limit"]
+        assert above == (entry["spikes_in_a_row"] > 0)
+
+
+def test_a_run_that_skips_spikes_is_resumed_bitwise(
+    run: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = copy_until(16, run[0], tmp_path / "again")
+    arguments = [str(again) if text == str(run[0]) else text for text in run[1]]
+    assert train_here(arguments) == 0
+    assert logged(again) == logged(run[0])
+    for resumed, whole in zip(params_of(again), params_of(run[0]), strict=True):
+        assert (resumed == whole).all()
+    assert "is a spike and was skipped" in capsys.readouterr().out
+
+
+def test_too_many_spikes_in_a_row_end_a_run_that_a_higher_factor_continues(
+    run: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = copy_until(8, run[0], tmp_path / "again")
+    arguments = [str(again) if text == str(run[0]) else text for text in run[1]]
+    stopped = [*arguments, "--train.spike_factor", "1e-6", "--train.spike_limit", "1"]
+    assert train_here(stopped) == 1
+    message = capsys.readouterr().err
+    assert "1 steps in a row were skipped before" in message
+    assert "its batch: rows" in message
+    assert train_here([*arguments, "--train.spike_factor", "1e6"]) == 0
