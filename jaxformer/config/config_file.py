@@ -244,6 +244,12 @@ def _schedule_problems(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
             "optimizer.wsd_decay_fraction=0.0 leaves no step to decay in: use a larger fraction, or"
             " optimizer.schedule=constant."
         )
+    if warmup > steps and end <= warmup:
+        yield (
+            f"optimizer.warmup_steps={warmup} is longer than the run, train.steps={steps}, which"
+            " would never reach optimizer.learning_rate: use fewer warm-up steps or more steps, or"
+            " set optimizer.decay_steps to the last step of the longer run that this one begins."
+        )
     if 0 < end <= warmup < steps:
         yield (
             f"optimizer.decay_steps={end} is the step at which the decay ends, and"

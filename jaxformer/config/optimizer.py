@@ -103,7 +103,11 @@ class OptimizerConfig(Section):
     final_fraction: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     wsd_decay_fraction: Rate = 0.2
-    """Fraction of the steps in which the wsd schedule decays."""
+    """Fraction of the steps after the warm-up in which the wsd schedule decays, at least one step;
+    0 is refused, because nothing would decay: that is the schedule constant."""
+    wsd_floor: Literal["auto", "last_step", "next_step"] = "auto"
+    """Step in which wsd reaches its final rate: last_step, the last one of the decay; next_step,
+    the one after it. auto is last_step, and next_step in a run that an earlier version began."""
     weight_decay: NonNegative = 0.1
     """Weight decay, decoupled from the gradient; decay_kind says what it is multiplied by."""
     decay: Literal["matrices", "all"] = "matrices"

@@ -32,8 +32,8 @@ def from_json(text: str, where: str) -> RunConfig:
     version, for text that is not a config, for unknown sections and fields, all of which it names,
     and for a bad value.
 
-    Where an older file lacks data.cut, data.bos and train.preference_dropout, they are what older
-    versions did: "end", "never" and "on".
+    Where an older file lacks data.cut, data.bos, train.preference_dropout and optimizer.wsd_floor,
+    they are what older versions did: "end", "never", "on" and "next_step".
 
     run.compilation_cache keeps its default: the writer of the file must not choose the directory
     from which this machine loads compiled programs, or in which it stores them.
@@ -77,6 +77,8 @@ def from_json(text: str, where: str) -> RunConfig:
 def _keep_former_choices(values: dict[str, Any]) -> None:
     """Adds the settings that an older file lacks, where what it meant is not today's default."""
     objective = values.get("data.objective")
+    if values.get("optimizer.schedule") == "wsd":
+        values.setdefault("optimizer.wsd_floor", "next_step")
     if objective == "sft":
         values.setdefault("data.cut", "end")
     # The templates of these objectives write the BOS.

@@ -42,6 +42,7 @@ LEFT_OPEN = (
     ("train", "preference_dropout"),
     ("data", "cut"),
     ("data", "bos"),
+    ("optimizer", "wsd_floor"),
 )
 DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run directory
 # What a run writes into its directory.
@@ -154,8 +155,8 @@ def _remove_empty(folder: Path, missing: list[Path]) -> None:
 
 def as_begun(run: RunConfig) -> RunConfig:
     """`run`, where the settings of `LEFT_OPEN` that are "auto" are those of its directory: earlier
-    versions began runs with unrolled layers, 1 microbatch, cut at the end, without BOS, and with
-    dropout."""
+    versions began runs with unrolled layers, 1 microbatch, cut at the end, without BOS, with
+    dropout, and with a wsd schedule that ends a step later."""
     path = located(run.run.dir) / "config.json"
     if not run.run.dir or not path.is_file():
         return run

@@ -52,7 +52,8 @@ def test_a_run_of_every_family_is_certified(case: str, tmp_path: Path) -> None:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run to start from."""
     folder = tmp_path_factory.mktemp("base")
-    short = {"train.steps": 2, "optimizer.decay_steps": 2, "train.eval_every": 0}
+    short = {"train.steps": 2, "optimizer.warmup_steps": 1, "optimizer.decay_steps": 2}
+    short |= {"train.eval_every": 0}
     assert train_here(line(folder / "run", write_text(folder / "text.txt"), short)) == 0
     return folder / "run"
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jaxformer.arrays.params import rows
 from jaxformer.config.config_file import check
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.config.run import RunConfig
+from jaxformer.config.saved import from_json, to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.models import transformer
@@ -28,6 +31,14 @@ from jaxformer.training.state import TrainState, init_state, state_shardings
 from jaxformer.training.step import gradients, make_step
 
 pytestmark = pytest.mark.fast
+
+
+def table_of_schedules():
+    """The rows of the table of rates in docs/training.md, as texts."""
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    table = page.partition("| step | 0 | 1 | W - 1 | W |")[2].partition("\n\n")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -166,6 +177,10 @@ def test_only_matrices_decay_by_default_and_the_groups_count_every_parameter():
     assert sum(count for count, _ in groups.values()) == len(jax.tree.leaves(params))
 
 
+def test_the_docs_have_a_row_for_each_schedule():
+    assert [name for name, *_ in table_of_schedules()] == list(SCHEDULES)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_warms_up_peaks_once_and_ends_where_it_says(name):
     config = OptimizerConfig(
@@ -212,13 +227,44 @@ def test_the_rate_of_each_step_is_that_of_the_table_in_the_docs(name, w, e):
         "constant": lambda k: 1.0,
         "linear": lambda k: line(k, w + 1, e - w),
         "cosine": lambda k: f + (1 - f) * (1 + np.cos(np.pi * min((k - w - 1) / (e - w), 1))) / 2,
-        "wsd": lambda k: line(k, e - d + 1, d),
+        "wsd": lambda k: line(k, e - d, d),
         "inverse_sqrt": lambda k: (w / (k - 1)) ** 0.5 if w else k**-0.5,
     }[name]
     expected = [k / (w + 1) if k <= w else after(k) for k in range(1, steps + 1)]
     schedule = make_schedule(config, steps)
     np.testing.assert_allclose([schedule(k - 1) for k in range(1, steps + 1)], expected, rtol=1e-5)
     assert schedule_text(config, steps).endswith(f"{expected[-1]:.3g} in the last step")
+
+
+@pytest.mark.parametrize("row", table_of_schedules(), ids=lambda row: row[0])
+def test_the_table_of_the_docs_has_the_rates_of_a_run(row):
+    name, *rates = row
+    config = OptimizerConfig(schedule=name, learning_rate=1.0, warmup_steps=10, final_fraction=0.1)
+    schedule = make_schedule(config, 100)
+    steps = (0, 1, 9, 10, 98, 99, 100)
+    assert [f"{float(schedule(step)):.4f}" for step in steps] == rates
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.99])
+def test_wsd_ends_at_its_floor_and_an_earlier_run_keeps_its_rates(fraction):
+    config = OptimizerConfig(
+        schedule="wsd",
+        learning_rate=1.0,
+        warmup_steps=0,
+        final_fraction=0.0,
+        wsd_decay_fraction=fraction,
+    )
+    d, steps = max(round(10 * fraction), 1), np.arange(10)
+    rates = make_schedule(config, 10)(steps)
+    expected = [*np.ones(10 - d), *(np.arange(d)[::-1] / d)]
+    np.testing.assert_allclose(rates, expected, atol=1e-6)
+    record = json.loads(to_json(RunConfig(optimizer=config)))
+    del record["optimizer"]["wsd_floor"]
+    before = from_json(json.dumps(record), "here").optimizer
+    assert before.wsd_floor == "next_step"
+    np.testing.assert_array_equal(
+        make_schedule(before, 10)(steps), optax.linear_schedule(1.0, 0.0, d, 10 - d)(steps)
+    )
 
 
 def test_a_run_within_its_warm_up_says_that_the_peak_is_not_reached():
@@ -232,14 +278,23 @@ def test_a_run_within_its_warm_up_says_that_the_peak_is_not_reached():
     [
         ({"schedule": "wsd", "wsd_decay_fraction": 0.0}, "optimizer.schedule=constant"),
         ({"warmup_steps": 10, "decay_steps": 10}, "end the decay later"),
+        ({"warmup_steps": 101}, "is longer than the run, train.steps=100"),
+        ({"warmup_steps": 101, "decay_steps": 101}, "is longer than the run"),
         ({"warmup_steps": 1, "rewarm_steps": 5}, "decay_steps, which is not set"),
         ({"warmup_steps": 1, "decay_steps": 50, "rewarm_steps": 50}, "no step to decay in"),
     ],
 )
 def test_a_schedule_that_no_step_would_follow_is_refused(settings, message):
     run = RunConfig(optimizer=OptimizerConfig(**settings), train=TrainConfig(steps=100))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
         check(run)
+    assert "\n" not in str(error.value)
+
+
+def test_the_beginning_of_a_longer_run_may_end_within_the_warm_up():
+    optimizer = OptimizerConfig(warmup_steps=10, decay_steps=100)
+    check(RunConfig(optimizer=optimizer, train=TrainConfig(steps=5)))
+    check(RunConfig(optimizer=OptimizerConfig(warmup_steps=5), train=TrainConfig(steps=5)))
 
 
 def test_gradients_are_clipped_by_their_global_norm():

@@ -66,10 +66,18 @@ def _cosine(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def _wsd(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Warm-up, stable, decay: the peak until the last `wsd_decay_fraction` of the steps, then
-    linear (arXiv:2404.06395)."""
+    linear (arXiv:2404.06395). The last step has the final rate, or the one after it if `wsd_floor`
+    is next_step."""
     decay = max(round(config.wsd_decay_fraction * steps), 1)
-    peak = config.learning_rate
-    return optax.linear_schedule(peak, config.final_fraction * peak, decay, steps - decay)
+    # The last step with the peak, counted from the end of the warm-up.
+    begin = steps - decay - (config.wsd_floor != "next_step")
+    peak, final = config.learning_rate, config.final_fraction * config.learning_rate
+
+    def schedule(step: Any) -> jax.Array:
+        remaining = 1 - jnp.clip(step - begin, 0, decay) / decay
+        return (peak - final) * remaining + final
+
+    return schedule
 
 
 def _inverse_sqrt(config: OptimizerConfig, steps: int) -> optax.Schedule:
