@@ -61,6 +61,9 @@ class TrainConfig(Section):
     before them keeps the others."""
     log_every: Volatile[Count] = 10
     """Number of steps between lines of metrics.jsonl."""
+    norms_every: Volatile[Natural] = 0
+    """Number of steps between lines with norms of gradient and update by layer, a multiple of
+    train.log_every; 0 logs none."""
     eval_every: Volatile[Natural] = 200
     """Number of steps between evaluations; 0 evaluates only at the end."""
     eval_batches: Volatile[Natural] = 0
@@ -115,6 +118,11 @@ class TrainConfig(Section):
                 f"compiler_options={self.compiler_options!r} is neither auto, nor none, nor options"
                 " of XLA as name=value without dashes, separated by spaces, maybe after auto, as in"
                 " 'auto xla_tpu_scoped_vmem_limit_kib=65536'."
+            ]
+        if self.norms_every % self.log_every:
+            return [
+                f"norms_every={self.norms_every} is no multiple of"
+                f" train.log_every={self.log_every}: the norms are in some of the logged lines."
             ]
         every = self.eval_tasks_every
         if every and (not self.eval_every or every % self.eval_every):

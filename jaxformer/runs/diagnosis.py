@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.arrays.params import Params, Specs, dotted, rows
+from jaxformer.arrays.params import Params, Specs, dotted
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Log
@@ -19,6 +19,7 @@ from jaxformer.models.transformer import hidden
 from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks, roll_back, shift
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import Diverged
+from jaxformer.training.norms import layered_paths
 from jaxformer.training.spikes import IN_A_ROW, TooManySpikes, is_spike
 from jaxformer.training.state import TrainState, mesh_of, on_mesh
 from jaxformer.training.step import Batch, Loss, gradients
@@ -83,10 +84,10 @@ def _indented(lines: list[str]) -> str:
 
 def _are_finite(specs: Specs, tree: Any) -> Any:
     """For each leaf whether it is finite: a scalar, or of a stack of layers [L]."""
-    stacked = {path for path, spec in rows(specs).items() if spec.is_stacked}
+    layered = layered_paths(specs)
 
     def finite(path: Any, leaf: jax.Array) -> jax.Array:
-        inside = range(int(dotted(path) in stacked), leaf.ndim)
+        inside = range(int(dotted(path) in layered), leaf.ndim)
         return jnp.isfinite(leaf).all(tuple(inside))
 
     return jax.tree.map_with_path(finite, tree)

@@ -14,6 +14,7 @@ from jaxformer.report.metrics import FILE, STATE
 from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import is_finite
+from jaxformer.training.norms import numbers_of
 from jaxformer.training.spikes import is_spike
 from jaxformer.training.state import TrainState
 
@@ -119,8 +120,9 @@ class MetricLogger:
 
 def as_logged(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a step under the names of metrics.jsonl, where "loss" is in nats, and
-    "objective" is what is minimized, if that is another quantity."""
-    values = {name: float(value) for name, value in metrics.items()}
+    "objective" is what is minimized, if that is another quantity; norms by layer are numbers with
+    that of the layer at the end of their name."""
+    values = numbers_of(metrics)
     if "nats" in values:
         values |= {"loss": values.pop("nats"), "objective": values["loss"]}
     return values

@@ -34,6 +34,7 @@ from jaxformer.runs.objectives import (
     task_of,
 )
 from jaxformer.runs.selection import microbatches_of, with_kernel
+from jaxformer.training.norms import layered_paths, watch_norms
 from jaxformer.training.optimizers.make import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.program import Step
@@ -169,14 +170,18 @@ class Resolved:
     @property
     def step(self) -> Step:
         """The train step; `step.lower(target, batch)` is its program."""
-        return make_step(
+        train = self.run.train
+        step = make_step(
             self.loss,
             self.optimizer,
-            microbatches=self.run.train.n_microbatches,
+            microbatches=train.n_microbatches,
             seed=self.run.run.seed,
             schedules={"learning_rate": self.schedule},
             rowwise=self.is_rowwise,
-        ).with_options(*self.run.train.stated_options)
+        ).with_options(*train.stated_options)
+        if train.norms_every:
+            step = step.observing(watch_norms(train.norms_every, layered_paths(self.specs)))
+        return step
 
 
 def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:

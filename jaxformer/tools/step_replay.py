@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.arrays.mesh import place_batch
-from jaxformer.arrays.params import Params, Specs, rows
+from jaxformer.arrays.params import Params, Specs
 from jaxformer.checkpoints.reading import Damaged, flat_leaves, read_checkpoint, saved_steps
 from jaxformer.config.config_file import read_config
 from jaxformer.config.model import ModelConfig
@@ -35,6 +35,7 @@ from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import compile_step
 from jaxformer.training.deterministic import require_deterministic
+from jaxformer.training.norms import layered_paths, squares_by_leaf
 from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState, mesh_of, on_mesh
 from jaxformer.training.step import Batch, gradients
@@ -154,26 +155,16 @@ def state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
     return first_state(setup, log)
 
 
-def _layered(specs: Specs) -> set[str]:
-    """The paths of the parameters that have several layers, on their first axis."""
-    return {path for path, spec in rows(specs).items() if spec.is_stacked}
-
-
 def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str, list[float]]:
     """The Euclidean norm of the gradient of a step by leaf, for a leaf of several layers of each.
     The gradient is the one before it is clipped."""
     loss, pieces, seed = setup.loss, setup.run.train.n_microbatches, setup.run.run.seed
-    layered = _layered(setup.specs)
+    layered = layered_paths(setup.specs)
 
     def norms_of(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         grads, _ = gradients(loss, state, batch, key, pieces, setup.is_rowwise)
-        norms = {}
-        for path, leaf in flat_leaves(grads).items():
-            squares = jnp.square(leaf.astype(jnp.float32))
-            first = 1 if path in layered else 0  # the axis of layers stays
-            norms[path] = jnp.sqrt(squares.sum(tuple(range(first, leaf.ndim))))  # [L] or []
-        return norms
+        return {path: jnp.sqrt(square) for path, square in squares_by_leaf(grads, layered).items()}
 
     with on_mesh(setup.mesh):
         norms = jax.device_get(jax.jit(norms_of)(state, setup.placed(batch)))
@@ -221,7 +212,7 @@ def token_nats(
 def norms_by_layer(norms: Mapping[str, list[float]], specs: Specs) -> dict[str, float]:
     """The norms of `gradient_norms` by layer, as "blocks 3", and by leaf for the parameters outside
     of the layers."""
-    layered = _layered(specs)
+    layered = layered_paths(specs)
     squares: dict[str, float] = {}
     for path, leaf_norms in norms.items():
         if path in layered:

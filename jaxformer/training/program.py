@@ -1,5 +1,6 @@
 """The compiled program of a train step: its arguments, donated arrays and results."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,8 @@ from jaxformer.training.state import TrainState, merged, mesh_of, on_mesh, split
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 Metrics = dict[str, jax.Array]
+# (number of the step, counted from 0, gradient, update) -> metrics.
+Observe = Callable[[jax.Array, Params, Params], Metrics]
 
 
 class Step:
@@ -28,7 +31,7 @@ class Step:
 
     def __init__(
         self,
-        advance: Callable[[TrainState, Any], tuple[TrainState, Metrics]],
+        advance: Callable[..., tuple[TrainState, Metrics]],
         options: OptionValues = NO_OPTIONS,
         table: bool = True,
     ) -> None:
@@ -47,6 +50,11 @@ class Step:
         """The same step compiled with these options of XLA, by name, besides those of the table
         for its devices (`compiler_options`), or with `table` False in their place."""
         return Step(self._advance, options, table)
+
+    def observing(self, observe: Observe) -> "Step":
+        """The same step with further metrics, from its number (int32, counted from 0), its gradient
+        before any clipping and its update, both with None for the leaves that do not learn."""
+        return Step(functools.partial(self._advance, observe=observe), self._options, self._table)
 
     def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> "LoweredStep":
         """The step lowered ahead of time, for arrays or `jax.ShapeDtypeStruct`s with their

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import explicit_axes, free_axes
 from jaxformer.files import ConfigError
-from jaxformer.training.program import Metrics, Step
+from jaxformer.training.program import Metrics, Observe, Step
 from jaxformer.training.state import (
     Trainable,
     TrainState,
@@ -79,7 +79,9 @@ def make_step(
     """
     transformation = optax.with_extra_args_support(optimizer)
 
-    def advance(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def advance(
+        state: TrainState, batch: Batch, observe: Observe | None = None
+    ) -> tuple[TrainState, Metrics]:
         if trainable is not None:
             _require_same(frozen_paths(state.params, trainable), state.frozen)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -98,6 +100,8 @@ def make_step(
         if hasattr(moments, "metrics"):
             metrics |= moments.metrics()
         metrics |= {name: schedule(state.step) for name, schedule in (schedules or {}).items()}
+        if observe is not None:
+            metrics |= observe(state.step, grads, updates)
         after = replace(state, step=state.step + 1, params=params, optimizer=moments)
         return after, metrics
 

@@ -1,5 +1,6 @@
-"""What a run says of its stability: spikes that it skips."""
+"""What a run says of its stability: spikes that it skips, norms by layer."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ SETTINGS = PLAIN | {
     "train.checkpoint_every": 8,
     "train.eval_every": 8,
     "train.steps": 24,
+    "train.norms_every": 4,
     "train.on_spike": "skip",
     # So low that steps are above it whose loss does not fall.
     "train.spike_factor": 0.5,
@@ -34,6 +36,20 @@ def test_spikes_are_logged_with_their_limits_and_counted(run: tuple[Path, list[s
     for entry in lines[4:]:
         above = entry["loss"] > entry["loss_limit"] or entry["grad_norm"] > entry["grad_norm_limit"]
         assert above == (entry["spikes_in_a_row"] > 0)
+
+
+def test_norms_by_layer_are_in_every_fourth_line_and_add_up(run: tuple[Path, list[str]]) -> None:
+    kinds = {"blocks.attention.0", "blocks.attention_norm.0", "blocks.ffn.0", "blocks.ffn_norm.0"}
+    kinds |= {"embed", "final_norm"}
+    names = {f"{name}/{kind}" for name in ("grad_norm", "update_norm") for kind in kinds}
+    for entry in (entry for entry in logged(run[0]) if "loss" in entry):
+        norms = {name: value for name, value in entry.items() if "/" in name}
+        assert set(norms) == (set() if entry["step"] % 4 else names)
+        if norms:
+            total = math.hypot(*(norms[f"grad_norm/{kind}"] for kind in kinds))
+            assert math.isclose(total, entry["grad_norm"], rel_tol=1e-5)
+            moved = math.hypot(*(norms[f"update_norm/{kind}"] for kind in kinds))
+            assert (moved == 0) == (entry["spikes_in_a_row"] > 0)
 
 
 def test_a_run_that_skips_spikes_is_resumed_bitwise(
