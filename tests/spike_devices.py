@@ -1,5 +1,5 @@
 """A small regression with spikes for test_spikes.py. Run on eight forced host devices: prints JSON
-of what they skip."""
+of what they skip, and of the nats of each row that they sum."""
 
 import json
 
@@ -9,8 +9,10 @@ import numpy as np
 import optax
 
 import jaxformer as jf
+from jaxformer.losses.cross_entropy import cross_entropy
 from jaxformer.training.loop import fit
 from jaxformer.training.spikes import skip_spikes
+from jaxformer.training.state import on_mesh
 from jaxformer.training.step import make_step
 
 SPIKES = {20, 21, 30}  # steps, counted from 0
@@ -69,6 +71,21 @@ def trained(batches, steps=40, optimizer=None, mesh=None, microbatches=1, hooks=
     return state, seen
 
 
+def nats_by_row(mesh=None):
+    """The objective and the nats of each row, [8], in tiles."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 16, 4)).astype(np.float32)
+    head = jnp.asarray(rng.standard_normal((23, 4)), jnp.float32)
+    targets, weights = jnp.asarray(rng.integers(0, 23, (8, 16))), jnp.ones((8, 16))
+
+    def objective(x):
+        return cross_entropy(x, head, targets, weights, tile=4, nats_by_row=True)
+
+    with on_mesh(mesh):
+        (total, nats), _ = jax.jit(jax.value_and_grad(objective, has_aux=True))(x)
+    return [float(total), *np.asarray(nats).tolist()]
+
+
 if __name__ == "__main__":
     state, seen = trained(Batches(SPIKES), mesh=jf.make_mesh())
     print(
@@ -77,6 +94,7 @@ if __name__ == "__main__":
                 "devices": len(state.step.sharding.device_set),
                 "skipped": [step for step, metrics in seen if metrics["spikes_in_a_row"]],
                 "losses": [metrics["loss"] for _, metrics in seen],
+                "nats": nats_by_row(jf.make_mesh(data=2, fsdp=2, context=2)),
             }
         )
     )

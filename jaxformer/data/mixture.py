@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.rows import Drawn, NumpyBatch, Rows, numbers_below
+from jaxformer.data.rows import SOURCE_IDS, Drawn, NumpyBatch, Rows, numbers_below
 from jaxformer.files import ConfigError
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ class Mixture(Rows):
 
     A fixed rule gives the source of row n of a run: at any n from a phase's beginning each source
     is within log2(sources) / 2 rows of its share, so within one of two to four. A source continues
-    where it was when shares change, and begins again, in another order, when all of it was read.
-    Raises ConfigError where `check_shares` does.
+    where it was when shares change, and begins again, in another order, when all of it was read. A
+    row also has the index of its source, "source_ids", int32 []. Raises ConfigError where
+    `check_shares` does.
     """
 
     def __init__(self, sources: Sequence[tuple[str, Rows]], data: DataConfig) -> None:
@@ -77,7 +78,8 @@ class Mixture(Rows):
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         source = bisect.bisect_right(self._firsts, index) - 1
-        return self.source_rows[source].row(index - self._firsts[source], rng)
+        row = self.source_rows[source].row(index - self._firsts[source], rng)
+        return row | {SOURCE_IDS: np.array(source, np.int32)}
 
     def order(self, seed: int, batch_size: int) -> "grain.MapDataset[int]":
         seeds = np.random.SeedSequence(seed).generate_state(len(self.source_rows)).tolist()

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # One row as arrays [T], or a batch of them as arrays [B, T]: int32, weights float32.
 NumpyBatch = dict[str, np.ndarray]
 SOURCE_ARRAYS = ("source", "source_segment_ids")
+# The array of a batch of a mixture with the index of the source of each row, int32 [B].
+SOURCE_IDS = "source_ids"
 
 
 class RowFormat(NamedTuple):

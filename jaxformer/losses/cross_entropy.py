@@ -37,6 +37,8 @@ from jaxformer.arrays.sharding import (
 from jaxformer.layers.head import logits_of_rows
 from jaxformer.losses.logits import (
     DIFFERENTIABLE,
+    TOTALS,
+    ByRow,
     Extras,
     Passes,
     extras_of,
@@ -96,10 +98,11 @@ def cross_entropy(
     bias: Float[Array, "V"] | None = None,
     tile: int | None = None,
     logits_dtype: str = "float32",
+    nats_by_row: bool = False,
     **extras: float,
 ) -> ObjectiveAndNats:
     """Weighted sums over the tokens (objective, nats): [B, T, D], [V, D], int [B, T], float32
-    [B, T] -> two float32 scalars.
+    [B, T] -> two float32 scalars; with `nats_by_row` nats are those of each row, [B].
 
     nats = sum w (lse - logit_y), with lse = log sum exp of the logits x head^T + bias, has no
     gradient. The objective has `label_smoothing` e in its targets, (1 - e) onehot + e / V
@@ -111,7 +114,8 @@ def cross_entropy(
     follows is computed in float32.
     """
     options = extras_of(**extras)._replace(logits_dtype=jnp.dtype(logits_dtype))
-    objective, nats = _sums(TokenRows(x, targets, weights), head, bias, options, tile, by_row=False)
+    rows, by_row = TokenRows(x, targets, weights), ByRow(False, nats_by_row)
+    objective, nats = _sums(rows, head, bias, options, tile, by_row)
     return objective, jax.lax.stop_gradient(nats)
 
 
@@ -133,7 +137,8 @@ def row_nats(
     mode only, which computes the logits a second time.
     """
     options = extras_of(soft_cap=soft_cap)
-    return _sums(TokenRows(x, targets, weights), head, bias, options, tile, by_row=True)[0]
+    rows, by_row = TokenRows(x, targets, weights), ByRow(True, True)
+    return _sums(rows, head, bias, options, tile, by_row)[0]
 
 
 def tile_length(rows: int, length: int, vocab: int) -> int:
@@ -153,9 +158,9 @@ def tile_length(rows: int, length: int, vocab: int) -> int:
 
 
 def _sums(
-    rows: TokenRows, head: Weight, bias: HeadBias, extras: Extras, tile: int | None, by_row: bool
+    rows: TokenRows, head: Weight, bias: HeadBias, extras: Extras, tile: int | None, by_row: ByRow
 ) -> ObjectiveAndNats:
-    """(objective, nats): scalars, or [B] by row."""
+    """(objective, nats): each a scalar, or [B] by row."""
     length = rows.targets.shape[1]
     if tile is None:
         tile = tile_length(len(rows.x), length, head.shape[0])
@@ -169,7 +174,7 @@ def _sums(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _tiled(
-    rows: TokenRows, head: Weight, bias: HeadBias, extras: Extras, tile: int, by_row: bool
+    rows: TokenRows, head: Weight, bias: HeadBias, extras: Extras, tile: int, by_row: ByRow
 ) -> ObjectiveAndNats:
     passes = _passes()
 
@@ -179,35 +184,35 @@ def _tiled(
             objective, nats, _ = sums_of_logits(logits, *piece[1:], extras, passes, by_row)
             return (totals[0] + objective, totals[1] + nats), None
 
-        zero = jnp.zeros(len(rows.x) if by_row else (), jnp.float32)
-        return jax.lax.scan(add, (zero, zero), rows.tiles(tile))[0], Gradients()
+        objective, nats = (jnp.zeros(len(rows.x) if each else (), jnp.float32) for each in by_row)
+        return jax.lax.scan(add, (objective, nats), rows.tiles(tile))[0], Gradients()
 
     cast = head.astype(rows.x.dtype)
     return _by_device(sums_of, rows, cast, bias, by_row)[0]  # type: ignore[no-any-return]
 
 
 def _forward(
-    rows: Any, head: Any, bias: Any, extras: Extras, tile: int, by_row: bool
+    rows: Any, head: Any, bias: Any, extras: Extras, tile: int, by_row: ByRow
 ) -> tuple[ObjectiveAndNats, Any]:
     # Only the leaves by which the loss is differentiated: an output layer that does not learn, such
     # as that of a model with an adapter, has no gradient.
     learning = jax.tree.map(lambda leaf: leaf.value if leaf.perturbed else None, head)
     rows, head, bias = custom_vjp_primal_tree_values((rows, head, bias))
-    if by_row:
+    if by_row.objective:
         return _tiled(rows, head, bias, extras, tile, by_row), (rows, head, bias, learning)
-    sums, gradients = _sums_and_gradients(rows, head, bias, learning, extras, tile)
+    sums, gradients = _sums_and_gradients(rows, head, bias, learning, extras, tile, by_row)
     return sums, (gradients, learning, bias)
 
 
 def _backward(
-    extras: Extras, tile: int, by_row: bool, saved: Any, slopes: tuple[Any, Any]
+    extras: Extras, tile: int, by_row: ByRow, saved: Any, slopes: tuple[Any, Any]
 ) -> tuple[Any, ...]:
     # The slope of nats is not used: it has no gradient.
     slope = slopes[0]
     # Nothing that is differentiated uses the objective.
     if isinstance(slope, SymbolicZero):
         slope = jnp.zeros(slope.shape, slope.dtype)
-    if by_row:
+    if by_row.objective:
         # With g_b the slope of row b, the gradient of sum g_b objective_b is that of the sum over
         # all tokens with the weights g_b w_bt.
         rows, head, bias, learning = saved
@@ -228,10 +233,17 @@ _tiled.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _sums_and_gradients(
-    rows: TokenRows, head: Weight, bias: HeadBias, learning: Any, extras: Extras, tile: int
+    rows: TokenRows,
+    head: Weight,
+    bias: HeadBias,
+    learning: Any,
+    extras: Extras,
+    tile: int,
+    by_row: ByRow = TOTALS,
 ) -> tuple[ObjectiveAndNats, Gradients]:
-    """The sums over all tokens and the gradients of the objective; the logits of each tile are
-    computed once for both. `learning` is the head with None for each leaf that does not learn."""
+    """The sums over all tokens, of nats maybe by row, and the gradients of the objective; the
+    logits of each tile are computed once for both. `learning` is the head with None for each leaf
+    that does not learn."""
     passes = _passes()
     if not is_custom(head):
         head = head.astype(rows.x.dtype)
@@ -242,7 +254,7 @@ def _sums_and_gradients(
         def add(totals: Any, piece: TokenRows) -> tuple[Any, jax.Array]:
             logits, pull = _logits_and_pull(piece.x, head, local, extras.logits_dtype)
             logits = logits if bias is None else logits + bias
-            *sums, softmax = sums_of_logits(logits, *piece[1:], extras, passes)
+            *sums, softmax = sums_of_logits(logits, *piece[1:], extras, passes, by_row)
             d_logits = logits_gradient(softmax, *piece[1:], extras)
             d_x, d_head = pull(d_logits.astype(piece.x.dtype))
             d_bias = None if bias is None else d_logits.sum((0, 1))
@@ -250,13 +262,14 @@ def _sums_and_gradients(
 
         # The carry holds the sums and the gradients of head and bias in float32, which every tile
         # adds to; the gradient of x is one piece per tile, [tiles, B, tile, D] -> [B, T, D].
-        zeros = jax.tree.map(lambda a: jnp.zeros(jnp.shape(a), jnp.float32), (0, 0, local, bias))
+        nats = rows.weights[:, 0] if by_row.nats else 0
+        zeros = jax.tree.map(lambda a: jnp.zeros(jnp.shape(a), jnp.float32), (0, nats, local, bias))
         (*sums, d_head, d_bias), d_x = jax.lax.scan(add, zeros, rows.tiles(tile))
         batch, length, width = rows.x.shape
         d_x = jnp.moveaxis(d_x, 0, 1).reshape(batch, -1, width)[:, :length]
         return tuple(sums), Gradients(d_x, d_head, d_bias)
 
-    return _by_device(gradients_of, rows, head, bias)  # type: ignore[no-any-return]
+    return _by_device(gradients_of, rows, head, bias, by_row)  # type: ignore[no-any-return]
 
 
 def _logits_and_pull(
@@ -307,7 +320,7 @@ def _split_positions(length: int, sizes: Mapping[str, int]) -> int:
 
 
 def _by_device(
-    run: Callable[..., Any], rows: TokenRows, head: Weight, bias: HeadBias, by_row: bool = False
+    run: Callable[..., Any], rows: TokenRows, head: Weight, bias: HeadBias, by_row: ByRow
 ) -> Any:
     """`run(rows, head, bias)` -> (sums, gradients), by each device for the tokens that it has.
 
@@ -337,16 +350,20 @@ def _by_device(
             d_head = jax.lax.psum(shard, tuple(axis for axis in axes if axis not in columns))
         else:
             d_head = jax.lax.psum(d_head, axes)
-        sums = jax.lax.psum(sums, by_positions if by_row else axes)
+        if by_row.objective == by_row.nats:
+            sums = jax.lax.psum(sums, by_positions if by_row.nats else axes)
+        else:
+            sums = jax.lax.psum(sums[0], axes), jax.lax.psum(sums[1], by_positions)
         return sums, Gradients(d_x, d_head, jax.lax.psum(d_bias, axes))
 
     replicated, of_row = PartitionSpec(), PartitionSpec(by_rows)
     split = PartitionSpec(by_rows, by_positions)
     matrix_split = PartitionSpec(None, columns) if fits else replicated
+    of_sums = tuple(of_row if each else replicated for each in by_row)
     return jax.shard_map(
         of_device,
         in_specs=(split, replicated, replicated),
-        out_specs=(of_row if by_row else replicated, Gradients(split, matrix_split, replicated)),
+        out_specs=(of_sums, Gradients(split, matrix_split, replicated)),
         axis_names=set(axes),
         check_vma=False,
     )(rows, head, bias)

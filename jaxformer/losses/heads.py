@@ -21,6 +21,7 @@ def head_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_dtype: str = "float32",
+    sources: tuple[str, ...] = (),
 ) -> Sums:
     """The cross-entropy of a model's head, as sums over the targets of a batch and their weight.
 
@@ -30,6 +31,10 @@ def head_loss(
     second head (targets and weights [B, 1], under its name and with "_weights") or losses of the
     layers make that another. Losses and metrics of the layers are there by name. Dropout needs a
     key. `logits_dtype` is that of `cross_entropy`.
+
+    With `sources`, names of two or more, the batch has "source_ids" [B] int, the index of that of
+    each row: "loss/NAME" is then the plain cross-entropy over the rows of a source, and
+    "share/NAME" the fraction of the weight that they have.
     """
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, key=key if config.has_dropout else None)
@@ -45,8 +50,13 @@ def head_loss(
         z_loss=z_loss,
         logits_dtype=logits_dtype,
         soft_cap=config.logit_soft_cap,
+        nats_by_row=bool(sources),
     )
     weight = weights.sum()
+    sums_of_sources: Sums = {}
+    if sources:
+        sums_of_sources = _by_source(sources, batch["source_ids"], nats, weights)
+        nats = nats.sum()
     for name in config.second_heads:
         y = pooled(params, config, x, inputs.layout)
         rows, matrix, bias = output_layer(params, config, y, name)
@@ -59,6 +69,19 @@ def head_loss(
     sums = {"loss": (objective, weight), **aux.losses, **aux.metrics}
     if label_smoothing or z_loss or config.second_heads or aux.losses:
         sums["nats"] = (nats, weight)
+    return {**sums, **sums_of_sources}
+
+
+def _by_source(
+    sources: tuple[str, ...], source_ids: jax.Array, nats: jax.Array, weights: jax.Array
+) -> Sums:
+    """The sums of each source: nats [B], weights [B, T]."""
+    of_row, sums = weights.sum(1), {}
+    for number, name in enumerate(sources):
+        belongs = source_ids == number
+        weight = jnp.where(belongs, of_row, 0).sum()
+        sums[f"loss/{name}"] = (jnp.where(belongs, nats, 0).sum(), weight)
+        sums[f"share/{name}"] = (weight, of_row.sum())
     return sums
 
 

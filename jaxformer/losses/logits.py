@@ -136,16 +136,26 @@ def _is_target(targets: jax.Array, vocab: int) -> jax.Array:
     return targets[..., None] == jnp.arange(vocab)
 
 
+class ByRow(NamedTuple):
+    """Whether the sums of the objective, and those of the nats, are by row [B] and not scalars."""
+
+    objective: bool
+    nats: bool
+
+
+TOTALS = ByRow(False, False)
+
+
 def sums_of_logits(
     logits: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
     extras: Extras,
     passes: Passes = DIFFERENTIABLE,
-    by_row: bool = False,
+    by_row: ByRow = TOTALS,
 ) -> tuple[jax.Array, jax.Array, Softmax]:
     """(objective, nats, what `logits_gradient` needs) of logits [..., V], targets and weights
-    [...]: scalars, or by row [B] of logits [B, T, V]."""
+    [...]: each of the two a scalar, or by row [B] of logits [B, T, V]."""
     if extras.soft_cap:
         logits = extras.soft_cap * jnp.tanh(logits / extras.soft_cap)
     top, total = passes.totals(logits)
@@ -160,9 +170,10 @@ def sums_of_logits(
     if extras.z_loss:
         objective = objective + extras.z_loss * jnp.square(lse)
     cap_slope = 1 - jnp.square(logits / extras.soft_cap) if extras.soft_cap else None
-    weights, axes = weights[..., None], (1, 2) if by_row else None
+    weights = weights[..., None]
     softmax = Softmax(logits, top, lse, log_total, cap_slope)
-    return jnp.sum(weights * objective, axes), jnp.sum(weights * nats, axes), softmax
+    of_objective, of_nats = ((1, 2) if each else None for each in by_row)
+    return jnp.sum(weights * objective, of_objective), jnp.sum(weights * nats, of_nats), softmax
 
 
 def logits_gradient(

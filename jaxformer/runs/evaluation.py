@@ -67,7 +67,8 @@ def _line(totals: Totals) -> Evaluation:
     if "bytes" in totals:
         line["val_bits_per_byte"] = nats / math.log(2) / max(totals["bytes"][0], 1)
     for name, (total, weight) in totals.items():
-        if name not in ("loss", "nats", "bytes"):
+        # What has no weight, as the loss of a source without rows, has no mean.
+        if name not in ("loss", "nats", "bytes") and (weight or "/" not in name):
             line[f"val_{name}"] = total / (weight or 1)
     return line
 

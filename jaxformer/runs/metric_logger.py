@@ -123,6 +123,9 @@ def as_logged(metrics: Mapping[str, Any]) -> dict[str, float]:
     "objective" is what is minimized, if that is another quantity; norms by layer are numbers with
     that of the layer at the end of their name."""
     values = numbers_of(metrics)
+    for name in [name for name in values if name.startswith("share/") and not values[name]]:
+        # No row of the batch is of this source.
+        del values[name.replace("share/", "loss/", 1)]
     if "nats" in values:
         values |= {"loss": values.pop("nats"), "objective": values["loss"]}
     return values

@@ -66,6 +66,8 @@ class Resolved:
       specs: its table of parameters. With an adapter, only this and `learned` are trainable in it.
       learned: the branches of the model below an adapter that learn with it.
       added: the ids of the tokens that the run adds, whose rows learn with an adapter.
+      sources: the names of the sources of its text, where there are several and the loss tells them
+        apart.
       notes: a sentence for each thing that is assumed because the data is not read.
     """
 
@@ -79,6 +81,7 @@ class Resolved:
     optimizer: optax.GradientTransformation
     learned: tuple[str, ...] = ()
     added: range = range(0)
+    sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
@@ -157,6 +160,8 @@ class Resolved:
             for name in LOSS_SETTINGS
             if getattr(train, name) != getattr(TrainConfig, name)
         }
+        if self.sources:
+            options["sources"] = self.sources
         return loss_of(self.task.name, self.model, **options, **self.loss_options)
 
     @property

@@ -15,7 +15,9 @@ from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import Log
+from jaxformer.data.rows import Rows
 from jaxformer.layers.kernels import MOST_SEGMENTS
+from jaxformer.losses.heads import head_loss
 from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.device import check_split
 from jaxformer.runs.directory import check_config, check_data, identity_of
@@ -62,6 +64,15 @@ class RunSetup(Resolved):
         from jaxformer.runs.reference import Reference
 
         return Reference(self.run.run.init_from, self.model, self.run.run.dir, self.mesh)
+
+    @property
+    def evaluation_options(self) -> dict[str, Any]:
+        """The options of `loss_of` with which the run is evaluated on what it held out, each source
+        of that by itself where the loss tells them apart."""
+        names = source_names(self.corpus.validation) if self.corpus.validation else ()
+        if not names or self.objective.loss is not head_loss:
+            return self.loss_options
+        return self.loss_options | {"sources": names}
 
     @property
     def unsaved(self) -> list[str]:
@@ -129,6 +140,8 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     base_record = base.record if base else {}
     record = check_data(run.run.dir, fingerprints, corpus.labels, base_record)
     check_config(run)
+    sources = source_names(corpus.train) if resolved.objective.loss is head_loss else ()
+    resolved = dataclasses.replace(resolved, sources=sources)
     return RunSetup(
         **resolved.fields(),
         corpus=corpus,
@@ -140,6 +153,12 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         base=base,
         tasks=tasks,
     )
+
+
+def source_names(rows: Rows) -> tuple[str, ...]:
+    """The names of the sources of rows; empty for those of one source."""
+    names = tuple(name for name, _ in rows.sources(""))
+    return names if len(names) > 1 else ()
 
 
 def fingerprints_of(corpus: data.Corpus, reads_messages: bool) -> dict[str, str]:

@@ -320,7 +320,9 @@ def _fit(
     signal cut it short, is made first."""
     settings, run, heldout, tasks = setup.run.train, setup.run.run, setup.heldout, setup.tasks
     token_bytes = bytes_of_targets(setup.corpus)
-    evaluation = make_evaluation(setup.task.name, setup.model, token_bytes, setup.loss_options)
+    evaluation = make_evaluation(
+        setup.task.name, setup.model, token_bytes, setup.evaluation_options
+    )
     batches = batches_of(run.dir, setup.batches)
     if setup.reference:
         batches = setup.reference.scored(batches)

@@ -70,6 +70,20 @@ def test_every_tile_gives_the_formula_and_its_gradients(tile, extras):
 
 @pytest.mark.parametrize("extras", [{}, EXTRAS[-1]], ids=str)
 @pytest.mark.parametrize("tile", [None, 4])
+def test_nats_by_row_change_nothing_else(tile, extras):
+    args = inputs()
+    (objective, nats), grads = both(cross_entropy, *args, tile=tile, **extras)
+    (same, by_row), same_grads = both(cross_entropy, *args, tile=tile, nats_by_row=True, **extras)
+    assert by_row.shape == (B,) and same == objective
+    np.testing.assert_allclose(by_row.sum(), nats, rtol=1e-6)
+    np.testing.assert_allclose(
+        by_row, row_nats(*args, soft_cap=extras.get("soft_cap", 0.0)), rtol=1e-5
+    )
+    jax.tree.map(np.testing.assert_array_equal, grads, same_grads)
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS[-1]], ids=str)
+@pytest.mark.parametrize("tile", [None, 4])
 def test_a_bias_is_added_to_the_logits_and_has_its_gradient(tile, extras):
     x, head, targets, weights = inputs()
     bias = jax.random.normal(jax.random.key(9), (V,))

@@ -1,4 +1,4 @@
-"""What a run says of its stability: spikes that it skips, norms by layer."""
+"""What a run says of its stability: spikes that it skips, norms by layer, losses of sources."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,9 @@ SETTINGS = PLAIN | {
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A run directory, and its command line."""
     folder = tmp_path_factory.mktemp("stability")
-    arguments = line(folder / "run", write_text(folder / "text.txt"), SETTINGS)
+    texts = [write_text(folder / f"{name}.txt", seed=seed) for seed, name in enumerate("ab")]
+    changes = {"data.train": f"{texts[0]}; {texts[1]}", "data.weights": "0.9 0.1"}
+    arguments = line(folder / "run", texts[0], SETTINGS | changes)
     assert train_here(arguments) == 0
     return folder / "run", arguments
 
@@ -43,13 +45,28 @@ def test_norms_by_layer_are_in_every_fourth_line_and_add_up(run: tuple[Path, lis
     kinds |= {"embed", "final_norm"}
     names = {f"{name}/{kind}" for name in ("grad_norm", "update_norm") for kind in kinds}
     for entry in (entry for entry in logged(run[0]) if "loss" in entry):
-        norms = {name: value for name, value in entry.items() if "/" in name}
+        norms = {name: value for name, value in entry.items() if "norm/" in name}
         assert set(norms) == (set() if entry["step"] % 4 else names)
         if norms:
             total = math.hypot(*(norms[f"grad_norm/{kind}"] for kind in kinds))
             assert math.isclose(total, entry["grad_norm"], rel_tol=1e-5)
             moved = math.hypot(*(norms[f"update_norm/{kind}"] for kind in kinds))
             assert (moved == 0) == (entry["spikes_in_a_row"] > 0)
+
+
+def test_the_losses_of_the_sources_add_up_to_the_loss(run: tuple[Path, list[str]]) -> None:
+    sources, lacking = [f"{run[0].parent}/{name}.txt" for name in "ab"], 0
+    for entry in logged(run[0]):
+        prefix = "val_" if "val_loss" in entry else ""
+        shares = [entry[f"{prefix}share/{name}"] for name in sources]
+        assert math.isclose(sum(shares), 1, rel_tol=1e-6)
+        # A batch may have no row of the source with a tenth of the rows.
+        losses = [entry.get(f"{prefix}loss/{name}", math.nan) for name in sources]
+        parts = [share * loss for share, loss in zip(shares, losses, strict=True) if share]
+        assert math.isclose(sum(parts), entry[f"{prefix}loss"], rel_tol=1e-5)
+        assert [math.isnan(loss) for loss in losses] == [not share for share in shares]
+        lacking += not shares[1]
+    assert lacking
 
 
 def test_a_run_that_skips_spikes_is_resumed_bitwise(

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from forced_devices import on_eight_devices
-from spike_devices import SPIKES, Batches, loss, params_of, trained
+from spike_devices import SPIKES, Batches, loss, nats_by_row, params_of, trained
 
 import jaxformer as jf
 from jaxformer.training.spikes import SpikeLimit, SpikeState, TooManySpikes, skip_spikes
@@ -104,7 +104,7 @@ def test_an_optimizer_with_extra_arguments_has_the_loss_of_the_step():
 
 
 @pytest.mark.slow
-def test_eight_devices_skip_what_one_skips():
+def test_eight_devices_skip_what_one_skips_and_sum_the_nats_of_its_rows():
     _, seen = trained(Batches(SPIKES))
     report = on_eight_devices("spike_devices.py")
     assert report["devices"] == 8
@@ -112,3 +112,4 @@ def test_eight_devices_skip_what_one_skips():
     np.testing.assert_allclose(
         report["losses"], [metrics["loss"] for _, metrics in seen], rtol=1e-5
     )
+    np.testing.assert_allclose(report["nats"], nats_by_row(), rtol=1e-5)

@@ -121,7 +121,7 @@ def _evaluated_again(again: StepsAgain, files: RunFiles) -> Iterator[Statement]:
     step = evaluated[-1]
     state = state_before(setup, step + 1, again.log)
     evaluation = make_evaluation(
-        setup.task.name, setup.model, bytes_of_targets(setup.corpus), setup.loss_options
+        setup.task.name, setup.model, bytes_of_targets(setup.corpus), setup.evaluation_options
     )
     train = setup.run.train
     limit = 0 if step == train.steps else train.eval_batches
