@@ -68,6 +68,9 @@ class TrainConfig(Section):
     """Number of steps between evaluations; 0 evaluates only at the end."""
     eval_batches: Volatile[Natural] = 0
     """Number of batches of an evaluation during training; 0 and the final one read all."""
+    activation_metrics: Volatile[bool] = False
+    """Whether an evaluation also gives the fraction of dead units of the feed-forward and the mean
+    entropy of attention, by layer, of its first microbatch."""
     eval_tasks: Volatile[str] = ""
     """Tasks of the evaluation harness that the model is asked during training, separated by commas:
     names of its tasks, or YAML files of your own. Their results are metrics of the run."""

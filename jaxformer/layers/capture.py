@@ -8,7 +8,7 @@ stack.layer.what, as in "decoder.3.mlp_out", where the stack is encoder or decod
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,15 @@ class Request:
     """Intermediates by name. An empty request is false and leaves the program as it is.
 
     `capture` holds names, full or without stack and layer, or patterns with *; `replace` maps full
-    names to an array that replaces the intermediate, or to a function of it. `stack` and `layers`
-    are those of the block that reads the request. In a scan one program serves several layers, and
-    `index` (a traced int32 scalar) is the number of the one that runs.
+    names to an array that replaces the intermediate, or to a function of it. With a `summary`,
+    what is returned is summary(stack, what, intermediate), so that no layer's has to be kept.
+    `stack` and `layers` are those of the block that reads the request. In a scan one program serves
+    several layers, and `index` (a traced int32 scalar) is the number of the one that runs.
     """
 
     capture: tuple[str, ...] = ()
     replace: Mapping[str, Any] = field(default_factory=dict)
+    summary: Callable[[str, str, jax.Array], jax.Array] | None = None
     stack: str = ""
     layers: Sequence[int] = ()
     index: jax.Array | None = None
@@ -50,12 +52,16 @@ class Request:
         return any(self._returns(self._full(what, layer)) for layer in self.layers)
 
     def apply(self, what: str, value: jax.Array) -> tuple[jax.Array, Captures]:
-        """`value` or what replaces it, and that value by the name `what`, if it is captured."""
+        """`value` or what replaces it, and that value, or its summary, by the name `what`, if it is
+        captured."""
         for layer in self.layers:
             name = self._full(what, layer)
             if name in self.replace:
                 value = self._replaced(self.replace[name], layer, value)
-        return value, {what: value} if self.wants(what) else {}
+        if not self.wants(what):
+            return value, {}
+        returned = value if self.summary is None else self.summary(self.stack, what, value)
+        return value, {what: returned}
 
     def _replaced(self, new: Any, layer: int, value: jax.Array) -> jax.Array:
         replacement = new(value) if callable(new) else jnp.asarray(new)

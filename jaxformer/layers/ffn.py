@@ -12,6 +12,7 @@ from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import Activation, ModelConfig
 from jaxformer.config.settings import Table
+from jaxformer.layers.capture import NOTHING, Captures, Request
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.output import Aux, Output
 from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
@@ -88,12 +89,28 @@ GATE_FACTORS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+# Activations that are 0 on a half line, exactly. The others only come near it.
+EXACT_ZEROS = frozenset({"relu", "relu2", "reglu"})
+# The absolute activation up to which one that only comes near 0 counts as 0.
+NEAR_ZERO = 1e-3
+
+
+def units(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    """The activations of the units: act(up), or act(gate)."""
+    return ACTIVATIONS[config.activation](up if gate is None else gate)
+
+
 def hidden_layer(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
     """act(up), or act(gate) times what its activation makes of up."""
-    act, name = ACTIVATIONS[config.activation], config.activation
-    if gate is None:
-        return act(up)
-    return act(gate) * (GATE_FACTORS[name](up) if name in GATE_FACTORS else up)
+    return _hidden_of(config, units(config, up, gate), None if gate is None else up)
+
+
+def _hidden_of(config: ModelConfig, active: jax.Array, up: jax.Array | None) -> jax.Array:
+    """The hidden layer from its activated units, and up x where these are a gate."""
+    if up is None:
+        return active
+    name = config.activation
+    return active * (GATE_FACTORS[name](up) if name in GATE_FACTORS else up)
 
 
 def swiglu(
@@ -124,14 +141,23 @@ def ffn_specs(config: ModelConfig) -> Specs:
 
 def ffn(params: Params, config: ModelConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """[B, T, D] -> [B, T, D]: down(act(up x)), or down(act(gate x) * up x)."""
+    return captured_ffn(params, config, x, NOTHING)[0]
+
+
+def captured_ffn(
+    params: Params, config: ModelConfig, x: Float[Array, "B T D"], request: Request
+) -> tuple[Float[Array, "B T D"], Captures]:
+    """`ffn`, and the activations of its units [B, T, F] as "mlp_units" where they are asked for."""
     up = linear("BTD,DF->BTF", params, "up", x)
     gate = linear("BTD,DF->BTF", params, "gate", x) if config.gated else None
-    hidden = hidden_layer(config, up, gate)
-    return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", "sequence", None))
+    active, captures = request.apply("mlp_units", units(config, up, gate))
+    hidden = _hidden_of(config, active, None if gate is None else up)
+    return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", "sequence", None)), captures
 
 
 def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
-    return Output(ffn(params, config, x), call.cache, Aux())
+    y, captures = captured_ffn(params, config, x, call.request)
+    return Output(y, call.cache, Aux(captures=captures))
 
 
 def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:

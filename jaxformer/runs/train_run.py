@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,10 +319,7 @@ def _fit(
     """`fit`. The evaluation of the first state, where it is due and not made `before` because a
     signal cut it short, is made first."""
     settings, run, heldout, tasks = setup.run.train, setup.run.run, setup.heldout, setup.tasks
-    token_bytes = bytes_of_targets(setup.corpus)
-    evaluation = make_evaluation(
-        setup.task.name, setup.model, token_bytes, setup.evaluation_options
-    )
+    evaluation = _evaluation_of(setup)
     batches = batches_of(run.dir, setup.batches)
     if setup.reference:
         batches = setup.reference.scored(batches)
@@ -360,6 +357,25 @@ def _fit(
             checkpoints=checkpoints,
             hooks=hooks,
         )
+
+
+def _evaluation_of(setup: RunSetup) -> Callable[[Params, Iterable[Batch]], Evaluation]:
+    """`make_evaluation`, with the metrics of activations on the first batch where the run asks for
+    them."""
+    token_bytes, options = bytes_of_targets(setup.corpus), setup.evaluation_options
+    evaluation = make_evaluation(setup.task.name, setup.model, token_bytes, options)
+    if not setup.run.train.activation_metrics:
+        return evaluation
+    # Imported here, because few runs need it.
+    from jaxformer.runs.activations import make_activation_metrics
+
+    activations = make_activation_metrics(setup.model, setup.run.train.n_microbatches)
+
+    def evaluate(params: Params, batches: Iterable[Batch]) -> Evaluation:
+        assert setup.heldout is not None
+        return evaluation(params, batches) | activations(params, setup.placed(setup.heldout[0]))
+
+    return evaluate
 
 
 def compile_step(setup: RunSetup, log: Log) -> Any:

@@ -48,7 +48,8 @@ def inspect(
 
     Intermediates are named stack.layer.what, as in "decoder.3.mlp_out"; what is attention_weights
     [B, N, T, S] (before dropout), attention_out, cross_weights, cross_out, mlp_out (the output of a
-    sublayer) or residual (the stream after a block), [B, T, D]. `capture` holds full names, the
+    sublayer) or residual (the stream after a block), [B, T, D], or mlp_units [B, T, F], the
+    activations of a feed-forward that has no experts. `capture` holds full names, the
     last part alone for all layers, or patterns with *. `replace` maps full names to an array that
     replaces the intermediate, or to a function of it (activation patching). `inputs` are the
     keywords of `jf.forward`. Raises ConfigError for an intermediate that the model does not have.

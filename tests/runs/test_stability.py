@@ -10,6 +10,7 @@ SETTINGS = PLAIN | {
     "train.checkpoint_every": 8,
     "train.eval_every": 8,
     "train.steps": 24,
+    "train.activation_metrics": True,
     "train.norms_every": 4,
     "train.on_spike": "skip",
     # So low that steps are above it whose loss does not fall.
@@ -67,6 +68,21 @@ def test_the_losses_of_the_sources_add_up_to_the_loss(run: tuple[Path, list[str]
         assert [math.isnan(loss) for loss in losses] == [not share for share in shares]
         lacking += not shares[1]
     assert lacking
+
+
+def test_evaluations_have_activations_by_layer(run: tuple[Path, list[str]]) -> None:
+    for entry in (entry for entry in logged(run[0]) if "val_loss" in entry):
+        assert 0 <= entry["dead_units/decoder.0"] < 1
+        # Rows of 32 tokens, of which a query sees at most 32.
+        assert 0 < entry["attention_entropy/decoder.0"] < math.log(32)
+
+
+def test_activations_need_an_evaluation(
+    run: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(tmp_path / "new") if text == str(run[0]) else text for text in run[1]]
+    assert train_here([*arguments, "--data.validation_fraction", "0"]) == 2
+    assert "train.activation_metrics reads a batch of an evaluation" in capsys.readouterr().err
 
 
 def test_a_run_that_skips_spikes_is_resumed_bitwise(

@@ -175,8 +175,8 @@ def test_intermediates_add_up_to_what_the_model_computes(name):
 
 
 NAMES = {
-    "decoder": {"attention_weights", "attention_out", "mlp_out", "residual"},
-    "encoder": {"attention_weights", "attention_out", "mlp_out", "residual"},
+    "decoder": {"attention_weights", "attention_out", "mlp_units", "mlp_out", "residual"},
+    "encoder": {"attention_weights", "attention_out", "mlp_units", "mlp_out", "residual"},
     "cross": {"cross_weights", "cross_out"},
 }
 
