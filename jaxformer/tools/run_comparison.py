@@ -7,7 +7,7 @@ In the comments, P is the number of points of a curve and R that of runs.
 import html
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +28,15 @@ if TYPE_CHECKING:
 # lines have the same colors, and are dashed.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 DASHES = ("solid", "dash", "dot", "dashdot")
-PANELS = ("validation", "training")
+LOSSES = ("validation", "training")
+# Metrics that have a panel of their own where a run has logged them: these, and those of sources
+# and layers, which begin so.
+FURTHER_METRICS = ("skipped_spikes",)
+BY_SOURCE_OR_LAYER = (
+    *("loss/", "val_loss/", "grad_norm/", "update_norm/", "dead_units/"),
+    *("attention_entropy/", "cross_attention_entropy/"),
+)
+HEIGHTS = {"loss": 360, "further": 240}  # of a panel, in pixels
 AXES_OF_RUNS = {"steps": "step", "tokens": "tokens", "seconds": "seconds"}
 MARKED_POINTS = 30  # a line of more has no markers
 
@@ -52,14 +60,22 @@ class Band(NamedTuple):
 
 
 class ComparedRun(NamedTuple):
-    """A run with its training loss, smoothed, and its validation loss. `settings` are those that
-    are compared, by dotted name, with the fingerprints of its data."""
+    """A run with its training loss, smoothed, its validation loss, and the further metrics that it
+    has, by name. `settings` are those that are compared, by dotted name, with the fingerprints of
+    its data."""
 
     listed: ListedRun
     seed: int
     settings: dict[str, Any]
     training: Curve
     validation: Curve
+    metrics: dict[str, Curve]
+
+    def curve(self, quantity: str) -> Curve:
+        """The "training" or "validation" loss, or a metric, which may have no points."""
+        losses = {"training": self.training, "validation": self.validation}
+        empty = np.zeros(0)
+        return (losses | self.metrics).get(quantity, Curve(empty, empty, empty, empty))
 
 
 class Configuration(NamedTuple):
@@ -71,8 +87,16 @@ class Configuration(NamedTuple):
     differing: dict[str, Any]
 
     def curves(self, quantity: str) -> list[Curve]:
-        """The "training" or "validation" curve of each run."""
-        return [getattr(run, quantity) for run in self.runs]
+        """The curve of each run for "training", "validation" or a metric."""
+        return [run.curve(quantity) for run in self.runs]
+
+
+class Panel(NamedTuple):
+    """A panel of the page: its title, and the quantities that it shows, of several layers in their
+    order."""
+
+    title: str
+    quantities: tuple[str, ...]
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
@@ -164,7 +188,41 @@ def _read(run: ListedRun) -> ComparedRun:
             training.steps[index], training.tokens[index], training.seconds[index], values
         ),
         validation=_curve(lines, "val_loss", tokens),
+        metrics={name: _curve(lines, name, tokens) for name in sorted(_further_metrics(lines))},
     )
+
+
+def _further_metrics(lines: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The names of the metrics of a run that have a panel beside those of the losses."""
+    return {
+        name
+        for line in lines
+        for name in line
+        if name in FURTHER_METRICS or name.startswith(BY_SOURCE_OR_LAYER)
+    }
+
+
+def panels_of(groups: Sequence[Configuration]) -> list[Panel]:
+    """The losses, and a panel for each further metric that a run has; those that differ in their
+    layer alone, as "grad_norm/blocks.ffn.0" and "grad_norm/blocks.ffn.1", share one."""
+    names = sorted({name for group in groups for run in group.runs for name in run.metrics})
+    by_title: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        title, _, layer = name.rpartition(".")
+        if not layer.isdecimal() or name.startswith(("loss/", "val_loss/")):
+            title, layer = name, "0"
+        by_title.setdefault(title, []).append((int(layer), name))
+    losses = [
+        Panel(f"{name} loss (nats per target; of preferences, per pair)", (name,))
+        for name in LOSSES
+    ]
+    return losses + [
+        Panel(
+            f"{title}, faintest in the first layer" if len(layers) > 1 else title,
+            tuple(name for _, name in sorted(layers)),
+        )
+        for title, layers in by_title.items()
+    ]
 
 
 def _curve(lines: list[dict[str, Any]], name: str, tokens: Mapping[int, float]) -> Curve:
@@ -224,41 +282,66 @@ def _figure(groups: Sequence[Configuration]) -> "Figure":
     """One panel below the other over one axis, which the buttons above them change."""
     from plotly.subplots import make_subplots
 
-    titles = [f"{name} loss (nats per target; of preferences, per pair)" for name in PANELS]
+    panels = panels_of(groups)
+    further = len(panels) - len(LOSSES)
+    heights = [HEIGHTS["loss"]] * len(LOSSES) + [HEIGHTS["further"]] * further
     figure = make_subplots(
-        rows=len(PANELS), shared_xaxes=True, vertical_spacing=0.06, subplot_titles=titles
+        rows=len(panels),
+        shared_xaxes=True,
+        vertical_spacing=0.12 / len(panels),
+        row_heights=heights,
+        subplot_titles=[html.escape(panel.title) for panel in panels],
     )
     axes: dict[str, list[np.ndarray]] = {name: [] for name in AXES_OF_RUNS}
     in_legend: set[str] = set()
-    for row, panel in enumerate(PANELS, start=1):
-        for number, group in enumerate(groups):
-            for trace, curve in _traces(group.name, group.curves(panel), number):
-                figure.add_trace(trace, row=row, col=1)
-                for name in axes:
-                    axes[name].append(getattr(curve, name))
-                if trace["name"]:  # one entry in the legend for the lines of all panels
-                    figure.data[-1].showlegend = trace["name"] not in in_legend
-                    in_legend.add(trace["name"])
+    for row, panel in enumerate(panels, start=1):
+        for trace, curve in _traces_of(panel, groups):
+            figure.add_trace(trace, row=row, col=1)
+            for name in axes:
+                axes[name].append(getattr(curve, name))
+            if trace["name"]:  # one entry in the legend for the lines of all panels
+                figure.data[-1].showlegend = trace["name"] not in in_legend
+                in_legend.add(trace["name"])
     to_axes = {
-        label: ("update", [{"x": axes[name]}, {f"xaxis{len(PANELS)}.title.text": label}])
+        label: ("update", [{"x": axes[name]}, {f"xaxis{len(panels)}.title.text": label}])
         for name, label in AXES_OF_RUNS.items()
     }
-    # Of the first panel, and of the second one.
+    scaled = ["yaxis", *(f"yaxis{row}" for row in range(2, len(panels) + 1))]
     to_scales = {
-        kind: ("relayout", [{"yaxis.type": kind, "yaxis2.type": kind}])
+        kind: ("relayout", [{f"{axis}.type": kind for axis in scaled}])
         for kind in ("linear", "log")
     }
     figure.update_layout(
         template="simple_white",
-        height=360 * len(PANELS) + 120,
+        height=sum(heights) + 120,
         hovermode="x unified",
         margin={"l": 60, "r": 20, "t": 90, "b": 50},
-        legend={"orientation": "h", "yanchor": "top", "y": -0.1},
+        legend={"orientation": "h", "yanchor": "top", "y": -0.2 / len(panels)},
         updatemenus=[_buttons(to_axes, 0.0), _buttons(to_scales, 0.6)],
     )
-    figure.update_xaxes(title_text=AXES_OF_RUNS["steps"], row=len(PANELS), col=1)
+    figure.update_xaxes(title_text=AXES_OF_RUNS["steps"], row=len(panels), col=1)
     figure.update_yaxes(showgrid=True, gridcolor="#eceef1")
     return figure
+
+
+def _traces_of(
+    panel: Panel, groups: Sequence[Configuration]
+) -> Iterator[tuple[dict[str, Any], Curve]]:
+    """The traces of a panel: of one quantity those of `_traces`; of several layers the mean of each
+    configuration alone, the fainter the earlier the layer."""
+    layers = len(panel.quantities)
+    for number, group in enumerate(groups):
+        for index, quantity in enumerate(panel.quantities):
+            curves = group.curves(quantity)
+            if quantity not in LOSSES and not any(len(curve.steps) for curve in curves):
+                continue
+            traces = _traces(group.name, curves, number)
+            if layers > 1:
+                trace, curve = traces[-1]
+                text = f"%{{y:.4g}} {html.escape(quantity)}<extra></extra>"
+                opacity = 0.25 + 0.75 * (index + 1) / layers
+                traces = [(trace | {"opacity": opacity, "hovertemplate": text}, curve)]
+            yield from traces
 
 
 def _traces(name: str, curves: Sequence[Curve], number: int) -> list[tuple[dict[str, Any], Curve]]:

@@ -1,10 +1,13 @@
 """What a run says of its stability: spikes that it skips, norms by layer, losses of sources."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 from tiny_run import PLAIN, copy_until, line, logged, params_of, train_here, write_text
+
+from jaxformer.cli import main
 
 SETTINGS = PLAIN | {
     "train.checkpoint_every": 8,
@@ -83,6 +86,18 @@ def test_activations_need_an_evaluation(
     arguments = [str(tmp_path / "new") if text == str(run[0]) else text for text in run[1]]
     assert train_here([*arguments, "--data.validation_fraction", "0"]) == 2
     assert "train.activation_metrics reads a batch of an evaluation" in capsys.readouterr().err
+
+
+def test_runs_are_listed_and_compared_with_these_metrics(
+    run: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", str(run[0]), "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert listed["step"] == 24 and listed["loss"] == logged(run[0])[-2]["loss"]
+    assert main(["compare", str(run[0]), "--output", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text().replace("\\u002f", "/")
+    for name in ("skipped_spikes", "update_norm/blocks.ffn", "dead_units/decoder"):
+        assert name in page
 
 
 def test_a_run_that_skips_spikes_is_resumed_bitwise(

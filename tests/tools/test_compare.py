@@ -16,7 +16,7 @@ from jaxformer.config.saved import to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.report.metrics import MetricsLog
-from jaxformer.tools.run_comparison import Curve, band_of, configurations, read_runs
+from jaxformer.tools.run_comparison import Curve, band_of, configurations, panels_of, read_runs
 
 TOKENS = 32  # of a step
 
@@ -154,6 +154,35 @@ def test_the_page_holds_the_curves_and_loads_nothing(
     assert numbers(training["y"])[0] == 5.5
     area = [trace for trace in figure_of(page) if trace.get("fill") == "toself"]
     assert numbers(area[0]["y"]) == [6.0, 4.0, 3.0, 5.0]
+
+
+def test_metrics_by_source_and_layer_have_panels_where_a_run_has_them(
+    runs: Path, tmp_path: Path
+) -> None:
+    plain = panels_of(configurations(read_runs([runs])[0]))
+    assert [panel.quantities for panel in plain] == [("validation",), ("training",)]
+    folder = made(runs / "d", 1, 9e-3, [1.0, 2.0])
+    with MetricsLog(folder, resume_step=2) as log:
+        norms = {f"grad_norm/blocks.ffn.{layer}": 0.5 + layer for layer in (0, 10, 2)}
+        log.log(3, {"loss": 3.0, "loss/a<b>.2": 2.0, "skipped_spikes": 1, "share/x": 1.0, **norms})
+        log.log(3, {"val_loss": 4.0, "dead_units/decoder.0": 0.25, "tasks/x/acc": 1.0})
+    groups = configurations(read_runs([runs])[0])
+    layers = tuple(f"grad_norm/blocks.ffn.{layer}" for layer in (0, 2, 10))
+    assert [panel.quantities for panel in panels_of(groups)[2:]] == [
+        ("dead_units/decoder.0",),
+        layers,
+        ("loss/a<b>.2",),
+        ("skipped_spikes",),
+    ]
+    output = tmp_path / "page.html"
+    assert main(["compare", str(runs), "--output", str(output)]) == 0
+    page = output.read_text()
+    assert "a<b>" not in page
+    axes = [trace.get("yaxis") for trace in figure_of(page)]
+    # Only the run that has these metrics is in their panels, with a line for each layer.
+    assert [axes.count(f"y{panel}") for panel in (3, 4, 5, 6)] == [1, 3, 1, 1]
+    norms_drawn = [trace for trace in figure_of(page) if trace.get("yaxis") == "y4"]
+    assert [numbers(trace["y"]) for trace in norms_drawn] == [[0.5], [2.5], [10.5]]
 
 
 def test_without_plotly_the_extra_is_named(
