@@ -13,12 +13,14 @@ from learning_steps import a_batch, a_run, step_of
 import jaxformer as jf
 from jaxformer.arrays.mesh import batch_sharding, make_mesh, parameter_sharding
 from jaxformer.arrays.params import init_params, map_specs
+from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.interop import pretrained
 from jaxformer.losses import cross_entropy as losses
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.transformer import specs as specs_of
 from jaxformer.runs.resolve import run_specs
+from jaxformer.training.optimizers.ema import with_average
 from jaxformer.training.optimizers.make import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import abstract_state, init_state
@@ -135,15 +137,15 @@ def batch_of(config, seed=0):
 
 
 def train(run, mesh, first=None):
-    """Losses and gradient norms of some steps, the final params on the host, what was seen of the
-    placement, and the first state on the host. `first` is one to begin with; it is drawn if None,
-    which takes as long to compile as half a step."""
+    """Losses and gradient norms of some steps, the final params and their average on the host, what
+    was seen of the placement, and the first state on the host. `first` is one to begin with; it is
+    drawn if None, which takes as long to compile as half a step."""
     with jax.set_mesh(mesh):
         specs, schedule = (
             run_specs(run.data.objective, run.model, run.adapter),
             make_schedule(run.optimizer, run.train.steps),
         )
-        optimizer = make_optimizer(run.optimizer, schedule, specs)
+        optimizer = with_average(make_optimizer(run.optimizer, schedule, specs), 0.5)
         if first is None:
             state = init_state(specs, optimizer, mesh=mesh, seed=run.run.seed)
         else:
@@ -164,10 +166,16 @@ def train(run, mesh, first=None):
             leaf.size / leaf.addressable_shards[0].data.size
             for leaf in jax.tree.leaves(state.params)
         )
+        average = evaluation_weights(state.params, state.optimizer)
+        same_places = jax.tree.map(lambda a, b: a.sharding == b.sharding, average, state.params)
         return (
             np.array(seen),
-            jax.tree.map(np.asarray, state.params),
-            {"devices": max(shards), "spread": spread},
+            jax.tree.map(np.asarray, (state.params, average)),
+            {
+                "devices": max(shards),
+                "spread": spread,
+                "average placed as params": all(jax.tree.leaves(same_places)),
+            },
             first,
         )
 

@@ -122,6 +122,22 @@ def read_checkpoint(
     raise Damaged(f"{checkpoint}: {in_short(cause)}") from cause
 
 
+def saved_shapes(folder: Path, step: int) -> dict[str, list[Any]]:
+    """[shape, dtype, digest] of each leaf in the checkpoint of `step`, by its dotted path. Raises
+    Damaged and ConfigError as `read_checkpoint` does."""
+    checkpoint = folder / str(step)
+    try:
+        with quiet_reads(), reader_of_one_process() as reader:
+            return read_manifest(checkpoint, reader)["leaves"]
+    except ConfigError:
+        raise
+    except Exception as error:
+        problem = failure_of(checkpoint, error)
+    if isinstance(problem, Altered):
+        raise Damaged(f"{checkpoint}: {in_short(problem)}") from problem
+    raise problem
+
+
 def _read_files(
     checkpoint: Path,
     targets: Mapping[str, TargetLeaf],

@@ -14,6 +14,7 @@ from jaxformer.config.adapter import Quantization
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import ObjectiveName, RunConfig
 from jaxformer.config.settings import choices
+from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError, is_remote, located
 from jaxformer.runs.config import parse_arguments
 
@@ -36,6 +37,9 @@ class ConfigArguments:
 class StepArguments:
     step: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Step of the checkpoint of a run to load. If not given, the newest checkpoint is loaded."""
+    weights: Weights = "auto"
+    """Weights of a run: those trained, or their average (train.ema, schedule-free optimizers); auto
+    is the average where the run keeps one."""
 
 
 @dataclass(frozen=True, kw_only=True)

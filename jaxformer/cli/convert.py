@@ -52,7 +52,7 @@ def run(args: ConvertArguments) -> int:
         _require_empty(target)
     if is_remote(target) and not to_run:
         return _into_store(args)
-    model = load(args.source, args.step)
+    model = load(args.source, args.step, weights=args.weights)
     has_adapter = _has_adapter(model)
     if has_adapter:
         model = _merged(model, args)

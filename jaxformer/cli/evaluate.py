@@ -48,6 +48,7 @@ def run(args: EvaluateArguments) -> int:
                 args.objective,
                 args.cache_dir,
                 quantize=kind,
+                weights=args.weights,
                 watch=progress.evaluation,
             )
         line = _metrics_line(metrics)
@@ -67,8 +68,10 @@ def _write_scores(args: EvaluateArguments, path: Path) -> None:
     if args.top < 0:
         raise ConfigError(f"--top {args.top} must be at least 0.")
     records = score_run(
-        *(args.path, args.validation, args.step, args.objective, args.cache_dir, args.quantize),
+        *(args.path, args.validation, args.step, args.objective, args.cache_dir),
         top=args.top,
+        quantize=args.quantize,
+        weights=args.weights,
     )
     count, total = 0, 0.0
     with replacing(path) as file:
@@ -109,6 +112,7 @@ def _translate(args: EvaluateArguments) -> None:
         args.step,
         args.cache_dir,
         quantize=args.quantize,
+        weights=args.weights,
         search=lambda tokenizer: (
             {"beams": args.beams} | args.search() | args.rules(tokenizer.encode)
         ),

@@ -69,7 +69,7 @@ def open_model(args: ModelArguments, pair: str) -> Model:
     """The model that a command names. Raises ConfigError where it has no tokenizer, or cannot read
     a second text `pair`."""
     keep_compiled(RunSettings().compilation_cache)
-    loaded = load(args.path, args.step, quantize=args.quantize)
+    loaded = load(args.path, args.step, quantize=args.quantize, weights=args.weights)
     config = loaded.config
     if loaded.tokenizer is None:
         raise without_tokenizer(args.path)

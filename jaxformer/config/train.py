@@ -9,6 +9,7 @@ from jaxformer.config.settings import (
     Bounds,
     Count,
     Factor,
+    Fraction,
     Natural,
     NonNegative,
     Rate,
@@ -17,6 +18,8 @@ from jaxformer.config.settings import (
     divisors,
 )
 
+# Which weights of a run are read: auto is the average where the run keeps one.
+Weights = Literal["auto", "trained", "average"]
 # Options of XLA, maybe after auto, or auto or none alone.
 STATED_OPTIONS = r"none|auto|(auto )?[a-z]\w*=\S+( [a-z]\w*=\S+)*"
 
@@ -52,6 +55,13 @@ class TrainConfig(Section):
     has any. auto is off, and on in a run that an earlier version began."""
     contrastive_temperature: Factor = 0.05
     """Temperature of the objective contrastive, by which cosines of vectors are divided."""
+    ema: Fraction = 0.0
+    """Decay d of an exponential average that a run keeps of its weights, each step counting d times
+    as much as the next one; 1 is the plain mean, 0 keeps none. Evaluations and every command take
+    the average. It needs 4 bytes a parameter."""
+    average_from: Natural = 0
+    """Number of steps before the average of train.ema begins. Until then it is the weights
+    themselves."""
     deterministic: Volatile[bool] = False
     """Whether XLA adds in a fixed order on a GPU (--xla_gpu_deterministic_ops), so that a resumed
     run there is bitwise the uninterrupted one; steps may be slower. No effect on CPU and TPU."""
@@ -132,6 +142,17 @@ class TrainConfig(Section):
             return [
                 f"eval_tasks_every={every} is no multiple of train.eval_every={self.eval_every}:"
                 " the tasks are asked in some of the evaluations."
+            ]
+        if self.average_from and not self.ema:
+            return [
+                f"average_from={self.average_from} is the beginning of the average of train.ema,"
+                " which is 0: set train.ema to 1 for the plain mean of the weights after it, or to"
+                " a decay such as 0.999."
+            ]
+        if self.average_from and self.average_from >= self.steps:
+            return [
+                f"average_from={self.average_from} leaves no step of train.steps={self.steps} to"
+                " average: choose a smaller one."
             ]
         if self.batch_size % self.n_microbatches:
             return [

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict, get_args
 
 from jax.sharding import Mesh
 
@@ -15,6 +16,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, ObjectiveName, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config.saved import to_json
 from jaxformer.config.settings import imported_table
+from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError, located, write_text
 from jaxformer.interop.gguf_files import is_gguf
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
@@ -24,8 +26,10 @@ from jaxformer.models.quantize import quantize as quantize_params
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.added_tokens import new_rows_of, with_new_rows
 from jaxformer.runs.run_reading import (
+    SavedWeights,
     adapted_params_of_run,
     base_directory,
+    no_average,
     params_of_run,
     record_of,
     require_base,
@@ -55,6 +59,13 @@ class Loaded:
     step: int | None = None
 
 
+class Reading(TypedDict, total=False):
+    """Keywords of `load` that functions around it pass on."""
+
+    quantize: Quantization | None
+    weights: Weights
+
+
 def load(
     path: str | Path,
     step: int | None = None,
@@ -63,6 +74,7 @@ def load(
     dtype: str = "float32",
     quantize: Quantization | None = None,
     base: str | Path | None = None,
+    weights: Weights = "auto",
 ) -> Loaded:
     """The model of a run directory (its newest readable checkpoint, or that of `step`), of a
     Hugging Face directory, of a GGUF file (which needs the package gguf), or of an adapter in
@@ -71,15 +83,22 @@ def load(
     Leaves are read directly onto `mesh`, or onto this machine's first device, as `dtype`
     (float32, bfloat16, float16); those of an adapter of peft are float32. With `quantize` the
     weights that `jf.quantize` replaces are quantized, each before the next leaf is read: neither
-    host nor device ever holds the whole model unquantized. The params of an adapter, and of
+    host nor device ever holds the whole model unquantized. `weights` of a run are those "trained"
+    or their "average" (`train.ema`, schedule-free optimizers); "auto" reads the average where the
+    checkpoint holds one. The params of an adapter, and of
     a run with one, are adapted ones, over the model that they were trained on; `base` is that
     model's directory where it was moved. Raises ConfigError if `path` is none of these, has no such
-    step or cannot be read, or if its architecture, an option or a tensor is not supported.
+    step or average or cannot be read, or if its architecture, an option or a tensor is not
+    supported.
     """
     folder = located(path)
     if quantize is not None:
         check_quantization(quantize)
     check_dtype(dtype)
+    if weights not in get_args(Weights):
+        raise ConfigError(f"weights={weights!r} is not one of {', '.join(get_args(Weights))}.")
+    if weights == "average" and (is_adapter(folder) or is_gguf(folder) or is_pretrained(folder)):
+        raise ConfigError(no_average(folder))
     if is_adapter(folder):
         return _load_adapter(folder, step, mesh, dtype, quantize, base)
     from_gguf = is_gguf(folder)
@@ -104,7 +123,7 @@ def load(
             else Tokenizer.find(folder)
         )
         return Loaded(pretrained.params, pretrained.config, tokenizer, pretrained.labels)
-    return _load_run(folder, step, mesh, dtype, quantize, base)
+    return _load_run(folder, step, mesh, dtype, quantize, base, weights)
 
 
 def _load_adapter(
@@ -139,17 +158,19 @@ def _load_run(
     dtype: str,
     quantize: Quantization | None,
     base: str | Path | None,
+    weights: Weights,
 ) -> Loaded:
     run, record = read_config(run_dir / "config.json"), record_of(run_dir)
     tokenizer = Tokenizer.find(run_dir)
     require_tokenizer(run_dir, tokenizer, record)
     labels = tuple(record.get("labels", ()))
     brought = _brought_specs(run.data.objective, run.model)
+    saved = SavedWeights(run_dir, step, weights, record)
     if run.adapter.kind == "none":
         if base is not None:
             raise ConfigError(f"{run_dir} has no adapter: leave out base={str(base)!r}.")
         table = model_specs(run.model) | brought
-        params, step = params_of_run(run_dir, step, table, record, mesh, dtype, quantize)
+        params, step = params_of_run(saved, table, mesh, dtype, quantize)
         return Loaded(params, run.model, tokenizer, labels, step=step)
     from jaxformer.models.adapt import adapted_table, quantization_of
 
@@ -174,7 +195,7 @@ def _load_run(
         below = quantize_params(below, quantize)
     learned = tuple(record.get("learned", ()))
     table = adapted_table(run.model, run.adapter, learned, added) | brought
-    params, step = adapted_params_of_run(run_dir, step, table, record, below, mesh, dtype)
+    params, step = adapted_params_of_run(saved, table, below, mesh, dtype)
     return Loaded(params, run.model, tokenizer, labels, str(base_dir), learned, step)
 
 

@@ -35,6 +35,7 @@ from jaxformer.runs.objectives import (
 )
 from jaxformer.runs.selection import microbatches_of, with_kernel
 from jaxformer.training.norms import layered_paths, watch_norms
+from jaxformer.training.optimizers.ema import with_average
 from jaxformer.training.optimizers.make import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.program import Step
@@ -306,6 +307,7 @@ def resolve(
     specs = run_specs(task.name, run.model, run.adapter, learned, added)
     schedule = make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs, run.run.seed)
+    optimizer = with_average(optimizer, train.ema, train.average_from)
     if train.on_spike == "skip":
         optimizer = skip_spikes(optimizer, train.spike_factor, train.spike_window)
     return Resolved(

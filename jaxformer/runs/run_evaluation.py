@@ -5,13 +5,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 
 from jaxformer import data
-from jaxformer.config.adapter import Quantization
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import ObjectiveName, RunConfig
 from jaxformer.data.batches import EvaluationBatches
@@ -27,7 +26,7 @@ from jaxformer.runs.evaluation import (
     own_cache,
     unwatched,
 )
-from jaxformer.runs.loading import Loaded, load, run_of, text_directory
+from jaxformer.runs.loading import Loaded, Reading, load, run_of, text_directory
 from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
 from jaxformer.runs.reference import Reference
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options
@@ -42,11 +41,11 @@ def evaluate_run(
     step: int | None = None,
     objective: ObjectiveName = "auto",
     cache_dir: str | Path = "",
-    quantize: Quantization | None = None,
     watch: Watch = unwatched,
+    **reading: Unpack[Reading],
 ) -> Evaluation:
     """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on
-    the text that the run held out; with `quantize` as `jf.load` quantizes it.
+    the text that the run held out; with `quantize` and `weights` as `jf.load` takes them.
 
     A Hugging Face model has held out nothing, and may be evaluated with another `objective` than
     that of its family. A run with "dpo" or "ipo" is compared with its run.init_from. Tokenized text
@@ -55,7 +54,7 @@ def evaluate_run(
     number, and yields the batches, as `ProgressBar.evaluation` does. Raises ConfigError if there is
     no readable model at `path`, or no text to evaluate on.
     """
-    model, run, corpus, heldout = _held_out(path, validation, step, objective, cache_dir, quantize)
+    model, run, corpus, heldout = _held_out(path, validation, step, objective, cache_dir, **reading)
     batches: Iterable[Any] = watch(heldout, len(heldout))
     row = OBJECTIVES[corpus.task.name]
     if keeps_start(row, run.adapter):
@@ -72,14 +71,14 @@ def score_run(
     step: int | None = None,
     objective: ObjectiveName = "auto",
     cache_dir: str | Path = "",
-    quantize: Quantization | None = None,
     top: int = 5,
+    **reading: Unpack[Reading],
 ) -> Iterator[dict[str, Any]]:
     """A record for each target that `evaluate_run` with the same arguments counts, in the order of
     rows: `row`, `position`, `token`, `text`, `logp` (nats), and the `top` `alternatives`, each with
     token, text and logp, likeliest first. Raises ConfigError as that does, and where the targets of
     the objective are no tokens."""
-    model, _, corpus, heldout = _held_out(path, validation, step, objective, cache_dir, quantize)
+    model, _, corpus, heldout = _held_out(path, validation, step, objective, cache_dir, **reading)
     config, tokenizer, row = _packed(model, corpus), corpus.tokenizer, 0
     program = jax.jit(score_targets, static_argnums=(1, 3))
     for batch in heldout:
@@ -124,11 +123,11 @@ def _held_out(
     step: int | None,
     objective: ObjectiveName,
     cache_dir: str | Path,
-    quantize: Quantization | None,
+    **reading: Unpack[Reading],
 ) -> _HeldOut:
     """What `evaluate_run` reads; the arguments and errors are those that it has."""
     _refuse_gguf(path)
-    model = load(path, step, quantize=quantize)
+    model = load(path, step, **reading)
     run = _on_text(run_of(path), located(path), validation, objective, cache_dir)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
@@ -159,8 +158,8 @@ def translate_run(
     validation: str = "",
     step: int | None = None,
     cache_dir: str | Path = "",
-    quantize: Quantization | None = None,
     search: Callable[[Tokenizer], dict[str, Any]] = lambda tokenizer: {},
+    **reading: Unpack[Reading],
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search.
 
@@ -175,7 +174,7 @@ def translate_run(
             f"{path} was trained with data.objective={objective}, but translation needs a model"
             " trained with seq2seq."
         )
-    model = load(path, step, quantize=quantize)
+    model = load(path, step, **reading)
     records = [piece.record for piece in corpus_of(run).validation_records()]
     if not records or model.tokenizer is None:
         raise _nothing_held_out(path)

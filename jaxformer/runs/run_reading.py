@@ -5,7 +5,7 @@ import reprlib
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +14,36 @@ from jax.sharding import Mesh
 from jaxformer.arrays.mesh import parameter_sharding
 from jaxformer.arrays.params import Params, Spec, Specs, is_custom, map_specs, rows
 from jaxformer.checkpoints.digests import fingerprint
-from jaxformer.checkpoints.reading import Damaged, flat_leaves, read_checkpoint, saved_steps
+from jaxformer.checkpoints.reading import (
+    Damaged,
+    flat_leaves,
+    read_checkpoint,
+    saved_shapes,
+    saved_steps,
+)
 from jaxformer.config.adapter import Quantization
+from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError, located, read_object
 from jaxformer.models.quantize import is_quantized, quantized_leaf
+from jaxformer.runs.saved_averages import read_average, saved_average
 from jaxformer.tokenizer import Tokenizer
 
 # Reads the leaves whose shapes it gets, by their paths.
 Read = Callable[[dict[str, Any]], dict[str, Any]]
 
 
+class SavedWeights(NamedTuple):
+    """Which weights of a run are read: those of the checkpoint of `step`, or of the newest one that
+    can be read, trained or averaged as `weights` says. `record` is what data.json holds."""
+
+    run_dir: Path
+    step: int | None
+    weights: Weights
+    record: Mapping[str, Any]
+
+
 def params_of_run(
-    run_dir: Path,
-    step: int | None,
-    table: Specs,
-    record: Mapping[str, Any],
-    mesh: Mesh | None,
-    dtype: str,
-    quantize: Quantization | None,
+    saved: SavedWeights, table: Specs, mesh: Mesh | None, dtype: str, quantize: Quantization | None
 ) -> tuple[Params, int]:
     """The parameters of a run without an adapter, as `jf.load` gives them, and their step."""
     shapes = _shapes(table, mesh)
@@ -45,27 +57,21 @@ def params_of_run(
     def typed(read: Read) -> dict[str, Any]:
         return _quantized(read, leaf_shapes, matrices, dtype, quantize)
 
-    leaves, saved_step = _from_newest(run_dir, step, record, typed)
+    leaves, saved_step = _from_newest(saved, typed)
     params: Params = jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))
     return params, saved_step
 
 
 def adapted_params_of_run(
-    run_dir: Path,
-    step: int | None,
-    table: Specs,
-    record: Mapping[str, Any],
-    below: Params,
-    mesh: Mesh | None,
-    dtype: str,
+    saved: SavedWeights, table: Specs, below: Params, mesh: Mesh | None, dtype: str
 ) -> tuple[Params, int]:
     """The parameters of a run with an adapter over those `below`, as `dtype`, and their step."""
     from jaxformer.adapters.adapted_params import base_paths, over_base
 
     shapes = {"params": _shapes(table, mesh)}
     leaf_shapes, unsaved = flat_leaves(shapes), {f"params.{path}" for path in base_paths(table)}
-    saved = {path: shape for path, shape in leaf_shapes.items() if path not in unsaved}
-    leaves, saved_step = _from_newest(run_dir, step, record, lambda read: read(saved))
+    learned = {path: shape for path, shape in leaf_shapes.items() if path not in unsaved}
+    leaves, saved_step = _from_newest(saved, lambda read: read(learned))
     tree = jax.tree.unflatten(jax.tree.structure(shapes), (leaf_shapes | leaves).values())
     params: Params = over_base(table, tree["params"], below)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_custom)
@@ -84,23 +90,21 @@ def _shapes(table: Specs, mesh: Mesh | None) -> Any:
 
 
 def _from_newest(
-    run_dir: Path,
-    step: int | None,
-    record: Mapping[str, Any],
-    take: Callable[[Read], dict[str, Any]],
+    saved: SavedWeights, take: Callable[[Read], dict[str, Any]]
 ) -> tuple[dict[str, Any], int]:
-    """What `take` makes of the newest checkpoint that can be read, or of that of `step`, and its
-    step. Raises ConfigError where there is none."""
+    """What `take` makes of the newest checkpoint that can be read, or of that of the step asked
+    for, and its step. Raises ConfigError where there is none, or it has no average that is asked
+    for."""
+    run_dir, step = saved.run_dir, saved.step
     steps = saved_steps(run_dir)
     if not steps or (step is not None and step not in steps):
-        saved = f"it holds steps {steps}" if steps else "training has not saved one yet"
+        present = f"it holds steps {steps}" if steps else "training has not saved one yet"
         of_step = "" if step is None else f" of step {step}"
-        raise ConfigError(f"{run_dir} has no checkpoint{of_step}: {saved}.")
-    errors, folder = [], run_dir.absolute() / "checkpoints"
+        raise ConfigError(f"{run_dir} has no checkpoint{of_step}: {present}.")
+    errors = []
     for candidate in [step] if step is not None else reversed(steps):
-        read = functools.partial(read_checkpoint, folder, candidate, exact=False, run=record)
         try:
-            return take(read), candidate
+            return take(reader_of(saved, candidate)), candidate
         except Damaged as error:
             errors.append(f"step {candidate}: {error}")
             warnings.warn(
@@ -109,6 +113,30 @@ def _from_newest(
             )
     reasons = "\n  ".join(errors)
     raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  {reasons}")
+
+
+def reader_of(saved: SavedWeights, step: int) -> Read:
+    """Reads weights from the checkpoint of a step, trained or averaged. Raises ConfigError where
+    the average is asked for and there is none."""
+    folder = saved.run_dir.absolute() / "checkpoints"
+    read = functools.partial(read_checkpoint, folder, step, exact=False, run=saved.record)
+    if saved.weights == "trained":
+        return read
+    shapes = saved_shapes(folder, step)
+    average = saved_average(shapes)
+    if average is not None:
+        return functools.partial(read_average, read, average, shapes)
+    if saved.weights == "average":
+        raise ConfigError(no_average(saved.run_dir))
+    return read
+
+
+def no_average(path: Path) -> str:
+    """The message of `weights="average"` for a model that has none."""
+    return (
+        f"{path} keeps no average of its weights: leave out weights=average (--weights), train with"
+        " train.ema, or average its checkpoints by jaxformer average."
+    )
 
 
 def _quantized(

@@ -8,6 +8,7 @@ import jax
 from jaxformer.arrays.params import Specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import TrainConfig
 from jaxformer.data import Corpus
 from jaxformer.models.cost import count_text
 from jaxformer.models.stack import compute_dtype
@@ -52,6 +53,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
             for name, (tensors, size) in groups
         ),
         **_groups(run.optimizer, setup.specs),
+        **_average(run.train),
         "memory": f"{human_bytes(state)} of parameters and optimizer state per device{compared}",
         "FLOPs": f"{flops} per token, forward and backward{' and reference' if compared else ''}",
         "attention": setup.kernel,
@@ -70,6 +72,14 @@ def _groups(optimizer: OptimizerConfig, specs: Specs) -> dict[str, str | list[st
         **({"groups": lines} if lines else {}),
         **({"no effect": f"{ignored}: not read by {optimizer.name}"} if ignored else {}),
     }
+
+
+def _average(train: TrainConfig) -> dict[str, str]:
+    if not train.ema:
+        return {}
+    rule = "plain mean" if train.ema == 1 else f"exponential, decay {train.ema:g}"
+    start = f"from step {train.average_from + 1:,} on"
+    return {"average": f"{rule}, {start}; evaluations and the result take it"}
 
 
 def _parameters(counted_specs: Specs, target: TrainState) -> str:

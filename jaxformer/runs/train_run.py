@@ -17,6 +17,7 @@ from jaxformer.arrays.mesh import place_batch
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import platform
+from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.checkpoints.digests import digests
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.checkpoints.saving import Checkpoints
@@ -64,7 +65,8 @@ PREPARING = "before a step was made, so nothing was to be saved; the same comman
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its final parameters, every line of metrics.jsonl, and its directory."""
+    """A finished run: its final parameters, every line of metrics.jsonl, and its directory. Where
+    the run keeps an average of its weights, `params` is the average."""
 
     params: Params
     metrics: list[dict[str, Any]]
@@ -137,8 +139,9 @@ def _train(run: RunConfig, begin: float) -> Result:
                     release(run.run.dir)
                 raise RunOutOfMemory(error, setup, saved, begun) from error.__cause__
         with doing("after the last step, which is saved; the same command shows the sample."):
-            finish(lambda: _close(setup, state.params, last, begin, log), Diverged)
-    return Result(state.params, read_metrics(run.run.dir), located(run.run.dir))
+            weights = evaluation_weights(state.params, state.optimizer)
+            finish(lambda: _close(setup, weights, last, begin, log), Diverged)
+    return Result(weights, read_metrics(run.run.dir), located(run.run.dir))
 
 
 def _close(setup: RunSetup, params: Params, last: Evaluation, begin: float, log: Log) -> None:
@@ -340,7 +343,8 @@ def _fit(
     read_now = heldout and is_due(step.done, settings.eval_every, settings.steps)
     if not before and (read_now or asked(step.done)):
         with doing(f"in the evaluation after step {step.done}; the same command makes it."):
-            first_evaluation = {**evaluate(state.params), STATE: step.sums(state)}
+            weights = evaluation_weights(state.params, state.optimizer)
+            first_evaluation = {**evaluate(weights), STATE: step.sums(state)}
         for hook in hooks:
             hook(step.done, state, first_evaluation)
     with (

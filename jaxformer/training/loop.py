@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.arrays.mesh import AnyMesh, place_batch
+from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.signals import Stopped, watched
 from jaxformer.cluster.stop_agreement import StopAgreement
@@ -82,7 +83,8 @@ def fit(
           resumed.
       steps: optimizer steps of the whole run, those before a resume counted in.
       evaluate: params -> {name: number}, called at the end and each `evaluate_every` steps (0: at
-          the end alone).
+          the end alone), with the average of the weights where the optimizer keeps one
+          (`evaluation_weights`).
       checkpoints: where the state is saved: each `checkpoints.every` steps, at the end, and when
           SIGINT, SIGTERM, SIGUSR1 or SIGHUP asks the run to stop, which abandons an evaluation.
           The newest one there that is beyond `state` is continued from, bitwise.
@@ -122,7 +124,7 @@ def fit(
             if evaluate and not stop and (last or _due(number, evaluate_every)):
                 reader.read(number, state, metrics)
                 with reader.paused(), saving.abandoned_on_signal():
-                    result = evaluate(state.params)
+                    result = evaluate(evaluation_weights(state.params, state.optimizer))
                     reader.tell(number, state, result)
                 stop = saving.abandoned
             if last or stop or saving.is_due(number):

@@ -55,7 +55,8 @@ def assert_equal_to_one_device(report, cases):
             1 if "data 8" in case else 2 if "tensor 2" in case else 8 if "fsdp" in case else 4
         ), case
         assert found["loss"] < 1e-6, case
-        assert found["params"] < 2e-6, case
+        assert found["params"] < 2e-6, case  # and their average
+        assert found["average placed as params"], case
 
 
 def assert_explicit_axes_trace(report, cases):

@@ -92,6 +92,16 @@ def assert_state_is_planned(name: str, settings: dict[str, Any]) -> None:
     assert held(found)["parameters"] == params and held(found)["optimizer state"] == rest
 
 
+def test_an_average_of_the_weights_is_counted_with_the_optimizer() -> None:
+    without, average = plan("quickstart", "cpu"), plan("quickstart", "cpu", 0, "train.ema=0.999")
+    added = held(average)["optimizer state"] - held(without)["optimizer state"]
+    assert added == held(without)["parameters"] + 4  # float32, and the number of steps
+    eight = plan("llama_1b", "h100", 8, "mesh.fsdp=8", "train.ema=0.999")
+    divided = plan("llama_1b", "h100", 8, "mesh.fsdp=8")
+    added = held(eight)["optimizer state"] - held(divided)["optimizer state"]
+    assert added == held(divided)["parameters"] + 4  # divided as the parameters are
+
+
 def test_shards_take_their_share_of_the_bytes() -> None:
     one, eight = plan("llama_1b"), plan("llama_1b", "h100", 8, "mesh.fsdp=8")
     # All but the norms, which are whole on each device.

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxformer.arrays.mesh import mesh_of
 from jaxformer.arrays.sharding import platform
+from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.checkpoints.reading import saved_steps
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, located
@@ -127,7 +128,8 @@ def _evaluated_again(again: StepsAgain, files: RunFiles) -> Iterator[Statement]:
     limit = 0 if step == train.steps else train.eval_batches
     batches = itertools.islice(setup.heldout, limit or None)
     with on_mesh(setup.mesh):
-        figures = evaluation(state.params, map(setup.placed, batches))
+        weights = evaluation_weights(state.params, state.optimizer)
+        figures = evaluation(weights, map(setup.placed, batches))
     verdict, text = _in_words(figures, files.logged(step, "val_loss"), again.bound)
     yield Statement(f"evaluation after step {step}", verdict, f"{text}.")
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from lm_eval.api.registry import register_model
 
+from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError
 from jaxformer.runs.harness import HarnessModel
 from jaxformer.runs.loading import load
@@ -20,22 +21,28 @@ class JaxformerLM(HarnessModel):
     """A decoder or an encoder-decoder from a run directory or a Hugging Face directory.
 
     `step` selects a checkpoint; `dtype` is that of weights and products, "auto" as the config says;
-    the other arguments are those of `HarnessModel`. Raises ConfigError for an argument that is
-    unknown or out of range, and for a model that is not a language model with a decoder.
+    `weights` are as `jf.load` takes them; the other arguments are those of `HarnessModel`. Raises
+    ConfigError for an argument that is unknown or out of range, and for a model that is not a
+    language model with a decoder.
     """
 
     def __init__(
-        self, path: str = "", step: int | None = None, dtype: str = "auto", **arguments: Any
+        self,
+        path: str = "",
+        step: int | None = None,
+        dtype: str = "auto",
+        weights: Weights = "auto",
+        **arguments: Any,
     ) -> None:
         unknown = sorted(arguments.keys() - IGNORED - {*PASSED_ON})
         if not path or unknown:
             raise ConfigError(
                 f"--model_args holds {', '.join(unknown) or 'no path'}: the model jaxformer needs"
-                " path=DIRECTORY, and takes step, batch_size, max_length, max_gen_toks, dtype and"
-                " add_bos_token."
+                " path=DIRECTORY, and takes step, weights, batch_size, max_length, max_gen_toks,"
+                " dtype and add_bos_token."
             )
         settings: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
-        model = load(str(path), step, **settings)
+        model = load(str(path), step, weights=weights, **settings)
         if model.tokenizer is None:
             raise without_tokenizer(path)
         super().__init__(
