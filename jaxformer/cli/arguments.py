@@ -197,6 +197,26 @@ class ConvertArguments(StepArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AverageArguments:
+    """Writes the mean of the weights of checkpoints as a run of its own: of the newest ones of a
+    run, or of several runs of the same model (a model soup). It is loaded, evaluated, converted,
+    started from and continued like a run."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directories of the same model."""
+    last: int = 0
+    """Number of newest checkpoints of each run; 0 takes all of one run, and the newest one of each
+    of several."""
+    steps: Annotated[str, tyro.conf.arg(metavar="K,K,...")] = ""
+    """Steps of the checkpoints of each run, separated by commas, in place of --last."""
+    weights: Literal["trained", "average"] = "trained"
+    """Weights of each checkpoint: those trained, or the average that the run keeps (train.ema)."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory to write, which must be new or empty. If not given, that of the first run with
+    -average after its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrepareArguments(ConfigArguments):
     """Tokenizes the data of a config before training. Shards that an earlier call finished are
     kept."""
@@ -324,6 +344,7 @@ ARGUMENTS: dict[str, type | dict[str, Callable[..., Any]]] = {
     "sample": SampleArguments,
     "evaluate": EvaluateArguments,
     "convert": ConvertArguments,
+    "average": AverageArguments,
     "prepare": PrepareArguments,
     "tokenizer": {
         "train": TrainTokenizerArguments,

@@ -27,15 +27,18 @@ from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
 CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
 UNFINISHED = ".unfinished"  # in a target while it is written
-# Patterns of the names of all other files that a conversion writes.
+# Patterns of the names of all other files that a conversion or an average writes.
 WRITTEN_NAMES = (
     "adapter_config.json",
     "adapter_model.safetensors",
+    "average.json",
     "checkpoints",
     "config.json",
     "data.json",
     "model*.safetensors",
     "model.safetensors.index.json",
+    "reference.json",
+    "rollbacks.json",
     *TOKENIZER_FILES,
     "*.tmp",
 )
@@ -49,7 +52,7 @@ def run(args: ConvertArguments) -> int:
     target = args.target
     to_run = is_pretrained(args.source) and not is_adapter(args.source)
     with store_errors(target, "read"):
-        _require_empty(target)
+        require_empty(target)
     if is_remote(target) and not to_run:
         return _into_store(args)
     model = load(args.source, args.step, weights=args.weights)
@@ -58,7 +61,7 @@ def run(args: ConvertArguments) -> int:
         model = _merged(model, args)
     elif args.merge:
         raise ConfigError(f"{args.source} has no adapter to merge: leave out --merge.")
-    with _complete_or_empty(target):
+    with complete_or_empty(target):
         if has_adapter and not args.merge:
             _write_adapter(model, args)
         elif to_run:
@@ -77,7 +80,7 @@ def _into_store(args: ConvertArguments) -> int:
     return status
 
 
-def _require_empty(target: Path) -> None:
+def require_empty(target: Path) -> None:
     """Raises ConfigError unless the target is new or empty. What a conversion that was killed has
     left in it is removed first."""
     if target.is_dir() and (target / UNFINISHED).is_file():
@@ -87,7 +90,7 @@ def _require_empty(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _complete_or_empty(target: Path) -> Iterator[None]:
+def complete_or_empty(target: Path) -> Iterator[None]:
     """Marks the target as unfinished in this block, and removes what an error or a signal has left
     of it."""
     if is_remote(target):

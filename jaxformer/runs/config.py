@@ -19,11 +19,13 @@ from jaxformer.config.model import SECOND_HEADS, ModelConfig
 from jaxformer.config.run import RunConfig, TokenizerConfig
 from jaxformer.files import ConfigError, located
 
-# Model settings that a new run does not take from the model it starts from.
-OWN = (
-    *("head", "n_classes", "pooling", *SECOND_HEADS, "dropout", "attention_dropout"),
+# Model settings that say how a model is computed and trained, and not what its weights mean.
+OF_THE_PROGRAM = (
+    *("dropout", "attention_dropout"),
     *("dtype", "layer_loop", "remat", "attention_kernel", "expert_kernel"),
 )
+# Model settings that a new run does not take from the model it starts from.
+OWN = ("head", "n_classes", "pooling", *SECOND_HEADS, *OF_THE_PROGRAM)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

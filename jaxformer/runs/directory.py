@@ -48,7 +48,7 @@ DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run dir
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
     *("config.json", "data.json", *TOKENIZER_FILES, "metrics.jsonl", "metrics.jsonl.parts"),
-    *(ROLLBACKS, "reference.json", "loss.png", "tracker.json"),
+    *(ROLLBACKS, "average.json", "reference.json", "loss.png", "tracker.json"),
     *("certificate.json", "certificate.html", *DIRECTORIES),
 )
 

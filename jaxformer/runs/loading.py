@@ -224,6 +224,13 @@ def load_base(
     return dataclasses.replace(loaded, params=params)
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a directory is that of a run."""
+    if is_adapter(folder) or not (folder / "config.json").is_file():
+        return False
+    return not is_pretrained(folder)
+
+
 def has_adapter(folder: Path) -> bool:
     """Whether a directory is that of an adapter, or of a run with one."""
     if is_adapter(folder) or not (folder / "config.json").is_file():

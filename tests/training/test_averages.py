@@ -21,6 +21,7 @@ from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.runs.run_reading import SavedWeights, reader_of
+from jaxformer.runs.soup import average_checkpoints
 from jaxformer.training.optimizers.ema import with_average
 
 STEPS = 8
@@ -141,6 +142,7 @@ def test_the_average_of_a_run_is_that_of_its_checkpoints(averaged: tuple[Path, P
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(average, trained[-1], strict=True))
 
 
+@pytest.mark.slow
 def test_a_run_with_an_average_continues_bitwise(
     averaged: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -173,6 +175,18 @@ def test_converted_weights_are_the_average_or_those_trained(
             np.testing.assert_array_equal(a, b)
     with pytest.raises(ConfigError, match="keeps no average of its weights: leave out"):
         jf.load(target, weights="average")
+
+
+def test_a_mean_of_checkpoints_is_the_average_of_its_state_too(
+    averaged: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for weights in ("trained", "average"):
+        average_checkpoints([averaged[0]], tmp_path / weights, last=3, weights=weights)
+        steps = [leaves_of(averaged[0], step, weights=weights) for step in (6, 7, 8)]
+        for choice in ("trained", "average"):
+            columns = zip(leaves_of(tmp_path / weights, weights=choice), *steps, strict=True)
+            for leaf, *leaves in columns:
+                np.testing.assert_allclose(leaf, mean(leaves, 1, 0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
