@@ -11,34 +11,44 @@ from jaxformer.runs.soup import SavedStep, average_checkpoints
 
 
 def run(args: AverageArguments) -> int:
-    if not args.runs:
-        raise ConfigError("no run is named: jaxformer average RUN --last 5.")
-    if args.last < 0:
-        raise ConfigError(f"--last {args.last}: give a number of checkpoints, at least 1.")
-    steps = _steps(args.steps)
-    if steps and args.last:
-        raise ConfigError("--last and --steps both choose checkpoints: leave one of them out.")
-    target = args.output or located(f"{str(args.runs[0]).rstrip('/')}-average")
-    with store_errors(target, "read"):
-        require_empty(target)
+    steps = _steps(args)
+    target = _target(args)
     with complete_or_empty(target):
         chosen = average_checkpoints(
             args.runs, target, last=args.last, steps=steps, weights=args.weights
         )
-    print(f"{target}: the mean of the {args.weights} weights of {_listed(chosen)}")
+    kind = "averaged" if args.weights == "average" else "trained"
+    print(f"{target}: the mean of the {kind} weights of {_listed(chosen)}")
     print(f"next: jaxformer evaluate {target}")
     return 0
 
 
-def _steps(text: str) -> list[int]:
-    """The numbers of --steps."""
-    if text and not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
-        raise ConfigError(f"--steps {text!r}: give steps separated by commas, as in 100,200.")
+def _steps(args: AverageArguments) -> list[int]:
+    """The numbers of --steps. Raises ConfigError where the arguments choose no checkpoints, or
+    choose them twice."""
+    if not args.runs:
+        raise ConfigError("no run is named: jaxformer average RUN --last 5.")
+    if args.last < 0:
+        raise ConfigError(f"--last {args.last}: give a number of checkpoints, at least 1.")
+    if args.steps and args.last:
+        raise ConfigError("--last and --steps both choose checkpoints: leave one of them out.")
+    text = args.steps.replace(" ", "")
+    if text and not re.fullmatch(r"\d{1,10}(,\d{1,10})*", text):
+        raise ConfigError(f"--steps {args.steps!r}: give steps separated by commas, as in 100,200.")
     return [int(number) for number in text.split(",") if number]
 
 
+def _target(args: AverageArguments) -> Path:
+    """The directory to write: --output, or one beside the first run. Raises ConfigError where it is
+    not empty."""
+    target = args.output or located(f"{str(args.runs[0]).rstrip('/')}-average")
+    with store_errors(target, "read"):
+        require_empty(target)
+    return target
+
+
 def _listed(chosen: Sequence[SavedStep]) -> str:
-    """The checkpoints of each run, as in "3 checkpoints: runs/a at steps 10, 20; runs/b at step
+    """The checkpoints by their runs, as in "3 checkpoints: runs/a at steps 10, 20; runs/b at step
     20"."""
     steps: dict[Path, list[str]] = {}
     for run_dir, step in chosen:

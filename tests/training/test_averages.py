@@ -143,6 +143,21 @@ def test_the_average_of_a_run_is_that_of_its_checkpoints(averaged: tuple[Path, P
 
 
 @pytest.mark.slow
+def test_of_a_run_with_an_adapter_its_leaves_are_averaged(
+    averaged: tuple[Path, Path], tmp_path: Path
+) -> None:
+    changes = CHANGES | {"adapter.kind": "lora", "adapter.rank": 4, "run.init_from": averaged[0]}
+    changes |= {"train.ema": 1, "train.average_from": 5, "optimizer.learning_rate": 0.05}
+    assert train_here(line(tmp_path / "run", averaged[1], changes)) == 0
+    trained = [leaves_of(tmp_path / "run", step, weights="trained") for step in (6, 7, STEPS)]
+    average, moved = leaves_of(tmp_path / "run"), 0
+    for leaf, *trail in zip(average, *trained, strict=True):
+        np.testing.assert_allclose(leaf, mean(trail, 1, 0), rtol=1e-5, atol=1e-6)
+        moved += bool(np.abs(leaf - trail[-1]).max() > 1e-3)
+    assert 0 < moved < len(average)
+
+
+@pytest.mark.slow
 def test_a_run_with_an_average_continues_bitwise(
     averaged: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -196,6 +211,19 @@ def test_every_command_that_reads_a_model_says_which_weights(command: tuple[str,
     name, *rest = command
     assert parse(name, ["run", *rest, "--weights", "trained"])[0].weights == "trained"
     assert parse(name, ["run", *rest])[0].weights == "auto"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("lm_eval")
+def test_the_harness_asks_the_average_or_the_trained_weights(averaged: tuple[Path, Path]) -> None:
+    pytest.importorskip("lm_eval")
+    from jaxformer.tools.lm_eval.harness_model import JaxformerLM
+
+    for weights in ("auto", "trained"):
+        model = JaxformerLM(str(averaged[0]), weights=weights)
+        expected = leaves_of(averaged[0], weights=weights)
+        for a, b in zip(jax.tree.leaves(model.params), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_a_run_without_an_average_says_so(whole: tuple[Path, Path]) -> None:
