@@ -74,6 +74,11 @@ def _averaged(params: Params, averages: dict[str, tuple[Any, Any]], kind: Averag
     return jax.tree.map_with_path(leaf_of, params)
 
 
+def keeps_average(optimizer_state: Any) -> bool:
+    """Whether the state of an optimizer holds an average of the weights."""
+    return any(any(True for _ in _states(optimizer_state, kind)) for kind in AVERAGES)
+
+
 def _states(optimizer_state: Any, kind: AverageKind) -> Iterator[Any]:
     """The nodes of an optimizer's state that are of a kind."""
 

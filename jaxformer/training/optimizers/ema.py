@@ -7,14 +7,29 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxformer.checkpoints.averages import AverageState
+from jaxformer.checkpoints.averages import AverageState, keeps_average
+from jaxformer.files import ConfigError
 
 
 def with_average(
     optimizer: optax.GradientTransformation, decay: float, start: int = 0
 ) -> optax.GradientTransformation:
-    """An optimizer, followed by `average_of_weights`; the optimizer itself with a decay of 0."""
-    return optax.chain(optimizer, average_of_weights(decay, start)) if decay else optimizer
+    """An optimizer, followed by `average_of_weights`; the optimizer itself with a decay of 0. Its
+    `init` raises ConfigError where the optimizer averages the weights by itself."""
+    if not decay:
+        return optimizer
+    chain = optax.chain(optimizer, average_of_weights(decay, start))
+
+    def init(params: Any) -> Any:
+        state = chain.init(params)
+        if keeps_average(state[0]):
+            raise ConfigError(
+                f"train.ema={decay:g} averages the weights, and this optimizer (schedule-free) does"
+                " so by itself: set train.ema to 0, or choose another optimizer.name."
+            )
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, chain.update)  # type: ignore[arg-type]
 
 
 def average_of_weights(decay: float, start: int = 0) -> optax.GradientTransformation:
