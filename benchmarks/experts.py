@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +29,7 @@ keep_memory()
 
 import jax  # noqa: E402  (what comes before must come before JAX)
 from ablations import arguments  # noqa: E402
+from intervals import interval_ranks, interval_text, paired_interval  # noqa: E402
 from pairing import (  # noqa: E402
     Answer,
     add_smoke,
@@ -152,29 +152,6 @@ def timed(options: argparse.Namespace) -> dict[str, list[Answer]]:
     return {title: answers[WARMUPS:] for title, answers in times.items()}
 
 
-def interval_ranks(number: int) -> tuple[int, float]:
-    """The rank j and the coverage of the narrowest interval from the j-th smallest to the j-th
-    largest of so many independent numbers that has their median with a probability of 90 % or more,
-    whatever their distribution; the first rank where none has."""
-    outside = [2 * sum(math.comb(number, i) for i in range(j)) / 2**number for j in range(number)]
-    rank = max([j for j in range(1, number) if outside[j] <= 0.1], default=1)
-    return rank, 1 - outside[rank] if rank < number else 0.0
-
-
-def fewer(dense: Sequence[float], values: Sequence[float]) -> Answer:
-    """By how much values are below those of the dense model, in pairs: the median, and an interval
-    of at least 90 % for it."""
-    differences = [a - b for a, b in zip(dense, values, strict=True)]
-    rank, _ = interval_ranks(len(differences))
-    ordered = sorted(differences)
-    return {
-        "median": statistics.median(differences),
-        "low": ordered[rank - 1],
-        "high": ordered[-rank],
-        "pairs": differences,
-    }
-
-
 def flops_of(variant: Variant, options: argparse.Namespace) -> int:
     run = config_of(variant, options)
     return flops_per_token(run.model, run.data.sequence_length)
@@ -204,20 +181,18 @@ def summary(
     }
     for name, metric in METRICS.items():
         row[name] = values(variant.title, steps, metric)
-        row[f"fewer_{name}"] = fewer(values(DENSE.title, options.steps, metric), row[name])
+        row[f"fewer_{name}"] = paired_interval(
+            values(DENSE.title, options.steps, metric), row[name]
+        )
         if variant.settings:
             dense = values(DENSE.title, flops_steps, metric)
-            row[f"fewer_{name}_at_equal_flops"] = fewer(dense, row[name])
+            row[f"fewer_{name}_at_equal_flops"] = paired_interval(dense, row[name])
     if variant.title in times:
         for unit in ("seconds", "cpu_seconds"):
             dense = column(times[DENSE.title], unit)
             taken = column(times[variant.title], unit)
             row |= {unit: statistics.median(taken), f"ratio_of_{unit}": paired_ratio(dense, taken)}
     return row
-
-
-def interval_text(difference: Answer) -> str:
-    return "{median:+.4f} ({low:+.4f} to {high:+.4f})".format(**difference)
 
 
 def cells(row: Answer) -> list[str]:
@@ -248,7 +223,7 @@ def measure(options: argparse.Namespace) -> None:
     times = timed(options)
     rows = [summary(variant, runs, times, options) for variant in VARIANTS]
     print_table(HEADER, [cells(row) for row in rows])
-    _, coverage = interval_ranks(options.seeds)
+    coverage = interval_ranks(options.seeds).coverage
     versions = {name: version(name) for name in ("jax", "jaxlib")}
     print(
         f"{options.steps} steps, seeds 0 to {options.seeds - 1}. In brackets: an interval for the"

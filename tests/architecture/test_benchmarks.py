@@ -125,6 +125,42 @@ def test_a_program_of_another_library_is_counted_as_ours_are(
     assert told.startswith("peer.hlo as gpt2_124m, 32 rows, fsdp 4: traffic 2.0 GiB, at least 2.6")
 
 
+def test_an_interval_has_the_median_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    intervals = importlib.import_module("intervals")
+    # The ranks of the tables of the binomial distribution.
+    expected = {5: (1, 0.9375), 8: (2, 0.9297), 10: (2, 0.9785), 20: (6, 0.9586)}
+    for number, (rank, coverage) in expected.items():
+        assert intervals.interval_ranks(number) == (rank, pytest.approx(coverage, abs=1e-4))
+    assert intervals.interval_ranks(4) == (1, 0.875) and intervals.interval_ranks(1) == (1, 0.0)
+    rng = np.random.default_rng(0)
+    for number in (5, 8):
+        draws = np.sort(rng.exponential(size=(20_000, number)))
+        rank, coverage = intervals.interval_ranks(number)
+        covers = (draws[:, rank - 1] <= np.log(2)) & (np.log(2) <= draws[:, -rank])
+        assert covers.mean() == pytest.approx(coverage, abs=0.01)
+
+
+def test_differences_are_of_pairs_and_may_be_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    intervals = importlib.import_module("intervals")
+    base = [5.0, 1.0, 3.0, 2.0, 4.0]
+    worse = intervals.paired_interval([5.5, 1.25, 3.5, 2.5, math.inf], base)
+    assert worse == {
+        "median": 0.5,
+        "low": 0.25,
+        "high": math.inf,
+        "pairs": [0.5, 0.25, 0.5, 0.5, math.inf],
+    }
+    assert intervals.is_apart(worse) and not intervals.is_apart(worse, 0.25)
+    # Each seed moves both runs by more than they differ; the pairs do not.
+    equal = intervals.paired_interval([5.1, 0.9, 3.1, 1.9, 4.0], base)
+    assert not intervals.is_apart(equal) and equal["high"] < 0.11
+    assert intervals.interval_text(equal).startswith("+0.0000 (-0.1000 to +0.1000")
+    with pytest.raises(ValueError, match="zip"):
+        intervals.paired_interval([1.0], base)
+
+
 SCHEDULE = """
      0x0   :  { %s1 = smov 0 }
      0x4 LB: > { %s2 = sphi %s1 } /* Start region 9 */
