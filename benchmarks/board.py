@@ -10,6 +10,7 @@ is written after each run, so the same command continues a board that was stoppe
 """
 
 import argparse
+import contextlib
 import json
 import math
 import shlex
@@ -48,6 +49,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/board.json"
 PAGE = ROOT / "docs/results/board.md"
 Settings = dict[str, object]
+ENTRIES = ("val_loss", "val_bits_per_byte")
 TRIALS = 5  # learning rates that are tried for each row
 TUNING_RUNG = 2  # the horizon of these trials
 TUNING_SEEDS = (1000, 1001)  # none of the seeds of the result
@@ -202,14 +204,17 @@ class Board:
     def _trained(self, recipe: Recipe, rate: float, steps: int, seed: int) -> Answer:
         setup = self.setup(recipe, rate, steps, seed)
         programs = self.programs(recipe, rate, setup)
-        try:
-            state = jf.fit(programs.step, programs.first_state(setup), setup.batches, steps=steps)
-        except jf.Diverged:
-            return {"val_loss": None, "val_bits_per_byte": None}
-        numbers = self.evaluate(setup, state.params)
-        if not math.isfinite(numbers["val_loss"]):
-            return {"val_loss": None, "val_bits_per_byte": None}
-        return {entry: numbers[entry] for entry in ("val_loss", "val_bits_per_byte")}
+        numbers: dict[str, float] = {}
+
+        def evaluate(params: Any) -> Mapping[str, float]:
+            numbers.update(self.evaluate(setup, params))
+            return numbers
+
+        with contextlib.suppress(jf.Diverged):
+            state = programs.first_state(setup)
+            jf.fit(programs.step, state, setup.batches, steps=steps, evaluate=evaluate)
+        entries = {entry: numbers.get(entry, math.inf) for entry in ENTRIES}
+        return {entry: x if math.isfinite(x) else None for entry, x in entries.items()}
 
     def tuned(self, name: str) -> Answer:
         """The best learning rate of the trials of a row, and the losses of each.

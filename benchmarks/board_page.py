@@ -88,7 +88,7 @@ def _section(title: str, task: Answer) -> list[str]:
 
 def _seeds_text(rows: Mapping[str, Answer]) -> str:
     counts = sorted({len(row["steps"]) for row in rows.values()})
-    return f"{' or '.join(map(str, counts))} seeds"
+    return f"{' or '.join(map(str, counts))} seed{'s' * (counts[-1] > 1)}"
 
 
 def steps_of(row: Answer) -> list[float]:
