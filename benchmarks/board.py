@@ -91,10 +91,14 @@ TASKS = {
 RECIPES = {
     BASELINE: Recipe(2e-3, {"optimizer.name": "adamw"}),
     "muon": Recipe(6e-3, {"optimizer.name": "muon"}),
+    "normuon": Recipe(6e-3, {"optimizer.name": "normuon"}),
     "lion": Recipe(4e-4, {"optimizer.name": "lion"}),
     "adamw, b2 0.99": Recipe(2e-3, {"optimizer.name": "adamw", "optimizer.b2": 0.99}),
+    "adamw, cautious": Recipe(2e-3, {"optimizer.name": "adamw", "optimizer.cautious": True}),
     "adamw, wsd": Recipe(2e-3, {"optimizer.name": "adamw", "optimizer.schedule": "wsd"}),
     "muon, wsd": Recipe(6e-3, {"optimizer.name": "muon", "optimizer.schedule": "wsd"}),
+    "muon, cautious": Recipe(6e-3, {"optimizer.name": "muon", "optimizer.cautious": True}),
+    "muon by heads": Recipe(6e-3, {"optimizer.name": "muon", "optimizer.muon_unit": "head"}),
     "adafactor": Recipe(4e-3, {"optimizer.name": "adafactor"}),
 }
 

@@ -100,6 +100,16 @@ def test_the_page_of_the_board_is_that_of_its_json(monkeypatch: pytest.MonkeyPat
             assert len(row["tuning"]["trials"]) == 5, "the same number of trials for each row"
 
 
+def test_every_row_is_a_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    board = module("board", monkeypatch)
+    runs = board.Board(argparse.Namespace(task="10m", smoke=False, folder=tmp_path))
+    for recipe in board.RECIPES.values():
+        settings = runs.settings(recipe, recipe.center, 200, 0)
+        lines = [f"{name}={value}" for name, value in settings.items()]
+        run = jf.load_config(ROOT / "configs" / "quickstart.py", lines)
+        assert run.optimizer.learning_rate == recipe.center and run.train.steps == 200
+
+
 @pytest.mark.slow
 def test_a_run_of_the_board_is_that_of_its_command_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
