@@ -92,6 +92,7 @@ RECIPES = {
     BASELINE: Recipe(2e-3, {"optimizer.name": "adamw"}),
     "muon": Recipe(6e-3, {"optimizer.name": "muon"}),
     "normuon": Recipe(6e-3, {"optimizer.name": "normuon"}),
+    "soap": Recipe(3e-3, {"optimizer.name": "soap"}),
     "lion": Recipe(4e-4, {"optimizer.name": "lion"}),
     "adamw, b2 0.99": Recipe(2e-3, {"optimizer.name": "adamw", "optimizer.b2": 0.99}),
     "adamw, cautious": Recipe(2e-3, {"optimizer.name": "adamw", "optimizer.cautious": True}),
@@ -99,6 +100,10 @@ RECIPES = {
     "muon, wsd": Recipe(6e-3, {"optimizer.name": "muon", "optimizer.schedule": "wsd"}),
     "muon, cautious": Recipe(6e-3, {"optimizer.name": "muon", "optimizer.cautious": True}),
     "muon by heads": Recipe(6e-3, {"optimizer.name": "muon", "optimizer.muon_unit": "head"}),
+    "schedule-free adamw": Recipe(
+        4e-3, {"optimizer.name": "schedule_free", "optimizer.schedule": "constant"}
+    ),
+    "prodigy": Recipe(1.0, {"optimizer.name": "prodigy"}),
     "adafactor": Recipe(4e-3, {"optimizer.name": "adafactor"}),
 }
 
