@@ -172,6 +172,12 @@ def save(name: str, result: Answer, smoke: bool) -> None:
         )
         return
     path = HERE / "results" / f"{name}.json"
+    write_result(path, result)
+    print(f"written to {path}")
+
+
+def write_result(path: Path, result: Answer) -> None:
+    """Writes a result with the date and the machine before it, as results/*.json are."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     load = os.getloadavg()[0]
     machine = {
@@ -181,7 +187,6 @@ def save(name: str, result: Answer, smoke: bool) -> None:
         "python": platform.python_version(),
     }
     write_text(path, json.dumps({"date": now, "machine": machine, **result}, indent=1) + "\n")
-    print(f"written to {path}")
 
 
 def cpu_model() -> str:
