@@ -25,6 +25,7 @@ from seeded import (
     Variant,
     arguments,
     begun,
+    filled,
     loss_of,
     loss_text,
     make_missing,
@@ -133,30 +134,28 @@ def row_of(experiment: Experiment, variant: Variant) -> list[str]:
     return [*cells, interval_text(difference), verdict(difference)]
 
 
-def introduction(result: Answer, seeds: int) -> list[str]:
+def introduction(result: Answer, seeds: int) -> str:
     steps, rates = result["steps"], ", ".join(f"{rate:g}" for rate in result["rates"])
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    coverage = f"{interval_ranks(seeds).coverage:.0%}"
-    return [
-        "# Ablations",
-        "",
-        f"""What choices of a transformer and of its training are worth, each beside a base:
-validation loss, nats per character, over all held-out text of {result["text"]} after {steps} steps
-of {BATCH} rows of {LENGTH} characters ({steps * BATCH * LENGTH:,} in all).
+    return "# Ablations\n\n" + filled(f"""
+What choices of a transformer and of its training are worth, each beside a base: validation loss,
+nats per character, over all held-out text of {result["text"]} after {steps} steps of {BATCH} rows
+of {LENGTH} characters ({steps * BATCH * LENGTH:,} in all).
 
 The learning rate of each row is the best of {rates}, by one run of another seed ({TUNING_SEED});
 the same trials for each row. With it the row runs with the seeds 0 to {seeds - 1}. A difference is
 that of two runs of one seed, which read the same batches, and is above 0 where the row is worse:
 the median over the seeds, and in brackets an interval for the median of all such differences
-({coverage}), which assumes no distribution: with five seeds, from the smallest to the largest.
-A row whose interval has 0 in it is not told apart from the base; of rows without any effect, one
-of 16 lies apart by chance. At an end of the rates that were tried, better ones may lie beyond. The
-model and the run are small, and say little of small differences in large ones.
+({interval_ranks(seeds).coverage:.0%}), which assumes no distribution: with five seeds, from the
+smallest to the largest. A row whose interval has 0 in it is not told apart from the base; of rows
+without any effect, one of 16 lies apart by chance. At an end of the rates that were tried, better
+ones may lie beyond. The model and the run are small, and say little of small differences in large
+ones.
 
-Made by `benchmarks/ablations.py` with {versions} on one core of an {result["cpu"]}; every
-run is in `benchmarks/results/ablations.json`.
-""",
-    ]
+Made by `benchmarks/ablations.py` with {versions} on one core of an {result["cpu"]}; every run is
+in `benchmarks/results/ablations.json`. A run is one program there. In the program of a `train.py`
+line sums are rounded otherwise, which at high learning rates moves its loss by up to 0.01.
+""")
 
 
 def pairs_of_rows(experiment: Experiment) -> list[str]:
@@ -201,8 +200,11 @@ def page(experiment: Experiment) -> str:
         for variant in shown
     ]
     rates = [f"{rate:g}" for rate in experiment.result["rates"]]
-    lines = introduction(experiment.result, seeds)
-    lines += [*table(header, [row_of(experiment, variant) for variant in shown]), ""]
+    lines = [
+        introduction(experiment.result, seeds),
+        *table(header, [row_of(experiment, variant) for variant in shown]),
+        "",
+    ]
     lines += pairs_of_rows(experiment)
     lines += [f"Losses of the trials of the learning rate (seed {TUNING_SEED}):", ""]
     lines += [*table(["learning rate", *rates], trials), "", *commands(experiment)]

@@ -7,6 +7,7 @@ command makes those that are missing: of more seeds, or after it was stopped.
 
 import json
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -180,6 +181,12 @@ def verdict(difference: PairedInterval) -> str:
 
 def loss_text(loss: float) -> str:
     return f"{loss:.4f}" if loss < float("inf") else "diverged"
+
+
+def filled(text: str) -> str:
+    """Paragraphs of Markdown in lines of at most 100 characters."""
+    paragraphs = text.strip().split("\n\n")
+    return "\n\n".join(textwrap.fill(paragraph, 100) for paragraph in paragraphs) + "\n"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

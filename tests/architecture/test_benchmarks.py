@@ -242,6 +242,63 @@ def test_every_row_of_the_ablations_is_a_run(monkeypatch: pytest.MonkeyPatch) ->
     assert len(runs) == len(ablations.VARIANTS)  # none is another one by another name
 
 
+SOURCE = '''
+class Reader:
+    def __init__(self): ...
+
+    def read_all(self, path):
+        """Read a file."""
+        return open(path).read()
+
+    def walk_tree(self, node):
+        return [self.walk_tree(child) for child in node]
+
+    async def close_file(self):
+        self.file.close()
+'''
+
+
+def test_the_task_of_names_does_not_show_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    pretraining = importlib.import_module("pretraining")
+    path = tmp_path / "reader.py"
+    path.write_text(SOURCE)
+    records = {record["target"]: record["source"] for record in pretraining.named_functions(path)}
+    assert [*records] == ["read_all", "close_file"]  # walk_tree names itself
+    assert records["read_all"].startswith("def f(self, path):\n    ")
+    assert all(name not in source for name, source in records.items())
+
+
+def test_pretraining_and_its_task_read_no_file_of_the_validation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    pretraining = importlib.import_module("pretraining")
+    library = tmp_path / "library"
+    for number in range(40):
+        (library / "reader").mkdir(parents=True, exist_ok=True)
+        source = f"def function_{number}(a):\n    return a + {number}\n"
+        (library / "reader" / f"module_{number}.py").write_text(source)
+    monkeypatch.setitem(pretraining.PACKAGES, "LIBRARY", library)
+    files = {"reader": pretraining.library_files()}
+    monkeypatch.setitem(pretraining.PACKAGES, "packages", lambda: files)
+    held_out = {*files["reader"][::5]}
+    monkeypatch.setitem(pretraining.PACKAGES, "held_out", lambda paths: held_out)
+    pretraining.write_data("t5", tmp_path, 0)
+    corpus, train, validation = (
+        [json.loads(line) for line in (tmp_path / f"{side}.jsonl").read_text().splitlines()]
+        for side in ("corpus", "train", "validation")
+    )
+    assert [len(corpus), len(train), len(validation)] == [32, 32, 8]
+    assert {record["target"] for record in validation} == {
+        path.stem.replace("module", "function") for path in held_out
+    }
+    read = "".join(record["text"] for record in corpus)
+    assert all(f"{record['target']}(" not in read for record in validation)
+
+
 SCHEDULE = """
      0x0   :  { %s1 = smov 0 }
      0x4 LB: > { %s2 = sphi %s1 } /* Start region 9 */
