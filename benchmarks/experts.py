@@ -28,7 +28,6 @@ from jaxformer.cluster.entry_point import keep_memory
 keep_memory()
 
 import jax  # noqa: E402  (what comes before must come before JAX)
-from ablations import arguments  # noqa: E402
 from intervals import interval_ranks, interval_text, paired_interval  # noqa: E402
 from pairing import (  # noqa: E402
     Answer,
@@ -40,6 +39,7 @@ from pairing import (  # noqa: E402
     ratio_text,
     save,
 )
+from seeded import arguments  # noqa: E402
 from steps import ready  # noqa: E402
 from workloads import CONFIGS, SMOKE_FIELDS, words_file  # noqa: E402
 
