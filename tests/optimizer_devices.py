@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from optimizer_variants import VARIANTS
 
 from jaxformer.arrays.mesh import make_mesh
@@ -32,12 +33,14 @@ def gradients(step):
 
 def trained(config, mesh):
     """The state after some steps."""
-    optimizer = make_optimizer(config, lambda step: 0.1, TABLE)
+    optimizer = optax.with_extra_args_support(make_optimizer(config, lambda step: 0.1, TABLE))
     state = init_state(TABLE, optimizer, mesh=mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.optimizer))
 
     def step(params, moments, gradient):
-        updates, moments = optimizer.update(gradient, moments, params)
+        # What make_step gives: here of a Hessian that is 1 on its diagonal.
+        step_arguments = {"hessian_product": jax.tree.leaves, "key": jax.random.key(0)}
+        updates, moments = optimizer.update(gradient, moments, params, **step_arguments)
         return jax.tree.map(jnp.add, params, updates), moments
 
     run = jax.jit(step, out_shardings=shardings)

@@ -8,5 +8,6 @@ VARIANTS = {name: {"name": name} for name in OPTIMIZERS} | {
     "cautious": {"name": "adamw", "cautious": True, "decay_kind": "cautious"},
     "bfloat16": {"name": "adamw", "moments": "bfloat16"},
     "int8": {"name": "adamw", "moments": "int8"},
+    "sophia in int8": {"name": "sophia", "moments": "int8", "sophia_every": 2},
     "soap in int8": {"name": "soap", "moments": "int8", "soap_every": 1},
 }

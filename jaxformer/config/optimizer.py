@@ -18,7 +18,16 @@ from jaxformer.files import ConfigError
 
 OptimizerName = Annotated[
     Literal[
-        "adamw", "adafactor", "lion", "sgd", "muon", "normuon", "soap", "schedule_free", "prodigy"
+        "adamw",
+        "adafactor",
+        "lion",
+        "sgd",
+        "muon",
+        "normuon",
+        "soap",
+        "sophia",
+        "schedule_free",
+        "prodigy",
     ],
     TableAt("jaxformer.training.optimizers.rules.OPTIMIZERS"),
 ]
@@ -131,6 +140,11 @@ class OptimizerConfig(Section):
     soap_max_side: Count = 10_000
     """Longest side of a matrix for which soap keeps a factor, length x length numbers twice; longer
     sides, such as a vocabulary, have none."""
+    sophia_every: Count = 10
+    """Number of steps after which sophia estimates the Hessian again, which takes about as long as
+    two gradients."""
+    sophia_gamma: NonNegative = 0.01
+    """Factor of the Hessian by which sophia divides: a larger one clips fewer numbers."""
     moments: Moments = "float32"
     """How the moments of matrices are stored between steps: bfloat16 and int8 (blocks of up to 256
     numbers with a scale) are rounded at random, by the seed and the step."""

@@ -57,7 +57,9 @@ def make_step(
           that of the sum of "loss", divided once by its weight over all microbatches and devices.
           The key depends on (seed, step) alone.
       optimizer: any optax.GradientTransformation, the one that `init_state` was given. One that
-          takes extra arguments has the mean loss as `value`.
+          takes extra arguments has the mean loss as `value`, the `key` of the step, and
+          `hessian_product`, from a tree v of the leaves that learn to the leaves of the Hessian of
+          this batch's loss times v.
       microbatches: pieces that a batch is computed in, one after the other, to save memory. Every
           array of the batch has its rows on the first axis, and piece m takes rows m, m +
           microbatches, ...: the rows of a device stay on it.
@@ -88,10 +90,21 @@ def make_step(
         learned = learning(state.params, state.frozen)
         grads, means = gradients(loss, state, batch, key, microbatches, rowwise)
         norm = optax.tree.norm(grads)
+
+        def gradient_at(learned: Params) -> Params:
+            at = replace(state, params=merged(learned, state.params, state.frozen))
+            return gradients(loss, at, batch, key, microbatches)[0]
+
+        product = functools.partial(_hessian_product, gradient_at, learned)
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
         with jax.named_scope("optimizer"):
             updates, moments = transformation.update(
-                grads, state.optimizer, learned, value=means["loss"]
+                grads,
+                state.optimizer,
+                learned,
+                value=means["loss"],
+                key=key,
+                hessian_product=product,
             )
             moments = updated_if(finite, moments, state.optimizer)
             learned = updated_if(finite, optax.apply_updates(learned, updates), learned)
@@ -106,6 +119,29 @@ def make_step(
         return after, metrics
 
     return Step(advance)
+
+
+def _hessian_product(
+    gradient_at: Callable[[Params], Params], learned: Params, tangent: Any
+) -> list[jax.Array]:
+    """The leaves of H v at the arrays of v, which is 0 at all other leaves. H is that of the loss
+    whose gradient is given, at the parameters `learned`."""
+
+    def filled(leaf: jax.Array, v: Any) -> Any:
+        return v if hasattr(v, "dtype") else jnp.zeros_like(leaf)
+
+    try:
+        # In reverse mode, as H is symmetric: it needs no forward derivative of any part.
+        transposed = jax.vjp(gradient_at, learned)[1]
+        (product,) = transposed(jax.tree.map(filled, learned, tangent))
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "the optimizer needs products with the Hessian, which a kernel of this model does not"
+            f" have ({str(error).partition('. ')[0]}): set model.attention_kernel=xla and"
+            " model.expert_kernel=xla, or choose another optimizer.name."
+        ) from error
+    chosen = jax.tree.map(lambda h, v: h if hasattr(v, "dtype") else None, product, tangent)
+    return jax.tree.leaves(chosen)
 
 
 def gradients(

@@ -16,6 +16,7 @@ from tiny_run import PLAIN, assert_same_run, line, train_here, write_text
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, dotted, init_params, rows, zeros
 from jaxformer.config.adapter import AdapterConfig
+from jaxformer.files import ConfigError
 from jaxformer.models import transformer
 from jaxformer.models.adapt import adapted_table
 from jaxformer.training.optimizers.make import decay_groups, decay_mask, make_optimizer
@@ -61,7 +62,7 @@ def bias_of(state):
 @pytest.mark.parametrize("name, pieces", [*((n, 1) for n in OPTIMIZERS), ("adamw", 4), ("muon", 4)])
 def test_a_balanced_bias_moves_by_its_rate_towards_equal_loads(name, pieces):
     """By the load of the whole batch, also where it is computed in microbatches."""
-    run = expert_run(name, pieces)
+    run = expert_run(name, pieces, expert_kernel="xla" if name == "sophia" else "auto")
     state, step = start(run)
     for seed in range(5):
         before = bias_of(state)
@@ -73,6 +74,12 @@ def test_a_balanced_bias_moves_by_its_rate_towards_equal_loads(name, pieces):
         assert apart.any()
         moved = np.float32(RATE) * np.sign(1 - loads)
         np.testing.assert_allclose((bias_of(state) - before)[apart], moved[apart], atol=1e-7)
+
+
+def test_a_kernel_without_a_hessian_is_refused_by_the_optimizer_that_needs_it():
+    state, step = start(expert_run("sophia"))
+    with pytest.raises(ConfigError, match=r"Hessian, .* model.expert_kernel=xla"):
+        step(state, batch_of(0))
 
 
 def test_a_load_of_several_microbatches_is_that_of_the_batch():

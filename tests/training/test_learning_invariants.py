@@ -152,10 +152,17 @@ def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
         schedule="constant",
     )
     specs = transformer.specs(model("gpt2"))
-    optimizer = make_optimizer(config, make_schedule(config, 10), specs)
+    optimizer = optax.with_extra_args_support(
+        make_optimizer(config, make_schedule(config, 10), specs)
+    )
     params = jax.tree.map(jnp.ones_like, transformer.init(model("gpt2"), jax.random.key(0)))
     nothing = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(nothing, params)
+    of_step = {"hessian_product": jax.tree.leaves, "key": jax.random.key(0)}
+
+    def update(gradient, params):
+        return optimizer.update(gradient, optimizer.init(params), params, **of_step)
+
+    updates, _ = jax.jit(update)(nothing, params)
     moved = jax.tree.map(lambda update: float(jnp.abs(update).max()), updates)
     # Of prodigy, times its first estimate of the distance.
     shrunk = 0.05 * (FIRST_ESTIMATE if name == "prodigy" else 1)

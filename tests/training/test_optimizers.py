@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from shapes import model
 
@@ -215,6 +216,34 @@ def test_a_side_that_is_too_long_for_soap_has_no_factor():
     assert np.isfinite(trained(config)[-1]["matrix"]).all()
 
 
+def curved(params, batch, key):
+    """A loss whose Hessian is diagonal: the mean row of the batch."""
+    return {"loss": ((batch * params["vector"] ** 2 / 2).sum(), len(batch))}
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_sophia_divides_by_the_diagonal_of_the_hessian_of_the_batch(pieces):
+    settings = {"sophia_every": 2, "sophia_gamma": 0.5, "b2": 0.8, "eps": 0.3}
+    config = config_of(name="sophia", weight_decay=0.0, **settings)
+    still = Spec((2,), ("norm",), ones, trainable=False)
+    table = {"vector": Spec((6,), ("norm",), normal(1.0)), "still": still}
+    optimizer = make_optimizer(config, lambda step: 0.1, table)
+    state = jf.init_state(table, optimizer)
+    step = jf.make_step(curved, optimizer, microbatches=pieces)
+    w, m, h = np.asarray(state.params["vector"], "d"), 0, 0
+    for number in range(STEPS):
+        batch = np.random.default_rng(number).normal(1, 1, size=(4, 6)).astype("f")
+        diagonal = batch.mean(0)
+        m = config.b1 * m + (1 - config.b1) * diagonal * w
+        if number % 2 == 0:
+            h = 0.8 * h + 0.2 * diagonal
+        u = m / np.maximum(0.5 * h, 0.3)
+        w = w - 0.1 * np.clip(u, -1, 1)
+        state, _ = step(state, batch)
+        np.testing.assert_allclose(state.params["vector"], w, rtol=1e-5, atol=1e-6)
+    assert (0.5 * h > 0.3).any() and (0.5 * h < 0.3).any()
+
+
 def test_schedule_free_moves_an_average_of_the_weights():
     config = config_of(name="schedule_free", weight_decay=0.3, warmup_steps=2, schedule="constant")
     rates = [float(make_schedule(config, STEPS)(step)) for step in range(STEPS)]
@@ -405,8 +434,11 @@ class Recorder:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_rule_reads_the_settings_of_its_row(name):
     recorder = Recorder(OptimizerConfig(name=name))
-    optimizer = make_optimizer(recorder, lambda step: 0.1, TABLE)
-    jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), random_trees(1)[0])
+    optimizer = optax.with_extra_args_support(make_optimizer(recorder, lambda step: 0.1, TABLE))
+    of_step = {"hessian_product": jax.tree.leaves, "key": jax.random.key(0)}
+    jax.eval_shape(
+        lambda p: optimizer.update(p, optimizer.init(p), p, **of_step), random_trees(1)[0]
+    )
     assert recorder.read & {*RULE_SETTINGS} == {*OPTIMIZERS[name].reads}
 
 

@@ -16,7 +16,7 @@ from jaxformer.training.optimizers.groups import map_arrays
 from jaxformer.training.optimizers.rule import ADAM, UpdateRule
 
 # The root mean square of an update, as of Adam's (arXiv:2502.16982).
-RMS = 0.2
+UPDATE_RMS = 0.2
 # f(x) = a x + b x^3 + c x^5 of Newton-Schulz, and how often it is applied.
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
@@ -35,7 +35,7 @@ def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
         beta=c.b1,
         adam_b1=c.b1,
         adam_b2=c.b2,
-        consistent_rms=RMS,
+        consistent_rms=UPDATE_RMS,
         muon_weight_dimension_numbers=lambda params: table,
     )
 
@@ -106,7 +106,7 @@ def scale_by_normuon(config: OptimizerConfig, specs: Specs) -> optax.GradientTra
         axes = numbers(spec).reduction_axis + numbers(spec).output_axis
         squares = jnp.mean(direction**2, axes, keepdims=True)
         # Of a gradient that is zero the direction is zero.
-        return RMS * direction / jnp.sqrt(jnp.where(squares > 0, squares, 1))
+        return UPDATE_RMS * direction / jnp.sqrt(jnp.where(squares > 0, squares, 1))
 
     def update(updates: Any, state: NorMuonState, params: Any = None) -> tuple[Any, NorMuonState]:
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)

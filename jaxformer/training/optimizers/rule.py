@@ -34,4 +34,13 @@ class UpdateRule(NamedTuple):
 # The moments of Adam, and of rules that have such moments.
 ADAM = MappingProxyType({"mu": True, "nu": False})
 # The settings of rules; the rest of `OptimizerConfig` holds for every row.
-RULE_SETTINGS = ("b1", "b2", "eps", "muon_unit", "soap_every", "soap_max_side")
+RULE_SETTINGS = (
+    "b1",
+    "b2",
+    "eps",
+    "muon_unit",
+    "soap_every",
+    "soap_max_side",
+    "sophia_every",
+    "sophia_gamma",
+)

@@ -33,6 +33,7 @@ OPTIMIZERS: Table[UpdateRule] = Table(
         "muon": ImportedRow("jaxformer.training.optimizers.muon:muon"),
         "normuon": ImportedRow("jaxformer.training.optimizers.muon:normuon"),
         "soap": ImportedRow("jaxformer.training.optimizers.soap:soap"),
+        "sophia": ImportedRow("jaxformer.training.optimizers.sophia:sophia"),
         "schedule_free": ImportedRow(f"{LEARNING_RATE_FREE}:schedule_free"),
         "prodigy": ImportedRow(f"{LEARNING_RATE_FREE}:prodigy"),
     },

@@ -27,7 +27,7 @@ class SoapState(NamedTuple):
     right_basis: Any
 
 
-class Sides(NamedTuple):
+class MatrixAxes(NamedTuple):
     """The axes of a leaf: those beside its matrices, of their inputs (left) and outputs (right)."""
 
     batch: tuple[int, ...]
@@ -48,12 +48,12 @@ class Sides(NamedTuple):
         return ordered.transpose(sorted(range(len(order)), key=lambda i: order[i]))
 
 
-def sides(spec: Spec) -> Sides:
+def sides(spec: Spec) -> MatrixAxes:
     """The sides of the matrices of a leaf."""
     batch = tuple(i for i, axis in enumerate(spec.axes) if axis in spec.batch)
     left = tuple(i for i, axis in enumerate(spec.axes) if axis in spec.inputs)
     beside = {*batch, *left}
-    return Sides(batch, left, tuple(i for i in range(len(spec.axes)) if i not in beside))
+    return MatrixAxes(batch, left, tuple(i for i in range(len(spec.axes)) if i not in beside))
 
 
 def _soap(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
