@@ -1,6 +1,8 @@
 """Moments in fewer bits: how they are rounded, what they take, and that they train; and that every
 optimizer continues bitwise."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,11 @@ from jaxformer.training.optimizers.moments import STORES, block_length, code_boo
 from jaxformer.training.optimizers.rules import OPTIMIZERS
 
 MATRIX = Spec((8, 64), ("embed", "mlp"), normal(0.1), inputs=("embed",))
-TABLE = {"matrix": MATRIX, "vector": Spec((8,), ("norm",), ones)}
+TABLE = {
+    "matrix": MATRIX,
+    "vector": Spec((8,), ("norm",), ones),
+    "still": dataclasses.replace(MATRIX, trainable=False),
+}
 OUT = np.random.default_rng(0).normal(size=(64, 1)).astype("f") / 8
 
 
@@ -81,7 +87,7 @@ def test_moments_of_a_rule_that_has_none_are_refused():
 
 
 def loss(params, batch, key):
-    error = jnp.tanh(batch @ params["matrix"]) @ OUT - batch[:, :1]
+    error = jnp.tanh(batch @ (params["matrix"] + params["still"])) @ OUT - batch[:, :1]
     return {"loss": ((error**2).sum() + (params["vector"] ** 2).sum(), len(batch))}
 
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 from optax.contrib import muon as optax_muon
-from optax.contrib._muon import orthogonalize_via_newton_schulz
 
 from jaxformer.arrays.params import NamedAxes, Spec, Specs, map_specs
 from jaxformer.arrays.sharding import HEAD_AXES
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.training.optimizers.groups import map_arrays
+from jaxformer.training.optimizers.matrices import MatrixAxes, matrix_axes
 from jaxformer.training.optimizers.rule import ADAM, UpdateRule
 
 # The root mean square of an update, as of Adam's (arXiv:2502.16982).
@@ -28,7 +28,12 @@ def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     Updates are scaled to the RMS that Adam's have, so one learning rate and decay serve both
     (arXiv:2502.16982).
     """
-    table = map_specs(lambda _, spec: _matrix_axes(c, spec), specs)
+
+    def numbers(_: str, spec: Spec) -> MuonDimensionNumbers | None:
+        axes = _axes(c, spec)
+        return MuonDimensionNumbers(axes.left, axes.right) if axes else None
+
+    table = map_specs(numbers, specs)
     # At a learning rate of -1 the update is the direction itself.
     return optax_muon(
         -1.0,
@@ -40,22 +45,18 @@ def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     )
 
 
-def _matrix_axes(config: OptimizerConfig, spec: Spec) -> MuonDimensionNumbers | None:
-    """The axes of the rows (inputs) and the columns (outputs) of the matrices that are
-    orthogonalized; None for a leaf that has none."""
+def _axes(config: OptimizerConfig, spec: Spec) -> MatrixAxes | None:
+    """The axes of the matrices that are orthogonalized; None for a leaf that has none."""
     if not (spec.is_matrix and spec.is_stacked):
         return None
-    beside = (*spec.batch, *(HEAD_AXES if config.muon_unit == "head" else ()))
-    axes = [i for i, axis in enumerate(spec.axes) if axis not in beside]
-    shared = tuple(i for i in axes if spec.axes[i] in spec.inputs)
-    return MuonDimensionNumbers(shared, tuple(i for i in axes if i not in shared))
+    return matrix_axes(spec, HEAD_AXES if config.muon_unit == "head" else ())
 
 
 def _normuon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     """NorMuon on the leaves that Muon takes, Adam on all others."""
 
     def label(_: str, spec: Spec) -> str:
-        return "adam" if _matrix_axes(c, spec) is None else "normuon"
+        return "adam" if _axes(c, spec) is None else "normuon"
 
     rules = {"normuon": scale_by_normuon(c, specs), "adam": optax.scale_by_adam(c.b1, c.b2, c.eps)}
     return optax.partition(rules, map_specs(label, specs))
@@ -83,28 +84,26 @@ def scale_by_normuon(config: OptimizerConfig, specs: Specs) -> optax.GradientTra
 
     def of_neurons(spec: Spec, parameter: jax.Array) -> NamedAxes:
         """v of a leaf, whose axes of inputs have length 1."""
-        inputs = numbers(spec).reduction_axis
+        inputs = axes_of(spec).left
         shape = [1 if i in inputs else length for i, length in enumerate(parameter.shape)]
         axes = tuple(None if i in inputs else axis for i, axis in enumerate(spec.axes))
         return NamedAxes(jnp.zeros(shape, parameter.dtype), axes)
 
-    def numbers(spec: Spec) -> Any:
-        return _matrix_axes(config, spec)
+    def axes_of(spec: Spec) -> Any:
+        return _axes(config, spec)
 
     def orthogonal(spec: Spec, mean: jax.Array) -> jax.Array:
-        coefficients = jnp.asarray(COEFFICIENTS)
-        return orthogonalize_via_newton_schulz(
-            mean, coefficients, ITERATIONS, dimension_numbers=numbers(spec)
-        )
+        axes = axes_of(spec)
+        return axes.leaf(newton_schulz(axes.matrices(mean)), mean.shape)
 
     def of_squares(spec: Spec, direction: jax.Array, nu: NamedAxes) -> NamedAxes:
-        squares = jnp.mean(direction**2, numbers(spec).reduction_axis, keepdims=True)
+        squares = jnp.mean(direction**2, axes_of(spec).left, keepdims=True)
         return NamedAxes(b2 * nu.value + (1 - b2) * squares, nu.axes)
 
     def normalized(spec: Spec, direction: jax.Array, nu: NamedAxes) -> jax.Array:
         direction = direction / (jnp.sqrt(nu.value) + eps)
-        axes = numbers(spec).reduction_axis + numbers(spec).output_axis
-        squares = jnp.mean(direction**2, axes, keepdims=True)
+        axes = axes_of(spec)
+        squares = jnp.mean(direction**2, axes.left + axes.right, keepdims=True)
         # Of a gradient that is zero the direction is zero.
         return UPDATE_RMS * direction / jnp.sqrt(jnp.where(squares > 0, squares, 1))
 
@@ -115,6 +114,19 @@ def scale_by_normuon(config: OptimizerConfig, specs: Specs) -> optax.GradientTra
         return map_arrays(normalized, specs, directions, nu), NorMuonState(mu, nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def newton_schulz(matrices: jax.Array) -> jax.Array:
+    """Each of [matrices, inputs, outputs] with its singular values near 1: five iterations of
+    a x + b x^3 + c x^5 on them, which begin with a Frobenius norm of 1."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.swapaxes(1, 2) if is_tall else matrices
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-8)
+    for _ in range(ITERATIONS):
+        square = x @ x.swapaxes(1, 2)
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.swapaxes(1, 2) if is_tall else x
 
 
 muon = UpdateRule(_muon, ("b1", "b2", "muon_unit"), ADAM)

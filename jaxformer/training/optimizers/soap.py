@@ -10,6 +10,7 @@ import optax
 from jaxformer.arrays.params import NamedAxes, Spec, Specs, map_specs
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.training.optimizers.groups import map_arrays
+from jaxformer.training.optimizers.matrices import matrix_axes
 from jaxformer.training.optimizers.rule import ADAM, UpdateRule
 
 
@@ -25,35 +26,6 @@ class SoapState(NamedTuple):
     right_factor: Any
     left_basis: Any
     right_basis: Any
-
-
-class MatrixAxes(NamedTuple):
-    """The axes of a leaf: those beside its matrices, of their inputs (left) and outputs (right)."""
-
-    batch: tuple[int, ...]
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-
-    def matrices(self, x: jax.Array) -> jax.Array:
-        """A leaf as [matrices, inputs, outputs]."""
-        ordered = x.transpose(self.batch + self.left + self.right)
-        inputs = math.prod(x.shape[i] for i in self.left)
-        outputs = math.prod(x.shape[i] for i in self.right)
-        return ordered.reshape(-1, inputs, outputs)
-
-    def leaf(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Matrices as the leaf of this shape."""
-        order = self.batch + self.left + self.right
-        ordered = matrices.reshape([shape[i] for i in order])
-        return ordered.transpose(sorted(range(len(order)), key=lambda i: order[i]))
-
-
-def sides(spec: Spec) -> MatrixAxes:
-    """The sides of the matrices of a leaf."""
-    batch = tuple(i for i, axis in enumerate(spec.axes) if axis in spec.batch)
-    left = tuple(i for i, axis in enumerate(spec.axes) if axis in spec.inputs)
-    beside = {*batch, *left}
-    return MatrixAxes(batch, left, tuple(i for i in range(len(spec.axes)) if i not in beside))
 
 
 def _soap(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
@@ -114,11 +86,11 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
 
 
 def _left(spec: Spec) -> tuple[int, ...]:
-    return sides(spec).left
+    return matrix_axes(spec).left
 
 
 def _right(spec: Spec) -> tuple[int, ...]:
-    return sides(spec).right
+    return matrix_axes(spec).right
 
 
 def _zeros(spec: Spec, side: tuple[int, ...], longest: int) -> NamedAxes | None:
@@ -127,36 +99,36 @@ def _zeros(spec: Spec, side: tuple[int, ...], longest: int) -> NamedAxes | None:
     length = math.prod(spec.shape[i] for i in side)
     if length > longest:
         return None
-    axes = (*sides(spec).batch, *side)
+    axes = (*matrix_axes(spec).batch, *side)
     shape = (*(spec.shape[i] for i in axes), length)
     return NamedAxes(jnp.zeros(shape), (*(spec.axes[i] for i in axes), None))
 
 
 def _rotated(spec: Spec, leaf: jax.Array, left: Any, right: Any) -> jax.Array:
     """Q_L^T X Q_R of each matrix X of a leaf."""
-    x = sides(spec).matrices(leaf)
+    x = matrix_axes(spec).matrices(leaf)
     x = x if left is None else jnp.einsum("bmi,bmn->bin", _square(left), x)
     x = x if right is None else jnp.einsum("bmn,bnj->bmj", x, _square(right))
-    return sides(spec).leaf(x, leaf.shape)
+    return matrix_axes(spec).leaf(x, leaf.shape)
 
 
 def _rotated_back(spec: Spec, leaf: jax.Array, left: Any, right: Any) -> jax.Array:
     """Q_L X Q_R^T of each matrix X of a leaf."""
-    x = sides(spec).matrices(leaf)
+    x = matrix_axes(spec).matrices(leaf)
     x = x if left is None else jnp.einsum("bmi,bin->bmn", _square(left), x)
     x = x if right is None else jnp.einsum("bmj,bnj->bmn", x, _square(right))
-    return sides(spec).leaf(x, leaf.shape)
+    return matrix_axes(spec).leaf(x, leaf.shape)
 
 
 def _left_product(spec: Spec, gradient: jax.Array, factor: NamedAxes | None) -> NamedAxes | None:
     """G G^T, as the factor L is stored."""
-    g = sides(spec).matrices(gradient)
+    g = matrix_axes(spec).matrices(gradient)
     return _like(factor, jnp.einsum("bmn,bkn->bmk", g, g)) if factor else None
 
 
 def _right_product(spec: Spec, gradient: jax.Array, factor: NamedAxes | None) -> NamedAxes | None:
     """G^T G, as the factor R is stored."""
-    g = sides(spec).matrices(gradient)
+    g = matrix_axes(spec).matrices(gradient)
     return _like(factor, jnp.einsum("bmn,bmk->bnk", g, g)) if factor else None
 
 
