@@ -42,7 +42,7 @@ from jaxformer.config.settings import Log  # noqa: E402
 from jaxformer.files import write_text  # noqa: E402
 from jaxformer.runs.evaluation import bytes_of_targets, make_evaluation  # noqa: E402
 from jaxformer.runs.setup import RunSetup, make_setup  # noqa: E402
-from jaxformer.training.optimizers.make import make_optimizer  # noqa: E402
+from jaxformer.training.optimizers.run_optimizer import make_optimizer  # noqa: E402
 from jaxformer.training.optimizers.schedules import make_schedule  # noqa: E402
 
 ROOT = Path(__file__).parent.parent

@@ -31,7 +31,7 @@ from jaxformer.arrays.params import init_params  # noqa: E402
 from jaxformer.runs.objectives import loss_of  # noqa: E402
 from jaxformer.runs.setup import RunSetup, make_setup  # noqa: E402
 from jaxformer.training.compiler_options import compiler_options  # noqa: E402
-from jaxformer.training.optimizers.make import make_optimizer  # noqa: E402
+from jaxformer.training.optimizers.run_optimizer import make_optimizer  # noqa: E402
 from jaxformer.training.optimizers.schedules import make_schedule  # noqa: E402
 from jaxformer.training.state import on_mesh  # noqa: E402
 

@@ -1,6 +1,6 @@
 """The optimizers that tests try, by what they are called there: every row, and settings of rows."""
 
-from jaxformer.training.optimizers.rules import OPTIMIZERS
+from jaxformer.training.optimizers.rule_table import OPTIMIZERS
 
 VARIANTS = {name: {"name": name} for name in OPTIMIZERS} | {
     "muon by heads": {"name": "muon", "muon_unit": "head"},

@@ -39,7 +39,7 @@ from jaxformer import data
 from jaxformer.config import DataConfig, OptimizerConfig, TokenizerConfig
 from jaxformer.losses.heads import accuracy
 from jaxformer.runs.objectives import task_of
-from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 
 # %% [markdown]

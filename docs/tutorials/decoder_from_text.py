@@ -34,7 +34,7 @@ import numpy as np
 import jaxformer as jf
 from jaxformer.config import OptimizerConfig
 from jaxformer.data import gzip_bits_per_byte
-from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 
 # %% [markdown]

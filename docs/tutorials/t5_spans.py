@@ -37,7 +37,7 @@ from jaxformer import data
 from jaxformer.config import DataConfig, OptimizerConfig, TokenizerConfig
 from jaxformer.data.spans import hidden_counts, raw_length
 from jaxformer.runs.objectives import task_of
-from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 
 # %% [markdown]

@@ -29,7 +29,7 @@ from jaxformer.config import OptimizerConfig
 from jaxformer.data.rows import window_start
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.linear import linear
-from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 
 Tensor = torch.Tensor

@@ -29,7 +29,7 @@ OptimizerName = Annotated[
         "schedule_free",
         "prodigy",
     ],
-    TableAt("jaxformer.training.optimizers.rules.OPTIMIZERS"),
+    TableAt("jaxformer.training.optimizers.rule_table.OPTIMIZERS"),
 ]
 Schedule = Annotated[
     Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"],

@@ -16,8 +16,8 @@ from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.compiler_options import option_lines
 from jaxformer.training.optimizers.groups import group_lines
-from jaxformer.training.optimizers.make import decay_groups
-from jaxformer.training.optimizers.rules import unread
+from jaxformer.training.optimizers.rule_table import unread
+from jaxformer.training.optimizers.run_optimizer import decay_groups
 from jaxformer.training.optimizers.schedules import schedule_text
 from jaxformer.training.state import TrainState, split_frozen
 

@@ -26,10 +26,10 @@ from jaxformer.files import ConfigError
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.norm import NORMS, NormRow
 from jaxformer.runs.config import parse_arguments
-from jaxformer.training.optimizers.make import make_optimizer
-from jaxformer.training.optimizers.rule import UpdateRule
-from jaxformer.training.optimizers.rules import OPTIMIZERS
+from jaxformer.training.optimizers.rule_table import OPTIMIZERS
+from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.optimizers.schedules import SCHEDULES, make_schedule
+from jaxformer.training.optimizers.update_rule import UpdateRule
 
 TINY = {"vocab_size": 32, "d_model": 16, "n_layers": 1, "n_heads": 2, "max_length": 16}
 CONFIG_FILE = """

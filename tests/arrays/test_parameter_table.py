@@ -15,7 +15,7 @@ from jaxformer.arrays.params import contract, rows
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.transformer import specs
-from jaxformer.training.optimizers import muon, rules
+from jaxformer.training.optimizers import muon, rule_table
 
 pytestmark = pytest.mark.fast
 
@@ -66,7 +66,7 @@ def taken_by_muon(config, monkeypatch):
             table=muon_weight_dimension_numbers(None)
         ),
     )
-    rules.OPTIMIZERS["muon"].rule(OptimizerConfig(name="muon"), specs(config))
+    rule_table.OPTIMIZERS["muon"].rule(OptimizerConfig(name="muon"), specs(config))
     found = jax.tree.leaves_with_path(
         seen["table"], is_leaf=lambda node: isinstance(node, MuonDimensionNumbers)
     )

@@ -27,7 +27,7 @@ from jaxformer.tools.plan.memory import cache_bytes
 from jaxformer.tools.plan.planned import PlannedRun, abstract_mesh, planned_run, replanned
 from jaxformer.tools.plan.report import parameters_by_part, plan_numbers, plan_text
 from jaxformer.tools.plan.undivided import sentence, undivided_axes
-from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import init_state
 

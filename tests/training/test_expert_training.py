@@ -19,8 +19,8 @@ from jaxformer.config.adapter import AdapterConfig
 from jaxformer.files import ConfigError
 from jaxformer.models import transformer
 from jaxformer.models.adapt import adapted_table
-from jaxformer.training.optimizers.make import decay_groups, decay_mask, make_optimizer
-from jaxformer.training.optimizers.rules import OPTIMIZERS
+from jaxformer.training.optimizers.rule_table import OPTIMIZERS
+from jaxformer.training.optimizers.run_optimizer import decay_groups, decay_mask, make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import init_state
 

@@ -24,8 +24,8 @@ from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.models import transformer
 from jaxformer.training.optimizers.learning_rate_free import FIRST_ESTIMATE
-from jaxformer.training.optimizers.make import decay_groups, decay_mask, make_optimizer
-from jaxformer.training.optimizers.rules import OPTIMIZERS
+from jaxformer.training.optimizers.rule_table import OPTIMIZERS
+from jaxformer.training.optimizers.run_optimizer import decay_groups, decay_mask, make_optimizer
 from jaxformer.training.optimizers.schedules import SCHEDULES, make_schedule, schedule_text
 from jaxformer.training.state import TrainState, init_state, state_shardings
 from jaxformer.training.step import gradients, make_step

@@ -13,9 +13,9 @@ import jaxformer as jf
 from jaxformer.arrays.params import Spec, normal, ones
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.files import ConfigError
-from jaxformer.training.optimizers.make import make_optimizer
 from jaxformer.training.optimizers.moments import STORES, block_length, code_book, restored
-from jaxformer.training.optimizers.rules import OPTIMIZERS
+from jaxformer.training.optimizers.rule_table import OPTIMIZERS
+from jaxformer.training.optimizers.run_optimizer import make_optimizer
 
 MATRIX = Spec((8, 64), ("embed", "mlp"), normal(0.1), inputs=("embed",))
 TABLE = {

@@ -15,10 +15,10 @@ from jaxformer.config.optimizer import OptimizerConfig, parsed_groups
 from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.decays import DECAYS
 from jaxformer.training.optimizers.groups import group_lines, leaf_factors
-from jaxformer.training.optimizers.make import decay_groups, decay_mask, make_optimizer
-from jaxformer.training.optimizers.rule import RULE_SETTINGS
-from jaxformer.training.optimizers.rules import OPTIMIZERS, unread
+from jaxformer.training.optimizers.rule_table import OPTIMIZERS, unread
+from jaxformer.training.optimizers.run_optimizer import decay_groups, decay_mask, make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
+from jaxformer.training.optimizers.update_rule import RULE_SETTINGS
 
 STEPS = 5
 # Two layers of a matrix of 4 inputs and 6 outputs, of one with 3 heads, and of a vector.

@@ -11,7 +11,8 @@ import optax
 from jaxformer.arrays.params import Spec, Specs
 from jaxformer.config.optimizer import DecayKind, OptimizerConfig
 from jaxformer.config.settings import Table
-from jaxformer.training.optimizers.groups import Factors, map_arrays
+from jaxformer.training.optimizers.groups import Factors
+from jaxformer.training.optimizers.update_rule import map_arrays
 
 # (update, parameter, strength) -> what is added to the update before the learning rate multiplies
 # it and it is subtracted. The strength is a number for each leaf.

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jaxformer.arrays.params import Spec, Specs, is_target, map_specs
 from jaxformer.config.optimizer import Group, OptimizerConfig, parsed_groups
 from jaxformer.files import ConfigError
@@ -123,14 +121,3 @@ def group_lines(config: OptimizerConfig, specs: Specs) -> list[str]:
         for name, (tensors, parameters) in sizes.items()
         for group in [factor_of.get(name, Group(name))]
     ]
-
-
-def map_arrays(f: Callable[..., Any], table: Any, *trees: Any) -> Any:
-    """`f(row, *arrays)` of every leaf: its row in a table of the parameters, and its array in each
-    of the trees. Where the first tree has no array, as for leaves that do not learn, that stays.
-    """
-
-    def apply(row: Any, *nodes: Any) -> Any:
-        return f(row, *nodes) if hasattr(nodes[0], "dtype") else nodes[0]
-
-    return jax.tree.map(apply, table, *trees)

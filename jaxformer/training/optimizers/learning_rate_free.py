@@ -10,7 +10,7 @@ from optax.contrib import schedule_free as optax_schedule_free
 from jaxformer.arrays.params import Specs
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.files import ConfigError
-from jaxformer.training.optimizers.rule import ADAM, UpdateRule
+from jaxformer.training.optimizers.update_rule import ADAM, UpdateRule
 
 # The first estimate of Prodigy's d; it grows from there.
 FIRST_ESTIMATE = 1e-6

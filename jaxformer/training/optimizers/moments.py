@@ -16,7 +16,7 @@ from jaxformer.config.optimizer import Moments
 from jaxformer.config.settings import Table
 
 # Numbers of a matrix that share a scale, at most (arXiv:2110.02861 has 2048 of a flattened tensor).
-NUMBERS_OF_SCALE = 256
+MOMENT_BLOCK = 256
 
 # (key, moment, spec, has_sign) -> what is stored of a moment of float32.
 Store = Callable[[jax.Array, jax.Array, Spec, bool], Any]
@@ -140,8 +140,8 @@ def _from_codes(stored: BlockCodes) -> jax.Array:
 
 
 def block_length(length: int) -> int:
-    """The longest block of at most `NUMBERS_OF_SCALE` numbers that divides an axis."""
-    return next(size for size in range(min(length, NUMBERS_OF_SCALE), 0, -1) if length % size == 0)
+    """The longest block of at most `MOMENT_BLOCK` numbers that divides an axis."""
+    return next(size for size in range(min(length, MOMENT_BLOCK), 0, -1) if length % size == 0)
 
 
 @functools.cache

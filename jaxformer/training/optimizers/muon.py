@@ -11,9 +11,13 @@ from optax.contrib import muon as optax_muon
 from jaxformer.arrays.params import NamedAxes, Spec, Specs, map_specs
 from jaxformer.arrays.sharding import HEAD_AXES
 from jaxformer.config.optimizer import OptimizerConfig
-from jaxformer.training.optimizers.groups import map_arrays
-from jaxformer.training.optimizers.matrices import MatrixAxes, matrix_axes
-from jaxformer.training.optimizers.rule import ADAM, UpdateRule
+from jaxformer.training.optimizers.update_rule import (
+    ADAM,
+    MatrixAxes,
+    UpdateRule,
+    map_arrays,
+    matrix_axes,
+)
 
 # The root mean square of an update, as of Adam's (arXiv:2502.16982).
 UPDATE_RMS = 0.2

@@ -9,9 +9,7 @@ import optax
 
 from jaxformer.arrays.params import NamedAxes, Spec, Specs, map_specs
 from jaxformer.config.optimizer import OptimizerConfig
-from jaxformer.training.optimizers.groups import map_arrays
-from jaxformer.training.optimizers.matrices import matrix_axes
-from jaxformer.training.optimizers.rule import ADAM, UpdateRule
+from jaxformer.training.optimizers.update_rule import ADAM, UpdateRule, map_arrays, matrix_axes
 
 
 class SoapState(NamedTuple):

@@ -10,7 +10,7 @@ import optax
 
 from jaxformer.arrays.params import Specs
 from jaxformer.config.optimizer import OptimizerConfig
-from jaxformer.training.optimizers.rule import UpdateRule
+from jaxformer.training.optimizers.update_rule import UpdateRule
 
 
 class SophiaState(NamedTuple):

@@ -8,10 +8,10 @@ import optax
 
 from jaxformer.arrays.params import Spec, Specs, map_specs
 from jaxformer.config.optimizer import OptimizerConfig
-from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.decays import cautious, weight_decay
-from jaxformer.training.optimizers.groups import Factors, leaf_factors, map_arrays
-from jaxformer.training.optimizers.rules import OPTIMIZERS
+from jaxformer.training.optimizers.groups import Factors, leaf_factors
+from jaxformer.training.optimizers.rule_table import OPTIMIZERS, require_moments
+from jaxformer.training.optimizers.update_rule import map_arrays
 
 Mask = dict[str, Any]
 
@@ -50,7 +50,7 @@ def make_optimizer(
         # Imported here, because only runs that round read it.
         from jaxformer.training.optimizers.moments import with_stored_moments
 
-        _require_moments(config)
+        require_moments(config)
         rule = with_stored_moments(rule, row.moments, config.moments, specs, seed)
     if config.cautious:
         rule = cautious(rule, specs)
@@ -62,15 +62,6 @@ def make_optimizer(
     norm = config.clip_norm
     clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
     return _with_sign_rates(optax.chain(clip, *steps), specs)
-
-
-def _require_moments(config: OptimizerConfig) -> None:
-    if not OPTIMIZERS[config.name].moments:
-        rules = ", ".join(name for name in OPTIMIZERS if OPTIMIZERS[name].moments)
-        raise ConfigError(
-            f"optimizer.moments={config.moments!r} rounds moments of the shape of a parameter, and"
-            f" optimizer.name={config.name!r} has none: choose one of {rules}, or float32."
-        )
 
 
 def _scale_by_factors(factors: Any) -> optax.GradientTransformation:

@@ -5,7 +5,8 @@ import optax
 from jaxformer.arrays.params import Specs
 from jaxformer.config.optimizer import OptimizerConfig, OptimizerName
 from jaxformer.config.settings import ImportedRow, Table
-from jaxformer.training.optimizers.rule import ADAM, RULE_SETTINGS, UpdateRule
+from jaxformer.files import ConfigError
+from jaxformer.training.optimizers.update_rule import ADAM, RULE_SETTINGS, UpdateRule
 
 
 def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
@@ -51,3 +52,13 @@ def unread(config: OptimizerConfig) -> list[str]:
         for value in [getattr(config, name)]
         if value != getattr(default, name)
     ]
+
+
+def require_moments(config: OptimizerConfig) -> None:
+    """Raises ConfigError for optimizer.moments that the chosen rule does not have."""
+    if not OPTIMIZERS[config.name].moments:
+        rules = ", ".join(name for name in OPTIMIZERS if OPTIMIZERS[name].moments)
+        raise ConfigError(
+            f"optimizer.moments={config.moments!r} rounds moments of the shape of a parameter, and"
+            f" optimizer.name={config.name!r} has none: choose one of {rules}, or float32."
+        )

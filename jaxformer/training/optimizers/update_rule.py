@@ -1,0 +1,90 @@
+"""A row of the table of update rules, and what rules share: leaves as arrays and as matrices."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxformer.arrays.params import Spec, Specs
+from jaxformer.config.optimizer import OptimizerConfig
+
+Rule = Callable[[OptimizerConfig, Specs], optax.GradientTransformation]
+# (config, schedule, the rule with decay and learning rate behind it) -> what a step adds.
+Around = Callable[
+    [OptimizerConfig, optax.Schedule, optax.GradientTransformation], optax.GradientTransformation
+]
+
+
+class UpdateRule(NamedTuple):
+    """A row of `OPTIMIZERS`.
+
+    `rule` makes the transformation from gradients to directions, which weight decay is added to and
+    the learning rate multiplies. `reads` are those of `RULE_SETTINGS` that it reads. `moments` are
+    the fields of its state that optimizer.moments may round, and whether they have a sign. `around`
+    is for rules that need the step itself, with decay and learning rate.
+    """
+
+    rule: Rule
+    reads: tuple[str, ...] = ()
+    moments: Mapping[str, bool] = MappingProxyType({})
+    around: Around | None = None
+
+
+# The moments of Adam, and of rules that have such moments.
+ADAM = MappingProxyType({"mu": True, "nu": False})
+# The settings of rules; the rest of `OptimizerConfig` holds for every row.
+RULE_SETTINGS = (
+    "b1",
+    "b2",
+    "eps",
+    "muon_unit",
+    "soap_every",
+    "soap_max_side",
+    "sophia_every",
+    "sophia_gamma",
+)
+
+
+def map_arrays(f: Callable[..., Any], table: Any, *trees: Any) -> Any:
+    """`f(row, *arrays)` of every leaf: its row in a table of the parameters, and its array in each
+    of the trees. Where the first tree has no array, as for leaves that do not learn, that stays.
+    """
+
+    def apply(row: Any, *nodes: Any) -> Any:
+        return f(row, *nodes) if hasattr(nodes[0], "dtype") else nodes[0]
+
+    return jax.tree.map(apply, table, *trees)
+
+
+class MatrixAxes(NamedTuple):
+    """The axes of a leaf: those beside its matrices, of their inputs (left) and outputs (right)."""
+
+    batch: tuple[int, ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+
+    def matrices(self, x: jax.Array) -> jax.Array:
+        """A leaf as [matrices, inputs, outputs]."""
+        ordered = x.transpose(self.batch + self.left + self.right)
+        inputs = math.prod(x.shape[i] for i in self.left)
+        outputs = math.prod(x.shape[i] for i in self.right)
+        return ordered.reshape(-1, inputs, outputs)
+
+    def leaf(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Matrices as the leaf of this shape."""
+        order = self.batch + self.left + self.right
+        ordered = matrices.reshape([shape[i] for i in order])
+        return ordered.transpose(sorted(range(len(order)), key=lambda i: order[i]))
+
+
+def matrix_axes(spec: Spec, beside: Collection[str] = ()) -> MatrixAxes:
+    """The axes of the matrices of a leaf. `beside` are names of axes that count matrices too, as
+    the batch axes of the spec do."""
+    names = (*spec.batch, *beside)
+    batch = tuple(i for i, axis in enumerate(spec.axes) if axis in names)
+    single = [i for i in range(len(spec.axes)) if i not in batch]
+    left = tuple(i for i in single if spec.axes[i] in spec.inputs)
+    return MatrixAxes(batch, left, tuple(i for i in single if i not in left))
