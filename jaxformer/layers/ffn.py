@@ -89,12 +89,6 @@ GATE_FACTORS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-# Activations that are 0 on a half line, exactly. The others only come near it.
-EXACT_ZEROS = frozenset({"relu", "relu2", "reglu"})
-# The absolute activation up to which one that only comes near 0 counts as 0.
-NEAR_ZERO = 1e-3
-
-
 def units(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
     """The activations of the units: act(up), or act(gate)."""
     return ACTIVATIONS[config.activation](up if gate is None else gate)
@@ -102,15 +96,13 @@ def units(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) -> 
 
 def hidden_layer(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
     """act(up), or act(gate) times what its activation makes of up."""
-    return _hidden_of(config, units(config, up, gate), None if gate is None else up)
+    return _hidden_of(config, units(config, up, gate), up)
 
 
-def _hidden_of(config: ModelConfig, active: jax.Array, up: jax.Array | None) -> jax.Array:
-    """The hidden layer from its activated units, and up x where these are a gate."""
-    if up is None:
-        return active
-    name = config.activation
-    return active * (GATE_FACTORS[name](up) if name in GATE_FACTORS else up)
+def _hidden_of(config: ModelConfig, active: jax.Array, up: jax.Array) -> jax.Array:
+    """The hidden layer from its activated units, which a gate multiplies by what it makes of up."""
+    factor = GATE_FACTORS.get(config.activation, lambda up: up)
+    return active * factor(up) if config.gated else active
 
 
 def swiglu(
@@ -151,7 +143,7 @@ def captured_ffn(
     up = linear("BTD,DF->BTF", params, "up", x)
     gate = linear("BTD,DF->BTF", params, "gate", x) if config.gated else None
     active, captures = request.apply("mlp_units", units(config, up, gate))
-    hidden = _hidden_of(config, active, None if gate is None else up)
+    hidden = _hidden_of(config, active, up)
     return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", "sequence", None)), captures
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.capture import Request
-from jaxformer.layers.ffn import EXACT_ZEROS, NEAR_ZERO
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 from jaxformer.training.state import mesh_of, on_mesh
@@ -23,6 +22,10 @@ NAMES = {
     "attention_weights": "attention_entropy",
     "cross_weights": "cross_attention_entropy",
 }
+# Activations that are 0 on a half line, exactly; the others only come near it.
+EXACT_ZEROS = frozenset({"relu", "relu2", "reglu"})
+# The absolute activation up to which one of these others counts as 0.
+NEAR_ZERO = 1e-3
 
 
 def make_activation_metrics(

@@ -7,9 +7,11 @@ import numpy as np
 import optax
 import pytest
 from forced_devices import on_eight_devices
-from spike_devices import SPIKES, Batches, loss, nats_by_row, params_of, trained
+from spike_devices import RULE, SPIKES, Batches, loss, nats_by_row, params_of, trained
 
 import jaxformer as jf
+from jaxformer.checkpoints.averages import evaluation_weights
+from jaxformer.training.optimizers.ema import with_average
 from jaxformer.training.spikes import SpikeLimit, SpikeState, TooManySpikes, skip_spikes
 from jaxformer.training.step import make_step
 
@@ -58,6 +60,18 @@ def test_a_spike_leaves_no_trace(microbatches):
     plain, _ = trained(without, optimizer=optax.adam(1e-2), steps=40 - len(SPIKES))
     if microbatches == 1:
         assert_equal(plain.params, calm.params)
+
+
+def test_a_spike_has_no_part_in_an_average_of_the_weights():
+    def averages(batches, steps):
+        optimizer = skip_spikes(with_average(RULE, decay=0.9), factor=10.0, window=16)
+        state, _ = trained(batches, optimizer=optimizer, steps=steps)
+        return evaluation_weights(state.params, state.optimizer), state.params
+
+    spiked, params = averages(Batches(SPIKES), 40)
+    calm, _ = averages(Batches(SPIKES, left_out=True), 40 - len(SPIKES))
+    assert_equal(spiked, calm)
+    assert not np.array_equal(spiked["w"], params["w"])
 
 
 def test_a_run_goes_on_bitwise_within_its_window(tmp_path):
