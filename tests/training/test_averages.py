@@ -3,6 +3,7 @@ them to the bit, and that every command reads them."""
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cli import main
 from jaxformer.cli.arguments import parse
 from jaxformer.config.run import RunConfig
-from jaxformer.config.train import TrainConfig
+from jaxformer.config.train import TrainConfig, Weights
 from jaxformer.files import ConfigError
 from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.runs.run_reading import SavedWeights, reader_of
@@ -146,6 +147,26 @@ def test_the_average_of_a_run_is_that_of_its_checkpoints(averaged: tuple[Path, P
         for leaf, *trail in zip(average, *trained[:step], strict=True):
             np.testing.assert_allclose(leaf, mean(trail, 0.9, 0), rtol=1e-5, atol=1e-6)
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(average, trained[-1], strict=True))
+
+
+@pytest.mark.slow
+def test_a_schedule_free_run_is_evaluated_at_its_average_and_continues_bitwise(
+    averaged: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    changes = CHANGES | {"train.ema": 0, "optimizer.name": "schedule_free"}
+    changes |= {"optimizer.schedule": "constant", "optimizer.decay_steps": 0}
+    run_dir = tmp_path / "run"
+    assert train_here(line(run_dir, averaged[1], changes)) == 0
+    last = [entry["val_loss"] for entry in logged(run_dir) if "val_loss" in entry][-1]
+    found = {name: evaluate_run(run_dir, weights=name)["val_loss"] for name in get_args(Weights)}
+    assert found["auto"] == found["average"] == pytest.approx(last, rel=1e-5)
+    assert abs(found["trained"] - last) > 1e-3
+    again = copy_until(3, run_dir, tmp_path / "again")
+    assert train_here(line(again, averaged[1], changes)) == 0
+    assert_same_run(again, run_dir)
+    capsys.readouterr()
+    assert train_here(line(tmp_path / "both", averaged[1], changes | {"train.ema": 0.9})) == 2
+    assert "does so by itself: set train.ema to 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow
