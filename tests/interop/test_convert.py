@@ -118,7 +118,7 @@ def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
     found = logit_parity.compare(there, moved, model.config)
     assert found.largest > 1e-3 * found.deviation and found.kl.max() > 1e-9
     monkeypatch.setattr(
-        "jaxformer.cli.convert.load", lambda path, step: jf.Loaded(moved, model.config, None)
+        "jaxformer.cli.convert.load", lambda path, step, **_: jf.Loaded(moved, model.config, None)
     )
     assert main(["convert", str(there), str(base / "moved"), "--verify"]) == 1
     assert "NOT EQUAL" in capsys.readouterr().out

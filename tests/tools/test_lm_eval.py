@@ -442,7 +442,7 @@ def test_a_run_s_likelihoods_are_those_of_its_forward_pass(monkeypatch):
     from lm_eval.api.instance import Instance
 
     loaded = from_scratch(positions="learned", logit_soft_cap=3.0)
-    monkeypatch.setattr(harness_model, "load", lambda *_: loaded)
+    monkeypatch.setattr(harness_model, "load", lambda *_, **__: loaded)
     pairs = [("", "the cat"), ("the cat ", "sees a dog"), ("river", " stone " * 20)]
     found = JaxformerLM("run").loglikelihood(
         [Instance("loglikelihood", {}, pair, 0) for pair in pairs], disable_tqdm=True
@@ -458,7 +458,7 @@ def test_a_run_s_likelihoods_are_those_of_its_forward_pass(monkeypatch):
 
 
 def test_a_context_that_is_cut_is_told(monkeypatch, caplog):
-    monkeypatch.setattr(harness_model, "load", lambda *_: from_scratch())
+    monkeypatch.setattr(harness_model, "load", lambda *_, **__: from_scratch())
     lm = JaxformerLM("run", batch_size=2)
     (whole, _), (cut, _) = lm._loglikelihood_tokens(
         [(None, [3] * 80, [5]), (None, [4] * 9 + [3] * 80, [5])]
@@ -533,7 +533,7 @@ def test_what_cannot_be_done_is_said_in_one_message(monkeypatch, name):
 
 @pytest.mark.parametrize("settings", [{"family": "encoder"}, {"head": "tags", "n_classes": 3}])
 def test_a_model_that_writes_no_text_from_left_to_right_is_refused(monkeypatch, settings):
-    monkeypatch.setattr(harness_model, "load", lambda *_: from_scratch(**settings))
+    monkeypatch.setattr(harness_model, "load", lambda *_, **__: from_scratch(**settings))
     with pytest.raises(jf.ConfigError, match="give it a decoder"):
         JaxformerLM("run")
 
