@@ -51,6 +51,7 @@ LATENT = {"mixer": "latent", "n_kv_heads": 0, "kv_rank": 16, "query_rank": 24, "
 CLASSES = {"family": "encoder", "head": "classes", "n_classes": 3}
 DISENTANGLED = {"positions": "disentangled", "relative_buckets": 8, "relative_distance": 10}
 SHARED = {"n_layers": 4, "layer_groups": 2, "layer_loop": "scan", "embedding_width": 16}
+MUP = {"parametrization": "mup", "mup_base": "d_model=16 n_heads=2 n_kv_heads=1"}
 CASES = {  # model of shapes.py, changes to it, microbatches
     "llama": ("llama", {}, 1),
     "gpt2": ("gpt2", {"dropout": 0.1}, 2),
@@ -58,7 +59,8 @@ CASES = {  # model of shapes.py, changes to it, microbatches
     "encoder": ("gpt2", BERT, 2),
     "blocked dropout": ("llama", {"dropout": 0.1, "attention_kernel": "blocked"}, 2),
     "splash": ("llama", {"attention_kernel": "tpu"}, 1),
-    "tiles": ("llama", {}, 4),
+    # In muP, at twice the width of the base.
+    "tiles": ("llama", MUP, 4),
     "lora": ("llama", {}, 2),
     "latent": ("llama", LATENT, 2),
     "prefix": ("llama", {}, 2),

@@ -136,7 +136,8 @@ def prefix_specs(blocks: Specs, tokens: int) -> Specs:
         index = projection.axes.index("embed")
         shape = (*projection.shape[:index], tokens, *projection.shape[index + 1 :])
         axes = (*projection.axes[:index], "virtual", *projection.axes[index + 1 :])
-        return replace(projection, shape=shape, axes=axes, init=normal(0.02), inputs=())
+        start = normal(0.02)
+        return replace(projection, shape=shape, axes=axes, init=start, inputs=(), base_fans=None)
 
     attention = blocks["attention"]
     return {"prefix_k": row(attention["k"]), "prefix_v": row(attention["v"])}

@@ -46,6 +46,8 @@ class Spec:
     step moves each number so far against the sign of its gradient, whatever the optimizer.
     `quantizable`: whether quantization may round it. It may not round a router, in which a small
     error sends a token to another expert.
+    `base_fans`: its fan-in and fan-out in the model of `model.mup_base`, from which its initial
+    scale and the factor of its learning rate follow; None in other parametrizations.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +61,7 @@ class Spec:
     active: float = 1.0
     sign_rate: float = 0.0
     quantizable: bool = True
+    base_fans: tuple[int, int] | None = None
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -82,6 +85,17 @@ class Spec:
     @property
     def fan_out(self) -> int:
         return self._size(set(self.axes) - {*self.inputs, *self.batch})
+
+    @property
+    def scale_fans(self) -> tuple[int, int]:
+        """The fan-in and fan-out by which an initializer scales."""
+        return self.base_fans or (self.fan_in, self.fan_out)
+
+    @property
+    def growth(self) -> tuple[float, float]:
+        """How many times its fan-in and its fan-out are those of `base_fans`; 1 without them."""
+        base_in, base_out = self.scale_fans
+        return self.fan_in / base_in, self.fan_out / base_out
 
     def _size(self, axes: Collection[str]) -> int:
         """The product of the lengths of these axes."""

@@ -1,11 +1,12 @@
 """The settings of a model: its family, its shape, and its row of each table of variants."""
 
+import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args
 
-from jaxformer.config.rules import model_conflicts, numbers_of
+from jaxformer.config.rules import model_conflicts, numbers_of, widths_of
 from jaxformer.config.settings import (
     AutoRate,
     Bounds,
@@ -35,6 +36,9 @@ Normalization = Annotated[
 Initializer = Annotated[
     Literal["gpt2", "truncated_normal", "xavier", "fan_in"],
     TableAt("jaxformer.layers.linear.INITIALIZERS"),
+]
+Parametrization = Annotated[
+    Literal["standard", "mup"], TableAt("jaxformer.models.parametrization.PARAMETRIZATIONS")
 ]
 AttentionKernel = Annotated[
     Literal["auto", "xla", "blocked", "ring", "cudnn", "tpu", "flash"],
@@ -312,6 +316,12 @@ class ModelConfig(Section):
     init: Initializer = "gpt2"
     """Initialization: gpt2 N(0, 0.02), residual projections scaled; truncated_normal and xavier
     (uniform), variance 2 / (fan_in + fan_out); fan_in, variance 1 / fan_in."""
+    parametrization: Parametrization = "standard"
+    """How initial values and learning rates follow the width: standard, as model.init and the
+    optimizer say; mup, so that what holds at the widths of model.mup_base holds at all widths."""
+    mup_base: str = ""
+    """Widths of the model at which the settings of parametrization=mup are found, as in 'd_model=64
+    n_heads=4'; what it does not name is as here."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
     layer_loop: Volatile[Literal["auto", "unroll", "scan"]] = "auto"
@@ -348,6 +358,20 @@ class ModelConfig(Section):
     @property
     def embedded_width(self) -> int:
         return self.embedding_width or self.d_model
+
+    @property
+    def base_model(self) -> "ModelConfig":
+        """The model of mup_base, in the standard parametrization; without one, this model."""
+        return _base_of(self) if self.mup_base else self
+
+    @property
+    def score_scale(self) -> float:
+        """attention_scale, which with mup_base is that of its heads and falls as 1 / head_width;
+        0 is 1 / sqrt(head_width)."""
+        base = self.base_model.head_width
+        if base == self.head_width:
+            return self.attention_scale
+        return (self.attention_scale or base**-0.5) * base / self.head_width
 
     @property
     def attention_dropout_rate(self) -> float:
@@ -443,3 +467,10 @@ class ModelConfig(Section):
 
     def conflicts(self) -> list[str]:
         return model_conflicts(self)
+
+
+@functools.lru_cache
+def _base_of(config: ModelConfig) -> ModelConfig:
+    """Raises ConfigError where the widths of mup_base are those of no model."""
+    widths: dict[str, Any] = {**widths_of(config.mup_base)}
+    return replace(config, parametrization="standard", mup_base="", **widths)

@@ -5,9 +5,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxformer.config.settings import divisors
+from jaxformer.files import ConfigError
 
 # The points of a layer that remat may keep: the products of its matrices, and attention.
 POINTS = ("latent", "q", "k", "v", "attention", "out", "gate", "up", "down")
+
+# The settings that model.mup_base may name: what makes a model wide. A model may be widened by
+# wider heads or by more of them, so their number is one.
+WIDTH_SETTINGS = (
+    *("d_model", "n_heads", "n_kv_heads", "head_dim", "value_dim", "kv_rank", "query_rank"),
+    *("rope_head_dim", "d_ff", "expert_ff", "shared_ff", "embedding_width", "projection_width"),
+)
+# Factors that follow the width, and the settings of the same factors as plain numbers.
+FACTOR_SETTINGS = {
+    "embedding_scale": "model.embedding_multiplier",
+    "logit_scale": "model.logit_divisor",
+}
 
 # Settings of the source of an encoder-decoder, and their defaults.
 SOURCE_SETTINGS = {"source_window": 0, "source_embedding": "shared"}
@@ -17,10 +30,12 @@ EXCLUDED_PLACEMENTS = {"parallel": ("post",), "parallel_shared": ("post", "outpu
 def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
     heads = list(_heads(config))
-    rotation = [] if heads else _rotation(config)
+    rotation = [] if heads else [*_rotation(config)]
     others = [*_family(config), *_source(config), *_embedding(config)]
-    others += [*_norms(config), *_positions(config)]
-    return [*heads, *rotation, *others, *_experts(config), *_latent(config)]
+    others += [*_norms(config), *_positions(config), *_experts(config), *_latent(config)]
+    problems = [*heads, *rotation, *others]
+    # What is wrong with this model is wrong with its base too, and is said once.
+    return problems or [*_parametrization(config)]
 
 
 def _heads(config: Any) -> Iterator[str]:
@@ -171,6 +186,40 @@ def _latent(config: Any) -> Iterator[str]:
             f"query_key_norm={config.query_key_norm!r} needs model.mixer='attention': 'latent' has"
             " norms of its latents."
         )
+
+
+def _parametrization(config: Any) -> Iterator[str]:
+    text, is_mup = config.mup_base, config.parametrization == "mup"
+    if not is_mup and text:
+        yield f"mup_base={text!r} needs model.parametrization='mup'."
+    if not is_mup:
+        return
+    widths = widths_of(text)
+    if "d_model" not in widths or not {*widths} <= {*WIDTH_SETTINGS} or 0 in widths.values():
+        yield (
+            f"mup_base={text!r} must be widths of the model that learning rates are found at, with"
+            " parametrization='mup': d_model and whichever of"
+            f" {', '.join(WIDTH_SETTINGS[1:])} are not as here, as in 'd_model=64 n_heads=4'."
+        )
+        return
+    for name, value in {"embedding_scale": "sqrt", "logit_scale": "rsqrt"}.items():
+        if getattr(config, name) == value:
+            yield (
+                f"{name}={value!r} changes with the width in a way of its own, which"
+                f" parametrization='mup' excludes: set it to 'none', and the number to use at all"
+                f" widths as {FACTOR_SETTINGS[name]}."
+            )
+    try:
+        config.base_model  # noqa: B018
+    except ConfigError as error:
+        yield f"mup_base={text!r} is no model: {error}"
+
+
+def widths_of(text: str) -> dict[str, int]:
+    """The numbers in a setting such as 'd_model=64 n_heads=4' by name, separated by commas or
+    spaces; 0 for what is no number above 0."""
+    entries = (entry.partition("=") for entry in names_of(text))
+    return {name: int(number) if number.isdecimal() else 0 for name, _, number in entries}
 
 
 def names_of(text: str) -> tuple[str, ...]:

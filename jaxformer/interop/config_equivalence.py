@@ -1,11 +1,14 @@
-"""Whether two configs compute the same function, which an export has to keep."""
+"""Whether two configs compute the same function, which an export has to keep; and models in muP as
+standard ones."""
 
 import dataclasses
 from typing import Any
 
+from jaxformer.arrays.params import Params
 from jaxformer.config.model import ATTENTION_FACTORS, BIASED, ModelConfig
-from jaxformer.layers.head import has_pooler, reads_pooler
-from jaxformer.layers.norm import norm_specs
+from jaxformer.layers.block import CROSS
+from jaxformer.layers.head import has_pooler, reads_pooler, total_divisor
+from jaxformer.layers.norm import NORMS, norm_specs
 from jaxformer.layers.pattern import layer_configs, of_source, without_positions
 
 
@@ -33,7 +36,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
         for layer in layer_configs(stack, depth)
     )
     biased = config.biased if "bias" in norm_specs(config) else config.biased - {"norm"}
-    scale = config.attention_scale or config.head_width**-0.5
+    scale = config.score_scale or config.head_width**-0.5
     pattern = _expert_pattern(config)
     is_dense = config.feed_forward == "experts" and "e" not in pattern
     has_pooler_anyway = has_pooler(dataclasses.replace(config, pooler=False))
@@ -51,6 +54,9 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "class_head": _class_head(config),
         "pooler": config.pooler and not has_pooler_anyway,
         "attention_scale": float(f"{scale:.9g}"),
+        "logit_divisor": total_divisor(config),
+        "parametrization": "standard",
+        "mup_base": "",
         "bias": bias_named(biased),
         **_rope_fields(config),
         "window_pattern": _window_pattern(config, depth),
@@ -159,3 +165,44 @@ def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:
     "model.activation='relu2' (there 'swiglu')"."""
     a, b = (dataclasses.asdict(resolved(side)) for side in (config, stated))
     return [f"model.{name}={a[name]!r} (there {b[name]!r})" for name in a if a[name] != b[name]]
+
+
+def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
+    """The standard model that computes the logits of one in muP, up to rounding.
+
+    The factor of the scores is in the queries, or in their norm, and the divisor of the logits of a
+    tied head is in an output matrix of its own. It is for inference and export: further training
+    would have other rates.
+    """
+    usual = config.attention_scale or config.head_width**-0.5
+    factor = (config.score_scale or usual) / usual
+    if factor != 1:
+        params = _with_scaled_queries(params, config, factor)
+    standard = dataclasses.replace(config, parametrization="standard", mup_base="")
+    divisor = total_divisor(config) / config.logit_divisor
+    if divisor != 1:
+        matrix = params["embed"]["tokens"] / divisor
+        params = {**params, "head": {**params.get("head", {}), "weight": matrix}}
+        standard = dataclasses.replace(standard, tied_head=False)
+    return params, standard
+
+
+def _with_scaled_queries(tree: Params, config: ModelConfig, factor: float) -> Params:
+    """The params with the queries of every mixer and cross-attention times the factor."""
+    scaled_tree: dict[str, Any] = {}
+    for name, branch in tree.items():
+        if name in (config.mixer, CROSS):
+            scaled_tree[name] = branch | _scaled_queries(branch, config, factor)
+        elif isinstance(branch, dict):
+            scaled_tree[name] = _with_scaled_queries(branch, config, factor)
+        else:
+            scaled_tree[name] = branch
+    return scaled_tree
+
+
+def _scaled_queries(branch: Params, config: ModelConfig, factor: float) -> Params:
+    """The leaves of a mixer by which its queries have the factor."""
+    if "q_norm" in branch:
+        offset = 0 if config.query_key_norm == "layer" else NORMS[config.norm].offset
+        return {"q_norm": factor * (offset + branch["q_norm"]) - offset}
+    return {name: factor * branch[name] for name in ("q", "q_bias") if name in branch}

@@ -34,6 +34,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of, is_remote, write_text
 from jaxformer.files.copies import local_copy
 from jaxformer.interop.architectures import architecture_of, stated_architecture
+from jaxformer.interop.config_equivalence import standard_form
 from jaxformer.interop.family import Family
 from jaxformer.interop.gguf_files import GgufFiles, is_gguf
 from jaxformer.interop.hf_config import HFConfig, check_dtype, is_pretrained, read_config_json
@@ -345,8 +346,9 @@ def save_pretrained(
     The architecture is the first that is exactly `config`, or the one named. `dtype` is that of the
     weights (default: that of the params). A file of weights has at most `shard_bytes`; the host
     holds the tensors of one file at a time. Parameters of the loss of an objective are not
-    written. Raises ConfigError where no architecture is this config, naming the fields that differ;
-    nothing is written then.
+    written. A model in muP is written as the standard one of the same function (`standard_form`)
+    where no architecture has the factors of its scores and logits. Raises ConfigError where no
+    architecture is this config, naming the fields that differ; nothing is written then.
     """
     directory = Path(path)
     if "virtual" in params:
@@ -357,7 +359,13 @@ def save_pretrained(
     params = without_objective(params)
     check_params(model_specs(config), params)
     _refuse_custom(params)
-    family, name = architecture_of(config, architecture)
+    try:
+        family, name = architecture_of(config, architecture)
+    except ConfigError:
+        if not config.mup_base:
+            raise
+        params, config = standard_form(params, config)
+        family, name = architecture_of(config, architecture)
     if dtype is not None:
         check_dtype(dtype)
     if (directory / "config.json").is_file() and not is_pretrained(directory):

@@ -161,7 +161,7 @@ def attended(
 ) -> tuple[Float[Array, "B T N W"], Captures]:
     """`attention` between its projections: queries [B, T, N, H] -> [B, T, N, W]."""
     mask = call.mask
-    scale, soft_cap = config.attention_scale, config.attention_soft_cap
+    scale, soft_cap = config.score_scale, config.attention_soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
     dropped = (config.attention_dropout_rate, call.key)
     mask = mask._replace(scoring=scoring, max_segments=config.max_segments, dropout=dropped)
@@ -278,7 +278,7 @@ SCORE_BIASES = {
 
 def weights_text(config: ModelConfig, score_bias: str) -> str:
     """The formula of the attention weights A."""
-    scale = f"· {config.attention_scale:g}" if config.attention_scale else "/ √H"
+    scale = f"· {config.score_scale:g}" if config.score_scale else "/ √H"
     scores = f"Q Kᵀ {scale}"
     if config.attention_soft_cap:
         cap = f"{config.attention_soft_cap:g}"

@@ -113,7 +113,7 @@ def disentangled_bias(
     of_keys = jnp.einsum("BSKH,RKGH->BKGRS", k, q_rows[0]).astype(jnp.float32)
     bias = jnp.take_along_axis(of_queries, row, axis=-1)
     bias = bias + jnp.take_along_axis(of_keys, row, axis=-2)
-    scale = config.attention_scale or config.head_width**-0.5
+    scale = config.score_scale or config.head_width**-0.5
     return scale * jax.lax.collapse(bias, 1, 3)
 
 

@@ -232,7 +232,17 @@ def readout(
     with model.embedding_width for a masked head as wide as that."""
     x = HEADS[config.output].rows(params, config, x, layout)
     x = x / math.sqrt(config.d_model) if config.logit_scale == "rsqrt" else x
-    return x if config.logit_divisor == 1 else x / config.logit_divisor
+    divisor = total_divisor(config)
+    return x if divisor == 1 else x / divisor
+
+
+def total_divisor(config: ModelConfig) -> float:
+    """model.logit_divisor, and with a tied head the growth of the width over model.mup_base: the
+    table of tokens has the initial scale and the rate of an input there, so that its products with
+    rows are divided (arXiv:2203.03466, table 8). 1 divides nothing."""
+    if not (config.mup_base and is_tied(config)):
+        return config.logit_divisor
+    return config.logit_divisor * config.embedded_width / config.base_model.embedded_width
 
 
 class OutputLayer(NamedTuple):
@@ -282,7 +292,8 @@ def head_formula(config: ModelConfig) -> tuple[str, ...]:
     # The name of the rows that the output matrix multiplies.
     rows = lines[-1].partition(" = ")[0] if lines else "x"
     scale = " / √D" if config.logit_scale == "rsqrt" else ""
-    scale += "" if config.logit_divisor == 1 else f" / {config.logit_divisor:g}"
+    divisor = total_divisor(config)
+    scale += "" if divisor == 1 else f" / {divisor:g}"
     matrix = "Eᵀ" if is_tied(config) else "W_headᵀ"
     bias = " + b" if "bias" in row.specs(config) else ""
     logits = f"{rows}{scale} {matrix}{bias}"

@@ -139,8 +139,8 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
         cache = cache.write(tokens, tokens[..., :0])
         tokens = cache.k
     # The scale of the heads also where queries are of latents, and so of another width.
-    scale = config.attention_scale or config.head_width**-0.5
-    config = replace(config, attention_scale=scale)
+    scale = config.score_scale or config.head_width**-0.5
+    config = replace(config, attention_scale=scale, parametrization="standard", mup_base="")
     call = call._replace(mask=call.mask._replace(window=config.window))
     if cache is not None and absorbs(config, q.shape[1], tokens.shape[1]):
         q = _absorbed_queries(params, config, q)

@@ -28,17 +28,17 @@ class Initializers(NamedTuple):
 
 def truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
     """N(0, 2 / (fan_in + fan_out)) cut at three sigma (Glorot and Bengio 2010)."""
-    std = math.sqrt(2 / (spec.fan_in + spec.fan_out))
+    std = math.sqrt(2 / sum(spec.scale_fans))
     return std * jax.random.truncated_normal(key, -3, 3, spec.shape)
 
 
 def fan_in_normal(key: jax.Array, spec: Spec) -> jax.Array:
-    return jax.random.normal(key, spec.shape) / math.sqrt(spec.fan_in)
+    return jax.random.normal(key, spec.shape) / math.sqrt(spec.scale_fans[0])
 
 
 def xavier_uniform(key: jax.Array, spec: Spec) -> jax.Array:
     """Uniform within sqrt(6 / (fan_in + fan_out)) of zero (Glorot and Bengio 2010)."""
-    bound = math.sqrt(6 / (spec.fan_in + spec.fan_out))
+    bound = math.sqrt(6 / sum(spec.scale_fans))
     return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)
 
 

@@ -22,6 +22,7 @@ from jaxformer.layers.head import HEADS, head
 from jaxformer.layers.output import Aux, Output
 from jaxformer.models import decoder, encoder, encoder_decoder
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
+from jaxformer.models.parametrization import PARAMETRIZATIONS
 from jaxformer.models.virtual import with_virtual
 
 # The module of each family, with its functions `specs` and `hidden`.
@@ -40,7 +41,8 @@ def specs(config: ModelConfig) -> Specs:
     """The table of parameters. Raises ConfigError if the number of tokens or classes is 0."""
     if not config.vocab_size:
         raise ConfigError("model.vocab_size=0 needs a tokenizer: give the number of tokens here.")
-    table: Specs = MODEL_FAMILIES[config.family].specs(config)
+    specs_of = MODEL_FAMILIES[config.family].specs
+    table = PARAMETRIZATIONS[config.parametrization](specs_of, config)
     return {name: rows for name, rows in table.items() if rows}
 
 

@@ -291,7 +291,7 @@ def _scoring(config: ModelConfig, mask: AttentionMask) -> Scoring:
         bias = jnp.broadcast_to(jnp.sin(angles), shape)
     elif biased:
         bias = score_bias(table, config, mask)
-    return Scoring(config.attention_scale, config.attention_soft_cap, bias, sinks)
+    return Scoring(config.score_scale, config.attention_soft_cap, bias, sinks)
 
 
 def _case(

@@ -96,7 +96,7 @@ def test_the_tables_that_the_readme_names_are_open() -> None:
     names = {path.rpartition(".")[2] for _, path in tables().values()}
     assert names == {
         *("ACTIVATIONS", "NORMS", "INITIALIZERS", "FREQUENCIES", "KERNELS"),
-        "GROUPED_KERNELS",
+        *("GROUPED_KERNELS", "PARAMETRIZATIONS"),
         *("MIXERS", "FEED_FORWARDS", "EMBEDDINGS", "HEADS"),
         *("OPTIMIZERS", "DECAYS", "STORES", "SCHEDULES", "OBJECTIVES", "TRACKERS"),
     }

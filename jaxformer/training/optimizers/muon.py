@@ -17,6 +17,7 @@ from jaxformer.training.optimizers.update_rule import (
     UpdateRule,
     map_arrays,
     matrix_axes,
+    of_orthogonal,
 )
 
 # The root mean square of an update, as of Adam's (arXiv:2502.16982).
@@ -133,5 +134,5 @@ def newton_schulz(matrices: jax.Array) -> jax.Array:
     return x.swapaxes(1, 2) if is_tall else x
 
 
-muon = UpdateRule(_muon, ("b1", "b2", "muon_unit"), ADAM)
-normuon = UpdateRule(_normuon, ("b1", "b2", "eps", "muon_unit"), ADAM)
+muon = UpdateRule(_muon, ("b1", "b2", "muon_unit"), ADAM, width_factor=of_orthogonal)
+normuon = UpdateRule(_normuon, ("b1", "b2", "eps", "muon_unit"), ADAM, width_factor=of_orthogonal)

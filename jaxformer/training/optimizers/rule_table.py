@@ -6,7 +6,7 @@ from jaxformer.arrays.params import Specs
 from jaxformer.config.optimizer import OptimizerConfig, OptimizerName
 from jaxformer.config.settings import ImportedRow, Table
 from jaxformer.files import ConfigError
-from jaxformer.training.optimizers.update_rule import ADAM, RULE_SETTINGS, UpdateRule
+from jaxformer.training.optimizers.update_rule import ADAM, RULE_SETTINGS, UpdateRule, of_entries
 
 
 def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
@@ -24,11 +24,17 @@ OPTIMIZERS: Table[UpdateRule] = Table(
     OptimizerName,
     {
         "adamw": UpdateRule(
-            lambda c, specs: optax.scale_by_adam(c.b1, c.b2, c.eps), ("b1", "b2", "eps"), ADAM
+            lambda c, specs: optax.scale_by_adam(c.b1, c.b2, c.eps),
+            ("b1", "b2", "eps"),
+            ADAM,
+            width_factor=of_entries,
         ),
         "adafactor": UpdateRule(_adafactor),
         "lion": UpdateRule(
-            lambda c, specs: optax.scale_by_lion(c.b1, c.b2), ("b1", "b2"), {"mu": True}
+            lambda c, specs: optax.scale_by_lion(c.b1, c.b2),
+            ("b1", "b2"),
+            {"mu": True},
+            width_factor=of_entries,
         ),
         "sgd": UpdateRule(lambda c, specs: optax.trace(c.b1), ("b1",), {"trace": True}),
         "muon": ImportedRow("jaxformer.training.optimizers.muon:muon"),

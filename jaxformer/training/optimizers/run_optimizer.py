@@ -1,6 +1,7 @@
 """The optimizer of a run: its rule, the decay of weights, and the learning rate of each leaf."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ import optax
 
 from jaxformer.arrays.params import Spec, Specs, map_specs
 from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.decays import cautious, weight_decay
-from jaxformer.training.optimizers.groups import Factors, leaf_factors
+from jaxformer.training.optimizers.groups import leaf_factors
 from jaxformer.training.optimizers.rule_table import OPTIMIZERS, require_moments
 from jaxformer.training.optimizers.update_rule import map_arrays
 
@@ -42,10 +44,11 @@ def make_optimizer(
     of each leaf; leaves with a `Spec.sign_rate` move by that against the sign of their gradient.
 
     `seed` is that of the rounding of optimizer.moments. Raises ConfigError for optimizer.groups
-    that do not fit the table, and for moments that the rule does not have.
+    that do not fit the table, for moments that the rule does not have, and for a rule that has no
+    factor of the width where `specs` are those of muP.
     """
     factors, row = leaf_factors(config, specs), OPTIMIZERS[config.name]
-    rule = row.rule(config, specs)
+    rule = row.rule(scaled_eps(config, specs), specs)
     if config.moments != "float32":
         # Imported here, because only runs that round read it.
         from jaxformer.training.optimizers.moments import with_stored_moments
@@ -54,9 +57,14 @@ def make_optimizer(
         rule = with_stored_moments(rule, row.moments, config.moments, specs, seed)
     if config.cautious:
         rule = cautious(rule, specs)
-    steps = [rule, weight_decay(config, factors), optax.scale_by_learning_rate(schedule)]
-    if any(leaf.rate != 1 for leaf in jax.tree.leaves(factors)):
-        steps.append(_scale_by_factors(factors))
+    steps = [
+        rule,
+        # Before the decay, which has the same strength at all widths.
+        *_scale_by_factors(width_factors(config, specs)),
+        weight_decay(config, factors),
+        optax.scale_by_learning_rate(schedule),
+        *_scale_by_factors(jax.tree.map(lambda leaf: leaf.rate, factors)),
+    ]
     if row.around:
         steps = [row.around(config, schedule, optax.chain(*steps))]
     norm = config.clip_norm
@@ -64,13 +72,45 @@ def make_optimizer(
     return _with_sign_rates(optax.chain(clip, *steps), specs)
 
 
-def _scale_by_factors(factors: Any) -> optax.GradientTransformation:
-    """The one place that multiplies the learning rates of leaves by their factors."""
+def width_factors(config: OptimizerConfig, specs: Specs) -> dict[str, Any]:
+    """The factor of the directions of each leaf, with which one learning rate holds at all widths,
+    in the nesting of the table; 1 without `Spec.base_fans`.
 
-    def scale(factors_of_leaf: Factors, update: jax.Array) -> jax.Array:
-        return update * factors_of_leaf.rate
+    It multiplies the directions and not the weight decay, which has the same strength at all
+    widths: scaled down with them it would vanish in wide models (arXiv:2405.13698; as in table 1 of
+    arXiv:2505.01618, where the decay grows as the rate falls). Raises ConfigError for a rule
+    without a factor, if any leaf has them.
+    """
+    factor = OPTIMIZERS[config.name].width_factor
+    if all(spec.base_fans is None for spec in jax.tree.leaves(specs)):
+        return map_specs(lambda _, spec: 1.0, specs)
+    if factor is None:
+        able = [name for name in OPTIMIZERS if OPTIMIZERS[name].width_factor]
+        raise ConfigError(
+            f"optimizer.name={config.name!r} has no rule by which its learning rate holds at all"
+            f" widths, as model.parametrization='mup' asks: use one of {', '.join(able)}, or the"
+            " parametrization 'standard'."
+        )
+    return map_specs(lambda _, spec: factor(config, spec), specs)
 
-    return optax.stateless(lambda updates, params: map_arrays(scale, factors, updates))
+
+def scaled_eps(config: OptimizerConfig, specs: Specs) -> OptimizerConfig:
+    """The settings with eps divided by the growth of the width, as gradients are smaller by that
+    (arXiv:2505.01618, table 1)."""
+    growth = max((spec.growth[0] for spec in jax.tree.leaves(specs) if spec.trainable), default=1)
+    return config if growth == 1 else replace(config, eps=config.eps / growth)
+
+
+def _scale_by_factors(factors: Any) -> list[optax.GradientTransformation]:
+    """The one place that multiplies updates by factors of their leaves, a tree of floats; none
+    where all are 1."""
+    if all(factor == 1 for factor in jax.tree.leaves(factors)):
+        return []
+
+    def scale(factor: float, update: jax.Array) -> jax.Array:
+        return update * factor
+
+    return [optax.stateless(lambda updates, params: map_arrays(scale, factors, updates))]
 
 
 def _with_sign_rates(
