@@ -53,6 +53,7 @@ def model_of(options: argparse.Namespace, name: str, width: int) -> jf.ModelConf
         n_heads=4,
         d_ff=2 * width,
         activation="gelu",
+        init=options.init,
         max_length=options.length,
         parametrization=name,  # type: ignore[arg-type]
         mup_base=base,
@@ -150,6 +151,11 @@ def key_of(name: str, width: int, rate: float) -> str:
     return f"{name} {width} {rate:g}"
 
 
+def name_of(options: argparse.Namespace) -> str:
+    """The name of the results, of the plot and of the table in the page."""
+    return "mup" if options.init == "gpt2" else f"mup_{options.init}"
+
+
 def interval(values: list[float]) -> tuple[float, float]:
     """The mean and half the width of its 90 % interval by Student's t; 0 for a single value."""
     mean = statistics.fmean(values)
@@ -213,8 +219,8 @@ def sentence(options: argparse.Namespace, costs: dict[str, Any]) -> str:
         f"Held-out loss, nats per byte of {Path(options.text).name}, after {options.steps} steps of"
         f" {options.batch} rows of {options.length} bytes, by learning rate: the mean of"
         f" {options.seeds} seeds and its 90 % interval (Student's t); the best of a row in bold."
-        f" {options.layers} layers, 4 heads that widen with the model, AdamW, with jax"
-        f" {version('jax')} on a CPU. {'; '.join(lines)}."
+        f" {options.layers} layers, 4 heads that widen with the model, AdamW,"
+        f" model.init={options.init}, with jax {version('jax')} on a CPU. {'; '.join(lines)}."
     )
 
 
@@ -251,6 +257,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0**k for k in range(-10, -5)])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--init", default="gpt2", help="model.init of all models")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=32)
@@ -268,8 +275,9 @@ def main() -> None:
         header, table = table_of(options, losses)
         print_table(header, table)
         print(sentence(options, costs))
-        draw(options, losses, Path(folder, "mup.png") if options.smoke else ROOT / "docs/mup.png")
-    shape = ("widths", "rates", "seeds", "layers", "steps", "batch", "length")
+        plots = Path(folder) if options.smoke else ROOT / "docs"
+        draw(options, losses, plots / f"{name_of(options)}.png")
+    shape = ("init", "widths", "rates", "seeds", "layers", "steps", "batch", "length")
     result = {
         "text": Path(options.text).name,
         **{name: getattr(options, name) for name in shape},
@@ -277,10 +285,10 @@ def main() -> None:
         "transfer": costs,
         "losses": losses,
     }
-    save("mup", result, options.smoke)
+    save(name_of(options), result, options.smoke)
     if not options.smoke:
         page = ROOT / "docs/reference/parametrization.md"
-        write_table(page, "mup", header, table, sentence(options, costs))
+        write_table(page, name_of(options), header, table, sentence(options, costs))
 
 
 if __name__ == "__main__":

@@ -110,6 +110,25 @@ def test_raising_the_number_of_steps_trains_on(
 
 
 @pytest.mark.slow
+def test_a_run_in_mup_goes_on_bit_for_bit(
+    whole: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = whole
+    mup = {
+        "model.parametrization": "mup",
+        "model.mup_base": "d_model=16",
+        "optimizer.decay_steps": 8,
+        "train.eval_every": 4,
+    }
+    in_one, in_two = tmp_path / "one", tmp_path / "two"
+    assert train_here(line(in_one, text, mup | {"train.steps": 8})) == 0
+    assert train_here(line(in_two, text, mup | {"train.steps": 4})) == 0
+    assert train_here(line(in_two, text, mup | {"train.steps": 8})) == 0
+    assert "from step 4" in capsys.readouterr().out
+    assert_same_run(in_two, in_one)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_a_run_continues_on_another_mesh_and_what_eight_devices_saved_loads_on_one(
     axis: str, whole: tuple[Path, Path], tmp_path: Path
