@@ -1,6 +1,6 @@
 """Whether a learning rate found at width 128 holds at 512: the loss of one small task by width and
 learning rate, in the standard parametrization and in muP, to docs/reference/parametrization.md and
-docs/mup.png.
+docs/mup.png (with another --init, docs/mup_INIT.png).
 
     python benchmarks/mup.py --text tinyshakespeare.txt
 
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--text", help="a file of text to learn")
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0**k for k in range(-10, -5)])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--init", default="gpt2", help="model.init of all models")
     parser.add_argument("--steps", type=int, default=80)
