@@ -24,7 +24,7 @@ from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.objectives import loss_of, objective_specs
-from jaxformer.training.optimizers.make import make_optimizer
+from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.step import Loss
 
 CAPTURED = ("residual", "attention_out", "cross_out", "mlp_out")

@@ -13,7 +13,7 @@ from tiny_run import line, logged, train_here, write_text
 from jaxformer.cli import main
 from jaxformer.files import located
 from jaxformer.layers import kernels
-from jaxformer.training.optimizers.rules import OPTIMIZERS
+from jaxformer.training.optimizers.rule_table import OPTIMIZERS
 
 pytestmark = pytest.mark.slow
 
