@@ -10,8 +10,8 @@ fan-out are those of its row in the base:
     fan-in and fan-out grow         1 / sqrt(m)     1 / m         matrices of blocks
     fan-in alone grows              1 / m           1 / m         output layers, routers
 
-The rates are applied by the optimizer (`training/optimizers/run_optimizer.py`). Scores of attention fall
-as 1 / head_width (`ModelConfig.score_scale`), and the logits of a tied head are divided by m
+The rates are applied by the optimizer (`training/optimizers/run_optimizer.py`). Scores of attention
+fall as 1 / head_width (`ModelConfig.score_scale`), and the logits of a tied head are divided by m
 (`layers/head.total_divisor`). Where all widths are those of the base all factors are 1.
 """
 
