@@ -40,7 +40,13 @@ def test_the_widths_are_the_base_one_between_and_the_models_own():
     assert len(widths_between(base)) == 1
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("muon", "normuon", "lion")),
+    ],
+)
 def test_changes_keep_their_size_in_mup(name):
     models = [widths_between(WIDE)[0], widths_between(WIDE)[-1]]
     table = coordinates(models, OptimizerConfig(name=name, learning_rate=3e-3), a_batch())
