@@ -13,6 +13,6 @@ config = RunConfig(
         name="muon", learning_rate=6e-3, warmup_steps=40, schedule="linear", final_fraction=0.0
     ),
     train=TrainConfig(
-        steps=350, batch_size=8, log_every=5, eval_every=50, eval_batches=8, checkpoint_every=100
+        steps=600, batch_size=8, log_every=5, eval_every=50, eval_batches=8, checkpoint_every=100
     ),
 )
