@@ -5,7 +5,8 @@ import dataclasses
 from typing import Any
 
 from jaxformer.arrays.params import Params
-from jaxformer.config.model import ATTENTION_FACTORS, BIASED, ModelConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.variants import ATTENTION_FACTORS, BIASED
 from jaxformer.layers.block import CROSS
 from jaxformer.layers.head import has_pooler, reads_pooler, total_divisor
 from jaxformer.layers.norm import NORMS, norm_specs

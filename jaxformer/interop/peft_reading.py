@@ -24,7 +24,8 @@ from jaxformer.arrays.params import (
     stack,
 )
 from jaxformer.checkpoints.reading import flat_leaves
-from jaxformer.config.model import SECOND_HEADS, ModelConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.variants import SECOND_HEADS
 from jaxformer.files import ConfigError, first_of, located
 from jaxformer.interop.peft_config import (
     ADAPTER_CONFIG,

@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Specs
-from jaxformer.config.model import FeedForward, Mixer, ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import ImportedRow, Table
+from jaxformer.config.variants import FeedForward, Mixer
 from jaxformer.layers.attention import CROSS_ATTENTION, SELF_ATTENTION
 from jaxformer.layers.cache import KVCache, cache_of
 from jaxformer.layers.ffn import FEED_FORWARD

@@ -11,8 +11,9 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import InitFunction, Params, Spec, Specs, lookup, zeros
-from jaxformer.config.model import EmbeddingName, ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
+from jaxformer.config.variants import EmbeddingName
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs

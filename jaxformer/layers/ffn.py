@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
 from jaxformer.arrays.sharding import platform
-from jaxformer.config.model import Activation, ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
+from jaxformer.config.variants import Activation
 from jaxformer.layers.capture import NOTHING, Captures, Request
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.output import Aux, Output
@@ -64,7 +65,7 @@ def clamped_swish(gate: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(1.702 * gate)
 
 
-# Activations of the hidden layer, or of the gate for the names in `config.model.GATED`.
+# Activations of the hidden layer, or of the gate for the names in `config.variants.GATED`.
 ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
     Activation,
     {

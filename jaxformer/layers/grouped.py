@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config.model import ExpertKernel
 from jaxformer.config.settings import Table
+from jaxformer.config.variants import ExpertKernel
 from jaxformer.files import ConfigError
 
 # product(x, w, sizes, transposed) -> [M, B], or with w [E, B, A] transposed.

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Spec, Specs, Weight, contract, zeros
-from jaxformer.config.model import HeadName, ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
+from jaxformer.config.variants import HeadName
 from jaxformer.files import ConfigError
 from jaxformer.layers.embed import embedding_specs, of_embeddings
 from jaxformer.layers.ffn import ACTIVATION_TEXTS, ACTIVATIONS

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.arrays.sharding import free_axes
-from jaxformer.config.model import BIASED_SCORES, AttentionKernel, ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
+from jaxformer.config.variants import BIASED_SCORES, AttentionKernel
 from jaxformer.files import ConfigError
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.dot_product import plain

@@ -10,9 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.arrays.params import InitFunction, Params, Spec, contract, normal
 from jaxformer.arrays.sharding import Axes
-from jaxformer.config.model import Initializer as InitializerName
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
+from jaxformer.config.variants import Initializer as InitializerName
 from jaxformer.layers.positions import sinusoids
 
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Spec, Specs, ones, zeros
-from jaxformer.config.model import ModelConfig, Normalization
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
+from jaxformer.config.variants import Normalization
 
 
 def rms_norm(

@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxformer.arrays.params import Params, check_params
-from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.files import ConfigError
 from jaxformer.layers.attention import attention, attention_specs, keys_and_values
 from jaxformer.layers.biases import score_bias

@@ -20,8 +20,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jaxformer.arrays.params import Spec, Specs, map_specs, rows, scaled
-from jaxformer.config.model import ModelConfig, Parametrization
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
+from jaxformer.config.variants import Parametrization
 from jaxformer.files import ConfigError, first_of
 
 SpecsOf = Callable[[ModelConfig], Specs]

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Specs, is_custom, map_specs, rows, stack, unstack
 from jaxformer.arrays.sharding import platform
-from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.files import ConfigError
 from jaxformer.layers.biases import (
     has_layer_bias,

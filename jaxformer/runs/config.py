@@ -15,8 +15,9 @@ from jaxformer.config.config_file import (
     read_config,
     settings_in,
 )
-from jaxformer.config.model import SECOND_HEADS, ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, TokenizerConfig
+from jaxformer.config.variants import SECOND_HEADS
 from jaxformer.files import ConfigError, located
 
 # Model settings that say how a model is computed and trained, and not what its weights mean.

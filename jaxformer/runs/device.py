@@ -15,8 +15,9 @@ from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.arrays.params import Specs, rows
 from jaxformer.arrays.sharding import ACTIVATION_RULES, PARAMETERS, constrain
 from jaxformer.config.format import human_bytes
-from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Log
+from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.biases import is_disentangled, key_distances, score_bias

@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from jaxformer.arrays.mesh import parameter_sharding, place_array
 from jaxformer.arrays.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
 from jaxformer.config.adapter import AdapterConfig
-from jaxformer.config.model import SECOND_HEADS, ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, TokenizerConfig
+from jaxformer.config.variants import SECOND_HEADS
 from jaxformer.files import ConfigError
 from jaxformer.models.adapt import quantization_of
 from jaxformer.models.transformer import OF_OBJECTIVE

@@ -210,7 +210,7 @@ def test_the_dropout_of_attention_weights_is_a_rate_or_auto() -> None:
 def test_every_field_is_read_somewhere() -> None:
     """A setting that nothing reads is a promise that nothing keeps."""
     from jaxformer.arrays.mesh import MESH_AXES
-    from jaxformer.config.model import SECOND_HEADS
+    from jaxformer.config.variants import SECOND_HEADS
     from jaxformer.data.task import FIELD_SETTINGS
     from jaxformer.layers.pattern import LAYER_PATTERNS, LEADING_LAYERS
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.rules import names_of
+from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.layers.biases import has_layer_bias, is_disentangled
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
 from jaxformer.layers.ring import LONGEST_BLOCK
