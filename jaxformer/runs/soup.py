@@ -114,18 +114,18 @@ def _chosen_steps(run_dir: Path, last: int, steps: Sequence[int]) -> list[int]:
 def _require_same_model(run_dirs: Sequence[Path], configs: Sequence[RunConfig]) -> None:
     """Raises ConfigError where runs differ in their model, adapter, tokenizer, labels or base."""
 
-    def identity(run_dir: Path, run: RunConfig) -> dict[str, Any]:
+    def settings_of(run_dir: Path, run: RunConfig) -> dict[str, Any]:
         model, adapter = dataclasses.asdict(run.model), dataclasses.asdict(run.adapter)
         values = {f"model.{name}": model[name] for name in model if name not in OF_THE_PROGRAM}
         values |= {f"adapter.{name}": value for name, value in adapter.items()}
         record = record_of(run_dir)
         return values | {f"{name} in data.json": record.get(name) for name in SAME_RECORDS}
 
-    first = identity(run_dirs[0], configs[0])
+    first = settings_of(run_dirs[0], configs[0])
     for run_dir, run in zip(run_dirs[1:], configs[1:], strict=True):
         differing = [
             f"{name}: {first[name]!r} and {value!r}"
-            for name, value in identity(run_dir, run).items()
+            for name, value in settings_of(run_dir, run).items()
             if value != first[name]
         ]
         if differing:

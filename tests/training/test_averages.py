@@ -24,6 +24,7 @@ from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.runs.run_reading import SavedWeights, reader_of
 from jaxformer.runs.soup import average_checkpoints
 from jaxformer.training.optimizers.ema import with_average
+from jaxformer.training.spikes import skip_spikes
 
 STEPS = 8
 CHANGES = PLAIN | {
@@ -97,6 +98,18 @@ def test_training_is_the_same_with_an_average_and_a_step_left_out_is_not_average
     assert np.abs(seen[0] - seen[1]).max() > 1e-3
 
 
+def test_a_step_that_is_left_out_as_a_spike_is_not_averaged():
+    optimizer = skip_spikes(with_average(optax.adamw(1e-2), 0.9), window=4)
+    step, state = jf.make_step(loss, optimizer), jf.init_state({"w": jnp.ones((4, 3))}, optimizer)
+    trail = []
+    for number in range(10):
+        state, _ = step(state, batch_of(number, 1e4 if number == 6 else 1.0))
+        trail.append(np.asarray(state.params["w"]))
+    np.testing.assert_array_equal(trail[6], trail[5])
+    average = evaluation_weights(state.params, state.optimizer)["w"]
+    np.testing.assert_allclose(average, mean(trail[:6] + trail[7:], 0.9, 0), rtol=1e-5)
+
+
 def test_schedule_free_weights_are_those_of_optax_and_are_read_from_a_checkpoint(tmp_path):
     optimizer = optax.contrib.schedule_free_adamw(1e-2, warmup_steps=2)
     step, state = (
@@ -167,6 +180,22 @@ def test_a_schedule_free_run_is_evaluated_at_its_average_and_continues_bitwise(
     capsys.readouterr()
     assert train_here(line(tmp_path / "both", averaged[1], changes | {"train.ema": 0.9})) == 2
     assert "does so by itself: set train.ema to 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_average_within_other_wrappers_is_read_and_continued(
+    averaged: tuple[Path, Path], tmp_path: Path
+) -> None:
+    changes = CHANGES | {"optimizer.moments": "int8", "train.norms_every": 2}
+    changes |= {"train.on_spike": "skip", "train.spike_window": 4}
+    run_dir = tmp_path / "run"
+    assert train_here(line(run_dir, averaged[1], changes)) == 0
+    trained = [leaves_of(run_dir, step, weights="trained") for step in range(1, STEPS + 1)]
+    for leaf, *trail in zip(leaves_of(run_dir), *trained, strict=True):
+        np.testing.assert_allclose(leaf, mean(trail, 0.9, 0), rtol=1e-5, atol=1e-6)
+    again = copy_until(3, run_dir, tmp_path / "again")
+    assert train_here(line(again, averaged[1], changes)) == 0
+    assert_same_run(again, run_dir)
 
 
 @pytest.mark.slow
