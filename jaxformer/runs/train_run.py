@@ -371,7 +371,7 @@ def _evaluation_of(setup: RunSetup) -> Callable[[Params, Iterable[Batch]], Evalu
     if not setup.run.train.activation_metrics:
         return evaluation
     # Imported here, because few runs need it.
-    from jaxformer.runs.activations import make_activation_metrics
+    from jaxformer.runs.activation_metrics import make_activation_metrics
 
     activations = make_activation_metrics(setup.model, setup.run.train.n_microbatches)
 

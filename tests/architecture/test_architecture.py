@@ -209,7 +209,7 @@ import jaxformer.runs.train_run
 def test_the_reach_of_the_loop_and_of_the_forward_pass_is_bounded() -> None:
     """What a reader of either has to know, counted in lines after it has really run."""
     assert reach_after(FIT) < 4_250
-    assert reach_after(FORWARD) < 6_450
+    assert reach_after(FORWARD) < 6_550
 
 
 def test_training_starts_without_what_only_its_end_or_other_commands_need() -> None:

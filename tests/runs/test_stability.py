@@ -80,7 +80,7 @@ def test_evaluations_have_activations_by_layer(run: tuple[Path, list[str]]) -> N
         assert 0 < entry["attention_entropy/decoder.0"] < math.log(32)
 
 
-def test_activations_need_an_evaluation(
+def test_activation_metrics_need_an_evaluation(
     run: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [str(tmp_path / "new") if text == str(run[0]) else text for text in run[1]]

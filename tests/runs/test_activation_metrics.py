@@ -6,7 +6,7 @@ import pytest
 from shapes import model
 
 import jaxformer as jf
-from jaxformer.runs.activations import make_activation_metrics
+from jaxformer.runs.activation_metrics import make_activation_metrics
 
 pytestmark = pytest.mark.fast
 
@@ -34,7 +34,7 @@ def batch_of(config):
     ids=["swiglu", "relu", "reglu of an encoder-decoder"],
 )
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_activations_are_those_of_numpy(activation, changes, microbatches):
+def test_activation_metrics_are_those_of_numpy(activation, changes, microbatches):
     config = model("llama", activation=activation, **changes)
     params, batch = jf.init(config, jax.random.key(0)), batch_of(config)
     # A unit whose gate, or activation, is never above 0, and one that is nearly 0 everywhere.
