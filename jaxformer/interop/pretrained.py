@@ -329,6 +329,20 @@ def _checked_names(
     return names
 
 
+def _representable(
+    params: Params, config: ModelConfig, architecture: str | None
+) -> tuple[Params, ModelConfig]:
+    """A model as it is written: one in muP in `standard_form` where no architecture has its
+    factors. Raises ConfigError where there is no architecture for it."""
+    try:
+        architecture_of(config, architecture)
+    except ConfigError:
+        if not config.mup_base:
+            raise
+        return standard_form(params, config)
+    return params, config
+
+
 def save_pretrained(
     path: str | Path,
     params: Params,
@@ -359,13 +373,8 @@ def save_pretrained(
     params = without_objective(params)
     check_params(model_specs(config), params)
     _refuse_custom(params)
-    try:
-        family, name = architecture_of(config, architecture)
-    except ConfigError:
-        if not config.mup_base:
-            raise
-        params, config = standard_form(params, config)
-        family, name = architecture_of(config, architecture)
+    params, config = _representable(params, config, architecture)
+    family, name = architecture_of(config, architecture)
     if dtype is not None:
         check_dtype(dtype)
     if (directory / "config.json").is_file() and not is_pretrained(directory):
