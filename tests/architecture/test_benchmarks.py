@@ -242,6 +242,17 @@ def test_every_row_of_the_ablations_is_a_run(monkeypatch: pytest.MonkeyPatch) ->
     assert len(runs) == len(ablations.VARIANTS)  # none is another one by another name
 
 
+def test_the_page_of_ablations_is_that_of_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    ablations = importlib.import_module("ablations")
+    saved = FOLDER / "results" / "ablations.json"
+    if not saved.exists():
+        pytest.skip("python benchmarks/ablations.py has not been run with these rows")
+    result = json.loads(saved.read_text())
+    experiment = ablations.Experiment(ablations.BASE, ablations.VARIANTS, result)
+    assert (ROOT / "docs/ablations.md").read_text() == ablations.page(experiment)
+
+
 SOURCE = '''
 class Reader:
     def __init__(self): ...
