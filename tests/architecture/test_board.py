@@ -96,7 +96,7 @@ def test_the_page_of_the_board_is_that_of_its_json(monkeypatch: pytest.MonkeyPat
     page = (ROOT / "docs" / "results" / "board.md").read_text(encoding="utf-8")
     assert page == board_page.page(result), "python benchmarks/board.py --page"
     for task in result["tasks"].values():
-        for row in task["rows"].values():
+        for row in filter(None, task["rows"].values()):
             assert len(row["tuning"]["trials"]) == 5, "the same number of trials for each row"
 
 
