@@ -6,10 +6,10 @@ XLA for GPUs makes one reduction of a product, in which the codes become numbers
 NF4 where the inputs are adjacent, as `output_major_codes.py` has them), and XLA for TPUs reads int8
 codes in a product of matrices. XLA for CPUs makes a loop of each product: 13 to 19 billion codes a
 second on a core of an AMD EPYC with AVX-512 in int8, and 4 in NF4, whose values are looked up one
-by one; of float32 it reads 9 billion weights. Tokens of GPT-2 124M take 0.71 of float32's time in
-int8 and 1.5 in NF4, those of SmolLM2-135M 0.69 and 1.5 to 1.9 (processor time, in turn, both cores
-busy). What else a token takes is the same for all: a head stays in float32, a fifth of the time of
-GPT-2 in float32, and a tenth or more are copies of the cache.
+by one; of float32 it reads 9 billion weights. After the first token GPT-2 124M writes 2.0 times as
+many tokens a second in int8 as in float32 and 0.85 times as many in NF4, SmolLM2-135M 1.6 and 0.66
+times (in turn, on two quiet cores). What else a token takes is the same for all: in SmolLM2-135M a
+third of the time of int8.
 
 In the comments, R is the number of rows, I that of inputs and O that of outputs.
 """
