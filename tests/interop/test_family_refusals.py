@@ -92,6 +92,13 @@ REFUSED = [
         "attention_temperature needs model.mixer='attention'",
     ),
     (LATENT | {"mixer": "attention"}, "kv_rank=6 needs model.mixer='latent'"),
+    ({"mup_base": "d_model=16"}, "mup_base='d_model=16' needs model.parametrization='mup'"),
+    ({"parametrization": "mup"}, "mup_base='' must be widths of the model"),
+    (
+        {"parametrization": "mup", "mup_base": "d_model=16", "embedding_scale": "sqrt"},
+        "embedding_scale='sqrt' changes with the width in a way of its own",
+    ),
+    ({"parametrization": "mup", "mup_base": "d_model=15"}, "mup_base='d_model=15' is no model"),
 ]
 
 
@@ -121,7 +128,7 @@ def test_every_rule_of_the_model_settings_is_tested():
         sys.settrace(None)
     lines = enumerate(source.read_text().splitlines(), start=1)
     rules = {number for number, line in lines if line.lstrip().startswith("yield ")}
-    assert len(rules) == 46 and rules <= reached
+    assert len(rules) == 50 and rules <= reached
 
 
 CALLS = [
