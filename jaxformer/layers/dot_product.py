@@ -65,8 +65,8 @@ def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
     weights = weights.astype(v.dtype)
     if weights.shape[-2] == 1:
         # One query, as in decoding. XLA for CPUs would transpose all values for the other equation.
-        out = jnp.einsum("...KGS,...SKH->...KGH", weights[..., 0, :], v)
-        return out.reshape(*out.shape[:-3], 1, -1, out.shape[-1])
+        out = jnp.einsum("...KGTS,...SKH->...KGTH", weights, v)
+        return out.reshape(*out.shape[:-4], 1, -1, out.shape[-1])
     out = jnp.einsum("...KGTS,...SKH->...TKGH", weights, v)
     return out.reshape(*out.shape[:-3], -1, out.shape[-1])
 

@@ -404,8 +404,9 @@ def _products(trace: _Trace, group: _Group, name: str, grouped: bool) -> Iterato
             inner_scopes = str(eqn.source_info.name_stack).split("/")
             of_positions = POSITION_SCOPE in inner_scopes
             what = POSITION_SCOPE if of_positions else next(names_without_weight, "product")
-            # Queries before keys.
-            reads = [trace.origin(var) for var in reversed(eqn.invars)]
+            # Queries before keys, and weights before values: those with an axis of groups first.
+            by_rank = sorted(reversed(eqn.invars), key=lambda var: -var.aval.ndim)
+            reads = [trace.origin(var) for var in by_rank]
         makes = trace.result(eqn.outvars[0])
         yield _row(
             f"{name}.{what}", 1, [shape(var) for var in reads], [shape(makes)], 0, _flops(eqn)

@@ -87,6 +87,8 @@ def test_the_rows_are_what_inspect_captures_and_their_sums_what_is_counted(
             assert found[f"{stack}.{layer}.{sublayer}"].makes == (shape,)
         elif what == "residual":
             assert found[f"{stack}.{layer}.ffn"].reads == (shape,)
+        elif what == "mlp_units":
+            assert found[f"{stack}.{layer}.ffn.up"].makes == (shape,)
         else:
             assert found[name].makes == (shape,)
         compared += 1
