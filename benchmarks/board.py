@@ -162,10 +162,7 @@ class Board:
         settings |= {"optimizer.learning_rate": float(f"{rate:.3g}")}
         settings |= {"train.steps": steps, "run.seed": seed}
         if self.options.smoke:
-            settings |= SMOKE_FIELDS | {
-                "optimizer.warmup_steps": 1,
-                "data.train": self.options.text,
-            }
+            settings |= SMOKE_FIELDS | {"data.train": self.options.text}
             settings |= {"data.cache_dir": self.options.folder / "data"}
         return settings
 

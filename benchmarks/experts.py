@@ -100,7 +100,7 @@ Runs = dict[tuple[str, int, int], Answer]
 def settings_of(variant: Variant, options: argparse.Namespace) -> Settings:
     settings = BASE | variant.settings
     if options.smoke:
-        widths: Settings = {"model.d_ff": 64, "optimizer.warmup_steps": 1}
+        widths: Settings = {"model.d_ff": 64}
         widths |= {"model.expert_ff": 32} if variant.settings else {}
         settings |= SMOKE_FIELDS | widths | {"data.train": options.text}
         settings["data.cache_dir"] = options.runs / "data"

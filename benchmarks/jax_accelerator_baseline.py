@@ -52,6 +52,7 @@ def resumes(smoke: bool) -> dict[str, Any]:
             "run.progress": "none",
             "run.sample_tokens": 0,
             "data.cache_dir": f"{folder}/data",
+            "optimizer.warmup_steps": 2,
             "optimizer.decay_steps": STEPS,
             "train.log_every": 1,
         }

@@ -113,7 +113,7 @@ def trained(command: list[str], folder: Path) -> list[dict[str, Any]]:
 def measure(folder: Path, runs: list[str], smoke: bool) -> str:
     """The decoder, and each run from it: the table and its command lines."""
     small = SMOKE_FIELDS if smoke else {}
-    steps = {"train.steps": 2} if smoke else {}
+    steps = {"train.steps": 2, "optimizer.warmup_steps": 1} if smoke else {}
     base = DECODER | small | steps | {"data.train": "runs/learn.txt", "run.dir": "runs/base"}
     commands = [line("quickstart", base)]
     trained(commands[0], folder)
@@ -122,7 +122,7 @@ def measure(folder: Path, runs: list[str], smoke: bool) -> str:
     rows, diagrams = [], []
     for number, name in enumerate(runs):
         settings = common | {"data.objective": name.split(",")[0]} | RUNS[name]
-        unchanged = {"optimizer.learning_rate": 0.0, "train.steps": 1}
+        unchanged = {"optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "train.steps": 1}
         before = line("finetune", settings | unchanged | {"run.dir": f"runs/{number}before"})
         commands.append(line("finetune", settings | {"run.dir": f"runs/{number}"}))
         curve = [trained(before, folder)[-1] | {"step": 0}, *trained(commands[-1], folder)]

@@ -56,6 +56,7 @@ SMOKE_FIELDS: dict[str, object] = {  # of a run of train.py, for a smoke test
     "data.validation_fraction": 0.1,
     "tokenizer.vocab_size": 300,
     "train.batch_size": 4,
+    "optimizer.warmup_steps": 1,
 }
 
 
