@@ -319,7 +319,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         "model.dropout": 0.0,
         "optimizer.name": "adamw",
         "optimizer.learning_rate": 0.01,
-        "optimizer.decay_steps": 0,
+        "optimizer.decay_steps": 60,
         "tokenizer.path": folder / "made",
         "tokenizer.chat_template": folder / "chatml.jinja",
         "train.steps": 60,
