@@ -60,7 +60,7 @@ def test_a_model_in_mup_is_compared_over_its_widths(
     assert "ok coordinates: in 4 steps at the widths 32, 64, 128 the changes of" in out
     # A rule of one's own that says nothing of the width.
     row = OPTIMIZERS["adamw"]
-    monkeypatch.setitem(OPTIMIZERS, "adamw", row._replace(width_factor=lambda spec: 1.0))
+    monkeypatch.setitem(OPTIMIZERS, "adamw", row._replace(width_factor=lambda config, spec: 1.0))
     assert main(arguments) == 1
     out = printed(capsys)
     assert "problem coordinates: " in out and "logits" in out and "width_factor" in out
