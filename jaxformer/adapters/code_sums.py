@@ -123,9 +123,8 @@ def nf4_sums(x: jax.Array, codes: jax.Array, maxima: jax.Array, values: np.ndarr
         firsts = [table[half >> 4] * scale for half, scale in pairs]
         return firsts + [table[half & 15] * scale for half, scale in pairs]
 
-    added = _added(
-        [term for row in range(len(x)) for term in terms(row)]
-    )  # 4 R of [I / 16, O / 64, 32]
+    # 4 R of [I / 16, O / 64, 32]
+    added = _added([term for row in range(len(x)) for term in terms(row)])
     totals = _totals(added, 2)
     pairs = zip(totals[::2], totals[1::2], strict=True)
     return jnp.stack([jnp.stack(pair, -1).ravel() for pair in pairs])
