@@ -7,7 +7,6 @@ written after each row.
 
 import argparse
 import contextlib
-import datetime
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +39,8 @@ class Results:
     rows: dict[str, list[Answer]] = field(default_factory=dict)
 
     def table(self) -> list[list[str]]:
-        return [shown(name, row) for name, found in self.rows.items() for row in found]
+        rows = [(name, row) for name, found in self.rows.items() for row in found]
+        return [shown(name, row) for name, row in rows if "checked" not in row]
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
@@ -62,6 +62,12 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         "--steps", type=int, default=30, help=f"timed steps of a round, at least {FEWEST}"
     )
     parser.add_argument("--rounds", type=int, default=0, help="default 2, or 1 with --smoke")
+    parser.add_argument(
+        "--part",
+        choices=("all", "checks", "times"),
+        default="all",
+        help="check the device alone, or time the workloads of a device that was checked",
+    )
     parser.add_argument(
         "--peak",
         type=float,
@@ -228,23 +234,26 @@ def checked(platform: str, options: argparse.Namespace) -> Answer:
                 f"jax sees no {platform.upper()} here but {about['device']}; `--smoke` proves the"
                 " code without one."
             )
-        about |= worker.ask("resume")
-    apart = (
-        "bitwise the same"
-        if about["resume"]["bitwise"]
-        else f"NOT bitwise the same: {about['resume']}"
-    )
-    print(f"A run stopped and continued, beside one that was not: {apart}.", flush=True)
+        if options.part != "times":
+            for check in ("resume", "logits", "decoding"):
+                about |= worker.ask(check)
+            same = about["resume"]["bitwise"]
+            apart = "bitwise the same" if same else f"NOT bitwise the same: {about['resume']}"
+            print(f"A run stopped and continued, beside one that was not: {apart}.")
+            print(f"Logits in float32 beside those of the CPU: {about['logits']}")
+            print(f"Decoding beside the forward pass: {about['decoding']}", flush=True)
     stated = options.peak and options.peak * 1e12
     about["peak"] = stated or peak_flops(about["device"], "bfloat16")
     return about
 
 
-def checked_kernel(name: str, options: argparse.Namespace) -> None:
-    """Prints which attention kernel serves a workload, and its error."""
+def checked_kernels(name: str, options: argparse.Namespace) -> str:
+    """Which kernels serve a workload, and their errors, printed too."""
     with jax_worker(options) as worker:
         answer = worker.ask(f"check {name} {options.fsdp}")
-    print(f"{name}: attention {answer.get('kernel', 'unchecked: out of memory')}", flush=True)
+    found = str(answer.get("kernel", "unchecked: out of memory"))
+    print(f"{name}: attention {found}", flush=True)
+    return found
 
 
 def run_benchmark(
@@ -253,12 +262,17 @@ def run_benchmark(
     """The whole benchmark, with the sides of each workload by name; the exit status, 1 if a row
     failed."""
     device = checked(platform, options)
-    kind = re.sub(r"[^a-z0-9]+", "-", device["device"].lower()).strip("-")
-    path = f"train_{platform}-{kind}-{datetime.date.today()}"
+    kind = re.sub(r"[^a-z0-9]+", "_", device["device"].lower()).strip("_")
+    part = "" if options.part == "all" else f"_{options.part}"
+    path = f"train_{platform}_{kind}{part}"
 
     def measure(name: str) -> list[Answer]:
-        checked_kernel(name, options)
-        return measured(name, sides_of(name), device, options)
+        checks = []
+        if options.part != "times":
+            checks.append({"with": "jaxformer", "checked": checked_kernels(name, options)})
+        if options.part == "checks":
+            return checks
+        return checks + measured(name, sides_of(name), device, options)
 
     def write(results: Results) -> None:
         if not options.smoke:

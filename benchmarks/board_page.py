@@ -25,7 +25,9 @@ RULES = f"""
 The rules, the same for each row:
 
 - The task is `configs/quickstart.py` (the standard library's source, its tokenizer and its model)
-  with rows of 128 tokens, 8 in a batch: a short run, which says nothing of long ones.
+  with rows of 128 tokens, 8 in a batch: a short run, which says nothing of long ones. The larger
+  model has the same text. A CPU multiplies in float32 and a GPU in bfloat16, as `model.dtype=auto`
+  has it.
 - A schedule ends with its run, so that a run has a loss to show at its end alone. Its steps, the
   horizon, are therefore part of the recipe: horizons on a ladder, each {FACTOR} of the one before,
   are trained from the first step until one reaches the loss and the next shorter one does not. The
@@ -53,7 +55,7 @@ def page(result: Answer) -> str:
         (
             "How many steps a recipe needs to reach one validation loss, beside AdamW with the same"
             " number of tuning trials. Made by `benchmarks/board.py` from"
-            f" `benchmarks/results/board.json`, {software(result)}."
+            " `benchmarks/results/board.json`."
         ),
     ]
     for name, task in result["tasks"].items():
@@ -62,10 +64,10 @@ def page(result: Answer) -> str:
     return "\n".join(lines) + "\n" + RULES
 
 
-def software(result: Answer) -> str:
-    """The versions and the machine of the JSON."""
-    versions = ", ".join(f"{package} {text}" for package, text in result["versions"].items())
-    return f"{versions}, on {result['machine']['cpu']}"
+def software(task: Answer) -> str:
+    """The device of a task and the versions that it ran with."""
+    versions = [f"{name} {text}" for name, text in task["machine"].items() if name != "device"]
+    return f"{task['machine']['device']} with {', '.join(versions)}"
 
 
 def _section(title: str, task: Answer) -> list[str]:
@@ -75,7 +77,7 @@ def _section(title: str, task: Answer) -> list[str]:
         "",
         (
             f"Steps to a validation loss of {task['target']} nats per token, median of"
-            f" {_seeds_text(rows)}."
+            f" {_seeds_text(rows)}, on {software(task)}."
         ),
         "",
         f"| {' | '.join(HEADER)} |",

@@ -1,32 +1,27 @@
 """Our side of train_gpu.py and train_tpu.py: a worker that trains workloads by the library's own
 step, or checks the device.
 
-Each line read is a command, each line written a JSON object: `resume`, `check NAME FSDP`, `load
-NAME BATCH FSDP` (sequences a device), then `compile [NAME=VALUE ...]`, `step` and `product`, and
-`quit`. Where memory ends the answer says so under "out_of_memory".
+Each line read is a command, each line written a JSON object: `resume`, `logits`, `decoding`, `check
+NAME FSDP`, `load NAME BATCH FSDP` (sequences a device), then `compile [NAME=VALUE ...]`, `step` and
+`product`, and `quit`. Where memory ends the answer says so under "out_of_memory".
 """
 
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jaxlib
-import numpy as np
+from device_checks import decoding_beside_the_forward_pass, logits_beside_the_cpu, resumes
 from jax_baseline import Trainer
-from steps import kernel_holds
-from workloads import ACCELERATOR_WORKLOADS, SMOKE_FIELDS, shrunk, with_sizes, words_file
+from steps import kernels_hold
+from workloads import ACCELERATOR_WORKLOADS, shrunk, with_sizes
 
 import jaxformer as jf
 from jaxformer.arrays.out_of_memory import is_out_of_memory
 from jaxformer.config.run import RunConfig
-
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-STEPS, BREAK = 10, 6  # of the run that is stopped and continued
 
 
 def compile_step(trainer: Trainer, options: dict[str, str]) -> str:
@@ -42,43 +37,6 @@ def compile_step(trainer: Trainer, options: dict[str, str]) -> str:
             trainer.advance = lowered.compile()
             return f"refused {options}: {str(error)[:200]}"
     return f"{options}" if options else "XLA's defaults"
-
-
-def resumes(smoke: bool) -> dict[str, Any]:
-    """Trains on the standard library's source twice, once stopped half-way and continued; how far
-    the two are apart."""
-    with tempfile.TemporaryDirectory(prefix="jaxformer-gpu-") as folder:
-        fields: dict[str, object] = {
-            "run.progress": "none",
-            "run.sample_tokens": 0,
-            "data.cache_dir": f"{folder}/data",
-            "optimizer.warmup_steps": 2,
-            "optimizer.decay_steps": STEPS,
-            "train.log_every": 1,
-        }
-        if smoke:
-            fields |= SMOKE_FIELDS | {"data.train": words_file(Path(folder))}
-        fields["data.validation_fraction"] = 0
-        common = [f"{name}={value}" for name, value in fields.items()]
-
-        def train(name: str, steps: int) -> Any:
-            config = [*common, f"run.dir={folder}/{name}", f"train.steps={steps}"]
-            return jf.train(jf.load_config(CONFIGS / "quickstart.py", config))
-
-        whole = train("whole", STEPS)
-        train("stopped", BREAK)
-        continued = train("stopped", STEPS)
-        losses = [
-            [line["loss"] for line in result.metrics if "loss" in line]
-            for result in (whole, continued)
-        ]
-        pairs = zip(jax.tree.leaves(whole.params), jax.tree.leaves(continued.params), strict=True)
-        gap = max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
-    return {
-        "losses": losses,
-        "bitwise": losses[0] == losses[1] and gap == 0,
-        "largest_parameter_gap": gap,
-    }
 
 
 class Commands:
@@ -99,8 +57,19 @@ class Commands:
     def resume(self) -> dict[str, Any]:
         return {"resume": resumes(self.smoke)}
 
+    def logits(self) -> dict[str, Any]:
+        return {"logits": logits_beside_the_cpu()}
+
+    def decoding(self) -> dict[str, Any]:
+        return {"decoding": decoding_beside_the_forward_pass()}
+
     def check(self, name: str, fsdp: str) -> dict[str, Any]:
-        return {"kernel": kernel_holds(self.run_of(name, 0, int(fsdp)))}
+        try:
+            return {"kernel": kernels_hold(self.run_of(name, 0, int(fsdp)))}
+        except RuntimeError as error:  # wrong, or refused by the compiler
+            if is_out_of_memory(error) or isinstance(error, jf.OutOfMemory):
+                raise
+            return {"kernel": f"FAILED: {error}"[:2000]}
 
     def load(self, name: str, batch: str, fsdp: str) -> dict[str, Any]:
         self.trainer = None  # whose memory is needed

@@ -78,6 +78,7 @@ def with_sizes(run: RunConfig, batch: int, microbatches: int) -> RunConfig:
 def _accelerator_workloads() -> dict[str, RunConfig]:
     gpt2 = _run(GPT2_124M, vocab=50_304, length=1024, batch=64)
     window = replace(TINY_LLAMA, window=1024)
+    experts = replace(load_config(CONFIGS / "olmoe_1b_7b.py").model, n_layers=4)
     found = {
         "gpt2_124m_gpu": gpt2,
         "llama_1b_gpu": _run(TINY_LLAMA, vocab=32_000, length=2048, batch=16),
@@ -86,6 +87,7 @@ def _accelerator_workloads() -> dict[str, RunConfig]:
         "t5_small_padded": _config("t5_small", batch=128),
         "llama_1b_window": _run(window, vocab=32_000, length=4096, batch=8),
         "llama_1b_8k": _run(TINY_LLAMA, vocab=32_000, length=8192, batch=4),
+        "olmoe_4_layers": _run(experts, vocab=50_304, length=2048, batch=8),
         "llama_1b_32k": _run(replace(TINY_LLAMA, remat="full"), 32_000, length=32_768, batch=1),
     }
     policies = choices(get_type_hints(ModelConfig, include_extras=True)["remat"])

@@ -33,8 +33,12 @@ def _origin(name: str, result: Result) -> str:
     used = ", ".join(f"{package} {number}" for package, number in versions.items())
     neighbours = result.get("neighbours", 0.0)
     shared = f" Other processes took {neighbours:.0%} of the CPU." if neighbours > 0.03 else ""
+    device = result.get("device", "")
+    if isinstance(device, dict):
+        device = device["device"]
+    where = f"an {device}" if device else f"{machine['cores']} cores of an {machine['cpu']}"
     return (
-        f"Measured on {result['date'][:10]} on {machine['cores']} cores of an {machine['cpu']}"
+        f"Measured on {result['date'][:10]} on {where}"
         f"{f' with {used}' if used else ''}; `benchmarks/results/{name}.json`.{shared}"
     )
 
@@ -102,6 +106,44 @@ def decode_cpu(result: Result) -> tuple[list[str], Iterable[list[str]]]:
     return header, (
         [name, f"{whole:.2f}", f"{first:.2f}", f"{rate:.1f}", f"{share['median']:.0%}"]
         for name, whole, first, rate, share in sides
+    )
+
+
+def train_gpu(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    """MFU counts all scores of attention, or those that are seen; the ceiling is the fastest large
+    product of all rows."""
+    header = ["workload", "library", "rows x tokens", "tokens/s", "10th to 90th", "MFU", "causal"]
+    header += ["of the ceiling", "memory"]
+    timed = [
+        (name, row) for name, rows in result["rows"].items() for row in rows if "seconds" in row
+    ]
+    ceiling = max(row["product_flops"] for _, row in timed)
+
+    def cells(name: str, row: Result) -> list[str]:
+        tokens, cuts = row["batch"] * row["length"], statistics.quantiles(row["seconds"], n=10)
+        flops = row["tokens_per_second"] * row["flops_per_token"]["full"]
+        shares = (row["mfu"], row["seen_mfu"], flops / ceiling)
+        rates = f"{tokens / cuts[-1]:,.0f} to {tokens / cuts[0]:,.0f}"
+        size = f"{row['batch']} x {row['length']:,}"
+        rate = f"{row['tokens_per_second']:,.0f}"
+        percent = [f"{share:.1%}" for share in shares]
+        return [name, row["with"], size, rate, rates, *percent, gigabytes(row["peak_bytes"])]
+
+    return header, (cells(name, row) for name, row in timed)
+
+
+def decode_gpu(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    header = ["weights", "rows", "bytes of the weights", "tokens/s", "limit", "of the limit"]
+    return header, (
+        [
+            row["kind"],
+            str(row["batch"]),
+            gigabytes(row["bytes"]),
+            f"{median(row['tokens_per_second']):,.0f}",
+            f"{median(row['limit_tokens_per_second']):,.0f}",
+            "{median:.0%} ({low:.0%} to {high:.0%})".format(**row["share_of_limit"]),
+        ]
+        for row in result["results"]
     )
 
 
@@ -195,6 +237,8 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], Iterable[list[str]]]]] = {
     "train_cpu": train_cpu,
     "train_cpu_peers": train_cpu_peers,
     "decode_cpu": decode_cpu,
+    "train_gpu_nvidia_h200": train_gpu,
+    "decode_gpu": decode_gpu,
     "tokens_training": tokens_training,
     "tokens_encoding": tokens_encoding,
     "tokens_loader": tokens_loader,

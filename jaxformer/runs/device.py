@@ -96,8 +96,9 @@ def with_proven_kernel(resolved: ResolvedRun, log: Log) -> ResolvedRun:
                     sentence = prove(resolved)
             except OutOfMemory:
                 raise
-            # Also what JAX (NotImplementedError) and the compiler (JaxRuntimeError) raise.
-            except RuntimeError as error:
+            # Also what JAX (NotImplementedError) and the compiler (JaxRuntimeError) raise, and what
+            # jaxlib makes of a search of the compiler that found nothing (IndexError).
+            except (RuntimeError, IndexError) as error:
                 if getattr(resolved.asked.model, setting) != "auto":
                     raise
                 reason = f"its check on this device failed: {str(error).splitlines()[0]}"

@@ -3,6 +3,8 @@ batches."""
 
 import argparse
 import importlib
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.models.cost import flops_per_token
 from jaxformer.runs.resolve import resolve_without_data
+from jaxformer.tools.plan.make import make_plan
+from jaxformer.tools.plan.planned import planned_run
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -100,3 +104,20 @@ def test_random_batches_have_the_arrays_of_real_ones(accelerator: ModuleType) ->
         assert (segments.min(), segments.max()) == ((0, 1) if padded else (1, 4))
         assert (np.diff(segments, axis=1) >= 0).all() != padded
         assert ((batch["weights"] > 0) == (segments > 0)).all()
+
+
+def test_the_memory_that_was_measured_is_within_a_tenth_of_the_plan(
+    accelerator: ModuleType,
+) -> None:
+    result = json.loads((FOLDER / "results/train_gpu_nvidia_h200.json").read_text(encoding="utf-8"))
+    compared = 0
+    for name, rows in result["rows"].items():
+        for row in rows:
+            if row["with"] != "jaxformer" or "peak_bytes" not in row:
+                continue
+            run = accelerator.with_sizes(accelerator.ACCELERATOR_WORKLOADS[name], row["batch"], 1)
+            run = replace(run, model=replace(run.model, dtype="bfloat16"))
+            planned = make_plan(planned_run(run, "h200", 1)).memory.peak
+            assert planned == pytest.approx(row["peak_bytes"], rel=0.1), name
+            compared += 1
+    assert compared == 7
