@@ -3,13 +3,13 @@ and a quarter or an eighth of the memory of float32 is read. The sums are those 
 rounding.
 
 XLA for GPUs makes one reduction of a product, in which the codes become numbers in registers (of
-NF4 where the inputs are adjacent, as `output_major_codes.py` has them), and XLA for TPUs reads int8
-codes in a product of matrices. XLA for CPUs makes a loop of each product: 13 to 19 billion codes a
-second on a core of an AMD EPYC with AVX-512 in int8, and 4 in NF4, whose values are looked up one
-by one; of float32 it reads 9 billion weights. After the first token GPT-2 124M writes 2.0 times as
-many tokens a second in int8 as in float32 and 0.85 times as many in NF4, SmolLM2-135M 1.6 and 0.66
-times (in turn, on two quiet cores). What else a token takes is the same for all: in SmolLM2-135M a
-third of the time of int8.
+NF4 where the inputs are adjacent, as `output_major_codes.py` has them; of int8 beside float32), and
+kernels of matrix products that read int8 codes where x has 16 bits, as XLA for TPUs does. XLA for
+CPUs makes a loop of each product: 13 to 19 billion codes a second on a core of an AMD EPYC with
+AVX-512 in int8, and 4 in NF4, whose values are looked up one by one; of float32 it reads 9 billion
+weights. After the first token GPT-2 124M writes 2.0 times as many tokens a second in int8 as in
+float32 and 0.85 times as many in NF4, SmolLM2-135M 1.6 and 0.66 times (in turn, on two quiet
+cores). What else a token takes is the same for all: in SmolLM2-135M a third of the time of int8.
 
 In the comments, R is the number of rows, I that of inputs and O that of outputs.
 """
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.arrays.params import contract
 from jaxformer.arrays.sharding import explicit_axes, platform
 
 # The most rows: each takes the conversion of the codes, which is most of the work, once more.
@@ -93,6 +94,11 @@ def looked_up(codes: jax.Array, values: np.ndarray) -> jax.Array:
 
 def int8_sums(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
     """x [R, I] times codes [*I, *O] and a scale for each output: float32 [R, O]."""
+    if platform() != "cpu" and x.dtype.itemsize == 2:
+        # The codes are exact in 16 bits, and XLA converts them inside the kernels of products.
+        matrix = codes.reshape(x.shape[1], -1).astype(x.dtype)
+        return contract("RI,IO->RO", x, matrix, dtype=jnp.float32) * scale.reshape(-1)
+    x = x.astype(jnp.float32)
     if platform() != "cpu":
         matrix = codes.reshape(x.shape[1], -1).astype(jnp.float32)
         return jnp.stack([(matrix * row[:, None]).sum(0) for row in x]) * scale.reshape(-1)
@@ -112,7 +118,8 @@ def int8_sums(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
 def nf4_sums(x: jax.Array, codes: jax.Array, maxima: jax.Array, values: np.ndarray) -> jax.Array:
     """x [R, I] times the values of codes uint8 [I O / 64, 32], two outputs in each, and the maximum
     of each block: float32 [R, O]."""
-    table, numbers = jnp.asarray(values), _written(x, SUMMED)  # two of [R, I / 16, 8]
+    numbers = _written(x.astype(jnp.float32), SUMMED)  # two of [R, I / 16, 8]
+    table = jnp.asarray(values)
     maxima = maxima.reshape(-1, 2, SUMMED, codes.size // x.shape[1] // NF4_BYTES, 1)
     halves = _halves(numbers, codes.reshape(x.shape[1], -1, NF4_BYTES))  # [I / 16, 8, O / 64, 32]
 

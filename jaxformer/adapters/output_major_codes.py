@@ -69,7 +69,8 @@ class OutputMajorNF4:
         """x [R, I] times the array as a matrix [I, O], float32."""
         codes = high_and_low(self.codes[:, :, None], axis=2)  # [O / 64, 32, 2, I]
         values = looked_up(codes, NF4_VALUES)
-        scales = (self.maxima[:, None, None] * row for row in x)  # R of [O / 64, 1, 1, I]
+        rows = x.astype(jnp.float32)
+        scales = (self.maxima[:, None, None] * row for row in rows)  # R of [O / 64, 1, 1, I]
         return jnp.stack([(values * scale).sum(-1).ravel() for scale in scales])
 
     def contract(

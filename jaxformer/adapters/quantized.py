@@ -297,7 +297,7 @@ def contract_codes(
 
 @jax.custom_jvp
 def _from_codes(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
-    return leaf.sums(x.astype(jnp.float32))
+    return leaf.sums(x)
 
 
 @_from_codes.defjvp
@@ -308,7 +308,7 @@ def _from_codes_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
     @jax.checkpoint
     def product(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
-        return x @ leaf.array().reshape(x.shape[1], -1)
+        return (x @ leaf.array().reshape(x.shape[1], -1)).astype(jnp.float32)
 
     return _from_codes(x, leaf), product(tangents[0], leaf)
 

@@ -62,6 +62,29 @@ def test_derivatives_are_those_of_the_product_with_the_array(kind):
         np.testing.assert_allclose(derivative(x, leaf), derivative(x, leaf.array()), atol=1e-4)
 
 
+@each_kind
+def test_derivatives_in_16_bits_have_the_dtype_of_the_sums(kind, accelerator):
+    leaf = leaf_of(kind, 32, 64).astype(jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (2, 32), jnp.bfloat16)
+
+    def total(x, w):
+        return jnp.sin(contract("BD,DF->BF", x, w).astype(jnp.float32)).sum()
+
+    found, expected = jax.grad(total)(x, leaf), jax.grad(total)(x, leaf.array())
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found, expected, rtol=0.1, atol=0.2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, MOST_ROWS])
+def test_a_gpu_multiplies_int8_codes_exactly_beside_16_bits(rows, monkeypatch):
+    monkeypatch.setattr(code_sums, "platform", lambda: "gpu")
+    leaf = leaf_of("int8", 32, 64).astype(jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (rows, 32), jnp.bfloat16)
+    found = contract("BD,DF->BF", x, leaf, dtype=jnp.float32)
+    exact = np.asarray(x, np.float64) @ (np.float64(leaf.codes) * np.float64(leaf.scale))
+    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
+
+
 @pytest.fixture(params=["gpu", "tpu"])
 def accelerator(request, monkeypatch):
     """The products of an accelerator, made by this CPU."""

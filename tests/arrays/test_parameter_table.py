@@ -11,6 +11,7 @@ from families import SIZES, alone
 from optax.contrib import MuonDimensionNumbers
 
 import jaxformer as jf
+from jaxformer.arrays import params
 from jaxformer.arrays.params import contract, rows
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.models.cost import flops_per_token
@@ -39,6 +40,36 @@ def test_contract_is_the_einsum_of_its_equation(equation, x, w):
     a, b = (RNG.standard_normal(shape).astype(np.float32) for shape in (x, w))
     found = contract(equation, jnp.array(a), jnp.array(b))
     np.testing.assert_allclose(found, np.einsum(equation, a, b), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "equation, x, w",
+    [
+        ("BTD,DNH->BTNH", (1, 1, 8), (8, 4, 5)),
+        ("BTNH,NHD->BTD", (1, 1, 4, 5), (4, 5, 8)),
+        ("BD,VD->BV", (1, 8), (5, 8)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_gpu_multiplies_one_row_as_two(equation, x, w, dtype, monkeypatch):
+    a, b = (RNG.standard_normal(shape).astype(np.float32) for shape in (x, w))
+    a, b = jnp.array(a, jnp.bfloat16), jnp.array(b, jnp.bfloat16)
+
+    def product(a, b):
+        return contract(equation, a, b, dtype=dtype)
+
+    expected, of_cpu = product(a, b), str(jax.make_jaxpr(product)(a, b))
+    monkeypatch.setattr(params, "platform", lambda: "gpu")
+    of_gpu = str(jax.make_jaxpr(lambda *args: product(*args))(a, b))
+    assert "optimization_barrier" in of_gpu and "optimization_barrier" not in of_cpu
+    found, grads = jax.value_and_grad(lambda *args: product(*args).sum(), (0, 1))(a, b)
+    of_rounding = {"rtol": 1e-5 if dtype else 1e-2, "atol": 1e-5 if dtype else 1e-2}
+    np.testing.assert_allclose(product(a, b), expected, **of_rounding)
+    np.testing.assert_allclose(found, expected.sum(), **of_rounding)
+    monkeypatch.undo()
+    expected = jax.grad(lambda *args: product(*args).sum(), (0, 1))(a, b)
+    for one, other in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,31 @@ def test_a_step_on_tpus_gathers_weights_whole_and_casts_them_in_the_loop(tmp_pat
     assert "f32[3,512,5632]" in text and "bf16[3,512,5632]" not in text
 
 
+TOKEN = """
+import json, sys
+sys.path.insert(0, "benchmarks")
+import jax
+from compiled_decoding import make_mesh, measure, model, parse_target
+mesh = make_mesh(devices=parse_target("h100:1x1").devices()[:1])
+with jax.set_mesh(mesh):
+    print(json.dumps([measure(model(False), mesh, kind) for kind in ("bfloat16", "int8")]))
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1200)
+def test_a_token_of_one_row_on_a_gpu_moves_little_more_than_its_weights() -> None:
+    """XLA would write an array for the product of one row with some of the matrices."""
+    try:
+        require_compiler("gpu")
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+    command = [sys.executable, "-c", TOKEN]
+    done = subprocess.run(command, cwd=CONFIGS.parent, capture_output=True, text=True, check=True)
+    for answer in json.loads(done.stdout):
+        assert answer["bytes_per_token"] < 1.06 * answer["block_bytes"], answer
+
+
 EXPERT_PRODUCTS = """
 import json, sys
 sys.path.insert(0, "benchmarks")
