@@ -95,6 +95,7 @@ RECIPES = {
     "normuon": Recipe(6e-3, {"optimizer.name": "normuon"}),
     # A vocabulary of 4,096 is longer than the side, so that the embedding has one factor.
     "soap": Recipe(3e-3, {"optimizer.name": "soap", "optimizer.soap_max_side": 1024}),
+    "sophia": Recipe(1e-3, {"optimizer.name": "sophia"}),
     "lion": Recipe(4e-4, {"optimizer.name": "lion"}),
     "adamw, b2 0.99": Recipe(2e-3, {"optimizer.name": "adamw", "optimizer.b2": 0.99}),
     "adamw, cautious": Recipe(2e-3, {"optimizer.name": "adamw", "optimizer.cautious": True}),

@@ -218,19 +218,6 @@ def test_the_step_of_a_config_compiles(name: str, target: str) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(1200)
-def test_a_deterministic_step_compiles_for_a_gpu() -> None:
-    """With the first of its flags alone jax 0.11 and 0.12 do not compile it."""
-    try:
-        require_compiler("gpu")
-    except ConfigError as missing:
-        pytest.skip(str(missing))
-    changes = ["train.deterministic=True", "model.n_layers=1", "train.batch_size=8"]
-    found = compiled_report(jf.load_config(CONFIGS / "gpt2_124m.py", changes), "h100:1x1")
-    assert found.counts is not None and found.fits, found.lines()
-
-
-@pytest.mark.compile
 @pytest.mark.timeout(3600)
 def test_a_step_on_tpus_gathers_weights_whole_and_casts_them_in_the_loop(tmp_path: Path) -> None:
     """Without the option of the table the pieces of a weight are passed on during its product; and

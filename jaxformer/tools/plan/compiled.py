@@ -33,7 +33,7 @@ from jaxformer.tools.plan.memory import capacity_of
 from jaxformer.tools.plan.planned import tree_bytes
 from jaxformer.tools.plan.targets import Target, cudnn_of, parse_target, require_compiler
 from jaxformer.training.compiler_options import option_lines
-from jaxformer.training.deterministic import FLAGS
+from jaxformer.training.deterministic import FLAG
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Of the process that compiles: no device, the compiler's defaults and warnings, and no program from
@@ -83,7 +83,7 @@ def compiled_report(
     command = [sys.executable, "-m", "jaxformer.tools.plan.compiled"]
     environment = os.environ | ENVIRONMENT
     if run.train.deterministic:
-        environment["XLA_FLAGS"] = " ".join(FLAGS)
+        environment["XLA_FLAGS"] = FLAG
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
