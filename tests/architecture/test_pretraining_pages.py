@@ -1,4 +1,4 @@
-"""The pages of what pre-training is worth: made of their JSON, with an interval on one side of 0."""
+"""The pages of what pre-training is worth are made of their JSON; its intervals exclude 0."""
 
 import importlib
 import json
