@@ -42,8 +42,8 @@ The rules, the same for each row:
   all seeds with a probability of 94 %, whatever their distribution (order statistics: David and
   Nagaraja, Order Statistics, 2003, section 7.1; `benchmarks/intervals.py`).
 - A row is called faster or slower only if its interval of steps lies apart from AdamW's.
-- The time of a step is measured by itself, in turn with the other rows, and seconds are the median
-  steps times that: these runs share the machine with other work.
+- The time of a step is the mean of twenty on one core, in turn with the other rows, and seconds are
+  the median steps times that: the runs themselves share the machine with other work.
 """
 
 
