@@ -248,9 +248,12 @@ def checked(platform: str, options: argparse.Namespace) -> Answer:
 
 
 def checked_kernels(name: str, options: argparse.Namespace) -> str:
-    """Which kernels serve a workload, and their errors, printed too."""
+    """Which kernels serve a workload, and their errors, printed too. Raises RuntimeError where one
+    is wrong or refused."""
     with jax_worker(options) as worker:
         answer = worker.ask(f"check {name} {options.fsdp}")
+    if "failed" in answer:
+        raise RuntimeError(answer["failed"])
     found = str(answer.get("kernel", "unchecked: out of memory"))
     print(f"{name}: attention {found}", flush=True)
     return found
@@ -260,7 +263,7 @@ def run_benchmark(
     platform: str, sides_of: Callable[[str], dict[str, Side]], options: argparse.Namespace
 ) -> int:
     """The whole benchmark, with the sides of each workload by name; the exit status, 1 if a row
-    failed."""
+    failed or a check of the device did."""
     device = checked(platform, options)
     kind = re.sub(r"[^a-z0-9]+", "_", device["device"].lower()).strip("_")
     part = "" if options.part == "all" else f"_{options.part}"
@@ -290,4 +293,8 @@ def run_benchmark(
     if options.worker is not None:
         options.worker.close()
         save(path, {}, smoke=True)
-    return 1 if failed else 0
+    checks = {name: device[name] for name in ("logits", "decoding") if name in device}
+    wrong = [name for name, found in checks.items() if not found["right"]]
+    if wrong:
+        print(f"NOT right on this device: {', '.join(wrong)}.")
+    return 1 if failed or wrong else 0

@@ -69,7 +69,7 @@ class Commands:
         except RuntimeError as error:  # wrong, or refused by the compiler
             if is_out_of_memory(error) or isinstance(error, jf.OutOfMemory):
                 raise
-            return {"kernel": f"FAILED: {error}"[:2000]}
+            return {"failed": f"{error}"[:2000]}
 
     def load(self, name: str, batch: str, fsdp: str) -> dict[str, Any]:
         self.trainer = None  # whose memory is needed
