@@ -7,8 +7,8 @@ NF4 where the inputs are adjacent, as `output_major_codes.py` has them; of int8 
 kernels of matrix products that read int8 codes where x has 16 bits, as XLA for TPUs does. XLA for
 CPUs makes a loop of each product: 13 to 19 billion codes a second on a core of an AMD EPYC with
 AVX-512 in int8, and 4 in NF4, whose values are looked up one by one; of float32 it reads 9 billion
-weights. After the first token GPT-2 124M writes 2.0 times as many tokens a second in int8 as in
-float32 and 0.85 times as many in NF4, SmolLM2-135M 1.6 and 0.66 times (in turn, on two quiet
+weights. After the first token GPT-2 124M writes 2.4 times as many tokens a second in int8 as in
+float32 and 0.92 times as many in NF4, SmolLM2-135M 1.9 and 0.85 times (in turn, on two quiet
 cores). What else a token takes is the same for all: in SmolLM2-135M a third of the time of int8.
 
 In the comments, R is the number of rows, I that of inputs and O that of outputs.
