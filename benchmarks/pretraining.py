@@ -77,7 +77,9 @@ ROWS = {
         title="A T5, pre-trained and from scratch",
         sentences="""Pre-training is span corruption of Python source. The task is one from text to
 text: the source of a function, cut to 64 tokens, without its name, to that name. A loss is in nats
-for each token of the names.""",
+for each token of the names. The settings are a second choice: with 3,000 steps of pre-training by
+AdamW, 200 of the task and rates of 0.001 to 0.004 the difference was -0.0365 (-0.0522 to
+-0.0230).""",
         config="t5_tiny.py",
         task_config="t5_tiny.py",
         pretraining={
@@ -102,7 +104,9 @@ for each token of the names.""",
         title="A BERT, pre-trained and from scratch",
         sentences="""Pre-training hides tokens of Python source and asks whether a piece follows
 another. The task is to say of which of twelve packages of the standard library a piece of code is,
-from its first 64 tokens. A loss is in nats for each piece.""",
+from its first 64 tokens. A loss is in nats for each piece. The settings are a second choice: with
+3,000 steps of pre-training, 200 of the task and rates of 0.0003 to 0.003 the difference was -0.0822
+(-0.1882 to -0.0407).""",
         config="bert_tiny.py",
         task_config="bert_tiny.py:scratch",
         pretraining={"data.sequence_length": 64, "train.batch_size": 16},
@@ -230,7 +234,9 @@ def table_rows(experiment: Experiment) -> list[list[str]]:
         runs = experiment.runs_of(variant)
         accuracies = [run["accuracy"] for run in runs if "accuracy" in run]
         loss = loss_text(median(experiment.losses_of(variant)))
-        cells = [variant.title, f"{experiment.best_rate(variant):g}", loss]
+        rate, rates = experiment.best_rate(variant), experiment.result["rates"]
+        at_the_edge = " (the edge of its trials)" if rate in (min(rates), max(rates)) else ""
+        cells = [variant.title, f"{rate:g}{at_the_edge}", loss]
         cells.append(f"{median(accuracies):.1%}" if accuracies else "")
         difference = experiment.difference(variant, scratch)
         compared = [interval_text(difference), verdict(difference)]

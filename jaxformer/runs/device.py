@@ -96,8 +96,8 @@ def with_proven_kernel(resolved: ResolvedRun, log: Log) -> ResolvedRun:
                     sentence = prove(resolved)
             except OutOfMemory:
                 raise
-            # Also what JAX (NotImplementedError) and the compiler (JaxRuntimeError) raise, and what
-            # jaxlib makes of a search of the compiler that found nothing (IndexError).
+            # Also what JAX (NotImplementedError) and the compiler (JaxRuntimeError) raise, and an
+            # IndexError, with which XLA of jax 0.11.2 ended a deterministic run on an H200.
             except (RuntimeError, IndexError) as error:
                 if getattr(resolved.asked.model, setting) != "auto":
                     raise

@@ -1,9 +1,9 @@
 """train.deterministic: bitwise equal results of the same program on a GPU, as on other devices.
 
 Without it an H200 with jax 0.11.2 gave ten steps, stopped and continued, the losses of ten steps
-and parameters up to 3e-5 apart. With it XLA ended that run with an IndexError ("raw_hash_map"), in
-a place that is not known; jax 0.10.2 compiles deterministic steps for an H100 that is not there,
-and the compilers of jax 0.11 and 0.12 choose the kernels of their products on the device alone.
+and parameters up to 3.4e-5 apart. With its flag in XLA_FLAGS that run ended with an IndexError of
+XLA ("raw_hash_map"), in a place that is not known. jax 0.10.2 compiles deterministic steps for an
+H100 that is not there; 0.11 and 0.12 refuse to without the device.
 """
 
 import os
