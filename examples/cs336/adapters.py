@@ -143,7 +143,7 @@ def rotated(d_model: int, heads: int, length: int, theta: float, **more: Any) ->
     )
 
 
-def run_multihead_self_attention_with_rope(  # noqa: PLR0913
+def run_multihead_self_attention_with_rope(
     d_model: int,
     num_heads: int,
     max_seq_len: int,
@@ -186,7 +186,7 @@ def run_transformer_block(
     return tensor(jf.transformer_block(params, config, array(in_features)))
 
 
-def run_transformer_lm(  # noqa: PLR0913
+def run_transformer_lm(
     vocab_size: int,
     context_length: int,
     d_model: int,

@@ -1,16 +1,13 @@
-"""Bounds on the architecture: sizes of functions and files, imports; and what the documentation
-names exists."""
+"""What imports what, and that what the documentation names exists."""
 
 import ast
 import json
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
-from figures import FIT, FORWARD
 
 from jaxformer.config.model import ModelConfig
 
@@ -98,9 +95,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
+def test_the_readme_begins_with_the_two_commands() -> None:
     lines = PAGES[0].read_text().splitlines()
-    assert len(lines) < 150
     first_screen = "\n".join(lines[:40])
     assert "pip install -e . && python train.py configs/quickstart.py" in first_screen
     assert 'pip install -e ".[test]" && pytest' in first_screen
@@ -185,43 +181,19 @@ def test_the_python_that_a_page_shows_is_python(page: Path) -> None:
         compile(block, str(page), "exec")
 
 
-def reach_after(code: str) -> int:
-    """Lines of the package's own files that were imported when the code has run."""
-    where = (
-        "sorted(m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'jaxformer')"
-    )
-    line = f"{code}\nimport sys, json\nprint(json.dumps({where}))"
-    out = subprocess.check_output([sys.executable, "-c", line], cwd=ROOT, text=True)
-    return sum(
-        len(Path(file).read_text().splitlines()) for file in json.loads(out.splitlines()[-1])
-    )
-
-
-TRAIN = """
-from jaxformer.cli import train
-from jaxformer.config.config_file import read_config
-from jaxformer.runs.config import parse_arguments
-parse_arguments(read_config("configs/quickstart.py"), [], "train.py")
-import jaxformer.runs.train_run
-"""
-
-
-def test_the_reach_of_the_loop_and_of_the_forward_pass_is_bounded() -> None:
-    """What a reader of either has to know, counted in lines after it has really run."""
-    assert reach_after(FIT) < 4_250
-    assert reach_after(FORWARD) < 6_550
-
-
 def test_training_starts_without_what_only_its_end_or_other_commands_need() -> None:
-    seen = modules_after(TRAIN.strip())
+    seen = modules_after(
+        "from jaxformer.cli import train; from jaxformer.config.config_file import read_config; "
+        "from jaxformer.runs.config import parse_arguments; "
+        "parse_arguments(read_config('configs/quickstart.py'), [], 'train.py'); "
+        "import jaxformer.runs.train_run"
+    )
     later = (
         *("generation", "interop", "tools", "adapters.lora", "adapters.quantized", "runs.loading"),
         *("report.plot", "runs.closing", "runs.init_from", "data.preparing"),
         *("training.profile", "training.trace"),
     )
     assert not {name for name in seen if name.startswith(tuple(f"jaxformer.{n}" for n in later))}
-    # Own imports stand at the top of their files, so what reads other data counts too.
-    assert reach_after(TRAIN) < 27_200
 
 
 def test_loading_a_run_imports_neither_optimizers_nor_the_training_package(tmp_path: Path) -> None:
@@ -278,32 +250,6 @@ def test_every_module_can_be_imported_under_its_own_name() -> None:
         ]
         if parts[-1] != "__main__":
             importlib.import_module(".".join(parts))
-
-
-def test_the_contract_orders_the_files_of_every_folder() -> None:
-    """Imports go down from folder to folder and, in each folder, from file to file, those inside
-    functions included, and no file is left out."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    layers = [entry for entry in settings["contracts"] if entry["type"] == "layers"]
-    assert all(entry["exhaustive"] and not entry.get("ignore_imports") for entry in layers)
-    ordered = [container for entry in layers for container in entry["containers"]]
-    folders = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for path in FILES
-        if path.name == "__init__.py" and len(list(path.parent.iterdir())) > 2
-    }
-    assert sorted(ordered) == sorted(folders)
-    scope = "for the folders of `jaxformer/` and for the files inside each of them."
-    for page in ("README.md", "docs/explanation/design.md"):
-        assert scope in " ".join((ROOT / page).read_text().split()), page
-
-
-def test_the_first_screen_of_the_package_is_short() -> None:
-    """At most 20 entries, and no loose file but these; the type stub is `__init__.py`'s."""
-    entries = {path.name for path in (ROOT / "jaxformer").iterdir()} - {"__pycache__"}
-    loose = {name for name in entries if "." in name}
-    assert loose == {"__init__.py", "__init__.pyi", "__main__.py"}
-    assert len(entries - {"__init__.pyi"}) <= 20
 
 
 def test_the_tests_have_the_folders_of_the_package() -> None:

@@ -1,7 +1,6 @@
-"""The examples run as they stand, in few lines, and the page of plain JAX computes what the library
+"""The examples run as they stand, and the page of plain JAX computes what the library
 does."""
 
-import ast
 import importlib.util
 import json
 import os
@@ -13,22 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from figures import code_lines, docstring_lines
-from package_source import Module
 
 import jaxformer as jf
 from jaxformer.config.config_file import read_config
 from jaxformer.layers.positions import FREQUENCIES
 
 FOLDER = Path(__file__).parents[2] / "examples"
-
-
-def length_of(path: Path) -> int:
-    """Lines of code, without docstrings."""
-    file = Module(path.stem, path)
-    texts = [node for node in ast.walk(file.tree) if isinstance(node, ast.Module | ast.ClassDef)]
-    docstrings = set().union(*map(docstring_lines, [*texts, *file.functions]))
-    return len(code_lines(file) - docstrings)
 
 
 def example(name):
@@ -40,10 +29,9 @@ def example(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, most", [("own_loss", 40), ("own_model", 40)])
-def test_an_example_is_short_trains_and_is_resumed_bitwise(name, most, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["own_loss", "own_model"])
+def test_an_example_trains_and_is_resumed_bitwise(name, tmp_path, monkeypatch):
     module = example(name)
-    assert length_of(FOLDER / f"{name}.py") < most
     whole = module.main(str(tmp_path / "whole"))
     fit = jf.fit
 
@@ -60,7 +48,6 @@ def test_an_example_is_short_trains_and_is_resumed_bitwise(name, most, tmp_path,
 
 def test_one_page_of_plain_jax_equals_the_library():
     page = example("one_page")
-    assert len((FOLDER / "one_page.py").read_text().splitlines()) <= 150
     params = jf.init(page.CONFIG, jax.random.key(1))
     params = jax.tree.map(
         lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
@@ -228,7 +215,6 @@ def test_the_answers_of_haystacks_are_what_their_needles_state():
 @pytest.mark.slow
 def test_each_scaling_of_rope_finds_needles_far_beyond_the_trained_length():
     page = example("long_context")
-    assert length_of(FOLDER / "long_context.py") < 90
     accuracies = page.main()
     trained, _, beyond = accuracies.pop("none")
     # Seeds 0 to 2 have 0.98 to 1.00 and 0.29 to 0.37, and with a scaling 0.80 to 1.00.
