@@ -1,9 +1,5 @@
 """The adapter_config.json of Hugging Face's peft (LoRA, arXiv:2106.09685): which modules it adapts,
-with which rank and scale, and over which model.
-
-Its regular expressions are a stranger's, and may take longer than anybody waits: they are fitted in
-a process of its own (`BoundedProcess`).
-"""
+with which rank and scale, and over which model."""
 
 import json
 import math
@@ -11,9 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from jaxformer.cluster.bounded import BoundedProcess, OutOfBounds
+import regex
+
 from jaxformer.files import ConfigError, located, read_object
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -43,8 +40,8 @@ EXPRESSIONS = {
     "target_modules": "{}",
     "exclude_modules": "{}",
 }
-TO_THE_END = ("target_modules", "exclude_modules")  # which have to fit the whole name of a module
-FITTING_SECONDS = 10.0  # of a core, for all expressions of a file
+WHOLE_NAME = ("target_modules", "exclude_modules")  # which have to fit the whole name of a module
+MATCH_SECONDS = 1.0  # for one expression and one name; those of a stranger may never end
 WRITTEN_SHOWN = 80  # characters of an expression in a message
 
 Number = TypeVar("Number", int, float)
@@ -76,24 +73,6 @@ class PeftSettings:
     layers: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
 
-    def of_modules(self, modules: Sequence[str]) -> "ModuleSettings":
-        """What the settings say of these modules, to which their regular expressions are fitted.
-        Raises ConfigError for one that is none, or that takes too long."""
-        written = {
-            "rank_pattern": self.ranks,
-            "alpha_pattern": self.alphas,
-            "target_modules": [self.targets] if not self.all_linear else [],
-            "exclude_modules": [self.excluded],
-            "layers_pattern": self.layers_pattern,
-        }
-        expressions = [
-            Expression(key, text)
-            for key, texts in written.items()
-            for text in texts
-            if isinstance(text, str)
-        ]
-        return ModuleSettings(self, _fits(expressions, modules, self.path))
-
     @property
     def all_linear(self) -> bool:
         return isinstance(self.targets, str) and self.targets.lower() == "all-linear"
@@ -108,135 +87,81 @@ class PeftSettings:
         around = [".".join(names[:count]) for count in range(1, len(names) + 1)]
         return any(name.endswith(saved) for name in around for saved in self.saved)
 
-
-class Expression(NamedTuple):
-    """A regular expression of a file: the key that holds it, and what stands there."""
-
-    key: str
-    written: str
-
-    @property
-    def shown(self) -> str:
-        """What stands there, for a message."""
-        cut = self.written[:WRITTEN_SHOWN]
-        return repr(cut if cut == self.written else f"{cut}...")
-
-
-# The groups of each (expression, name of a module) that fits.
-Fits = Mapping[tuple[Expression, str], Sequence[str | None]]
-
-
-def _fits(expressions: Sequence[Expression], names: Sequence[str], path: Path) -> Fits:
-    """The expressions that fit names. Raises ConfigError for what is no regular expression, and
-    where all of them together take too long or too much memory."""
-    if not expressions:
-        return {}
-    process = BoundedProcess(__name__, "_answer", FITTING_SECONDS)
-    try:
-        answer = process.ask([expressions, names])
-    except OutOfBounds as error:
-        keys = dict.fromkeys(expression.key for expression in expressions)
-        texts = ", ".join(expression.shown for expression in expressions)
-        raise ConfigError(
-            f"{path}: fitting the regular expressions of {', '.join(keys)} to the names of the"
-            f" modules {error}: {texts[:300]}. Write the names of the modules there."
-        ) from None
-    finally:
-        process.close()
-    if "wrong" in answer:
-        wrong = expressions[answer["wrong"]]
-        raise ConfigError(
-            f"{path}: {wrong.key}: {wrong.shown} is no regular expression ({answer['reason']})."
-        )
-    return {(expressions[at], name): groups for at, name, groups in answer["fits"]}
-
-
-def _answer(question: tuple[list[tuple[str, str]], list[str]]) -> dict[str, Any]:
-    """The answer of the process: (index of an expression, name, groups) of each pair that fits, or
-    the index of one that is no expression."""
-    expressions, names = question
-    fitting = []
-    for at, (key, written) in enumerate(expressions):
-        try:
-            compiled = re.compile(EXPRESSIONS[key].format(written))
-        except RecursionError:
-            return {"wrong": at, "reason": "it is nested too deeply"}
-        except (re.error, OverflowError) as error:
-            return {"wrong": at, "reason": str(error)}
-        fit = compiled.fullmatch if key in TO_THE_END else compiled.match
-        for name in names:
-            if match := fit(name):
-                fitting.append((at, name, match.groups()))
-    return {"fits": fitting}
-
-
-@dataclass(frozen=True)
-class ModuleSettings:
-    """What settings say of single modules, to whose names their expressions are fitted."""
-
-    settings: PeftSettings
-    fitting: Fits
-
     def rank_of(self, module: str) -> int:
-        return self._value("rank_pattern", self.settings.ranks, module, self.settings.rank)
+        return self._value("rank_pattern", self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """alpha / rank, or alpha / sqrt(rank) where it is rank-stabilized (arXiv:2312.03732)."""
-        settings, rank = self.settings, self.rank_of(module)
-        alpha = self._value("alpha_pattern", settings.alphas, module, settings.alpha)
-        return alpha / (math.sqrt(rank) if settings.rslora else rank)
+        rank = self.rank_of(module)
+        alpha = self._value("alpha_pattern", self.alphas, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def is_target(self, module: str, in_all_linear: bool) -> bool | None:
         """Whether the config names a module to be adapted; None where it names none at all.
 
         `in_all_linear`: whether it is a linear layer and not the output layer, as "all-linear".
         """
-        settings = self.settings
-        if settings.targets is None:
+        if self.targets is None:
             return None
-        if settings.is_saved(module) or self._fits("exclude_modules", settings.excluded, module):
+        if self.is_saved(module) or self._fits("exclude_modules", self.excluded, module):
             return False
-        if settings.all_linear:
+        if self.all_linear:
             return in_all_linear
-        fits = self._fits("target_modules", settings.targets, module)
+        fits = self._fits("target_modules", self.targets, module)
         # layers_to_transform selects among modules by the ends of their names.
-        exact = isinstance(settings.targets, str) or module in settings.targets
+        exact = isinstance(self.targets, str) or module in self.targets
         return fits and (exact or self._is_layer(module))
 
     def _fits(self, key: str, names: str | Sequence[str], module: str) -> bool:
         """Whether an expression fits a module, or one of several names is the module or its end
         from a dot on."""
         if isinstance(names, str):
-            return (Expression(key, names), module) in self.fitting
+            return self._match(key, names, module) is not None
         return any(f".{module}".endswith(f".{name}") for name in names)
 
     def _is_layer(self, module: str) -> bool:
         """Whether a module is in one of layers_to_transform: its first number is that of its
         layer. Raises ConfigError for a layers_pattern whose own group takes the number's place."""
-        settings = self.settings
-        if not settings.layers:
+        if not self.layers:
             return True
-        if not settings.layers_pattern:
+        if not self.layers_pattern:
             match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
-            return match is not None and int(match[1]) in settings.layers
-        expressions = [Expression("layers_pattern", name) for name in settings.layers_pattern]
-        fitting = (self.fitting.get((expression, module)) for expression in expressions)
-        number = next((groups[0] for groups in fitting if groups), "")
+            return match is not None and int(match[1]) in self.layers
+        matches = (self._match("layers_pattern", name, module) for name in self.layers_pattern)
+        number = next((match[1] for match in matches if match), "")
         if number is None or not re.fullmatch(r"\d*", number):
             raise ConfigError(
-                f"{settings.path}: layers_pattern={[*settings.layers_pattern]} has a group (...):"
+                f"{self.path}: layers_pattern={[*self.layers_pattern]} has a group (...):"
                 " write it as (?:...)."
             )
-        return bool(number) and int(number) in settings.layers
+        return bool(number) and int(number) in self.layers
 
     def _value(
         self, key: str, values: Mapping[str, Number], module: str, default: Number
     ) -> Number:
         """The value of the first expression that fits a module, the default where none does."""
         for name, value in values.items():
-            if (Expression(key, name), module) in self.fitting:
+            if self._match(key, name, module):
                 return value
         return default
+
+    def _match(self, key: str, written: str, module: str) -> Any:
+        """The match of the expression that stands at a key and the name of a module, or None."""
+        cut = written[:WRITTEN_SHOWN]
+        shown = repr(cut if cut == written else f"{cut}...")
+        try:
+            compiled = regex.compile(EXPRESSIONS[key].format(written))
+            fit = compiled.fullmatch if key in WHOLE_NAME else compiled.match
+            return fit(module, timeout=MATCH_SECONDS)
+        except (regex.error, RecursionError, OverflowError) as error:
+            raise ConfigError(
+                f"{self.path}: {key}: {shown} is no regular expression ({error})."
+            ) from None
+        except (TimeoutError, MemoryError):
+            raise ConfigError(
+                f"{self.path}: {key}: {shown} takes more than {MATCH_SECONDS:g} s or all memory to"
+                f" fit to {module}: write the names of the modules there."
+            ) from None
 
 
 def read_settings(directory: Path) -> PeftSettings:

@@ -31,7 +31,6 @@ from jaxformer.interop.peft_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     TASKS_WITH_HEAD,
-    ModuleSettings,
     PeftSettings,
     read_settings,
 )
@@ -136,12 +135,12 @@ def _fitted_modules(
         problems.append(f"{module}: {_why_not_in_model(module, layout)}")
     names = {name: module for name, module in names.items() if module not in of_parameters.values()}
     peft_names = _peft_names(layout, names)
-    of_modules, modules = stored.settings.of_modules([*peft_names.values()]), []
+    modules = []
     for name, tensor in layout.modules.items():
         module = peft_names[name]
         is_output = tensor.paths == ("head.weight",) and tensor.specs[0].axes[0] == "vocab"
         is_linear = not (tensor.specs[0].lookup or is_output or is_routed(tensor))
-        is_target = of_modules.is_target(module, in_all_linear=is_linear)
+        is_target = stored.settings.is_target(module, in_all_linear=is_linear)
         if name not in names:
             if is_target and not is_routed(tensor):
                 problems.append(
@@ -155,7 +154,7 @@ def _fitted_modules(
             unties = any(copy.unties and copy.of == tensor.name for copy in layout.copies)
             problems.append(f"{module}: {obstacle}: {UNTIE if unties else ADAPT_OTHERS}")
         else:
-            modules.append(_adapted_module(of_modules, stored, module, tensor, problems))
+            modules.append(_adapted_module(stored, module, tensor, problems))
     return modules
 
 
@@ -183,11 +182,8 @@ def _fitted_parameters(
             )
     if names and settings.dropout:
         problems.append(f"lora_dropout={settings.dropout} with target_parameters, as never in peft")
-    of_modules = settings.of_modules([*names])
     return [
-        _adapted_module(
-            of_modules, stored, module, layout.parameters[parameter], problems, parameter
-        )
+        _adapted_module(stored, module, layout.parameters[parameter], problems, parameter)
         for parameter, module in names.items()
     ]
 
@@ -219,17 +215,13 @@ def _why_not_in_model(module: str, layout: Layout) -> str:
 
 
 def _adapted_module(
-    settings: ModuleSettings,
-    stored: StoredAdapter,
-    module: str,
-    tensor: Tensor,
-    problems: list[str],
-    parameter: str = "",
+    stored: StoredAdapter, module: str, tensor: Tensor, problems: list[str], parameter: str = ""
 ) -> AdaptedModule:
     """The adapter of one module, or of a parameter of it; what is missing or of another shape is
     added to `problems`."""
     name_in_config = parameter or module
-    rank, ends = settings.rank_of(name_in_config), matrix_names(tensor)
+    rank = stored.settings.rank_of(name_in_config)
+    ends = matrix_names(tensor)
     names = [stored.matrices.get((module, end), "") for end in ends]
     for end, name, shape in zip(ends, names, matrix_shapes(tensor, rank), strict=True):
         if not name:
@@ -239,7 +231,9 @@ def _adapted_module(
                 f"{name}: {list(stored.shape(name))} in the file, and this model with rank {rank}"
                 f" ({ADAPTER_CONFIG}) has {list(shape)}"
             )
-    return AdaptedModule(tensor, (names[0], names[1]), rank, settings.scale_of(name_in_config))
+    return AdaptedModule(
+        tensor, (names[0], names[1]), rank, stored.settings.scale_of(name_in_config)
+    )
 
 
 def _fitted_saved(stored: StoredAdapter, layout: Layout, problems: list[str]) -> list[SavedTensor]:

@@ -1,10 +1,5 @@
 """Bounds on an untrusted tokenizer.json: it must neither make a text many times longer, nor take
-more than a moment to split a short one.
-
-The growth follows from the file. Whether its regular expressions end is tried in a process of its
-own with bounds: those of the tokenizers library give up a match after ten million steps, with a
-panic, but a text has as many matches as characters.
-"""
+more than a moment to split a short one."""
 
 import math
 import re
@@ -19,8 +14,7 @@ from jaxformer.files import ConfigError
 from jaxformer.tokenizer.pieces import ANY_CHARACTER, without_panic
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
-MOST_GROWTH = 1000.0  # characters that a normalizer or decoder may make of one
-FORM_GROWTH = 18.0  # of Unicode's forms NFKC and NFKD, by U+FDFA
+MOST_GROWTH = 1000  # characters that the replacements of a stage may make of one
 TRIAL_SECONDS = 10.0  # of a core
 TRIAL_MEMORY = 8 << 30  # bytes of address space
 TRIAL_LENGTH = 1000  # characters of each text of the trial
@@ -31,70 +25,50 @@ def check_bounds(spec: dict[str, Any], file: Path) -> None:
     """Raises ConfigError for a tokenizer.json that makes a text too long, or splits it too
     slowly."""
     for stage in ("normalizer", "decoder"):
-        growth = _growth(spec.get(stage))
+        # The content of each Replace may stand in place of one character.
+        growth = math.prod(max(1, len(text)) for text in _values(spec.get(stage), "content"))
         if growth > MOST_GROWTH:
             raise ConfigError(
                 f"{file}: its {stage} can make {growth:.3g} characters of one, and at most"
-                f" {MOST_GROWTH:g} are allowed: take another tokenizer."
+                f" {MOST_GROWTH:,} are allowed: take another tokenizer."
             )
     trusted = {ANY_CHARACTER, *(pattern.words for pattern in WORD_PATTERNS.values())}
-    patterns = [*dict.fromkeys(_patterns([spec.get("normalizer"), spec.get("pre_tokenizer")]))]
-    untrusted = [pattern for pattern in patterns if pattern not in trusted]
-    if untrusted:
-        _try(untrusted, file)
-
-
-def _growth(step: Any) -> float:
-    """How many characters a normalizer or a decoder may make of one."""
-    if not isinstance(step, dict):
-        return 1.0
-    inner = step.get("normalizers") or step.get("decoders")
-    if isinstance(inner, list):
-        return math.prod(map(_growth, inner))
-    if step.get("type") in ("NFKC", "NFKD"):
-        return FORM_GROWTH
-    if step.get("type") == "Precompiled":  # maps of SentencePiece, which hold NFKC
-        return FORM_GROWTH + 1
-    if step.get("type") != "Replace":
-        return 4.0 if step.get("type") in ("NFD", "ByteLevel") else 1.0
-    pattern, content = step.get("pattern"), step.get("content")
-    size = len(content) if isinstance(content, str) else 0
-    literal = pattern.get("String") if isinstance(pattern, dict) else None
-    if isinstance(literal, str) and literal:
-        return max(1.0, size / len(literal))
-    return 1.0 + size  # a regular expression may match between any two characters
-
-
-def _patterns(spec: Any) -> Iterator[str]:
-    """The regular expressions in an object or list of a tokenizer.json."""
-    values = spec.items() if isinstance(spec, dict) else enumerate(spec)
-    for key, value in values:
-        if key == "Regex" and isinstance(value, str):
-            yield value
-        elif isinstance(value, (dict, list)):
-            yield from _patterns(value)
-
-
-def _try(patterns: list[str], file: Path) -> None:
-    """Splits texts on which a careless pattern takes long: repetitions of the characters that it
-    names, and of others. Raises ConfigError where that takes too long or fails."""
-    characters = {char for pattern in patterns for char in re.sub(r"\\.", "", pattern)}
+    stages = [spec.get("normalizer"), spec.get("pre_tokenizer")]
+    patterns = [pattern for pattern in _values(stages, "Regex") if pattern not in trusted]
+    if not patterns:
+        return
+    # Texts on which a careless pattern takes long: repetitions of the characters that it names, and
+    # of others. The tokenizers library gives up a match after ten million steps, with a panic, but
+    # a text has as many matches as characters.
     units = ["a", "A", "1", " ", "\n", "\t", ".", "é", "中", "\u0301", "a ", "a1", " \n"]
-    units += characters
+    units += {char for pattern in patterns for char in re.sub(r"\\.", "", pattern)}
     texts = [unit * (TRIAL_LENGTH // len(unit)) + end for unit in units for end in ("", "\0")]
+    trial = BoundedProcess(__name__, "encode_texts", TRIAL_SECONDS, TRIAL_MEMORY)
     try:
-        TRIAL.ask({"file": str(file), "texts": texts[:TRIAL_TEXTS]})
+        trial.ask({"file": str(file), "texts": texts[:TRIAL_TEXTS]})
     except OutOfBounds as error:
         raise ConfigError(
             f"{file}: splitting texts of {TRIAL_LENGTH:,} characters {error}; its patterns are"
             f" {', '.join(map(repr, patterns))[:300]}. Take another tokenizer."
         ) from None
     finally:
-        TRIAL.close()
+        trial.close()
+
+
+def _values(spec: Any, name: str) -> Iterator[str]:
+    """The texts of this name in an object or list of a tokenizer.json."""
+    if isinstance(spec, list):
+        for value in spec:
+            yield from _values(value, name)
+    elif isinstance(spec, dict):
+        for key, value in spec.items():
+            if key == name and isinstance(value, str):
+                yield value
+            yield from _values(value, name)
 
 
 def encode_texts(question: dict[str, Any]) -> None:
-    """Encodes the `texts` of a question with the tokenizer.json `file`, in the process of `TRIAL`.
+    """Encodes the `texts` of a question with the tokenizer.json `file`, in the process of a trial.
     Raises RuntimeError where the library panics."""
     backend = tokenizers.Tokenizer.from_file(question["file"])
     backend.no_truncation()
@@ -105,6 +79,3 @@ def encode_texts(question: dict[str, Any]) -> None:
             raise
         except Exception:  # such as an unknown character
             pass
-
-
-TRIAL = BoundedProcess("jaxformer.tokenizer.bounds", "encode_texts", TRIAL_SECONDS, TRIAL_MEMORY)

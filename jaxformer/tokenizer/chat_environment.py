@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jinja2
-import jinja2.utils
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -22,8 +21,6 @@ from jaxformer.cluster.bounded import OutOfBounds
 
 LONGEST_RENDERED = 1 << 26  # characters of a text that a template writes
 LONGEST_ERROR = 1000  # characters of the message of an error
-
-Now = Callable[[], datetime.datetime]
 
 
 class GenerationBlocks(Extension):
@@ -44,27 +41,6 @@ class GenerationBlocks(Extension):
         return f"{begin}{caller()}{end}"
 
 
-class Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that begin with an underscore, by which a template could
-    leave the sandbox."""
-
-    def __init__(*arguments: Any, **keywords: Any) -> None:
-        self, mappings = arguments[0], arguments[1:]
-        attributes = dict(*mappings, **keywords)
-        for name in attributes:
-            _require_public(name)
-        jinja2.utils.Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _require_public(name)
-        super().__setitem__(name, value)
-
-
-def _require_public(name: str) -> None:
-    if name.startswith("_"):
-        raise jinja2.TemplateError(f"a namespace has no {name!r}: take a name without underscore")
-
-
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Compiles a template, and renders it.
 
@@ -79,7 +55,14 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """
     text, marks, day = question["text"], tuple(question["marks"]), question["day"]
     if "messages" not in question:
-        return _checked(text, marks, day)
+        try:
+            return {"blocks": compiled(text, marks, day)[1]}
+        except jinja2.TemplateSyntaxError as error:
+            return {"wrong": error.message, "line": error.lineno}
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # from Python's parser, as for a number with too many digits
+            return {"wrong": _message(error).partition(";")[0], "line": None}
     template, texts = compiled(text, marks, day)[0], list[str]()
     for count, prompt in question["cuts"]:
         try:
@@ -100,17 +83,6 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     return {"texts": texts, "refused": None}
 
 
-def _checked(text: str, marks: tuple[str, str], day: str | None) -> dict[str, Any]:
-    try:
-        return {"blocks": compiled(text, marks, day)[1]}
-    except jinja2.TemplateSyntaxError as error:
-        return {"wrong": error.message, "line": error.lineno}
-    except (MemoryError, RecursionError):
-        raise
-    except Exception as error:  # from Python's parser, as for a number with too many digits
-        return {"wrong": _message(error).partition(";")[0], "line": None}
-
-
 def _message(error: Exception) -> str:
     text = str(error).strip().rstrip(".") or type(error).__name__
     return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}..."
@@ -120,36 +92,21 @@ def _message(error: Exception) -> str:
 def compiled(text: str, marks: tuple[str, str], day: str | None) -> tuple[jinja2.Template, bool]:
     """The template of a text, and whether it has generation blocks. strftime_now shows `day`, None
     for today. Raises jinja2.TemplateSyntaxError."""
-    now: Now = datetime.datetime.now
-    if day is not None:
-        now = functools.partial(datetime.datetime.fromisoformat, day)
+
+    def strftime_now(format: str) -> str:
+        now = datetime.datetime.fromisoformat(day) if day else datetime.datetime.now()
+        return now.strftime(format)
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
     )
     environment.extend(marks=marks)
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=_raise,
-        strftime_now=lambda format: now().strftime(format),
-        dict=lambda *arguments, **keywords: dict(*arguments, **keywords),
-        namespace=Namespace,
-    )
+    # JSON without the escapes that Jinja's own filter makes for HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals.update(raise_exception=_raise, strftime_now=strftime_now)
     template = environment.from_string(text)
     blocks = environment.extensions[GenerationBlocks.identifier]
     return template, isinstance(blocks, GenerationBlocks) and blocks.is_used
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the escapes that Jinja's own filter makes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _raise(message: str) -> None:

@@ -247,7 +247,7 @@ def test_a_template_without_end_stops_the_run_and_skips_no_record(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + CHATML
     )
     path = write_lines(tmp_path / "a.jsonl", RECORDS)
-    said = r"chat_template=.*endless\.jinja takes more than (1 s of a core|6 s), where \d+ messages"
+    said = r"chat_template=.*endless\.jinja takes more than 1 s.*, where \d+ messages"
     with pytest.raises(ConfigError, match=said):
         prepare(run_of(tmp_path, path, endless, malformed="skip"))
     renderer.close()

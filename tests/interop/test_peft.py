@@ -4,7 +4,6 @@ peft loads."""
 import copy
 import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -403,41 +402,24 @@ def test_what_is_not_computed_is_refused_by_name(case, plain):
         jf.load(copied(plain, case, **changes))
 
 
-ENDLESS = "([a-z_.0-9]+)+!"  # on a name of 30 letters it takes years
-
-
-@pytest.mark.xdist_group("llama")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(target_modules=ENDLESS),
-        dict(exclude_modules=ENDLESS),
-        dict(alpha_pattern={ENDLESS: 4}),
-        dict(rank_pattern={ENDLESS: 4}),
-        dict(layers_to_transform=[0], layers_pattern=ENDLESS),
-        dict(layers_pattern=ENDLESS),
-    ],
-)
-def test_expressions_that_never_end_are_stopped(changes, plain, monkeypatch):
-    monkeypatch.setattr("jaxformer.interop.peft_config.FITTING_SECONDS", 1.0)
-    key = [*changes][-1]
-    said = rf"adapter_config\.json: fitting the regular expressions of {key}.*(1 s of a core|6 s): "
-    with pytest.raises(jf.ConfigError, match=said + re.escape(repr(ENDLESS))):
-        jf.load(copied(plain, "endless", **changes))
+ENDLESS = "((?:[a-z_.0-9]|[a-z_.0-9]{2})+)+(?=!)"  # takes years on a name of 30 letters
 
 
 @pytest.mark.xdist_group("llama")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (dict(target_modules="(" * 5000 + ")" * 5000), "is no regular .* nested too deeply"),
-        (dict(rank_pattern={"q{99999999999}": 4}), r"'q\{9+\}' is no regular .* too large"),
+        (dict(target_modules=ENDLESS), "target_modules: .* takes more than 1 s"),
+        (dict(alpha_pattern={ENDLESS: 4}), "alpha_pattern: .* takes more than 1 s"),
+        (dict(layers_to_transform=[0], layers_pattern=ENDLESS), "layers_pattern: .* more than 1 s"),
+        (dict(target_modules="(" * 5000 + ")" * 5000), "is no regular .* recursion depth"),
+        (dict(rank_pattern={"q{99999999999}": 4}), r"'q\{9+\}' is no regular .* too big"),
         (dict(layers_to_transform=[0], layers_pattern="(lay)ers"), r"a group .* as \(\?:\.\.\.\)"),
     ],
 )
-def test_expressions_that_are_none_are_one_message(changes, said, plain):
+def test_expressions_that_never_end_or_are_none_are_one_message(changes, said, plain):
     with pytest.raises(jf.ConfigError, match=rf"adapter_config\.json: .*{said}"):
-        jf.load(copied(plain, "no expression", **changes))
+        jf.load(copied(plain, "expression", **changes))
 
 
 @pytest.mark.xdist_group("llama")

@@ -231,11 +231,6 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         r"refuses the messages: access to attribute '__class__'",
     ),
     "a change": ("{{ messages.append(1) }}", [USER, SAID], r"refuses the messages: access to"),
-    "a namespace": (
-        "{% set ns = namespace(__init__=1) %}",
-        [USER, SAID],
-        r"refuses the messages: a namespace has no '__init__'",
-    ),
     "no prefix": (
         "{% for m in messages %}{{ loop.length ~ m.content }}{% endfor %}",
         [USER, SAID],
@@ -302,7 +297,7 @@ def test_without_jinja_or_with_an_old_one_the_message_names_the_package(
 
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-TIME, SPACE = r"takes more than (1 s of a core|6 s)", r"takes more than 1 GiB of memory"
+TIME, SPACE = r"takes more than 1 s", r"takes more than 1 GiB of memory"
 DOUBLED = (
     "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from jaxformer.cluster.bounded import BoundedProcess
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer, bounds, byte_tokenizer
 from jaxformer.tokenizer.bpe import train_bpe
@@ -52,13 +51,7 @@ def test_what_makes_a_text_many_times_longer_is_refused(part: str, tmp_path: Pat
         Tokenizer.load(written(tmp_path, **{part: many}))
 
 
-def test_a_pattern_between_any_two_characters_counts_as_growth(tmp_path: Path) -> None:
-    step = {"type": "Replace", "pattern": {"Regex": ""}, "content": "b" * 2000}
-    with pytest.raises(ConfigError, match=r"can make 2e\+03 characters of one"):
-        Tokenizer.load(written(tmp_path, normalizer=step))
-
-
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(?:x|x)*$", "a*a*a*$", "(q+q+)+y|q"])
+@pytest.mark.parametrize("pattern", ["(?:x|x)*$", "(q+q+)+y|q"])
 def test_a_pattern_that_gives_up_on_a_short_text_is_refused(pattern: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"tokenizer\.json: .*{re.escape(repr(pattern))}"):
         Tokenizer.load(written(tmp_path, pre_tokenizer=split_by(pattern)))
@@ -67,14 +60,9 @@ def test_a_pattern_that_gives_up_on_a_short_text_is_refused(pattern: str, tmp_pa
 def test_a_pattern_that_takes_too_long_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # An answer may take six times as long by the clock, which is less than the process needs to
-    # start.
-    trial = BoundedProcess("jaxformer.tokenizer.bounds", "encode_texts", seconds=0.001)
-    monkeypatch.setattr(bounds, "TRIAL", trial)
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"takes more than 0\.006 s"):
+    monkeypatch.setattr(bounds, "TRIAL_SECONDS", 0.001)  # less than the process needs to start
+    with pytest.raises(ConfigError, match=r"takes more than 0\.001 s"):
         Tokenizer.load(written(tmp_path, pre_tokenizer=split_by("b+|c")))
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("pattern", PUBLISHED)
