@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxformer.adapters.low_rank import low_rank
-from jaxformer.arrays.params import Spec, rows
+from jaxformer.arrays.params import rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
-from jaxformer.interop.family import Copy, Family
+from jaxformer.interop.family import Copy
 from jaxformer.interop.llama import LAYER
 from jaxformer.interop.mixtral import EXPERT_BLOCKS, GATE_UP
 from jaxformer.interop.tensor_table import (
@@ -87,16 +87,6 @@ class Layout:
     prefix: str
     renamed: tuple[tuple[str, str], ...]
 
-    @property
-    def repeated(self) -> list[str]:
-        """The names of what repeats a tensor."""
-        return [copy.name for copy in self.copies]
-
-    @property
-    def score(self) -> bool:
-        """Whether the model is a decoder with a class head, whose output layer has no bias."""
-        return f"{SCORE}.weight" in self.tensors
-
     def obstacle(self, tensor: Tensor) -> str:
         """Why peft cannot adapt a module as it is adapted here; empty where it can."""
         path = tensor.paths[0]
@@ -118,52 +108,43 @@ class Layout:
 
 def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:
     """The modules of the architecture that is exactly `config`, or of the one named; a decoder with
-    a class head is one of transformers' ...ForSequenceClassification. Raises ConfigError as
-    `architecture_of` does."""
-    if (config.family, config.output) == ("decoder", "classes"):
-        return _of_classes(config, architecture)
+    a class head is one of transformers' ...ForSequenceClassification."""
+    has_score = (config.family, config.output) == ("decoder", "classes")
+    if has_score:
+        if config.logit_soft_cap or config.pooled != "last":
+            raise ConfigError(
+                "a decoder's class head in transformers reads the last token and has no soft cap,"
+                f" and this model has model.pooling={config.pooled!r} and"
+                f" model.logit_soft_cap={config.logit_soft_cap}: set last and 0."
+            )
+        weight = rows(model_specs(config))["head.weight"]
+        score = Tensor(f"{SCORE}.weight", ("head.weight",), (), (weight,), SAME)
+        config = dataclasses.replace(config, head="language", tied_head=False)
     family, _ = architecture_of(config, architecture)
-    return _layout(family, config, family.modules(config), family.copies(config))
+    plan = family.modules(config)
+    copies = family.copies(config)
+    if has_score:
+        trunk = [each for each in family.tensors(config) if not each.paths[0].startswith("head.")]
+        plan = [*trunk, score]
+        copies = ()
 
-
-def _of_classes(config: ModelConfig, architecture: str | None) -> Layout:
-    if config.logit_soft_cap or config.pooled != "last":
-        raise ConfigError(
-            "a decoder's class head in transformers reads the last token and has no soft cap, and"
-            f" this model has model.pooling={config.pooled!r} and"
-            f" model.logit_soft_cap={config.logit_soft_cap}: set last and 0."
-        )
-    plain = dataclasses.replace(config, head="language", tied_head=False)
-    family, _ = architecture_of(plain, architecture)
-    plan = family.tensors(plain)
-    trunk = [tensor for tensor in plan if not tensor.paths[0].startswith("head.")]
-    weight = rows(model_specs(config))["head.weight"]
-    score = Tensor(f"{SCORE}.weight", ("head.weight",), (), (weight,), SAME)
-    return _layout(family, plain, [*trunk, score], ())
-
-
-def _layout(
-    family: Family, config: ModelConfig, plan: Sequence[Tensor], copies: tuple[Copy, ...]
-) -> Layout:
     by_name = {_in_class(tensor.name): tensor for tensor in plan}
     routed = tensors(ROUTED_PARAMETERS.get(family.model_type, ()), model_specs(config))
-    modules = {
-        name.removesuffix(".weight"): tensor
-        for name, tensor in by_name.items()
-        if tensor.specs[0].is_matrix
-        and (name.endswith(".weight") or tensor.experts)
-        and not (routed and is_routed(tensor))
-    }
     parameters = {tensor.name: tensor for tensor in routed}
-    if routed:
-        taken = {n: t for n, t in modules.items() if n.rpartition(".")[2] in TAKEN_FOR_EXPERTS}
-        parameters |= {f"{name}.weight": tensor for name, tensor in taken.items()}
-    copies = tuple(copy._replace(name=_in_class(copy.name)) for copy in copies)
+    modules = {}
+    for name, tensor in by_name.items():
+        is_module = name.endswith(".weight") or tensor.experts
+        if not tensor.specs[0].is_matrix or not is_module or (routed and is_routed(tensor)):
+            continue
+        module = name.removesuffix(".weight")
+        modules[module] = tensor
+        if routed and module.rpartition(".")[2] in TAKEN_FOR_EXPERTS:
+            parameters[f"{module}.weight"] = tensor
     return Layout(
         tensors=by_name,
         modules=modules,
         parameters=parameters,
-        copies=copies,
+        copies=tuple(copy._replace(name=_in_class(copy.name)) for copy in copies),
         prefix=family.prefix,
         renamed=(*family.renamed, *OLD_MODULES),
     )
@@ -218,13 +199,15 @@ def split_matrices(
         b_of_experts = np.moveaxis(lora_b.reshape(len(lora_b), -1, tensor.experts), -1, 0)
         one = dataclasses.replace(tensor, experts=0)
         matrices = zip(a_of_experts, b_of_experts, strict=True)
-        leaves = zip(*(split_matrices(one, *pair) for pair in matrices), strict=True)
-        return [(np.stack([a for a, _ in leaf]), np.stack([b for _, b in leaf])) for leaf in leaves]
-    specs = _low_rank_specs(tensor, len(lora_a))
+        by_leaf = zip(*(split_matrices(one, *pair) for pair in matrices), strict=True)
+        return [
+            (np.stack([a for a, _ in leaf]), np.stack([b for _, b in leaf])) for leaf in by_leaf
+        ]
     # lora_A has no order of its own: its columns are the inputs as the weight of every family has
     # them, one after another.
-    a = lora_a.T.reshape(specs[0][0].shape)
-    return [(a, b) for b in _order(tensor).split(lora_b, [spec for _, spec in specs])]
+    leaves = [low_rank(spec, len(lora_a), 1.0) for spec in tensor.specs]
+    a = lora_a.T.reshape(leaves[0].a.shape)
+    return [(a, b) for b in _order(tensor).split(lora_b, [leaf.b for leaf in leaves])]
 
 
 def join_matrices(
@@ -233,14 +216,8 @@ def join_matrices(
     """peft's [R, inputs] and [outputs, R], from the leaves' common a [I..., R] and the b [R, O...]
     of each."""
     rank = a.shape[-1]
-    lora_b = _order(tensor).join(bs, [spec for _, spec in _low_rank_specs(tensor, rank)])
+    lora_b = _order(tensor).join(bs, [low_rank(spec, rank, 1.0).b for spec in tensor.specs])
     return np.ascontiguousarray(a.reshape(-1, rank).T), np.ascontiguousarray(lora_b)
-
-
-def _low_rank_specs(tensor: Tensor, rank: int) -> list[tuple[Spec, Spec]]:
-    """The rows of a and of b of each leaf of a module, in one layer."""
-    leaves = [low_rank(spec, rank, 1.0) for spec in tensor.specs]
-    return [(leaf.a, leaf.b) for leaf in leaves]
 
 
 def _order(tensor: Tensor) -> Transform:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ class StoredAdapter:
 
 
 def stored_in(directory: Path) -> StoredAdapter:
-    """The adapter of a peft directory. Raises ConfigError as `read_settings` and `TensorFiles`."""
+    """The adapter of a peft directory."""
     directory = copied_model(directory, ADAPTER_WEIGHTS)
     stored = StoredAdapter(read_settings(directory), TensorFiles(directory, ADAPTER_WEIGHTS))
     for name in stored.files.entries:
@@ -108,100 +108,85 @@ SavedTensor = tuple[Tensor, str]  # that an adapter has saved whole, and its nam
 
 def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], list[SavedTensor]]:
     """Where the tensors of an adapter belong: the adapted modules of a model, and the tensors that
-    are saved whole, as a new head. Raises ConfigError naming those that fit nowhere or have another
-    shape, and those that are missing."""
+    are saved whole, as a new head. ConfigError with those that fit nowhere, have another shape or
+    are missing."""
+    settings = stored.settings
     problems: list[str] = []
-    modules = [
-        *_fitted_modules(stored, layout, problems),
-        *_fitted_parameters(stored, layout, problems),
+    stored_modules = dict.fromkeys(module for module, _ in stored.matrices)
+
+    # The parameters of experts and routers: the files do not say which they are, only how many.
+    adapted = [name for name in layout.parameters if settings.is_target_parameter(name)]
+    expected = parameter_modules([*layout.parameters], adapted)
+    names = matched(stored_modules, expected.values(), layout.prefix, layout.renamed)
+    # By its name in the config: the module in the file, and what it adapts in the model.
+    adapters = {
+        parameter: (names.get(module, module), layout.parameters[parameter])
+        for parameter, module in expected.items()
+    }
+    for target in settings.parameters:
+        if not any(f".{parameter}".endswith(f".{target}") for parameter in adapters):
+            problems.append(
+                f"{target}: target_parameters of {ADAPTER_CONFIG} names it, and the model has no"
+                " such matrix of experts or of a router"
+            )
+
+    of_parameters = {module for module, _ in adapters.values()}
+    modules = [module for module in stored_modules if module not in of_parameters]
+    names = matched(modules, layout.modules, layout.prefix, layout.renamed)
+    for module in sorted({*modules} - {*names.values()}):
+        problems.append(f"{module}: {_why_not_in_model(module, layout)}")
+    for name, module in names.items():
+        tensor = layout.modules[name]
+        if obstacle := layout.obstacle(tensor):
+            unties = any(copy.unties and copy.of == tensor.name for copy in layout.copies)
+            problems.append(f"{module}: {obstacle}: {UNTIE if unties else ADAPT_OTHERS}")
+        else:
+            adapters[module] = (module, tensor)
+
+    problems += [
+        f"{name}: {ADAPTER_CONFIG} names it, and {ADAPTER_WEIGHTS} has no tensors of it"
+        for name, tensor in layout.modules.items()
+        if f".{name}".endswith(tuple(f".{target}" for target in settings.targets))
+        and not (name in names or f"{name}.weight" in adapters or is_routed(tensor))
     ]
+
+    matrices: dict[str, tuple[str, str]] = {}
+    ranks: dict[str, int] = {}
+    for name, (module, tensor) in adapters.items():
+        ends = matrix_names(tensor)
+        missing = [end for end in ends if (module, end) not in stored.matrices]
+        if missing:
+            problems.append(f"{module}.{missing[0]}: not in {ADAPTER_WEIGHTS}")
+            continue
+        pair = stored.matrices[module, ends[0]], stored.matrices[module, ends[1]]
+        rank = stored.shape(pair[0])[0] // (tensor.experts or 1)
+        if rank not in settings.ranks:
+            problems.append(
+                f"{pair[0]}: rank {rank} in the file, and {ADAPTER_CONFIG} has"
+                f" {', '.join(map(str, sorted(settings.ranks)))}"
+            )
+        problems += [
+            f"{in_file}: {list(stored.shape(in_file))} in the file, and this model {list(shape)}"
+            for in_file, shape in zip(pair, matrix_shapes(tensor, rank), strict=True)
+            if stored.shape(in_file) != shape
+        ]
+        matrices[name], ranks[name] = pair, rank
     saved = _fitted_saved(stored, layout, problems)
+    if not adapters and not saved and not problems:
+        problems.append(f"{ADAPTER_WEIGHTS} has no tensors")
     if problems:
         raise ConfigError(
             f"the adapter in {stored.files.directory} does not fit this model:\n"
             f"  {first_of(problems, PROBLEMS_SHOWN)}"
         )
-    return modules, saved
-
-
-def _fitted_modules(
-    stored: StoredAdapter, layout: Layout, problems: list[str]
-) -> list[AdaptedModule]:
-    """The modules with an adapter; what does not fit is added to `problems`."""
-    stored_modules = dict.fromkeys(module for module, _ in stored.matrices)
-    names = matched(stored_modules, layout.modules, layout.prefix, layout.renamed)
-    of_parameters = _parameter_names(stored, layout)
-    for module in sorted(stored_modules.keys() - {*names.values(), *of_parameters.values()}):
-        problems.append(f"{module}: {_why_not_in_model(module, layout)}")
-    names = {name: module for name, module in names.items() if module not in of_parameters.values()}
-    peft_names = _peft_names(layout, names)
-    modules = []
-    for name, tensor in layout.modules.items():
-        module = peft_names[name]
-        is_output = tensor.paths == ("head.weight",) and tensor.specs[0].axes[0] == "vocab"
-        is_linear = not (tensor.specs[0].lookup or is_output or is_routed(tensor))
-        is_target = stored.settings.is_target(module, in_all_linear=is_linear)
-        if name not in names:
-            if is_target and not is_routed(tensor):
-                problems.append(
-                    f"{module}: {ADAPTER_CONFIG} names it, and {ADAPTER_WEIGHTS} has no tensors of"
-                    " it"
-                )
-            continue
-        if is_target is False:
-            problems.append(f"{module}: in {ADAPTER_WEIGHTS}, and no target of {ADAPTER_CONFIG}")
-        elif obstacle := layout.obstacle(tensor):
-            unties = any(copy.unties and copy.of == tensor.name for copy in layout.copies)
-            problems.append(f"{module}: {obstacle}: {UNTIE if unties else ADAPT_OTHERS}")
-        else:
-            modules.append(_adapted_module(stored, module, tensor, problems))
-    return modules
-
-
-def _parameter_names(stored: StoredAdapter, layout: Layout) -> dict[str, str]:
-    """The module of each parameter that target_parameters names, as it is named in the file; the
-    name that it should have where the file has none."""
-    adapted = [name for name in layout.parameters if stored.settings.is_target_parameter(name)]
-    expected = parameter_modules([*layout.parameters], adapted)
-    stored_modules = dict.fromkeys(module for module, _ in stored.matrices)
-    names = matched(stored_modules, expected.values(), layout.prefix, layout.renamed)
-    return {parameter: names.get(module, module) for parameter, module in expected.items()}
-
-
-def _fitted_parameters(
-    stored: StoredAdapter, layout: Layout, problems: list[str]
-) -> list[AdaptedModule]:
-    """The parameters of experts and routers with an adapter; what does not fit is added to
-    `problems`."""
-    names, settings = _parameter_names(stored, layout), stored.settings
-    for target in settings.parameters:
-        if not any(f".{name}".endswith(f".{target}") for name in names):
-            problems.append(
-                f"{target}: target_parameters of {ADAPTER_CONFIG} names it, and the model has no"
-                " such matrix of experts or of a router"
-            )
-    if names and settings.dropout:
-        problems.append(f"lora_dropout={settings.dropout} with target_parameters, as never in peft")
+    scales = settings.scales(ranks)
     return [
-        _adapted_module(stored, module, layout.parameters[parameter], problems, parameter)
-        for parameter, module in names.items()
-    ]
-
-
-def _peft_names(layout: Layout, names: Mapping[str, str]) -> dict[str, str]:
-    """The name of each module of a model in the class that the adapter was trained on: that of the
-    file (`names`), and for the others without the prefix too where that class has none."""
-    without_prefix = bool(names) and not any(
-        name.startswith(layout.prefix) for name in names.values()
-    )
-    return {
-        name: names.get(name, name.removeprefix(layout.prefix) if without_prefix else name)
-        for name in layout.modules
-    }
+        AdaptedModule(adapters[name][1], pair, ranks[name], scales[name])
+        for name, pair in matrices.items()
+    ], saved
 
 
 def _why_not_in_model(module: str, layout: Layout) -> str:
-    """Why a module of the file is none of the model."""
     if ONE_EXPERT.search(module):
         return (
             "an adapter of one expert, as peft saved it before transformers 5: load it with peft"
@@ -214,28 +199,6 @@ def _why_not_in_model(module: str, layout: Layout) -> str:
     return "the model has no such module"
 
 
-def _adapted_module(
-    stored: StoredAdapter, module: str, tensor: Tensor, problems: list[str], parameter: str = ""
-) -> AdaptedModule:
-    """The adapter of one module, or of a parameter of it; what is missing or of another shape is
-    added to `problems`."""
-    name_in_config = parameter or module
-    rank = stored.settings.rank_of(name_in_config)
-    ends = matrix_names(tensor)
-    names = [stored.matrices.get((module, end), "") for end in ends]
-    for end, name, shape in zip(ends, names, matrix_shapes(tensor, rank), strict=True):
-        if not name:
-            problems.append(f"{module}.{end}: not in {ADAPTER_WEIGHTS}")
-        elif stored.shape(name) != shape:
-            problems.append(
-                f"{name}: {list(stored.shape(name))} in the file, and this model with rank {rank}"
-                f" ({ADAPTER_CONFIG}) has {list(shape)}"
-            )
-    return AdaptedModule(
-        tensor, (names[0], names[1]), rank, stored.settings.scale_of(name_in_config)
-    )
-
-
 def _fitted_saved(stored: StoredAdapter, layout: Layout, problems: list[str]) -> list[SavedTensor]:
     """The tensors that are saved whole, each with its name in the file. What does not fit is added
     to `problems`."""
@@ -245,19 +208,13 @@ def _fitted_saved(stored: StoredAdapter, layout: Layout, problems: list[str]) ->
         problems.append(f"{name}: the model has no such tensor")
     saved = []
     for name, tensor in layout.tensors.items():
-        module = name.rpartition(".")[0]
         if name not in names:
-            if stored.settings.is_saved(module):
-                problems.append(
-                    f"{name}: not in {ADAPTER_WEIGHTS}, and modules_to_save of {ADAPTER_CONFIG}"
-                    f" holds {module}"
-                )
             continue
-        stored_name = stored.saved[names[name]]
-        saved.append((tensor, stored_name))
-        if stored.shape(stored_name) != tensor.shape:
+        in_file = stored.saved[names[name]]
+        saved.append((tensor, in_file))
+        if stored.shape(in_file) != tensor.shape:
             problems.append(
-                f"{stored_name}: {list(stored.shape(stored_name))} in the file, and this model"
+                f"{in_file}: {list(stored.shape(in_file))} in the file, and this model"
                 f" {list(tensor.shape)}"
             )
     for copy, of in copies.items():
@@ -274,7 +231,7 @@ PutLeaf = Callable[[Spec, np.ndarray], jax.Array]  # onto the devices of the par
 
 def adapted_config(directory: Path, config: ModelConfig) -> ModelConfig:
     """The config of a model with an adapter: that of its base, or with the head of classes or tags
-    that the adapter brings. Raises ConfigError where that head does not fit the model."""
+    that the adapter brings."""
     settings = read_settings(directory)
     head = TASKS_WITH_HEAD.get(settings.task or "")
     if head is None or config.output == head:
@@ -315,14 +272,23 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
     Each adapted weight is a `LowRank`, whose a and b are float32, beside the weight. Layers with a
     lower rank are padded with zeros, which get no gradient; layers without an adapter have the
     scale 0. Queries, keys and values that are one module in transformers start with the same a.
-    Raises ConfigError for an option that is not computed, and for an adapter of another model,
-    naming its tensors.
+    ConfigError for an option that is not computed, and for an adapter of another model, naming its
+    tensors.
     """
     stored = stored_in(located(directory))
     modules, saved = fitted(stored, layout_of(config))
-    put = _put_beside(params)
+    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    of_params = getattr(jax.tree.leaves(params)[0], "sharding", one_device)
+    mesh = getattr(of_params, "mesh", None)
+
+    def put(spec: Spec, value: np.ndarray) -> jax.Array:
+        # Beside the leaves of the params.
+        sharding = of_params if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
     leaves = _with_saved(stored, saved, params, config, put)
-    table, modules_of = rows(model_specs(config)), dict[str, list[AdaptedModule]]()
+    table = rows(model_specs(config))
+    modules_of: dict[str, list[AdaptedModule]] = {}
     for module in modules:
         for path in module.tensor.paths:
             modules_of.setdefault(path, []).append(module)
@@ -375,7 +341,8 @@ def _with_saved(
 ) -> dict[str, Any]:
     """The leaves of the base by path, replaced or joined by those that the adapter has saved
     whole."""
-    table, new = rows(model_specs(config)), dict[str, np.ndarray]()
+    table = rows(model_specs(config))
+    new: dict[str, np.ndarray] = {}
     leaves = flat_leaves(params, is_custom)
     for tensor, name in saved:
         values = tensor.leaves_of(stored.read(name))
@@ -383,8 +350,13 @@ def _with_saved(
             if not tensor.entry:
                 new[path] = np.asarray(value)
                 continue
+            if is_custom(leaves[path]):
+                raise ConfigError(
+                    f"{name} of the adapter replaces a layer of {path}, which is a"
+                    f" {type(leaves[path]).__name__}."
+                )
             if path not in new:
-                new[path] = np.array(_array_at(leaves, path, name))
+                new[path] = np.array(leaves[path])
             new[path][tensor.entry] = value
         if tensor.name == f"{SCORE}.weight":
             # It has no bias in transformers.
@@ -402,17 +374,6 @@ def _with_saved(
     return leaves
 
 
-def _array_at(leaves: Mapping[str, Any], path: str, name: str) -> jax.Array:
-    """The array at a path. Raises ConfigError for a leaf of another kind, as a quantized one."""
-    leaf = leaves[path]
-    if is_custom(leaf):
-        raise ConfigError(
-            f"{name} of the adapter replaces a layer of {path}, which is a {type(leaf).__name__}."
-        )
-    array: jax.Array = leaf
-    return array
-
-
 def learned_of(directory: Path, config: ModelConfig) -> tuple[str, ...]:
     """The branches of the params of a model that its adapter has saved whole, beside those that it
     adapts."""
@@ -420,16 +381,3 @@ def learned_of(directory: Path, config: ModelConfig) -> tuple[str, ...]:
     adapted = {path for module in modules for path in module.tensor.paths}
     paths = [path for tensor, _ in saved for path in tensor.paths if path not in adapted]
     return tuple(dict.fromkeys(path.split(".")[0] for path in paths))
-
-
-def _put_beside(params: Params) -> PutLeaf:
-    """A function of a row and its value that puts it on the devices of the leaves of `params`."""
-    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    of_params = getattr(jax.tree.leaves(params)[0], "sharding", one_device)
-    mesh = getattr(of_params, "mesh", None)
-
-    def put(spec: Spec, value: np.ndarray) -> jax.Array:
-        sharding = of_params if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-    return put

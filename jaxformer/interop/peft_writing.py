@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from jaxformer.interop.peft_config import (
 )
 from jaxformer.interop.peft_modules import (
     PREFIX,
+    SCORE,
     Layout,
     join_matrices,
     layout_of,
@@ -90,23 +91,41 @@ def save_adapter(
     The ranks are without the components that are zero in a and in b. Where transformers has
     queries, keys and values as one module, or the gates and ups of experts as one parameter, they
     have the same lora_A if they have the same a, and else one of the sum of their ranks. Dropout is
-    written as 0 where experts or a router are adapted, because peft has none there. Raises
-    ConfigError for params without an adapter, an embedding that is used in several places, and
-    where no architecture is this config.
+    written as 0 where experts or a router are adapted, because peft has none there. ConfigError for
+    params without an adapter, for an embedding that is used in several places, and where no
+    architecture is this config.
     """
     params = without_objective(params)
     check_params(model_specs(config), params)
     check_dtype(dtype)
-    directory, layout = Path(path), layout_of(config, architecture)
+    directory = Path(path)
     if (directory / "config.json").is_file():
         raise ConfigError(f"{directory} has the config.json of a model: choose another directory.")
+    layout = layout_of(config, architecture)
     leaves = flat_leaves(params, is_custom)
-    modules, parameters = _modules_of(layout, leaves), _parameters_of(layout, leaves)
+
+    modules: dict[str, PeftModule] = {}
+    parameters: dict[str, PeftModule] = {}  # of experts, routers and what peft takes for experts
+    for name, tensor in layout.parameters.items():
+        if adapters := _leaf_adapters(tensor, leaves):
+            make = _module_of_experts if tensor.experts else _module_of
+            parameters[name] = make(tensor, adapters)
+    for name, tensor in layout.modules.items():
+        adapters = _leaf_adapters(tensor, leaves)
+        if not adapters or f"{name}.weight" in layout.parameters:
+            continue
+        if obstacle := layout.obstacle(tensor):
+            raise ConfigError(
+                f"the adapter of {tensor.paths[0]} cannot be written for peft: {obstacle}. Merge it"
+                " (jf.merge) and save the whole model (jf.save_pretrained), or adapt other weights."
+            )
+        modules[name] = _module_of(tensor, adapters)
     if not modules and not parameters:
         raise ConfigError(
             "these params have no adapter: jf.adapt makes one, and jf.save_pretrained writes whole"
             " models."
         )
+
     saved = _saved_tensors(layout, leaves, learned)
     tensors = {PREFIX + name: tensor_of(tensor, leaves) for name, tensor in saved.items()}
     names = {name: name for name in modules} | parameter_modules([*layout.parameters], parameters)
@@ -128,34 +147,21 @@ def save_adapter(
     return [directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS]
 
 
-def _modules_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftModule]:
-    """The adapted modules by name but for those whose weight is a parameter. Raises ConfigError
-    where there is one that peft has not."""
-    modules = {}
-    for name, tensor in layout.modules.items():
-        adapters = [_leaf_adapter(leaves[path], tensor.entry[:1]) for path in tensor.paths]
-        if not any(adapters) or f"{name}.weight" in layout.parameters:
-            continue
-        obstacle = layout.obstacle(tensor)
-        if obstacle:
-            raise ConfigError(
-                f"the adapter of {tensor.paths[0]} cannot be written for peft: {obstacle}. Merge it"
-                " (jf.merge) and save the whole model (jf.save_pretrained), or adapt other weights."
-            )
-        modules[name] = _module_of(tensor, adapters)
-    return modules
-
-
-def _parameters_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftModule]:
-    """The adapted parameters by name, of experts, routers and what peft takes for experts."""
-    parameters = {}
-    for name, tensor in layout.parameters.items():
-        adapters = [_leaf_adapter(leaves[path], tensor.entry[:1]) for path in tensor.paths]
-        if not any(adapters):
-            continue
-        make = _module_of_experts if tensor.experts else _module_of
-        parameters[name] = make(tensor, adapters)
-    return parameters
+def _leaf_adapters(tensor: Tensor, leaves: Mapping[str, Weight]) -> list[LeafAdapter | None]:
+    """The adapters of the leaves of a tensor, on the host, None for one that has none; empty where
+    no leaf has one."""
+    layer = tensor.entry[:1]
+    adapters: list[LeafAdapter | None] = []
+    for path in tensor.paths:
+        leaf = leaves[path]
+        adapter = None
+        if isinstance(leaf, LowRank):
+            arrays = leaf.a, leaf.b, leaf.scale
+            a, b, scale = (np.asarray(x[layer] if layer else x, np.float32) for x in arrays)
+            # 0: a layer that the adapter leaves out.
+            adapter = LeafAdapter(a, b, float(scale)) if scale else None
+        adapters.append(adapter)
+    return adapters if any(adapters) else []
 
 
 def _module_of_experts(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule:
@@ -176,17 +182,6 @@ def _module_of_experts(tensor: Tensor, adapters: list[LeafAdapter | None]) -> Pe
     return PeftModule(tensor, lora_a, lora_b.reshape(len(lora_b), -1), _alpha_of(scale, rank))
 
 
-def _leaf_adapter(leaf: Weight, layer: tuple[int, ...]) -> LeafAdapter | None:
-    """A leaf's adapter in one layer (none: it has no layers), on the host; None where it has
-    none."""
-    if not isinstance(leaf, LowRank):
-        return None
-    arrays = leaf.a, leaf.b, leaf.scale
-    a, b, scale = (np.asarray(x[layer] if layer else x, np.float32) for x in arrays)
-    # 0: a layer that the adapter leaves out.
-    return LeafAdapter(a, b, float(scale)) if scale else None
-
-
 def _module_of(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule:
     """The adapter of a module from those of its leaves, of which some may have none."""
     adapted = [adapter for adapter in adapters if adapter]
@@ -194,7 +189,10 @@ def _module_of(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule
     shared = all(np.array_equal(adapter.a, adapted[0].a) for adapter in adapted)
     if not shared:
         # a is [a_q a_k a_v] then, and each b lies in the rows of its own a.
-        adapters = [adapter and _trimmed(adapter) for adapter in adapters]
+        for at, adapter in enumerate(adapters):
+            if adapter:
+                rank = _rank_of(np.moveaxis(adapter.a, -1, 0), adapter.b)
+                adapters[at] = adapter._replace(a=adapter.a[..., :rank], b=adapter.b[:rank])
         adapted = [adapter for adapter in adapters if adapter]
     a = adapted[0].a if shared else np.concatenate([adapter.a for adapter in adapted], -1)
     bs, row = [], 0
@@ -209,11 +207,6 @@ def _module_of(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule
     rank = _rank_of(lora_a, lora_b.T)
     lora_a, lora_b = lora_a[:rank], np.ascontiguousarray(lora_b[:, :rank])
     return PeftModule(tensor, lora_a, lora_b, _alpha_of(scale, rank))
-
-
-def _trimmed(adapter: LeafAdapter) -> LeafAdapter:
-    rank = _rank_of(np.moveaxis(adapter.a, -1, 0), adapter.b)
-    return LeafAdapter(adapter.a[..., :rank], adapter.b[:rank], adapter.scale)
 
 
 def _rank_of(a: np.ndarray, b: np.ndarray) -> int:
@@ -246,15 +239,17 @@ def _saved_tensors(
     if any(isinstance(leaves[path], LowRank) for t in head.values() for path in t.paths):
         # Adapted, and then not learned.
         head = {}
-    if layout.score and head and np.any(np.asarray(leaves["head.bias"])):
+    has_score = f"{SCORE}.weight" in layout.tensors  # which has no bias
+    if has_score and head and np.any(np.asarray(leaves["head.bias"])):
         raise ConfigError(
             "head.bias is not zero, and the class head of a decoder has no bias in transformers:"
             " set it to zero, or merge the adapter (jf.merge) and save the run."
         )
+    repeated = [copy.name for copy in layout.copies]
     saved = head | of_learned
     for name, tensor in of_learned.items():
         module = name.rpartition(".")[0]
-        in_module = [n for n in (*layout.tensors, *layout.repeated) if n.startswith(f"{module}.")]
+        in_module = [n for n in (*layout.tensors, *repeated) if n.startswith(f"{module}.")]
         if missing := sorted({*in_module} - {*saved}):
             raise ConfigError(
                 f"learned={list(learned)} saves {name}, and peft saves whole modules: {module} also"
@@ -282,17 +277,28 @@ def _settings(
     # The most frequent ones are the default, and the others are patterns.
     rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
-    saved_modules = sorted({_saved_module(name) for name in saved})
+    # The whole of a head that peft takes whole.
+    firsts = {name: name.split(".")[0] for name in saved}
+    saved_modules = {
+        firsts[name] if firsts[name] in HEAD_MODULES else name.rpartition(".")[0] for name in saved
+    }
+    task = None
+    if config.output == "language":
+        task = TASKS.get(config.family)
+    elif saved_modules & {*HEAD_MODULES}:
+        # With the task of a classifier peft expects its head among the tensors.
+        tasks = {head: task for task, head in TASKS_WITH_HEAD.items()}
+        task = tasks.get(config.output)
     return {
         "peft_type": "LORA",
-        "task_type": _task(config, saved_modules),
+        "task_type": task,
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": _patterns(ranks, rank),
         "alpha_pattern": _patterns(alphas, alpha),
         "target_modules": _targets(modules, layout.modules),
         "target_parameters": _targets(parameters, layout.parameters, names=2) or None,
-        "modules_to_save": saved_modules or None,
+        "modules_to_save": sorted(saved_modules) or None,
         # Whether a weight is stored as [inputs, outputs].
         "fan_in_fan_out": any(module.tensor.transform is CONV for module in modules.values()),
         "bias": "none",
@@ -303,35 +309,17 @@ def _settings(
     }
 
 
-def _task(config: ModelConfig, saved_modules: Collection[str]) -> str | None:
-    """peft's name of the task; that of a classifier only where its head is saved, which peft
-    expects then."""
-    if config.output == "language":
-        return TASKS.get(config.family)
-    if not {*saved_modules} & {*HEAD_MODULES}:
-        return None
-    tasks = {head: task for task, head in TASKS_WITH_HEAD.items()}
-    return tasks.get(config.output)
-
-
-def _saved_module(name: str) -> str:
-    """The module of a tensor; the whole of a head that peft takes whole."""
-    first = name.split(".")[0]
-    return first if first in HEAD_MODULES else name.rpartition(".")[0]
-
-
-def _last(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
 def _patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
     """The values that are not the default: by the last name of a module where all with that name
     have the same, and else by whole names."""
-    patterns: dict[str, float] = {}
+    values_of: dict[str, set[float]] = {}
     for name, value in values.items():
-        same_name = {values[module] for module in values if _last(module) == _last(name)}
+        values_of.setdefault(name.rpartition(".")[2], set()).add(value)
+    patterns = {}
+    for name, value in values.items():
+        last = name.rpartition(".")[2]
         if value != default:
-            patterns[_last(name) if len(same_name) == 1 else name] = value
+            patterns[last if len(values_of[last]) == 1 else name] = value
     return patterns
 
 

@@ -343,43 +343,29 @@ def test_a_head_with_a_bias_or_a_soft_cap_is_not_written_for_a_decoder():
         jf.save_adapter(place, params, dataclasses.replace(config, logit_soft_cap=2.0))
 
 
-OPTIONS = {
+WRONG = {  # changes of an adapter_config.json, and words of the message
     "another method": (dict(peft_type="IA3"), r'peft_type="IA3" is not supported; .*"LORA"'),
     "DoRA": (dict(use_dora=True), "use_dora=true is not supported; supported: false"),
     "biases": (dict(bias="lora_only"), r'bias="lora_only" is not supported; supported: "none"'),
-    "a bias of b": (dict(lora_bias=True), "lora_bias=true"),
-    "layers twice": (
-        dict(layer_replication=[[0, 2], [1, 2]]),
-        "layer_replication=.*supported: null",
-    ),
+    "layers twice": (dict(layer_replication=[[0, 2]]), "layer_replication=.*supported: null"),
     "single tokens": (dict(trainable_token_indices=[3]), "trainable_token_indices"),
-    "aLoRA": (dict(alora_invocation_tokens=[3]), "alora_invocation_tokens"),
-    "Megatron": (dict(megatron_config={"a": 1}), "megatron_config"),
-    "parameters": (dict(target_parameters=["a"]), "target_parameters"),
     "of the future": (dict(use_something={"rate": 2}), r'use_something=\{"rate": 2\}'),
     "a base that changed": (dict(init_lora_weights="pissa_niter_4"), "initial_model_for_weight"),
-    "a rank of 0": (dict(r=0), "r=0 must be a whole number of at least 1"),
-    "a rank by name": (dict(rank_pattern={"q_proj": "4"}), "rank_pattern=.* must be an object of"),
-    "an alpha": (dict(lora_alpha="4"), 'lora_alpha="4" must be a number'),
-    "a dropout": (dict(lora_dropout=1.0), "lora_dropout=1.0 must be at least 0 and below 1"),
-    "targets": (dict(target_modules=[1]), "target_modules=.* must be a list of names"),
-    "an expression": (
-        dict(alpha_pattern={"q_proj(": 4}),
-        r"'.*q_proj\(.*' is no regular expression",
-    ),
-    "layers": (dict(layers_to_transform="1"), "layers_to_transform=.* must be the numbers"),
-    "a rank that is not the file's": (
-        dict(r=5),
-        r"q_proj\.lora_A\.weight: \[4, 42\] in the file, and this model with rank 5 .* \[5, 42\]",
-    ),
-    "fewer targets": (dict(target_modules=["q_proj"]), "v_proj: in .*, and no target of"),
+    "a parameter": (dict(target_parameters=["a"]), "target_parameters"),
+    "a rank of 0": (dict(r=0), "r=0 is .* a whole number of at least 1"),
+    "a rank by name": (dict(rank_pattern={"q_proj": "4"}), "rank_pattern=.* an object of whole"),
+    "an alpha": (dict(lora_alpha="4"), 'lora_alpha="4" .* a number'),
+    "a dropout": (dict(lora_dropout=1.0), "lora_dropout=1.0 .* at least 0 and below 1"),
+    "a rank that is not the file's": (dict(r=5), r"q_proj\.lora_A\.weight: rank 4 .* has 5"),
     "more targets": (
         dict(target_modules=["q_proj", "v_proj", "k_proj"]),
         r"layers\.0\.self_attn\.k_proj: adapter_config\.json names it, and .* has no tensors of it",
     ),
-    "a head that is not there": (
-        dict(modules_to_save=["lm_head"]),
-        r"lm_head\.weight: not in .*, and modules_to_save",
+    "no expression": (dict(alpha_pattern={"q(": 4}), r"'q\(' is no regular expression \(missing"),
+    "a deep one": (dict(alpha_pattern={"(" * 5000 + ")" * 5000: 4}), "nested too deeply"),
+    "an endless one": (
+        dict(alpha_pattern={r"(.|..)*(.|..)*[!?]": 4}),
+        r"alpha_pattern: '\(\..* takes longer than 0.5 s",
     ),
 }
 
@@ -395,31 +381,12 @@ def copied(place, what, **changes):
 
 
 @pytest.mark.xdist_group("llama")
-@pytest.mark.parametrize("case", OPTIONS)
-def test_what_is_not_computed_is_refused_by_name(case, plain):
-    changes, message = OPTIONS[case]
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_not_computed_is_refused_by_name(case, plain, monkeypatch):
+    monkeypatch.setattr("jaxformer.interop.peft_config.FITTING_SECONDS", 0.5)
+    changes, message = WRONG[case]
     with pytest.raises(jf.ConfigError, match=message):
         jf.load(copied(plain, case, **changes))
-
-
-ENDLESS = "((?:[a-z_.0-9]|[a-z_.0-9]{2})+)+(?=!)"  # takes years on a name of 30 letters
-
-
-@pytest.mark.xdist_group("llama")
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (dict(target_modules=ENDLESS), "target_modules: .* takes more than 1 s"),
-        (dict(alpha_pattern={ENDLESS: 4}), "alpha_pattern: .* takes more than 1 s"),
-        (dict(layers_to_transform=[0], layers_pattern=ENDLESS), "layers_pattern: .* more than 1 s"),
-        (dict(target_modules="(" * 5000 + ")" * 5000), "is no regular .* recursion depth"),
-        (dict(rank_pattern={"q{99999999999}": 4}), r"'q\{9+\}' is no regular .* too big"),
-        (dict(layers_to_transform=[0], layers_pattern="(lay)ers"), r"a group .* as \(\?:\.\.\.\)"),
-    ],
-)
-def test_expressions_that_never_end_or_are_none_are_one_message(changes, said, plain):
-    with pytest.raises(jf.ConfigError, match=rf"adapter_config\.json: .*{said}"):
-        jf.load(copied(plain, "expression", **changes))
 
 
 @pytest.mark.xdist_group("llama")
@@ -431,7 +398,7 @@ def test_keys_of_other_versions_without_effect_are_read(plain):
 
 @pytest.mark.xdist_group("llama")
 def test_an_adapter_of_another_model_is_refused_with_its_tensors(plain):
-    named = r"q_proj\.lora_A\.weight: \[4, 42\] in the file, and this model .* has \[4, 44\]"
+    named = r"q_proj\.lora_A\.weight: \[4, 42\] in the file, and this model \[4, 44\]"
     with pytest.raises(jf.ConfigError, match=named):
         jf.load(plain, base=directory("mistral"))
     with pytest.raises(jf.ConfigError, match=r"self_attn\.q_proj: the model has no such module"):
@@ -459,7 +426,7 @@ def test_the_base_is_found_or_asked_for(plain, monkeypatch):
     ):
         jf.load(hub)
     assert jf.load(hub, base=directory("llama")).base == str(directory("llama"))
-    with pytest.raises(jf.ConfigError, match=r"names no base model: name one, as in jf.load"):
+    with pytest.raises(jf.ConfigError, match=r"names no base model: name its directory, as in jf"):
         jf.load(copied(plain, "nameless", base_model_name_or_path=None))
     with pytest.raises(jf.ConfigError, match="'nowhere', is no directory here: name its"):
         jf.load(plain, base="nowhere")
@@ -470,6 +437,7 @@ def test_the_base_is_found_or_asked_for(plain, monkeypatch):
     with pytest.raises(jf.ConfigError, match=r"is no adapter: leave out base="):
         jf.load(directory("llama"), base=plain)
     home = folder("llama", "together")
+    monkeypatch.chdir(home)
     beside = shutil.copytree(directory("llama"), home / "base", dirs_exist_ok=True)
     inside = shutil.copytree(plain, home / "adapter", dirs_exist_ok=True)
     state(inside, base_model_name_or_path="../base")
