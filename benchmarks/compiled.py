@@ -15,31 +15,31 @@ counted; --rows without names compiles none.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by name
 
+from hlo import count
 from pairing import HERE, Answer, add_smoke, print_table, save, write_table
 
-from jaxformer.arrays.hardware import DEVICES, GIB
+from jaxformer.arrays.hardware import DEVICES, GIB, Device
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.runs.config import load_config
 from jaxformer.runs.resolve import resolve_without_data
 from jaxformer.tools.plan.compiled import compile_for_target, compiled_report, model_flops
-from jaxformer.tools.plan.compiler_report import report_of
-from jaxformer.tools.plan.hlo_counts import count
 from jaxformer.tools.plan.planned import planned_run
 from jaxformer.tools.plan.targets import parse_target
 
 CONFIGS = HERE.parent / "configs"
-DESCRIPTION = ("title", "config", "settings", "note")  # what a row has beside its report
 HEADER = ["step", "target", "temporaries", "peak", "traffic", "at least", "MFU at most"]
 HEADER += ["all-reduces", "reduce-scatters", "attention"]
 EXPERTS_HEADER = ["step", "target", "peak", "traffic", "at least", "MFU at most"]
@@ -196,13 +196,27 @@ def described(row: Row) -> Answer:
     return {"title": row.title, "config": row.config, "settings": [*row.settings]}
 
 
-def measure(row: Row, hlo: str = "") -> Answer:
-    """The report of a row as JSON, or an "error" in its place."""
-    try:
-        report = compiled_report(row.run(), row.target, row.packed, hlo=hlo)
-    except ConfigError as error:
-        return described(row) | {"target": row.target, "error": str(error)}
-    return described(row) | report.as_json()
+def measure(row: Row, hlo: Path | None = None) -> Answer:
+    """The report of a row as JSON, with the counts of its program, or an "error" in its place. The
+    program is written to `hlo`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = hlo or Path(folder, "program.hlo")
+        try:
+            report = compiled_report(row.run(), row.target, row.packed, hlo=path)
+        except ConfigError as error:
+            return described(row) | {"target": row.target, "error": str(error)}
+        device = parse_target(row.target).device
+        return described(row) | report.as_json() | counted_on(device, path)
+
+
+def counted_on(device: Device, path: Path) -> Answer:
+    """The counts of a program, which there is not where the compiler refused it, on a device, and
+    the published FLOP/s of that."""
+    found: Answer = {"counts": None, "peak_flops": device.bfloat16 or 0.0}
+    if path.is_file():
+        peak, bandwidth = device.bfloat16 or math.inf, device.bandwidth or math.inf
+        found["counts"] = dataclasses.asdict(count(path.read_text("utf-8"), peak, bandwidth))
+    return found
 
 
 def smoke() -> dict[str, Answer]:
@@ -212,9 +226,12 @@ def smoke() -> dict[str, Answer]:
     settings = (*rows_of(4, 2), *TINY)
     here = Row("small", "gpt2_124m", "cpu", settings)
     resolved, batch = resolve_without_data(here.run(), make_mesh(devices=jax.devices()[:1]))
-    report = compile_for_target(resolved, batch, DEVICES["cpu"], "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program.hlo")
+        report = compile_for_target(resolved, batch, DEVICES["cpu"], "cpu", path)
+        on_cpu = described(here) | report.as_json() | counted_on(DEVICES["cpu"], path)
     gpu = Row("small", "gpt2_124m", "h100:1x1", settings)
-    return {"cpu": described(here) | report.as_json(), "gpu": measure(gpu)}
+    return {"cpu": on_cpu, "gpu": measure(gpu)}
 
 
 def cells(result: Answer, before: Answer | None) -> list[str]:
@@ -230,19 +247,21 @@ def cells(result: Answer, before: Answer | None) -> list[str]:
 def figures(result: Answer) -> list[str]:
     if "error" in result:
         return [result["error"].partition("\n")[0][:80], *[""] * len(HEADER[3:])]
-    report = report_of({name: result[name] for name in result if name not in DESCRIPTION})
-    memory, counts = report.memory, report.counts
-    if memory is None or counts is None:
-        needed = f"refused: {report.needed / GIB:.1f} of {report.capacity / GIB:.2f} GiB"
+    memory, counts = result["memory"], result["counts"]
+    if not memory or counts is None:
+        needed = f"refused: {result['needed'] / GIB:.1f} of {result['capacity'] / GIB:.2f} GiB"
         return [needed, *[""] * len(HEADER[3:])]
-    gib = [f"{size / GIB:.1f} GiB" for size in (memory.temporary, memory.peak, counts.bytes)]
-    known = counts.seconds > 0
-    bound = [f"{counts.seconds * 1e3:,.0f} ms", f"{report.mfu_bound:.0%}"] if known else ["", ""]
+    sizes = (memory["temporary"], memory["peak"], counts["bytes"])
+    gib = [f"{size / GIB:.1f} GiB" for size in sizes]
+    bound = ["", ""]
+    if seconds := counts["seconds"]:
+        mfu = result["model_flops"] / (result["peak_flops"] * seconds)
+        bound = [f"{seconds * 1e3:,.0f} ms", f"{mfu:.0%}"]
     numbers = [
-        str(sum(entry.count for entry in counts.collectives if entry.kind == kind))
+        str(sum(entry["count"] for entry in counts["collectives"] if entry["kind"] == kind))
         for kind in ("all-reduce", "reduce-scatter")
     ]
-    return [*gib, *bound, *numbers, report.kernel.partition(" ")[0]]
+    return [*gib, *bound, *numbers, result["kernel"].partition(" ")[0]]
 
 
 def of_experts(answer: Answer) -> list[str]:
@@ -251,9 +270,8 @@ def of_experts(answer: Answer) -> list[str]:
     temporaries, *numbers = figures(answer)
     if len(numbers) < 4 or not numbers[0]:
         return [answer["title"], answer["target"], temporaries, *[""] * (len(EXPERTS_HEADER) - 3)]
-    report = report_of({name: answer[name] for name in answer if name not in DESCRIPTION})
-    flops = report.counts.flops if report.counts else 0
-    products = [f"{flops / 1e12:.1f} TFLOP", f"{flops / report.model_flops:.2f}"]
+    flops = sum(answer["counts"]["products"].values()) + answer["counts"]["kernels"]
+    products = [f"{flops / 1e12:.1f} TFLOP", f"{flops / answer['model_flops']:.2f}"]
     return [answer["title"], answer["target"], *numbers[:4], *products]
 
 
@@ -262,10 +280,9 @@ def beside_peers(rows: dict[str, Answer]) -> list[list[str]]:
     table = []
     for name in [name for name in PEERS if "error" not in rows.get(name, {"error": ""})]:
         answer = rows[name]
-        report = report_of({key: answer[key] for key in answer if key not in DESCRIPTION})
-        if report.counts is None or report.memory is None:
+        if answer["counts"] is None or not answer["memory"]:
             continue
-        ours = (report.counts.seconds * 1e3, report.memory.peak / GIB)
+        ours = (answer["counts"]["seconds"] * 1e3, answer["memory"]["peak"] / GIB)
         for peer, theirs in PEERS[name].items():
             shares = [f"{mine / other:.0%}" for mine, other in zip(ours, theirs, strict=True)]
             table.append(
@@ -318,7 +335,7 @@ def main() -> None:
     if options.smoke:
         rows = smoke()
     for row in [] if options.smoke else options.rows:
-        hlo = str(options.hlo / f"{name}_{row}.hlo") if options.hlo else ""
+        hlo = options.hlo / f"{name}_{row}.hlo" if options.hlo else None
         rows[row] = measure(ROWS[row], hlo)
         print(f"{row}: {', '.join(figures(rows[row]))}", flush=True)
         save(name, {"rows": rows}, smoke=False)

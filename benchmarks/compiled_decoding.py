@@ -18,6 +18,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by
 
 import jax
 import numpy as np
+from hlo import count
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pairing import Answer, add_smoke, print_table, save, write_table
 
@@ -27,7 +28,6 @@ from jaxformer.files import ConfigError
 from jaxformer.generation.decode import Sampling, _prefill, decode
 from jaxformer.generation.weights import prepared
 from jaxformer.runs.config import load_config
-from jaxformer.tools.plan.hlo_counts import count
 from jaxformer.tools.plan.targets import parse_target
 
 CONFIG = Path(__file__).parents[1] / "configs" / "llama3_8b.py"

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from hlo import Counts, count
 from pairing import Answer, add_smoke, cpu_model, paired_ratio, print_table, ratio_text, save
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by name
@@ -32,7 +33,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.layers.grouped import GROUPED_KERNELS, GroupedRows
 from jaxformer.runs.expert_check import ExpertShape
-from jaxformer.tools.plan.hlo_counts import Counts, count
 from jaxformer.tools.plan.targets import parse_target
 
 NAME = "grouped"

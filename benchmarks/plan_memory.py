@@ -1,19 +1,19 @@
-"""Compares the memory and the collectives that `jaxformer plan` estimates with what the compilers
-of TPUs and GPUs say of the same steps. Nothing is run.
+"""Compares the memory that `jaxformer plan` estimates with what the compilers of TPUs and GPUs say
+of the same steps. Nothing is run.
 
     python benchmarks/plan_memory.py [--rows gpt2 ...] [--table docs/plan.md]
 
 Needs the extras plan-tpu and plan-gpu. Each step compiles in a process of its own, and is saved at
 once in results/plan_memory.json; without --rows, only the steps that the file lacks compile.
---table writes the tables between the marks `<!-- memory -->` and `<!-- /memory -->`, and
-`<!-- collectives -->` and `<!-- /collectives -->`, of a Markdown file.
+--table writes the table between the marks `<!-- memory -->` and `<!-- /memory -->` of a Markdown
+file. The bytes of each kind of collective are saved beside the memory.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -21,15 +21,14 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by
 
 import jax
 from compiled import Row, saved
+from hlo import count
 from pairing import Answer, add_smoke, print_table, save, write_table
 
 from jaxformer.arrays.hardware import DEVICES, GIB
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.files import ConfigError
 from jaxformer.runs.resolve import resolve_without_data
-from jaxformer.tools.plan.collectives import collectives_of, sent_bytes
 from jaxformer.tools.plan.compiled import compile_for_target, compiled_report
-from jaxformer.tools.plan.compiler_report import CompiledReport
 from jaxformer.tools.plan.make import make_plan
 from jaxformer.tools.plan.planned import PlannedRun, planned_run
 from jaxformer.tools.plan.targets import parse_target
@@ -153,22 +152,23 @@ def measure(row: Row) -> Answer:
     an "error" in their place."""
     found: Answer = {"config": row.config, "target": row.target, "settings": [*row.settings]}
     found["packed"] = row.packed
-    try:
-        report = compiled_report(row.run(), row.target, row.packed)
-    except ConfigError as error:
-        return found | {"error": str(error)}
-    found |= {"needed": report.needed, "kernel": report.kernel, "versions": report.versions}
-    if report.memory is None or report.counts is None:
-        return found
-    found["memory"] = dataclasses.asdict(report.memory)
-    return found | {"collectives": collectives_by_group(report)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program.hlo")
+        try:
+            report = compiled_report(row.run(), row.target, row.packed, hlo=path)
+        except ConfigError as error:
+            return found | {"error": str(error)}
+        found |= {"needed": report.needed, "kernel": report.kernel, "versions": report.versions}
+        if report.memory:
+            found |= {"memory": report.memory, "collectives": sums_by_group(path.read_text())}
+    return found
 
 
-def collectives_by_group(report: CompiledReport) -> list[tuple[str, int, int]]:
+def sums_by_group(program: str) -> list[tuple[str, int, int]]:
     """(kind, devices of a group, bytes) of all collectives of a step; 0 devices where the group is
     that of all, and for a collective-permute."""
     found: Counter[tuple[str, int]] = Counter()
-    for entry in report.counts.collectives if report.counts else ():
+    for entry in count(program).collectives:
         found[entry.kind, entry.group] += entry.count * entry.bytes
     return [(kind, devices, size) for (kind, devices), size in sorted(found.items())]
 
@@ -183,26 +183,6 @@ def planned_step(result: Answer) -> PlannedRun:
 def planned_peak(result: Answer) -> float:
     """The bytes of a device that the plan estimates for a step of the results."""
     return make_plan(planned_step(result)).memory.peak
-
-
-def sent(rows: dict[str, Answer]) -> dict[str, tuple[Counter[str], Counter[str]]]:
-    """(compiled, planned) bytes that a device sends for each kind of collective, of each step on
-    several devices that compiled."""
-    found = {}
-    for name, result in rows.items():
-        if parse_target(result["target"]).size == 1 or "collectives" not in result:
-            continue
-        step = planned_step(result)
-        platform = step.device.platform
-        compiled: Counter[str] = Counter()
-        planned: Counter[str] = Counter()
-        for kind, devices, size in result["collectives"]:
-            among = devices or step.mesh.size
-            compiled[kind] += round(sent_bytes(kind, size, among, platform))
-        for one in collectives_of(step):
-            planned[one.kind] += round(one.sent(platform))
-        found[name] = compiled, planned
-    return found
 
 
 def compared(rows: dict[str, Answer]) -> dict[str, tuple[float, float]]:
@@ -229,22 +209,6 @@ def table_of(rows: dict[str, Answer]) -> list[list[str]]:
         shown = [f"{size / GIB:.2f} GiB" for size in sizes]
         found.append([*step_of(rows[name]), *shown, error_of(*sizes)])
     return found
-
-
-def links_table(rows: dict[str, Answer]) -> tuple[list[list[str]], str]:
-    """The table of what is sent, and a sentence about it."""
-    found, errors = [], []
-    for name, kinds in sent(rows).items():
-        sizes = [sum(of_kind.values()) for of_kind in kinds]
-        errors.append(sizes[1] / sizes[0] - 1)
-        shown = [f"{size / 2**20:,.0f} MiB" for size in sizes]
-        found.append([*step_of(rows[name]), *shown, error_of(*sizes)])
-    near = sum(abs(error) <= 0.1 for error in errors)
-    sentence = (
-        f"{near} of {len(errors)} steps within 10%: from {min(errors):+.1%} to {max(errors):+.1%},"
-        f" median error {statistics.median(map(abs, errors)):.1%}."
-    )
-    return found, sentence
 
 
 def smoke() -> list[str]:
@@ -285,12 +249,8 @@ def main() -> None:
     )
     print_table(HEADER, table_of(rows))
     print(sentence)
-    links, of_links = links_table(rows)
-    print_table(HEADER, links)
-    print(of_links)
     if options.table:
         write_table(options.table, "memory", HEADER, table_of(rows), sentence)
-        write_table(options.table, "collectives", HEADER, links, of_links)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ class TrainArguments(ConfigArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArguments(ConfigArguments):
-    """Prints the parameters, memory, products and collectives of a run, whether it fits, and the
-    least time of its steps. Needs no accelerator and no data; makes no array."""
+    """Prints the parameters, memory and products of a run, whether it fits, and the least time of
+    its steps. Needs no accelerator and no data; makes no array."""
 
     reads_weights: ClassVar[bool] = False
     device: str = ""

@@ -5,13 +5,17 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.tools.plan.hlo import ArrayType, parse, parse_types, trip_count
-from jaxformer.tools.plan.hlo_counts import Counts, count
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(BENCHMARKS)
+    from hlo import Counts, count
+    from hlo.program import ArrayType, parse, parse_types, trip_count
 
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -493,7 +497,7 @@ def _loops(text: str) -> list:
 SHARDED = """
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxformer.tools.plan.hlo_counts import count
+from hlo import count
 mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 def layers(x, w):
     def layer(x, w):
@@ -511,7 +515,8 @@ def test_collectives_of_eight_devices_are_found_in_loops() -> None:
     flags = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SHARDED)],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=os.environ
+        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(BENCHMARKS)},
         capture_output=True,
         text=True,
     )

@@ -3,22 +3,25 @@
 import math
 from typing import NamedTuple
 
+from jaxformer.arrays.mesh import lengths_left
 from jaxformer.arrays.params import rows
 from jaxformer.models.cost import flops_per_token, matrix_flops, score_flops, visible_pairs
 from jaxformer.tools.plan.activations import activations, planned_stacks, recomputed_names
-from jaxformer.tools.plan.collectives import Collective, link_bytes
 from jaxformer.tools.plan.memory import (
     REFERENCE,
     MemoryPlan,
     gradient_bytes,
+    matrix_elements,
     multiplied_elements,
     tile_length,
 )
 from jaxformer.tools.plan.planned import PlannedRun
-from jaxformer.tools.plan.undivided import REPEATED_AXES, undivided_axes
 
 # Kernels that leave out the keys beyond a window; the others compute them and mask their scores.
 WINDOWED = ("cudnn", "tpu", "ring")
+# Axes whose products each device computes whole where mesh.tensor does not divide them. Compilers
+# divide those of "kv_heads" by the width of a head, and fsdp divides rows in any case.
+REPEATED_AXES = ("vocab", "heads", "mlp")
 
 
 class Products(NamedTuple):
@@ -102,13 +105,12 @@ def undivided_flops(planned: PlannedRun) -> float:
     divide: all its devices but one compute them once more."""
     model, tensor = planned.model, planned.size("tensor")
     table = planned.counted_specs
-    undivided_paths = set[str]()
-    for one in undivided_axes(table, planned.mesh):
-        if one.axis in REPEATED_AXES:
-            undivided_paths.update(one.paths)
-    share = planned.source_length / planned.length
-    by_path = matrix_flops(model, share, table).items()
-    total = sum(flops for path, flops in by_path if path in undivided_paths)
+    by_path = matrix_flops(model, planned.source_length / planned.length, table)
+    total = 0.0
+    for path, spec in rows(table).items():
+        left = lengths_left(planned.mesh, spec.shape, spec.axes)
+        if any(axis in REPEATED_AXES for axis, *_ in left):
+            total += by_path.get(path, 0)
     if model.n_heads % tensor:
         total += attention_flops(planned) - skipped_flops(planned)
     return (tensor - 1) * total
@@ -149,7 +151,29 @@ def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
     return 2 * state + reference + 2 * gradient_bytes(planned) + microbatches * pieces
 
 
-def bound(planned: PlannedRun, memory: MemoryPlan, collectives: list[Collective]) -> Bound:
+def link_bytes(planned: PlannedRun) -> float:
+    """The least bytes that a device sends in a step, as in rings (Patarasuk and Yuan 2009): the
+    weights that fsdp and context divide are gathered in the forward and in the backward pass of
+    every microbatch, and their gradients are scattered; the gradients are summed over data; and the
+    output and the gradient of each sublayer over tensor. What context and expert exchange besides
+    is not counted."""
+    microbatches = planned.run.train.n_microbatches
+    # The switches between GPUs can sum, so that a device sends its array once and not twice.
+    summed = 1 if planned.device.platform == "gpu" else 2
+    # What a device gathers is what it has not.
+    weights = (multiplied_elements(planned) - matrix_elements(planned)) * planned.dtype_bytes
+    sent = 3 * microbatches * weights
+    gradients = gradient_bytes(planned) * planned.dtype_bytes / 4
+    sent += summed * gradients * (1 - 1 / planned.size("data"))
+    sublayers = 0
+    for stack in planned_stacks(planned):
+        tokens = planned.rows * planned.positions(stack.tokens)
+        sublayers += sum(tokens * len(stack.sublayers(layer)) for layer in stack.layers)
+    streams = 2 * microbatches * sublayers * planned.model.d_model * planned.dtype_bytes
+    return sent + summed * streams * (1 - 1 / planned.size("tensor"))
+
+
+def bound(planned: PlannedRun, memory: MemoryPlan) -> Bound:
     """The least time of a step on the planned devices."""
     device, count = planned.device, planned.mesh.size
     peak = device.peak(planned.model.dtype)
@@ -160,7 +184,7 @@ def bound(planned: PlannedRun, memory: MemoryPlan, collectives: list[Collective]
     return Bound(
         seconds(products(planned).done / count, peak),
         seconds(traffic(planned, memory), device.bandwidth),
-        seconds(link_bytes(collectives, device.platform), device.link) if count > 1 else 0.0,
+        seconds(link_bytes(planned), device.link) if count > 1 else 0.0,
     )
 
 

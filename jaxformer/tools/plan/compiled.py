@@ -1,34 +1,34 @@
 """The real train step of a run, compiled by the real compiler for devices that are not attached,
-and the report of that compiler.
+and what that compiler says of it.
 
 The work is done in a process of its own, `python -m jaxformer.tools.plan.compiled`: libtpu reads
 its environment when it is loaded, a compiler may end its process, and both write their warnings to
 standard error.
 """
 
+import dataclasses
 import importlib.metadata
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxformer.arrays.hardware import Device
+from jaxformer.arrays.hardware import GIB, Device
 from jaxformer.arrays.mesh import mesh_of
 from jaxformer.config.run import RunConfig
 from jaxformer.config.saved import from_json, to_json
 from jaxformer.files import ConfigError, write_text
 from jaxformer.models.cost import flops_per_token
 from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data
-from jaxformer.tools.plan.compiler_report import CompiledReport, memory_of, report_of
-from jaxformer.tools.plan.hlo_counts import count
 from jaxformer.tools.plan.memory import capacity_of
 from jaxformer.tools.plan.planned import tree_bytes
 from jaxformer.tools.plan.targets import Target, cudnn_of, parse_target, require_compiler
@@ -49,11 +49,95 @@ SIZE = r"([\d.]+)([KMGT]?)"
 TOO_LARGE = re.compile(rf"Used {SIZE} of {SIZE} hbm|\({SIZE}\) exceeds available HBM \({SIZE}\)")
 # A warning or error that the compiler logs; the group is its text.
 LOGGED = re.compile(r"^[WE]\d{4} .*?\.cc:\d+\] (.*(?:remateriali|exceed|spill).*)$", re.MULTILINE)
+# An instruction of an optimized program in which devices exchange arrays.
+COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|reduce-scatter|(?:ragged-)?all-to-all|collective-permute"
+    r"|collective-broadcast)(?:-start)?\("
+)
 REFERENCE_APART = (
     "the parameters of the reference are in the memory that is needed; the program in which they"
     " score each batch was not compiled: its products and its time are not in these figures"
 )
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
+
+
+@dataclass(frozen=True)
+class CompiledReport:
+    """What a compiler says of one train step.
+
+    `needed` and `capacity` are bytes of a device, the latter those that JAX takes of it. Where the
+    compiler refuses a program that is too large, both are its own figures, and `memory`, `flops`,
+    `bytes` and `collectives` are empty or 0.
+
+    `memory` is `memory_analysis()` in bytes: `argument` is state and batch, of which `alias` is
+    given over to the `output`; `temporary` is live at most at one time beside them, `code` the
+    program, `peak` all together, `host` what the memory of the device's host keeps. `flops` and
+    `bytes` are those of `cost_analysis()`, and `collectives` the instructions of each kind: in both
+    the body of a loop counts once, however often it runs. `model_flops` are those of a step and
+    device by `models.cost`. `options` are the lines of `option_lines`, `warnings` the compiler's
+    own lines; `notes` say what the figures leave out.
+    """
+
+    target: str
+    device_kind: str
+    mesh: dict[str, int]
+    packed: bool
+    dtype: str
+    kernel: str
+    fits: bool
+    capacity: int
+    needed: int
+    memory: dict[str, int] = field(default_factory=dict)
+    flops: float = 0.0
+    bytes: float = 0.0
+    collectives: dict[str, int] = field(default_factory=dict)
+    model_flops: float = 0.0
+    lower_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def lines(self) -> list[str]:
+        """The report for a terminal."""
+        shape = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        on = f"{self.target} ({self.device_kind}, mesh {shape})"
+        lines = [f"compiled for {on}: {self.dtype}, attention {self.kernel}"]
+        lines += [f"compiler option {line}" for line in self.options]
+        fit = "fits" if self.fits else "does not fit"
+        lines.append(
+            f"{fit}: {self.needed / GIB:.2f} GiB of {self.capacity / GIB:.2f} GiB a device"
+        )
+        if self.memory:
+            shown = {
+                "arguments": self.memory["argument"],
+                "temporaries": self.memory["temporary"],
+                "peak": self.memory["peak"],
+            }
+            if self.memory["host"]:
+                shown["in the memory of the host"] = self.memory["host"]
+            lines += [
+                ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in shown.items()),
+                f"products a device and step: the model's are {self.model_flops / 1e12:.3f} TFLOP;"
+                f" the compiler counts {self.flops / 1e12:.3f} TFLOP and {self.bytes / GIB:.1f} GiB"
+                " of memory traffic, with the body of a loop once and kernels as nothing",
+            ]
+            numbers = [f"{number} {kind}" for kind, number in self.collectives.items()]
+            lines.append(
+                f"collectives in the program, with the body of a loop once:"
+                f" {', '.join(numbers) or 'none'}"
+            )
+        lines += self.notes
+        lines += [f"the compiler warns: {line}" for line in self.warnings]
+        return [
+            *lines,
+            f"lowered in {self.lower_seconds:.1f} s, compiled in {self.compile_seconds:.1f} s,"
+            " nothing was run and no tokens/s are promised",
+        ]
 
 
 def compiled_report(
@@ -105,7 +189,76 @@ def compiled_report(
     if "error" in record:
         raise ConfigError(record["error"])
     warnings = dict.fromkeys(LOGGED.findall(done.stderr))
-    return report_of(record | {"warnings": tuple(warnings)})
+    return CompiledReport(**(record | {"warnings": [*warnings]}))
+
+
+def compile_for_target(
+    resolved: Resolved, batch: AbstractBatch, device: Device, target: str, hlo: str | Path = ""
+) -> CompiledReport:
+    """Compiles the step of a run, whose devices are of the kind `device`; the report calls them
+    `target`."""
+    mesh: Any = resolved.mesh
+    found: dict[str, Any] = {}
+    begin = time.perf_counter()
+    lowered = resolved.step.lower(resolved.target, batch)
+    lowered_at = time.perf_counter()
+    capacity = round(capacity_of(device) or 0)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed, capacity = too_large(error)
+        fits = False
+    else:
+        found["memory"] = memory_of(compiled.memory_analysis())
+        needed = found["memory"]["peak"]
+        fits = True
+        costs = compiled.cost_analysis() or {}
+        found["flops"] = costs.get("flops", 0.0)
+        found["bytes"] = costs.get("bytes accessed", 0.0)
+        text = compiled.as_text() or ""
+        found["collectives"] = dict(Counter(COLLECTIVE.findall(text)).most_common())
+        if hlo:
+            write_text(Path(hlo), text)
+    if resolved.has_reference:
+        needed += tree_bytes(resolved.target.params)
+        found["notes"] = [REFERENCE_APART]
+    return CompiledReport(
+        target=target,
+        device_kind=mesh.devices.flat[0].device_kind,
+        mesh=dict(mesh.shape),
+        packed="segment_ids" in batch,
+        dtype=resolved.model.dtype,
+        kernel=resolved.kernel,
+        fits=fits and (needed <= capacity or not capacity),
+        capacity=capacity,
+        needed=needed,
+        model_flops=model_flops(resolved) / mesh.size,
+        lower_seconds=lowered_at - begin,
+        compile_seconds=time.perf_counter() - lowered_at,
+        versions=versions(),
+        options=option_lines(mesh, *resolved.run.train.stated_options),
+        **found,
+    )
+
+
+def memory_of(stats: Any) -> dict[str, int]:
+    """The bytes of a device in the answer of `memory_analysis()`, as in `CompiledReport`."""
+    argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    alias, temporary = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    code = stats.generated_code_size_in_bytes
+    # The compiler of TPUs says what is held at once, which is less than the sum of all.
+    peak = getattr(stats, "peak_memory_in_bytes", 0)
+    if peak <= argument:
+        peak = argument + output - alias + temporary + code
+    return {
+        "argument": argument,
+        "output": output,
+        "alias": alias,
+        "temporary": temporary,
+        "code": code,
+        "peak": peak,
+        "host": stats.host_temp_size_in_bytes,
+    }
 
 
 def model_flops(resolved: Resolved) -> float:
@@ -119,51 +272,6 @@ def model_flops(resolved: Resolved) -> float:
         resolved.objective.reference and not resolved.has_reference,
     )
     return float(per_token * resolved.tokens_per_step)
-
-
-def compile_for_target(
-    resolved: Resolved, batch: AbstractBatch, device: Device, target: str, hlo: str = ""
-) -> CompiledReport:
-    """Compiles the step of a run, whose devices are of the kind `device`; the report calls them
-    `target`."""
-    mesh: Any = resolved.mesh
-    begin = time.perf_counter()
-    lowered = resolved.step.lower(resolved.target, batch)
-    lowered_at = time.perf_counter()
-    memory, counts, capacity = None, None, round(capacity_of(device) or 0)
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        needed, capacity = too_large(error)
-    else:
-        text, memory = compiled.as_text(), memory_of(compiled.memory_analysis())
-        needed = memory.peak
-        counts = count(text, device.bfloat16 or math.inf, device.bandwidth or math.inf)
-        if hlo:
-            write_text(Path(hlo), text)
-    beside, notes = 0, tuple[str, ...]()
-    if resolved.has_reference:
-        beside, notes = tree_bytes(resolved.target.params), (REFERENCE_APART,)
-    return CompiledReport(
-        target=target,
-        device_kind=mesh.devices.flat[0].device_kind,
-        mesh=dict(mesh.shape),
-        packed="segment_ids" in batch,
-        dtype=resolved.model.dtype,
-        kernel=resolved.kernel,
-        fits=memory is not None and (needed + beside <= capacity or not capacity),
-        capacity=capacity,
-        needed=needed + beside,
-        memory=memory,
-        counts=counts,
-        model_flops=model_flops(resolved) / mesh.size,
-        peak_flops=device.bfloat16 or 0.0,
-        lower_seconds=lowered_at - begin,
-        compile_seconds=time.perf_counter() - lowered_at,
-        versions=versions(),
-        notes=notes,
-        options=tuple(option_lines(mesh, *resolved.run.train.stated_options)),
-    )
 
 
 def too_large(error: Exception) -> tuple[int, int]:

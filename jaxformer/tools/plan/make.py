@@ -4,17 +4,14 @@ from dataclasses import dataclass
 
 from jaxformer.tools.plan.bound import Bound, Products, bound, mfu_at_most, products
 from jaxformer.tools.plan.changes import Change, smallest_changes
-from jaxformer.tools.plan.collectives import Collective, collectives_of
 from jaxformer.tools.plan.memory import MemoryPlan, cache_bytes, memory_plan
 from jaxformer.tools.plan.planned import PlannedRun
-from jaxformer.tools.plan.undivided import UndividedAxis, undivided_axes
 
 
 @dataclass(frozen=True)
 class Plan:
     """The figures of a run before it starts.
 
-    undivided: the axes of parameters that the mesh would divide and does not.
     cache: bytes of the key-value cache of one row of model.max_length tokens, on one device.
     mfu: the most that the bound allows, None where a rate of the device is unknown.
     changes: the smallest changes of settings with which it fits; None where it fits as it is, or
@@ -23,10 +20,8 @@ class Plan:
 
     planned: PlannedRun
     memory: MemoryPlan
-    undivided: list[UndividedAxis]
     cache: float
     products: Products
-    collectives: list[Collective]
     bound: Bound
     mfu: float | None
     changes: list[Change] | None
@@ -40,15 +35,12 @@ class Plan:
 def make_plan(planned: PlannedRun) -> Plan:
     """The plan of a run. No array is made, and nothing is traced but the optimizer's state."""
     memory = memory_plan(planned)
-    collectives = collectives_of(planned)
-    least = bound(planned, memory, collectives)
+    least = bound(planned, memory)
     return Plan(
         planned,
         memory,
-        undivided_axes(planned.specs, planned.mesh, planned.run.run.init_from == ""),
         cache_bytes(planned),
         products(planned),
-        collectives,
         least,
         mfu_at_most(planned, least.seconds),
         smallest_changes(planned) if memory.fits is False else None,

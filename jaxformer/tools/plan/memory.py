@@ -13,7 +13,7 @@ from jaxformer.layers.exchange import CONTEXT
 from jaxformer.layers.sublayer import Sublayer
 from jaxformer.losses import cross_entropy
 from jaxformer.tools.plan.activations import StackActivations, activations, edge_bytes, logits_bytes
-from jaxformer.tools.plan.planned import PlannedRun, shard_bytes, tree_bytes
+from jaxformer.tools.plan.planned import PlannedRun, tree_bytes
 from jaxformer.training.state import learning
 
 REFERENCE = "parameters of the reference"
@@ -145,12 +145,10 @@ def gradient_bytes(planned: PlannedRun) -> float:
 
 
 def matrix_elements(planned: PlannedRun) -> float:
-    """Elements on a device of the matrices that products read."""
-    leaves = rows(planned.specs)
-    places = dict(zip(leaves, jax.tree.leaves(planned.state.params), strict=True))
+    """Elements on a device of the matrices that products read, as it holds them."""
     return sum(
-        shard_bytes(places[path]) / places[path].dtype.itemsize
-        for path, spec in leaves.items()
+        planned.held_elements(spec)
+        for spec in rows(planned.specs).values()
         if spec.is_matrix and not spec.lookup
     )
 

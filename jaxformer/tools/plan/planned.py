@@ -17,6 +17,7 @@ from jaxformer.arrays.mesh import (
     batch_sharding,
     check_batch_size,
     mesh_shape,
+    parameter_sharding,
 )
 from jaxformer.arrays.params import Spec
 from jaxformer.arrays.sharding import PARAMETERS, partition
@@ -69,6 +70,11 @@ class PlannedRun(Resolved):
     def shards(self) -> int:
         """The number of devices among which parameters are divided, besides tensor parallelism."""
         return self.size(*self.sharded)
+
+    def held_elements(self, spec: Spec) -> int:
+        """Elements of a parameter that a device holds."""
+        sharding = parameter_sharding(self.mesh, spec.shape, spec.axes)
+        return math.prod(sharding.shard_shape(spec.shape))
 
     def gathered_elements(self, spec: Spec) -> float:
         """Elements of a parameter on a device that has gathered it over fsdp and context."""

@@ -9,11 +9,11 @@ from jaxformer.arrays.params import rows
 from jaxformer.models.cost import count_text
 from jaxformer.report import banner, human_bytes, human_count, human_time
 from jaxformer.report.banner import INDENT, aligned
+from jaxformer.runs.device import check_split
 from jaxformer.runs.summary import LOOPS
 from jaxformer.tools.plan.changes import shown
 from jaxformer.tools.plan.make import Plan
 from jaxformer.tools.plan.planned import PlannedRun
-from jaxformer.tools.plan.undivided import REPEATED_AXES, sentence
 from jaxformer.training.compiler_options import compiler_options, option_lines
 
 WORDS = (
@@ -37,7 +37,6 @@ def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
         memory_text(plan),
         _changes(plan),
         _products(plan),
-        _collectives(plan),
         _bound(plan, tokens),
         banner({"words": WORDS}, "How to read this"),
     ]
@@ -57,7 +56,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     microbatches = "microbatch" if run.train.n_microbatches == 1 else "microbatches"
     head: dict[str, str | list[str]] = {
         "devices": f"{planned.mesh.size} x {planned.device_name}{_figures(planned.device)}",
-        "mesh": mesh,
+        "mesh": [mesh, *check_split(planned.specs, planned.mesh)],
         "model": (
             f"{model.family}, {count_text(planned.specs)}, {layers} layers,"
             f" {model.d_model} wide, {model.vocab_size:,} tokens, {model.dtype} products,"
@@ -73,8 +72,6 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     }
     if lines := option_lines(planned.mesh, *run.train.stated_options):
         head["compiler"] = lines
-    if plan.undivided:
-        head["not divided"] = [sentence(one) for one in plan.undivided]
     if planned.notes:
         head["assumed"] = list(planned.notes)
     return head
@@ -176,17 +173,6 @@ def _flops(number: float) -> str:
     return f"{number / 1000**power:,.4g} {'MGTP'[power - 2]}FLOP"
 
 
-def _collectives(plan: Plan) -> str:
-    if not plan.collectives:
-        return ""
-    table = []
-    for one in plan.collectives:
-        group, size = f"{one.axis} {one.devices}", human_bytes(one.bytes)
-        table.append((one.kind, group, f"{one.times:,} x", size, one.purpose))
-    title = "Collectives of a step, a device (estimate; bytes of all of them)"
-    return _titled(title, table, right=(2, 3))
-
-
 def _bound(plan: Plan, tokens: int) -> str:
     """The least time of a step, and of `tokens` if asked for; nothing for a CPU unless asked for,
     because no peak of CPUs is published."""
@@ -208,9 +194,7 @@ def _bound(plan: Plan, tokens: int) -> str:
     }
     if plan.products.undivided:
         share = plan.products.undivided / plan.products.done
-        repeated = [one for one in plan.undivided if one.axis in REPEATED_AXES]
-        axes = ", ".join(f"{one.axis} {one.length:,}" for one in repeated)
-        entries["not divided"] = f"{share:.0%} of the products are repeated ({axes})"
+        entries["not divided"] = f"{share:.0%} of the products are done by every device"
     if tokens:
         seconds = plan.seconds_for(tokens) or 0.0
         entries[f"{human_count(tokens)} tokens"] = f"not faster than {human_time(seconds)}"
@@ -249,11 +233,9 @@ def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
             "capacity": memory.capacity,
             "fits": memory.fits,
         },
-        "undivided": [one._asdict() for one in plan.undivided],
         "cache": plan.cache,
         "changes": changes,
         "flops": plan.products._asdict(),
-        "collectives": [one._asdict() for one in plan.collectives],
         "bound": {
             **plan.bound._asdict(),
             "seconds": plan.bound.seconds,

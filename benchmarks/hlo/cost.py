@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from hlo.program import Computation, Instruction, Program
 from jaxformer.models.cost import visible_pairs
-from jaxformer.tools.plan.hlo import Computation, Instruction, Program
 
 # Instructions that move nothing by themselves: those that only name or hand on values, and those
 # whose computations are counted in their place.

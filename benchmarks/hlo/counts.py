@@ -7,8 +7,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jaxformer.tools.plan.hlo import Computation, Instruction, Program, parse, trip_count
-from jaxformer.tools.plan.hlo_cost import (
+from hlo.cost import (
     COLLECTIVE,
     kernel_flops,
     moved_bytes,
@@ -17,12 +16,18 @@ from jaxformer.tools.plan.hlo_cost import (
     synchronous,
     target_of,
 )
+from hlo.program import Computation, Instruction, Program, parse, trip_count
 
 # Custom calls of XLA's TPU compiler that are no work.
 BOOKKEEPING = {
-    *("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"),
-    *("AsyncCollectiveStart", "AsyncCollectiveDone"),
+    "AllocateBuffer",
+    "ConcatBitcast",
+    "AssumeGatherIndicesInBound",
+    "AsyncCollectiveStart",
+    "AsyncCollectiveDone",
 }
+# What names a fusion that has no product, the first of these that is in it.
+NAMING = ("scatter", "sort", "gather", "dynamic-update-slice", "dynamic-slice", "reduce")
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,34 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class Operation:
+    """Instructions of one kind: how often they run, their FLOPs in products and kernels, and the
+    bytes and seconds as in `Counts`."""
+
+    times: int = 0
+    flops: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, other: "Operation", times: int) -> "Operation":
+        return Operation(
+            self.times + times * other.times,
+            self.flops + times * other.flops,
+            self.bytes + times * other.bytes,
+            self.seconds + times * other.seconds,
+        )
+
+
+@dataclass(frozen=True)
 class Counts:
     """What one device does in a step.
 
     `products` are FLOPs by dtypes, as "bf16 x bf16 -> f32"; `kernels` those inside custom calls, as
     far as known. `bytes` go to and from main memory. `seconds` is the bound: the sum over
     instructions of what takes longer, products at the peak or bytes at the bandwidth, with
-    collectives left out; 0 where peak and bandwidth were not given.
+    collectives left out; 0 where peak and bandwidth were not given. `operations` are the same
+    figures by the kind of instruction, as "dot", "fusion of reduce" or "custom-call
+    __cublas$gemm", those that take longest first.
     """
 
     products: dict[str, int]
@@ -69,6 +95,7 @@ class Counts:
     collectives: tuple[CompiledCollective, ...]
     custom_calls: dict[str, int]
     loops: tuple[Loop, ...]
+    operations: dict[str, Operation] = field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -87,6 +114,13 @@ def count(text: str, peak: float = math.inf, bandwidth: float = math.inf) -> Cou
         collectives=_merged(total.collectives),
         custom_calls=dict(total.custom_calls.most_common()),
         loops=tuple(Loop(name, trips, times) for (name, trips), times in total.loops.items()),
+        operations=dict(
+            sorted(
+                total.operations.items(),
+                key=lambda entry: (entry[1].seconds, entry[1].bytes, entry[1].flops),
+                reverse=True,
+            )
+        ),
     )
 
 
@@ -105,6 +139,7 @@ class _Total:
     collectives: dict[InstructionKey, tuple[str, CompiledCollective]] = field(default_factory=dict)
     custom_calls: Counter[str] = field(default_factory=Counter)
     loops: Counter[tuple[str, int]] = field(default_factory=Counter)
+    operations: dict[str, Operation] = field(default_factory=dict)
 
     def add(self, other: "_Total", times: int = 1) -> None:
         for name in ("products", "custom_calls", "loops"):
@@ -113,6 +148,8 @@ class _Total:
         self.kernels += times * other.kernels
         self.bytes += times * other.bytes
         self.seconds += times * other.seconds
+        for kind, operation in other.operations.items():
+            self.operations[kind] = self.operations.get(kind, Operation()).plus(operation, times)
         for key, (channel, collective) in other.collectives.items():
             before = self.collectives[key][1].count if key in self.collectives else 0
             total = before + times * collective.count
@@ -161,7 +198,22 @@ class _Counter:
             total.bytes = moved_bytes(self.program, computation, row)
             flops = sum(total.products.values()) + total.kernels
             total.seconds = max(flops / self.peak, total.bytes / self.bandwidth)
+            if flops or total.bytes:
+                kind = self.kind_of(row, flops > 0)
+                total.operations[kind] = Operation(1, flops, total.bytes, total.seconds)
         return total, 1
+
+    def kind_of(self, row: Instruction, has_products: bool) -> str:
+        """The kind of an instruction, by which `Counts.operations` adds up."""
+        if row.opcode == "custom-call":
+            return f"custom-call {target_of(row)}"
+        if row.opcode != "fusion":
+            return row.opcode.removesuffix("-start")
+        if has_products:
+            return "fusion of products"
+        body = self.program.computations[row.called("calls")[0]].instructions.values()
+        inside = {instruction.opcode for instruction in body}
+        return f"fusion of {next((name for name in NAMING if name in inside), 'elements')}"
 
     def instruction(
         self, computation: Computation, row: Instruction, total: _Total, fused: bool
