@@ -1,11 +1,12 @@
 """What the processes of a run agree on, through the key-value store of JAX's coordination service.
 A single process agrees with itself and asks nobody."""
 
+import contextlib
 import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 
@@ -16,12 +17,12 @@ AgreedT = TypeVar("AgreedT")
 LOST = 3  # the exit status of a process that has lost another
 # Milliseconds that one request for a key waits. Between two requests Python handles signals.
 POLL_MS = 1000
-DEPARTURE_SECONDS = 10.0  # how long a key is waited for, after another process has left the run
+# A process that has dispatched step n has seen the end of step n - 1, in which all took part. So
+# what one publishes before it dispatches step n + 1 is seen by all before they leave step n + 2.
+LEAD = 2
+LOOK_SECONDS = 1.0  # about the time between two looks of an evaluation
 
 _ROUNDS = itertools.count()  # Every process counts the same rounds.
-# When other processes left the run, in seconds of `time.monotonic`, by their names. The roll call
-# keeps it while it watches over the run.
-departures: dict[str, float] = {}
 
 
 class LostProcess(RuntimeError):
@@ -29,21 +30,11 @@ class LostProcess(RuntimeError):
     on; the same command, started in all processes, continues the run."""
 
 
-class KeyValueStore(Protocol):
-    """What is used here of JAX's client of the coordination service."""
-
-    def key_value_set(self, key: str, value: str) -> None: ...
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
-
-
 def exchange(text: str) -> list[str]:
     """The texts of all processes, by their index. Every process of the run has to call it."""
     if jax.process_count() == 1:
         return [text]
-    prefix = f"jaxformer/exchange/{next_round()}"
+    prefix = f"jaxformer/exchange/{next(_ROUNDS)}"
     client().key_value_set(f"{prefix}/{jax.process_index()}", text)
     if jax.process_index() == 0:
         gathered = [read_key(f"{prefix}/{index}") for index in range(jax.process_count())]
@@ -98,32 +89,100 @@ def require_same(values: Mapping[str, str]) -> None:
         )
 
 
-def next_round() -> int:
-    """The number of an agreement, which every process counts alike."""
-    return next(_ROUNDS)
-
-
 def read_key(key: str) -> str:
-    """The value of a key, once a process has set it.
-
-    A process that takes long is waited for without a bound; where one dies or fails, the roll call
-    ends this process. Raises LostProcess where the coordinator does not answer, and where another
-    process has left the run and the key is not set for DEPARTURE_SECONDS after that.
-    """
-    began = time.monotonic()
+    """The value of a key, once a process has set it. A process that takes long is waited for
+    without a bound; where one dies or fails, the roll call ends this process."""
     while True:
         try:
-            return client().blocking_key_value_get(key, POLL_MS)
+            value: str = client().blocking_key_value_get(key, POLL_MS)
+            return value
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise LostProcess(f"the coordinator of the run does not answer: {error}") from error
-        for name, departed in [*departures.items()]:
-            if time.monotonic() - max(began, departed) > DEPARTURE_SECONDS:
-                raise LostProcess(f"{name} has left the run, and this process waits for {key}.")
 
 
-def client() -> KeyValueStore:
+def client() -> Any:
     """The key-value store of this process's connection to the coordinator."""
     from jax._src import distributed  # JAX has no public name for it; Orbax takes it there too
 
-    return cast(KeyValueStore, distributed.global_state.client)
+    return distributed.global_state.client
+
+
+class StopAgreement:
+    """The step after which all processes stop, or the batch before which they leave an evaluation.
+
+    `steps` is the number of steps of the run. Every process calls the same methods in the same
+    order, each with the signal that it received, or None; the result is the signal by which all
+    stop.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._prefix = steps, f"jaxformer/stop/{next(_ROUNDS)}"
+        self._agreed: tuple[int, int] | None = None  # the last step, and the signal
+        self._step, self._published = 0, False
+        # Evaluations begun; the batches of the last look and of the next one; the time of the last.
+        self._evaluations, self._last_look, self._next_look, self._since = 0, 0, 0, 0.0
+
+    def after(self, step: int, signal: int | None) -> int | None:
+        """The signal by which the run stops after `step`, None where it does not. To be called once
+        for each step, when it is dispatched and the one before has ended."""
+        self._step = step
+        if step == self._steps:  # there is no later one, so that all wait for an answer
+            return self.at_end(signal)
+        if self._agreed is None:
+            self._publish(signal)
+            self._agreed = self._request()
+        if self._agreed is None or step < self._agreed[0]:
+            return None
+        return self._agreed[1]
+
+    def before(self, batch: int | None, signal: int | None) -> int | None:
+        """The signal by which all processes leave an evaluation before a batch, counted from 0,
+        None where they do not; without a batch it is `at_end`.
+
+        The first process decides, and says when all look again: after as many batches as take about
+        LOOK_SECONDS, and at most twice as many as the last time.
+        """
+        if batch is None:
+            return self.at_end(signal)
+        if batch == 0:
+            self._evaluations, self._last_look, self._next_look = self._evaluations + 1, 0, 0
+            self._since = time.monotonic()
+        self._publish(signal)
+        if batch < self._next_look:
+            return None
+        key = f"{self._prefix}/evaluation/{self._evaluations}/{batch}"
+        if jax.process_index() == 0:
+            request = self._request()
+            done, now = batch - self._last_look, time.monotonic()
+            in_time = int(done * LOOK_SECONDS / max(now - self._since, 1e-3))
+            self._since = now
+            next_look = batch + max(min(in_time, 2 * done), 1)
+            decision = [None if request is None else request[1], next_look]
+            client().key_value_set(key, json.dumps(decision))
+        number, self._next_look = json.loads(read_key(key))
+        self._last_look = batch
+        agreed: int | None = number
+        return agreed
+
+    def at_end(self, signal: int | None) -> int | None:
+        """The signal that any process received, None where none did."""
+        numbers = [text for text in exchange("" if signal is None else str(int(signal))) if text]
+        return int(numbers[0]) if numbers else None
+
+    def _publish(self, signal: int | None) -> None:
+        """Tells the others of a signal, once."""
+        if signal is None or self._published:
+            return
+        self._published = True
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+            request = json.dumps([self._step + LEAD, int(signal)])
+            client().key_value_set(f"{self._prefix}/request/step", request)
+
+    def _request(self) -> tuple[int, int] | None:
+        """The last step and the signal that the first process to receive one published."""
+        entries = client().key_value_dir_get(f"{self._prefix}/request")
+        if not entries:
+            return None
+        step, number = json.loads(entries[0][1])
+        return step, number

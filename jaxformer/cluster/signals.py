@@ -8,21 +8,19 @@ JAX.
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxformer.cluster.stop_agreement import StopAgreement
+    from jaxformer.cluster.processes import StopAgreement
 
 # A cluster ends a job by SIGTERM, announces it by SIGUSR1 (Slurm's --signal), and a terminal that
 # closes sends SIGHUP.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 BURST = 1.0  # seconds within which a repeated signal is the same request, as `timeout` sends two
 PATIENCE = 5.0  # seconds in which what can be ended at once has to end
-RESEND_DELAY = 0.01  # seconds after which a signal whose exception was dropped is sent again
 
 
 class Stopped(KeyboardInterrupt):
@@ -104,19 +102,6 @@ class StopRequest:
         if not self.holding:
             self.obey()
 
-    def send_again(self, number: int) -> None:
-        """Forgets a signal whose exception was dropped, and sends it to this process again after
-        RESEND_DELAY. If that code still runs then, its exception is dropped and it is sent again.
-        """
-        self.signal = None
-
-        def send() -> None:
-            time.sleep(RESEND_DELAY)
-            if _current is self:
-                os.kill(os.getpid(), number)
-
-        threading.Thread(target=send, daemon=True).start()
-
     def ending(self) -> str:
         """The message where a signal ends a program at once."""
         return f"interrupted: stopped by {self.name} {self.while_doing}".rstrip()
@@ -173,34 +158,13 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
         signal.signal(number, handle)
     _current = request
     try:
-        with _resending(request):
-            yield request
+        yield request
     finally:
         _current = None
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_IGN if ends and request.finished else handler)
         if watch is not None:
             watch.close()
-
-
-@contextlib.contextmanager
-def _resending(request: StopRequest) -> Iterator[None]:
-    """Within this block a signal is sent again if Python drops its exception. Python prints and
-    drops what is raised in a destructor or in a callback of the garbage collector, such as JAX's.
-    """
-    report = sys.unraisablehook
-
-    def resend(unraisable: "sys.UnraisableHookArgs") -> None:
-        if isinstance(unraisable.exc_value, Stopped):
-            request.send_again(unraisable.exc_value.signal)
-        else:
-            report(unraisable)
-
-    sys.unraisablehook = resend
-    try:
-        yield
-    finally:
-        sys.unraisablehook = report
 
 
 @contextlib.contextmanager

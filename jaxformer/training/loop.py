@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxformer.arrays.mesh import AnyMesh, place_batch
 from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.cluster.processes import StopAgreement
 from jaxformer.cluster.signals import Stopped, watched
-from jaxformer.cluster.stop_agreement import StopAgreement
 from jaxformer.files import ConfigError
 from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState, learning, mesh_of

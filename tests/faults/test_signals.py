@@ -1,7 +1,6 @@
 """A signal stops a run within seconds wherever it comes, with what there is to save saved, and the
 same command continues it bitwise."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -263,36 +262,22 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 @fault(
-    "in a destructor or a callback of the garbage collector",
-    "The signal is sent again 10 ms later, and is obeyed as anywhere else.",
+    "in a callback of the garbage collector, where Python drops its exception",
+    "It is obeyed within 5 s.",
 )
-@pytest.mark.parametrize("place", ["destructor", "collector"])
-def test_a_signal_whose_exception_python_drops(place: str) -> None:
+def test_a_signal_whose_exception_python_drops() -> None:
     code = (
         "import gc, os, signal, sys, time\n"
         "from jaxformer.cluster.entry_point import guarded\n"
-        "def signalled(*_):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(1)\n"
-        "class Dying:\n"
-        "    __del__ = signalled\n"
         "def collected(*_):\n"
-        "    gc.callbacks.remove(collected); signalled()\n"
+        "    gc.callbacks.remove(collected)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(1)\n"
         "def run():\n"
-        "    if sys.argv[1] == 'destructor':\n"
-        "        Dying()\n"
-        "    else:\n"
-        "        gc.callbacks.append(collected); gc.collect()\n"
-        "    try:\n"
-        "        print('went on', flush=True)\n"
-        "        time.sleep(60)\n"
-        "    finally:\n"
-        "        print('raised', flush=True)\n"
+        "    gc.callbacks.append(collected); gc.collect()\n"
+        "    time.sleep(60)\n"
         "sys.exit(guarded(run))"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", code, place], cwd=ROOT, capture_output=True, text=True
-    )
-    assert process.returncode == 143
-    # The signal may come while the line is printed.
-    assert re.fullmatch(r"went on\n?raised\n", process.stdout)
-    assert process.stderr == "interrupted: stopped by SIGTERM\n"
+    began = time.monotonic()
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 143 and time.monotonic() - began < SECONDS
+    assert process.stderr.endswith("interrupted: stopped by SIGTERM\n")

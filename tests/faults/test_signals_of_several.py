@@ -31,7 +31,6 @@ import os, signal
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.runs import train_run as run
 from jaxformer.cluster import launch
-from jaxformer.cluster import roll_call
 def replace(module, name, is_due=lambda *_: True, before=False):
     found = getattr(module, name)
     def stop(*arguments, **options):
@@ -48,7 +47,7 @@ PHASES = {  # where the signal comes, the exit status, and the steps that are sa
     "compiling": ("replace(run, 'compile_step', before=True)", 143, []),
     "the last save": (IN_LAST_SAVE, 143, [8]),
     "the plot of the losses": ("replace(launch, 'together', before=True)", 143, [8]),
-    "the end, once all is done": ("replace(roll_call.RollCall, 'close', before=True)", 0, [8]),
+    "the end, once all is done": ("replace(launch.RollCall, 'close', before=True)", 0, [8]),
 }
 
 
