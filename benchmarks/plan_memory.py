@@ -29,7 +29,7 @@ from jaxformer.arrays.mesh import make_mesh
 from jaxformer.files import ConfigError
 from jaxformer.runs.resolve import resolve_without_data
 from jaxformer.tools.plan.compiled import compile_for_target, compiled_report
-from jaxformer.tools.plan.make import make_plan
+from jaxformer.tools.plan.plan import make_plan
 from jaxformer.tools.plan.planned import PlannedRun, planned_run
 from jaxformer.tools.plan.targets import parse_target
 

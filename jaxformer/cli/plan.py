@@ -16,7 +16,7 @@ from jaxformer.files import ConfigError, located
 from jaxformer.runs.config import origin_of
 from jaxformer.runs.loading import lacks_weights
 from jaxformer.tools.plan.compiled import compiled_report
-from jaxformer.tools.plan.make import make_plan
+from jaxformer.tools.plan.plan import make_plan
 from jaxformer.tools.plan.planned import planned_run
 from jaxformer.tools.plan.report import plan_numbers, plan_text
 from jaxformer.tools.plan.targets import parse_target

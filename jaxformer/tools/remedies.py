@@ -18,7 +18,7 @@ from jaxformer.report import human_bytes
 from jaxformer.runs.resolve import resolve
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.train_run import RunOutOfMemory
-from jaxformer.tools.plan.make import Plan, make_plan
+from jaxformer.tools.plan.plan import Plan, make_plan
 from jaxformer.tools.plan.planned import planned_run
 from jaxformer.tools.plan.report import memory_text
 

@@ -16,7 +16,7 @@ from jaxformer.config.train import MeshConfig, TrainConfig
 from jaxformer.layers.embed import EMBEDDINGS
 from jaxformer.models.cost import parameter_count, score_flops
 from jaxformer.tools.model_shapes import formula_of, shapes_of
-from jaxformer.tools.plan.make import make_plan
+from jaxformer.tools.plan.plan import make_plan
 from jaxformer.tools.plan.planned import planned_run
 
 

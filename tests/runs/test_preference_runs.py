@@ -29,7 +29,7 @@ from jaxformer.config.run import RunConfig
 from jaxformer.report import read_metrics
 from jaxformer.runs.config import load_config
 from jaxformer.runs.run_evaluation import evaluate_run
-from jaxformer.tools.plan.make import make_plan
+from jaxformer.tools.plan.plan import make_plan
 from jaxformer.tools.plan.planned import planned_run
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.models.cost import flops_per_token
 from jaxformer.runs.resolve import resolve_without_data
-from jaxformer.tools.plan.make import make_plan
+from jaxformer.tools.plan.plan import make_plan
 from jaxformer.tools.plan.planned import planned_run
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

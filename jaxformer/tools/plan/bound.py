@@ -6,13 +6,15 @@ from typing import NamedTuple
 from jaxformer.arrays.mesh import lengths_left
 from jaxformer.arrays.params import rows
 from jaxformer.models.cost import flops_per_token, matrix_flops, score_flops, visible_pairs
-from jaxformer.tools.plan.activations import activations, planned_stacks, recomputed_names
 from jaxformer.tools.plan.memory import (
     REFERENCE,
     MemoryPlan,
+    activations,
     gradient_bytes,
     matrix_elements,
     multiplied_elements,
+    planned_stacks,
+    recomputed_names,
     tile_length,
 )
 from jaxformer.tools.plan.planned import PlannedRun
@@ -79,11 +81,6 @@ def products(planned: PlannedRun) -> Products:
     )
 
 
-def attention_flops(planned: PlannedRun) -> float:
-    """FLOPs a token, forward and backward, of scores and of their products with the values."""
-    return score_flops(planned.model, planned.length, planned.source_length)
-
-
 def skipped_flops(planned: PlannedRun) -> float:
     """FLOPs a token of the masked scores of self-attention that a fused kernel does not compute."""
     kernel = planned.model.attention_kernel
@@ -112,7 +109,7 @@ def undivided_flops(planned: PlannedRun) -> float:
         if any(axis in REPEATED_AXES for axis, *_ in left):
             total += by_path.get(path, 0)
     if model.n_heads % tensor:
-        total += attention_flops(planned) - skipped_flops(planned)
+        total += score_flops(model, planned.length, planned.source_length) - skipped_flops(planned)
     return (tensor - 1) * total
 
 
@@ -131,7 +128,7 @@ def repeated_flops(planned: PlannedRun) -> float:
             flops = 2 * spec.active * math.prod(spec.shape)
             total += flops * (share if spec.reads == "source" else 1)
     if "weights" in again:
-        total += attention_flops(planned) / 3
+        total += score_flops(model, planned.length, planned.source_length) / 3
     return total
 
 
@@ -173,25 +170,15 @@ def link_bytes(planned: PlannedRun) -> float:
     return sent + summed * streams * (1 - 1 / planned.size("tensor"))
 
 
-def bound(planned: PlannedRun, memory: MemoryPlan) -> Bound:
+def bound(planned: PlannedRun, memory: MemoryPlan, flops: Products) -> Bound:
     """The least time of a step on the planned devices."""
-    device, count = planned.device, planned.mesh.size
-    peak = device.peak(planned.model.dtype)
+    device = planned.device
 
     def seconds(amount: float, rate: float | None) -> float | None:
         return None if rate is None else amount / rate
 
     return Bound(
-        seconds(products(planned).done / count, peak),
+        seconds(flops.done / planned.mesh.size, device.peak(planned.model.dtype)),
         seconds(traffic(planned, memory), device.bandwidth),
-        seconds(link_bytes(planned), device.link) if count > 1 else 0.0,
+        seconds(link_bytes(planned), device.link) if planned.mesh.size > 1 else 0.0,
     )
-
-
-def mfu_at_most(planned: PlannedRun, seconds: float | None) -> float | None:
-    """Model FLOPs utilization of steps of this time; full attention counts, so where a kernel skips
-    masked scores it can exceed 1."""
-    peak = planned.device.peak(planned.model.dtype)
-    if not seconds or peak is None:
-        return None
-    return products(planned).model / seconds / (peak * planned.mesh.size)

@@ -11,8 +11,7 @@ from jaxformer.report import banner, human_bytes, human_count, human_time
 from jaxformer.report.banner import INDENT, aligned
 from jaxformer.runs.device import check_split
 from jaxformer.runs.summary import LOOPS
-from jaxformer.tools.plan.changes import shown
-from jaxformer.tools.plan.make import Plan
+from jaxformer.tools.plan.plan import Plan
 from jaxformer.tools.plan.planned import PlannedRun
 from jaxformer.training.compiler_options import compiler_options, option_lines
 
@@ -31,9 +30,15 @@ EXCHANGE_WORDS = {
 
 def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
     """The plan as text; `tokens` adds the least time for that many."""
+    parts = parameters_by_part(plan.planned)
+    total = sum(parts.values())
+    parameters = [
+        (name, f"{size:,}", f"{size / total:.1%}")
+        for name, size in [*parts.items(), ("all", total)]
+    ]
     sections = [
         banner(_head(plan), title),
-        _parameters(plan.planned),
+        _titled("Parameters (exact)", parameters, right=(1, 2)),
         memory_text(plan),
         _changes(plan),
         _products(plan),
@@ -93,29 +98,13 @@ def parameters_by_part(planned: PlannedRun) -> dict[str, int]:
     head and so on; an encoder-decoder's encoder apart."""
     parts: dict[str, int] = {}
     for path, spec in rows(planned.specs).items():
-        name = part_of(path)
-        parts[name] = parts.get(name, 0) + math.prod(spec.shape)
+        names = path.split(".")
+        before = f"{names.pop(0)} " if names[0] == "encoder" else ""
+        if names[0] == "blocks":
+            names = [name for name in names[1:] if not name.isdigit()]
+        part = before + ("norms" if names[0].endswith("norm") else names[0])
+        parts[part] = parts.get(part, 0) + math.prod(spec.shape)
     return parts
-
-
-def part_of(path: str) -> str:
-    """The part of the model that a parameter belongs to, as in "attention" for
-    "blocks.attention.q"."""
-    names = path.split(".")
-    before = f"{names.pop(0)} " if names[0] == "encoder" else ""
-    if names[0] == "blocks":
-        names = [name for name in names[1:] if not name.isdigit()]
-    return before + ("norms" if names[0].endswith("norm") else names[0])
-
-
-def _parameters(planned: PlannedRun) -> str:
-    parts = parameters_by_part(planned)
-    total = sum(parts.values())
-    table = [
-        (name, f"{size:,}", f"{size / total:.1%}")
-        for name, size in [*parts.items(), ("all", total)]
-    ]
-    return _titled("Parameters (exact)", table, right=(1, 2))
 
 
 def memory_text(plan: Plan) -> str:
@@ -148,7 +137,10 @@ def _changes(plan: Plan) -> str:
             "No change of mesh.fsdp, mesh.context, microbatches, remat and layer_loop fits: use"
             " more devices."
         )
-    table = [(shown(change.settings), human_bytes(change.peak)) for change in plan.changes]
+    table = []
+    for change in plan.changes:
+        settings = " ".join(f"--{name} {value}" for name, value in change.settings.items())
+        table.append((settings, human_bytes(change.peak)))
     return _titled("Smallest changes that fit (estimate)", table)
 
 
@@ -157,19 +149,18 @@ def _products(plan: Plan) -> str:
     table = [
         ("of the model, a token", _flops(flops.per_token), "exact, forward and backward"),
         ("of the model, a step", _flops(flops.model), "exact"),
+        ("recomputed", _flops(flops.recomputed), "estimate"),
+        ("skipped, masked scores", _flops(flops.skipped), "estimate"),
+        ("repeated, not divided by the mesh", _flops(flops.undivided), "estimate"),
     ]
-    if flops.recomputed:
-        table.append(("recomputed", _flops(flops.recomputed), "estimate"))
-    if flops.skipped:
-        table.append(("skipped, masked scores", _flops(flops.skipped), "estimate"))
-    if flops.undivided:
-        table.append(("repeated, not divided by the mesh", _flops(flops.undivided), "estimate"))
-    return _titled("Products, over all devices", table)
+    return _titled("Products, over all devices", [row for row in table if row[1]])
 
 
 def _flops(number: float) -> str:
-    """`1.5 GFLOP`, `60.7 PFLOP`."""
-    power = min(max(math.floor(math.log10(max(number, 1)) / 3), 2), 5)
+    """`1.5 GFLOP`, `60.7 PFLOP`; nothing for 0."""
+    if not number:
+        return ""
+    power = min(max(math.floor(math.log10(number) / 3), 2), 5)
     return f"{number / 1000**power:,.4g} {'MGTP'[power - 2]}FLOP"
 
 
@@ -182,14 +173,13 @@ def _bound(plan: Plan, tokens: int) -> str:
             return ""
         return banner({"a step": "no bound, because no peak of this device is published"}, title)
     counted = ", which counts masked scores too," if plan.products.skipped else ""
-    mfu = f"MFU{counted} at most {plan.mfu or 0:.1%}"
-    names = {"products": "products", "memory": "memory traffic", "links": "links"}
-    parts = [f"{names[name]} {human_time(getattr(least, name))}" for name in least._fields]
+    binding = {"memory": "memory traffic"}.get(least.binds, least.binds)
     entries: dict[str, str | list[str]] = {
         "a step": [
-            f"not faster than {human_time(least.seconds)}, which the {names[least.binds]} take;"
-            f" {mfu}",
-            ", ".join(parts),
+            f"not faster than {human_time(least.seconds)}, which the {binding} take;"
+            f" MFU{counted} at most {plan.mfu or 0:.1%}",
+            f"products {human_time(least.products or 0)}, memory traffic"
+            f" {human_time(least.memory or 0)}, links {human_time(least.links or 0)}",
         ]
     }
     if plan.products.undivided:
@@ -208,9 +198,8 @@ def _titled(title: str, table: Sequence[Sequence[str]], right: Collection[int] =
 
 def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
     """The plan as a dict for JSON: bytes, FLOPs and seconds, None where unknown."""
-    planned, memory, changes = plan.planned, plan.memory, None
-    if plan.changes is not None:
-        changes = [{"settings": change.settings, "peak": change.peak} for change in plan.changes]
+    planned, memory = plan.planned, plan.memory
+    changes = None if plan.changes is None else [change._asdict() for change in plan.changes]
     return {
         "device": planned.device_name,
         "devices": planned.mesh.size,
