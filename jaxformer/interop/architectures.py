@@ -17,10 +17,8 @@ from jaxformer.interop.deepseek import DEEPSEEK_V3
 from jaxformer.interop.electra import ELECTRA
 from jaxformer.interop.falcon import FALCON, MPT
 from jaxformer.interop.family import Family
-from jaxformer.interop.fields import IgnoredKeys
 from jaxformer.interop.gemma import GEMMA1, GEMMA2, GEMMA3
 from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEO, GPT_NEOX, GPTJ, OPT
-from jaxformer.interop.hf_config import NEUTRAL, HFConfig
 from jaxformer.interop.llama import (
     GRANITE,
     LLAMA,
@@ -43,15 +41,40 @@ from jaxformer.interop.nomic_bert import NOMIC_BERT
 from jaxformer.interop.t5 import MT5, MT5_ENCODER, T5, T5_ENCODER, UMT5, UMT5_ENCODER
 from jaxformer.interop.t5gemma import T5GEMMA
 
-# The first that is exactly a config is written, so the plainer ones come first.
-DECODERS = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA1, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, PHI3),
-    *(MINISTRAL, MINISTRAL3, SMOLLM3, OLMO3, GRANITE, STABLELM),
-    *(GPTJ, GPT_NEO, OPT, COHERE, GLM4, FALCON, MPT, STARCODER2),
-)
-WITH_EXPERTS = (*EXPERT_FAMILIES, DEEPSEEK_V3)
-# DistilBERT is a BERT without token types.
-ENCODERS = (
+# The first that is exactly a config is written, so the plainer ones come first: DistilBERT is a
+# BERT without token types.
+HF_FAMILIES: tuple[Family, ...] = (
+    # Decoders.
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    GEMMA1,
+    GEMMA2,
+    GEMMA3,
+    OLMO2,
+    GPT2,
+    GPT_NEOX,
+    BLOOM,
+    PHI3,
+    MINISTRAL,
+    MINISTRAL3,
+    SMOLLM3,
+    OLMO3,
+    GRANITE,
+    STABLELM,
+    GPTJ,
+    GPT_NEO,
+    OPT,
+    COHERE,
+    GLM4,
+    FALCON,
+    MPT,
+    STARCODER2,
+    # With experts.
+    *EXPERT_FAMILIES,
+    DEEPSEEK_V3,
+    # Encoders.
     DISTILBERT,
     BERT,
     ROBERTA,
@@ -62,37 +85,54 @@ ENCODERS = (
     MPNET,
     NOMIC_BERT,
     DEBERTA,
-)
-TEXT_ENCODERS = (CLIP_TEXT, T5_ENCODER, MT5_ENCODER, UMT5_ENCODER)
-WITH_SOURCE = (T5, MT5, UMT5, BART, MARIAN, PEGASUS, MBART, M2M100, T5GEMMA)
-HF_FAMILIES: tuple[Family, ...] = (
-    *(*DECODERS, *WITH_EXPERTS),
-    *(*ENCODERS, *TEXT_ENCODERS, *WITH_SOURCE),
+    CLIP_TEXT,
+    T5_ENCODER,
+    MT5_ENCODER,
+    UMT5_ENCODER,
+    # Encoder-decoders.
+    T5,
+    MT5,
+    UMT5,
+    BART,
+    MARIAN,
+    PEGASUS,
+    MBART,
+    M2M100,
+    T5GEMMA,
 )
 ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}
 BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
-NEAREST_SHOWN, OBSTACLES_SHOWN = 3, 6
-KEYS_SHOWN, VALUE_SHOWN = 12, 60  # keys of a config.json, and characters of a value
+OBSTACLES_SHOWN = 6
 
 
 def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
-    """The architecture as which a model is read, from the keys of its config.json. Raises
-    ConfigError where there is none, or model_type is that of another one."""
-    model_type, stated = values.get("model_type"), values.get("architectures") or []
+    """The architecture as which a model is read, from the keys of its config.json."""
+    model_type = values.get("model_type")
+    stated = values.get("architectures") or []
     if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
         raise ConfigError(
             f"{path}: architectures is {json.dumps(stated)[:80]}, and must be a list of names:"
             " download the file again."
         )
-    of_type = _of_type(model_type)
-    supported = [
-        BASES.get(name, name)
-        for name in stated or of_type
-        if name in ARCHITECTURES or name in BASES
-    ]
-    if not supported or (len(supported) > 1 and not stated):
-        raise _unsupported(path, values, stated)
-    family = ARCHITECTURES[supported[0]]
+    of_type = [name for name, family in ARCHITECTURES.items() if family.model_type == model_type]
+    if of_type:
+        allowed = f"{model_type} has {', '.join(of_type)}"
+    else:
+        types = (f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES)
+        allowed = f"supported model types are {', '.join(types)}"
+    if not stated and len(of_type) != 1:
+        raise ConfigError(
+            f'{path} has no "architectures", which name the class of the model, and'
+            f" model_type={json.dumps(model_type)}; {allowed}."
+        )
+    names = [BASES.get(name, name) for name in stated or of_type]
+    name = next((name for name in names if name in ARCHITECTURES), None)
+    if name is None:
+        raise ConfigError(
+            f"{path} has architectures={json.dumps(stated)}, which is not a supported architecture;"
+            f" {allowed}."
+        )
+    family = ARCHITECTURES[name]
     if model_type not in (None, family.model_type):
         # The tensors of near relatives, such as Gemma and Llama, have the same names and shapes, so
         # nothing later would notice.
@@ -100,111 +140,32 @@ def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, 
             f"{path} has model_type={json.dumps(model_type)} and"
             f" architectures={json.dumps(stated)}, a class of"
             f" model_type={json.dumps(family.model_type)}: the model would be computed as another"
-            f" than it is. Download config.json again, without edits; {_supported(model_type)}."
+            f" than it is. Download config.json again, without edits; {allowed}."
         )
-    return family, supported[0]
-
-
-def _of_type(model_type: object) -> list[str]:
-    """The supported architectures of a model_type."""
-    return [name for name, family in ARCHITECTURES.items() if family.model_type == model_type]
-
-
-def _supported(model_type: object) -> str:
-    """The architectures of a model_type, or else the supported model types."""
-    of_type = _of_type(model_type)
-    if of_type:
-        return f"{model_type} has {', '.join(of_type)}"
-    types = [f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES]
-    return f"supported model types are {', '.join(types)}"
-
-
-def _unsupported(path: Path, values: Mapping[str, Any], stated: list[str]) -> ConfigError:
-    """The error for a config.json that states no supported architecture, or that states none and
-    whose model_type has several."""
-    model_type = values.get("model_type")
-    supported, has_type = _supported(model_type), bool(_of_type(model_type))
-    nearest = "" if has_type else _nearest(values)
-    if stated:
-        remedy = (
-            " If transformers loads the directory as one of these, what that model's"
-            " save_pretrained writes is read here."
-        )
-        return ConfigError(
-            f"{path} has architectures={json.dumps(stated)}, which is not a supported architecture:"
-            f" {supported}.{remedy if has_type else nearest}"
-        )
-    remedy = ' Name the one that the model is in "architectures".'
-    return ConfigError(
-        f'{path} has no "architectures", and model_type={json.dumps(model_type)}, which is not a'
-        f" supported architecture: {supported}.{remedy if has_type else nearest}"
-    )
-
-
-def _nearest(values: Mapping[str, Any]) -> str:
-    """A sentence on the family that leaves the fewest keys of a config.json unread, and of those
-    reads the most; empty where none reads any."""
-    readings = [(family, *_read_keys(family, values)) for family in HF_FAMILIES]
-    family, keys_read, unread = min(readings, key=lambda reading: (len(reading[2]), -reading[1]))
-    name = next(iter(family.architectures))
-    if not keys_read:
-        return ""
-    if not unread:
-        return (
-            f" The nearest is {family.model_type} ({name}), which has all keys of this file; the"
-            " model may compute otherwise all the same."
-        )
-    return (
-        f" The nearest is {family.model_type} ({name}); what it does not have or not with this"
-        f" value: {first_of(unread, KEYS_SHOWN, between=', ')}."
-    )
-
-
-def _read_keys(family: Family, values: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """How many keys of a config.json a family reads, and the others with their values, those whose
-    value it refuses first."""
-    hf, refused = HFConfig(values, None), list[str]()
-    # A key that is ignored says nothing of the family.
-    for row in (row for row in family.fields if not isinstance(row, IgnoredKeys)):
-        before = {*hf.keys_read}
-        try:
-            row.read(hf)
-        except (ValueError, TypeError, AttributeError, ArithmeticError):  # as of a wrong type
-            refused += sorted((hf.keys_read - before) & values.keys())
-    unread = [*dict.fromkeys([*refused, *hf.unknown()])]
-    lines = [f"{key}={json.dumps(values[key], default=str)[:VALUE_SHOWN]}" for key in unread]
-    stated = values.keys() - {*NEUTRAL.split(), *refused}
-    return len(hf.keys_read & stated), lines
+    return family, name
 
 
 def architecture_of(config: ModelConfig, architecture: str | None = None) -> tuple[Family, str]:
-    """The first architecture that is exactly this config, or the one named. Raises ConfigError
-    where none is."""
+    """The first architecture that is exactly this config, or the one named: by what its config.json
+    says when it is read again."""
     if architecture is not None and architecture not in ARCHITECTURES:
         raise ConfigError(
             f"architecture={architecture!r} is not one of {', '.join(ARCHITECTURES)}."
         )
-    obstacles, refusals = dict[str, list[str]](), list[str]()
     for name in ARCHITECTURES if architecture is None else [architecture]:
+        family = ARCHITECTURES[name]
         try:
-            obstacles[name] = ARCHITECTURES[name].obstacles(config, name)
+            obstacles = family.obstacles(config, name)
         except ConfigError as error:
-            refusals.append(f"{name}: {error}")
-            continue
-        if not obstacles[name]:
-            return ARCHITECTURES[name], name
-    nearest = sorted(obstacles, key=lambda name: _distance(obstacles[name]))
-    lines = [f"{name}: {', '.join(obstacles[name][:OBSTACLES_SHOWN])}" for name in nearest]
-    # How far an architecture is that cannot state the model at all is not known: these are last.
-    lines = [*lines, *refusals][:NEAREST_SHOWN]
+            obstacles = [str(error)]
+        if not obstacles:
+            return family, name
+    if architecture is None:
+        raise ConfigError(
+            "no Hugging Face architecture is exactly this model: name one, as in"
+            ' jf.save_pretrained(..., architecture="LlamaForCausalLM") or --architecture, to see'
+            " what it lacks."
+        )
     raise ConfigError(
-        "no Hugging Face architecture is exactly this model; the nearest, and how they differ:\n  "
-        f"{first_of(lines)}"
+        f"{architecture} is not exactly this model: {first_of(obstacles, OBSTACLES_SHOWN, ', ')}."
     )
-
-
-def _distance(obstacles: list[str]) -> tuple[int, int]:
-    """How far an architecture is from a config: another family, head or sublayer first, then
-    the count."""
-    kinds = ("model.family", "model.head=", "model.feed_forward", "model.mixer")
-    return sum(any(line.startswith(kind) for line in obstacles) for kind in kinds), len(obstacles)

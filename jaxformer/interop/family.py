@@ -19,8 +19,14 @@ from jaxformer.models.transformer import specs as model_specs
 
 # Fields that change no logit, or only in training, and are written as they are.
 UNRESOLVED = (
-    *("dropout", "attention_dropout", "max_length", "tied_head"),
-    *("router_balance_loss", "projection_width", "pooling", "pooler_activation"),
+    "dropout",
+    "attention_dropout",
+    "max_length",
+    "tied_head",
+    "router_balance_loss",
+    "projection_width",
+    "pooling",
+    "pooler_activation",
 )
 
 
@@ -77,7 +83,7 @@ class Family:
     covers: str = ""
 
     def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
-        """The config of a config.json. Raises ConfigError for a value that is not supported."""
+        """The config of a config.json."""
         for key, allowed in REQUIRED.items():
             is_read = key == QUANTIZATION and quantization_of(hf.values) in self.packed
             if key in hf.values and not is_read:
@@ -109,8 +115,8 @@ class Family:
         return keys
 
     def obstacles(self, config: ModelConfig, architecture: str) -> list[str]:
-        """Why an architecture is not exactly this config; empty where it is. Raises ConfigError
-        where it cannot be written as this architecture at all."""
+        """Why an architecture is not exactly this config; empty where it is. ConfigError where it
+        cannot be written as this architecture at all."""
         if self.architectures[architecture].get("head", "language") != config.output:
             return [f"model.head={config.output!r}"]
         plan = self.tensors(config)

@@ -53,10 +53,10 @@ from jaxformer.models.transformer import without_objective
 SHARD_BYTES = 5_000_000_000
 HOST_BYTES = 1 << 28  # of a leaf that is on its way from the files to the devices
 MISMATCHES_SHOWN = 12
-SMALL = 10**9  # parameters of a model that is read, and its tensors compared, in any case
-MOST_TIMES = 16  # parameters of a config.json by numbers in its files: no mismatch, but nonsense
+# A config.json of more parameters than both, the second by numbers in its files, is not followed.
+SMALL = 10**9
+MOST_TIMES = 16
 
-ReadIndex = Callable[[tuple[slice, ...]], np.ndarray]  # the numbers of a leaf at an index
 SpecialIds = int | list[int] | None  # of a special token in a config.json; a list for several ends
 
 
@@ -79,7 +79,7 @@ class Pretrained(NamedTuple):
 
 
 def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
-    """The config of a model directory. Raises ConfigError as `load_pretrained` does.
+    """The config of a model directory.
 
     With weights=False the files of weights need not be there: then config.json says what the model
     is, with the names in the index of the weights if that is there.
@@ -96,7 +96,7 @@ def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
 
 def pretrained_labels(directory: Path) -> tuple[str, ...]:
     """The names of the classes of a model directory, in the order of their numbers; empty where it
-    has or names none. Raises ConfigError as `load_pretrained` does."""
+    has or names none."""
     return _opened(directory).labels
 
 
@@ -111,8 +111,8 @@ def load_pretrained(
     before the next leaf is read (see `jf.quantize`).
 
     Besides the params the host holds one tensor, and `HOST_BYTES` of a leaf or one layer of it,
-    into whatever shards the files are cut. Raises ConfigError for an architecture or an option that
-    is not supported, and for tensors that do not fit config.json, each by its name and file.
+    into whatever shards the files are cut. ConfigError for an architecture or an option that is not
+    supported, and for tensors that do not fit config.json, each by its name and file.
     """
     family, config, labels, files, unknown = _opened(directory)
     if unknown:
@@ -127,9 +127,11 @@ def load_pretrained(
 
     def load_leaf(path: str, spec: Spec) -> Weight:
         sharding = one_device if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
-        array = _placed(
-            lambda index: read_leaf(path, index, jnp.dtype(dtype)), spec, sharding, dtype
-        )
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            return read_leaf(path, index, jnp.dtype(dtype))
+
+        array = _placed(read, spec, sharding, dtype)
         if quantize is None or not is_quantized(spec, quantize):
             return array
         quantized: CustomLeaf = quantized_leaf(path, array, spec, quantize)
@@ -139,7 +141,9 @@ def load_pretrained(
     return Pretrained(map_specs(load_leaf, model_specs(config)), config, labels, metadata)
 
 
-def _placed(read: ReadIndex, spec: Spec, sharding: Sharding, dtype: str) -> jax.Array:
+def _placed(
+    read: Callable[[tuple[slice, ...]], np.ndarray], spec: Spec, sharding: Sharding, dtype: str
+) -> jax.Array:
     """A leaf on its devices. Of a small one the host holds all numbers until they are there; a
     large one is made on the devices and filled with rows of its first axis, `HOST_BYTES` or one row
     at a time."""
@@ -149,11 +153,15 @@ def _placed(read: ReadIndex, spec: Spec, sharding: Sharding, dtype: str) -> jax.
         return array.block_until_ready()
     shape = sharding.shard_shape(spec.shape)
     indices = sharding.addressable_devices_indices_map(spec.shape)
-    shards = {device: _zeros_on(device, shape, dtype) for device in indices}
+    shards = {}
     # Devices with the same numbers get them from one reading.
     groups: dict[str, list[jax.Device]] = {}
     for device, index in indices.items():
         groups.setdefault(str(index), []).append(device)
+        # `jnp.zeros(device=)` makes them on the first device and copies.
+        place = jax.sharding.SingleDeviceSharding(device)
+        with jax.set_mesh(Mesh(np.array([device]), ("device",))):
+            shards[device] = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)()
     step = max(1, HOST_BYTES // (math.prod(shape[1:]) * itemsize))
     for devices in groups.values():
         first, *others = indices[devices[0]] or ()
@@ -167,13 +175,6 @@ def _placed(read: ReadIndex, spec: Spec, sharding: Sharding, dtype: str) -> jax.
             jax.block_until_ready([shards[device] for device in devices])
             del piece  # before the next one is read
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, [*shards.values()])
-
-
-def _zeros_on(device: jax.Device, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Zeros that are made on a device: `jnp.zeros(device=)` makes them on the first and copies."""
-    place = jax.sharding.SingleDeviceSharding(device)
-    with jax.set_mesh(Mesh(np.array([device]), ("device",))):
-        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)()
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -193,32 +194,51 @@ class Opened(NamedTuple):
 
 
 def _opened(location: Path) -> Opened:
+    files: TensorFiles
     if is_gguf(location):
-        return _opened_gguf(location)
-    directory = copied_model(location)
-    path, values = directory / "config.json", read_config_json(directory)
-    family, architecture = stated_architecture(path, values)
-    files = family.files(directory, values)
+        path = local_copy(location) if is_remote(location) else location
+        files = GgufFiles(path)
+        values = files.values
+        family, architecture = stated_architecture(path, values)
+    else:
+        directory = copied_model(location)
+        path = directory / "config.json"
+        values = read_config_json(directory)
+        family, architecture = stated_architecture(path, values)
+        files = family.files(directory, values)
     hf = HFConfig(values, family.named(files.entries))
     config = _config_of(path, hf, family, architecture)
-    _check_size(path, config, files)
-    labels = _labels(values, path) if config.output in ("classes", "tags") else ()
-    return Opened(family, _untied(family, config, files), labels, files, hf.unknown())
 
+    # Before anything makes room for what a config.json says.
+    described = sum(math.prod(spec.shape) for spec in rows(model_specs(config)).values())
+    stored = sum(math.prod(entry.shape) for entry in files.entries.values())
+    if described > max(MOST_TIMES * stored, SMALL):
+        raise ConfigError(
+            f"{path} describes a model of {human_count(described)} parameters, and"
+            f" {files.listing} holds {human_count(stored)} numbers: the two do not belong together."
+        )
 
-def _opened_gguf(path: Path) -> Opened:
-    if is_remote(path):
-        path = local_copy(path)
-    files = GgufFiles(path)
-    family, architecture = stated_architecture(path, files.values)
-    hf = HFConfig(files.values, family.named(files.entries))
-    config = _config_of(path, hf, family, architecture)
-    _check_size(path, config, files)
-    return Opened(family, _untied(family, config, files), (), files, hf.unknown())
+    labels: Any = {}
+    if config.output in ("classes", "tags"):
+        labels = values.get("id2label") or {}
+    if not isinstance(labels, dict) or {*labels} != {str(index) for index in range(len(labels))}:
+        raise ConfigError(
+            f"{path}: id2label is {json.dumps(labels)[:80]}, and must name each class by its number"
+            ' from 0, as in {"0": "negative", "1": "positive"}.'
+        )
+    names = tuple(str(labels[str(index)]) for index in range(len(labels)))
+
+    # A file may have an output layer that is not the embedding, whatever it says.
+    for copy in family.copies(config):
+        if copy.unties and copy.name in files.entries:
+            originals = matched(files.entries, (copy.of,), family.prefix, family.renamed)
+            if copy.of not in originals or not _equal(files, copy.name, originals[copy.of]):
+                config = dataclasses.replace(config, tied_head=False)
+    return Opened(family, config, names, files, hf.unknown())
 
 
 def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> ModelConfig:
-    """The config that a config.json at `path` describes. Raises ConfigError."""
+    """The config that a config.json at `path` describes."""
     try:
         config = family.read(hf, architecture)
         model_specs(config)
@@ -232,43 +252,6 @@ def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> M
         if keys:
             raise ConfigError(f"{path}: {error}\n({', '.join(keys)})") from None
         raise ConfigError(f"{path}: {error}") from None
-    return config
-
-
-def _check_size(path: Path, config: ModelConfig, files: TensorFiles) -> None:
-    """Raises ConfigError where a config.json describes a model many times as large as its files,
-    before anything makes room for it."""
-    described = sum(math.prod(spec.shape) for spec in rows(model_specs(config)).values())
-    stored = sum(math.prod(entry.shape) for entry in files.entries.values())
-    if described > max(MOST_TIMES * stored, SMALL):
-        raise ConfigError(
-            f"{path} describes a model of {human_count(described)} parameters, and"
-            f" {files.listing} holds {human_count(stored)} numbers: the two do not belong together."
-        )
-
-
-def _labels(values: dict[str, Any], path: Path) -> tuple[str, ...]:
-    """The names of the classes, in their order; none where id2label is not given. Raises
-    ConfigError where it is not a name for each number from 0."""
-    labels = values.get("id2label")
-    if not labels:
-        return ()
-    numbers = [str(number) for number in range(len(labels))]
-    if not isinstance(labels, dict) or {*labels} != {*numbers}:
-        raise ConfigError(
-            f"{path}: id2label is {json.dumps(labels)[:80]}, and must name each class by its number"
-            ' from 0, as in {"0": "negative", "1": "positive"}.'
-        )
-    return tuple(str(labels[number]) for number in numbers)
-
-
-def _untied(family: Family, config: ModelConfig, files: TensorFiles) -> ModelConfig:
-    """`config`, untied where the files have an output layer that is not the embedding."""
-    for copy in family.copies(config):
-        if copy.unties and copy.name in files.entries:
-            names = matched(files.entries, (copy.of,), family.prefix, family.renamed)
-            if copy.of not in names or not _equal(files, copy.name, names[copy.of]):
-                return dataclasses.replace(config, tied_head=False)
     return config
 
 
@@ -287,39 +270,42 @@ def _equal(files: TensorFiles, a: str, b: str) -> bool:
 def _checked_names(
     family: Family, config: ModelConfig, plan: list[Tensor], files: TensorFiles
 ) -> dict[str, str]:
-    """The name in the files of each tensor. Raises ConfigError naming all tensors that are missing,
+    """The name in the files of each tensor. ConfigError with all tensors that are missing,
     unexpected, or of another shape."""
-    copies, computed, entries = family.copies(config), family.computed(config), files.entries
-    shapes = {tensor.name: tensor.shape for tensor in plan}
-    expected = [*shapes, *(copy.name for copy in copies), *computed]
+    copies = family.copies(config)
+    computed = family.computed(config)
+    entries = files.entries
+    expected = [tensor.name for tensor in plan]
+    expected += [*(copy.name for copy in copies), *computed]
     names = matched(entries, expected, family.prefix, family.renamed)
-    problems = [
-        f"{name}: not in {files.listing}, and config.json asks for {list(shape)}"
-        for name, shape in shapes.items()
-        if name not in names
-    ]
-    stored = [(names[name], entries[names[name]], shapes[name]) for name in shapes if name in names]
-    problems += [
-        f"{name}: {list(entry.shape)} in {entry.file}, and config.json asks for {list(shape)}"
-        for name, entry, shape in stored
-        if entry.shape != shape
-    ]
-    problems += [
-        f"{name}: in {entries[name].file}, and {family.model_type} with this config.json has no"
-        " such tensor"
-        for name in sorted({*entries} - {*names.values()})
-        if not any(re.search(pattern, name) for pattern in family.ignored)
-    ]
+    problems = []
+    for tensor in plan:
+        entry = entries.get(names.get(tensor.name, ""))
+        if entry is None:
+            problems.append(
+                f"{tensor.name}: not in {files.listing}, and config.json asks for"
+                f" {list(tensor.shape)}"
+            )
+        elif entry.shape != tensor.shape:
+            problems.append(
+                f"{names[tensor.name]}: {list(entry.shape)} in {entry.file}, and config.json asks"
+                f" for {list(tensor.shape)}"
+            )
+    for name in sorted({*entries} - {*names.values()}):
+        if not any(re.search(pattern, name) for pattern in family.ignored):
+            problems.append(
+                f"{name}: in {entries[name].file}, and {family.model_type} with this config.json"
+                " has no such tensor"
+            )
     for copy in copies:
         if copy.checked and copy.name in names and copy.of in names:
             name, of = names[copy.name], names[copy.of]
             if not _equal(files, name, of):
                 problems.append(f"{name}: in {entries[name].file} not equal to {of}, its original")
     for key in computed.keys() & names.keys():
-        stored_table = files.read(names[key]).astype(np.float32)
+        table = files.read(names[key]).astype(np.float32)
         # bfloat16 has two digits.
-        is_equal = stored_table.shape == computed[key].shape
-        if not is_equal or not np.allclose(stored_table, computed[key], atol=1e-2):
+        if table.shape != computed[key].shape or not np.allclose(table, computed[key], atol=1e-2):
             problems.append(f"{names[key]}: not the table that {family.model_type} computes")
     if problems:
         raise ConfigError(
@@ -327,20 +313,6 @@ def _checked_names(
             f"  {first_of(problems, MISMATCHES_SHOWN)}"
         )
     return names
-
-
-def _representable(
-    params: Params, config: ModelConfig, architecture: str | None
-) -> tuple[Params, ModelConfig]:
-    """A model as it is written: one in muP in `standard_form` where no architecture has its
-    factors. Raises ConfigError where there is no architecture for it."""
-    try:
-        architecture_of(config, architecture)
-    except ConfigError:
-        if not config.mup_base:
-            raise
-        return standard_form(params, config)
-    return params, config
 
 
 def save_pretrained(
@@ -361,8 +333,8 @@ def save_pretrained(
     weights (default: that of the params). A file of weights has at most `shard_bytes`; the host
     holds the tensors of one file at a time. Parameters of the loss of an objective are not
     written. A model in muP is written as the standard one of the same function (`standard_form`)
-    where no architecture has the factors of its scores and logits. Raises ConfigError where no
-    architecture is this config, naming the fields that differ; nothing is written then.
+    where no architecture has the factors of its scores and logits. ConfigError where no
+    architecture is this config; nothing is written then.
     """
     directory = Path(path)
     if "virtual" in params:
@@ -372,9 +344,17 @@ def save_pretrained(
         )
     params = without_objective(params)
     check_params(model_specs(config), params)
-    _refuse_custom(params)
-    params, config = _representable(params, config, architecture)
-    family, name = architecture_of(config, architecture)
+    custom = [
+        f"{path} ({type(leaf).__name__})"
+        for path, leaf in flat_leaves(params, is_custom).items()
+        if is_custom(leaf)
+    ]
+    if custom:
+        raise ConfigError(
+            "a model directory holds plain arrays, and these leaves are not arrays:"
+            f" {', '.join(custom)}. Merge each into one array first: jf.merge does it for adapters,"
+            " and jf.save_adapter writes an adapter alone."
+        )
     if dtype is not None:
         check_dtype(dtype)
     if (directory / "config.json").is_file() and not is_pretrained(directory):
@@ -382,10 +362,19 @@ def save_pretrained(
             f"{directory} has a config.json of something else, such as a run: choose another"
             " directory."
         )
+    try:
+        family, name = architecture_of(config, architecture)
+    except ConfigError:
+        if not config.mup_base:
+            raise
+        params, config = standard_form(params, config)
+        family, name = architecture_of(config, architecture)
+
     leaves = flat_leaves(params)
     plan = {tensor.name: tensor for tensor in family.tensors(config)}
     plan |= {copy.name: plan[copy.of] for copy in family.copies(config) if copy.written}
-    stored, computed = dtype or str(next(iter(leaves.values())).dtype), family.computed(config)
+    computed = family.computed(config)
+    stored = dtype or str(next(iter(leaves.values())).dtype)
     shapes = {
         key: (tensor.shape, np.dtype(jnp.dtype(dtype or leaves[tensor.paths[0]].dtype)))
         for key, tensor in plan.items()
@@ -396,45 +385,20 @@ def save_pretrained(
         return computed[key] if key in computed else tensor_of(plan[key], leaves)
 
     files = write_tensors(directory, dict(sorted(shapes.items())), tensor_named, shard_bytes)
-    ids = _token_ids(config, tokenizer)
-    ids |= {key: value for key, value in family.required_ids.items() if ids[key] is None}
-    keys = {"torch_dtype": stored, **ids, **family.write(config, name)}
-    if keys.pop("num_labels", None):
-        keys |= _label_keys(labels, config.n_classes)
+    keys: dict[str, Any] = {"torch_dtype": stored}
+    keys |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if tokenizer is not None:
         tokenizer.save(directory / "tokenizer.json")
+        keys |= tokenizer.ids()
+    if config.family != "encoder_decoder":
+        # These begin a target.
+        keys.pop("decoder_start_token_id", None)
+        keys.pop("forced_bos_token_id", None)
+    keys |= {key: value for key, value in family.required_ids.items() if keys[key] is None}
+    keys |= family.write(config, name)
+    if keys.pop("num_labels", None):
+        labels = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))
+        keys["id2label"] = dict(enumerate(labels))
+        keys["label2id"] = {label: index for index, label in enumerate(labels)}
     write_text(directory / "config.json", json.dumps(keys, indent=2) + "\n")
     return files
-
-
-def _refuse_custom(params: Params) -> None:
-    """ConfigError where a leaf of the params is not an array: the format has no name for the
-    arrays within."""
-    leaves = flat_leaves(params, is_custom)
-    custom = [f"{path} ({type(leaf).__name__})" for path, leaf in leaves.items() if is_custom(leaf)]
-    if custom:
-        raise ConfigError(
-            "a model directory holds plain arrays, and these leaves are not arrays:"
-            f" {', '.join(custom)}. Merge each into one array first: jf.merge does it for adapters,"
-            " and jf.save_adapter writes an adapter alone."
-        )
-
-
-def _label_keys(labels: tuple[str, ...], n_classes: int) -> dict[str, Any]:
-    """The keys with the names of the classes, which are numbered without `labels`."""
-    labels = labels or tuple(f"LABEL_{index}" for index in range(n_classes))
-    return {
-        "id2label": dict(enumerate(labels)),
-        "label2id": {label: index for index, label in enumerate(labels)},
-    }
-
-
-def _token_ids(config: ModelConfig, tokenizer: SavedTokenizer | None) -> dict[str, SpecialIds]:
-    """The ids of special tokens; those that begin a target only for an encoder-decoder."""
-    ids: dict[str, SpecialIds] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    if tokenizer is not None:
-        ids |= tokenizer.ids()
-    if config.family != "encoder_decoder":
-        for key in ("decoder_start_token_id", "forced_bos_token_id"):
-            ids.pop(key, None)
-    return ids

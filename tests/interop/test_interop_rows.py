@@ -333,57 +333,6 @@ def test_no_model_type_of_transformers_is_read_as_the_class_of_another_one():
             assert f'model_type="{kind}"' in str(told.value) and name in str(told.value)
 
 
-@pytest.mark.parametrize("kind", ["olmo", "llama"])
-def test_no_message_proposes_to_write_another_class_into_config_json(kind):
-    named = {"model_type": kind, "architectures": ["OlmoForCausalLM"]}
-    with pytest.raises(jf.ConfigError, match="not a supported architecture") as told:
-        stated_architecture(Path("config.json"), named)
-    assert 'in "architectures"' not in str(told.value)
-    assert ("save_pretrained" in str(told.value)) == (kind == "llama")
-
-
-NEW = dict(model_type="new", architectures=["NewForCausalLM"])
-LLAMA_KEYS = dict(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=96,
-    rms_norm_eps=1e-5,
-)
-GPT2_KEYS = dict(n_embd=64, n_head=4, n_layer=2, n_positions=128, n_inner=256)
-
-
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        (LLAMA_KEYS, "nearest is llama (LlamaForCausalLM), which has all keys of this file"),
-        (GPT2_KEYS, "nearest is gpt2 (GPT2LMHeadModel), which has all keys"),
-        (
-            LLAMA_KEYS | dict(hidden_act="xielu", decay_rank=64, use_gate=False),
-            "is llama (LlamaForCausalLM); what it does not have or not with this value: "
-            'hidden_act="xielu", decay_rank=64.',
-        ),
-        (
-            LLAMA_KEYS | dict(num_local_experts=4, num_experts_per_tok=2, state_size=16),
-            "is mixtral (MixtralForCausalLM); what it does not have or not with this value: state_",
-        ),
-    ],
-)
-def test_a_new_architecture_is_named_with_its_new_keys_and_the_nearest_family(keys, expected):
-    for values in (NEW | keys, {**NEW, "architectures": None} | keys):
-        with pytest.raises(jf.ConfigError, match="not a supported architecture") as error:
-            stated_architecture(Path("config.json"), values)
-        assert expected in str(error.value)
-
-
-def test_nllb_with_experts_is_refused_with_the_nearest_family():
-    values = json.loads(tf.NllbMoeConfig().to_json_string(use_diff=False))
-    values |= {"architectures": ["NllbMoeForConditionalGeneration"]}
-    with pytest.raises(jf.ConfigError, match=r"nearest is bart .*num_experts=128") as error:
-        stated_architecture(Path("config.json"), values)
-    assert "NllbMoeForConditionalGeneration" in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("encoder", "expected"),
     [
@@ -396,18 +345,6 @@ def test_nllb_with_experts_is_refused_with_the_nearest_family():
 def test_stacks_of_t5gemma_that_differ_are_refused_by_the_key(encoder, expected):
     with pytest.raises(jf.ConfigError, match=re.escape(expected)):
         read("t5gemma", encoder=encoder)
-
-
-def test_t5gemma_2_is_refused_with_the_nearest_family():
-    values = {"model_type": "t5gemma2", "architectures": ["T5Gemma2ForConditionalGeneration"]}
-    with pytest.raises(jf.ConfigError, match="nearest is t5gemma"):
-        stated_architecture(Path("config.json"), values | dict(encoder={}, decoder={}))
-
-
-def test_a_config_json_without_keys_of_any_family_has_no_nearest_one():
-    with pytest.raises(jf.ConfigError) as error:
-        stated_architecture(Path("config.json"), NEW | dict(anything=1))
-    assert "nearest" not in str(error.value)
 
 
 def test_gemma_1_under_the_name_of_llama_is_refused(tmp_path):

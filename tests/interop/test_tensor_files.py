@@ -7,19 +7,13 @@ import gc
 import json
 import os
 import re
-import resource
-import tempfile
-import uuid
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
@@ -28,13 +22,11 @@ from jaxformer.interop import tensor_files
 from jaxformer.interop.tensor_files import INDEX, SINGLE, TensorFiles, write_tensors
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-Tensors = dict[str, np.ndarray]
 
 
-def awkward(seed: int = 0) -> Tensors:
-    """Every dtype that is written, with a scalar and an empty tensor; odd lengths, so that places
-    are uneven."""
-    draw = np.random.default_rng(seed).standard_normal
+def awkward():
+    """Every dtype that is written, with a scalar and empty tensors, and odd lengths."""
+    draw = np.random.default_rng(0).standard_normal
     return {
         "a.bf16": draw((5, 3)).astype(BF16),
         "half": draw(7).astype(np.float16),
@@ -43,188 +35,115 @@ def awkward(seed: int = 0) -> Tensors:
         "none": np.zeros((0, 4), np.float32),
         "hollow": np.zeros((3, 0), BF16),
         "full": draw((9, 5)).astype(np.float32),
+        "beyond": np.array([np.inf, -np.inf, np.nan, 0], np.float16),
     }
 
 
-def write(folder: Path, tensors: Tensors, limit: int = 1 << 30) -> list[Path]:
-    return write_tensors(
-        folder, {n: (v.shape, v.dtype) for n, v in tensors.items()}, tensors.__getitem__, limit
+def write(folder, tensors, limit=1 << 30):
+    shapes = {name: (value.shape, value.dtype) for name, value in tensors.items()}
+    return write_tensors(folder, shapes, tensors.__getitem__, limit)
+
+
+def same(found, expected):
+    return (found.shape, found.dtype) == (expected.shape, expected.dtype) and (
+        found.tobytes() == expected.tobytes()
     )
 
 
-def same(found: np.ndarray, expected: np.ndarray) -> bool:
-    return (
-        found.shape == expected.shape
-        and found.dtype == expected.dtype
-        and found.tobytes() == expected.tobytes()
-    )
-
-
-def names_in(folder: Path) -> set[str]:
+def names_in(folder):
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("limit", [1 << 30, 64, 1])
-def test_what_is_written_is_read_back_bit_for_bit(tmp_path: Path, limit: int) -> None:
+def ones(names):
+    return {name: np.ones(8, np.float32) for name in names}
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 64])
+def test_what_is_written_is_read_back_bit_for_bit(tmp_path, limit):
     tensors = awkward()
     paths = write(tmp_path, tensors, limit)
     files = TensorFiles(tmp_path)
     assert {path.name for path in paths} == names_in(tmp_path)
     assert files.entries.keys() == tensors.keys()
     for name, value in tensors.items():
-        assert files.entries[name].shape == value.shape
         assert same(files.read(name), value), name
+        if value.ndim:
+            for rows in (slice(2, 5), slice(-2, None), slice(3, 3), slice(4, 1), slice(5, 99)):
+                assert same(files.read(name, rows), value[rows]), (name, rows)
 
 
-def test_the_library_reads_what_is_written_into_numpy_and_torch(tmp_path: Path) -> None:
-    import torch
-    from safetensors import safe_open
-
+@pytest.mark.parametrize("limit", [1 << 30, 64])
+def test_the_library_of_torch_reads_what_is_written(tmp_path, limit):
     tensors = awkward()
-    [path] = write(tmp_path, tensors)
-    for name, value in load_file(path).items():
-        expected = tensors[name].astype(np.float64)
-        assert (
-            value.dtype == torch.bfloat16
-            if tensors[name].dtype == BF16
-            else value.numpy().dtype == tensors[name].dtype
-        )
-        assert np.array_equal(value.double().numpy(), expected), name
-    with safe_open(path, "numpy") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert all(same(file.get_tensor(name), value) for name, value in tensors.items())
+    shards = [path for path in write(tmp_path, tensors, limit) if path.name != INDEX]
+    held = {path.name: load_file(path) for path in shards}
+    assert sum(map(len, held.values())) == len(tensors)
+    for file, part in held.items():
+        assert sum(tensors[name].nbytes for name in part) <= limit or len(part) == 1
+        for name, value in part.items():
+            expected = tensors[name].astype(np.float64)
+            assert (value.dtype == torch.bfloat16) == (tensors[name].dtype == BF16)
+            np.testing.assert_array_equal(value.double().numpy(), expected)
+        if len(held) > 1:
+            weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+            assert {name for name in weight_map if weight_map[name] == file} == {*part}
 
 
-def test_every_tensor_lies_at_a_multiple_of_its_width(tmp_path: Path) -> None:
-    [path] = write(tmp_path, awkward())
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    del header["__metadata__"]
-    assert length % 8 == 0
-    assert all(
-        row["data_offsets"][0] % tensor_files.DTYPES[row["dtype"]].itemsize == 0
-        for row in header.values()
-    )
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        slice(2, 5),
-        slice(None, 3),
-        slice(4, None),
-        slice(-2, None),
-        slice(3, 3),
-        slice(4, 1),
-        slice(5, 99),
-    ],
-)
-def test_rows_are_those_of_the_whole(tmp_path: Path, rows: slice) -> None:
-    tensors = awkward()
-    write(tmp_path, tensors)
+def test_what_the_library_writes_is_read_whatever_its_name(tmp_path):
+    save_file(awkward(), tmp_path / "weights.safetensors")
+    (tmp_path / "training_args.bin").write_bytes(b"no pickle is touched")
     files = TensorFiles(tmp_path)
-    for name in ("full", "a.bf16", "half", "none", "hollow"):
-        assert same(files.read(name, rows), tensors[name][rows]), name
+    assert all(same(files.read(name), value) for name, value in awkward().items())
 
 
-def test_what_the_library_writes_is_read_whatever_its_name(tmp_path: Path) -> None:
-    tensors = awkward()
-    save_file(tensors, tmp_path / "weights.safetensors")
-    files = TensorFiles(tmp_path)
-    assert all(same(files.read(name), value) for name, value in tensors.items())
-
-
-def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
-    write(tmp_path, {name: np.ones(4, np.float32) for name in "ab"}, 16)
-    save_file({"whole": np.ones(4, np.float32)}, tmp_path / SINGLE)
+def test_one_file_goes_before_an_index(tmp_path):
+    write(tmp_path, ones("ab"), 32)
+    save_file(ones(["whole"]), tmp_path / SINGLE)
     assert TensorFiles(tmp_path).entries.keys() == {"whole"}
 
 
-def test_a_tensor_is_cast_to_the_dtype_promised(tmp_path: Path) -> None:
+def test_a_tensor_is_cast_to_the_dtype_promised(tmp_path):
     values = np.linspace(-3, 3, 40, dtype=np.float32).reshape(8, 5)
     shapes = {"a": ((8, 5), BF16), "b": ((5, 8), np.dtype(np.float16))}
     write_tensors(tmp_path, shapes, {"a": values, "b": values.T}.__getitem__, 1 << 20)
     files = TensorFiles(tmp_path)
     assert same(files.read("a"), values.astype(BF16))
     assert same(files.read("b"), np.ascontiguousarray(values.T).astype(np.float16))
+    with pytest.raises(ConfigError, match="a has values beyond the range of float16: save it as"):
+        write_tensors(tmp_path, {"a": shapes["b"]}, lambda name: values.T * 1e9, 99)
 
 
-@settings(max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([np.float32, BF16])), max_size=9),
-    st.integers(1, 200),
-)
-def test_shards_hold_each_tensor_once_within_the_limit(
-    sizes: list[tuple[int, Any]], limit: int
-) -> None:
-    tensors = {f"t{i}": np.full(size, i, dtype) for i, (size, dtype) in enumerate(sizes)}
-    with tempfile.TemporaryDirectory() as folder:
-        paths = write(Path(folder), tensors, limit)
-        shards = [path for path in paths if path.name != INDEX]
-        held = [load_file(path) for path in shards]
-        assert sorted(name for part in held for name in part) == sorted(tensors)
-        for part in held:
-            assert (
-                sum(tensors[name].nbytes for name in part) <= limit
-                or len([n for n in part if tensors[n].nbytes]) == 1
-            )
-        total = sum(value.nbytes for value in tensors.values())
-        if total <= limit:
-            assert [path.name for path in paths] == [SINGLE]
-        if len(shards) > 1:
-            assert all(held)
-            assert [path.name for path in shards] == [
-                f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
-            ]
-            index = json.loads((Path(folder) / INDEX).read_text())
-            assert index["metadata"]["total_size"] == total
-            assert index["weight_map"] == {
-                n: path.name for path, part in zip(shards, held, strict=True) for n in part
-            }
-        files = TensorFiles(Path(folder))
-        assert all(same(files.read(name), value) for name, value in tensors.items())
-
-
-def test_one_shard_at_a_time_is_held_and_each_tensor_is_asked_for_once_in_order(
-    tmp_path: Path,
-) -> None:
-    asked: list[str] = []
-    made: dict[str, weakref.ref[np.ndarray]] = {}
+def test_one_shard_at_a_time_is_held(tmp_path):
+    made = {}
     shards = ["ze", "br", "a"]
 
-    def make(name: str) -> np.ndarray:
+    def make(name):
         gc.collect()
         alive = {other for other, value in made.items() if value() is not None}
         assert alive <= {*next(shard for shard in shards if name in shard)}
-        asked.append(name)
         value = np.ones((10, 3), np.float32)
         made[name] = weakref.ref(value)
         return value
 
-    shapes = {name: ((10, 3), np.dtype(np.float32)) for name in "zebra"}
-    write_tensors(tmp_path, shapes, make, 250)
-    assert asked == list("zebra")
+    write_tensors(tmp_path, {name: ((10, 3), np.dtype("f4")) for name in "zebra"}, make, 250)
     held = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     assert [{name for name in held if f"0000{i}-of" in held[name]} for i in (1, 2, 3)] == [
         {*shard} for shard in shards
     ]
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="needs Linux's count of resident file pages"
-)
-def test_no_page_of_a_file_stays_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's count of pages")
+def test_no_page_of_a_file_stays_resident(tmp_path, monkeypatch):
     write(tmp_path, {"large": np.ones((1 << 10, 1 << 13), np.float32)})  # 32 MiB
     files, resident = TensorFiles(tmp_path), []
     opened = tensor_files._opened
 
-    def file_pages() -> int:
+    def file_pages():
         status = Path("/proc/self/status").read_text()
         return int(re.findall(r"RssFile:\s+(\d+) kB", status)[0]) << 10
 
     @contextlib.contextmanager
-    def watched(path: Path) -> Iterator[Any]:
+    def watched(path):
         with opened(path) as file:
             before = file_pages()
             yield file
@@ -236,151 +155,162 @@ def test_no_page_of_a_file_stays_resident(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(resident) == 2 and max(resident) < 1 << 20
 
 
-def test_of_an_earlier_save_nothing_is_left_and_of_other_files_all(tmp_path: Path) -> None:
-    others = {
-        "config.json",
-        "model-1-of-2.safetensors",
-        "model.safetensors.bak",
-        "adapter_model.safetensors",
-    }
+def test_of_an_earlier_save_nothing_is_left_and_of_other_files_all(tmp_path):
+    others = {"config.json", "model-1-of-2.safetensors", "adapter_model.safetensors"}
     for name in others:
         (tmp_path / name).write_text("{}")
-    draft = f"model-00009-of-00009.safetensors.{uuid.uuid4().hex}.tmp"
-    (tmp_path / draft).write_text("of a save that was killed")
-    five = {name: np.ones(8, np.float32) for name in "abcde"}
-    for tensors, limit, made in (
-        (five, 1 << 20, 1),
-        (five, 64, 4),
-        (five, 32, 6),
+    (tmp_path / ".model-drafts-killed").mkdir()
+    for tensors, limit, files in (
+        (ones("abcde"), 1 << 20, 1),
+        (ones("abcde"), 64, 4),
+        (ones("abcde"), 32, 6),
         (awkward(), 1 << 20, 1),
     ):
-        assert {path.name for path in write(tmp_path, tensors, limit)} | others == names_in(
-            tmp_path
-        )
-        assert len(names_in(tmp_path)) == made + len(others)
+        made = {path.name for path in write(tmp_path, tensors, limit)}
+        assert made | others == names_in(tmp_path) and len(made) == files
         assert TensorFiles(tmp_path).entries.keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 40])
-def test_a_save_that_fails_leaves_the_earlier_model(
-    tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = {name: np.ones(8, np.float32) for name in "abc"}
-    write(tmp_path, tensors, limit)
+def test_a_save_that_fails_leaves_the_earlier_model(tmp_path, limit, monkeypatch):
+    write(tmp_path, ones("abc"), limit)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def make(name: str) -> np.ndarray:
+    def make(name):
         if name == "c":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return np.zeros(8, np.float32)
 
+    shapes = {name: ((8,), np.dtype("f4")) for name in "abc"}
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}: No space left on device")):
-        write_tensors(tmp_path, {n: (v.shape, v.dtype) for n, v in tensors.items()}, make, limit)
+        write_tensors(tmp_path, shapes, make, limit)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
+    def fails(*paths):
+        raise OSError(errno.EIO, "the machine goes down")
 
-def test_a_disk_that_takes_no_more_is_said_with_its_path(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))  # bytes of any file
-    try:
-        with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path))}: .*File too large"):
-            write(tmp_path, {"a": np.ones(1 << 16, np.float32)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert names_in(tmp_path) == set()
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(ConfigError, match="the machine goes down"):
+        write(tmp_path, ones("abc"), 40)
+    assert INDEX not in names_in(tmp_path)  # beside shards of two saves
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "file"))):
         write(tmp_path / "file", awkward())
 
 
-def test_all_is_on_the_disk_before_a_file_takes_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-
-    def noted(name: str) -> Callable[..., None]:
-        act = getattr(os, name)
-
-        def both(*places: Any) -> None:
-            act(*places)
-            done.append(name)
-
-        return both
-
+def test_all_is_on_the_disk_before_a_file_takes_its_name(tmp_path, monkeypatch):
+    done = []
     for name in ("fsync", "replace"):
-        monkeypatch.setattr(os, name, noted(name))
-    write(tmp_path, {name: np.ones(8, np.float32) for name in "abc"}, 40)
+        act = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *paths, act=act, name=name: (act(*paths), done.append(name))
+        )
+    write(tmp_path, ones("abc"), 40)
     assert done == ["fsync"] * 4 + ["replace"] * 4 + ["fsync"]  # the last of the directory
 
 
-@pytest.mark.parametrize("limit", [1 << 30, 40], ids=["one file", "shards"])
-def test_a_link_at_the_place_of_a_file_stays_and_its_file_is_replaced(
-    limit: int, tmp_path: Path
-) -> None:
-    tensors = {name: np.full(8, ord(name), np.float32) for name in "abc"}
-    folder, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
-    folder.mkdir()
-    names = [path.name for path in write(tmp_path / "plain", tensors, limit)]
-    for number, name in enumerate(names):
-        (folder / name).symlink_to(elsewhere / f"{number}")
-    write(folder, tensors, limit)
-    assert all((folder / name).is_symlink() for name in names)
-    assert names_in(folder) == {*names} and names_in(elsewhere) == {*map(str, range(len(names)))}
-    found = TensorFiles(folder)
-    for name, value in tensors.items():
-        np.testing.assert_array_equal(found.read(name), value)
+def raw(path, header, size):
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
 
 
-@pytest.mark.parametrize("name", [SINGLE, INDEX, "model-00001-of-00002.safetensors"])
-@pytest.mark.parametrize("kind", ["pipe", "directory"])
-def test_what_is_no_file_is_neither_replaced_nor_removed(
-    kind: str, name: str, tmp_path: Path
-) -> None:
-    place = tmp_path / name
-    place.mkdir() if kind == "directory" else os.mkfifo(place)
-    with pytest.raises(ConfigError, match=rf"{re.escape(str(place))} is .* and not a file: move"):
-        write(tmp_path, {"a": np.ones(8, np.float32)})
-    assert names_in(tmp_path) == {name}
+def row(begin, end, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
-def test_between_the_shards_of_two_saves_there_is_no_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = {name: np.ones(8, np.float32) for name in "abc"}
-    write(tmp_path, tensors, 40)
-    monkeypatch.setattr(
-        os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "the machine goes down"))
-    )
-    with pytest.raises(ConfigError, match="the machine goes down"):
-        write(tmp_path, tensors, 40)
-    assert INDEX not in names_in(tmp_path)
+INVALID = "{p}, of .* bytes, is not a valid safetensors file .* Download"
+DAMAGE = {
+    "empty": (lambda p: p.write_bytes(b""), INVALID),
+    "cut in its data": (lambda p: p.write_bytes(p.read_bytes()[:165]), "165 bytes.*covered"),
+    "cut in its header": (lambda p: p.write_bytes(p.read_bytes()[:78]), INVALID),
+    "too long": (lambda p: p.write_bytes(p.read_bytes() + b"xx"), INVALID),
+    "a web page": (lambda p: p.write_text("<!DOCTYPE html><html>"), INVALID),
+    "a pointer": (
+        lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        "{p} is a Git LFS pointer .*git lfs pull",
+    ),
+    "a hostile length": (lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()), INVALID),
+    "a header that is a list": (lambda p: raw(p, [1], 0), INVALID),
+    "a shape that overflows": (lambda p: raw(p, {"a": row(0, 8, (1 << 40, 1 << 40))}, 8), INVALID),
+    "tensors that overlap": (lambda p: raw(p, {"a": row(0, 8), "b": row(4, 12)}, 12), INVALID),
+    "an unknown dtype": (lambda p: raw(p, {"a": row(0, 8, dtype="Q9")}, 8), INVALID),
+    "a missing shard": (lambda p: p.unlink(), "{p} cannot be read: No such file.* Download"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, kind):
+    damage, message = DAMAGE[kind]
+    write(tmp_path, {name: np.ones(2, np.float32) for name in "xyab"}, 16)
+    files, path = TensorFiles(tmp_path), tmp_path / "model-00002-of-00002.safetensors"
+    assert path.stat().st_size == 168
+    damage(path)
+    message = message.replace("{p}", re.escape(str(path)))
+    with pytest.raises(ConfigError, match=message):
+        TensorFiles(tmp_path)
+    with pytest.raises(ConfigError):
+        files.read("b")  # opened before
+
+
+@pytest.mark.parametrize("dtype", ["I64", "U8", "F8_E4M3"])
+def test_a_dtype_that_is_no_float_is_listed_and_not_read(tmp_path, dtype):
+    size = {"I64": 8}.get(dtype, 1) * 2
+    raw(tmp_path / SINGLE, {"w": row(0, size, dtype=dtype)}, size)
+    files = TensorFiles(tmp_path)
+    assert (files.entries["w"].dtype, files.entries["w"].shape) == (dtype, (2,))
+    with pytest.raises(ConfigError, match=f"^w in .* is of dtype {dtype}; .* F64.*unquantized"):
+        files.read("w")
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "limit", "said"),
+    ("names", "message"),
     [
-        ((3, 2), np.float32, 9, r"w: the params make it \(2, 3\), the config \(3, 2\)"),
-        ((2, 3), np.int8, 9, "float64, float32, float16, bfloat16, not w: int8"),
-        ((2, 3), np.float32, 0, "shard_bytes=0 must be at least 1"),
-        ((2, 3), np.float16, 9, "w has values beyond the range of float16: save it as bfloat16"),
+        (["pytorch_model.bin"], "only in pytorch_model.bin, .*a pickle runs code.*you trust"),
+        (["consolidated.00.pth", "x.pt"], "weights only in consolidated.00.pth, x.pt,"),
+        (["tf_model.h5"], "only in tf_model.h5, and only safetensors are read"),
+        ([], f"has no weights: neither {SINGLE}, nor {INDEX}"),
+        (["1.safetensors", "2.safetensors"], "several files of weights .1.*, 2.* and no"),
     ],
 )
-def test_what_cannot_be_written_is_refused(
-    tmp_path: Path, shape: Any, dtype: Any, limit: int, said: str
-) -> None:
-    value = np.full((2, 3), 1e9, np.float32)
-    with pytest.raises(ConfigError, match=said):
-        write_tensors(tmp_path, {"w": (shape, np.dtype(dtype))}, lambda name: value, limit)
-    assert names_in(tmp_path) == set()
+def test_a_directory_without_safetensors_is_refused_with_the_remedy(tmp_path, names, message):
+    for name in ("config.json", *names):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path))}.*{message}"):
+        TensorFiles(tmp_path)
 
 
-def test_infinities_are_written_as_they_are(tmp_path: Path) -> None:
-    value = np.array([np.inf, -np.inf, np.nan, 0], np.float32)
-    for dtype in (np.dtype(np.float16), BF16):
-        write_tensors(tmp_path, {"w": ((4,), dtype)}, lambda name: value, 99)
-        assert np.array_equal(
-            TensorFiles(tmp_path).read("w").astype(np.float32), value, equal_nan=True
-        )
+def shard(number):
+    return f"model-0000{number}-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"weight_map": ', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+        ("[]", "holds no JSON object"),
+        ('{"weight_map": ["a"]}', "has no weight_map"),
+        ('{"weight_map": {"a": 3}}', "has no weight_map"),
+        ('{"weight_map": {"a": "../outside.safetensors"}}', "places .*: '../outside"),
+        ('{"weight_map": {"a": "/outside.safetensors"}}', "places .*: '/outside"),
+        ('{"weight_map": {"a": "x.bin"}}', "places .*: 'x.bin'"),
+        (
+            json.dumps({"weight_map": {"a": shard(1), "b": shard(2), "d": shard(3)}}),
+            rf"does not match [^$]*c in {shard(3)}: not in the index[^$]*d in .*: not in the file",
+        ),
+        (
+            json.dumps({"weight_map": {"a": shard(2), "b": shard(1), "c": shard(3)}}),
+            rf"does not match [^$]*a in {shard(1)}: not in the index[^$]*a in {shard(2)}: not in",
+        ),
+    ],
+)
+def test_an_index_that_is_wrong_is_refused(tmp_path, text, message):
+    write(tmp_path, ones("abc"), 32)
+    save_file(ones("a"), tmp_path.parent / "outside.safetensors")
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ConfigError, match=f"{INDEX} {message}"):
+        TensorFiles(tmp_path)
