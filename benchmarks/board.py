@@ -35,7 +35,7 @@ import optax  # noqa: E402
 from ablations import arguments  # noqa: E402
 from board_page import BASELINE, page  # noqa: E402
 from board_rules import LONGEST_RUNG, next_exponent, next_rung, rung_steps, steps_to_reach  # noqa: E402
-from pairing import Answer, add_smoke, column, cpu_model, paired_ratio, save  # noqa: E402
+from pairing import RESULTS, Answer, add_smoke, column, cpu_model, paired_ratio, save  # noqa: E402
 from workloads import CONFIGS, SMOKE_FIELDS, words_file  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
@@ -47,7 +47,7 @@ from jaxformer.training.optimizers.run_optimizer import make_optimizer  # noqa: 
 from jaxformer.training.optimizers.schedules import make_schedule  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results/board.json"
+BOARD = RESULTS / "board.json"
 PAGE = ROOT / "docs/results/board.md"
 Settings = dict[str, object]
 ENTRIES = ("val_loss", "val_bits_per_byte")
@@ -152,8 +152,8 @@ class Board:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.task = options, TASKS[options.task]
         self.all_tasks: dict[str, Answer] = {}
-        if RESULTS.is_file() and not options.smoke:
-            self.all_tasks = json.loads(RESULTS.read_text(encoding="utf-8"))["tasks"]
+        if BOARD.is_file() and not options.smoke:
+            self.all_tasks = json.loads(BOARD.read_text(encoding="utf-8"))["tasks"]
         self.results = self.all_tasks.setdefault(options.task, {"runs": {}, "times": {}})
         self.results |= {"target": self.task.target, "base_steps": self.task.base_steps}
         self.results["settings"] = self.task.settings
@@ -308,13 +308,13 @@ class Board:
         }
         save("board", {"tasks": self.all_tasks}, self.options.smoke)
         if not self.options.smoke:
-            write_text(PAGE, page(json.loads(RESULTS.read_text(encoding="utf-8"))))
+            write_text(PAGE, page(json.loads(BOARD.read_text(encoding="utf-8"))))
 
 
 def measure(options: argparse.Namespace) -> None:
     board = Board(options)
     if options.page:
-        write_text(PAGE, page(json.loads(RESULTS.read_text(encoding="utf-8"))))
+        write_text(PAGE, page(json.loads(BOARD.read_text(encoding="utf-8"))))
         return
     if options.time:
         board.measure_times(options.samples)

@@ -26,9 +26,9 @@ KINDS = ("bfloat16", "int8", "nf4")
 ALLOWED = {"float32": 1e-3, "decoding": 0.1}
 
 
-def resumes(smoke: bool) -> dict[str, Any]:
-    """Trains on the standard library's source twice, once stopped half-way and continued; how far
-    the two are apart."""
+def resumes(smoke: bool, settings: dict[str, object] | None = None) -> dict[str, Any]:
+    """Trains on the standard library's source twice, once stopped half-way and continued, with
+    further settings of the run; how far the two are apart."""
     with tempfile.TemporaryDirectory(prefix="jaxformer-gpu-") as folder:
         fields: dict[str, object] = {
             "run.progress": "none",
@@ -40,6 +40,7 @@ def resumes(smoke: bool) -> dict[str, Any]:
         }
         if smoke:
             fields |= SMOKE_FIELDS | {"data.train": words_file(Path(folder))}
+        fields |= settings or {}
         fields["data.validation_fraction"] = 0
         common = [f"{name}={value}" for name, value in fields.items()]
 

@@ -18,6 +18,8 @@ from typing import Any
 from jaxformer.files import write_text
 
 HERE = Path(__file__).parent
+# Where results are written; gpu_queue.py gives each of its entries a folder of its own.
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", HERE / "results"))
 Answer = dict[str, Any]
 
 
@@ -163,15 +165,26 @@ def add_smoke(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--smoke", action="store_true", help=text)
 
 
+def gpu_facts(parser: argparse.ArgumentParser, smoke: bool) -> Answer:
+    """The GPU of this machine and the version of JAX; without one only a smoke test goes on."""
+    import jax  # a worker without JAX imports this file too
+
+    device = jax.devices()[0]
+    if device.platform != "gpu" and not smoke:
+        parser.error("jax sees no GPU here; --smoke proves the code without one")
+    return {"device": device.device_kind, "versions": {"jax": jax.__version__}}
+
+
 def save(name: str, result: Answer, smoke: bool) -> None:
-    """Writes `results/NAME.json` with the date and the machine, but nothing of a smoke test."""
-    if smoke:
+    """Writes `results/NAME.json` with the date and the machine, but nothing of a smoke test, unless
+    BENCHMARK_RESULTS names a folder for it."""
+    if smoke and "BENCHMARK_RESULTS" not in os.environ:
         print(
             "A smoke test proves that the benchmark runs; its numbers say nothing and are not"
             " saved."
         )
         return
-    path = HERE / "results" / f"{name}.json"
+    path = RESULTS / f"{name}.json"
     write_result(path, result)
     print(f"written to {path}")
 

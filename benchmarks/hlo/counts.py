@@ -26,8 +26,6 @@ BOOKKEEPING = {
     "AsyncCollectiveStart",
     "AsyncCollectiveDone",
 }
-# What names a fusion that has no product, the first of these that is in it.
-NAMING = ("scatter", "sort", "gather", "dynamic-update-slice", "dynamic-slice", "reduce")
 
 
 @dataclass(frozen=True)
@@ -59,20 +57,24 @@ class Loop:
 
 @dataclass(frozen=True)
 class Operation:
-    """Instructions of one kind: how often they run, their FLOPs in products and kernels, and the
-    bytes and seconds as in `Counts`."""
+    """An instruction outside of fusions: where it comes from by JAX's names, the target of a custom
+    call, how often it runs, its FLOPs in products and kernels, and bytes and seconds as in
+    `Counts`, all runs together."""
 
-    times: int = 0
-    flops: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
+    op_name: str
+    target: str
+    times: int
+    flops: int
+    bytes: int
+    seconds: float
 
-    def plus(self, other: "Operation", times: int) -> "Operation":
-        return Operation(
-            self.times + times * other.times,
-            self.flops + times * other.flops,
-            self.bytes + times * other.bytes,
-            self.seconds + times * other.seconds,
+    def repeated(self, times: int) -> "Operation":
+        return dataclasses.replace(
+            self,
+            times=times * self.times,
+            flops=times * self.flops,
+            bytes=times * self.bytes,
+            seconds=times * self.seconds,
         )
 
 
@@ -83,9 +85,7 @@ class Counts:
     `products` are FLOPs by dtypes, as "bf16 x bf16 -> f32"; `kernels` those inside custom calls, as
     far as known. `bytes` go to and from main memory. `seconds` is the bound: the sum over
     instructions of what takes longer, products at the peak or bytes at the bandwidth, with
-    collectives left out; 0 where peak and bandwidth were not given. `operations` are the same
-    figures by the kind of instruction, as "dot", "fusion of reduce" or "custom-call
-    __cublas$gemm", those that take longest first.
+    collectives left out; 0 where peak and bandwidth were not given.
     """
 
     products: dict[str, int]
@@ -95,7 +95,6 @@ class Counts:
     collectives: tuple[CompiledCollective, ...]
     custom_calls: dict[str, int]
     loops: tuple[Loop, ...]
-    operations: dict[str, Operation] = field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -114,14 +113,13 @@ def count(text: str, peak: float = math.inf, bandwidth: float = math.inf) -> Cou
         collectives=_merged(total.collectives),
         custom_calls=dict(total.custom_calls.most_common()),
         loops=tuple(Loop(name, trips, times) for (name, trips), times in total.loops.items()),
-        operations=dict(
-            sorted(
-                total.operations.items(),
-                key=lambda entry: (entry[1].seconds, entry[1].bytes, entry[1].flops),
-                reverse=True,
-            )
-        ),
     )
+
+
+def operations(text: str, peak: float, bandwidth: float) -> dict[str, Operation]:
+    """The instructions of an HLO text outside of fusions, by name."""
+    program = parse(text)
+    return _Counter(program, peak, bandwidth).of(program.entry, fused=False).operations
 
 
 # The computation and the name of an instruction, which tell it from all others of a program.
@@ -148,8 +146,10 @@ class _Total:
         self.kernels += times * other.kernels
         self.bytes += times * other.bytes
         self.seconds += times * other.seconds
-        for kind, operation in other.operations.items():
-            self.operations[kind] = self.operations.get(kind, Operation()).plus(operation, times)
+        for name, operation in other.operations.items():
+            before = self.operations[name].times if name in self.operations else 0
+            runs = before // operation.times + times
+            self.operations[name] = operation.repeated(runs)
         for key, (channel, collective) in other.collectives.items():
             before = self.collectives[key][1].count if key in self.collectives else 0
             total = before + times * collective.count
@@ -198,22 +198,18 @@ class _Counter:
             total.bytes = moved_bytes(self.program, computation, row)
             flops = sum(total.products.values()) + total.kernels
             total.seconds = max(flops / self.peak, total.bytes / self.bandwidth)
-            if flops or total.bytes:
-                kind = self.kind_of(row, flops > 0)
-                total.operations[kind] = Operation(1, flops, total.bytes, total.seconds)
+            total.operations[row.name] = Operation(
+                self.origin(row), target_of(row), 1, flops, total.bytes, total.seconds
+            )
         return total, 1
 
-    def kind_of(self, row: Instruction, has_products: bool) -> str:
-        """The kind of an instruction, by which `Counts.operations` adds up."""
-        if row.opcode == "custom-call":
-            return f"custom-call {target_of(row)}"
-        if row.opcode != "fusion":
-            return row.opcode.removesuffix("-start")
-        if has_products:
-            return "fusion of products"
-        body = self.program.computations[row.called("calls")[0]].instructions.values()
-        inside = {instruction.opcode for instruction in body}
-        return f"fusion of {next((name for name in NAMING if name in inside), 'elements')}"
+    def origin(self, row: Instruction) -> str:
+        """Where an instruction comes from by JAX's names; a fusion without a name has that of the
+        last instruction in it that has one."""
+        if row.op_name or row.opcode != "fusion":
+            return row.op_name
+        inside = self.program.computations[row.called("calls")[0]].instructions.values()
+        return next((part.op_name for part in reversed(inside) if part.op_name), "")
 
     def instruction(
         self, computation: Computation, row: Instruction, total: _Total, fused: bool

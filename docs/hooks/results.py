@@ -6,6 +6,7 @@
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,27 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return MARK.sub(lambda found: table_of(found[1]), markdown)
 
 
+def gpu_queue() -> str:
+    """A row for each entry of benchmarks/gpu_queue.py, with the files that hold its results."""
+    sys.path.insert(0, str(RESULTS.parent))
+    from gpu_queue import entries
+
+    lines = ["| number | entry | command | results |", "|---|---|---|---|"]
+    for entry in entries():
+        found = []
+        for path in sorted(RESULTS.glob(f"gpu_{entry.name}_nvidia_*.json")):
+            result = json.loads(path.read_text(encoding="utf-8"))
+            text = f"{result['device']}, {result['date'][:10]}, {result['state']}: `{path.name}`"
+            found.append(text)
+        results = "<br>".join(found) or "not run yet"
+        lines.append(f"| {entry.number} | {entry.name} | `{entry.command}` | {results} |")
+    return "\n".join(lines)
+
+
 def table_of(name: str) -> str:
     """The table of a benchmark, and a line on when and where it was measured."""
+    if name == "gpu_queue":
+        return gpu_queue()
     result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     header, rows = TABLES[name](result)
     lines = [header, ["---"] * len(header), *rows]
