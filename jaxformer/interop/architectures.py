@@ -7,19 +7,40 @@ from typing import Any
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of
-from jaxformer.interop.albert import ALBERT
-from jaxformer.interop.bart import BART, M2M100, MARIAN, MBART, PEGASUS
-from jaxformer.interop.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
-from jaxformer.interop.clip import CLIP_TEXT
-from jaxformer.interop.cohere import COHERE, GLM4
-from jaxformer.interop.deberta import DEBERTA
-from jaxformer.interop.deepseek import DEEPSEEK_V3
-from jaxformer.interop.electra import ELECTRA
-from jaxformer.interop.falcon import FALCON, MPT
+from jaxformer.interop.encoder_decoders import (
+    BART,
+    M2M100,
+    MARIAN,
+    MBART,
+    MT5,
+    MT5_ENCODER,
+    PEGASUS,
+    T5,
+    T5_ENCODER,
+    T5GEMMA,
+    UMT5,
+    UMT5_ENCODER,
+)
+from jaxformer.interop.encoders import (
+    ALBERT,
+    BERT,
+    CLIP_TEXT,
+    DEBERTA,
+    DISTILBERT,
+    ELECTRA,
+    MODERNBERT,
+    MPNET,
+    NOMIC_BERT,
+    ROBERTA,
+    XLM_ROBERTA,
+)
+from jaxformer.interop.experts import DEEPSEEK_V3, EXPERT_FAMILIES
 from jaxformer.interop.family import Family
 from jaxformer.interop.gemma import GEMMA1, GEMMA2, GEMMA3
-from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEO, GPT_NEOX, GPTJ, OPT
+from jaxformer.interop.gpt import BLOOM, FALCON, GPT2, GPT_NEO, GPT_NEOX, GPTJ, MPT, OPT
 from jaxformer.interop.llama import (
+    COHERE,
+    GLM4,
     GRANITE,
     LLAMA,
     MINISTRAL,
@@ -34,12 +55,6 @@ from jaxformer.interop.llama import (
     STABLELM,
     STARCODER2,
 )
-from jaxformer.interop.mixtral import EXPERT_FAMILIES
-from jaxformer.interop.modernbert import MODERNBERT
-from jaxformer.interop.mpnet import MPNET
-from jaxformer.interop.nomic_bert import NOMIC_BERT
-from jaxformer.interop.t5 import MT5, MT5_ENCODER, T5, T5_ENCODER, UMT5, UMT5_ENCODER
-from jaxformer.interop.t5gemma import T5GEMMA
 
 # The first that is exactly a config is written, so the plainer ones come first: DistilBERT is a
 # BERT without token types.

@@ -22,9 +22,9 @@ from jaxformer.arrays.params import rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
+from jaxformer.interop.experts import EXPERT_BLOCKS, GATE_UP
 from jaxformer.interop.family import Copy
 from jaxformer.interop.llama import LAYER
-from jaxformer.interop.mixtral import EXPERT_BLOCKS, GATE_UP
 from jaxformer.interop.tensor_table import (
     BY_HEAD,
     BY_KEY_HEAD,

@@ -12,7 +12,7 @@ from pretrained import directory, loaded, tensors
 from safetensors.torch import load_file, save_file
 
 import jaxformer as jf
-from jaxformer.interop.deepseek import DEEPSEEK_V3
+from jaxformer.interop.experts import DEEPSEEK_V3
 from jaxformer.interop.hf_config import HFConfig
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"

@@ -14,9 +14,9 @@ from transformers import Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import jaxformer as jf
-from jaxformer.interop import mxfp4
-from jaxformer.interop.mxfp4 import unpacked
+from jaxformer.interop import tensor_files
 from jaxformer.interop.pretrained import pretrained_config
+from jaxformer.interop.tensor_files import unpacked
 
 ONE = "model.safetensors"
 PACKED = ("gate_up_proj", "down_proj")
@@ -101,7 +101,7 @@ def test_one_expert_is_unpacked_at_a_time(tmp_path, monkeypatch):
         numbers.append(blocks.shape[0])
         return unpacked(blocks, scales)
 
-    monkeypatch.setattr(mxfp4, "unpacked", counted)
+    monkeypatch.setattr(tensor_files, "unpacked", counted)
     jf.load(place)
     layers, experts = GPT_OSS["num_hidden_layers"], GPT_OSS["num_local_experts"]
     # gate and up are each read from the tensor of both.

@@ -1,0 +1,539 @@
+"""Encoder-decoders: BART and those with its tensors, T5 and its encoder alone, and T5Gemma."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxformer.config.model import ModelConfig
+from jaxformer.interop import fields
+from jaxformer.interop.family import Copy, Family, tied_copy
+from jaxformer.interop.fields import (
+    GATED_NAMES,
+    PLAIN,
+    Choice,
+    ConfigFields,
+    Constant,
+    Dropout,
+    IgnoredKeys,
+    Key,
+    KeyMapping,
+    Keys,
+    Windows,
+)
+from jaxformer.interop.gemma import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS
+from jaxformer.interop.hf_config import HFConfig
+from jaxformer.interop.llama import INV_FREQ
+from jaxformer.interop.rope import Rope
+from jaxformer.interop.tensor_table import AS_ROW, LINEAR, TensorRow, linear, norm, projections
+
+# BART (arXiv:1910.13461), and the encoder-decoders with its tensors: Marian (arXiv:1804.00344),
+# Pegasus (arXiv:1912.08777), mBART (arXiv:2001.08210), and M2M100 (arXiv:2010.11125) with NLLB.
+
+STACKS = ("encoder", "decoder")
+
+
+def bart_shared_fields(
+    vocab_size: int, activation: str = "gelu", scaled: bool = False
+) -> tuple[KeyMapping, ...]:
+    """The keys of all, with the defaults of vocab_size, activation_function and scale_embedding."""
+    return (
+        fields.Constant(family="encoder_decoder", norm="layer", bias="all"),
+        fields.Key("vocab_size", "vocab_size", vocab_size),
+        fields.Key("d_model", "d_model", 1024),
+        fields.Key("encoder_layers", "n_encoder_layers", 12),
+        fields.Key("decoder_layers", "n_layers", 12),
+        # Sizes that config.json has for each stack, and that have to be equal here.
+        fields.Key("encoder_ffn_dim", "d_ff", 4096),
+        fields.AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", checked=True, default=4096),
+        fields.Key("encoder_attention_heads", "n_heads", 16),
+        fields.AliasKey(
+            "decoder_attention_heads",
+            "encoder_attention_heads",
+            "n_heads",
+            checked=True,
+            default=16,
+        ),
+        fields.Key("max_position_embeddings", "max_length", 1024),
+        fields.Choice("activation_function", "activation", fields.PLAIN, activation),
+        fields.Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, scaled),
+        fields.tied(True),
+        fields.Dropout("dropout attention_dropout"),
+        fields.IgnoredKeys(
+            "encoder_layerdrop decoder_layerdrop activation_dropout classifier_dropout"
+            " classif_dropout init_std num_hidden_layers hidden_size num_attention_heads"
+            " extra_pos_embeddings force_bos_token_to_be_generated add_bias_logits"
+            " gradient_checkpointing static_position_embeddings"
+        ),
+    )
+
+
+def placed_norms(placement: str) -> tuple[KeyMapping, ...]:
+    """Norms before the sublayers and at the end of each stack ("pre"), or after the sums ("post"),
+    with the keys that the first versions of transformers with these models wrote."""
+    keys, is_pre = ("normalize_before", "add_final_layer_norm"), placement == "pre"
+    return (
+        fields.Constant(norm_placement=placement),
+        *(fields.FixedKey(key, (is_pre,)) for key in keys),
+    )
+
+
+def with_bias(name: str) -> fields.Present:
+    """The bias of the logits, which the class `name` has."""
+    return fields.Present("final_logits_bias", "head_bias", (name,))
+
+
+def normed_embeddings(is_normed: bool) -> tuple[KeyMapping, ...]:
+    """Whether the embeddings have a norm, which files state too."""
+    return (
+        fields.Constant(embedding_norm=is_normed),
+        fields.FixedKey("normalize_embedding", (is_normed,)),
+    )
+
+
+def bart_stack(side: str, prefix: str) -> tuple[TensorRow, ...]:
+    """The rows of one stack; `prefix` begins its paths in the params."""
+    layer = f"model.{side}.layers.{{}}."
+    sublayers = {"self_attn": "attention", "encoder_attn": "cross"}
+    if side == "encoder":
+        del sublayers["encoder_attn"]
+    attention: list[TensorRow] = []
+    for name, block in sublayers.items():
+        attention += projections(layer + name, "out_proj", f"{prefix}blocks.{block}")
+        attention += norm(f"{layer}{name}_layer_norm", f"{prefix}blocks.{block}_norm")
+    return (
+        *attention,
+        *linear(layer + "fc1", f"{prefix}blocks.ffn.up"),
+        *linear(layer + "fc2", f"{prefix}blocks.ffn.down"),
+        *norm(layer + "final_layer_norm", f"{prefix}blocks.ffn_norm"),
+        TensorRow(f"model.{side}.embed_positions.weight", f"{prefix}embed.positions"),
+        *norm(f"model.{side}.layernorm_embedding", f"{prefix}embed.norm"),
+        *norm(f"model.{side}.layer_norm", f"{prefix}final_norm"),
+    )
+
+
+BART_ROWS = (
+    TensorRow("model.shared.weight", "embed.tokens"),
+    TensorRow("lm_head.weight", "head.weight"),
+    TensorRow("final_logits_bias", "head.bias", AS_ROW),
+    *bart_stack("encoder", "encoder."),
+    *bart_stack("decoder", ""),
+)
+REPEATED = tuple(f"model.{side}.embed_tokens.weight" for side in STACKS)
+
+LEARNED = fields.Constant(positions="learned", position_offset=2)
+SINUSOIDAL = fields.Constant(positions="sinusoidal", sinusoid_order="half")  # sines first
+# Sinusoids that some files hold; they are computed.
+TABLES = r"(en|de)coder\.embed_positions\.weights?$"
+
+
+def bart_like(
+    model_type: str,
+    name: str,
+    keys: tuple[KeyMapping, ...],
+    covers: str,
+    base: str,
+    computed: Callable[[ModelConfig], Mapping[str, np.ndarray]] = lambda config: {},
+) -> Family:
+    """A family with the tensors of BART; `name` is its class, and `base` that without a head.
+    `covers` and `computed` are as in `Family`."""
+    return Family(
+        model_type,
+        {name: {}},
+        keys,
+        lambda config: BART_ROWS,
+        prefix="model.",
+        bases=(base,),
+        copies=tied_copy("lm_head.weight", "model.shared.weight", *REPEATED),
+        ignored=() if LEARNED in keys else (TABLES,),
+        computed=computed,
+        covers=covers,
+    )
+
+
+BART = bart_like(
+    "bart",
+    "BartForConditionalGeneration",
+    (
+        *bart_shared_fields(50265),
+        *placed_norms("post"),
+        *normed_embeddings(True),
+        with_bias("BartForConditionalGeneration"),
+        LEARNED,
+    ),
+    "encoders and decoders of different depth; scaled embedding",
+    base="BartModel",
+)
+
+MARIAN = bart_like(
+    "marian",
+    "MarianMTModel",
+    (
+        *bart_shared_fields(58101),
+        *placed_norms("post"),
+        *normed_embeddings(False),
+        with_bias("MarianMTModel"),
+        SINUSOIDAL,
+        fields.FixedKey("share_encoder_decoder_embeddings", (True,)),
+        fields.AliasKey("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),
+    ),
+    "sinusoidal positions; encoders and decoders of different depth; scaled embedding",
+    base="MarianModel",
+)
+
+
+def sinusoid_tables(config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tables of positions that Pegasus stores, [T, D] for each stack."""
+    width = config.d_model
+    frequencies = 10_000.0 ** -(2 * np.arange(-(-width // 2)) / width)
+    angle = np.arange(config.max_length)[:, None] * frequencies
+    table = np.concatenate([np.sin(angle), np.cos(angle)], axis=1)[:, :width].astype(np.float32)
+    return {f"model.{side}.embed_positions.weight": table for side in STACKS}
+
+
+PEGASUS = bart_like(
+    "pegasus",
+    "PegasusForConditionalGeneration",
+    (
+        *bart_shared_fields(50265),
+        *placed_norms("pre"),
+        *normed_embeddings(False),
+        with_bias("PegasusForConditionalGeneration"),
+        SINUSOIDAL,
+    ),
+    "norms before the sublayers; sinusoidal positions; scaled embedding",
+    base="PegasusModel",
+    computed=sinusoid_tables,
+)
+
+MBART = bart_like(
+    "mbart",
+    "MBartForConditionalGeneration",
+    (
+        *bart_shared_fields(50265),
+        *placed_norms("pre"),
+        *normed_embeddings(True),
+        with_bias("MBartForConditionalGeneration"),
+        LEARNED,
+    ),
+    "mBART-50 too: norms before the sublayers and of the embedding; tokens of languages",
+    base="MBartModel",
+)
+
+
+class PositionsAfterPadding(KeyMapping):
+    """The first token has the position pad_token_id + 1."""
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        padding = hf.number("pad_token_id", 1)
+        if not isinstance(padding, int) or padding < 0:
+            raise hf.unsupported("pad_token_id", padding, ["an id from 0"])
+        return {"position_offset": padding + 1}
+
+    def write(self, config: ModelConfig) -> Keys:
+        return {"pad_token_id": config.position_offset - 1}
+
+
+M2M100 = bart_like(
+    "m2m_100",
+    "M2M100ForConditionalGeneration",
+    (
+        *bart_shared_fields(128112, activation="relu", scaled=True),
+        *placed_norms("pre"),
+        *normed_embeddings(False),
+        SINUSOIDAL,
+        fields.Constant(sinusoid_range="closed"),
+        PositionsAfterPadding(),
+    ),
+    "M2M100 and NLLB: norms before the sublayers; sinusoidal positions behind that of padding;"
+    " tokens of languages; NLLB-MoE is refused",
+    base="M2M100Model",
+)
+
+
+# T5 (arXiv:1910.10683), both of its versions, mT5 (arXiv:2010.11934), UMT5 (arXiv:2304.09151)
+# with relative positions of each layer, and their encoders alone, as in diffusion models.
+
+# "gated-gelu" is the approximation by tanh there.
+T5_FEED_FORWARD = {**PLAIN, "gated-gelu": "geglu_tanh"} | {
+    f"gated-{name}": value for name, value in GATED_NAMES.items() if value != "geglu"
+}
+
+
+@dataclass(frozen=True)
+class T5Head(KeyMapping):
+    """tie_word_embeddings ties the output layer, whose input is then divided by sqrt(d_model) (T5
+    1.0). In transformers 5 it means only the division, and the layer is tied where no other is
+    stored; where it is not known what is stored, the key decides. mT5 has no division."""
+
+    has_scale: bool = True
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        stated = hf.get("scale_decoder_outputs", hf.get("tie_word_embeddings") is not False)
+        scaled = stated and self.has_scale
+        lacks = hf.names is not None and "lm_head.weight" not in hf.names
+        tied = hf.get("tie_word_embeddings") is not False or lacks
+        return {"tied_head": tied, "logit_scale": "rsqrt" if scaled else "none"}
+
+    def write(self, config: ModelConfig) -> Keys:
+        keys: Keys = {"tie_word_embeddings": config.tied_head}
+        if self.has_scale:
+            keys["scale_decoder_outputs"] = config.logit_scale == "rsqrt"
+        return keys
+
+
+# Key, field, and the default of T5.
+T5_SIZE_KEYS = (
+    ("vocab_size", "vocab_size", 32128),
+    ("d_model", "d_model", 512),
+    ("d_kv", "head_dim", 64),
+    ("d_ff", "d_ff", 2048),
+    ("num_heads", "n_heads", 8),
+    ("relative_attention_num_buckets", "relative_buckets", 32),
+    ("relative_attention_max_distance", "relative_distance", 128),
+    ("layer_norm_epsilon", "norm_eps", 1e-6),
+    ("n_positions", "max_length", 512),
+)
+T5_DEPTH = 6
+
+
+def t5_shared_fields(activation: str, default: Mapping[str, int]) -> tuple[KeyMapping, ...]:
+    """The keys of a model with one stack or two; `default` has the sizes that are not T5's."""
+    return (
+        Constant(norm="rms", positions="t5", attention_scale=1.0),
+        *(Key(hf, field, default.get(hf, usual)) for hf, field, usual in T5_SIZE_KEYS),
+        Choice("feed_forward_proj", "activation", T5_FEED_FORWARD, activation),
+        Dropout("dropout_rate"),
+        IgnoredKeys("initializer_factor dense_act_fn is_gated_act classifier_dropout"),
+    )
+
+
+def both_stacks(depth: int, head: T5Head) -> tuple[KeyMapping, ...]:
+    return (
+        Constant(family="encoder_decoder"),
+        Key("num_layers", "n_encoder_layers", depth),
+        Key("num_decoder_layers", "n_layers", depth, instead="num_layers"),
+        head,
+    )
+
+
+class EncoderAlone(KeyMapping):
+    """The keys of the decoder are not read, and it is written that there is none."""
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        unread = {"num_decoder_layers", "scale_decoder_outputs", "tie_word_embeddings"}
+        hf.keys_read.update(unread)
+        return {"family": "encoder"}
+
+    def write(self, config: ModelConfig) -> Keys:
+        return {"is_encoder_decoder": False}
+
+
+def t5_stack(hf: str, prefix: str, config: ModelConfig) -> tuple[TensorRow, ...]:
+    """The rows of one stack; `prefix` begins its paths in the params."""
+    layer = hf + ".block.{}.layer."
+    sublayers = [("SelfAttention", "attention"), ("EncDecAttention", "cross")]
+    if hf == "encoder":
+        sublayers.pop()
+    matrices = []
+    for i, (name, block) in enumerate(sublayers):
+        path = f"{prefix}blocks.{block}"
+        for letter, leaf in {"q": "q", "k": "k", "v": "v", "o": "out"}.items():
+            hf_name = f"{layer}{i}.{name}.{letter}.weight"
+            matrices.append(TensorRow(hf_name, f"{path}.{leaf}", LINEAR))
+        matrices.append(TensorRow(f"{layer}{i}.layer_norm.weight", f"{path}_norm.scale"))
+    ffn = f"{layer}{len(sublayers)}"
+    names = {"gate": "wi_0", "up": "wi_1" if config.gated else "wi", "down": "wo"}
+    for leaf, name in names.items():
+        path = f"{prefix}blocks.ffn.{leaf}"
+        matrices.append(TensorRow(f"{ffn}.DenseReluDense.{name}.weight", path, LINEAR))
+    bias_name = "layer.0.SelfAttention.relative_attention_bias.weight"
+    bias = TensorRow(f"{hf}.block.0.{bias_name}", f"{prefix}relative_bias")
+    if config.relative_bias == "layer":
+        bias = TensorRow(f"{hf}.block.{{}}.{bias_name}", f"{prefix}blocks.attention.relative_bias")
+    return (
+        *matrices,
+        TensorRow(f"{ffn}.layer_norm.weight", f"{prefix}blocks.ffn_norm.scale"),
+        bias,
+        TensorRow(f"{hf}.final_layer_norm.weight", f"{prefix}final_norm.scale"),
+    )
+
+
+def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
+    ends = TensorRow("shared.weight", "embed.tokens"), TensorRow("lm_head.weight", "head.weight")
+    return (*ends, *t5_stack("encoder", "encoder.", config), *t5_stack("decoder", "", config))
+
+
+# Of a bug of 2019; never read.
+UNUSED_BIAS = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+EMBEDDING_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
+def t5_like(model_type: str, name: str, keys: Sequence[KeyMapping], covers: str) -> Family:
+    """A family of encoder-decoders with the tensors of T5; `name` begins its classes. `covers` is
+    as in `Family`."""
+    return Family(
+        model_type,
+        {f"{name}ForConditionalGeneration": {}},
+        keys,
+        rows,
+        bases=(f"{name}Model", f"{name}WithLMHeadModel"),
+        copies=tied_copy("lm_head.weight", *EMBEDDING_NAMES),
+        ignored=(UNUSED_BIAS,),
+        covers=covers,
+    )
+
+
+def encoder_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
+    return (TensorRow("shared.weight", "embed.tokens"), *t5_stack("encoder", "", config))
+
+
+def encoder_like(model_type: str, name: str, keys: Sequence[KeyMapping]) -> Family:
+    """The encoder of such a family alone, also out of the files of both stacks."""
+    return Family(
+        model_type,
+        {f"{name}EncoderModel": {"head": "none"}},
+        keys,
+        encoder_rows,
+        copies=lambda config: (Copy("encoder.embed_tokens.weight", "shared.weight"),),
+        ignored=(r"^decoder\.", r"^lm_head\."),
+        covers="the encoder alone: the states of all tokens, as in diffusion models",
+    )
+
+
+T5_KEYS = t5_shared_fields("relu", {})
+T5 = t5_like(
+    "t5",
+    "T5",
+    (*T5_KEYS, *both_stacks(T5_DEPTH, T5Head())),
+    "v1 and v1.1: stacks of different depth; tied and untied; gated activation",
+)
+T5_ENCODER = encoder_like(
+    "t5", "T5", (*T5_KEYS, Key("num_layers", "n_layers", T5_DEPTH), EncoderAlone())
+)
+
+MT5_DEPTH = 8
+MT5_SIZES = {"vocab_size": 250112, "d_ff": 1024, "num_heads": 6}
+MT5_KEYS = t5_shared_fields("gated-gelu", MT5_SIZES)
+MT5 = t5_like(
+    "mt5",
+    "MT5",
+    (*MT5_KEYS, *both_stacks(MT5_DEPTH, T5Head(has_scale=False))),
+    "as t5, with logits that are not scaled",
+)
+MT5_ENCODER = encoder_like(
+    "mt5", "MT5", (*MT5_KEYS, Key("num_layers", "n_layers", MT5_DEPTH), EncoderAlone())
+)
+
+UMT5_KEYS = (*MT5_KEYS, Constant(relative_bias="layer"))
+UMT5 = t5_like(
+    "umt5",
+    "UMT5",
+    (*UMT5_KEYS, *both_stacks(MT5_DEPTH, T5Head())),
+    "as t5, with a table of relative positions for each layer",
+)
+UMT5_ENCODER = encoder_like(
+    "umt5", "UMT5", (*UMT5_KEYS, Key("num_layers", "n_layers", MT5_DEPTH), EncoderAlone())
+)
+
+
+# T5Gemma (arXiv:2504.06225): an encoder-decoder of the layers of Gemma 2.
+
+# The keys of one stack, in a table of its own; dropout and ties are those of the model.
+STACK_KEYS = (
+    *(row for row in GEMMA2_SIZES if not isinstance(row, fields.Dropout)),
+    *GEMMA_BLOCK,
+    *GEMMA2_CAPS,
+    Rope(),
+    Windows(GEMMA_LAYERS, every=2),
+    fields.IgnoredKeys("dropout_rate tie_word_embeddings"),
+)
+ENCODER, DECODER = (fields.KeyTable(side, STACK_KEYS) for side in ("encoder", "decoder"))
+KEY_OF_FIELD = {row.field: row.hf for row in STACK_KEYS if isinstance(row, fields.Key)}
+
+
+class BothStacks(KeyMapping):
+    """The tables of the two stacks, which may differ in their depth and the width of their window.
+
+    In transformers the window of the encoder has as many tokens on each side beside the token
+    itself, and that of the decoder counts the token in.
+    """
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        encoder, decoder = ENCODER.read(hf), DECODER.read(hf)
+        depths = encoder.pop("n_layers"), decoder.pop("n_layers")
+        windows = encoder.pop("window", 0), decoder.pop("window", 0)
+        source_pattern = encoder.pop("window_pattern", "f" * depths[0])
+        target_pattern = decoder.pop("window_pattern", "f" * depths[1])
+        shorter, longer = sorted((source_pattern, target_pattern), key=len)
+        if not longer.startswith(shorter):
+            kinds = hf.table("encoder").get("layer_types")
+            raise hf.unsupported("encoder.layer_types", kinds, ["those of the decoder"])
+        for field in encoder.keys() | decoder.keys():
+            if encoder.get(field) != decoder.get(field):
+                key = f"encoder.{KEY_OF_FIELD.get(field, field)}"
+                raise hf.unsupported(key, encoder.get(field), [decoder.get(field)])
+        return decoder | {
+            "n_encoder_layers": depths[0],
+            "n_layers": depths[1],
+            "source_window": windows[0] + 1 if windows[0] else 0,
+            "window": windows[1],
+            "window_pattern": longer,
+        }
+
+    def write(self, config: ModelConfig) -> Keys:
+        on_each_side = max(config.source_window - 1, 0)
+        encoder = dataclasses.replace(
+            config, n_layers=config.encoder_layers, window=on_each_side, source_window=0
+        )
+        return ENCODER.write(encoder) | DECODER.write(config)
+
+
+def t5gemma_stack(side: str, prefix: str) -> tuple[TensorRow, ...]:
+    """The rows of one stack; `prefix` begins its paths in the params."""
+    layer, blocks = f"model.{side}.layers.{{}}.", f"{prefix}blocks."
+    sublayers = {"self_attn": "attention", "cross_attn": "cross"}
+    if side == "encoder":
+        del sublayers["cross_attn"]
+    tensor_rows: list[TensorRow] = []
+    for name, sublayer in sublayers.items():
+        tensor_rows += projections(layer + name, "o_proj", blocks + sublayer)
+    for leaf in ("gate", "up", "down"):
+        tensor_rows += linear(f"{layer}mlp.{leaf}_proj", f"{blocks}ffn.{leaf}")
+    for name, sublayer in (sublayers | {"feedforward": "ffn"}).items():
+        tensor_rows += norm(f"{layer}pre_{name}_layernorm", f"{blocks}{sublayer}_norm")
+        tensor_rows += norm(f"{layer}post_{name}_layernorm", f"{blocks}{sublayer}_output_norm")
+    return (
+        TensorRow(f"model.{side}.embed_tokens.weight", f"{prefix}embed.tokens"),
+        *tensor_rows,
+        *norm(f"model.{side}.norm", f"{prefix}final_norm"),
+    )
+
+
+HEAD = "lm_head.out_proj.weight"
+T5GEMMA_ROWS = (
+    *t5gemma_stack("encoder", "encoder."),
+    *t5gemma_stack("decoder", ""),
+    TensorRow(HEAD, "head.weight"),
+)
+T5GEMMA = Family(
+    "t5gemma",
+    {"T5GemmaForConditionalGeneration": {}},
+    (
+        fields.Constant(family="encoder_decoder", source_embedding="separate"),
+        BothStacks(),
+        # The tables of the stacks have it.
+        fields.AliasKey("vocab_size", "decoder.vocab_size", "vocab_size"),
+        fields.Dropout("dropout_rate attention_dropout"),
+        fields.IgnoredKeys("classifier_dropout_rate"),
+        fields.tied(True),
+    ),
+    lambda config: T5GEMMA_ROWS,
+    prefix="model.",
+    bases=("T5GemmaModel",),
+    copies=tied_copy(HEAD, "model.decoder.embed_tokens.weight"),
+    ignored=(INV_FREQ,),
+    covers="layers of Gemma 2 in both stacks, of different depth; windows; soft caps; an embedding"
+    " of the source; stacks of different width (9b-2b) and T5Gemma 2 are refused",
+)
