@@ -84,9 +84,9 @@ class DataConfig(Section):
     section = "data"
 
     train: Volatile[str] = "stdlib"
-    """Training data: a file, directory or glob, token ids (.npy, .bin), 'train.{de,en}', '-' for
-    standard input, 'datasets:NAME', or stdlib; a URL such as 's3://bucket/corpus/*.jsonl.zst'
-    names files in a bucket. Separate several sources by ';'."""
+    """Training data: a file, directory or glob, token ids (.npy, .bin), 'train.{de,en}',
+    'datasets:NAME', or stdlib; a URL such as 's3://bucket/corpus/*.jsonl.zst' names files in a
+    bucket. Separate several sources by ';'."""
     weights: str = ""
     """Sampling weights of several sources, for example '0.7 0.3'. Weights may change at a step:
     '0.7 0.3; 1000: 0.5 0.5' changes them at step 1000."""

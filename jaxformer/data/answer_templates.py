@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxformer.data.examples import ExampleStore, Labels, Parts
 from jaxformer.data.rows import NumpyBatch, RowFormat, padded
-from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record, Value
+from jaxformer.data.sources.source_files import RecordError
 from jaxformer.data.templates import Template, joined
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
@@ -167,7 +167,7 @@ class PreferenceTemplate(AnswerTemplate):
             if before[0] != before[1]:
                 raise RecordError(
                     "pairs whose prompts differ",
-                    f": {self.chat.where} renders the prompt otherwise before the rejected answer:"
+                    f"{self.chat.where} renders the prompt otherwise before the rejected answer:"
                     " set tokenizer.chat_template to one that does not.",
                     index,
                 )
@@ -238,7 +238,7 @@ def marked_text(chat: ChatTemplate, messages: Value, index: int) -> Marked:
         raise
     except ConfigError as error:
         reason = "conversations that the chat template refuses"
-        raise RecordError(reason, f": {error}.", index) from None
+        raise RecordError(reason, f"{error}.", index) from None
 
 
 def prompt_capacity(answer: int | np.ndarray, length: int) -> np.ndarray:

@@ -25,12 +25,11 @@ LARGEST_COUNT = 2**62
 
 
 @contextlib.contextmanager
-def claimed(directory: Path, log: Log, shared: bool = False) -> Iterator[bool]:
+def claimed(directory: Path, log: Log) -> Iterator[bool]:
     """Makes a directory and locks it against other processes of this machine during the block.
 
-    Processes that claim it `shared` work at the same time, and the others wait for them. Gives
-    False where the file system cannot lock, and for a URL: work may then be done twice, with the
-    same result.
+    Gives False where the file system cannot lock, and for a URL: work may then be done twice, with
+    the same result.
     """
     make_folder(directory)
     if sys.platform == "win32" or is_remote(directory):
@@ -38,15 +37,14 @@ def claimed(directory: Path, log: Log, shared: bool = False) -> Iterator[bool]:
         return
     import fcntl
 
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     handle = os.open(directory, os.O_RDONLY)
     try:
         locked = True
         try:
-            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log(f"waiting for another process that is at work in {directory}")
-            fcntl.flock(handle, kind)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
             locked = False
         yield locked

@@ -13,9 +13,10 @@ from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import claimed
 from jaxformer.data.examples import ExampleStore, open_or_encode
+from jaxformer.data.ids import IdFiles
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.rows import Rows
-from jaxformer.data.sources import IdFiles, Piece, Source, fingerprint
+from jaxformer.data.sources import Piece, Source, fingerprint
 from jaxformer.data.sources.documents import PIECE_CHARACTERS
 from jaxformer.data.splits import SideName, Sides, Split
 from jaxformer.data.store import TokenStore
@@ -168,7 +169,10 @@ def find_named(
     if any(isinstance(source, IdFiles) for source in [*sources, *validation]):
         tokenizer = given_tokenizer(settings, ()) if settings.path else None
         sources, validation = (
-            [source.of(tokenizer) if isinstance(source, IdFiles) else source for source in several]
+            [
+                replace(source, tokenizer=tokenizer) if isinstance(source, IdFiles) else source
+                for source in several
+            ]
             for several in (sources, validation)
         )
     return sources, validation

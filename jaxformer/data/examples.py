@@ -20,8 +20,8 @@ import numpy as np
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, claimed, digest, on_disk
 from jaxformer.data.sources import Piece
-from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record
+from jaxformer.data.sources.source_files import RecordError
 from jaxformer.data.tokenizing import BATCH_CHARACTERS
 from jaxformer.files import ConfigError, read_object, replacing, write_text
 from jaxformer.tokenizer.words import in_batches
@@ -124,7 +124,7 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
         try:
             examples = list(encode([piece.record for piece in batch], labels))
         except RecordError as error:
-            raise ConfigError(f"{batch[error.index].location}{error}") from None
+            raise ConfigError(f"{batch[error.index].location}: {error}") from None
         sequences = list(itertools.chain.from_iterable(examples))
         tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))
         lengths.append(np.fromiter(map(len, sequences), np.int64))

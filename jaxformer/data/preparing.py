@@ -12,10 +12,10 @@ from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD
 from jaxformer.data.corpus import check_fit, find_named, find_sides, given_tokenizer, tokenizer_of
-from jaxformer.data.sources import IdFiles, Source
+from jaxformer.data.ids import IdFiles
+from jaxformer.data.sources import Source
 from jaxformer.data.sources.records import is_text
-from jaxformer.data.splits import Scan, SideName, Split
-from jaxformer.data.store import TokenStore
+from jaxformer.data.splits import Scan, SideName, file_groups, scan_group
 from jaxformer.data.task import Task
 from jaxformer.data.texts import SCANS, TOKENIZERS, Prepared, StoreFolder
 from jaxformer.files import (
@@ -55,8 +55,7 @@ def prepare_text(
     then a source.
 
     `thorough` reads all that is there, compares it with its checksums, and makes nothing.
-    `vocab_size` is the model's, 0 for any. Raises ConfigError for text, or a store, that cannot be
-    used.
+    `vocab_size` is the model's, 0 for any.
     """
     _require_text(task)
     if thorough and output:
@@ -74,11 +73,17 @@ def prepare_text(
     texts: dict[SideName, list[tuple[Source, Scan]]] = {side: [] for side in sides}
     for side, splits in sides.items():
         for split in splits:
-            # A text that is on both sides is tokenized for training.
-            if side == "train" or split.side == "all":
-                store = stores.store_of(split.source, split.scan, thorough)
-                summary.append(_summary(split, store))
-                texts[side].append((split.source, split.scan))
+            if side == "validation" and split.side != "all":
+                # A text that is on both sides was tokenized for training.
+                continue
+            store = stores.store_of(split.source, split.scan, thorough)
+            longest = int(np.diff(store.ends(), prepend=0).max(initial=0))
+            skipped = tuple(split.scan.skipped.lines())
+            name = str(split.source)
+            summary.append(
+                TextSummary(name, store.documents, store.tokens, store.bytes, longest, skipped)
+            )
+            texts[side].append((split.source, split.scan))
     if output:
         stores.write_prepared(texts)
     return summary
@@ -94,47 +99,53 @@ def prepare_share(
     vocab_size: int = 0,
     log: Log = lambda line: None,
 ) -> None:
-    """Makes the shards of task `share[0]` of `share[1]`.
-
-    Where a tokenizer has to be trained, each task reads all text, and trains it unless another task
-    did before: the results are equal.
-    """
+    """Tokenizes the groups of files of task `share[0]` of `share[1]`, and reads no others."""
     _require_text(task)
     cache, folder = _folders(data, output)
     train, validation = find_named(data, settings, task)
+    sources = [*train, *validation]
     if output:
-        _require_sources([*train, *validation])
+        _require_sources(sources)
     tokenizer = given_tokenizer(settings, task.specials)
     if tokenizer is None:
-        log("each task reads all text to train the tokenizer; with --tokenizer.path only its part")
-        sides = find_sides(data, settings, task, cache / SCANS, log)
-        tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
+        raise ConfigError(
+            "--shard: a task reads only its part of the text, and the tokenizer would be trained on"
+            " all of it: train it before by `jaxformer tokenizer train`, and set tokenizer.path."
+        )
     check_fit(task, vocab_size, tokenizer, settings.path)
     stores = StoreFolder(folder, tokenizer, task.beginning(data.bos, tokenizer), log)
     if output:
         _require_same_origin(stores, [source.spec for source in train])
-    for source in [*train, *validation]:
+    index, count = share
+    for source in sources:
         if not isinstance(source, (Prepared, IdFiles)):
-            stores.build_part(source, cache / SCANS, share)
+            groups = file_groups(source)
+            mine = groups[index::count]
+            log(f"{source}: {len(mine):,} of {len(groups):,} groups of files are this task's")
+            stores.made(source, mine, [scan_group(group, cache / SCANS, log) for group in mine])
 
 
 def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
-    """The directory for scans and tokenizers, and that for stores. Raises ConfigError where
-    `output` cannot be made, or holds what an earlier call did not write."""
+    """The directory for scans and tokenizers, and that for stores. An `output` may not hold what an
+    earlier call did not write."""
     if not output:
         cache = located(os.path.expanduser(data.cache_dir))
         return cache, cache / "stores"
     remedy = "name one that is new, or that an earlier call began"
     try:
         make_directory(output)
+        names = []
         with store_errors(output, "listed"):
-            names = sorted(path.name for path in _entries(output))
+            # A store has no directory without objects.
+            if not is_remote(output) or output.is_dir():
+                names = sorted(path.name for path in output.iterdir())
     except OSError as error:
         raise ConfigError(
             f"--output {output} cannot be used ({error.strerror or error}): {remedy}."
         ) from None
     if not is_remote(output) and not os.access(output, os.W_OK):
         raise ConfigError(f"--output {output} cannot be written: {remedy}.")
+    names = [name for name in names if not name.startswith(".")]
     prepared_names = re.compile(f"[0-9a-f]{{32}}|{SCANS}|{TOKENIZERS}")
     if names and not any(map(prepared_names.fullmatch, names)):
         raise ConfigError(
@@ -143,47 +154,29 @@ def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
     return output, output
 
 
-def _entries(folder: Path) -> list[Path]:
-    """What is in a directory, without hidden files; a store has no directory without objects."""
-    if is_remote(folder) and not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if not path.name.startswith(".")]
-
-
 def _require_same_origin(output: StoreFolder, specs: list[str]) -> None:
-    """Raises ConfigError for a directory that other text, another tokenizer or another data.bos
-    made."""
+    """Refuses a directory that other text, another tokenizer or another data.bos made."""
     try:
         manifest = read_object(output.path / MANIFEST)
         before = [entry["spec"] for entry in manifest["train"]]
-        difference = ""
-        if manifest["tokenizer"] != output.tokenizer.fingerprint():
-            difference = "with another tokenizer"
-        elif tuple(manifest.get("beginning", ())) != output.beginning:
-            difference = "with another data.bos"
+        made_by = (manifest["tokenizer"], tuple(manifest.get("beginning", ())))
     except WRONG_RECORD:
         return
-    if before != specs:
-        difference = f"of other text ({'; '.join(before)})"
-    if difference:
+    if before != specs or made_by != (output.tokenizer.fingerprint(), output.beginning):
         raise ConfigError(
-            f"--output {output.path} was prepared {difference}: name a new directory, so that"
-            " nothing is lost."
+            f"--output {output.path} was prepared of other text ({'; '.join(before)}), or with"
+            " another tokenizer or data.bos: name a new directory, so that nothing is lost."
         )
 
 
 def _require_sources(sources: Iterable[Source]) -> None:
-    """Raises ConfigError for sources that hold tokens already."""
+    """Refuses sources that hold tokens already."""
     for source in sources:
-        if isinstance(source, IdFiles):
+        if isinstance(source, (IdFiles, Prepared)):
+            where = source.folder if isinstance(source, Prepared) else source.spec
             raise ConfigError(
-                f"--output: {source} holds token ids already: train on it as it is, or name its"
-                " text."
-            )
-        if isinstance(source, Prepared):
-            raise ConfigError(
-                f"--output: {source.folder}, of {source.setting}, is prepared already: train on it"
-                " as it is, or name its text."
+                f"--output: {where}, of {source.setting}, holds tokens already: train on it as it"
+                " is, or name its text."
             )
 
 
@@ -193,9 +186,3 @@ def _require_text(task: Task) -> None:
             f"data.objective={task.name} reads records, which training encodes itself: jaxformer"
             " prepare tokenizes text."
         )
-
-
-def _summary(split: Split, store: TokenStore) -> TextSummary:
-    longest = int(np.diff(store.ends(), prepend=0).max(initial=0))
-    skipped, name = tuple(split.scan.skipped.lines()), str(split.source)
-    return TextSummary(name, store.documents, store.tokens, store.bytes, longest, skipped)

@@ -11,8 +11,7 @@ from typing import Any, Literal
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import WRONG_RECORD, make_folder, require_counts
 from jaxformer.data.sources import Piece, Source, fingerprint
-from jaxformer.data.sources.error_policy import Skipped
-from jaxformer.data.sources.source_files import PACKED, SourceFile, hash_fraction
+from jaxformer.data.sources.source_files import PACKED, Skipped, SourceFile, hash_fraction
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.files import ConfigError, read_object, write_text
@@ -99,7 +98,29 @@ def scan(source: Source, cache: Path, log: Log = lambda line: None) -> Scan:
 
 def scan_group(group: Source, cache: Path, log: Log = lambda line: None) -> Scan:
     """The scan of some files of a source, made or found."""
-    return cached_scan(cache / f"{group.signature()}.json", lambda: _read(group, log))
+
+    def read() -> Scan:
+        count = len(group.files)
+        log(f"{group}: reading {count:,} new or changed {'file' if count == 1 else 'files'}")
+        is_plain = all(f.format == "text" and f.path.suffix not in PACKED for f in group.files)
+        # The bytes of the text, where they are those of its files.
+        size = sum(file.size for file in group.files) if is_plain else 0
+        digest = hashlib.blake2b(digest_size=16)
+        progress = ProgressNotes(log, size, f"{group}: read")
+        documents = 0
+        skipped = Skipped()
+        for text, name, ends, fields, _ in group.pieces(skipped):
+            raw = text.encode()
+            digest.update(json.dumps(fields).encode() if fields else raw)
+            progress.done += len(raw)
+            progress.tell()
+            if ends:
+                # 0xff is a byte that UTF-8 never has.
+                digest.update(b"\xff" + name.encode() + b"\xff")
+                documents += 1
+        return Scan(digest.hexdigest(), documents, progress.done, skipped)
+
+    return cached_scan(cache / f"{group.signature()}.json", read)
 
 
 def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
@@ -111,28 +132,6 @@ def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
     make_folder(record.parent)
     write_text(record, json.dumps(asdict(made)))
     return made
-
-
-def _read(group: Source, log: Log) -> Scan:
-    """Reads some files of a source."""
-    count = len(group.files)
-    log(f"{group}: reading {count:,} new or changed {'file' if count == 1 else 'files'}")
-    is_plain = all(f.format == "text" and f.path.suffix not in PACKED for f in group.files)
-    # The bytes of the text, where they are those of its files.
-    size = sum(file.size for file in group.files) if is_plain else 0
-    digest = hashlib.blake2b(digest_size=16)
-    progress = ProgressNotes(log, size, f"{group}: read")
-    documents, skipped = 0, Skipped()
-    for text, name, ends, fields, _ in group.pieces(skipped):
-        raw = text.encode()
-        digest.update(json.dumps(fields).encode() if fields else raw)
-        progress.done += len(raw)
-        progress.tell()
-        if ends:
-            # 0xff is a byte that UTF-8 never has.
-            digest.update(b"\xff" + name.encode() + b"\xff")
-            documents += 1
-    return Scan(digest.hexdigest(), documents, progress.done, skipped)
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,21 @@ from jaxformer.files import ConfigError, is_remote, read_object, write_text
 NONE = np.zeros(0, np.int64)
 # An even number, as the test for ids of another width needs.
 BLOCK_IDS = 1 << 22
-FILE_KINDS = ("tokens", "documents")
 STORES_TOGETHER = 16  # stores of a URL that are opened at the same time
 COUNTS = ("tokens", "documents", "bytes")
 
 
 @dataclass(frozen=True)
 class IdArray:
-    """Ids in a file outside the store: their type, the byte at which they begin, their number."""
+    """Ids in a file outside the store: their type, the byte at which they begin, their number, the
+    file's name in its source, and the digest that `content` had when they were scanned."""
 
     path: Path
     dtype: np.dtype
     offset: int
     count: int
+    name: str = ""
+    digest: str = ""
 
     def mapped(self) -> np.ndarray:
         """The ids [count], mapped and not read."""
@@ -54,49 +56,21 @@ class IdArray:
         ids = self.mapped()
         return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
 
-
-class VerifiedIds:
-    """The ids of a file, of which slices are taken. Each block of `BLOCK_IDS` is compared with its
-    digest (`digests`: uint8 [blocks, 16], of ids as `dtype`) when something of it is first read."""
-
-    def __init__(self, array: IdArray, digests: np.ndarray, dtype: np.dtype) -> None:
-        self._array, self._ids, self._digests = array, array.mapped(), digests
-        self._dtype = dtype
-        self._verified = np.zeros(len(digests), bool)
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        """Ids start to stop. Raises ConfigError where they are not those that were indexed."""
-        first, last = span.start // BLOCK_IDS, (span.stop - 1) // BLOCK_IDS
-        for block in range(first, last + 1):
-            if not self._verified[block]:
-                self._verify(block)
-        return self._ids[span]
+    def content(self) -> str:
+        """A digest of the name and of the ids, whatever holds them."""
+        digest = hashlib.blake2b(self.name.encode() + b"\xff", digest_size=16)
+        for _, ids in self.blocks():
+            digest.update(ids.astype("<u4").tobytes())
+        return digest.hexdigest()
 
     def verify(self) -> None:
-        """Compares all blocks that were not yet read. Raises ConfigError as slices do."""
-        for block in np.flatnonzero(~self._verified):
-            self._verify(int(block))
-
-    def _verify(self, block: int) -> None:
-        start = block * BLOCK_IDS
-        ids = self._ids[start : start + BLOCK_IDS]
-        if digest_of_ids(ids, self._dtype) != self._digests[block].tobytes():
+        """Compares the ids with their digest."""
+        if self.content() != self.digest:
             raise ConfigError(
-                f"{self._array.path} was altered since it was first read, though its size and time"
-                f" are as they were (ids {start:,} to {start + len(ids):,} have another checksum):"
-                " restore it; or, if it was changed on purpose, `touch` it to have it read as new"
-                " data."
+                f"{self.path} was altered since it was first read, though its size and time are as"
+                " they were: restore it; or, if it was changed on purpose, `touch` it to have it"
+                " read as new data."
             )
-        self._verified[block] = True
-
-
-def digest_of_ids(ids: np.ndarray, dtype: np.dtype) -> bytes:
-    """A digest of ids (16 bytes) as `dtype` holds them, whatever holds them here; empty where it
-    cannot hold them."""
-    stored_ids = ids.astype(dtype, copy=False)
-    if not np.array_equal(stored_ids, ids):
-        return b""
-    return hashlib.blake2b(stored_ids.tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -193,14 +167,6 @@ class StoreManifest:
                 raise
 
 
-def missing_of(directory: Path) -> str:
-    """The name of the first file that a store lacks."""
-    manifest = StoreManifest.read(directory)
-    shards = manifest.shards if manifest else []
-    paths = (shard.file(kind) for shard in shards for kind in FILE_KINDS)
-    return next((path.name for path in paths if not path.exists()), MANIFEST)
-
-
 class TokenStore:
     """Every token of a text, or of a part of it, by its place. Only what is asked for is read.
 
@@ -268,11 +234,11 @@ class TokenStore:
 
     def verify(self) -> None:
         """Compares every file with its digest. Raises ConfigError for one that was altered."""
-        for number, shard in enumerate(self._shards):
+        for shard in self._shards:
             for kind, written in shard.files.items():
                 written.verify(shard.here(kind))
             if shard.ids:
-                self._map(number, "tokens").verify()
+                shard.ids.verify()
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
@@ -378,13 +344,15 @@ class TokenStore:
             start, run = end, run + (end == run_end)
 
     def _open_map(self, number: int, kind: str) -> Any:
-        """The tokens [tokens] or the index of documents [3, documents] of a shard, or the digests
-        [blocks, 16] of its ids."""
+        """The tokens [tokens] or the index of documents [3, documents] of a shard."""
         shard = self._shards[number]
         if kind == "tokens" and shard.ids:
-            return VerifiedIds(shard.ids, self._map(number, "digests"), self._dtype)
-        kinds = {"tokens": (self._dtype, (-1,)), "digests": (np.dtype(np.uint8), (-1, 16))}
-        dtype, shape = kinds.get(kind, (np.dtype(np.int64), (3, -1)))
+            return shard.ids.mapped()
+        dtype = np.dtype(np.int64)
+        shape: tuple[int, ...] = (3, -1)
+        if kind == "tokens":
+            dtype = self._dtype
+            shape = (-1,)
         path = shard.here(kind)
         if kind in shard.files:
             shard.files[kind].verify(path)

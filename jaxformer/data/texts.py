@@ -1,23 +1,23 @@
 """The texts that a run names, read from their sources or tokenized beforehand, and their stores,
 made or found."""
 
-import functools
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxformer.config.run import DataConfig, named_sources
 from jaxformer.config.settings import Log
-from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, claimed, remove_folder
-from jaxformer.data.ids import id_store, scan_ids
-from jaxformer.data.sources import IdFiles, Source, find_ids, find_source, fingerprint
-from jaxformer.data.sources.error_policy import ErrorPolicy
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, remove_folder
+from jaxformer.data.ids import IdFiles, find_ids, id_store, scan_ids
+from jaxformer.data.sources import Source, find_source, fingerprint
 from jaxformer.data.sources.records import Fields, is_text
-from jaxformer.data.splits import Scan, SideName, file_groups, scan, scan_group
-from jaxformer.data.store import TokenStore, missing_of, open_stores
-from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
+from jaxformer.data.sources.source_files import ErrorPolicy
+from jaxformer.data.splits import Scan, SideName, file_groups, scan
+from jaxformer.data.store import TokenStore, open_stores
+from jaxformer.data.tokenizing import ProgressNotes, open_or_build
 from jaxformer.files import ConfigError, located, read_file, read_object, write_text
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import TOKENIZER_FILE
@@ -69,7 +69,7 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
                     f"{setting}: {folder} is prepared in part: run the line of `jaxformer prepare"
                     " --output` once more without --shard, to join what the tasks have made."
                 )
-            sources.append(find_source(spec, setting, fields, policy, data.cache_dir))
+            sources.append(find_source(spec, setting, fields, policy))
     return sources
 
 
@@ -153,36 +153,54 @@ class StoreFolder:
         if isinstance(source, Prepared):
             stores = self._prepared(source, names, thorough)
         else:
-            stores = self._group_stores(source, text_scan, names, thorough)
+            stores = self.made(source, file_groups(source), text_scan.parts, thorough)
         return TokenStore.joined(stores, fingerprint(names))
 
-    def build_part(self, source: Source, scans: Path, share: tuple[int, int]) -> None:
-        """Makes the part (number from 0, of how many) of a text's shards, independently of others;
-        `scans` is the directory of its scans.
-
-        Parts are file groups where there are enough of them, otherwise shards of each group.
-        """
-        index, count = share
-        groups = list(enumerate(file_groups(source)))
-        by_group = len(groups) >= count
-        my_groups = groups[index::count] if by_group else groups
-        part_of = f"one of every {count} shards is"
-        if by_group:
-            part_of = f"{len(my_groups):,} of {len(groups):,} groups of files are"
-        self.log(f"{source}: {part_of} this task's")
-        my_scans = [scan_group(group, scans, self.log) for _, group in my_groups]
-        progress = ProgressNotes(self.log, sum(group_scan.bytes for group_scan in my_scans))
-        for (number, group), group_scan in zip(my_groups, my_scans, strict=True):
-            directory = self.path / self.name_of(group_scan)
-            if by_group:
-                self._build(directory, group, group_scan, progress)
-            elif TokenStore.open(directory) is None:
-                chosen = functools.partial(_is_mine, number, index, count)
-                with claimed(directory, self.log, shared=True):
-                    shards = build_shards(
-                        directory, group.pieces(), self.tokenizer, progress, chosen, self.beginning
-                    )
-                    complete(directory, shards, self.tokenizer, self.beginning)
+    def made(
+        self,
+        source: Source,
+        groups: Sequence[Source],
+        scans: Sequence[Scan],
+        thorough: bool = False,
+    ) -> list[TokenStore]:
+        """The stores of file groups of a source, made where there are none; `thorough` only checks
+        them."""
+        began = time.perf_counter()
+        directories = [self.path / self.name_of(group_scan) for group_scan in scans]
+        opened = open_stores(directories, thorough)
+        missing = [scan for scan, store in zip(scans, opened, strict=True) if store is None]
+        count = len(groups)
+        size = sum(group_scan.bytes for group_scan in missing)
+        if missing and thorough:
+            raise ConfigError(
+                f"{source}: {len(missing)} of {count} parts are not prepared: leave out --verify to"
+                " make them."
+            )
+        if missing:
+            parts = f", {len(missing)} of {count} parts" if count > 1 else ""
+            self.log(f"{source}: tokenizing {megabytes(size)}{parts}")
+        progress = ProgressNotes(self.log, size)
+        stores = []
+        for directory, group, group_scan, store in zip(
+            directories, groups, scans, opened, strict=True
+        ):
+            if store is None:
+                store = open_or_build(
+                    directory, group.pieces, self.tokenizer, progress, self.beginning
+                )
+            if (group_scan.documents, group_scan.bytes) != (store.documents, store.bytes):
+                remove_folder(directory)
+                raise ConfigError(
+                    f"{group}: its files changed while they were tokenized: run again when they no"
+                    " longer change."
+                )
+            stores.append(store)
+        if missing:
+            self.log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
+        elif count:
+            and_more = f" and {count - 1:,} more" if count > 1 else ""
+            self.log(f"{source}: reusing {directories[0]}{and_more}")
+        return stores
 
     def write_prepared(self, texts: dict[SideName, list[tuple[Source, Scan]]]) -> None:
         """Writes what makes this directory a source: its tokenizer and its manifest, which says
@@ -196,91 +214,32 @@ class StoreFolder:
         begun = {"beginning": [*self.beginning]} if self.beginning else {}
         write_text(self.path / MANIFEST, json.dumps(made_by | begun | listed, indent=1))
 
-    def _group_stores(
-        self, source: Source, text_scan: Scan, names: list[str], thorough: bool
-    ) -> list[TokenStore]:
-        """The stores of the file groups of a source."""
-        count, began = len(names), time.perf_counter()
-        directories = [self.path / name for name in names]
-        stores = open_stores(directories, thorough)
-        pairs = zip(text_scan.parts, stores, strict=True)
-        missing = [group_scan for group_scan, store in pairs if store is None]
-        size = sum(group_scan.bytes for group_scan in missing)
-        if missing and thorough:
-            raise ConfigError(
-                f"{source}: {len(missing)} of {count} parts are not prepared: leave out --verify to"
-                " make them."
-            )
-        if missing:
-            parts = f", {len(missing)} of {count} parts" if count > 1 else ""
-            self.log(f"{source}: tokenizing {megabytes(size)}{parts}")
-        progress, made = ProgressNotes(self.log, size), []
-        groups = zip(directories, file_groups(source), text_scan.parts, stores, strict=True)
-        for directory, group, group_scan, store in groups:
-            made.append(self._build(directory, group, group_scan, progress, store))
-        if missing:
-            self.log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
-        else:
-            and_more = f" and {count - 1:,} more" if count > 1 else ""
-            self.log(f"{source}: reusing {directories[0]}{and_more}")
-        return made
-
-    def _build(
-        self,
-        directory: Path,
-        group: Source,
-        group_scan: Scan,
-        progress: ProgressNotes,
-        store: TokenStore | None = None,
-    ) -> TokenStore:
-        """The store of a file group, made where there is none. Removes it, and raises ConfigError,
-        where files changed after their scan."""
-        if store is None:
-            store = open_or_build(directory, group.pieces, self.tokenizer, progress, self.beginning)
-        if (group_scan.documents, group_scan.bytes) != (store.documents, store.bytes):
-            remove_folder(directory)
-            raise ConfigError(
-                f"{group}: its files changed while they were tokenized: run again when they no"
-                " longer change."
-            )
-        return store
-
     def _prepared(self, source: Prepared, names: list[str], thorough: bool) -> list[TokenStore]:
-        """The stores of a prepared text. Raises ConfigError where its documents begin otherwise
-        than data.bos says, for another tokenizer, and for a store that is not complete."""
+        """The stores of a prepared text."""
+        where = f"{source.setting}: {source.folder}"
         if source.tokenizer != self.tokenizer.fingerprint():
             raise ConfigError(
-                f"{source.setting}: {source.folder} was made by another tokenizer than the run's,"
-                " which is that of tokenizer.path, or else of the first prepared directory: prepare"
-                " all texts with one tokenizer."
+                f"{where} was made by another tokenizer than the run's, which is that of"
+                " tokenizer.path, or else of the first prepared directory: prepare all texts with"
+                " one tokenizer."
             )
         if source.beginning != self.beginning:
-            stored, asked = (
-                " ".join(map(self.tokenizer.shown, tokens)) or "no BOS"
-                for tokens in (source.beginning, self.beginning)
-            )
             setting = "always" if source.beginning else "never"
             raise ConfigError(
-                f"{source.setting}: the documents of {source.folder} were prepared with {stored},"
-                f" and the run's data.bos and data.objective ask for {asked}: set"
+                f"{where}: its documents begin with other tokens than data.bos and data.objective"
+                f" ask for ({list(source.beginning)}, not {list(self.beginning)}): set"
                 f" data.bos={setting}, or prepare the text again with the settings of the run."
             )
         stores = []
         directories = [source.folder / name for name in names]
-        pairs = zip(directories, open_stores(directories, thorough), strict=True)
-        for directory, store in pairs:
+        for directory, store in zip(directories, open_stores(directories, thorough), strict=True):
             if store is None:
                 raise ConfigError(
-                    f"{source.setting}: {directory} is not complete, {missing_of(directory)} is"
-                    " missing: copy the directory again, or run the `jaxformer prepare --output`"
-                    " that made it once more."
+                    f"{source.setting}: {directory} is not complete: copy the directory again, or"
+                    " run the `jaxformer prepare --output` that made it once more."
                 )
             stores.append(store)
         return stores
-
-
-def _is_mine(group: int, index: int, count: int, shard: int) -> bool:
-    return (group + shard) % count == index
 
 
 def megabytes(size: int) -> str:

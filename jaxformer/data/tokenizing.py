@@ -84,45 +84,18 @@ def open_or_build(
             return store
         for draft in directory.glob("*.tmp") if alone else ():
             draft.unlink(missing_ok=True)
-        shards = build_shards(directory, pieces(), tokenizer, progress, beginning=beginning)
-        store = complete(directory, shards, tokenizer, beginning)
-    assert store is not None  # every shard was made here
-    return store
-
-
-def complete(
-    directory: Path, made: list[Shard | None], tokenizer: Tokenizer, beginning: tuple[int, ...] = ()
-) -> TokenStore | None:
-    """Writes the manifest of a store whose shards are all there; None where one is not."""
-    shards = [shard for shard in made if shard]
-    if len(shards) < len(made):
-        return None
-    made_by = (tokenizer.dtype, tokenizer.fingerprint())
-    StoreManifest(*made_by, beginning, shards).write(directory)
+        shards = []
+        groups = itertools.groupby(_by_shard(pieces(), progress), lambda entry: entry.shard)
+        # The pieces of a shard that is there are read and passed over.
+        for index, (_, group) in enumerate(groups):
+            shard = Shard.finished(directory, index)
+            if not shard:
+                shard = _write_shard(directory / f"{index:05d}", group, tokenizer, beginning)
+            progress.tell()
+            shards.append(shard)
+        manifest = StoreManifest(tokenizer.dtype, tokenizer.fingerprint(), beginning, shards)
+        manifest.write(directory)
     return TokenStore(shards, tokenizer.dtype, directory.name, beginning)
-
-
-def build_shards(
-    directory: Path,
-    pieces: Iterable[Piece],
-    tokenizer: Tokenizer,
-    progress: ProgressNotes,
-    mine: Callable[[int], bool] = lambda index: True,
-    beginning: tuple[int, ...] = (),
-) -> list[Shard | None]:
-    """Writes the shards of a store whose numbers are `mine`, unless they are there; None for those
-    that others make."""
-    made: list[Shard | None] = []
-    groups = itertools.groupby(_by_shard(pieces, progress), lambda entry: entry.shard)
-    # The pieces of a shard that is not written are read and passed over.
-    for index, (_, group) in enumerate(groups):
-        shard = Shard.finished(directory, index)
-        if not shard and mine(index):
-            path = directory / f"{index:05d}"
-            shard = _write_shard(path, group, tokenizer, beginning)
-        progress.tell()
-        made.append(shard)
-    return [shard or Shard.finished(directory, index) for index, shard in enumerate(made)]
 
 
 def _by_shard(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[ShardPiece]:
@@ -167,7 +140,7 @@ def write_index(path: Path, tokens: int, table: DocumentIndex, digests: dict[str
     `digests` are those of the shard's files that are written already.
     """
     ends, sizes, _ = table
-    digests = digests | {"documents": _write(path.with_suffix(".documents"), table)}
+    digests = digests | {"documents": write_arrays(path.with_suffix(".documents"), table)}
     files = {
         kind: Written.now(path.with_suffix(f".{kind}"), value) for kind, value in digests.items()
     }
@@ -176,12 +149,7 @@ def write_index(path: Path, tokens: int, table: DocumentIndex, digests: dict[str
     return shard
 
 
-def write_file(path: Path, kind: str, content: np.ndarray) -> dict[str, str]:
-    """Writes a file of a shard, such as its tokens; its digest, as `write_index` takes it."""
-    return {kind: _write(path.with_suffix(f".{kind}"), [content])}
-
-
-def _write(path: Path, arrays: "Iterable[array | np.ndarray]") -> str:
+def write_arrays(path: Path, arrays: "Iterable[array | np.ndarray]") -> str:
     """Writes arrays one after the other, and gives a digest of the file."""
     raw = b"".join(each.tobytes() for each in arrays)
     with replacing(path) as file:

@@ -17,9 +17,8 @@ from jaxformer.config.run import Undecodable
 from jaxformer.data.sources import Piece, Source, find_source, source_files
 from jaxformer.data.sources import documents as document_reader
 from jaxformer.data.sources.documents import text_documents
-from jaxformer.data.sources.error_policy import ErrorHandler, ErrorPolicy, Skipped
 from jaxformer.data.sources.records import RecordField
-from jaxformer.data.sources.source_files import SourceFile
+from jaxformer.data.sources.source_files import ErrorHandler, ErrorPolicy, Skipped, SourceFile
 from jaxformer.data.splits import Scan, Split, scan
 from jaxformer.files import ConfigError
 
@@ -99,7 +98,7 @@ def test_documents_and_pieces_do_not_depend_on_how_the_file_is_read(
 PARTS = [b"a", b"b b", b"\n", "é".encode(), "\ufffd".encode(), b"\xff", b"\xc3", b"\xf0\x9f"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.lists(st.lists(st.sampled_from(PARTS)), min_size=1),
     st.sampled_from([b"", b"\n", b"\r\n"]),
@@ -134,7 +133,7 @@ def test_bytes_that_are_no_text_are_replaced_or_their_documents_left_out(
     replaced = "".join(whole).count("\ufffd") - raw.count("\ufffd".encode())
     assert told["replace"] == {"bytes that are not UTF-8, replaced by U+FFFD": (replaced, place)}
     assert told["skip"] == {
-        "documents with bytes that are not UTF-8": (len(whole) - len(kept), place)
+        "documents with bytes that are not UTF-8": (len(whole) - len(kept), "a.txt")
     }
 
 
@@ -237,13 +236,13 @@ BAD_FILES = {
     "blank.txt": (b" \n\n", r"blank\.txt is empty"),
     "empty.txt.gz": (gzip.compress(b""), r"empty\.txt\.gz is empty"),
     "empty.jsonl": (b"\n\n", r"empty\.jsonl is empty"),
-    "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', r"json\.jsonl, line 3 is not JSON"),
+    "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', r"json\.jsonl, line 3: not JSON"),
     "field.jsonl": (
         b'{"text": "a"}\n{"body": "a"}\n',
-        r"line 2 has no field 'text' \(its fields are 'body'\): set data.text_field",
+        r"line 2: no field 'text': the fields are 'body'; set data.text_field",
     ),
-    "list.jsonl": (b'["text"]\n', r"line 1 has no field 'text' \(it is no object\)"),
-    "number.jsonl": (b'{"text": 1}\n', r"line 1: the field 'text' is int, not a string"),
+    "list.jsonl": (b'["text"]\n', r"line 1: no field 'text': the record is no object"),
+    "number.jsonl": (b'{"text": 1}\n', r"line 1: the field 'text' is int: it has to be a string"),
     "bytes.jsonl": (
         b'{"text": "a"}\n{"text": "\xff"}\n',
         r"line 2 is not UTF-8 text: byte 0xff at offset 24",
@@ -253,18 +252,10 @@ BAD_FILES = {
         r"line 1: the field 'text' holds half a surrogate pair",
     ),
     "table.csv": (b"a,b\n", r"table\.csv is not a \.txt, \.jsonl, \.tsv or \.parquet file"),
-    "table.arrow": (
-        b"ARROW1",
-        r"table\.arrow is not .*: give the directory that save_to_disk wrote, as 'datasets:DIREC",
-    ),
-    "table.parquet": (
-        b"PAR1",
-        (
-            r"table\.parquet is truncated or damaged, or not a \.parquet file \(.*make or fetch it"
-            r" again"
-        ),
-    ),
-    "table.parquet.gz": (b"", r"table\.parquet\.gz is truncated or damaged"),
+    "table.arrow": (b"ARROW1", r"table\.arrow is not .*: convert or unpack it"),
+    "table.parquet": (b"PAR1", r"table\.parquet is truncated, damaged, or not .*make or fetch it"),
+    "utf16.txt": ("a text".encode("utf-16-be"), r"utf16\.txt .* begins with zero bytes.*UTF-16"),
+    "zero.jsonl": (bytes(99), r"zero\.jsonl is not UTF-8 text: it begins with zero bytes"),
 }
 
 
@@ -375,12 +366,10 @@ def test_a_single_text_is_split_as_nanogpt_splits_it(tmp_path: Path) -> None:
     assert train == [text[: int(len(text) * 0.9)]] and held_out == [text[int(len(text) * 0.9) :]]
 
 
-@pytest.mark.parametrize("rule", ["refuse", "skip"])
-def test_reading_takes_flat_memory(rule: Undecodable, tmp_path: Path) -> None:
+def test_reading_takes_flat_memory(tmp_path: Path) -> None:
     line = "the quick brown fox jumps over the lazy dog " * 20 + "\n"
-    left_out = b"\n<|endoftext|>" + line.encode() * 5_000 + b"\xff"
-    (tmp_path / "large.txt").write_bytes((line * 40_000).encode() + left_out * (rule == "skip"))
-    source = find_source(str(tmp_path / "large.txt"), "data.train", policy=ErrorPolicy(rule))
+    (tmp_path / "large.txt").write_text(line * 40_000)
+    source = find_source(str(tmp_path / "large.txt"), "data.train")
     tracemalloc.start()
     size = sum(len(piece.text) for piece in source.pieces())
     peak = tracemalloc.get_traced_memory()[1]

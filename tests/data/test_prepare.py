@@ -4,8 +4,6 @@ trained on in its place."""
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -131,32 +129,11 @@ def test_text_for_validation_is_prepared_beside_that_for_training(tmp_path: Path
     )
 
 
-def test_tasks_train_the_same_tokenizer_where_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tasks", [1, 4])
+def test_tasks_that_know_nothing_of_one_another_make_the_same_store(
+    tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "GROUP_BYTES", 1)
-    train, bpe = str(written(tmp_path)), TokenizerConfig(vocab_size=300)
-    prepare_text(run_of(tmp_path, train, bpe), tmp_path / "whole", False, quiet)
-    said: list[str] = []
-    for task in (1, 0):
-        prepare_share(
-            run_of(tmp_path, train, bpe, cache=f"cache{task}"),
-            tmp_path / "parts",
-            (task, 2),
-            said.append,
-        )
-    # The second task finds it beside the tokens.
-    assert sum("training 300 entries" in line for line in said) == 1
-    prepare_text(run_of(tmp_path, train, bpe, cache="last"), tmp_path / "parts", False, quiet)
-    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("unit_bytes", [1, 1 << 30])
-@pytest.mark.parametrize("tasks", [1, 3, 4])
-def test_tasks_that_know_nothing_of_one_another_make_the_same_store(
-    unit_bytes: int, tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(splits, "GROUP_BYTES", unit_bytes)
     monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 500)
     train = str(written(tmp_path))
     prepare_text(run_of(tmp_path, train), tmp_path / "whole", False, quiet)
@@ -182,60 +159,6 @@ def test_a_task_reads_only_its_own_files(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Source, "pieces", recorded)
     prepare_share(run_of(tmp_path, str(written(tmp_path))), None, (1, 3), quiet)
     assert read == {"1.jsonl", "4.jsonl"}
-
-
-def test_a_share_is_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 500)
-    run = run_of(tmp_path, f"{written(tmp_path)}/0.jsonl")
-    made: list[str] = []
-    write = tokenizing._write_shard
-
-    def recorded(path: Path, *rest: object) -> object:
-        made.append(path.name)
-        return write(path, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(tokenizing, "_write_shard", recorded)
-    for task in (1, 0, 0, 1):
-        prepare_share(run, None, (task, 2), quiet)
-    prepare_text(run, None, False, quiet)
-    assert sorted(made) == sorted(set(made)) and made[0] == "00001" and len(made) > 2
-
-
-def test_tasks_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
-    text = written(tmp_path, documents=200)
-    program = (
-        "import sys; from jaxformer.data import tokenizing; tokenizing.SHARD_CHARACTERS = 500; "
-        "from jaxformer.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    line = [
-        sys.executable,
-        "-c",
-        program,
-        "prepare",
-        "configs/quickstart.py",
-        "--data.train",
-        f"{text}/0.jsonl",
-    ]
-    line += [
-        "--data.cache_dir",
-        str(tmp_path / "cache"),
-        "--tokenizer.kind",
-        "bytes",
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    shares = [
-        subprocess.Popen([*line, "--shard", f"{task}/2"], cwd=ROOT, stderr=subprocess.PIPE)
-        for task in range(2)
-    ]
-    errors = [share.communicate(timeout=120)[1].decode() for share in shares]
-    assert [share.returncode for share in shares] == [0, 0], errors
-    assert "task 1 of 2 is done" in errors[1]
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.tokens")}
-    last = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert last.returncode == 0 and "200 documents, 7,090 tokens" in last.stdout
-    assert len(times) > 9 and times == {path: path.stat().st_mtime_ns for path in times}
-    assert f"--data.train {tmp_path / 'out'}" in last.stdout
 
 
 def test_only_what_changed_is_tokenized_again(
@@ -281,13 +204,7 @@ def other_tokenizer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            shard_gone,
-            (
-                r"data\.train: .*/out/\w+ is not complete, 00000\.tokens is missing: copy the"
-                r" directory again"
-            ),
-        ),
+        (shard_gone, (r"data\.train: .*/out/\w+ is not complete: copy the directory again")),
         (
             shard_altered,
             (
@@ -344,7 +261,7 @@ def test_verifying_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         (["--shard", "3/3"], "--shard '3/3' must be I/N"),
-        (["--shard", ""], "--shard '' must be I/N"),
+        (["--shard", "0/2", "--tokenizer.kind", "bpe"], "and set tokenizer.path"),
         (["--shard", "0/2", "--verify"], "--verify reads the shards of all tasks"),
         (["--data.objective", "sft"], "reads records"),
         (["--data.weights", "1 2"], "data.weights"),
@@ -413,11 +330,11 @@ def test_a_directory_of_other_text_or_of_another_tokenizer_is_not_taken_over(
     for run, message in (
         (
             run_of(tmp_path, str(tmp_path / "other.txt")),
-            r"out was prepared of other text \(.*/text\): name a new directory",
+            r"out was prepared of other text \(.*/text\), or .*: name a new directory",
         ),
         (
             run_of(tmp_path, str(text), TokenizerConfig(vocab_size=300)),
-            "out was prepared with another tokenizer: name a new",
+            "or with another tokenizer or data.bos: name a new",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -6,19 +6,17 @@ import json
 import os
 import resource
 import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import prepare, prepare_share, prepare_text
-from test_prepare import BYTES, ROOT, contents, quiet, run_of, written
+from corpora import prepare, prepare_text
+from test_prepare import BYTES, ROOT, quiet, run_of, written
 
 from jaxformer.cli import main
 from jaxformer.config.run import TokenizerConfig
 from jaxformer.data import TokenStore, open_or_build, preparing, splits, tokenizing
-from jaxformer.data.sources import Piece, Source
+from jaxformer.data.sources import Piece
 from jaxformer.data.sources.documents import in_pieces
 from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.files import ConfigError
@@ -89,50 +87,6 @@ def test_files_without_text_are_units_like_others(
     assert (
         prepare_text(run_of(tmp_path, str(tmp_path / "out")), None, True, quiet)[0].documents == 60
     )
-
-
-def test_a_last_call_that_comes_too_early_waits_for_the_tasks_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 300)
-    monkeypatch.setattr(tokenizing, "BATCH_CHARACTERS", 50)
-    run = run_of(tmp_path, f"{written(tmp_path)}/0.jsonl")
-    prepare_text(run, tmp_path / "whole", False, quiet)
-    busy, go_on = threading.Event(), threading.Event()
-    pieces = Source.pieces
-
-    def halting(source: Source, *rest: Any) -> Iterator[Piece]:
-        for number, piece in enumerate(pieces(source, *rest)):
-            # While tokenizing, not while scanning.
-            if not rest and number == 5 and not busy.is_set():
-                busy.set()
-                assert go_on.wait(30)
-            yield piece
-
-    monkeypatch.setattr(Source, "pieces", halting)
-    failed: list[Exception] = []
-
-    def task() -> None:
-        try:
-            prepare_share(run, tmp_path / "out", (0, 2), quiet)
-        except Exception as error:
-            failed.append(error)
-            busy.set()
-
-    def log(told: str) -> None:
-        if "waiting" in told:
-            go_on.set()
-
-    thread = threading.Thread(target=task)
-    thread.start()
-    assert busy.wait(30) and list((tmp_path / "out").rglob("*.tmp"))
-    said: list[str] = []
-    prepare_share(run, tmp_path / "out", (1, 2), said.append)
-    assert not any("waiting" in line for line in said)
-    threading.Timer(5, go_on.set).start()
-    prepare_text(run, tmp_path / "out", False, log)
-    thread.join()
-    assert not failed and contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_full_disk_is_one_message_and_the_work_goes_on(
@@ -227,9 +181,8 @@ def test_what_is_prepared_is_not_prepared_again(
         str(tmp_path / "second"),
         *share,
     )
-    assert f"{tmp_path}/first, of data.train, is prepared already: train on it as it is" in refused(
-        capsys, again
-    )
+    told = refused(capsys, again)
+    assert f"{tmp_path}/first, of data.train, holds tokens already: train on it as it is" in told
 
 
 @pytest.mark.parametrize(

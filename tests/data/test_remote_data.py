@@ -348,7 +348,7 @@ def test_a_store_that_was_altered_in_its_bucket_is_named(s3_bucket: str, tmp_pat
     message = message_of(output, tmp_path)
     assert message.startswith(f"{tokens} was altered since it was written")
     tokens.unlink()
-    assert f"{tokens.name} is missing" in message_of(output, tmp_path)
+    assert f"{tokens.parent} is not complete" in message_of(output, tmp_path)
 
 
 def test_copies_that_the_disk_has_no_room_for_are_refused(

@@ -11,9 +11,9 @@ from test_prepare import ROOT, quiet, run_of, written
 
 from jaxformer.config.run import TokenizerConfig
 from jaxformer.data import splits
-from jaxformer.data.sources.error_policy import ErrorPolicy
 from jaxformer.data.sources.records import RecordField
 from jaxformer.data.sources.source import TEXT, find_source
+from jaxformer.data.sources.source_files import ErrorPolicy
 from jaxformer.data.splits import Scan, Split, file_groups, scan
 from jaxformer.files import ConfigError
 from jaxformer.runs.config import load_config

@@ -14,7 +14,6 @@ from test_prepare import contents, quiet, run_of, written
 
 from jaxformer.data import TokenStore, cache_files, open_or_build, splits, store, texts, tokenizing
 from jaxformer.data.sources import Piece, Source
-from jaxformer.data.tokenizing import ProgressNotes, build_shards
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import byte_tokenizer
 
@@ -68,26 +67,6 @@ def test_drafts_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> N
     (tmp_path / "00000.tokens.0123.tmp").write_text("a draft")
     built(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".tokens", ".documents"}
-
-
-def test_the_task_that_ends_last_finds_what_others_made_while_it_worked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 10)
-    whole = [Piece("x" * 10, str(index), True) for index in range(6)]
-
-    def with_another_task() -> Iterator[Piece]:
-        yield from whole
-        build_shards(tmp_path, whole, TOKENIZER, ProgressNotes(), lambda index: index % 2 == 1)
-
-    made = build_shards(
-        tmp_path, with_another_task(), TOKENIZER, ProgressNotes(), lambda index: index % 2 == 0
-    )
-    assert [shard.path.name for shard in made if shard] == [f"0000{index}" for index in range(6)]
-    assert (
-        tokenizing.complete(tmp_path, [*made, None], TOKENIZER) is None
-        and not (tmp_path / "manifest.json").exists()
-    )
 
 
 def test_a_manifest_must_be_written_once_but_need_not_be_renewed(

@@ -356,7 +356,7 @@ def test_records_become_batches_of_whole_pairs(tmp_path):
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
 def test_a_side_without_text_is_named_with_its_file_and_line(side, tmp_path):
     run = records(tmp_path, [*PAIRS[:3], PAIRS[3] | {side: ""}, *PAIRS[4:]])
-    message = rf"pairs\.jsonl, line 4: the field '{side}' is empty, not a string with text"
+    message = rf"pairs\.jsonl, line 4: the field '{side}' is empty: it has to be a string with text"
     with pytest.raises(jf.ConfigError, match=message):
         prepare(run)
     skipping = replace(run, data=replace(run.data, malformed="skip"))
@@ -365,12 +365,15 @@ def test_a_side_without_text_is_named_with_its_file_and_line(side, tmp_path):
 
 def test_what_is_no_pair_is_one_message(tmp_path):
     for bad, message in (
-        ({"prompt": "q", "chosen": "yes"}, "line 1 has no field 'rejected'"),
+        ({"prompt": "q", "chosen": "yes"}, "line 1: no field 'rejected'"),
         (
             {"prompt": "q", "chosen": "yes", "rejected": 3},
-            "'rejected' is int, not a string with text",
+            "'rejected' is int: it has to be a string with text",
         ),
-        ({"prompt": None, "chosen": "yes", "rejected": "no"}, "'prompt' is null, not a string"),
+        (
+            {"prompt": None, "chosen": "yes", "rejected": "no"},
+            "'prompt' is null: it has to be a string",
+        ),
     ):
         with pytest.raises(jf.ConfigError, match=message):
             prepare(records(tmp_path, [bad, *PAIRS]))

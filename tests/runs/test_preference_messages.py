@@ -133,17 +133,17 @@ def test_a_template_that_reads_ahead_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (EXPLICIT | {"chosen": "yes"}, r"one of chosen and rejected is a string"),
-        (EXPLICIT | {"chosen": "yes", "rejected": "no"}, r"the prompt is a list of messages, and"),
-        ({"chosen": "yes", "rejected": "no"}, r"the prompt is missing, and chosen and rejected"),
-        (EXPLICIT | {"rejected": USER[1:]}, r"the last message of rejected has the role 'user'"),
-        (EXPLICIT | {"chosen": [CHOSEN[0] | {"content": " "}]}, r"message of chosen is empty"),
+        (EXPLICIT | {"chosen": "yes"}, r"some are messages, and others strings"),
+        (EXPLICIT | {"chosen": "yes", "rejected": "no"}, r"some are messages, and others strings"),
+        ({"chosen": "yes", "rejected": "no"}, r"others strings or missing\. Give"),
+        (EXPLICIT | {"rejected": USER[1:]}, r"the last message has the role 'user'"),
+        (EXPLICIT | {"chosen": [CHOSEN[0] | {"content": " "}]}, r"the last message is empty"),
         (WHOLE | {"rejected": [USER[1], *REJECTED]}, r"differ before their last message"),
         ({"chosen": CHOSEN, "rejected": REJECTED}, r"nothing is before the answers"),
         (EXPLICIT | {"chosen": []}, r"the conversation has no messages"),
         (WHOLE | {"prompt": []}, r"the conversation has no messages"),
         (EXPLICIT | {"chosen": ["yes"]}, r"message 1 is str \('yes'\)"),
-        (EXPLICIT | {"prompt": 3}, r"field 'prompt' is int, not a string or a list of messages"),
+        (EXPLICIT | {"prompt": 3}, r"'prompt' is int: it has to be a string or a list"),
     ],
 )
 def test_what_is_no_pair_is_one_message(folder: Path, record: Any, message: str) -> None:

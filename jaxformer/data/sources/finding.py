@@ -1,32 +1,18 @@
 """Finds the files that one spec of `data.train` or `data.validation` names."""
 
 import collections
-import difflib
-import functools
 import glob
-import hashlib
 import itertools
 import os
 import re
-import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
-from jaxformer.data.cache_files import make_folder
-from jaxformer.data.sources.hub import dataset_files
 from jaxformer.data.sources.remote_files import files_below, matching_files
-from jaxformer.data.sources.source_files import (
-    PACKED,
-    PYTHON,
-    READ_BYTES,
-    SourceFile,
-    Version,
-    unreadable,
-)
-from jaxformer.files import ConfigError, is_remote, located, replacing
+from jaxformer.data.sources.source_files import PACKED, PYTHON, SourceFile, Version, unreadable
+from jaxformer.files import ConfigError, is_remote, located
 from jaxformer.files.copies import local_copies
 
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
@@ -38,16 +24,8 @@ FORMATS = {
     ".parquet": "parquet",
 }
 
-# Suffixes of files that are certainly not text, and what to do about them.
-REMEDIES = {
-    ".json": "write one JSON object on each line of a .jsonl file",
-    ".csv": "write the columns to a .tsv, .jsonl or .parquet file",
-    ".arrow .feather": "give the directory that save_to_disk wrote, as 'datasets:DIRECTORY'",
-    ".zip .tar .tgz .bz2 .xz .7z": "unpack it, or compress the text as .gz or .zst",
-    ".npz .pt .pdf": "give the text that it was made from",
-    ".bin .npy": "token ids are data.train or data.validation by themselves, and not compressed",
-}
-NOT_TEXT = {suffix: remedy for suffixes, remedy in REMEDIES.items() for suffix in suffixes.split()}
+# Suffixes of files that are certainly not text.
+NOT_TEXT = re.compile(r"\.(json|csv|arrow|feather|zip|tar|tgz|bz2|xz|7z|npz|pt|pdf|bin|npy)")
 
 # Files and, of those of a URL, their versions.
 Matches = Mapping[Path, Version | None]
@@ -55,8 +33,6 @@ Matches = Mapping[Path, Version | None]
 # Files of token ids, which `ids.find_ids` reads.
 ID_SUFFIXES = (".npy", ".bin")
 
-# Specs of standard input, and their suffixes.
-STANDARD_INPUT = {"-": ".txt", "-.jsonl": ".jsonl", "-.tsv": ".tsv"}
 HUB = "datasets:"
 # The running Python's own modules, without its tests and installed packages.
 STDLIB = "stdlib"
@@ -65,18 +41,15 @@ NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_
 ALLOWED = (
     "give a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst), a directory or a glob of"
     " them in quotes, token ids in a .npy or .bin file, line-aligned files as in"
-    f" 'train.{{de,en}}', - for standard input, 'datasets:NAME', or {STDLIB}."
+    f" 'train.{{de,en}}', 'datasets:NAME', or {STDLIB}."
 )
 
 
-def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, ...], str]:
+def find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     """The files in their order, and a description of those of a directory that are not read."""
     path = located(os.path.expanduser(spec))
     if spec == STDLIB:
         return _standard_library(), ""
-    if spec in STANDARD_INPUT:
-        file = spooled(f"{setting}={spec}", cache, STANDARD_INPUT[spec])
-        return (_source_file(file, setting),), ""
     if spec.startswith(HUB):
         paths = dataset_files(spec.removeprefix(HUB), f"{setting}={spec}")
         return tuple(SourceFile(path, "arrow", path.name) for path in paths), ""
@@ -92,13 +65,65 @@ def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, 
 
 def find_id_files(spec: str, setting: str) -> tuple[SourceFile, ...]:
     """The files of token ids that a path or a glob names; of those of a URL, their copies, since
-    they are mapped into memory. Raises ConfigError for none."""
+    they are mapped into memory."""
     root, matches = _matching(spec, setting)
     files = _named((SourceFile(path.absolute(), "ids") for path in matches), root, setting)
     if not is_remote(spec):
         return files
     copies = local_copies([file.path for file in files])
     return tuple(replace(file, path=copy) for file, copy in zip(files, copies, strict=True))
+
+
+def dataset_files(name: str, where: str) -> list[Path]:
+    """The Arrow files of a data set, which the library `datasets` downloads, converts, or wrote.
+    `name` is what follows "datasets:", and `where` the setting, for messages."""
+    grammar = (
+        "Write 'datasets:NAME', 'datasets:NAME:SPLIT' or 'datasets:NAME:CONFIG:SPLIT', as in"
+        " 'datasets:Salesforce/wikitext:wikitext-103-raw-v1:train', where NAME may be a directory"
+        " of this machine; a split is read whole, and is train if none is given. Files at a URL are"
+        " named without 'datasets:'."
+    )
+    parts = name.split(":")
+    if is_remote(name) or len(parts) > 3 or not all(parts) or "[" in name:
+        raise ConfigError(f"{where} names no split of a data set. {grammar}")
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"{where} needs the library `datasets`, which is not installed: pip install"
+            " 'jaxformer[datasets]'."
+        ) from None
+    config = parts[1] if len(parts) == 3 else None
+    split = parts[-1] if len(parts) > 1 else "train"
+    folder = Path(os.path.expanduser(parts[0]))
+    try:
+        if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
+            saved = datasets.load_from_disk(str(folder))
+            if not isinstance(saved, dict):
+                # It has one split, which may lack a name.
+                saved = {str(saved.split or split) if len(parts) > 1 else split: saved}
+            if config or split not in saved:
+                raise ValueError(
+                    f"it was written by save_to_disk, has the splits {', '.join(map(str, saved))},"
+                    " and no configurations"
+                )
+            dataset = saved[split]
+        else:
+            known = str(folder) if folder.is_dir() else parts[0]
+            dataset = datasets.load_dataset(known, config, split=split)
+    except Exception as error:
+        # The library's own errors, Arrow's, and those of its HTTP client.
+        raise ConfigError(
+            f"{where} cannot be loaded by the library `datasets` ({error}). {grammar} Without a"
+            " network only what is in its cache (HF_HOME) can be loaded."
+        ) from None
+    files = [Path(entry["filename"]) for entry in dataset.cache_files]
+    if not files:
+        raise ConfigError(
+            f"{where} is empty, or in memory only: save it by save_to_disk, and name that"
+            " directory."
+        )
+    return files
 
 
 def _standard_library() -> tuple[SourceFile, ...]:
@@ -114,59 +139,59 @@ def _standard_library() -> tuple[SourceFile, ...]:
 
 
 def _aligned(sides: list[str], setting: str) -> tuple[SourceFile, ...]:
-    matches = [_matching(side, setting) for side in sides]
-    lists = [[*entries.items()] for _, entries in matches]
-    if len({*map(len, lists)}) > 1:
-        pairs = zip(sides, lists, strict=True)
-        counts = " and ".join(f"{side} finds {len(entries)}" for side, entries in pairs)
-        raise ConfigError(f"{setting}: {counts} files: give as many.")
-    files = (_line_aligned(entries) for entries in zip(*lists, strict=True))
-    return _named(files, matches[0][0], setting)
-
-
-def _line_aligned(entries: Iterable[tuple[Path, Version | None]]) -> SourceFile:
-    first, *beside = (path.absolute() for path, _ in entries)
-    versions = tuple(version for _, version in entries if version)
-    return SourceFile(first, "parallel", "", tuple(beside), versions)
+    """Line-aligned files: file n of each side belongs to file n of the others."""
+    roots, matches = zip(*(_matching(side, setting) for side in sides), strict=True)
+    counts = [len(entries) for entries in matches]
+    if len({*counts}) > 1:
+        raise ConfigError(
+            f"{setting}: {' and '.join(sides)} find {' and '.join(map(str, counts))} files: give as"
+            " many of each."
+        )
+    files = []
+    for entries in zip(*(entries.items() for entries in matches), strict=True):
+        first, *beside = (path.absolute() for path, _ in entries)
+        versions = tuple(version for _, version in entries if version)
+        files.append(SourceFile(first, "parallel", "", tuple(beside), versions))
+    return _named(files, roots[0], setting)
 
 
 def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str]:
-    """The files of known suffixes below a directory."""
-    paths = _below(root, setting)
-    readable = {path: version for path, version in paths.items() if _suffix(path) in FORMATS}
-    left_out = _counted([path for path in paths if path not in readable])
-    if readable:
-        files = (_source_file(path, setting, version) for path, version in readable.items())
-        return _named(files, root, setting), left_out
-    text = (path.suffix for path in paths if path.suffix and _suffix(path) not in NOT_TEXT)
-    remedy = "give one that has"
-    if common := collections.Counter(text).most_common(1):
-        remedy = f'name text of another suffix by a glob, as in "{root}/**/*{common[0][0]}"'
-    raise ConfigError(
-        f"{setting}: the directory {root} has no file of a known suffix"
-        f" ({', '.join(FORMATS)}; seen: {left_out or 'no file at all'}): {remedy}."
-    )
-
-
-def _below(root: Path, setting: str) -> Matches:
-    """Every file below a directory, sorted, without hidden ones; links are followed once."""
+    """The files of known suffixes below a directory, without hidden ones; links are followed
+    once."""
+    paths: Matches
     if is_remote(root):
-        return files_below(root)
-    paths: list[Path] = []
-    seen: set[str] = set()
+        paths = files_below(root)
+    else:
+        found: list[Path] = []
+        folders_read: set[str] = set()
 
-    def refuse(error: OSError) -> None:
-        raise unreadable(f"{setting}: {error.filename}", error)
+        def refuse(error: OSError) -> None:
+            raise unreadable(f"{setting}: {error.filename}", error)
 
-    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
-        real = os.path.realpath(folder)
-        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
-        if real not in seen:
-            paths += [Path(folder, name) for name in names if not name.startswith(".")]
-        seen.add(real)
-    files = [path for path in paths if path.is_file()]
-    in_order = sorted(files, key=lambda path: path.relative_to(root).as_posix())
-    return dict.fromkeys(in_order)
+        for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in folders_read:
+                folders.clear()
+                continue
+            folders_read.add(real)
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found += [Path(folder, name) for name in names if not name.startswith(".")]
+        files = [path for path in found if path.is_file()]
+        in_order = sorted(files, key=lambda path: path.relative_to(root).as_posix())
+        paths = dict.fromkeys(in_order)
+    readable = {path: version for path, version in paths.items() if _suffix(path) in FORMATS}
+    others = collections.Counter(
+        _suffix(path) or "without a suffix" for path in paths if path not in readable
+    )
+    left_out = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
+    if not readable:
+        raise ConfigError(
+            f"{setting}: the directory {root} has no file of a known suffix"
+            f" ({', '.join(FORMATS)}; its files are {left_out or 'none'}): name text of another"
+            f' suffix by a glob, as in "{root}/**/*.py".'
+        )
+    sources = (_source_file(path, setting, version) for path, version in readable.items())
+    return _named(sources, root, setting), left_out
 
 
 def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
@@ -178,42 +203,18 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
         return None, {path: None}
     if path.exists():
         raise ConfigError(
-            f"{setting}: {path} is neither a file nor a directory: give -, and pipe the text into"
-            " it."
+            f"{setting}: {path} is neither a file nor a directory: write its text to a file."
         )
-    seen_from = f"(seen from {os.getcwd()})"
     if not glob.has_magic(spec):
-        raise ConfigError(
-            f"{setting}: {path} does not exist {seen_from}{_similar(path)}; {ALLOWED}"
-        )
+        raise ConfigError(f"{setting}: {path} does not exist (seen from {os.getcwd()}); {ALLOWED}")
     root = Path(*itertools.takewhile(lambda name: not glob.has_magic(name), path.parts[:-1]))
     matches = {Path(name) for name in glob.glob(str(path), recursive=True)}
     files = sorted(match for match in matches if match.is_file())
-    if files:
-        return root, dict.fromkeys(files)
-    if matches:
+    if not files:
         raise ConfigError(
-            f"{setting}: the glob {spec!r} matches directories only"
-            f" ({', '.join(sorted(map(str, matches))[:3])}): end it as in '{spec}/*.txt'."
+            f"{setting}: no file matches the glob {spec!r} (seen from {os.getcwd()}); {ALLOWED}"
         )
-    hint = _similar(root)
-    if root.is_dir():
-        seen = [path for path in root.iterdir() if path.is_file() and not path.name.startswith(".")]
-        hint = f"; {root} has {_counted(seen) or 'no files'}"
-    raise ConfigError(f"{setting}: no file matches the glob {spec!r} {seen_from}{hint}; {ALLOWED}")
-
-
-def _similar(path: Path) -> str:
-    """A question for a path that does not exist: whether one of similar name was meant."""
-    missing = path
-    while not missing.parent.exists():
-        missing = missing.parent
-    try:
-        near = [*os.listdir(missing.parent), *([STDLIB] if str(path) == path.name else [])]
-    except OSError:
-        return ""
-    close = [str(missing.with_name(name)) for name in difflib.get_close_matches(missing.name, near)]
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return root, dict.fromkeys(files)
 
 
 def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tuple[SourceFile, ...]:
@@ -223,7 +224,8 @@ def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tupl
     named: dict[str, SourceFile] = {}
     for file in files:
         name = file.path.relative_to(root.absolute()).as_posix()
-        name = name[: -len(file.path.suffix)] if file.path.suffix.lower() in PACKED else name
+        if file.path.suffix.lower() in PACKED:
+            name = name[: -len(file.path.suffix)]
         if name in named:
             raise ConfigError(
                 f"{setting}: {named[name].path} and {file.path} are the same but for compression:"
@@ -235,10 +237,11 @@ def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tupl
 
 def _source_file(path: Path, setting: str, version: Version | None = None) -> SourceFile:
     suffix = _suffix(path)
-    if suffix in NOT_TEXT:
+    if NOT_TEXT.fullmatch(suffix):
         raise ConfigError(
             f"{setting}: {path} is not a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst):"
-            f" {NOT_TEXT[suffix]}."
+            " convert or unpack it. Token ids (.npy, .bin) are named by themselves, and not"
+            " compressed."
         )
     versions = (version,) if version else ()
     return SourceFile(path.absolute(), FORMATS.get(suffix, "text"), versions=versions)
@@ -250,46 +253,3 @@ def _suffix(path: Path) -> str:
     if len(suffixes) > 1 and suffixes[-1] in PACKED:
         return suffixes[-2]
     return suffixes[-1] if suffixes else ""
-
-
-def _counted(paths: list[Path]) -> str:
-    """The number of files, and their most common suffixes; empty where there are none."""
-    counts = collections.Counter(_suffix(path) or "without a suffix" for path in paths)
-    common = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(5))
-    files = "file" if len(paths) == 1 else "files"
-    return f"{len(paths):,} {files} ({common})" if paths else ""
-
-
-def spooled(where: str, cache: Path, suffix: str) -> Path:
-    """The file of a suffix below `cache` that holds all of standard input, named by a digest of it.
-    `where` is the setting, for messages."""
-    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
-        state = "a terminal" if sys.stdin and not sys.stdin.closed else "closed"
-        raise ConfigError(
-            f"{where} is standard input, which is {state}: pipe text into it, as in `zcat"
-            " corpus.txt.gz | ...`."
-        )
-    return _spooled(sys.stdin.buffer, where, cache / "stdin", suffix)
-
-
-# Cached, since the stream ends with its first reading, and a source may be asked for twice.
-@functools.cache
-def _spooled(stream: BinaryIO, where: str, folder: Path, suffix: str) -> Path:
-    make_folder(folder)
-    draft, digest = folder / f"{os.getpid()}{suffix}", hashlib.blake2b(digest_size=16)
-    with replacing(draft, "see data.cache_dir") as file:
-        while block := stream.read(READ_BYTES):
-            digest.update(block)
-            file.write(block)
-        if not file.tell():
-            raise ConfigError(
-                f"{where} is standard input, which is empty: pipe text into it, for one setting"
-                " only."
-            )
-    path = folder / f"{digest.hexdigest()}{suffix}"
-    if path.exists():
-        # It keeps its modification time, and with it what was made of it.
-        draft.unlink()
-    else:
-        draft.replace(path)
-    return path

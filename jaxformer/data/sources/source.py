@@ -2,30 +2,33 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
-from jaxformer.config.run import DataConfig
-from jaxformer.data.sources.columns import column_records
 from jaxformer.data.sources.documents import TextPiece, in_pieces, python_document, text_documents
-from jaxformer.data.sources.error_policy import STRICT, ErrorHandler, ErrorPolicy, Skipped
-from jaxformer.data.sources.finding import ID_SUFFIXES, find_files, find_id_files
+from jaxformer.data.sources.finding import find_files
 from jaxformer.data.sources.records import (
     Fields,
     Record,
     RecordField,
+    column_records,
     is_text,
     json_records,
     parallel_records,
     readable,
     tsv_records,
 )
-from jaxformer.data.sources.source_files import PYTHON, SourceFile, unreadable
-from jaxformer.files import ConfigError, is_remote, located, store_errors
-from jaxformer.tokenizer import Tokenizer
+from jaxformer.data.sources.source_files import (
+    PYTHON,
+    STRICT,
+    ErrorHandler,
+    ErrorPolicy,
+    Skipped,
+    SourceFile,
+    unreadable,
+)
+from jaxformer.files import ConfigError
 
 # A source of this field gives documents of text; one of others gives records.
 TEXT: Fields = (RecordField("data.text_field", "text", "text"),)
@@ -93,7 +96,7 @@ class Source:
 
     def pieces(self, skipped: Skipped | None = None) -> Iterator[Piece]:
         """Every document or record of every file, in order; what is skipped is counted in
-        `skipped`. Raises ConfigError for what cannot be read."""
+        `skipped`."""
         handler = ErrorHandler(self.policy, Skipped() if skipped is None else skipped)
         read = self._records if self.of_records else self._documents
         for file in self.files:
@@ -124,88 +127,31 @@ class Source:
         return fingerprint(self.fields, astuple(self.policy), files)
 
 
-@dataclass(frozen=True)
-class IdFiles(Source):
-    """Files of token ids, and the tokenizer that made them, which `of` gives."""
-
-    tokenizer: Tokenizer | None = None
-
-    def of(self, tokenizer: Tokenizer | None) -> "IdFiles":
-        """The same files with their tokenizer. Raises ConfigError where there is none."""
-        files = replace(self, tokenizer=tokenizer)
-        files.made_by()
-        return files
-
-    def made_by(self) -> Tokenizer:
-        """The tokenizer. Raises ConfigError where there is none."""
-        if self.tokenizer is None:
-            raise ConfigError(
-                f"{self} holds token ids, and tokenizer.path is empty: set it to their"
-                " tokenizer.json."
-            )
-        return self.tokenizer
-
-
 def find_source(
-    spec: str,
-    setting: str,
-    fields: Fields = TEXT,
-    policy: ErrorPolicy = STRICT,
-    cache: str | Path = DataConfig.cache_dir,
+    spec: str, setting: str, fields: Fields = TEXT, policy: ErrorPolicy = STRICT
 ) -> Source:
     """The source that one spec names: a file, a directory, a glob, line-aligned files by braces
-    ('train.{de,en}.gz'), standard input ('-'; kept below `cache`), a data set
-    ('datasets:NAME:SPLIT'), or `stdlib`.
-
-    Raises ConfigError where there are no such files, or they cannot hold the fields.
-    """
-    where = f"{setting}={spec}"
-    # What comes by standard input stays on this machine.
-    local_cache = DataConfig.cache_dir if is_remote(cache) else cache
-    folder = Path(os.path.expanduser(local_cache))
+    ('train.{de,en}.gz'), a data set ('datasets:NAME:SPLIT'), or `stdlib`. ConfigError where there
+    are no such files, or they cannot hold the fields."""
     try:
-        files, left_out = find_files(spec, setting, folder)
+        files, left_out = find_files(spec, setting)
     except OSError as error:
         raise unreadable(f"{setting}: {spec}", error) from None
+    needed = " and ".join(map(str, fields))
     for file in files:
-        _check(file, where, fields)
+        if file.format in TEXTS and not is_text(fields):
+            raise ConfigError(
+                f"{setting}={spec}: {file.path} is plain text, and data.objective needs records of"
+                f" {needed}: give a .jsonl, .tsv or .parquet file, or line-aligned files as in"
+                " 'train.{de,en}'."
+            )
+        count = len(file.beside) + 1
+        if file.format == "parallel" and count != len(fields):
+            raise ConfigError(
+                f"{setting}={spec} names {count} line-aligned files, and data.objective takes"
+                f" {len(fields)}: {needed}."
+            )
     return Source(setting, spec, files, fields, policy, left_out)
-
-
-def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
-    """The files of ids that a spec names by their suffix, None where it names something else.
-
-    Raises ConfigError where there is no such file, and for an objective that reads records.
-    """
-    path = located(os.path.expanduser(spec))
-    with store_errors(path, "read"):
-        if path.suffix.lower() not in ID_SUFFIXES or path.is_dir():
-            return None
-    try:
-        files = find_id_files(spec, setting)
-    except OSError as error:
-        raise unreadable(f"{setting}: {spec}", error) from None
-    if not is_text(fields):
-        raise ConfigError(
-            f"{setting}: {spec} holds token ids of text, and data.objective reads records: name"
-            " their source."
-        )
-    return IdFiles(setting, spec, files, fields)
-
-
-def _check(file: SourceFile, where: str, fields: Fields) -> None:
-    """Raises ConfigError where a file's format cannot hold the fields."""
-    needed, count = " and ".join(map(str, fields)), len(file.beside) + 1
-    if file.format in TEXTS and not is_text(fields):
-        raise ConfigError(
-            f"{where}: {file.path} is plain text, and data.objective needs records of {needed}:"
-            " give a .jsonl, .tsv or .parquet file, or line-aligned files as in 'train.{de,en}'."
-        )
-    if file.format == "parallel" and count != len(fields):
-        raise ConfigError(
-            f"{where} names {count} line-aligned files, and data.objective takes {len(fields)}:"
-            f" {needed}."
-        )
 
 
 def fingerprint(*summary: object) -> str:

@@ -1,14 +1,17 @@
-"""Reads files, plain, .gz or .zst, as blocks of bytes and as lines, in bounded memory."""
+"""Reads files, plain, .gz or .zst, as blocks of bytes and as lines, in bounded memory; and what is
+done about input that cannot be used: it stops the run with one message, or it is skipped and
+counted by reason."""
 
 import hashlib
+import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxformer.data.sources.error_policy import ErrorHandler, require_content
+from jaxformer.config.run import Malformed, Undecodable
 from jaxformer.files import ConfigError, is_remote
 from jaxformer.files.copies import remote_blocks
 
@@ -17,10 +20,97 @@ PACKED = (".gz", ".zst")
 PACKED_BLOCK_BYTES = 1 << 16
 # The format of the files of `stdlib`.
 PYTHON = "python"
+REPLACEMENT = "\ufffd"
+REMEDY = (
+    "Convert it, for example by `iconv -f LATIN1 -t UTF-8` (or -f UTF-16); end the name of a"
+    " compressed file in .gz or .zst; or set data.undecodable=replace or skip."
+)
 
 # The size of a file in bytes, and what changes with its content: the time of its modification in
 # nanoseconds, or what a store gives for the version of an object.
 Version = tuple[int, int | str]
+
+
+@dataclass(frozen=True)
+class ErrorPolicy:
+    """The settings data.undecodable and data.malformed."""
+
+    undecodable: Undecodable = "refuse"
+    malformed: Malformed = "refuse"
+
+
+STRICT = ErrorPolicy()
+
+
+class Skipped(dict[str, tuple[int, str]]):
+    """What one reading skipped: for each reason the number of times, and the first location."""
+
+    def add(self, reason: str, location: str, count: int = 1) -> None:
+        earlier_count, first_location = self.get(reason, (0, location))
+        self[reason] = (earlier_count + count, first_location)
+
+    def merge(self, later: Mapping[str, Sequence]) -> None:
+        """Adds what a later part of the source skipped; JSON gives lists instead of tuples."""
+        for reason, (count, location) in later.items():
+            self.add(reason, location, count)
+
+    def lines(self) -> list[str]:
+        """A line for each reason."""
+        return [
+            f"{reason}: {count:,}, the first in {location}"
+            for reason, (count, location) in self.items()
+        ]
+
+
+class RecordError(Exception):
+    """A record that cannot be used: the reason, by which it is counted, and the remedy; `index` is
+    that of the record among those that are encoded together."""
+
+    def __init__(self, reason: str, remedy: str, index: int = 0) -> None:
+        super().__init__(f"{reason}: {remedy}")
+        self.reason, self.index = reason, index
+
+
+@dataclass
+class ErrorHandler:
+    """Applies an error policy during one reading of a source; `location` is the file and the line
+    of the record that was read last."""
+
+    policy: ErrorPolicy = STRICT
+    skipped: Skipped = field(default_factory=Skipped)
+    location: str = ""
+
+    def malformed(self, error: RecordError) -> None:
+        """Stops at the record that was read last, or counts it."""
+        if self.policy.malformed == "refuse":
+            raise ConfigError(
+                f"{self.location}: {error} Or skip such records by data.malformed=skip."
+            )
+        self.skipped.add(error.reason, self.location)
+
+    def blank(self, location: str) -> None:
+        """Counts a document without text."""
+        self.skipped.add("blank documents", location)
+
+    def decoded(self, raw: bytes, where: str, offset: int) -> str | None:
+        """UTF-8 text, None where it is skipped; `offset` is that of its first byte."""
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            position = offset + error.start
+            if self.policy.undecodable == "refuse":
+                raise ConfigError(
+                    f"{where} is not UTF-8 text: byte 0x{raw[error.start]:02x} at offset"
+                    f" {position} ({error.reason}). {REMEDY}"
+                ) from None
+        location = f"{where}, byte {position}"
+        if self.policy.undecodable == "skip":
+            self.skipped.add("records with bytes that are not UTF-8", location)
+            return None
+        text = raw.decode(errors="replace")
+        count = text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())
+        self.skipped.add("bytes that are not UTF-8, replaced by U+FFFD", location, count)
+        return text
 
 
 @dataclass(frozen=True)
@@ -78,21 +168,50 @@ def unreadable(what: Path | str, error: OSError) -> ConfigError:
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, a block at a time, decompressed by its suffix. Raises ConfigError."""
+    """The bytes of a file, a block at a time, decompressed by its suffix."""
     suffix = path.suffix.lower()
+    if suffix not in PACKED:
+        yield from _raw_blocks(path, READ_BYTES)
+        return
+    unpacker: Any = None
+    for block in _raw_blocks(path, PACKED_BLOCK_BYTES):
+        while block:
+            # A file is a sequence of gzip members or zstd frames.
+            if unpacker is None:
+                unpacker, damaged = _unpacker(suffix)
+            try:
+                yield unpacker.decompress(block)
+            except damaged as error:
+                raise ConfigError(
+                    f"{path} is damaged, or not a {suffix} file ({error}): make or fetch it again."
+                ) from None
+            block = b""
+            if unpacker.eof:
+                # What follows is padding, or the next member.
+                block = unpacker.unused_data.lstrip(b"\0")
+                unpacker = None
+    if unpacker is not None:
+        # The stream reader of zstandard would take a truncated file for one that ends there.
+        raise ConfigError(f"{path} is truncated: make or fetch it again.")
+
+
+def _unpacker(suffix: str) -> tuple[Any, type[Exception]]:
+    """What decompresses one member, and its error."""
+    if suffix == ".gz":
+        return zlib.decompressobj(wbits=31), zlib.error
+    import zstandard  # its start takes 50 ms, and few files are .zst
+
+    return zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+
+
+def _raw_blocks(path: Path, size: int) -> Iterator[bytes]:
+    if is_remote(path):
+        yield from remote_blocks(path, size)
+        return
     if path.is_char_device():
         raise ConfigError(
             f"{path} is a device, which may never end: name a file, or - for standard input."
         )
-    blocks = _raw_blocks(path, PACKED_BLOCK_BYTES if suffix in PACKED else READ_BYTES)
-    yield from _unpacked(blocks, path, suffix) if suffix in PACKED else blocks
-
-
-def _raw_blocks(path: Path, size: int) -> Iterator[bytes]:
-    """The bytes of a file, `size` at a time."""
-    if is_remote(path):
-        yield from remote_blocks(path, size)
-        return
     try:
         with open(path, "rb") as file:
             yield from iter(lambda: file.read(size), b"")
@@ -100,11 +219,24 @@ def _raw_blocks(path: Path, size: int) -> Iterator[bytes]:
         raise unreadable(path, error) from None
 
 
+def require_text(path: Path, beginning: bytes) -> None:
+    """Refuses what begins with zero bytes, which UTF-16 and UTF-32 do, and files that were reserved
+    and never written; as UTF-8 they would be read without an error."""
+    if b"\0" in beginning[:4]:
+        raise ConfigError(f"{path} is not UTF-8 text: it begins with zero bytes. {REMEDY}")
+
+
 def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | None]]:
     """(number from 1, text without its line break) of each line; None for text that is skipped."""
     number = offset = 0
-    for whole_lines in _whole_lines(path):
-        for raw in whole_lines.removesuffix(b"\n").split(b"\n"):
+    begun = b""
+    for block in itertools.chain(read_blocks(path), [b""]):
+        if not offset and not begun:
+            require_text(path, block)
+        *lines, begun = (begun + block).split(b"\n")
+        if not block and begun:
+            lines.append(begun)
+        for raw in lines:
             number += 1
             text: str | None
             try:
@@ -113,50 +245,3 @@ def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | N
                 text = handler.decoded(raw, f"{path}, line {number}", offset)
             yield number, text and text.removeprefix("\ufeff").removesuffix("\r")
             offset += len(raw) + 1
-
-
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The bytes of a file in parts that end with a line break, except perhaps the last."""
-    begun_line: list[bytes] = []
-    for number, block in enumerate(read_blocks(path)):
-        if not number:
-            require_content(str(path), block)
-        if end := block.rfind(b"\n") + 1:
-            yield b"".join((*begun_line, block[:end]))
-            begun_line = []
-        begun_line.append(block[end:])
-    if last_line := b"".join(begun_line):
-        yield last_line
-
-
-def _unpacked(blocks: Iterable[bytes], path: Path, suffix: str) -> Iterator[bytes]:
-    """Decompresses a sequence of gzip members or zstd frames.
-
-    Raises ConfigError for a truncated file, which the stream reader of zstandard takes for one that
-    ends there.
-    """
-    fresh, errors = _unpacker(suffix)
-    unpacker = None
-    for block in blocks:
-        while block:
-            unpacker = unpacker or fresh()
-            try:
-                yield unpacker.decompress(block)
-            except errors as error:
-                raise ConfigError(
-                    f"{path} is damaged, or not a {suffix} file ({error}): make or fetch it again."
-                ) from None
-            block = b""
-            if unpacker.eof:
-                # What follows is padding, or the next member.
-                block, unpacker = unpacker.unused_data.lstrip(b"\0"), None
-    if unpacker is not None:
-        raise ConfigError(f"{path} is truncated: make or fetch it again.")
-
-
-def _unpacker(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
-    if suffix == ".gz":
-        return (lambda: zlib.decompressobj(wbits=31)), zlib.error
-    import zstandard  # its start takes 50 ms, and few files are .zst
-
-    return (lambda: zstandard.ZstdDecompressor().decompressobj()), zstandard.ZstdError
