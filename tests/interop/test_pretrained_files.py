@@ -4,15 +4,14 @@ tensors, other keys in config.json. They are the same models."""
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 import torch
 import transformers as tf
 from pretrained import (
     assert_close,
-    batch_for,
     directory,
-    each,
     filled,
     inputs,
     loaded,
@@ -22,11 +21,12 @@ from pretrained import (
     reference,
     rewrite,
 )
-from pretrained_variants import BERT, FAMILY, THETA, VARIANTS
+from pretrained_variants import BERT, THETA, VARIANTS
 from published import both
 from safetensors.torch import load_file, save_file
 
 import jaxformer as jf
+from jaxformer.interop.pretrained import pretrained_config
 
 ONE = "model.safetensors"
 
@@ -161,9 +161,7 @@ def test_files_as_they_were_published_hold_the_same_model(case, tmp_path):
     save_file(held, place / ONE)
     model = jf.load(place)
     assert filled(model.config) == filled(loaded(name).config)
-    assert_close(
-        our_logits(model, inputs(name)), logits(reference(name), inputs(name)), inputs(name)
-    )
+    jax.tree.map(np.testing.assert_array_equal, model.params, loaded(name).params)
 
 
 def test_a_masked_bert_whose_file_has_the_other_heads_loads_without_them(tmp_path):
@@ -363,105 +361,7 @@ CONFIGS = [  # keys as config.json had them before transformers 5; None takes on
 def test_a_config_with_the_keys_of_older_years_is_the_same_config(name, changes, tmp_path):
     place = shutil.copytree(directory(name), tmp_path / "model")
     rewrite(place, **changes)
-    model, read = reference(name), json.loads((place / "config.json").read_text())
-    assert filled(jf.load(place).config) == filled(loaded(name).config)
-    again = type(model).from_pretrained(place, attn_implementation="eager").eval()
-    assert np.array_equal(logits(again, inputs(name)), logits(model, inputs(name))), read
-
-
-PLAIN = dict(
-    hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, vocab_size=71
-)
-SIZES = {  # the least that has to be said, since models are large by default
-    "gpt2": dict(n_embd=24, n_layer=2, n_head=4, vocab_size=71),
-    "bloom": dict(hidden_size=24, n_layer=2, n_head=4, vocab_size=71),
-    "glm4": PLAIN | dict(num_key_value_heads=2, pad_token_id=None),
-    "cohere": PLAIN | dict(pad_token_id=1),
-    "falcon": dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=71),
-    "mpt": dict(d_model=24, n_layers=2, n_heads=4, vocab_size=71),
-    "gptj": dict(n_embd=24, n_layer=2, n_head=4, vocab_size=71, rotary_dim=4),
-    "gpt-neo": dict(hidden_size=24, num_layers=2, num_heads=4, vocab_size=71)
-    | dict(attention_types=[[["global", "local"], 1]]),
-    "opt": dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=71)
-    | dict(ffn_dim=40),
-    "t5": dict(d_model=24, num_layers=2, d_ff=40, num_heads=3, vocab_size=71, d_kv=6),
-    **dict.fromkeys(
-        ("bart", "marian", "pegasus", "mbart", "m2m_100"),
-        dict(
-            d_model=24,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-        )
-        | dict(
-            encoder_ffn_dim=40,
-            decoder_ffn_dim=40,
-            vocab_size=71,
-            pad_token_id=1,
-            decoder_start_token_id=2,
-        ),
-    ),
-}
-SIZES["deepseek-v3"] = PLAIN | dict(
-    num_key_value_heads=4,
-    num_hidden_layers=4,
-    moe_intermediate_size=8,
-    kv_lora_rank=32,
-    q_lora_rank=32,
-)
-SIZES["mt5"] = SIZES["umt5"] = SIZES["t5"]
-SIZES["modernbert"] = PLAIN | dict(pad_token_id=1)
-SIZES["clip"] = PLAIN | dict(eos_token_id=3)
-SIZES["distilbert"] = dict(dim=24, hidden_dim=40, n_layers=2, n_heads=4, vocab_size=71)
-SIZES["stablelm"] = PLAIN | dict(hidden_size=64)
-SIZES["ministral"] = PLAIN | dict(head_dim=6)
-SIZES["ministral3"] = SIZES["ministral"] | dict(num_key_value_heads=2)
-SIZES["t5gemma"] = dict.fromkeys(("encoder", "decoder"), SIZES["ministral3"] | dict(pad_token_id=1))
-MANY = dict(num_hidden_layers=7)
-
-
-def only_said(fields, settings):
-    """The fields of a config.json that settings say, of its stacks too."""
-    said = {"architectures", "model_type", *settings}
-    return {
-        key: only_said(value, settings[key]) if isinstance(settings.get(key), dict) else value
-        for key, value in fields.items()
-        if key in said
-    }
-
-
-@each(FAMILY.values())
-def test_what_a_config_leaves_out_is_what_the_reference_takes_for_it(name, tmp_path):
-    family = name.split()[0]
-    settings = SIZES.get(
-        family, PLAIN | (MANY if family in ("gemma2", "gemma3", "olmo3", "smollm3") else {})
-    )
-    if family in (
-        "mixtral",
-        "gpt-oss",
-        "mistral",
-        "ministral",
-        "smollm3",
-        "stablelm",
-        "gemma",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "gemma3",
-        "olmo2",
-        "phi3",
-    ):
-        settings = settings | dict(num_key_value_heads=2)
-    if family in ("olmo2", "olmo3", "smollm3", "gemma", "gemma2", "gemma3", "phi3"):
-        settings = settings | dict(pad_token_id=None)
-    model = made(VARIANTS[name][0], settings, seed=8)
-    model.save_pretrained(tmp_path)
-    full, batch = jf.load(tmp_path), batch_for(model)
-    assert_close(our_logits(full, batch), logits(model, batch), batch)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(only_said(fields, settings)))
-    assert filled(jf.load(tmp_path).config) == filled(full.config)
+    assert filled(pretrained_config(place)) == filled(loaded(name).config)
 
 
 def test_t5_v1_1_as_transformers_5_writes_it_again_is_the_same_model(tmp_path):

@@ -24,87 +24,18 @@ from pretrained import (
     outputs,
     reference,
 )
-from pretrained_variants import FAMILY, LENGTH, PAD, ROOM, VARIANTS
+from pretrained_variants import FAMILY, FURTHER_VARIANTS, LENGTH, PAD, ROOM, VARIANTS
 
 import jaxformer as jf
 from jaxformer.layers.head import output_layer, pooled
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 
-GREEDY = [
-    *(
-        "gpt2",
-        "llama",
-        "llama dynamic within",
-        "llama yarn attention factor",
-        "mistral",
-        "qwen2 window above layer 1",
-    ),
-    *(
-        "qwen3 bias, window by layer types",
-        "gemma2 untied",
-        "gemma3 by its own pattern",
-        "gemma",
-        "smollm3",
-        "olmo3 yarn, two bases",
-        "granite",
-        "ministral",
-        "ministral3",
-        "stablelm in parallel, normed heads",
-        "starcoder2",
-        "olmo2",
-        "gpt-neox",
-    ),
-    *(
-        "gpt-neox in turn",
-        "mixtral window",
-        "qwen3-moe dense layers",
-        "olmoe",
-        "granite-moe-shared",
-        "gpt-oss yarn",
-        "deepseek-v3",
-        "deepseek-v3 yarn",
-        "bloom",
-        "bloom 4 heads",
-        "cohere normed heads",
-        "glm4",
-        "falcon groups, two norms",
-        "mpt",
-        "gptj",
-        "gpt-neo",
-        "opt",
-        "t5",
-        "t5 v1.1",
-        "mt5 untied",
-        "umt5",
-        "bart",
-        "bart scaled",
-        "marian",
-        "marian unscaled",
-        "pegasus",
-        "mbart",
-        "m2m_100",
-        "t5gemma untied, deep encoder, bias",
-    ),
-]
 
-QUICK_GREEDY = {"llama", "gemma3 by its own pattern", "bart"}
-
-
-@each(VARIANTS)
+@each(VARIANTS, slow=FURTHER_VARIANTS)
 def test_logits_are_the_references_with_padded_rows(name):
     batch = inputs(name)
     assert_close(our_logits(loaded(name), batch), logits(reference(name), batch), batch)
-
-
-@each(FAMILY.values())
-def test_a_row_of_tokens_alone_gives_the_references_logits(name):
-    batch = {word: rows[:1] for word, rows in inputs(name).items() if word.endswith("input_ids")}
-    masks = {
-        word.replace("input_ids", "attention_mask"): np.ones_like(rows)
-        for word, rows in batch.items()
-    }
-    assert_close(our_logits(loaded(name), batch), logits(reference(name), batch), masks)
 
 
 @each(["bert pre-training"])
@@ -132,39 +63,7 @@ def test_the_next_sentence_is_told_as_the_reference_tells_it(name):
     assert np.abs(found - expected).max() < 2e-4 * expected.std()
 
 
-EXPERTS = [
-    "mixtral window",
-    "qwen3-moe dense layers",
-    "olmoe",
-    "granite-moe-shared",
-    "gpt-oss yarn",
-]
-
-
-@each(EXPERTS)
-def test_packed_rows_of_experts_give_the_references_logits_of_each_text(name):
-    """Two texts in one row, in which experts have the rows of both."""
-    rng, size = np.random.default_rng(3), LENGTH // 2
-    tokens = rng.integers(5, 71, (2, size))
-    expected = outputs(reference(name), {"input_ids": tokens}).logits.numpy()
-    model, segments = loaded(name), np.repeat([[1, 2]], size, 1)
-    found = np.asarray(
-        jf.forward(model.params, model.config, tokens.reshape(1, -1), segment_ids=segments)
-    )
-    batch = {"attention_mask": np.ones_like(tokens)}
-    assert_close(found.reshape(expected.shape), expected, batch)
-
-
-OF_LAYERS = [
-    "umt5",
-    "modernbert",
-    "electra masked",
-    "albert pre-training, two groups",
-    "deberta masked",
-]
-
-
-@each(OF_LAYERS)
+@each(["albert pre-training, two groups", "umt5"])
 def test_a_scan_over_layers_gives_the_logits_of_the_references(name):
     batch, model = inputs(name), loaded(name)
     tokens, rest = ours(batch, model.config)
@@ -173,56 +72,42 @@ def test_a_scan_over_layers_gives_the_logits_of_the_references(name):
     assert_close(found, logits(reference(name), batch), batch)
 
 
-@each(
-    [
-        "umt5 encoder",
-        "modernbert",
-        "electra masked",
-        "albert masked",
-        "mpnet masked",
-        "deberta masked",
-        "distilbert masked",
-        "clip",
-        "ministral3",
-    ]
-)
+PACKED = ["modernbert", "deberta masked", "mpnet masked", "clip", "gpt-oss yarn", "umt5 encoder"]
+
+
+@each(PACKED, slow=PACKED[3:])
 def test_packed_rows_give_the_references_logits_of_each_text(name):
+    """Two texts in one row; experts have the rows of both."""
     rng, size = np.random.default_rng(4), LENGTH // 2
     tokens = rng.integers(5, 71, (2, size))
     expected = logits(reference(name), {"input_ids": tokens})
     model, segments = loaded(name), np.repeat([[1, 2]], size, 1)
-    found = np.asarray(
-        jf.forward(model.params, model.config, tokens.reshape(1, -1), segment_ids=segments)
-    )
+    row = tokens.reshape(1, -1)
+    found = np.asarray(forward(model.params, model.config, row, segment_ids=segments))
     batch = {"attention_mask": np.ones_like(tokens)}
     assert_close(found.reshape(expected.shape), expected, batch)
 
 
-@each(["mixtral", "olmoe"])
+@each(["mixtral"])
 def test_the_balance_loss_of_one_layer_is_the_references_with_its_weight(name):
     """transformers takes the means over all layers at once, so that only one layer is the same."""
     architecture, settings = VARIANTS[name]
     hf = made(architecture, settings | dict(num_hidden_layers=1, router_aux_loss_coef=0.3), seed=4)
     hf.save_pretrained(folder(name, "of one layer"))
     model, tokens = jf.load(folder(name, "of one layer")), inputs(name)["input_ids"]
-    rows = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+    rows = {"input_ids": torch.from_numpy(tokens), "attention_mask": torch.ones(tokens.shape)}
     with torch.no_grad():
-        theirs = hf(
-            **{word: torch.from_numpy(array) for word, array in rows.items()},
-            output_router_logits=True,
-        )
-    ours = hidden(model.params, model.config, inputs_of({"tokens": tokens})).aux
-    loss, weight = ours.losses["router_loss"]
-    expected = 0.3 * float(theirs.aux_loss)
-    np.testing.assert_allclose(loss / weight, expected, rtol=1e-5)
-    again = jf.load(saved_as(model, folder(name, "of one layer again"))).config
+        theirs = hf(**rows, output_router_logits=True)
+
+    def balance(params):
+        return hidden(params, model.config, inputs_of({"tokens": tokens})).aux.losses["router_loss"]
+
+    loss, weight = jax.jit(balance, compiler_options=QUICK)(model.params)
+    np.testing.assert_allclose(loss / weight, 0.3 * float(theirs.aux_loss), rtol=1e-5)
+    jf.save_pretrained(folder(name, "again"), model.params, model.config)
+    again = jf.load(folder(name, "again")).config
     assert again.router_balance_loss == pytest.approx(model.config.router_balance_loss, rel=1e-9)
     assert again.router_z_loss == model.config.router_z_loss == 0
-
-
-def saved_as(model, place):
-    jf.save_pretrained(place, model.params, model.config)
-    return place
 
 
 def prompts(name):
@@ -242,14 +127,22 @@ def prompts(name):
     return {"input_ids": tokens, "attention_mask": mask}, (tokens, {"segment_ids": mask})
 
 
-@each(GREEDY, slow={*GREEDY} - QUICK_GREEDY)
-def test_64_greedy_tokens_are_those_of_the_references_generate(name):
+# Families that write, and variants whose cache is another.
+WRITING = [name for name in FAMILY.values() if VARIANTS[name][0].can_generate()]
+WRITING += ["llama dynamic within", "qwen2 window above layer 1", "gemma3 by its own pattern"]
+WRITING += ["deepseek-v3 yarn", "t5 v1.1", "t5gemma untied, deep encoder, bias"]
+WRITING.remove("t5gemma")  # which writes one token over and over
+NEW_TOKENS = 32
+
+
+@each(WRITING, slow={*WRITING} - {"llama", "gemma3 by its own pattern", "bart"})
+def test_greedy_tokens_are_those_of_the_references_generate(name):
     model, (hf, (prompt, rest)) = reference(name), prompts(name)
-    assert LENGTH + 64 <= ROOM
+    assert LENGTH + NEW_TOKENS <= ROOM
     # Where T5's decoder has more layers than its encoder, transformers' cache is too short.
     how = tf.GenerationConfig(
         do_sample=False,
-        max_new_tokens=64,
+        max_new_tokens=NEW_TOKENS,
         pad_token_id=PAD,
         use_cache=model.config.model_type not in ("t5", "mt5", "umt5"),
     )
@@ -264,10 +157,11 @@ def test_64_greedy_tokens_are_those_of_the_references_generate(name):
         jf.generate,
         config=loaded(name).config,
         prompt=prompt,
-        max_new_tokens=64,
+        max_new_tokens=NEW_TOKENS,
         temperature=0,
         **rest,
     )
     found = jax.jit(greedy, compiler_options=QUICK)(loaded(name).params)
-    assert expected.shape[1] == prompt.shape[1] + 64 and len(np.unique(expected[:, -64:])) > 3
-    np.testing.assert_array_equal(found, expected[:, -64:])
+    assert expected.shape[1] == prompt.shape[1] + NEW_TOKENS
+    assert len(np.unique(expected[:, -NEW_TOKENS:])) > 2
+    np.testing.assert_array_equal(found, expected[:, -NEW_TOKENS:])

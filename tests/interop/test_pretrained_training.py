@@ -1,5 +1,4 @@
-"""What is changed here, by hand or by training, changes its own tensors in the files and no
-others."""
+"""What is trained here changes its own tensors in the files as it does in torch."""
 
 import copy
 
@@ -20,14 +19,13 @@ from pretrained import (
     reference,
     tensors,
 )
-from pretrained_variants import FAMILY
 
 import jaxformer as jf
-from jaxformer.arrays.params import rows
-from jaxformer.models.transformer import specs
 
 RATE = 0.5
-MORE = ["bert pre-training", "bert classes", "roberta classes", "t5 v1.1"]
+# Tied and untied tables, experts, leaves that share a tensor, heads that no logit follows.
+TRAINED = ["llama", "mixtral", "bert classes", "gpt2", "gemma2", "gpt-oss", "deepseek-v3"]
+TRAINED += ["bert pre-training", "deberta masked", "albert masked", "t5 v1.1", "marian"]
 
 
 def written(name, what, params):
@@ -36,45 +34,6 @@ def written(name, what, params):
         place, params, loaded(name).config, architecture=type(reference(name)).__name__
     )
     return tensors(place)
-
-
-@each(FAMILY.values(), slow=[*FAMILY.values()][1::2])
-def test_a_leaf_changed_by_hand_changes_its_own_tensor_and_no_other(name):
-    model, before, touched = loaded(name), tensors(directory(name)), []
-    table = rows(specs(model.config))
-    paths, leaves = zip(
-        *jax.tree.leaves_with_path(jax.tree.map(np.asarray, model.params)), strict=True
-    )
-    treedef = jax.tree.structure(model.params)
-    for at, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        word = jax.tree_util.keystr(path, simple=True, separator=".")
-        cut = (
-            at % len(leaf) if table[word].axes[0] == "layers" else slice(None)
-        )  # one of its layers
-        moved = leaf.copy()
-        moved[cut] += 1
-        after = written(
-            name, "by hand", jax.tree.unflatten(treedef, [*leaves[:at], moved, *leaves[at + 1 :]])
-        )
-        changed = {
-            n: int((w != before[n]).sum())
-            for n, w in after.items()
-            if not torch.equal(w, before[n])
-        }
-        one_each = (
-            name in ("mixtral", "qwen3-moe", "olmoe", "deepseek-v3")
-            and "experts" in table[word].axes
-        )
-        assert len(changed) == (model.config.n_experts if one_each else 1), (word, cut, changed)
-        assert sum(changed.values()) == moved[cut].size, (word, cut, changed)
-        touched += changed
-    places = len(set(touched))
-    fused = {"gpt2": 4, "gpt-neox": 4, "bloom": 4, "phi3": 3, "granite-moe": 1, "gpt-oss": 2}
-    fused |= {"granite-moe-shared": 2, "glm4": 1, "falcon": 2, "mpt": 2}
-    # ModernBERT has three in each of four trees of layers.
-    fused |= {"modernbert": 12, "nomic-bert masked": 2}
-    # queries, keys and values are one tensor, as are their biases, or gate and up
-    assert places >= len(table) - fused.get(name, 0)
 
 
 def targets_of(name, batch):
@@ -114,7 +73,7 @@ def our_step(name, batch):
     )
 
 
-@each([*FAMILY.values(), *MORE], slow=[*[*FAMILY.values()][::2], *MORE])
+@each(TRAINED, slow=TRAINED[3:])
 def test_a_step_of_training_moves_each_tensor_by_torchs_gradient_and_those_without_one_not_at_all(
     name,
 ):
