@@ -13,7 +13,7 @@
 # $$\mathrm{Attention}(x_{\mathrm{dec}} W^Q,\; x_{\mathrm{enc}} W^K,\; x_{\mathrm{enc}} W^V)$$
 #
 # **Our function:** `jf.forward` with `ModelConfig(family="encoder_decoder")`; the stacks are in
-# `jaxformer/models/encoder_decoder.py`, the sublayers in `jaxformer/layers/block.py`.
+# `jaxformer/models/families.py`, the sublayers in `jaxformer/layers/block.py`.
 #
 # **The tests that hold it:**
 # `tests/models/test_family_invariants.py::test_packing_padding_and_caching_change_nothing`, and

@@ -24,7 +24,7 @@ Initializer = Annotated[
     TableAt("jaxformer.layers.linear.INITIALIZERS"),
 ]
 Parametrization = Annotated[
-    Literal["standard", "mup"], TableAt("jaxformer.models.parametrization.PARAMETRIZATIONS")
+    Literal["standard", "mup"], TableAt("jaxformer.models.transformer.PARAMETRIZATIONS")
 ]
 AttentionKernel = Annotated[
     Literal["auto", "xla", "blocked", "ring", "cudnn", "tpu", "flash"],

@@ -25,8 +25,7 @@ from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout
-from jaxformer.models.inputs import Inputs
-from jaxformer.models.padding import warn_of_padding
+from jaxformer.models.inputs import Inputs, warn_of_padding
 from jaxformer.models.transformer import hidden
 
 MAX_BEAMS = 1024  # of a row; each takes the memory of a row of a batch

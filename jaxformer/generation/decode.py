@@ -29,8 +29,7 @@ from jaxformer.layers.block import empty_cache
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
-from jaxformer.models.inputs import Inputs
-from jaxformer.models.padding import warn_of_padding
+from jaxformer.models.inputs import Inputs, warn_of_padding
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import check_model, context_of, hidden, remember
 

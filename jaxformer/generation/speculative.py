@@ -22,8 +22,7 @@ from jaxformer.generation.text_so_far import TextSoFar, ends, filler
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout
-from jaxformer.models.inputs import Inputs
-from jaxformer.models.padding import warn_of_padding
+from jaxformer.models.inputs import Inputs, warn_of_padding
 from jaxformer.models.transformer import hidden
 
 MOST_AHEAD = 64  # proposed tokens of a round

@@ -29,7 +29,7 @@ from jaxformer.layers.biases import (
     score_bias,
 )
 from jaxformer.layers.block import block, block_specs
-from jaxformer.layers.cache import KVCache, LayerCache
+from jaxformer.layers.cache import KVCache
 from jaxformer.layers.exchange import balanced, in_order
 from jaxformer.layers.kernels import reads_balanced
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
@@ -67,11 +67,29 @@ def layer_loop_of(config: ModelConfig, on: str = "") -> Literal["unroll", "scan"
 
 def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
     """Rows named blocks (stacked by layer), and relative_bias and final_norm if there are any."""
-    final = norm_specs(config) if config.norm_placement != "post" else {}
-    blocks = _blocks_specs(config, layers, cross)
-    table = {"blocks": blocks, "final_norm": final}
+    configs = layer_configs(config, layers)
+    lead, period = repetition_of(configs)
+    tables = [block_specs(layer_config, cross) for layer_config in configs[: lead + period]]
+    if all(_shapes(table) == _shapes(tables[0]) for table in tables):
+        blocks = stack(tables[0], config.layer_groups or layers)
+        if config.layers_in_group > 1:
+            # A token is multiplied by the parameters of a group once for each of its layers.
+            uses = config.layers_in_group
+            blocks = map_specs(lambda _, spec: replace(spec, active=spec.active * uses), blocks)
+    elif config.layer_groups:
+        raise ConfigError(
+            f"model.layer_groups={config.layer_groups}: layers share their parameters only if all"
+            " have the same ones, and here a pattern or first layers differ: set it to 0."
+        )
+    else:
+        counts = [1] * lead + [len(configs[lead + p :: period]) for p in range(period)]
+        stacked = zip(tables, counts, strict=True)
+        blocks = {str(p): stack(table, count) for p, (table, count) in enumerate(stacked)}
+    table = {"blocks": blocks}
     if has_shared_bias(config):
-        table = {"blocks": blocks, **relative_bias_specs(config), "final_norm": final}
+        table |= relative_bias_specs(config)
+    if config.norm_placement != "post":
+        table["final_norm"] = norm_specs(config)
     table |= relative_row_specs(config)
     return {name: rows for name, rows in table.items() if rows}
 
@@ -79,29 +97,6 @@ def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
 def has_shared_bias(config: ModelConfig) -> bool:
     """Whether all layers of a stack add the same bias to their scores."""
     return config.positions in BIASED_SCORES and not has_layer_bias(config)
-
-
-def _blocks_specs(config: ModelConfig, layers: int, cross: bool) -> Specs:
-    configs = layer_configs(config, layers)
-    lead, period = repetition_of(configs)
-    tables = [block_specs(layer_config, cross) for layer_config in configs[: lead + period]]
-    if all(_shapes(table) == _shapes(tables[0]) for table in tables):
-        return _shared(stack(tables[0], config.layer_groups or layers), config.layers_in_group)
-    if config.layer_groups:
-        raise ConfigError(
-            f"model.layer_groups={config.layer_groups}: layers share their parameters only if all"
-            " have the same ones, and here a pattern or first layers differ: set it to 0."
-        )
-    counts = [1] * lead + [len(configs[lead + p :: period]) for p in range(period)]
-    stacked = zip(tables, counts, strict=True)
-    return {str(p): stack(table, count) for p, (table, count) in enumerate(stacked)}
-
-
-def _shared(table: Specs, uses: int) -> Specs:
-    """The table of parameters that so many layers share."""
-    if uses == 1:
-        return table
-    return map_specs(lambda _, spec: replace(spec, active=spec.active * uses), table)
 
 
 def _shapes(table: Specs) -> dict[str, Any]:
@@ -180,47 +175,40 @@ def run_stack(
         bias = score_bias(params.get("relative_bias"), config, call.mask)
     relative = relative_rows(params, config, x.dtype)
     call = call._replace(mask=call.mask._replace(scoring=Scoring(bias=bias)), relative=relative)
-    is_balanced = cache is None and _reads_balanced(params, config, call)
     # The bias of a layer is of tokens in order, as is that of a stack.
-    is_balanced = is_balanced and not has_layer_bias(config)
-    if is_balanced:
-        x, call = balanced(x), _balanced_call(call)
+    balanced_call = None
+    if cache is None and not has_layer_bias(config):
+        balanced_call = _balanced_call(params, config, call)
+    if balanced_call is not None:
+        x, call = balanced(x), balanced_call
     if cache is None and layer_loop_of(config) == "scan":
         out = _scanned(params["blocks"], config, x, call)
     elif cache and loops_when_cached(params["blocks"], config) and not call.request:
         out = _looped(params["blocks"], config, x, call, cache)
     else:
         out = _unrolled(params["blocks"], config, x, call, cache)
-    if is_balanced:
+    if balanced_call is not None:
         out = out._replace(x=in_order(out.x))
     if config.norm_placement != "post":
         out = out._replace(x=norm(params.get("final_norm", {}), config, out.x))
     return out
 
 
-def _reads_balanced(params: Params, config: ModelConfig, call: Call) -> bool:
-    """Whether the layers get the tokens of each row in the order of `exchange.balanced`. Captures
-    and what is dropped go by the index of a token, and so have them in order."""
+def _balanced_call(params: Params, config: ModelConfig, call: Call) -> Call | None:
+    """The call with the tokens of each row as `exchange.balanced` arranges them; None where the
+    layers read them in order. Captures and what is dropped go by the index of a token."""
     leaves = jax.tree.leaves(params["blocks"], is_leaf=is_custom)
     drops = any(getattr(leaf, "key", None) is not None for leaf in leaves)
     if call.request or drops or (config.has_dropout and call.key is not None):
-        return False
-    return reads_balanced(config.attention_kernel, call.mask, config.n_heads)
-
-
-def _balanced_call(call: Call) -> Call:
-    """The call with its tokens as `balanced` arranges them."""
-
-    def arranged(layout: TokenLayout) -> TokenLayout:
-        return replace(jax.tree.map(balanced, layout), ordered=False)
-
+        return None
+    if not reads_balanced(config.attention_kernel, call.mask, config.n_heads):
+        return None
     mask, source = call.mask, call.source
-    queries = arranged(mask.queries)
+    queries = replace(jax.tree.map(balanced, mask.queries), ordered=False)
     if source is not None:
         source = source._replace(mask=source.mask._replace(queries=queries))
-    return call._replace(
-        mask=mask._replace(queries=queries, keys=queries, balanced=True), source=source
-    )
+    mask = mask._replace(queries=queries, keys=queries, balanced=True)
+    return call._replace(mask=mask, source=source)
 
 
 def layer_of(config: ModelConfig, call: Call, scanned: bool = False) -> Any:
@@ -228,7 +216,7 @@ def layer_of(config: ModelConfig, call: Call, scanned: bool = False) -> Any:
 
     def run(x: jax.Array, params: Params, key: jax.Array | None, i: Any) -> Output:
         if i is not None:
-            params = _cast_in_loop(params, i)
+            params = cast_in_loop(params, i)
         return block(params, config, x, call._replace(key=key))
 
     layer = run
@@ -242,7 +230,7 @@ def layer_of(config: ModelConfig, call: Call, scanned: bool = False) -> Any:
     return numbered
 
 
-def _cast_in_loop(params: Params, i: jax.Array) -> Params:
+def cast_in_loop(params: Params, i: jax.Array) -> Params:
     """The params of layer `i` of a loop, unchanged: XLA for TPUs does not know that `i` is never
     negative. It would cast those of all layers before the loop, and keep both: the copies take a
     sixth of the memory of parameters and moments."""
@@ -261,30 +249,29 @@ def _unrolled(
     cache: KVCache | None,
 ) -> Output:
     layers = [layer for layer in layers_of(blocks) for _ in range(config.layers_in_group)]
-    layer_caches, auxes = [], []
     configs = layer_configs(config, len(layers))
-    cached_layer = functools.cache(functools.partial(_cached_layer, call=call))
+    layer_caches, auxes = [], []
+
+    @functools.cache
+    def cached_layer(config: ModelConfig) -> Any:
+        # JAX traces it once for all layers of a config, which saves the start of a command a second
+        # for 30 layers. XLA inlines it.
+        return jax.jit(
+            lambda x, params, layer_cache: block(
+                params, config, x, call._replace(cache=layer_cache)
+            )
+        )
+
     for i, layer in enumerate(layers):
         layer_cache = None if cache is None else cache.layer_cache(i, call.mask.queries)
         if layer_cache is not None and not call.request:
-            run = cached_layer(configs[i])
-            x, layer_cache, aux = run(x, layer, layer_cache)
+            x, layer_cache, aux = cached_layer(configs[i])(x, layer, layer_cache)
         else:
             layer_call = call._replace(cache=layer_cache, request=call.request.at((i,)))
             x, layer_cache, aux = layer_of(configs[i], layer_call)(x, layer, i)
         layer_caches.append(layer_cache)
         auxes.append(replace(aux, captures=call.request.named(aux.captures, i)))
     return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(auxes))
-
-
-def _cached_layer(config: ModelConfig, call: Call) -> Any:
-    """A layer as a function of (x, params, its cache) that JAX traces once for all layers of this
-    config, which saves the start of a command a second for 30 layers. XLA inlines it."""
-
-    def run(x: jax.Array, params: Params, layer_cache: LayerCache) -> Output:
-        return block(params, config, x, call._replace(cache=layer_cache))
-
-    return jax.jit(run)
 
 
 def loops_when_cached(blocks: Params | list[Params], config: ModelConfig) -> bool:
@@ -353,8 +340,16 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> O
         return x, auxes_of_period
 
     traced = [jnp.arange(layers.start, layers.stop, layers.step) for layers in numbers]
-    # Layers of a group read the entry that they share, so that no copies of it are made.
-    params = [None] * period if uses > 1 else _periods(stacks, lead, period, times)
+    # For each position of the pattern the params of its layers, [times, ...].
+    params: list[Params | None] = []
+    for p in range(period):
+        if uses > 1:
+            # Layers of a group read the entry that they share, so that no copies of it are made.
+            params.append(None)
+        elif len(stacks) == lead + period:
+            params.append(_entry(stacks[lead + p], slice(times)))
+        else:
+            params.append(_entry(stacks[0], slice(lead + p, end, period)))
     x, stacked = jax.lax.scan(body, x, list(zip(params, traced, strict=True)))
     for aux, layers in zip(stacked, numbers, strict=True):
         for i, layer in enumerate(layers):
@@ -365,15 +360,6 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> O
     return Output(x, None, merged(auxes))
 
 
-def _periods(stacks: list[Params], lead: int, period: int, times: int) -> list[Params]:
-    """For each position of the pattern the params of its layers, [times, ...]."""
-    if len(stacks) == lead + period:
-        return [jax.tree.map(lambda leaf: leaf[:times], stacked) for stacked in stacks[lead:]]
-    end = lead + times * period
-    steps = [slice(lead + p, end, period) for p in range(period)]
-    return [jax.tree.map(lambda leaf, step=step: leaf[step], stacks[0]) for step in steps]
-
-
-def _entry(stacked: Any, i: int | jax.Array) -> Any:
-    """Entry `i` on the first axis of every leaf."""
+def _entry(stacked: Any, i: Any) -> Any:
+    """Entry `i` on the first axis of every leaf, or several."""
     return jax.tree.map(lambda leaf: leaf[i], stacked)

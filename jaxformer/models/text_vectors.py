@@ -40,9 +40,26 @@ def embed(
     encoder-decoder, for a pooling that there is not, for the first token in a decoder, which sees
     itself alone, and for rows of several segments, of which each text needs a row of its own.
     """
-    _check(config, pooling, segment_ids)
-    batch = dict(tokens=tokens, segment_ids=segment_ids, positions=positions)
-    batch |= dict(token_types=token_types)
+    if config.family == "encoder_decoder":
+        raise ConfigError(
+            "an encoder-decoder has no vector of a text: embed with a model of model.family="
+            "'encoder' or 'decoder'."
+        )
+    if pooling not in ("auto", *POOLINGS):
+        raise ConfigError(f"pooling={pooling!r} is not one of auto, {', '.join(POOLINGS)}.")
+    if config.family == "decoder" and pooling == "first":
+        raise ConfigError(
+            "pooling='first' needs an encoder: the first token of a decoder sees itself alone."
+        )
+    known = segment_ids is not None and not isinstance(segment_ids, jax.core.Tracer)
+    if known and np.asarray(segment_ids).max(initial=0) > 1:
+        raise ConfigError(
+            "segment_ids number several texts in a row, and a vector is that of one: give each text"
+            " its own row, with 1 on its tokens and 0 on padding."
+        )
+    batch = dict(
+        tokens=tokens, segment_ids=segment_ids, positions=positions, token_types=token_types
+    )
     check_model(params, config)
     check_inputs(config, batch)
     inputs = inputs_of(batch)
@@ -65,24 +82,3 @@ def row_vectors(
         return vectors
     squares = jnp.square(vectors).sum(axis=-1, keepdims=True)
     return vectors / jnp.sqrt(jnp.maximum(squares, SMALLEST_NORM**2))
-
-
-def _check(config: ModelConfig, pooling: str, segment_ids: OptionalTokens) -> None:
-    if config.family == "encoder_decoder":
-        raise ConfigError(
-            "an encoder-decoder has no vector of a text: embed with a model of model.family="
-            "'encoder' or 'decoder'."
-        )
-    if pooling not in ("auto", *POOLINGS):
-        raise ConfigError(f"pooling={pooling!r} is not one of auto, {', '.join(POOLINGS)}.")
-    if config.family == "decoder" and pooling == "first":
-        raise ConfigError(
-            "pooling='first' needs an encoder: the first token of a decoder sees itself alone."
-        )
-    if segment_ids is None or isinstance(segment_ids, jax.core.Tracer):
-        return
-    if np.asarray(segment_ids).max(initial=0) > 1:
-        raise ConfigError(
-            "segment_ids number several texts in a row, and a vector is that of one: give each text"
-            " its own row, with 1 on its tokens and 0 on padding."
-        )

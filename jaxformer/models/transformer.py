@@ -1,6 +1,9 @@
 """A model of any family as pure functions: the table of parameters, initial values, logits."""
 
 import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,28 +16,76 @@ from jaxformer.adapters.virtual_tokens import (
     virtual_counts,
     without_virtual,
 )
-from jaxformer.arrays.params import Params, Specs, check_params, init_params
+from jaxformer.arrays.params import (
+    Params,
+    Spec,
+    Specs,
+    check_params,
+    init_params,
+    map_specs,
+    rows,
+    scaled,
+)
 from jaxformer.config.model import ModelConfig
-from jaxformer.files import ConfigError
+from jaxformer.config.settings import Table
+from jaxformer.config.variants import Parametrization
+from jaxformer.files import ConfigError, first_of
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.head import HEADS, head
 from jaxformer.layers.output import Aux, Output
-from jaxformer.models import decoder, encoder, encoder_decoder
+from jaxformer.models.families import MODEL_FAMILIES, remember_source
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
-from jaxformer.models.parametrization import PARAMETRIZATIONS
 from jaxformer.models.virtual import with_virtual
 
-# The module of each family, with its functions `specs` and `hidden`.
-MODEL_FAMILIES: dict[str, Any] = {
-    "decoder": decoder,
-    "encoder": encoder,
-    "encoder_decoder": encoder_decoder,
-}
 # The branch of the params with what the loss of an objective has beside the model.
 OF_OBJECTIVE = "objective"
 OptionalTokens = Int[Array | np.ndarray, "B T"] | None
 OptionalSource = Int[Array | np.ndarray, "B S"] | None
+
+
+SpecsOf = Callable[[ModelConfig], Specs]
+
+
+def mup_specs(specs_of: SpecsOf, config: ModelConfig) -> Specs:
+    """The table of a config in the maximal update parametrization, muP (Tensor Programs V,
+    arXiv:2203.03466, table 3).
+
+    The settings are those of a base model, `model.mup_base`, and each leaf is scaled by how many
+    times its fan-in (m) and its fan-out are those of its row in the base:
+
+                                        initial scale   Adam's rate   what it is
+        fan-in as in the base           1               1             embeddings, norms, biases
+        fan-in and fan-out grow         1 / sqrt(m)     1 / m         matrices of blocks
+        fan-in alone grows              1 / m           1 / m         output layers, routers
+
+    The optimizer applies the rates (`training/optimizers/run_optimizer.py`). Scores of attention
+    fall as 1 / head_width (`ModelConfig.score_scale`), and the logits of a tied head are divided by
+    m (`layers/head.total_divisor`). Where all widths are those of the base all factors are 1.
+    """
+    table, base = specs_of(config), rows(specs_of(config.base_model))
+    different = sorted(rows(table).keys() ^ base.keys())
+    if different:
+        raise ConfigError(
+            f"model.mup_base={config.mup_base!r} and this model differ in"
+            f" {first_of(different, between=', ')}: name widths there with which both have the same"
+            " parameters."
+        )
+
+    def widened(path: str, spec: Spec) -> Spec:
+        init = base[path].init
+        spec = replace(spec, init=init, base_fans=(base[path].fan_in, base[path].fan_out))
+        grown_in, grown_out = spec.growth
+        factor = 1 / grown_in if grown_out == 1 else 1 / math.sqrt(grown_in)
+        return spec if factor == 1 else replace(spec, init=scaled(init, factor))
+
+    return map_specs(widened, table)
+
+
+# How the initial values and the learning rates of a model follow its width.
+PARAMETRIZATIONS: Table[Callable[[SpecsOf, ModelConfig], Specs]] = Table(
+    Parametrization, {"standard": lambda specs_of, config: specs_of(config), "mup": mup_specs}
+)
 
 
 def specs(config: ModelConfig) -> Specs:
@@ -43,7 +94,7 @@ def specs(config: ModelConfig) -> Specs:
         raise ConfigError("model.vocab_size=0 needs a tokenizer: give the number of tokens here.")
     specs_of = MODEL_FAMILIES[config.family].specs
     table = PARAMETRIZATIONS[config.parametrization](specs_of, config)
-    return {name: rows for name, rows in table.items() if rows}
+    return {name: branch for name, branch in table.items() if branch}
 
 
 # The cached tables are shared, so they must only be read.
@@ -86,8 +137,7 @@ def hidden(
         if cache is None:
             _check_context(params, config, inputs)
         params, inputs = with_virtual(params, config, inputs, key)
-    out: Output = MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
-    return out
+    return MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
 
 
 def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
@@ -95,7 +145,7 @@ def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache
     once."""
     if "virtual" in params:
         params, inputs = with_virtual(params, config, inputs)
-    return encoder_decoder.remember(params, config, inputs, cache)
+    return remember_source(params, config, inputs, cache)
 
 
 def context_of(params: Params, config: ModelConfig, source: bool = False) -> int:

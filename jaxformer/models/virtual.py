@@ -20,7 +20,7 @@ from jaxformer.files import ConfigError
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.masks import TokenLayout, layout_of
-from jaxformer.models import decoder
+from jaxformer.models.families import decoder_hidden
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype, stacked_as
 
@@ -82,7 +82,7 @@ def prefix_of(
     inputs = Inputs(ids, layout_of(ids, None, None))
     # The dropout of the prompt has another key than that of the tokens.
     key = None if key is None else jax.random.fold_in(key, tokens)
-    filled: KVCache = decoder.hidden(with_prompt, config, inputs, cache, key).cache
+    filled: KVCache = decoder_hidden(with_prompt, config, inputs, cache, key).cache
     # The cache has one row: [1, P, K, H] and [1, P, K, W] of each layer.
     layers = [{"prefix_k": k[0], "prefix_v": v[0]} for k, v in zip(filled.k, filled.v, strict=True)]
     return stacked_as(params["blocks"], layers)

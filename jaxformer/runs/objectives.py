@@ -343,7 +343,7 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
             )
         key = key if drops else None
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch)):
-            from jaxformer.models.padding import warn_of_padded_batch
+            from jaxformer.models.inputs import warn_of_padded_batch
 
             warn_of_padded_batch(batch, config.family)
         if key is not None:

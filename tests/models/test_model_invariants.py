@@ -19,7 +19,7 @@ from jaxformer.layers.head import head
 from jaxformer.layers.masks import AttentionMask, TokenLayout, layout_of
 from jaxformer.layers.sublayer import Call
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import _cast_in_loop
+from jaxformer.models.stack import cast_in_loop
 from jaxformer.models.transformer import hidden
 
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -118,7 +118,7 @@ def test_scanned_layers_equal_unrolled_ones(name):
 def test_weights_that_are_tied_to_the_number_of_their_layer_keep_their_bits():
     values = [0.0, -0.0, 1.5, -3e38, 2e-38, jnp.inf, -jnp.inf, jnp.nan]
     params = {"w": jnp.array(values, jnp.float32), "codes": jnp.array([1, -1], jnp.int8)}
-    tied = jax.jit(_cast_in_loop)(params, jnp.int32(3))
+    tied = jax.jit(cast_in_loop)(params, jnp.int32(3))
     for name, leaf in params.items():
         assert tied[name].dtype == leaf.dtype
         assert np.asarray(tied[name]).tobytes() == np.asarray(leaf).tobytes()

@@ -13,7 +13,7 @@ import jaxformer as jf
 from jaxformer.layers.ffn import ffn
 from jaxformer.layers.head import head
 from jaxformer.layers.norm import norm
-from jaxformer.models.encoder_decoder import encode
+from jaxformer.models.families import encode
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.stack import layers_of
 

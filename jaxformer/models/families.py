@@ -1,7 +1,11 @@
-"""The encoder-decoder family (T5): a stack over the source, and a causal one that attends to it."""
+"""The three families: a decoder (GPT, Llama), an encoder (BERT), whose stack is that of a decoder
+with attention to both sides, and an encoder-decoder (T5), with a stack over the source and a causal
+one that attends to it."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,7 +24,33 @@ from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import layers_of, run_stack, stack_mask, stack_specs
 
 
-def specs(config: ModelConfig) -> Specs:
+def decoder_specs(config: ModelConfig) -> Specs:
+    """Rows named embed, blocks, final_norm and those of the head."""
+    return {
+        "embed": embedding_specs(config) | added_specs(config),
+        **stack_specs(config, config.n_layers),
+        **head_specs(config),
+    }
+
+
+def decoder_hidden(
+    params: Params,
+    config: ModelConfig,
+    inputs: Inputs,
+    cache: KVCache | None = None,
+    key: jax.Array | None = None,
+    request: Request = NOTHING,
+    causal: bool = True,
+) -> Output:
+    """The residual stream before the head [B, T, D], and the cache, if given, with these tokens."""
+    embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
+    mask, cache = stack_mask(params["blocks"], inputs.layout, cache, causal)
+    x = embed(params["embed"], config, replace(inputs, layout=mask.queries), embed_key)
+    call = Call(mask, key=layers_key, request=request.within(config.family))
+    return run_stack(params, config, x, call, cache)
+
+
+def encoder_decoder_specs(config: ModelConfig) -> Specs:
     """Rows named embed (whose tokens serve both stacks, unless the encoder has its own), encoder,
     and those of a decoder."""
     added, tokens = added_specs(config), embedding_specs(config)
@@ -55,7 +85,7 @@ def encode(
     return run_stack(encoder, config, x, call)
 
 
-def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
+def remember_source(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
     """The cache with each layer's keys and values of the source, which is encoded once."""
     x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
     configs = layer_configs(config, len(layers))
@@ -66,7 +96,7 @@ def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache
     return replace(cache, source=tuple(keys_values), source_layout=inputs.source_layout)
 
 
-def hidden(
+def encoder_decoder_hidden(
     params: Params,
     config: ModelConfig,
     inputs: Inputs,
@@ -88,3 +118,17 @@ def hidden(
     call = Call(mask, source=source, key=layers_key, request=request.within("decoder"))
     out = run_stack(params, config, x, call, cache)
     return out._replace(aux=merged((encoder_aux, out.aux)))
+
+
+class Family(NamedTuple):
+    """The table of parameters of a family, and its residual stream before the head."""
+
+    specs: Callable[[ModelConfig], Specs]
+    hidden: Callable[..., Output]
+
+
+MODEL_FAMILIES = {
+    "decoder": Family(decoder_specs, decoder_hidden),
+    "encoder": Family(decoder_specs, functools.partial(decoder_hidden, causal=False)),
+    "encoder_decoder": Family(encoder_decoder_specs, encoder_decoder_hidden),
+}
