@@ -156,7 +156,8 @@ def _single_file(directory: Path, only: str) -> str:
             " pickle runs code that lies in it. Convert them once, in an environment you trust:"
             " from_pretrained of transformers, then save_pretrained."
         )
-    raise ConfigError(f"{directory} has no weights: neither {only or SINGLE}, nor {INDEX}.")
+    missing = f"no {only}" if only else f"neither {SINGLE}, nor {INDEX}"
+    raise ConfigError(f"{directory} has no weights: {missing}.")
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -77,28 +77,36 @@ def without_base(held):
     return {name: tensor for name, tensor in held.items() if "base_layer" not in name}
 
 
-@each(FAMILY.values(), slow=[*FAMILY.values()][::2])
+# One of each order in which a module has the rows of its leaves, and of each kind of model.
+ORDERS = ["llama", "gpt2", "gpt-neox", "falcon", "deepseek-v3", "bert masked", "t5"]
+
+
+@each(FAMILY.values(), slow={*FAMILY.values()} - {*ORDERS})
 def test_an_adapter_computes_what_it_does_in_peft_and_is_written_back_as_it_was(name):
     model, place = everywhere(name)
     batch, found = inputs(name), jf.load(place)
     wanted = theirs(model, batch)
     assert np.abs(wanted - theirs(reference(name), batch)).max() > 0.5 * wanted.std()
     assert found.base == str(directory(name)) and found.config == loaded(name).config
-    given = ours(found, batch)
-    assert_close(given, wanted, batch)
+    assert_close(ours(found, batch), wanted, batch)
     back = folder(name, "back")
     jf.save_adapter(back, found.params, found.config, base=directory(name))
     assert_same_tensors(tensors(back), tensors(place))
     again = put_on(name, back)
-    np.testing.assert_allclose(theirs(again, batch), wanted, rtol=0, atol=1e-5 * wanted.std())
     scales = [
         {key: module.scaling["default"] for key, module in each.named_modules() if is_layer(module)}
         for each in (model, again)
     ]
     assert scales[0] == pytest.approx(scales[1], rel=1e-7)
-    merged, architecture = folder(name, "merged"), type(reference(name)).__name__
+
+
+@each(["llama", "gpt2", "falcon"])
+def test_merged_weights_are_those_that_peft_merges(name):
+    model, place = everywhere(name)
+    found, merged = jf.load(place), folder(name, "merged")
+    architecture = type(reference(name)).__name__
     jf.save_pretrained(merged, merge(found.params), found.config, architecture=architecture)
-    again.merge_and_unload().save_pretrained(folder(name, "merged theirs"))
+    copy.deepcopy(model).merge_and_unload().save_pretrained(folder(name, "merged theirs"))
     expected = tensors(folder(name, "merged theirs"))
     for key, tensor in tensors(merged).items():
         np.testing.assert_allclose(tensor, expected[key], rtol=1e-6, atol=1e-6, err_msg=key)
@@ -108,7 +116,7 @@ def is_layer(module):
     return isinstance(module, peft.tuners.lora.LoraLayer)
 
 
-@each(FUSED)
+@each(FUSED, slow=FUSED[1:])
 @pytest.mark.parametrize("targets", ["blocks.attention.*", "blocks.attention.[qv]"])
 def test_adapters_of_queries_keys_and_values_become_one_of_the_module_that_they_are(name, targets):
     model, batch = loaded(name), inputs(name)
@@ -119,8 +127,6 @@ def test_adapters_of_queries_keys_and_values_become_one_of_the_module_that_they_
     jf.save_adapter(place, params, model.config, base=directory(name))
     theirs_now = theirs(put_on(name, place), batch)
     assert_close(wanted, theirs_now, batch)
-    whole = logits(model.config, merge(params), batch)
-    np.testing.assert_allclose(whole, wanted, rtol=0, atol=1e-5 * wanted.std())
     fused = 7 if targets.endswith("*") else 5
     assert fused in {len(t) for n, t in tensors(place).items() if "lora_A" in n}
     back, found = folder(name, "made back"), jf.load(place)
@@ -129,7 +135,7 @@ def test_adapters_of_queries_keys_and_values_become_one_of_the_module_that_they_
     assert_same_tensors(tensors(back), tensors(place))
 
 
-@each(["llama", "gpt2"])
+@each(["llama", "gpt2"], slow=["gpt2"])
 def test_a_step_changes_an_adapter_as_it_does_in_peft(name):
     model = adapted(
         reference(name),
@@ -181,17 +187,13 @@ def assert_moved(found, wanted, start, path):
 
 TARGETS = {  # settings of peft, and the leaves of llama that they adapt
     "names": (QV, ["q", "v"]),
-    "an expression": (dict(target_modules=r".*\.self_attn\.(q|o)_proj"), ["q", "out"]),
     "all linear layers": (
         dict(target_modules="all-linear"),
         ["q", "k", "v", "out", "gate", "up", "down"],
     ),
-    "without some": (dict(target_modules=["q_proj", "v_proj"], exclude_modules=["v_proj"]), ["q"]),
     "the output layer": (dict(target_modules=["lm_head"]), ["weight"]),
     "an embedding": (dict(target_modules=["embed_tokens", "q_proj"]), ["tokens", "q"]),
     "one layer": (QV | dict(layers_to_transform=[1]), ["q", "v"]),
-    "one layer by pattern": (QV | dict(layers_to_transform=0, layers_pattern="layers"), ["q", "v"]),
-    "by whole names": (dict(target_modules=["model.layers.1.mlp.up_proj"]), ["up"]),
 }
 
 
@@ -218,7 +220,7 @@ TABLES = {  # looked up, and the output layers beside them
 }
 
 
-@each(TABLES)
+@each(TABLES, slow=["t5 v1.1", "gemma2 untied"])
 def test_adapters_of_tables_and_heads_made_here_compute_the_same_in_peft(name):
     model, batch, place = loaded(name), inputs(name), folder(name, "tables")
     lora = jf.LoRA(rank=2, targets=TABLES[name])
@@ -298,7 +300,7 @@ HEADS = {  # the class with a head of its own, over a base that has another one
 }
 
 
-@each(HEADS)
+@each(HEADS, slow=["roberta masked", "bert pre-training"])
 def test_a_head_that_the_adapter_brings_replaces_that_of_the_base(name):
     architecture, settings, task, more = HEADS[name]
     model = made(architecture, settings)

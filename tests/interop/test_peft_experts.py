@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from peft_models import adapted, logits, merge, noised, put_on, saved, settings_of, state
+from peft_models import adapted, logits, noised, put_on, saved, settings_of, state
 from pretrained import assert_close, directory, each, folder, inputs, loaded, reference, tensors
 from pretrained import logits as theirs
 from safetensors.torch import load_file, save_file
@@ -35,7 +35,7 @@ def names_of(params):
     }
 
 
-@each(ROUTED, slow=["olmoe", "granite-moe"])
+@each(ROUTED, slow=ROUTED.keys() - {"mixtral", "gpt-oss"})
 def test_an_adapter_of_experts_computes_what_it_does_in_peft_and_is_written_back(name):
     gate_up, down, router = ROUTED[name]
     model, place = saved(
@@ -58,8 +58,6 @@ def test_an_adapter_of_experts_computes_what_it_does_in_peft_and_is_written_back
     assert_same_tensors(tensors(back), tensors(place))
     again = put_on(name, back)
     np.testing.assert_allclose(theirs(again, batch), wanted, rtol=0, atol=1e-5 * wanted.std())
-    whole = logits(found.config, merge(found.params), batch)
-    assert_close(whole, wanted, batch)
 
 
 ONE = {
@@ -96,7 +94,7 @@ def test_names_of_single_experts_are_those_that_peft_makes_parameters_of(name):
     assert_close(ours(found, batch), theirs(model, batch), batch)
 
 
-@each(["mixtral", "gpt-oss", "granite-moe-shared"], slow=["granite-moe-shared"])
+@each(["mixtral", "gpt-oss", "granite-moe-shared"], slow=["gpt-oss", "granite-moe-shared"])
 @pytest.mark.parametrize("targets", [("experts", "attention"), ("up", "down")])
 def test_adapters_made_here_are_loaded_by_peft(name, targets):
     """Gates and ups that have an a of their own become one parameter of the sum of their ranks."""
@@ -133,7 +131,7 @@ def test_an_adapter_of_experts_over_a_quantized_base_and_of_some_layers():
     np.testing.assert_allclose(ours(found, batch), logits(model.config, params, batch), atol=1e-4)
 
 
-@each(["qwen3-moe dense layers", "deepseek-v3"], slow=["qwen3-moe dense layers"])
+@each(["qwen3-moe dense layers", "deepseek-v3"], slow=["deepseek-v3"])
 def test_layers_that_peft_takes_for_experts_are_parameters_of_an_adapter(name):
     """Dense layers and shared experts, by the names that experts had before transformers 5."""
     model, batch = loaded(name), inputs(name)

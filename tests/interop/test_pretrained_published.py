@@ -8,7 +8,7 @@ import jax
 import pytest
 import torch
 import transformers as tf
-from pretrained import assert_close, batch_for, logits, our_logits, perturbed, with_eos_of
+from pretrained import assert_close, batch_for, each, logits, perturbed, with_eos_of
 from pretrained_tokenizers import change, saved
 from published import CASES
 from safetensors.torch import load_file, save_file
@@ -39,21 +39,38 @@ def theirs_of(place):
     ).eval()
 
 
-@pytest.mark.parametrize("name", CASES)
+# Most published so far, or with the strangest files.
+USUAL = {
+    "gpt2-medium",
+    "llama-3.1-8b-instruct",
+    "llama-2-7b-hf",
+    "qwen3-0.6b",
+    "gemma-3-1b-it",
+    "gpt-oss-20b",
+    "phi-3.5-mini-instruct",
+    "bloom-560m",
+    "bert-base-uncased",
+    "roberta-base",
+    "t5-base",
+    "bart-large-cnn",
+}
+
+
+@each(CASES, slow=CASES.keys() - USUAL)
 def test_a_published_directory_is_read_in_silence_and_written_for_transformers(name, tmp_path):
+    """What is written computes in transformers what the published one does there; that both compute
+    it here, test_pretrained_logits.py says of their families."""
     place = published(name, tmp_path)
     hf = theirs_of(place)
-    batch = batch_for(hf, seed=7)
-    expected = logits(hf, batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = jf.load(place)
-    assert_close(our_logits(model, batch), expected, batch)
     if model.labels:
         assert model.labels == tuple(CASES[name][0]["id2label"].values())
     jf.save_pretrained(tmp_path / "out", model.params, model.config, labels=model.labels)
     again = with_eos_of(theirs_of(tmp_path / "out"), hf)
-    assert_close(logits(again, batch), expected, batch)
+    batch = batch_for(hf, seed=7)
+    assert_close(logits(again, batch), logits(hf, batch), batch)
 
 
 def placed(kind, place, settings, **keys):
@@ -91,14 +108,6 @@ def test_roles_that_the_class_of_a_tokenizer_tells_are_in_what_is_saved(
     again = tf.AutoTokenizer.from_pretrained(tmp_path / "out").special_tokens_map
     roles = {f"{role}_token" for role in ("eos", "pad", "cls", "sep", "mask")} & {*named}
     assert {role: again.get(role) for role in roles} == {role: named[role] for role in roles}
-
-
-def test_a_marker_that_is_no_token_of_the_vocabulary_is_no_mistake(tmp_path):
-    """CodeLlama's fill_token stands in texts, which are split at it."""
-    place = placed(
-        "llama2", tmp_path, {"eos_token": "</s>", "bos_token": "<s>", "fill_token": "<FILL_ME>"}
-    )
-    assert Tokenizer.load(place).decode([2], skip_special_tokens=False) == "</s>"
 
 
 @pytest.mark.parametrize(

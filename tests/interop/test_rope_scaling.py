@@ -95,7 +95,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize("length", [1, 64, 65, 300, 5000])
+@pytest.mark.parametrize("length", [1, 65, 5000])
 def test_frequencies_and_attention_factors_are_those_of_transformers(name, length):
     stated, longest, width = SCALINGS[name]
     kind = stated["rope_type"]
