@@ -22,7 +22,6 @@ import orbax.checkpoint as ocp
 from jaxformer.arrays.params import dotted
 from jaxformer.checkpoints.buckets import marked_steps, orbax_path
 from jaxformer.checkpoints.digests import Altered, altered_files, as_texts, digest_on_host, digests
-from jaxformer.checkpoints.faults import failure_of, in_short, quiet_reads
 from jaxformer.cluster.processes import together
 from jaxformer.files import ConfigError, first_of, is_remote, store_errors
 
@@ -112,10 +111,9 @@ def read_checkpoint(
     share = jax.process_index(), jax.process_count()
     for _ in range(2):
         try:
-            with quiet_reads():
-                # One process may find damage where another finds none.
-                leaves, manifest = read() if alone else together(lambda: read(share), Altered)
-                _require_digests(manifest, as_texts(digests(leaves)))
+            # One process may find damage where another finds none.
+            leaves, manifest = read() if alone else together(lambda: read(share), Altered)
+            _require_digests(manifest, as_texts(digests(leaves)))
             return leaves
         except Altered as error:
             cause = error
@@ -127,15 +125,14 @@ def saved_shapes(folder: Path, step: int) -> dict[str, list[Any]]:
     Damaged and ConfigError as `read_checkpoint` does."""
     checkpoint = folder / str(step)
     try:
-        with quiet_reads(), reader_of_one_process() as reader:
-            return read_manifest(checkpoint, reader)["leaves"]
+        return read_manifest(checkpoint)["leaves"]
     except ConfigError:
         raise
     except Exception as error:
         problem = failure_of(checkpoint, error)
-    if isinstance(problem, Altered):
-        raise Damaged(f"{checkpoint}: {in_short(problem)}") from problem
-    raise problem
+        if isinstance(problem, Altered):
+            raise Damaged(f"{checkpoint}: {in_short(problem)}") from problem
+        raise problem from error
 
 
 def _read_files(
@@ -160,22 +157,52 @@ def _read_files(
         partial_restore=not exact,
     )
     try:
+        manifest = read_manifest(checkpoint)
+        _compare(checkpoint, manifest["leaves"], shapes_of(targets), exact)
+        _require_run(checkpoint, manifest["run"], run)
+        if exact:
+            _require_files(checkpoint, share)
         with reader_of_one_process() as reader:
-            manifest = read_manifest(checkpoint, reader)
-            _compare(checkpoint, manifest["leaves"], shapes_of(targets), exact)
-            _require_run(checkpoint, manifest["run"], run)
-            if exact:
-                _require_files(checkpoint, share)
             composite = ocp.args.Composite(state=args)
             leaves = reader.restore(orbax_path(checkpoint), args=composite)["state"]
         return {path: leaves[path] for path in targets}, manifest
     except ConfigError:
         raise
     except Exception as error:
-        problem = failure_of(checkpoint, error)
-    # Raised here, so that nothing refers to the error of Orbax: its coroutines can then be
-    # collected within `quiet_reads`.
-    raise problem
+        raise failure_of(checkpoint, error) from error
+
+
+def failure_of(checkpoint: Path, error: Exception) -> Altered | ConfigError:
+    """The error of a read in one sentence: Altered where the digests of its files show that the
+    checkpoint is damaged, else ConfigError."""
+    if isinstance(error, Altered):
+        return error
+    try:
+        with store_errors(checkpoint, "read"):
+            altered = altered_files(checkpoint)
+        if altered:
+            listed = first_of(altered, 5, ", ")
+            return Altered(f"{in_short(error)}; files are not as they were saved: {listed}")
+    except Altered as problem:  # of the digests
+        return problem
+    except (OSError, ConfigError):  # a file exists and cannot be read
+        pass
+    return ConfigError(
+        f"the checkpoint {checkpoint} cannot be read ({in_short(error)}), and that does not show"
+        " that it is damaged; nothing was changed. Check memory, file system and permissions,"
+        " and run the same command again. To continue from an earlier step, move"
+        f" {checkpoint} elsewhere."
+    )
+
+
+def in_short(error: BaseException) -> str:
+    """The message of an error in one line; the reason of those of TensorStore is at their end."""
+    cause = error.__cause__ or error  # Orbax puts a long message around that of TensorStore
+    name = "" if isinstance(cause, Altered) else f"{type(cause).__name__}: "
+    text = " ".join(str(cause).split()).partition(" [tensorstore_spec")[0]
+    if len(text) > 300:
+        text = f"{text[:100]} ... {text[-200:]}"
+    return name + text
 
 
 def reader_of_one_process() -> ocp.Checkpointer:
@@ -189,19 +216,17 @@ def reader_of_one_process() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-def read_manifest(checkpoint: Path, reader: ocp.Checkpointer) -> Manifest:
-    """The manifest of a checkpoint.
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint, which Orbax has written as JSON.
 
     Raises Altered where it is not what was written, and ConfigError for another format.
     """
-    args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
-    saved = reader.restore(orbax_path(checkpoint), args=args)["manifest"]
+    saved = json.loads((checkpoint / "manifest/metadata").read_bytes())
     if not isinstance(saved, dict):
         raise Altered("the manifest is not what was saved")
-    # Format 1 was the table of leaves alone, [shape, dtype] of each.
-    number = 1 if {*map(type, saved.values())} == {list} else saved.get("format")
-    if number != 1 and saved.get("sha256") != _checksum(saved):
+    if saved.get("sha256") != _checksum(saved):
         raise Altered("the manifest is not what was saved")
+    number = saved["format"]
     if number != MANIFEST_FORMAT:
         raise ConfigError(
             f"the checkpoint {checkpoint} has a manifest of format {number}, and this"
@@ -228,8 +253,8 @@ def read_back(checkpoint: Path) -> None:
     """Reads a checkpoint that was just saved back into the memory of this process, the smallest
     arrays first and up to READ_BACK bytes, and verifies them. Raises Altered, or what Orbax
     raises."""
+    manifest = read_manifest(checkpoint)
     with reader_of_one_process() as reader:
-        manifest = read_manifest(checkpoint, reader)
         shapes = {
             path: jax.ShapeDtypeStruct(row[0], np.dtype(row[1]))
             for path, row in manifest["leaves"].items()

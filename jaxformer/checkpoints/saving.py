@@ -6,7 +6,7 @@ table (see `reading`). Which ones are kept is the matter of Orbax's preservation
 """
 
 import contextlib
-import functools
+import logging
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,24 +18,35 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxformer.arrays.params import dotted
-from jaxformer.checkpoints.buckets import orbax_path, remove_unmarked, rename_object, require_bucket
+from jaxformer.checkpoints.buckets import (
+    DAMAGE,
+    copy_aside,
+    orbax_path,
+    remove_unmarked,
+    require_bucket,
+)
 from jaxformer.checkpoints.digests import write_file_digests
-from jaxformer.checkpoints.faults import quiet_threads, set_aside, why_not_saved
 from jaxformer.checkpoints.reading import (
     Damaged,
     flat_leaves,
+    in_short,
     manifest_of,
     read_back,
     read_checkpoint,
     saved_steps,
 )
 from jaxformer.cluster.processes import together
-from jaxformer.files import ConfigError, is_remote, located, read_object, store_errors, sync
+from jaxformer.files import ConfigError, is_remote, located, store_errors, sync, write_text
 
 # With these characters in its path a checkpoint is saved but cannot be read: Orbax takes the path
 # for a glob pattern, and TensorStore a backslash for a slash.
 UNSAVABLE = "*?[\\"
-METRICS = "*/metrics/metrics"  # where Orbax stores the metrics of an evaluation
+
+
+# Orbax logs what it raises as well, and that a draft lacks what another of its threads is writing.
+logging.getLogger("absl").addFilter(
+    lambda record: not (record.exc_info or ".orbax-checkpoint-tmp/" in record.getMessage())
+)
 
 
 class Stepped(Protocol):
@@ -212,6 +223,24 @@ class Checkpoints:
         return None
 
 
+def set_aside(folder: Path, damaged: Mapping[int, str], log: Callable[[str], None]) -> None:
+    """Renames damaged checkpoints, given by step with the reasons, so that their steps can be saved
+    again. In a bucket they are copied and then deleted."""
+    for step in damaged:
+        target, number = folder / f"damaged-{step}", 1
+        # In a bucket, a copy without a reason is one that was not completed.
+        while (target / DAMAGE if is_remote(folder) else target).exists():
+            number += 1
+            target = folder / f"damaged-{step}-{number}"
+        if is_remote(folder):
+            with store_errors(target, "written"):
+                copy_aside(folder / str(step), target, damaged[step])
+        else:
+            (folder / str(step)).rename(target)
+            write_text(target / DAMAGE, damaged[step] + "\n", follow=False)
+        log(f"The checkpoint of step {step} was set aside as {target}; nothing in it was changed.")
+
+
 def require_savable(folder: Path) -> None:
     """Raises ConfigError for a directory in which Orbax saves checkpoints that cannot be read."""
     if marks := [mark for mark in UNSAVABLE if mark in str(folder)]:
@@ -229,10 +258,10 @@ def _as_not_saved(checkpoint: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds
-        reason, advice = why_not_saved(error)
         raise NotSaved(
-            f"the checkpoint {checkpoint} could not be saved ({reason}). Those from before are"
-            f" untouched: {advice}, and the same command continues from the newest."
+            f"the checkpoint {checkpoint} could not be saved ({in_short(error)}). Those from before"
+            " are untouched: make room, or look after the disk, and the same command continues from"
+            " the newest."
         ) from error
 
 
@@ -291,9 +320,9 @@ def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.Checkpo
         cleanup_tmp_directories=True,
         temporary_path_class=MarkedDraft if is_remote(folder) else DurableDraft,
     )
-    quiet_threads()
-    # The other processes read them afterwards.
-    together(functools.partial(_tidy, folder))
+    # Orbax would take the names of unfinished checkpoints in a bucket for finished ones.
+    if is_remote(folder):
+        together(lambda: remove_unmarked(folder) if jax.process_index() == 0 else None)
     return _Manager(orbax_path(folder), options=options)
 
 
@@ -303,28 +332,6 @@ class _Manager(ocp.CheckpointManager):
 
     def reached_preemption(self, step: int) -> bool:
         return False
-
-
-def _tidy(folder: Path) -> None:
-    """Removes unfinished checkpoints from a bucket, whose names Orbax would take for finished ones,
-    and leaves out evaluations that cannot be read."""
-    if is_remote(folder) and jax.process_index() == 0:
-        remove_unmarked(folder)
-    _leave_out_unreadable(folder)
-
-
-def _leave_out_unreadable(folder: Path) -> None:
-    """Renames evaluations that cannot be read, with which Orbax could not save anything more."""
-    for path in folder.glob(METRICS) if jax.process_index() == 0 else ():
-        try:
-            if path.parts[-3].isdecimal():  # a finished checkpoint that is not set aside
-                read_object(path, "it was renamed, and its checkpoint counts as not evaluated")
-        except ConfigError as error:
-            if is_remote(path):
-                rename_object(path, "damaged-metrics")
-            else:
-                path.rename(path.with_name("damaged-metrics"))
-            warnings.warn(str(error), stacklevel=2)
 
 
 def _validation_loss(metrics: Mapping[str, Any]) -> float:

@@ -29,15 +29,6 @@ def test_what_is_read_is_what_was_saved_and_retention_deletes_the_others(
     assert {name.split("/")[0] for name in names} == {"1", "4"}
 
 
-def test_an_evaluation_that_cannot_be_read_is_left_out(s3_bucket: str) -> None:
-    run_dir = located(f"{s3_bucket}/run")
-    save(run_dir, 1, 2, keep_best=1)
-    (run_dir / "checkpoints/1/metrics/metrics").write_bytes(b"{")
-    with pytest.warns(UserWarning, match="its checkpoint counts as not evaluated"):
-        save(run_dir, 3, keep_best=1)
-    assert saved_steps(run_dir) == [2, 3]
-
-
 @pytest.mark.slow
 def test_shards_of_eight_devices_are_read_on_other_meshes_and_on_one_device(s3_bucket: str) -> None:
     read = on_eight_devices("bucket_devices.py", f"{s3_bucket}/run")

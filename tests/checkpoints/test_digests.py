@@ -25,8 +25,7 @@ from jaxformer.checkpoints.digests import (
     digests,
     write_file_digests,
 )
-from jaxformer.checkpoints.faults import failure_of, why_not_saved
-from jaxformer.checkpoints.reading import _checksum, read_back
+from jaxformer.checkpoints.reading import _checksum, failure_of, read_back
 from jaxformer.checkpoints.saving import Checkpoints, NotSaved
 from jaxformer.files import ConfigError
 
@@ -145,17 +144,14 @@ def test_the_digests_of_files_decide_what_is_damage(tmp_path: Path) -> None:
     assert isinstance(damage, Altered) and f"{FILES} is missing" in str(damage)
 
 
-@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("number", [2, 4])
 def test_a_checkpoint_of_another_format_is_refused_by_name(number: int, tmp_path: Path) -> None:
     state = {"w": jnp.ones(3)}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, 1)
     path = tmp_path / "checkpoints/1/manifest/metadata"
     manifest = json.loads(path.read_text()) | {"format": number}
-    if number == 1:
-        manifest = {name: row[:2] for name, row in manifest["leaves"].items()}
-    else:
-        manifest["sha256"] = _checksum(manifest)
+    manifest["sha256"] = _checksum(manifest)
     path.write_text(json.dumps(manifest))
     refused = pytest.raises(ConfigError, match=f"a manifest of format {number}, .* reads format 3")
     with refused, Checkpoints(tmp_path) as checkpoints:
@@ -232,24 +228,6 @@ def test_a_save_whose_name_cannot_be_put_on_the_disk_is_not_called_saved(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(jaxformer.checkpoints.saving, "sync", sync)
-    told = pytest.raises(NotSaved, match=r"could not be saved \(Input/output error\)")
+    told = pytest.raises(NotSaved, match=r"could not be saved \(.*Input/output error")
     with told, Checkpoints(tmp_path) as checkpoints:
         checkpoints.save({"w": jnp.ones(3)}, 1)
-
-
-@pytest.mark.parametrize(
-    "code, advice",
-    [
-        (errno.ENOSPC, "make room there"),
-        (errno.EDQUOT, "make room there"),
-        (errno.EFBIG, "make room there"),
-        (errno.EROFS, "make it writable"),
-        (errno.EACCES, "make it writable"),
-        (errno.EIO, "look after the disk"),
-    ],
-)
-def test_room_is_asked_for_where_room_is_missing_alone(code: int, advice: str) -> None:
-    for error in (OSError(code, os.strerror(code)), ValueError(f"ABORTED: {os.strerror(code)}")):
-        reason, remedy = why_not_saved(error)
-        assert reason == os.strerror(code) and remedy.startswith(advice)
-    assert "room" not in " ".join(why_not_saved(ValueError("an array had 2 shards")))

@@ -123,7 +123,7 @@ def test_a_save_that_fails_ends_the_run_and_keeps_the_last_good_checkpoint(
     process.send_signal(signal.SIGCONT)
     _, error = finish(process, 1)
     (said,) = error.splitlines()
-    assert said.startswith("error: the checkpoint ") and "(File too large)" in said
+    assert said.startswith("error: the checkpoint ") and "File too large" in said
     kept = saved(run_dir)
     assert kept and max(kept) < STEPS
     out, _ = finish(fork(line(run_dir, text)))

@@ -23,7 +23,7 @@ from tiny_run import (
 import jaxformer as jf
 from jaxformer.adapters.low_rank import LowRank
 from jaxformer.arrays.params import is_custom, rows
-from jaxformer.checkpoints.reading import read_manifest, reader_of_one_process
+from jaxformer.checkpoints.reading import read_manifest
 from jaxformer.cli import main
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.config_file import check
@@ -76,8 +76,7 @@ def leaves_of(params):
 
 
 def test_a_checkpoint_holds_the_adapter_alone(base, run):
-    with reader_of_one_process() as reader:
-        paths = set(read_manifest(run.absolute() / "checkpoints/8", reader)["leaves"])
+    paths = set(read_manifest(run / "checkpoints/8")["leaves"])
     params = {path for path in paths if path.startswith("params.")}
     matrices = ("attention.q", "attention.k", "attention.v", "attention.out", "ffn.up", "ffn.down")
     gated = {path for path in params if ".gate." in path}

@@ -8,7 +8,7 @@ import pytest
 from tiny_run import PLAIN, copy_until, line, logged, saved, train_here, write_text
 
 from jaxformer.checkpoints.digests import combined
-from jaxformer.checkpoints.reading import read_manifest, reader_of_one_process
+from jaxformer.checkpoints.reading import read_manifest
 from jaxformer.config.config_file import read_config
 from jaxformer.report.metrics import MetricsLog, first_digest, line_digest, logged_lines
 from jaxformer.runs.directory import identity_of
@@ -49,8 +49,7 @@ def test_the_state_of_a_line_is_that_of_the_checkpoint_of_its_step(runs: tuple[P
     states = {entry["step"]: entry["state"] for entry in logged(runs[0])}
     assert saved(runs[0]) == [2, 4, 6] and set(states) == {1, 2, 3, 4, 6}
     for step in saved(runs[0]):
-        with reader_of_one_process() as reader:
-            leaves = read_manifest(runs[0] / "checkpoints" / str(step), reader)["leaves"]
+        leaves = read_manifest(runs[0] / "checkpoints" / str(step))["leaves"]
         assert combined({path: row[2] for path, row in leaves.items()}) == states[step]
 
 

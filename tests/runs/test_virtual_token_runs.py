@@ -8,7 +8,7 @@ import pytest
 from tiny_run import PLAIN, assert_same_run, line, logged, saved, train_here, write_text
 
 import jaxformer as jf
-from jaxformer.checkpoints.reading import read_manifest, reader_of_one_process
+from jaxformer.checkpoints.reading import read_manifest
 from jaxformer.cli import main
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.config_file import check
@@ -70,8 +70,7 @@ def tuned(run_dir, base, kind, **changes):
 
 @every_kind
 def test_a_checkpoint_holds_the_virtual_tokens_alone(base, runs, kind):
-    with reader_of_one_process() as reader:
-        paths = set(read_manifest(runs[kind].absolute() / "checkpoints/4", reader)["leaves"])
+    paths = set(read_manifest(runs[kind] / "checkpoints/4")["leaves"])
     names = ["prompt"] if kind == "prompt" else ["decoder.prefix_k", "decoder.prefix_v"]
     params = {path for path in paths if path.startswith("params.")}
     assert params == {f"params.virtual.{name}" for name in names}

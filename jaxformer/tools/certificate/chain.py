@@ -10,13 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxformer.checkpoints.digests import FILES, Altered, altered_files, combined, digest_on_host
-from jaxformer.checkpoints.reading import (
-    Manifest,
-    read_back,
-    read_manifest,
-    reader_of_one_process,
-    saved_steps,
-)
+from jaxformer.checkpoints.reading import Manifest, read_back, read_manifest, saved_steps
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError, first_of, located, read_object
@@ -222,8 +216,7 @@ def _checkpoint(files: RunFiles, step: int) -> Statement:
         if altered := altered_files(folder):
             names = first_of(altered, LISTED, ", ")
             return Statement(subject, "no", f"files are not as they were saved: {names}.")
-        with reader_of_one_process() as reader:
-            manifest = read_manifest(folder, reader)
+        manifest = read_manifest(folder)
         if problem := _other(manifest, files.identity, step):
             return Statement(subject, "no", f"it is of {problem}.")
         read_back(folder)
