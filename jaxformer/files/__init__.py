@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxformer.files.stores import explained, opened_url, put_file
+from jaxformer.files.stores import explained, opened_url
 
 LOCK = ".lock"  # the file in a run directory that the process of the run locks
 
@@ -83,7 +83,8 @@ def _putting(path: Path) -> Iterator[BinaryIO]:
         yield draft  # type: ignore[misc]
         draft.flush()
         with store_errors(path, "written"):
-            put_file(draft.name, path)
+            store: Any = path
+            store.fs.put_file(draft.name, store.path)  # one put, or several that count at the end
 
 
 @contextlib.contextmanager

@@ -1,45 +1,31 @@
 """Objects of a store on this machine: read block by block, or copied to its disk once, for what is
 mapped into memory or read in pieces (token stores, token ids, weights, tokenizers).
 
-<folder>/<name>-<digest of a URL>/             the copies of the objects directly below that URL
-<folder>/<name>-<digest of a URL>/.versions/   which version of its object each of them is
+<folder>/<name>-<digest>/   copies of objects of the store's folder <name>
 
-The folder is that of the environment variable JAXFORMER_COPIES, else ~/.cache/jaxformer/copies. A
-copy is used again until its object changes. The processes of one machine make each copy once.
+The digest is that of the URLs and versions, or of the content where that is known, so that another
+version has another copy. The folder is that of the environment variable JAXFORMER_COPIES, else
+~/.cache/jaxformer/copies. The processes of one machine make each copy once.
 """
 
 import contextlib
 import fnmatch
 import hashlib
-import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from jaxformer.files import (
-    ConfigError,
-    is_remote,
-    located,
-    read_object,
-    replacing,
-    store_errors,
-    write_text,
-)
+from jaxformer.files import ConfigError, is_remote, located, replacing, store_errors
 
 VARIABLE, DEFAULT = "JAXFORMER_COPIES", "~/.cache/jaxformer/copies"
-VERSIONS = ".versions"
 RANGE_BYTES = 16 << 20  # that one request asks for
 OBJECTS_TOGETHER = 16  # objects that are asked for or copied at the same time
 SILENT_BYTES = 10**8  # copies of fewer bytes are made without a line
 # What stores call the version of an object, the surest first.
-VERSION_KEYS = (
-    *("generation", "ETag", "etag", "blob_id", "md5Hash"),
-    *("LastModified", "last_modified", "mtime", "updated", "created"),
-)
+VERSION_KEYS = ("generation", "ETag", "etag", "LastModified", "last_modified", "mtime", "created")
 
 
 class ObjectVersion(NamedTuple):
@@ -84,10 +70,16 @@ def opened(path: Path, version: ObjectVersion | None = None) -> Iterator[BinaryI
         with store_errors(path, "read"), path.open("rb", **options) as file:
             yield cast(BinaryIO, file)
     except ConfigError:
-        # Which may come of another version.
-        require_version(path, version)
+        _require_version(path, version)  # which may be the cause
         raise
-    require_version(path, version)
+    _require_version(path, version)
+
+
+def _require_version(path: Path, version: ObjectVersion) -> None:
+    if version_of(located(str(path))) != version:
+        raise ConfigError(
+            f"{path} was replaced while it was read: run again when it no longer changes."
+        )
 
 
 def remote_blocks(path: Path, size: int, version: ObjectVersion | None = None) -> Iterator[bytes]:
@@ -103,52 +95,51 @@ def remote_blocks(path: Path, size: int, version: ObjectVersion | None = None) -
         )
 
 
-def require_version(path: Path, version: ObjectVersion) -> None:
-    """Raises ConfigError where an object is now another one, or cannot be read."""
-    if version_of(located(str(path))) != version:
-        raise ConfigError(
-            f"{path} was replaced while it was read: run again when it no longer changes."
-        )
-
-
 def local_copy(path: Path, digest: str = "") -> Path:
-    """The copy of an object, as `local_copies` gives it; a local path as it is."""
-    return local_copies([path], [digest])[0]
+    """The copy of an object on this machine's disk, made where it is missing or of an earlier
+    version; a local path as it is.
+
+    The digest is that of the content (BLAKE2b, 128 bits): a copy that has it is used without asking
+    the store. Raises ConfigError where the object cannot be read, has another digest, or changes
+    meanwhile, and where the disk is full.
+    """
+    if not is_remote(path):
+        return path
+    version = None if digest else version_of(path)
+    copy = _folder(path.parent, digest or f"{path} {version}") / path.name
+    if not copy.is_file():
+        _make(path, copy, version or version_of(path), digest)
+    return copy
 
 
 def local_copies(paths: Sequence[Path], digests: Sequence[str] = ()) -> list[Path]:
-    """The copies of objects on this machine's disk, made where they are missing or of an earlier
-    version; local paths as they are.
-
-    A digest is that of the content (BLAKE2b, 128 bits): a copy that has it is used without asking
-    the store. Raises ConfigError where an object cannot be read, has another digest, or changes
-    meanwhile, and where the disk has too little room for all of them.
-    """
-    copies = [_copy_of(path) if is_remote(path) else path for path in paths]
-    wanted = zip(paths, copies, digests or [""] * len(paths), strict=True)
-    entries = [entry for entry in wanted if is_remote(entry[0])]
-    if entries:
-        with ThreadPoolExecutor(OBJECTS_TOGETHER) as threads:
-            are_current = threads.map(lambda entry: _is_current(*entry), entries)
-            pairs = zip(entries, are_current, strict=True)
-            _make([entry for entry, is_current in pairs if not is_current], threads)
-    return copies
+    """`local_copy` of several objects at a time."""
+    with ThreadPoolExecutor(OBJECTS_TOGETHER) as threads:
+        return [*threads.map(local_copy, paths, digests or [""] * len(paths))]
 
 
 def local_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Path:
-    """The directory with the copies of the objects directly below a URL whose names are wanted, and
-    without those that are no longer there; a local directory as it is. Raises ConfigError as
-    `local_copies` does."""
+    """The directory with the copies of the objects directly below a URL whose names are wanted; a
+    local directory as it is. Raises ConfigError as `local_copy` does."""
     if not is_remote(folder):
         return folder
+    store: Any = folder
     with store_errors(folder, "listed"):
-        paths = [path for path in folder.iterdir() if is_wanted(path.name) and path.is_file()]
-    local_copies(paths)
-    directory = _copy_of(folder / VERSIONS).parent
-    names = {path.name for path in paths}
-    for copy in directory.iterdir() if directory.is_dir() else ():
-        if is_wanted(copy.name) and copy.name not in names:
-            copy.unlink()
+        entries = store.fs.ls(store.path, detail=True)
+    versions = {
+        entry["name"].rpartition("/")[2]: version_in(entry)
+        for entry in entries
+        if entry["type"] == "file"
+    }
+    directory = _folder(folder, f"{folder} {sorted(versions.items())}")
+    wanted = [name for name in versions if is_wanted(name) and not (directory / name).is_file()]
+
+    def make(name: str) -> None:
+        # Not the version of the listing, which some stores say otherwise.
+        _make(folder / name, directory / name, version_of(folder / name))
+
+    with ThreadPoolExecutor(OBJECTS_TOGETHER) as threads:
+        list(threads.map(make, wanted))
     return directory
 
 
@@ -157,69 +148,34 @@ def matching(*patterns: str) -> Callable[[str], bool]:
     return lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _root() -> Path:
-    return Path(os.environ.get(VARIABLE) or DEFAULT).expanduser().absolute()
+def _folder(folder: Path, content: str) -> Path:
+    """Where copies of objects of a folder are kept."""
+    root = Path(os.environ.get(VARIABLE) or DEFAULT).expanduser().absolute()
+    name = str(folder).rstrip("/").rpartition("/")[2] or "root"
+    return root / f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
 
 
-def _copy_of(path: Path) -> Path:
-    """Where the copy of an object is kept."""
-    url = str(path.parent).rstrip("/")
-    digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
-    return _root() / f"{url.rpartition('/')[2] or 'root'}-{digest}" / path.name
-
-
-def _record_of(copy: Path) -> Path:
-    return copy.parent / VERSIONS / f"{copy.name}.json"
-
-
-def _is_current(path: Path, copy: Path, digest: str) -> bool:
-    try:
-        record = read_object(_record_of(copy))
-    except ConfigError:
-        return False
-    if not copy.is_file():
-        return False
-    if digest:
-        return record.get("digest") == digest
-    return (record.get("size"), record.get("tag")) == version_of(path)
-
-
-def _make(entries: list[tuple[Path, Path, str]], threads: ThreadPoolExecutor) -> None:
-    """Makes copies, several at a time. Raises ConfigError where the disk has no room for them."""
-    if not entries:
-        return
-    root = _root()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{root} cannot be made ({error.strerror}): set {VARIABLE} to a directory that can be"
-            " written."
-        ) from None
-    sizes = threads.map(lambda entry: version_of(entry[0]).size, entries)
-    size, free = sum(sizes), shutil.disk_usage(root).free
-    files = "1 file" if len(entries) == 1 else f"{len(entries):,} files"
-    source = f"{files} of {entries[0][0].parent}"
-    if size > free:
-        raise ConfigError(
-            f"{source} take {size / 1e9:.2f} GB on the disk of this machine, and {root} has"
-            f" {free / 1e9:.2f} GB free: make room, or set {VARIABLE} to a directory on a larger"
-            " disk."
-        )
-    if size >= SILENT_BYTES:
-        line = f"copying {source} ({size / 1e9:.2f} GB) to {root}"
-        print(line, file=sys.stderr, flush=True)
-    for copying in [threads.submit(_make_one, *entry) for entry in entries]:
-        copying.result()
-
-
-def _make_one(path: Path, copy: Path, digest: str) -> None:
+def _make(path: Path, copy: Path, version: ObjectVersion, digest: str = "") -> None:
     """Makes one copy, unless another process has made it meanwhile."""
-    with _locked(copy):
-        if _is_current(path, copy, digest):
+    advice = f"make room, or set {VARIABLE} to another directory"
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(copy.with_name(f".{copy.name}.lock"), "w")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise ConfigError(f"{copy} cannot be written ({error.strerror}): {advice}.") from None
+    with lock:
+        if sys.platform != "win32":
+            import fcntl
+
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        if copy.is_file():
             return
-        version, hashed = version_of(path), hashlib.blake2b(digest_size=16)
-        with replacing(copy, f"make room, or set {VARIABLE} to another directory") as file:
+        if version.size >= SILENT_BYTES:
+            line = f"copying {path} ({version.size / 1e9:.2f} GB) to {copy}"
+            print(line, file=sys.stderr, flush=True)
+        hashed = hashlib.blake2b(digest_size=16)
+        with replacing(copy, advice) as file:
             for block in remote_blocks(path, RANGE_BYTES, version):
                 hashed.update(block)
                 file.write(block)
@@ -228,21 +184,3 @@ def _make_one(path: Path, copy: Path, digest: str) -> None:
                     f"{path} was altered since it was written (its checksum is another): restore"
                     " it, or remove it to have it made again from the text."
                 )
-        record = {"url": str(path), "digest": hashed.hexdigest(), **version._asdict()}
-        write_text(_record_of(copy), json.dumps(record))
-
-
-@contextlib.contextmanager
-def _locked(copy: Path) -> Iterator[None]:
-    """Lets nobody else of this machine make a copy during the block, where its file system can."""
-    folder = copy.parent / VERSIONS
-    folder.mkdir(parents=True, exist_ok=True)
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    with open(folder / f"{copy.name}.lock", "w") as handle:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

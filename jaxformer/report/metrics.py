@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
-from jaxformer.files import ConfigError, lexists, located, make_directory, replacing
-from jaxformer.files.appended import open_appended, read_appended, remove_tails
+from jaxformer.files import ConfigError, lexists, located, make_directory, read_file, replacing
+from jaxformer.files.appended import open_appended
 from jaxformer.report.trackers import Tracker, chosen_tracker
 
 FILE = "metrics.jsonl"
@@ -171,7 +171,7 @@ def _number(value: SupportsFloat) -> float:
 def logged_lines(path: Path) -> Iterator[LoggedLine]:
     """The lines of a metrics.jsonl, without a last one that is still being written. Raises
     ConfigError for a line that `MetricsLog` does not write."""
-    lines = read_appended(path).removesuffix(b"\n").split(b"\n")
+    lines = read_file(path).removesuffix(b"\n").split(b"\n")
     for number, raw in enumerate(lines, start=1):
         try:
             entry = json.loads(raw.decode("ascii", "replace"))
@@ -224,5 +224,4 @@ def _remove_later_lines(path: Path, resume_step: int) -> list[LoggedLine]:
     remaining = [line for line in lines if resume_step > 0 and line.entry["step"] <= resume_step]
     with replacing(path, follow=False) as file:
         file.writelines(line.raw + b"\n" for line in remaining)
-    remove_tails(path)
     return remaining

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxformer.files import ConfigError, read_file, store_errors, write_text
+from jaxformer.files import ConfigError, read_object, store_errors, write_text
 from jaxformer.files.stores import put_new
 
 CLAIM = "claim.json"
-RENEWAL = 20.0  # seconds between two renewals
-LEFT_AFTER = 120.0  # seconds without a renewal after which nobody holds a claim
+RENEWAL = 10.0  # seconds between two renewals
+LEFT_AFTER = 60.0  # seconds without a renewal after which nobody holds a claim
 SETTLING = 1.0  # seconds in which of two processes that take over a claim the last one wins
 
 
@@ -30,12 +30,18 @@ SETTLING = 1.0  # seconds in which of two processes that take over a claim the l
 def claimed(folder: Path, name: str) -> Iterator[None]:
     """Claims the run directory `folder`, of which messages say `name`, while the context lasts.
 
-    Waits for a claim of another machine that is not renewed, up to `LEFT_AFTER` seconds. Raises
-    ConfigError where another process holds the claim, or it cannot be written. A process that finds
-    the claim of another one in place of its own ends at once, with a message: it could not renew
-    its claim, as without a network, and the other one has gone on with the run.
+    Waits for a claim that is not renewed, up to `LEFT_AFTER` seconds. Raises ConfigError where
+    another process holds the claim, or it cannot be written. A process that finds the claim of
+    another one in place of its own ends at once, with a message: it could not renew its claim, as
+    without a network, and the other one has gone on with the run.
     """
-    path, record = folder / CLAIM, _record()
+    path = folder / CLAIM
+    record = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "machine": _machine(),
+        "id": uuid.uuid4().hex,
+    }
     _take(path, record, name)
     released = threading.Event()
     thread = threading.Thread(target=_renew, args=(path, record, released), daemon=True)
@@ -57,59 +63,38 @@ def is_claimed(folder: Path) -> bool:
     return bool(record) and not _is_left(record)
 
 
-def _record() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "machine": _machine(),
-        "started": _started(os.getpid()),
-        "id": uuid.uuid4().hex,
-        "renewed": time.time(),
-    }
-
-
 def _take(path: Path, record: dict[str, Any], name: str) -> None:
-    """Makes the claim, after the wait for one that may be left."""
-    seen, waited_from, is_told = "", time.monotonic(), False
+    first, began = "", time.monotonic()
     while not _put(path, record):
         holder = _read(path)
         if not holder:
             continue  # it was removed in between
-        is_left = _is_left(holder) or time.monotonic() - waited_from > LEFT_AFTER
-        if is_left and _take_over(path, record, holder):
-            return
+        if _is_left(holder) or time.monotonic() - began > LEFT_AFTER:
+            _remove(path)
+            if _put(path, record):
+                time.sleep(SETTLING)
+                if _read(path).get("id") == record["id"]:
+                    return
+            continue
         holding = f"{holder.get('id')} {holder.get('renewed')}"
-        if holding != (seen or holding) or _is_here(holder):
+        by = f"process {holder.get('pid')} on {holder.get('host')}"
+        if first and holding != first:
             raise ConfigError(
-                f"{name} is in use by another process: process {holder.get('pid')} on"
-                f" {holder.get('host')} holds {path}. Wait for it, or choose another run.dir. If"
-                f" that process has ended, its claim does not count {LEFT_AFTER:g} s after it was"
-                " last renewed."
+                f"{name} is in use by another process: {by} holds {path}. Wait for it, or choose"
+                " another run.dir."
             )
-        if not is_told:
+        if not first:
             warnings.warn(
-                f"process {holder.get('pid')} on {holder.get('host')} claims {name}: waiting up to"
-                f" {LEFT_AFTER:g} s for whether it renews {path}.",
+                f"{by} claims {name}: waiting up to {LEFT_AFTER:g} s for whether it renews {path}.",
                 stacklevel=4,
             )
-        seen, is_told = holding, True
-        time.sleep(min(RENEWAL / 4, LEFT_AFTER / 4))
+        first = holding
+        time.sleep(RENEWAL / 4)
 
 
 def _put(path: Path, record: dict[str, Any]) -> bool:
     with store_errors(path, "written"):
-        return put_new(path, json.dumps(record).encode())
-
-
-def _take_over(path: Path, record: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Replaces a claim that is left. Returns False where another process has done so too, later."""
-    if _read(path).get("id") != holder.get("id"):
-        return False
-    _remove(path)
-    if not _put(path, record | {"renewed": time.time()}):
-        return False
-    time.sleep(SETTLING)
-    return bool(_read(path).get("id") == record["id"])
+        return put_new(path, json.dumps(record | {"renewed": time.time()}).encode())
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -118,19 +103,12 @@ def _read(path: Path) -> dict[str, Any]:
         if not path.exists():
             return {}
     try:
-        record = json.loads(read_file(path))
+        return read_object(path, "remove it if no process trains there")
     except ConfigError:
         with store_errors(path, "read"):
             if path.exists():
                 raise
         return {}  # it was removed in between
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise ConfigError(
-            f"{path} is not the claim of a run: remove it if no process trains there."
-        )
-    return record
 
 
 def _remove(path: Path) -> None:
@@ -139,18 +117,19 @@ def _remove(path: Path) -> None:
 
 
 def _is_left(record: dict[str, Any]) -> bool:
-    """Whether the process of a claim has ended, or has not renewed it for long."""
-    renewed = record.get("renewed")
+    """Whether the process of a claim has ended on this machine, or has not renewed it for long."""
+    renewed, pid = record.get("renewed"), record.get("pid")
     if not isinstance(renewed, int | float) or time.time() - renewed > LEFT_AFTER:
         return True
-    if not record.get("machine") or record["machine"] != _machine():
+    if not _machine() or record.get("machine") != _machine() or not isinstance(pid, int):
         return False
-    return _started(record.get("pid")) != record.get("started")
-
-
-def _is_here(record: dict[str, Any]) -> bool:
-    """Whether the process of a claim is known to live, since it is on this machine."""
-    return bool(record.get("machine")) and record["machine"] == _machine() and not _is_left(record)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is somebody else's
+        return False
+    return False
 
 
 def _machine() -> str:
@@ -159,16 +138,6 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""
-
-
-def _started(pid: Any) -> str:
-    """When a process of this machine began, in its own units; "" where there is none."""
-    try:
-        status = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = status.rpartition(")")[2].split()
-        return "" if fields[0] == "Z" else fields[19]
-    except (OSError, ValueError, TypeError):
         return ""
 
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 from jaxformer.config.config_file import read_config
 from jaxformer.files import LOCK, ConfigError, is_remote, store_errors
-from jaxformer.files.appended import modified
 from jaxformer.report.metrics import FILE, read_metrics
 from jaxformer.runs.claim import is_claimed
 
@@ -86,7 +85,7 @@ def listed(run_dir: Path) -> ListedRun:
         best=best.get("val_loss"),
         best_step=best.get("step"),
         tokens_per_second=_last(lines, "tokens_per_second"),
-        idle=max(time.time() - modified(log), 0.0) if lines else None,
+        idle=max(time.time() - log.stat().st_mtime, 0.0) if lines else None,
     )
 
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -253,11 +252,9 @@ def message_of(train: str, tmp_path: Path) -> str:
     ("spec", "message"),
     [
         ("/text/none.txt", "data.train: {} does not exist; "),
-        ("/text/a.text", "data.train: {} does not exist; did you mean {bucket}/text/a.txt?"),
         ("/text/*.tsv", "data.train: no file matches the glob '{}'"),
         ("/empty/*", "data.train: no file matches the glob '{}'"),
-        ("-none/a.txt", "{} cannot be read (The specified bucket does not exist): create the"),
-        ("-none/*.txt", "{} cannot be read (The specified bucket does not exist): create the"),
+        ("-none/*.txt", "{} cannot be read (The specified bucket does not exist): look whether"),
     ],
 )
 def test_a_url_that_names_nothing_is_named(
@@ -265,27 +262,18 @@ def test_a_url_that_names_nothing_is_named(
 ) -> None:
     put(f"{s3_bucket}/text")
     url = f"{s3_bucket}{spec}"
-    assert message_of(url, tmp_path).startswith(message.format(url, bucket=s3_bucket))
+    assert message_of(url, tmp_path).startswith(message.format(url))
 
 
-@pytest.mark.parametrize(
-    ("kind", "remedy"),
-    [
-        ("denied", "allow these credentials"),
-        ("other region", "AWS_DEFAULT_REGION"),
-        ("throttled", "the store answered so to every try"),
-        ("failing", "the store answered so to every try"),
-        ("truncated", "start the same command again"),
-    ],
-)
+@pytest.mark.parametrize("kind", ["denied", "throttled", "truncated"])
 def test_a_store_that_does_not_answer_ends_in_one_message(
-    kind: str, remedy: str, s3_bucket: str, s3_faults: Faults, tmp_path: Path
+    kind: str, s3_bucket: str, s3_faults: Faults, tmp_path: Path
 ) -> None:
     url = put(f"{s3_bucket}/text", {"a.txt": CORPUS["a.txt"]}) + "/a.txt"
     method = "GET" if kind == "truncated" else ""
     with s3_faults.fault(kind, "a.txt", method=method) as fault:
         message = message_of(url, tmp_path)
-    assert f"{url} cannot be read" in message and remedy in message
+    assert f"{url} cannot be read" in message and "start the same command again" in message
     assert 0 < fault.count < 12
 
 
@@ -349,18 +337,6 @@ def test_a_store_that_was_altered_in_its_bucket_is_named(s3_bucket: str, tmp_pat
     assert message.startswith(f"{tokens} was altered since it was written")
     tokens.unlink()
     assert f"{tokens.parent} is not complete" in message_of(output, tmp_path)
-
-
-def test_copies_that_the_disk_has_no_room_for_are_refused(
-    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(f"{s3_bucket}/ids", {"a.npy": b"0" * 1000, "b.npy": b"0" * 1000})
-    monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: SimpleNamespace(free=1999))
-    message = message_of(f"{s3_bucket}/ids/*.npy", tmp_path)
-    assert message.startswith(
-        f"2 files of {s3_bucket}/ids take 0.00 GB on the disk of this machine"
-    )
-    assert copies.VARIABLE in message
 
 
 def test_a_bucket_that_may_not_be_written_is_named(

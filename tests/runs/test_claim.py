@@ -45,8 +45,8 @@ def test_a_directory_belongs_to_one_process_and_a_killed_one_leaves_it(kind: str
     try:
         assert is_claimed(folder)
         refused = rf"in use by another process: process {process.pid} on .* holds {url}/claim.json"
-        with pytest.raises(ConfigError, match=refused), lock(url, restart=False):
-            pass
+        with pytest.warns(UserWarning, match="waiting"), pytest.raises(ConfigError, match=refused):
+            lock(url, restart=False).__enter__()
     finally:
         process.kill()
         process.wait()
@@ -62,7 +62,7 @@ def test_a_claim_of_another_machine_counts_while_it_is_renewed(
     monkeypatch.setattr(claim, "LEFT_AFTER", 2.0)
     monkeypatch.setattr(claim, "SETTLING", 0.0)
     folder = located(f"{s3_bucket}/run")
-    record = {"host": "far", "pid": 7, "machine": "far", "started": "1", "id": "a"}
+    record = {"host": "far", "pid": 7, "machine": "far", "id": "a"}
     write_text(folder / "claim.json", json.dumps(record | {"renewed": time.time()}))
     waiting = pytest.warns(UserWarning, match="process 7 on far claims run.dir: waiting up to 2 s")
     with waiting, claimed(folder, "run.dir"):

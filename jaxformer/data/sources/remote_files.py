@@ -2,7 +2,6 @@
 by as few listings of the store as there are."""
 
 import contextlib
-import difflib
 import glob
 import itertools
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 from jaxformer.files import ConfigError, located, store_errors
 from jaxformer.files.copies import ObjectVersion, version_in
-
-SCHEME = "://"
 
 
 def files_below(root: Path) -> dict[Path, ObjectVersion]:
@@ -35,21 +32,17 @@ def matching_files(
         if entry["type"] == "file":
             return None, {path: version_in(entry)}
     if not glob.has_magic(spec):
-        raise ConfigError(f"{setting}: {path} does not exist{_similar(path)}; {allowed}")
-    scheme, _, pattern = spec.partition(SCHEME)
+        raise ConfigError(f"{setting}: {path} does not exist; {allowed}")
+    scheme, _, pattern = spec.partition("://")
     fixed = itertools.takewhile(lambda name: not glob.has_magic(name), pattern.split("/")[:-1])
-    root = located(f"{scheme}{SCHEME}{'/'.join(fixed)}")
+    root = located(f"{scheme}://{'/'.join(fixed)}")
     entries: dict[str, dict[str, Any]] = {}
     with store_errors(root, "listed"), contextlib.suppress(FileNotFoundError):
         entries = store.fs.glob(store.path, detail=True)
     files = _visible(root, entries)
-    if files:
-        return root, files
-    if entries:
-        raise ConfigError(
-            f"{setting}: the glob {spec!r} matches directories only: end it as in '{spec}/*.txt'."
-        )
-    raise ConfigError(f"{setting}: no file matches the glob {spec!r}; {allowed}")
+    if not files:
+        raise ConfigError(f"{setting}: no file matches the glob {spec!r}; {allowed}")
+    return root, files
 
 
 def _visible(root: Path, entries: dict[str, dict[str, Any]]) -> dict[Path, ObjectVersion]:
@@ -61,14 +54,3 @@ def _visible(root: Path, entries: dict[str, dict[str, Any]]) -> dict[Path, Objec
         if entry["type"] == "file" and not any(part.startswith(".") for part in name.split("/")):
             files[name] = version_in(entry)
     return {root / name: files[name] for name in sorted(files)}
-
-
-def _similar(path: Path) -> str:
-    """A question for a URL that does not exist: whether one of similar name was meant."""
-    try:
-        with store_errors(path.parent, "listed"):
-            names = [entry.name for entry in path.parent.iterdir()]
-    except ConfigError:
-        return ""
-    close = [str(path.with_name(name)) for name in difflib.get_close_matches(path.name, names)]
-    return f"; did you mean {' or '.join(close)}?" if close else ""
