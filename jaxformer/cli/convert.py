@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from jaxformer.adapters.adapted_params import merge
 from jaxformer.adapters.low_rank import is_adapted
@@ -209,10 +208,6 @@ def _verified(model: Loaded, directory: Path, args: ConvertArguments) -> int:
         f"largest logit difference {difference.largest:.3g}, {relative:.2g} of their standard"
         f" deviation {difference.deviation:.3g}"
     )
-    kl = np.asarray(difference.kl)
-    print(f"KL, nats: mean {kl.mean():.2g}, largest {kl.max():.2g}; by position:")
-    for start in range(0, len(kl), 8):
-        print(f"{start:6d}  " + " ".join(f"{value:8.1e}" for value in kl[start : start + 8]))
     if relative <= CLOSE:
         print("both models agree")
         return 0

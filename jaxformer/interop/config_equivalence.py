@@ -27,98 +27,71 @@ def bias_named(parts: frozenset[str]) -> str:
 def resolved(config: ModelConfig) -> ModelConfig:
     """The config with every default that depends on another field written out, and with defaults in
     the fields that do not change its logits: configs of the same function are then equal."""
-    positions = _position_pattern(config)
-    if config.positions == "rope" and "p" not in positions:
+    layers = layer_configs(config, config.n_layers)
+    # Patterns have one letter for each layer, that of windows for each of the deeper stack.
+    is_positioned = [layer.positions == config.positions for layer in layers]
+    position_pattern = "".join("p" if each else "n" for each in is_positioned)
+    if config.positions == "rope" and not any(is_positioned):
         config = dataclasses.replace(config, position_pattern="p", **without_positions(config))
-    depth = max(config.n_layers, config.encoder_layers)
-    has_windows = any(
-        layer.window
-        for stack in (config, of_source(config))
-        for layer in layer_configs(stack, depth)
+    expert_pattern = "".join(
+        "e" if layer.feed_forward == "experts" else "d"
+        for layer in layer_configs(config, config.n_layers)
     )
+    depth = max(config.n_layers, config.encoder_layers)
+    stacks = zip(layer_configs(config, depth), layer_configs(of_source(config), depth), strict=True)
+    window_pattern = "".join("w" if a.window or b.window else "f" for a, b in stacks)
+
     biased = config.biased if "bias" in norm_specs(config) else config.biased - {"norm"}
     scale = config.score_scale or config.head_width**-0.5
-    pattern = _expert_pattern(config)
-    is_dense = config.feed_forward == "experts" and "e" not in pattern
     has_pooler_anyway = has_pooler(dataclasses.replace(config, pooler=False))
+    short_factor, long_factor = (" ".join(map(str, numbers)) for numbers in config.rope_factors)
     fields: dict[str, Any] = {
         "n_kv_heads": config.kv_heads,
         "head_dim": config.head_width,
         "value_dim": config.value_width,
         "embedding_width": config.embedded_width,
         "d_ff": config.ff_width,
-        "layer_groups": config.layer_groups
-        % config.n_layers,  # a group of one layer shares nothing
+        # A group of one layer shares nothing.
+        "layer_groups": config.layer_groups % config.n_layers,
         "head": config.output,
         "pooling": config.pooled,
         "projection_width": config.projection_width or config.d_model,
-        "class_head": _class_head(config),
         "pooler": config.pooler and not has_pooler_anyway,
         "attention_scale": float(f"{scale:.9g}"),
         "logit_divisor": total_divisor(config),
         "parametrization": "standard",
         "mup_base": "",
         "bias": bias_named(biased),
-        **_rope_fields(config),
-        "window_pattern": _window_pattern(config, depth),
-        "position_pattern": positions,
-        "position_embedding": _position_embedding(config),
-        "expert_ff": config.expert_width,
-        "expert_pattern": pattern,
-        "dense_layers": 0,
-        "feed_forward": "ffn" if is_dense else config.feed_forward,
-    }
-    if config.family == "encoder_decoder":
-        fields["n_encoder_layers"] = config.encoder_layers
-        fields["source_window"] = config.source_window or config.window
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
-    unused = {name: defaults[name] for name in _unused(config, has_windows)}
-    return dataclasses.replace(config, **fields | unused)
-
-
-def _rope_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of rotary positions."""
-    short_factor, long_factor = (" ".join(map(str, numbers)) for numbers in config.rope_factors)
-    rope_fields: dict[str, Any] = {
         "rope_original_length": config.original_length,
         "rope_attention_factor": float(f"{config.rope_scale:.9g}"),
         "rope_short_factor": short_factor,
         "rope_long_factor": long_factor,
+        "window_pattern": window_pattern,
+        "position_pattern": position_pattern,
+        "expert_ff": config.expert_width,
+        "expert_pattern": expert_pattern,
+        "dense_layers": 0,
     }
     if config.rope_scaling == "none":
-        rope_fields["rope_window_theta"] = config.rope_window_theta or config.rope_theta
-    return rope_fields
+        fields["rope_window_theta"] = config.rope_window_theta or config.rope_theta
+    if config.positions == "learned":
+        fields["position_embedding"] = "auto"
+    if reads_pooler(config) and config.class_head == "auto":
+        fields["class_head"] = "dense"
+    if config.feed_forward == "experts" and "e" not in expert_pattern:
+        fields["feed_forward"] = "ffn"
+    if config.family == "encoder_decoder":
+        fields["n_encoder_layers"] = config.encoder_layers
+        fields["source_window"] = config.source_window or config.window
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
+    unused = _unused(config, "w" in window_pattern, expert_pattern)
+    return dataclasses.replace(config, **fields | {name: defaults[name] for name in unused})
 
 
-def _class_head(config: ModelConfig) -> str:
-    return "dense" if reads_pooler(config) and config.class_head == "auto" else config.class_head
-
-
-def _window_pattern(config: ModelConfig, depth: int) -> str:
-    """One letter for each layer of the deeper stack."""
-    layers = zip(layer_configs(config, depth), layer_configs(of_source(config), depth), strict=True)
-    return "".join("w" if a.window or b.window else "f" for a, b in layers)
-
-
-def _position_pattern(config: ModelConfig) -> str:
-    """One letter for each layer."""
-    layers = layer_configs(config, config.n_layers)
-    return "".join("p" if layer.positions == config.positions else "n" for layer in layers)
-
-
-def _position_embedding(config: ModelConfig) -> str:
-    return "auto" if config.positions == "learned" else config.position_embedding
-
-
-def _expert_pattern(config: ModelConfig) -> str:
-    """One letter for each layer."""
-    layers = layer_configs(config, config.n_layers)
-    return "".join("e" if layer.feed_forward == "experts" else "d" for layer in layers)
-
-
-def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
-    """The fields that do not change the logits of this config."""
-    scaling, output, pattern = config.rope_scaling, config.output, _expert_pattern(config)
+def _unused(config: ModelConfig, has_windows: bool, pattern: str) -> list[str]:
+    """The fields that do not change the logits of this config, with this pattern of experts."""
+    scaling = config.rope_scaling
+    output = config.output
     has_class_layers = reads_pooler(config) or (output == "tags" and config.class_head != "auto")
     matters = {
         "dropout attention_dropout init dtype layer_loop remat attention_kernel": False,
@@ -152,13 +125,12 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         "relative_": ("t5", "disentangled"),
         "sinusoid_": ("sinusoidal",),
     }
-    unused_prefixes = tuple(
-        prefix for prefix, positions in prefixes.items() if config.positions not in positions
-    )
-    names = [entry.name for entry in dataclasses.fields(config)]
+    for prefix, positions in prefixes.items():
+        if config.positions not in positions:
+            names = (entry.name for entry in dataclasses.fields(config))
+            unused += [name for name in names if name.startswith(prefix)]
     # The shared key of latent attention has its width with any positions.
-    positional = [name for name in names if name != "rope_head_dim"]
-    return unused + [name for name in positional if name.startswith(unused_prefixes)]
+    return [name for name in unused if name != "rope_head_dim"]
 
 
 def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:
@@ -193,17 +165,13 @@ def _with_scaled_queries(tree: Params, config: ModelConfig, factor: float) -> Pa
     scaled_tree: dict[str, Any] = {}
     for name, branch in tree.items():
         if name in (config.mixer, CROSS):
-            scaled_tree[name] = branch | _scaled_queries(branch, config, factor)
+            scaled = {each: factor * branch[each] for each in ("q", "q_bias") if each in branch}
+            if "q_norm" in branch:
+                offset = 0 if config.query_key_norm == "layer" else NORMS[config.norm].offset
+                scaled = {"q_norm": factor * (offset + branch["q_norm"]) - offset}
+            scaled_tree[name] = branch | scaled
         elif isinstance(branch, dict):
             scaled_tree[name] = _with_scaled_queries(branch, config, factor)
         else:
             scaled_tree[name] = branch
     return scaled_tree
-
-
-def _scaled_queries(branch: Params, config: ModelConfig, factor: float) -> Params:
-    """The leaves of a mixer by which its queries have the factor."""
-    if "q_norm" in branch:
-        offset = 0 if config.query_key_norm == "layer" else NORMS[config.norm].offset
-        return {"q_norm": factor * (offset + branch["q_norm"]) - offset}
-    return {name: factor * branch[name] for name in ("q", "q_bias") if name in branch}

@@ -108,7 +108,7 @@ def leaves_equal(a, b) -> bool:
 def test_verify_prints_that_both_sides_agree(base, kind):
     here, _ = made(base, kind)
     said = told("convert", here, base / f"{kind}_verified", "--verify")
-    assert "both models agree" in said and "KL, nats" in said and "largest logit difference" in said
+    assert "both models agree" in said and "largest logit difference" in said
 
 
 def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
@@ -116,7 +116,7 @@ def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
     model = jf.load(there)
     moved = jax.tree.map(lambda leaf: leaf * 1.01, model.params)
     found = logit_parity.compare(there, moved, model.config)
-    assert found.largest > 1e-3 * found.deviation and found.kl.max() > 1e-9
+    assert found.largest > 1e-3 * found.deviation
     monkeypatch.setattr(
         "jaxformer.cli.convert.load", lambda path, step, **_: jf.Loaded(moved, model.config, None)
     )
