@@ -33,10 +33,10 @@ PACKINGS = ("stream", "documents", "best_fit")
 
 @contextmanager
 def stored(sizes: list[int], first: int = 0) -> Iterator[TokenStore]:
-    """A store of documents of these sizes, in shards of about 20 tokens, its letters from the
+    """A store of documents of these sizes, in shards of about 50 tokens, its letters from the
     `first` of the alphabet on."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizing, "SHARD_CHARACTERS", 20)
+        patch.setattr(tokenizing, "SHARD_CHARACTERS", 50)
         letters = (chr(97 + (first + place) % 26) for place in range(sum(sizes)))
         pieces = [
             Piece("".join(islice(letters, size)), str(index), True)

@@ -138,8 +138,7 @@ class PreferenceTemplate(AnswerTemplate):
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
         self.capacity = (self.length, self.length)
-        # Stores of an earlier version have ids without the tokens that begin and end a text.
-        self.recipe = ("with the end token", template_fingerprint(tokenizer))
+        self.recipe = (template_fingerprint(tokenizer),)
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         """The ids of each prompt and of both completions, with the tokens that begin and end a

@@ -3,15 +3,32 @@ memory."""
 
 import itertools
 import sys
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from jaxformer.config.run import DataConfig
+from jaxformer.data.examples import open_or_encode
 from jaxformer.data.rows import NumpyBatch, Rows, numbers_below
+from jaxformer.data.sources import Piece
+from jaxformer.data.sources.records import Kind, Value
+from jaxformer.data.task import Task
+from jaxformer.data.templates import ExampleRows
+from jaxformer.data.tokenizing import open_or_build
 from jaxformer.files import ConfigError
+from jaxformer.tokenizer import byte_tokenizer
+
+# A record of each kind of field: one word, whose tag or label is "a" too.
+INVENTED: dict[Kind, Value] = {
+    **dict.fromkeys(("text", "label", "prompt", "completion"), "a"),
+    **dict.fromkeys(("words", "tags"), ("a",)),
+    "messages": ('{"role": "user", "content": "a"}', '{"role": "assistant", "content": "a"}'),
+}
+INVENTED_CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @dataclass(frozen=True)
@@ -139,3 +156,33 @@ def evaluation_batches(
 
 def _stacked(rows: list[NumpyBatch]) -> NumpyBatch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+class ArrayShape(NamedTuple):
+    """An array of a batch: its shape, rows first, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def batch_shapes(task: Task, data: DataConfig, batch_size: int) -> dict[str, ArrayShape]:
+    """The arrays of a global batch of `Batches`, by name, without the data: those of a row that the
+    objective's own code makes of invented text."""
+    tokenizer = byte_tokenizer(task.specials)
+    rows: Rows
+    with tempfile.TemporaryDirectory() as folder:
+        if task.template is None:
+            # Enough for a row of any objective, of which some read several rows' worth.
+            size = 4 * (task.format.length + task.format.source_length)
+            document = Piece("a" * size, "", True)
+            store = open_or_build(Path(folder), lambda: [document], tokenizer)
+            rows = task.rows(store, data, task.format, tokenizer)
+        else:
+            tokenizer.metadata = replace(tokenizer.metadata, template=INVENTED_CHAT)
+            template = task.template(task.format, tokenizer)
+            record = tuple(INVENTED[field.kind] for field in task.fields)
+            example = Piece("", "", True, record)
+            examples = open_or_encode(Path(folder), lambda: [example], template.encode)
+            rows = ExampleRows(examples, template, seed=0)
+        row = rows[0]
+    return {name: ArrayShape((batch_size, *row[name].shape), row[name].dtype) for name in row}

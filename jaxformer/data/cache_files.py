@@ -97,46 +97,47 @@ def require_counts(record: Mapping[str, Any], *names: str) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A file as it was written: its size in bytes, its modification time in nanoseconds, and a
-    digest of its content. The time of an object in a store is 0: its digest is compared when it is
-    copied to this machine."""
+    """A file as it was written: its size in bytes and a digest of its content."""
 
     size: int
-    time: int
     digest: str
 
     @classmethod
     def now(cls, path: Path, digest: str) -> "Written":
-        if is_remote(path):
-            version = version_if_there(path)
-            if version is None:
-                raise FileNotFoundError(path)
-            return cls(version.size, 0, digest)
-        status = path.stat()
-        return cls(status.st_size, status.st_mtime_ns, digest)
+        return cls(_size(path), digest)
 
-    def checked(self, path: Path, thorough: bool) -> "Written":
-        """The file as it is now. It is read whole where its time has changed, or if `thorough`.
+    def require_size(self, path: Path) -> None:
+        """FileNotFoundError where the file is gone, ConfigError where it has another size."""
+        size = _size(path)
+        if size != self.size:
+            raise _altered(path, f"it has {size:,} bytes of {self.size:,}")
 
-        Raises ConfigError where its content has changed, FileNotFoundError where it is gone.
-        """
-        current = Written.now(path, self.digest)
-        difference = f"it has {current.size:,} bytes of {self.size:,}"
-        if current.size == self.size:
-            untouched = (is_remote(path) or current.time == self.time) and not thorough
-            if untouched or digest(path) == self.digest:
-                return current
-            difference = "its checksum is another"
-        raise ConfigError(
-            f"{path} was altered since it was written ({difference}): restore it, or remove it to"
-            " have it made again from the text."
-        )
+    def verify(self, path: Path) -> None:
+        """Compares the whole file with its digest."""
+        self.require_size(path)
+        if digest(path) != self.digest:
+            raise _altered(path, "its checksum is another")
 
     @functools.lru_cache(None)  # noqa: B019 (it is kept for the life of the process on purpose)
-    def verify(self, path: Path) -> None:
-        """Compares the whole file with its digest, the first time that this process asks. Raises
-        ConfigError where its content has changed, whatever its size and time."""
-        self.checked(path, thorough=True)
+    def verify_once(self, path: Path) -> None:
+        """Compares the whole file with its digest, the first time that this process asks."""
+        self.verify(path)
+
+
+def _size(path: Path) -> int:
+    if not is_remote(path):
+        return path.stat().st_size
+    version = version_if_there(path)
+    if version is None:
+        raise FileNotFoundError(path)
+    return version.size
+
+
+def _altered(path: Path, difference: str) -> ConfigError:
+    return ConfigError(
+        f"{path} was altered since it was written ({difference}): restore it, or remove it to have"
+        " it made again from the text."
+    )
 
 
 def digest(path: Path) -> str:

@@ -102,15 +102,17 @@ def prepare(
     """Makes or finds the tokenizer and the stores of a run, and cuts them into rows.
 
     `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which
-    the tokenizer has to fit in; 0 takes any. Raises ConfigError for data that cannot be used.
+    the tokenizer has to fit in; 0 takes any. ConfigError for data that cannot be used.
     """
-    cache, labels = located(os.path.expanduser(data.cache_dir)), model_labels.names
+    cache = located(os.path.expanduser(data.cache_dir))
+    labels = model_labels.names
     sides = find_sides(data, settings, task, cache / SCANS, log)
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
+    rows: dict[SideName, list[Rows]] = {side: [] for side in SIDES}
     # What is held out is read in order, without the shares of what is trained on.
     held_out = replace(data, weights="", epochs="", order="epochs")
-    rows: dict[SideName, list[Rows]] = {}
+    settings_of: dict[SideName, DataConfig] = {"train": data, "validation": held_out}
     if task.template:
         template = task.template(task.format, tokenizer)
         for warning in template.warnings():
@@ -123,20 +125,26 @@ def prepare(
         if model_labels.may_grow or not labels:
             labels = joined_labels(labels, met)
         for side, splits in sides.items():
-            pairs = zip(splits, examples[side], strict=True)
-            rows[side] = [_example_rows(*pair, template, labels, seed, log) for pair in pairs]
+            for split, store in zip(splits, examples[side], strict=True):
+                rows[side].append(_example_rows(split, store, template, labels, seed, log))
     else:
         beginning = task.beginning(data.bos, tokenizer)
         folder = StoreFolder(cache / "stores", tokenizer, beginning, log)
         stores = text_stores(sides, folder, verify=data.verify == "always")
-        for side, several in stores.items():
-            side_data = data if side == "train" else held_out
-            rows[side] = [task.rows(store, side_data, task.format, tokenizer) for store in several]
-    train = _mixed(sides["train"], rows["train"], data)
-    validation = _mixed(sides["validation"], rows["validation"], held_out)
-    if train is None:
+        for side in SIDES:
+            side_data = settings_of[side]
+            rows[side] = [
+                task.rows(text, side_data, task.format, tokenizer) for text in stores[side]
+            ]
+    mixed: dict[SideName, Rows | None] = {}
+    for side, splits in sides.items():
+        mixed[side] = rows[side][0] if rows[side] else None
+        if len(splits) > 1:
+            names = [split.source.spec for split in splits]
+            mixed[side] = Mixture([*zip(names, rows[side], strict=True)], settings_of[side])
+    if mixed["train"] is None:
         raise ConfigError(f"data.train={data.train} holds nothing to train on.")
-    return Corpus(tokenizer, task, labels, train, validation, sides, stores)
+    return Corpus(tokenizer, task, labels, mixed["train"], mixed["validation"], sides, stores)
 
 
 def find_sides(
@@ -168,21 +176,18 @@ def find_named(
     validation = find_validation(data, sources, task.fields)
     if any(isinstance(source, IdFiles) for source in [*sources, *validation]):
         tokenizer = given_tokenizer(settings, ()) if settings.path else None
-        sources, validation = (
-            [
-                replace(source, tokenizer=tokenizer) if isinstance(source, IdFiles) else source
-                for source in several
-            ]
-            for several in (sources, validation)
-        )
+        for several in (sources, validation):
+            for number, source in enumerate(several):
+                if isinstance(source, IdFiles):
+                    several[number] = replace(source, tokenizer=tokenizer)
     return sources, validation
 
 
 def tokenizer_of(
     settings: TokenizerConfig, task: Task, vocab_size: int, sides: Sides, cache: Path, log: Log
 ) -> Tokenizer:
-    """The tokenizer of a run, made or found. Raises ConfigError where `check_fit` does."""
-    tokenizer = make_tokenizer(settings, sides, task.specials, cache / TOKENIZERS, log)
+    """The tokenizer of a run, made or found."""
+    tokenizer = _made_tokenizer(settings, sides, task.specials, cache / TOKENIZERS, log)
     if settings.chat_template:
         set_chat_template(tokenizer, settings.chat_template)
     check_fit(task, vocab_size, tokenizer, settings.path)
@@ -204,11 +209,13 @@ def given_tokenizer(
     return byte_tokenizer(specials) if settings.kind == "bytes" else None
 
 
-def make_tokenizer(
+def _made_tokenizer(
     settings: TokenizerConfig, sides: Sides, specials: tuple[str, ...], cache: Path, log: Log
 ) -> Tokenizer:
-    """The tokenizer of a run, made or found: a BPE of text for training, characters of all."""
-    train, every = sides["train"], [*sides["train"], *sides["validation"]]
+    """That of a file or of prepared text; else a BPE of the text for training, or the characters of
+    all text, kept in `cache`."""
+    train = sides["train"]
+    every = [*train, *sides["validation"]]
     prepared = [split.source.folder for split in every if isinstance(split.source, Prepared)]
     if prepared and not settings.path and not (prepared[0] / TOKENIZER_FILE).is_file():
         raise ConfigError(
@@ -223,42 +230,34 @@ def make_tokenizer(
         texts = [split.identity() for split in train]
         summary = (texts, settings.vocab_size, settings.training_bytes, settings.pattern)
     path = cache / f"{fingerprint(FORMAT, settings.kind, *summary, *specials)}.json"
-    if not path.exists():
-        with claimed(cache, log):
-            if not path.exists():
-                began = time.perf_counter()
-                if settings.kind == "bpe":
-                    made = _train_bpe(settings, train, specials, log)
-                else:
-                    made = _take_characters(every, specials, log)
-                seconds = time.perf_counter() - began
-                log(f"tokenizer: {made.vocab_size:,} entries, made in {seconds:.1f} s")
-                made.save(path)
-                return Tokenizer.load(path)
-    log(f"tokenizer: reusing {path}")
-    return Tokenizer.load(path)
-
-
-def _train_bpe(
-    settings: TokenizerConfig, train: list[Split], specials: tuple[str, ...], log: Log
-) -> Tokenizer:
-    total, cap = sum(split.bytes for split in train), settings.training_bytes
-    names = " and ".join(str(split.source) for split in train)
-    log(
-        f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on"
-        f" {megabytes(min(total, cap))} of {names}"
-    )
-    texts = (
-        text for split in train for text in spread(split, round(cap * split.bytes / max(1, total)))
-    )
-    return train_bpe_tokenizer(texts, settings.vocab_size, specials, settings.pattern)
-
-
-def _take_characters(every: list[Split], specials: tuple[str, ...], log: Log) -> Tokenizer:
-    sources = [*{id(split.source): split.source for split in every}.values()]
-    log("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
-    texts = (piece.text for source in sources for piece in source.pieces())
-    return character_tokenizer(texts, specials)
+    if path.exists():
+        log(f"tokenizer: reusing {path}")
+        return Tokenizer.load(path)
+    with claimed(cache, log):
+        if path.exists():
+            # Another process made it meanwhile.
+            return Tokenizer.load(path)
+        began = time.perf_counter()
+        if settings.kind == "bpe":
+            limit = settings.training_bytes
+            total = sum(split.bytes for split in train)
+            names = " and ".join(str(split.source) for split in train)
+            log(
+                f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on"
+                f" {megabytes(min(total, limit))} of {names}"
+            )
+            shares = [round(limit * split.bytes / max(1, total)) for split in train]
+            pieces = itertools.chain.from_iterable(map(spread, train, shares))
+            made = train_bpe_tokenizer(pieces, settings.vocab_size, specials, settings.pattern)
+        else:
+            sources = [*{id(split.source): split.source for split in every}.values()]
+            log("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
+            characters = (piece.text for source in sources for piece in source.pieces())
+            made = character_tokenizer(characters, specials)
+        seconds = time.perf_counter() - began
+        log(f"tokenizer: {made.vocab_size:,} entries, made in {seconds:.1f} s")
+        made.save(path)
+        return Tokenizer.load(path)
 
 
 def spread(split: Split, limit: int) -> Iterator[str]:
@@ -312,20 +311,13 @@ def text_stores(
 
 def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:
     """The labels of a model that is trained further, in their order, and then those that only the
-    data has, in theirs. A model that shares no label with the data is for another task: then the
-    labels are those of the data alone."""
+    data has: whole numbers by value, then the rest by name. A model that shares no label with the
+    data is for another task: then the labels are those of the data alone."""
     if met.isdisjoint(before):
-        return in_order(met)
-    return before + in_order(met - {*before})
-
-
-def in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """Labels in the order of their numbers: whole numbers by value, then the rest by name."""
-
-    def rank(label: str) -> tuple[bool, int, str]:
-        return not label.isdecimal(), int(label) if label.isdecimal() else 0, label
-
-    return tuple(sorted(labels, key=rank))
+        before = ()
+    numbers = [label for label in met if label.isdecimal()]
+    in_order = [*sorted(sorted(numbers), key=int), *sorted(met - {*numbers})]
+    return (*before, *(label for label in in_order if label not in before))
 
 
 def gzip_bits_per_byte(texts: Iterable[str]) -> float:
@@ -375,41 +367,28 @@ def _example_rows(
     if labels:
         store.number_as(labels, str(split.source))
     rows = ExampleRows(store, template, seed)
+    count = len(store)
     if rows.left_out:
-        _say_left_out(split, rows, template, log)
+        remedy = "set data.sequence_length to more"
+        if template.cut == "end":
+            remedy += ", or data.cut=prompt, which keeps the beginning of each answer"
+        if not len(rows):
+            longest = int(template.sizes(store.lengths()).max())
+            raise ConfigError(
+                f"{split.source} ({split.rule()}): none of its {count:,} examples has anything to"
+                f" learn in a row of data.sequence_length={template.length:,}; the longest takes"
+                f" {longest:,} tokens. Check what is to be learned of them, or {remedy}."
+            )
+        log(
+            f"{split.name}: {rows.left_out:,} of {count:,} examples ({rows.left_out / count:.0%})"
+            f" are left out: within data.sequence_length={template.length:,} nothing of them is"
+            f" learned; to keep what was cut away, {remedy}"
+        )
     if template.packs:
         log(f"{split.name}: packed in {len(rows):,} rows, {rows.filled:.0%} of them filled")
     if rows.cut:
         log(
-            f"{split.name}: {rows.cut:,} of {len(store) - rows.left_out:,} examples are longer than"
-            f" a row, and are cut {template.cut_where}"
+            f"{split.name}: {rows.cut:,} of {count - rows.left_out:,} examples are longer than a"
+            f" row, and are cut {template.cut_where}"
         )
     return rows
-
-
-def _say_left_out(split: Split, rows: ExampleRows, template: Template, log: Log) -> None:
-    """A line on the examples without a target. Raises ConfigError where no others are left."""
-    count, length = len(rows.store), template.length
-    remedy = "set data.sequence_length to more"
-    if template.cut == "end":
-        remedy += ", or data.cut=prompt, which keeps the beginning of each answer"
-    if not len(rows):
-        longest = int(template.sizes(rows.store.lengths()).max())
-        raise ConfigError(
-            f"{split.source} ({split.rule()}): none of its {count:,} examples has anything to learn"
-            f" in a row of data.sequence_length={length:,}; the longest takes {longest:,} tokens."
-            f" Check what is to be learned of them, or {remedy}."
-        )
-    log(
-        f"{split.name}: {rows.left_out:,} of {count:,} examples ({rows.left_out / count:.0%}) are"
-        f" left out: within data.sequence_length={length:,} nothing of them is learned; to keep"
-        f" what was cut away, {remedy}"
-    )
-
-
-def _mixed(splits: list[Split], rows: list[Rows], data: DataConfig) -> Rows | None:
-    """The rows of several texts as those of one, in the shares that `data` gives."""
-    if len(rows) < 2:
-        return rows[0] if rows else None
-    named = [(split.source.spec, each) for split, each in zip(splits, rows, strict=True)]
-    return Mixture(named, data)

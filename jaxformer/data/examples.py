@@ -57,13 +57,14 @@ class ExampleStore:
         try:
             manifest = read_object(directory / MANIFEST)
             store = cls(directory, manifest)
-            written = {name: Written(**manifest["files"][name]) for name in ARRAY_FILES}
-            is_complete = len(store._tokens) == store.tokens and len(store) == store.documents
+            if len(store._tokens) != store.tokens or len(store) != store.documents:
+                return None
         except (OSError, *WRONG_RECORD):
             return None
-        for path, file in zip(store._paths, written.values(), strict=True) if is_complete else ():
-            file.verify(path)
-        return store if is_complete else None
+        for name, path in zip(ARRAY_FILES, store._paths, strict=True):
+            file = manifest["files"][name]
+            Written(file["size"], file["digest"]).verify_once(path)
+        return store
 
     def __len__(self) -> int:
         return (len(self._bounds) - 1) // self.parts

@@ -72,28 +72,24 @@ def scan_ids(source: IdFiles, folder: Path, log: Log) -> Scan:
 
 
 def id_store(
-    source: IdFiles, text_scan: Scan, folders: list[Path], thorough: bool, log: Log
+    source: IdFiles, text_scan: Scan, folders: list[Path], make: bool, log: Log
 ) -> TokenStore:
-    """The ids of a source, each file's index of documents in its folder. `thorough` reads all ids
-    and indices once more, and makes nothing."""
+    """The ids of a source, each file's index of documents in its folder, made where there is none
+    unless `make` is false."""
     tokenizer = source.made_by()
     shards: list[Shard] = []
     for file, file_scan, folder in zip(source.files, text_scan.parts, folders, strict=True):
         array = replace(_open(source, file), digest=file_scan.content)
         # The shards of a file are its ids, and one end token where they lack it.
         count = 1 if int(array.mapped()[-1]) == tokenizer.end_token else 2
-        if thorough:
-            array.verify()
-        with claimed(folder, log):
-            found = [Shard.finished(folder, number, thorough) for number in range(count)]
-            made = [shard for shard in found if shard]
-            if len(made) < count:
-                if thorough:
-                    raise ConfigError(
-                        f"{source}: {file.path} has no index of documents: leave out --verify to"
-                        " make it."
-                    )
-                made = _index(array, file, folder, tokenizer)
+        made = _finished(folder, count)
+        if not made and not make:
+            raise ConfigError(
+                f"{source}: {file.path} has no index of documents: leave out --verify to make it."
+            )
+        if not made:
+            with claimed(folder, log):
+                made = _finished(folder, count) or _index(array, file, folder, tokenizer)
         documents = sum(shard.documents for shard in made)
         if (documents, sum(shard.bytes for shard in made)) != (
             file_scan.documents,
@@ -108,6 +104,12 @@ def id_store(
     names = [folder.name for folder in folders]
     joined = names[0] if len(names) == 1 else fingerprint(names)
     return TokenStore(shards, tokenizer.dtype, joined)
+
+
+def _finished(folder: Path, count: int) -> list[Shard]:
+    shards = [Shard.finished(folder, number) for number in range(count)]
+    made = [shard for shard in shards if shard]
+    return made if len(made) == count else []
 
 
 def _read(source: IdFiles, file: SourceFile, log: Log) -> Scan:

@@ -14,14 +14,12 @@ from jaxformer.tokenizer.frame import Frame, closed
 
 
 class FramedTemplate(Template):
-    """Texts in the tokenizer's template for one text or for two. Where that is another frame than
-    earlier versions made, it is a part of the data's fingerprint, so that a run that they began is
-    not continued with other rows."""
+    """Texts in the tokenizer's template for one text or for two, which is a part of the data's
+    fingerprint."""
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
-        pairs = [(self.frame(texts), closed(self.start, self.stop, texts)) for texts in (1, 2)]
-        self.recipe = tuple(str(frame.slots) for frame, before in pairs if frame != before)
+        self.recipe = tuple(str(self.frame(texts).slots) for texts in (1, 2))
 
     def frame(self, texts: int) -> Frame:
         """What stands around one text or two: the tokenizer's template, or [CLS] and [SEP] or the

@@ -76,7 +76,9 @@ def prepare_text(
             if side == "validation" and split.side != "all":
                 # A text that is on both sides was tokenized for training.
                 continue
-            store = stores.store_of(split.source, split.scan, thorough)
+            store = stores.store_of(split.source, split.scan, make=not thorough)
+            if thorough:
+                store.verify(copies=False)
             longest = int(np.diff(store.ends(), prepend=0).max(initial=0))
             skipped = tuple(split.scan.skipped.lines())
             name = str(split.source)

@@ -16,10 +16,9 @@ import functools
 import hashlib
 import itertools
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,14 @@ import numpy as np
 
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, on_disk, require_counts
 from jaxformer.files import ConfigError, is_remote, read_object, write_text
+from jaxformer.tokenizer import Tokenizer
 
 NONE = np.zeros(0, np.int64)
 # An even number, as the test for ids of another width needs.
 BLOCK_IDS = 1 << 22
 STORES_TOGETHER = 16  # stores of a URL that are opened at the same time
 COUNTS = ("tokens", "documents", "bytes")
+MOST_MAPS = 128  # files that are open at a time
 
 
 @dataclass(frozen=True)
@@ -90,81 +91,78 @@ class Shard:
 
     @classmethod
     def of(cls, folder: Path, entry: dict[str, Any]) -> "Shard":
-        """A shard by its entry in a manifest. Raises KeyError or TypeError for a wrong entry."""
-        counts = dict(entry)
-        path, files = folder / counts.pop("name"), counts.pop("files")
+        """A shard by its entry in a manifest; one of WRONG_RECORD for a wrong entry."""
         require_counts(entry, *COUNTS)
-        for file in files.values():
+        files = {}
+        for kind, file in entry["files"].items():
             require_counts(file, "size")
-        return cls(path, files={kind: Written(**file) for kind, file in files.items()}, **counts)
+            files[kind] = Written(file["size"], file["digest"])
+        counts = {name: entry[name] for name in COUNTS}
+        return cls(folder / entry["name"], **counts, files=files)
 
     @classmethod
-    def finished(cls, folder: Path, index: int, thorough: bool = False) -> "Shard | None":
+    def finished(cls, folder: Path, index: int) -> "Shard | None":
         """The shard of this number, None where it is not complete."""
         try:
             shard = cls.of(folder, read_object(folder / f"{index:05d}.json"))
         except WRONG_RECORD:
             return None
-        return shard.checked(thorough)
+        return shard if shard.is_there() else None
 
     def entry(self) -> dict[str, Any]:
         """Its entry in a manifest."""
-        summary = asdict(self)
-        del summary["path"], summary["ids"]
-        return {"name": self.path.name} | summary
+        counts = {name: getattr(self, name) for name in COUNTS}
+        files = {kind: asdict(written) for kind, written in self.files.items()}
+        return {"name": self.path.name} | counts | {"files": files}
 
     def file(self, kind: str) -> Path:
         return self.path.with_suffix(f".{kind}")
 
+    def is_there(self) -> bool:
+        """Whether its files are. ConfigError where one has another size."""
+        try:
+            for kind, written in self.files.items():
+                written.require_size(self.file(kind))
+        except FileNotFoundError:
+            return False
+        return True
+
     def here(self, kind: str) -> Path:
         """A file on this machine: itself, or the copy of that at a URL."""
-        written = self.files.get(kind)
-        return on_disk([self.file(kind)], [written.digest if written else ""])[0]
+        return on_disk([self.file(kind)], [self.files[kind].digest])[0]
 
-    def checked(self, thorough: bool = False) -> "Shard | None":
-        """The shard with its files as they are now, None where one is gone."""
-        try:
-            files = {
-                kind: written.checked(self.file(kind), thorough)
-                for kind, written in self.files.items()
-            }
-        except FileNotFoundError:
-            return None
-        return replace(self, files=files)
+    def verified(self, kind: str) -> Path:
+        """A file on this machine, compared with its digest when it is first read."""
+        path = self.here(kind)
+        self.files[kind].verify_once(path)
+        return path
+
+    def read(self, dtype: np.dtype) -> np.ndarray:
+        """Its tokens [tokens], of this type where they are its own."""
+        if self.ids:
+            ids = self.ids
+            return _mapped(ids.path, ids.dtype, ids.offset, (ids.count,), ids.digest)
+        return _mapped(self.verified("tokens"), dtype, 0, (self.tokens,), self.files["tokens"])
+
+    def index(self) -> np.ndarray:
+        """Its index of documents [3, documents]."""
+        if not self.documents:
+            return np.zeros((3, 0), np.int64)
+        path = self.verified("documents")
+        return _mapped(path, np.dtype(np.int64), 0, (3, self.documents), self.files["documents"])
 
 
-@dataclass(frozen=True)
-class StoreManifest:
-    """What joins the shards of a store: the type of its tokens, a digest of the tokenizer that made
-    them, and the tokens with which documents begin."""
-
-    dtype: np.dtype
-    tokenizer: str
-    beginning: tuple[int, ...]
-    shards: list[Shard]
-
-    @classmethod
-    def read(cls, directory: Path) -> "StoreManifest | None":
-        """The manifest of a store, None where there is none that can be read."""
-        try:
-            record = read_object(directory / MANIFEST)
-            dtype, beginning = np.dtype(record["dtype"]), map(int, record.get("beginning", ()))
-            shards = [Shard.of(directory, entry) for entry in record["shards"]]
-            return cls(dtype, record["tokenizer"], tuple(beginning), shards)
-        except WRONG_RECORD:
-            return None
-
-    def write(self, directory: Path) -> None:
-        """Writes the file that makes a store complete; one that is there may stay as it is."""
-        record: dict[str, Any] = {"dtype": self.dtype.name, "tokenizer": self.tokenizer}
-        record |= {"beginning": [*self.beginning]} if self.beginning else {}
-        entries = [shard.entry() for shard in self.shards]
-        record |= {name: sum(entry[name] for entry in entries) for name in COUNTS}
-        try:
-            write_text(directory / MANIFEST, json.dumps(record | {"shards": entries}, indent=1))
-        except ConfigError:
-            if not (directory / MANIFEST).exists():
-                raise
+# Shared by all stores, since each map holds a file open.
+@functools.lru_cache(MOST_MAPS)
+def _mapped(
+    path: Path, dtype: np.dtype, offset: int, shape: tuple[int, ...], content: Written | str
+) -> np.ndarray:
+    """The array of a file, which is mapped and not read; `content` tells two of one path apart."""
+    if 0 in shape:
+        # An empty file cannot be mapped.
+        return np.zeros(shape, dtype)
+    # A plain view: slices of np.memmap itself are several times slower to make.
+    return np.memmap(path, dtype, "r", offset, shape).view(np.ndarray)
 
 
 class TokenStore:
@@ -185,8 +183,6 @@ class TokenStore:
     ) -> None:
         self.fingerprint, self.beginning = fingerprint, beginning
         self._shards, self._dtype = list(shards), dtype
-        # A cache of the instance, so that maps are closed when the store goes.
-        self._map = functools.lru_cache(most_maps())(self._open_map)
         # [shards + 1]: the place of the first token of each shard, and the number of all tokens
         self._begins = [*itertools.accumulate((shard.tokens for shard in shards), initial=0)]
         self._take(np.zeros(1, np.int64), np.array(self._begins[-1:], np.int64))
@@ -196,18 +192,37 @@ class TokenStore:
         self.is_cut = False
 
     @classmethod
-    def open(cls, directory: Path, thorough: bool = False) -> "TokenStore | None":
-        """The store in a directory, None where it is not complete. Raises ConfigError where a file
-        was altered since."""
-        manifest = StoreManifest.read(directory)
-        checked = [shard.checked(thorough) for shard in manifest.shards] if manifest else []
-        current = [shard for shard in checked if shard]
-        if not manifest or len(current) < len(manifest.shards):
+    def open(cls, directory: Path) -> "TokenStore | None":
+        """The store in a directory, None where it is not complete. ConfigError where a file has
+        another size than it was written with."""
+        try:
+            record = read_object(directory / MANIFEST)
+            beginning = tuple(map(int, record.get("beginning", ())))
+            shards = [Shard.of(directory, entry) for entry in record["shards"]]
+            store = cls(shards, np.dtype(record["dtype"]), directory.name, beginning)
+        except WRONG_RECORD:
             return None
-        if current != manifest.shards and not is_remote(directory):
-            # Copied files have other times, and are not read as a whole again.
-            replace(manifest, shards=current).write(directory)
-        return cls(current, manifest.dtype, directory.name, manifest.beginning)
+        return store if all(shard.is_there() for shard in shards) else None
+
+    @classmethod
+    def complete(
+        cls,
+        directory: Path,
+        shards: Sequence[Shard],
+        tokenizer: Tokenizer,
+        beginning: tuple[int, ...],
+    ) -> "TokenStore":
+        """The store of shards that are written, whose manifest this writes."""
+        store = cls(shards, tokenizer.dtype, directory.name, beginning)
+        record: dict[str, Any] = {
+            "dtype": tokenizer.dtype.name,
+            "tokenizer": tokenizer.fingerprint(),
+            "beginning": [*beginning],
+            **{name: getattr(store, name) for name in COUNTS},
+            "shards": [shard.entry() for shard in shards],
+        }
+        write_text(directory / MANIFEST, json.dumps(record, indent=1))
+        return store
 
     @classmethod
     def joined(cls, stores: "Sequence[TokenStore]", fingerprint: str) -> "TokenStore":
@@ -220,7 +235,7 @@ class TokenStore:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop (not included, at most the store's last): int32."""
         spans = [
-            self._map(shard, "tokens")[low:high].astype(np.int32)
+            self._shards[shard].read(self._dtype)[low:high].astype(np.int32)
             for shard, low, high, _ in self._spans(start, stop)
         ]
         return np.concatenate(spans) if spans else np.zeros(0, np.int32)
@@ -232,11 +247,11 @@ class TokenStore:
         paths = [shard.file(kind) for shard, kind in shard_files]
         on_disk(paths, [shard.files[kind].digest for shard, kind in shard_files])
 
-    def verify(self) -> None:
-        """Compares every file with its digest. Raises ConfigError for one that was altered."""
+    def verify(self, copies: bool = True) -> None:
+        """Compares every file with its digest; of a URL the copies on this machine, or itself."""
         for shard in self._shards:
             for kind, written in shard.files.items():
-                written.verify(shard.here(kind))
+                written.verify(shard.here(kind) if copies else shard.file(kind))
             if shard.ids:
                 shard.ids.verify()
 
@@ -244,7 +259,7 @@ class TokenStore:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
         ends_of_spans = [NONE]
         for shard, low, high, at in self._spans(start, stop):
-            ends = self._map(shard, "documents")[0]
+            ends = self._shards[shard].index()[0]
             first, last = np.searchsorted(ends, [low, high], side="right")
             ends_of_spans.append(ends[first:last] + (at - low))
         boundaries = np.concatenate(ends_of_spans)
@@ -269,7 +284,7 @@ class TokenStore:
         sizes = np.diff(self._starts)
         for shard in range(len(self._shards) if len(sizes) else 0):
             # [documents], places in all shards
-            ends = self._map(shard, "documents")[0] + self._begins[shard]
+            ends = self._shards[shard].index()[0] + self._begins[shard]
             # The last run that begins before an end holds it, unless it stops earlier.
             run = np.searchsorted(self._lows, ends) - 1
             inside = (run >= 0) & (ends - self._lows[run] <= sizes[run])
@@ -281,7 +296,7 @@ class TokenStore:
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
         """The documents whose `hash_fraction` is below `fraction`, or the others."""
         # Copies, so that no more files are open at once than the cache of maps holds.
-        tables = [self._map(shard, "documents").copy() for shard in range(len(self._shards))]
+        tables = [shard.index().copy() for shard in self._shards]
         begins = zip(tables, self._begins[:-1], strict=True)
         ends = np.concatenate([table[0] + begin for table, begin in begins])
         sizes = np.concatenate([table[1] for table in tables])
@@ -315,7 +330,6 @@ class TokenStore:
     ) -> "TokenStore":
         name = hashlib.blake2b(f"{self.fingerprint} {rule}".encode(), digest_size=16).hexdigest()
         part_store = TokenStore(self._shards, self._dtype, name, self.beginning)
-        part_store._map = self._map
         part_store._take(starts, stops)
         part_store.documents, part_store.bytes = counts
         return part_store
@@ -343,40 +357,10 @@ class TokenStore:
             yield shard, low, low + end - start, start
             start, run = end, run + (end == run_end)
 
-    def _open_map(self, number: int, kind: str) -> Any:
-        """The tokens [tokens] or the index of documents [3, documents] of a shard."""
-        shard = self._shards[number]
-        if kind == "tokens" and shard.ids:
-            return shard.ids.mapped()
-        dtype = np.dtype(np.int64)
-        shape: tuple[int, ...] = (3, -1)
-        if kind == "tokens":
-            dtype = self._dtype
-            shape = (-1,)
-        path = shard.here(kind)
-        if kind in shard.files:
-            shard.files[kind].verify(path)
-        if not path.stat().st_size:
-            # An empty file cannot be mapped.
-            return np.zeros([max(0, length) for length in shape], dtype)
-        # A plain view: slices of np.memmap itself are several times slower to make.
-        return np.memmap(path, dtype, "r").view(np.ndarray).reshape(shape)
 
-
-def open_stores(directories: Sequence[Path], thorough: bool = False) -> "list[TokenStore | None]":
+def open_stores(directories: Sequence[Path]) -> "list[TokenStore | None]":
     """The store in each directory, as `TokenStore.open` gives it; of a URL, several at a time."""
-    opened = functools.partial(TokenStore.open, thorough=thorough)
     if not directories or not is_remote(directories[0]):
-        return [*map(opened, directories)]
+        return [*map(TokenStore.open, directories)]
     with ThreadPoolExecutor(STORES_TOGETHER) as threads:
-        return [*threads.map(opened, directories)]
-
-
-def most_maps() -> int | None:
-    """A quarter of the files that this process may have open, None for no limit."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    open_files: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if open_files == resource.RLIM_INFINITY else open_files // 4
+        return [*threads.map(TokenStore.open, directories)]

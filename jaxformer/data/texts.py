@@ -142,36 +142,32 @@ class StoreFolder:
         begun = [[*self.beginning]] if self.beginning else []
         return fingerprint(FORMAT, group_scan.content, self.tokenizer.fingerprint(), *begun)
 
-    def store_of(self, source: Source, text_scan: Scan, thorough: bool = False) -> TokenStore:
-        """The tokens of a text, in this directory or where it is prepared; `thorough` only checks
-        them. Files of token ids stay as they are."""
+    def store_of(self, source: Source, text_scan: Scan, make: bool = True) -> TokenStore:
+        """The tokens of a text, in this directory or where it is prepared, made where there are
+        none unless `make` is false. Files of token ids stay as they are."""
         if isinstance(source, IdFiles):
             as_they_are = replace(self, beginning=())
             folders = [self.path / as_they_are.name_of(each) for each in text_scan.parts]
-            return id_store(source, text_scan, folders, thorough, self.log)
+            return id_store(source, text_scan, folders, make, self.log)
         names = [self.name_of(group_scan) for group_scan in text_scan.parts]
         if isinstance(source, Prepared):
-            stores = self._prepared(source, names, thorough)
+            stores = self._prepared(source, names)
         else:
-            stores = self.made(source, file_groups(source), text_scan.parts, thorough)
+            stores = self.made(source, file_groups(source), text_scan.parts, make)
         return TokenStore.joined(stores, fingerprint(names))
 
     def made(
-        self,
-        source: Source,
-        groups: Sequence[Source],
-        scans: Sequence[Scan],
-        thorough: bool = False,
+        self, source: Source, groups: Sequence[Source], scans: Sequence[Scan], make: bool = True
     ) -> list[TokenStore]:
-        """The stores of file groups of a source, made where there are none; `thorough` only checks
-        them."""
+        """The stores of file groups of a source, made where there are none unless `make` is
+        false."""
         began = time.perf_counter()
         directories = [self.path / self.name_of(group_scan) for group_scan in scans]
-        opened = open_stores(directories, thorough)
+        opened = open_stores(directories)
         missing = [scan for scan, store in zip(scans, opened, strict=True) if store is None]
         count = len(groups)
         size = sum(group_scan.bytes for group_scan in missing)
-        if missing and thorough:
+        if missing and not make:
             raise ConfigError(
                 f"{source}: {len(missing)} of {count} parts are not prepared: leave out --verify to"
                 " make them."
@@ -214,7 +210,7 @@ class StoreFolder:
         begun = {"beginning": [*self.beginning]} if self.beginning else {}
         write_text(self.path / MANIFEST, json.dumps(made_by | begun | listed, indent=1))
 
-    def _prepared(self, source: Prepared, names: list[str], thorough: bool) -> list[TokenStore]:
+    def _prepared(self, source: Prepared, names: list[str]) -> list[TokenStore]:
         """The stores of a prepared text."""
         where = f"{source.setting}: {source.folder}"
         if source.tokenizer != self.tokenizer.fingerprint():
@@ -232,7 +228,7 @@ class StoreFolder:
             )
         stores = []
         directories = [source.folder / name for name in names]
-        for directory, store in zip(directories, open_stores(directories, thorough), strict=True):
+        for directory, store in zip(directories, open_stores(directories), strict=True):
             if store is None:
                 raise ConfigError(
                     f"{source.setting}: {directory} is not complete: copy the directory again, or"

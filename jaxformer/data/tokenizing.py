@@ -17,7 +17,7 @@ from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import Written, claimed
 from jaxformer.data.sources import Piece
 from jaxformer.data.sources.source_files import hash_fraction
-from jaxformer.data.store import Shard, StoreManifest, TokenStore
+from jaxformer.data.store import Shard, TokenStore
 from jaxformer.files import replacing, write_text
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import in_batches
@@ -93,9 +93,7 @@ def open_or_build(
                 shard = _write_shard(directory / f"{index:05d}", group, tokenizer, beginning)
             progress.tell()
             shards.append(shard)
-        manifest = StoreManifest(tokenizer.dtype, tokenizer.fingerprint(), beginning, shards)
-        manifest.write(directory)
-    return TokenStore(shards, tokenizer.dtype, directory.name, beginning)
+        return TokenStore.complete(directory, shards, tokenizer, beginning)
 
 
 def _by_shard(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[ShardPiece]:

@@ -17,7 +17,7 @@ from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config.train import TrainConfig
-from jaxformer.data.batch_shapes import batch_shapes
+from jaxformer.data.batches import batch_shapes
 from jaxformer.data.task import Task
 from jaxformer.data.templates import SEGMENTS
 from jaxformer.files import ConfigError, located

@@ -13,7 +13,7 @@ from jaxformer.config.saved import to_json
 from jaxformer.data import tokenizing
 from jaxformer.data.sources.source import find_source
 from jaxformer.data.splits import Scan, cached_scan, scan
-from jaxformer.data.store import StoreManifest
+from jaxformer.data.store import TokenStore
 from jaxformer.files import ConfigError
 from jaxformer.report import MetricsLog, read_metrics
 from jaxformer.report.plot import plot_losses
@@ -176,9 +176,9 @@ def test_a_store_whose_manifest_has_other_types_is_not_read(
     path = tmp_path / "manifest.json"
     made_by = {"dtype": "uint16", "tokenizer": "0" * 32}
     path.write_text(json.dumps(made_by | {"shards": [shard]}))
-    assert StoreManifest.read(tmp_path) is not None
+    assert TokenStore.open(tmp_path) is not None
     written = json.dumps(made_by | {"shards": [shard | {key: "HERE"}]})
     path.write_text(written.replace('"HERE"', text))
     if (key, text) in {("files", "{}"), ("name", '"text"')}:
         return  # which are of the type
-    assert StoreManifest.read(tmp_path) is None
+    assert TokenStore.open(tmp_path) is None

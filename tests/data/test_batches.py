@@ -26,7 +26,7 @@ def evaluation_batches(made: TokenStore, data: DataConfig, *rest: Any) -> Evalua
     return batches_of_rows(rows_of(made, data), data, *rest)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(SIZES, st.integers(1, 20), st.integers(1, 5))
 def test_every_token_but_the_first_is_a_target_once(
     sizes: list[int], length: int, batch_size: int
@@ -47,7 +47,7 @@ def test_every_token_but_the_first_is_a_target_once(
             assert epoch.steps_per_epoch == epoch.examples == -(-len(expected) // length)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(SIZES, st.integers(2, 20))
 def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: int) -> None:
     with stored(sizes) as made:
@@ -83,7 +83,7 @@ def test_arrays_are_the_documented_ones(packing: str) -> None:
         assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1])[inside].all()
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(SIZES.filter(lambda sizes: sum(sizes) > 8), st.integers(0, 2**40), st.integers(0, 1000))
 def test_two_and_four_processes_read_together_what_one_reads(
     sizes: list[int], seed: int, step: int

@@ -41,7 +41,7 @@ def one_by_one(sizes: list[int], capacity: int) -> list[int]:
     return sorted(left)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(pieces())
 def test_pieces_go_where_they_would_one_by_one(case: tuple[np.ndarray, int]) -> None:
     sizes, capacity = case
@@ -50,7 +50,7 @@ def test_pieces_go_where_they_would_one_by_one(case: tuple[np.ndarray, int]) -> 
     assert sorted(capacity - held) == one_by_one(sizes.tolist(), capacity)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), CAPACITIES)
 def test_no_token_is_lost_or_there_twice_and_only_what_is_longer_than_a_row_is_cut(
     sizes: list[int], capacity: int
@@ -68,7 +68,7 @@ def test_no_token_is_lost_or_there_twice_and_only_what_is_longer_than_a_row_is_c
     assert fit.filled == pytest.approx(sum(sizes) / (len(fit) * capacity))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(SIZES, st.integers(1, 30))
 def test_every_token_is_a_target_once_beside_its_own_document_alone(
     sizes: list[int], length: int
@@ -89,7 +89,7 @@ def test_every_token_is_a_target_once_beside_its_own_document_alone(
 
 
 @pytest.mark.parametrize("packing", ["documents", "best_fit"])
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(sizes=SIZES, length=st.integers(1, 30))
 def test_the_bound_of_segments_holds_for_every_row_and_one_reaches_it(
     packing: str, sizes: list[int], length: int

@@ -20,7 +20,7 @@ from jaxformer.cluster.bounded import BoundedProcess
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Corpus
-from jaxformer.data.batch_shapes import batch_shapes
+from jaxformer.data.batches import batch_shapes
 from jaxformer.data.sources import find_source
 from jaxformer.data.sources.records import Fields, Record, RecordField
 from jaxformer.files import ConfigError

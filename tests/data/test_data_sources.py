@@ -65,7 +65,7 @@ def test_every_format_gives_the_same_documents(kind: str, suffix: str, tmp_path:
     assert [piece.document for piece in source.pieces()] == ["0", "1", "2"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     st.lists(st.text(alphabet="ab \n\r<|é", max_size=120), min_size=1, max_size=5),
     st.sampled_from(["", "\n", "\r\n"]),
@@ -306,7 +306,7 @@ def test_a_scan_is_read_again_only_when_a_file_changes(
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     st.lists(st.text(alphabet="aé🙂 ", min_size=1).filter(str.strip), min_size=1, max_size=8),
     st.floats(0.01, 0.99),

@@ -5,7 +5,6 @@ import gzip
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from jaxformer.data import (
 )
 from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.sources import Piece
-from jaxformer.data.store import Shard
+from jaxformer.data.store import IdArray, Shard
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer
 
@@ -55,7 +54,7 @@ def run_of(folder: Path, text: str = "", **changes: Any) -> RunConfig:
     return replace(RunConfig(data=data, tokenizer=TokenizerConfig(vocab_size=300)), **changes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     st.lists(st.text(alphabet="abé", min_size=1, max_size=30), min_size=1, max_size=12),
     st.integers(1, 40),
@@ -145,42 +144,14 @@ def test_what_is_missing_is_made_again_and_what_was_altered_is_refused(
         (tmp_path / name).unlink()
     assert name == "00001.json" and TokenStore.open(tmp_path) is None
     assert (open_or_build(tmp_path, lambda: pieces_of(texts), BYTES).read(0, 30) == whole).all()
-    other = (tmp_path / "00001.tokens").read_bytes()[:-1] + b"?"
-    for damaged in (other, other[:6]):
-        (tmp_path / "00001.tokens").write_bytes(damaged)
-        with pytest.raises(
-            ConfigError, match=r"00001\.tokens was altered since it was written .* remove it"
-        ):
-            open_or_build(tmp_path, lambda: pieces_of(texts), BYTES)
+    (tmp_path / "00001.tokens").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match=r"00001\.tokens was altered .* 3 bytes of 20.* remove"):
+        open_or_build(tmp_path, lambda: pieces_of(texts), BYTES)
     (tmp_path / "00001.tokens").unlink()
     assert (open_or_build(tmp_path, lambda: pieces_of(texts), BYTES).read(0, 30) == whole).all()
 
 
-def test_an_altered_file_of_the_same_time_is_found_by_a_thorough_look(tmp_path: Path) -> None:
-    open_or_build(tmp_path, lambda: pieces_of(["abc"]), BYTES)
-    path = tmp_path / "00000.tokens"
-    time = path.stat().st_mtime_ns
-    path.write_bytes(path.read_bytes()[::-1])
-    os.utime(path, ns=(time, time))
-    assert TokenStore.open(tmp_path)
-    with pytest.raises(ConfigError, match="altered"):
-        TokenStore.open(tmp_path, thorough=True)
-
-
-def test_a_copied_store_is_read_through_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_or_build(tmp_path / "first", lambda: pieces_of(["abc"]), BYTES)
-    shutil.copytree(tmp_path / "first", tmp_path / "second", copy_function=shutil.copyfile)
-    read: list[str] = []
-    digest = cache_files.digest
-    monkeypatch.setattr(cache_files, "digest", lambda path: read.append(path.name) or digest(path))
-    for _ in range(2):
-        assert TokenStore.open(tmp_path / "second")
-        assert sorted(read) == ["00000.documents", "00000.tokens"]
-
-
-@settings(max_examples=80)
+@settings(max_examples=25)
 @given(
     st.lists(st.text(alphabet="abé", max_size=12), min_size=1, max_size=20),
     st.integers(1, 30),
@@ -268,6 +239,7 @@ def _process(folder: Path) -> "subprocess.Popen[str]":
 EXPECTED = f"tokens {40 * 51} {40 * (50 * 48 + 256) + 4 * 45 + 10 * (0 + 1 + 2 + 3)}"
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_make_one_store(tmp_path: Path) -> None:
     processes = [_process(tmp_path) for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
@@ -291,13 +263,15 @@ def _sparse_store(folder: Path, size: int) -> TokenStore:
     """A store whose file says that it holds so many tokens, with a document every thousand, and
     takes no room."""
     folder.mkdir()
-    with open(folder / "00000.tokens", "wb") as file:
+    with open(folder / "ids.bin", "wb") as file:
         file.truncate(2 * size)
     ends = np.arange(1000, size, 1000).astype(np.int64)
     (folder / "00000.documents").write_bytes(np.stack([ends, ends, ends]).tobytes())
-    return TokenStore(
-        [Shard(folder / "00000", size, len(ends), 0, {})], np.dtype(np.uint16), "sparse"
-    )
+    written = cache_files.digest(folder / "00000.documents")
+    files = {"documents": cache_files.Written.now(folder / "00000.documents", written)}
+    ids = IdArray(folder / "ids.bin", np.dtype(np.uint16), 0, size)
+    shard = Shard(folder / "00000", size, len(ends), 0, files, ids)
+    return TokenStore([shard], np.dtype(np.uint16), "sparse")
 
 
 def test_reading_costs_the_same_however_large_the_store(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def drawn(
     return np.concatenate([batches[step]["tokens"] for step in range(steps)])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(WEIGHTS, st.integers(0, 10**12))
 def test_shares_are_the_weights_to_the_row_and_each_row_is_of_one_source(
     weights: list[int], number: int
@@ -86,7 +86,7 @@ def test_up_to_four_sources_are_never_a_row_off() -> None:
         )
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     st.lists(st.integers(20, 60), min_size=2, max_size=4),
     st.data(),
@@ -141,7 +141,7 @@ def test_without_weights_every_row_is_read_as_often_and_epochs_are_times_of_that
     assert [each.epochs for each in mixed([30, 10], epochs="1 4")[0].shares(10, 7)] == [1, 4]
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.sampled_from(PACKINGS), st.integers(0, 2**40), st.integers(0, 1000))
 def test_any_number_of_processes_reads_the_same_and_any_batch_alone(
     packing: str, seed: int, step: int

@@ -183,7 +183,7 @@ def shard_gone(folder: Path) -> None:
 
 def shard_altered(folder: Path) -> None:
     path = next(folder.rglob("*.tokens"))
-    path.write_bytes(b"\1" + path.read_bytes()[1:])
+    path.write_bytes(path.read_bytes()[1:])
 
 
 def no_tokenizer(folder: Path) -> None:
@@ -208,7 +208,7 @@ def other_tokenizer(folder: Path) -> None:
         (
             shard_altered,
             (
-                r"00000\.tokens was altered since it was written \(its checksum is another\):"
+                r"00000\.tokens was altered since it was written \(it has [\d,]+ bytes of [\d,]+\):"
                 r" restore it, or remove it"
             ),
         ),
@@ -283,18 +283,6 @@ def test_a_line_that_cannot_work_is_one_message(
     assert main([*line, *arguments]) == 2
     told = capsys.readouterr().err
     assert message in told and "Traceback" not in told
-
-
-def test_a_tokenizer_of_several_texts_takes_of_each(tmp_path: Path) -> None:
-    for name, text in (("a", "aaaa bbbb "), ("b", "zzzz yyyy ")):
-        (tmp_path / f"{name}.txt").write_text(text * 500)
-    run = run_of(
-        tmp_path,
-        f"{tmp_path}/a.txt; {tmp_path}/b.txt",
-        TokenizerConfig(vocab_size=264, training_bytes=2000),
-    )
-    made = prepare(run).tokenizer
-    assert len(made.encode("aaaa zzzz")) < 6
 
 
 def test_a_last_call_on_another_machine_reads_no_text_again(tmp_path: Path) -> None:

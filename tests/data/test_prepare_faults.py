@@ -128,10 +128,10 @@ def test_files_that_change_while_they_are_read_leave_no_store(
     text = written(tmp_path, files=2)
     run, store_of = run_of(tmp_path, str(text)), preparing.StoreFolder.store_of
 
-    def changed_before(*arguments: Any) -> TokenStore:
+    def changed_before(*arguments: Any, **named: Any) -> TokenStore:
         with open(text / "1.jsonl", "a") as file:
             file.write(json.dumps({"text": "one more"}) + "\n")
-        return store_of(*arguments)
+        return store_of(*arguments, **named)
 
     monkeypatch.setattr(preparing.StoreFolder, "store_of", changed_before)
     with pytest.raises(ConfigError, match="its files changed while they were tokenized"):

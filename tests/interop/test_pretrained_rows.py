@@ -15,7 +15,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.data.answer_templates import SFTTemplate
 from jaxformer.data.spans import PrefixRows, SpanRows
-from jaxformer.data.store import Shard, TokenStore
+from jaxformer.data.store import IdArray, Shard, TokenStore
 from jaxformer.data.templates import PairTemplate
 from jaxformer.tokenizer import SENTINELS, Tokenizer
 
@@ -58,8 +58,9 @@ def test_rows_of_plain_text_stand_in_the_template_and_fit(
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)
     text = np.array(tokenizer.encode(" ".join(TEXTS)), np.uint16)[:300]
-    (tmp_path / "00000.tokens").write_bytes(text.tobytes())
-    store = TokenStore([Shard(tmp_path / "00000", 300, 0, 0, {})], np.dtype(np.uint16), "text")
+    text.tofile(tmp_path / "ids")
+    ids = IdArray(tmp_path / "ids", text.dtype, 0, 300)
+    store = TokenStore([Shard(tmp_path / "ids", 300, 0, 0, {}, ids)], text.dtype, "text")
     data = DataConfig(sequence_length=length, source_length=source_length)
     run = RunConfig(model=ModelConfig(family="encoder_decoder"), data=data)
     made = cut_rows(rows, store, run, tokenizer)

@@ -15,7 +15,7 @@ from jaxformer.data import NumpyBatch, TokenStore, open_or_build
 from jaxformer.data.masking import MaskedRows
 from jaxformer.data.sources import Piece
 from jaxformer.data.spans import PrefixRows, SpanRows, hidden_counts, random_parts, raw_length
-from jaxformer.data.store import Shard
+from jaxformer.data.store import IdArray, Shard
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import (
     END_OF_TEXT,
@@ -45,9 +45,10 @@ END, CLS, SEP, MASK, *EXTRA = range(PLACES, PLACES + 104)
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     folder = tmp_path_factory.mktemp("store")
-    (folder / "00000.tokens").write_bytes(np.arange(PLACES, dtype=np.uint16).tobytes())
-    (folder / "00000.documents").write_bytes(b"")
-    return TokenStore([Shard(folder / "00000", PLACES, 0, 0, {})], np.dtype(np.uint16), "places")
+    numbers = np.arange(PLACES, dtype=np.uint16)
+    numbers.tofile(folder / "ids")
+    ids = IdArray(folder / "ids", numbers.dtype, 0, PLACES)
+    return TokenStore([Shard(folder / "ids", PLACES, 0, 0, {}, ids)], numbers.dtype, "places")
 
 
 def run_of(family: str, model: dict[str, Any] | None = None, **data: Any) -> RunConfig:
