@@ -62,7 +62,6 @@ LONGEST = (
     "test_lowering.py",
     "test_model_invariants.py",
     "test_quantized.py",
-    "test_replay.py",
     "test_virtual_tokens.py",
 )
 jaxtyped = jaxtyping.jaxtyped

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from jaxformer.cli.rule_arguments import SearchArguments
-from jaxformer.cli.trust_arguments import CertifyArguments, ReplayArguments, VerifyArguments
+from jaxformer.cli.trust_arguments import ReplayArguments, VerifyArguments
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import ObjectiveName, RunConfig
@@ -355,7 +355,6 @@ ARGUMENTS: dict[str, type | dict[str, Callable[..., Any]]] = {
     "runs": RunsArguments,
     "compare": CompareArguments,
     "replay": ReplayArguments,
-    "certify": CertifyArguments,
     "verify": VerifyArguments,
     "doctor": DoctorArguments,
 }

@@ -38,11 +38,6 @@ def run(_: TrainArguments, config: RunConfig) -> int:
 
             print(f"out of memory: {stop}\n{advice(stop)}", file=sys.stderr)
             return 1
-        if config.run.certify:
-            from jaxformer.cli.certify import after_training  # with checks that no other run needs
-
-            is_silent = config.run.progress == "none"
-            return after_training(config.run.dir, config.data.cache_dir, is_silent)
     return 0
 
 

@@ -4,17 +4,13 @@ from collections import Counter
 
 from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.cli.trust_arguments import VerifyArguments
+from jaxformer.config.format import escaped
 from jaxformer.files import ConfigError
-from jaxformer.tools.certificate.record import public_key_in
-from jaxformer.tools.certificate.verification import verify
+from jaxformer.tools.verify import verify
 
-VERDICTS = {"equal": "equal", "rounding": "equal to rounding", "no": "NO", "not checked": "unknown"}
-VERDICT_WIDTH = max(map(len, VERDICTS.values()))
 LIMITS = (
-    "Not proven: who computed the run. Somebody who trains all of it again with another program can"
-    " write another chain, and a certificate that fits it, unless that is signed and its key is"
-    " compared (--key). Times and tokens per second cannot be computed again; the chain and the"
-    " certificate alone protect them."
+    "Not known: who computed the run, the figures of steps that were not done again, and times:"
+    " whoever trains all of it again with another program can write another chain."
 )
 
 
@@ -25,19 +21,15 @@ def run(args: VerifyArguments) -> int:
         raise ConfigError(f"--steps {args.steps}: give a number of steps, at least 0.")
     mesh = {axis: getattr(args, axis) for axis in MESH_AXES}
     verdicts: Counter[str] = Counter()
-    for statement in verify(
+    for subject, verdict, text in verify(
         args.path,
         lambda line: None,
         steps=args.steps,
-        seed=args.seed,
         mesh={axis: size for axis, size in mesh.items() if size is not None},
         cache_dir=args.cache_dir,
-        public_key="" if args.key is None else public_key_in(args.key),
     ):
-        verdicts[statement.verdict] += 1
-        mark = VERDICTS[statement.verdict]
-        print(f"{mark:<{VERDICT_WIDTH}}  {statement.subject}: {statement.text}", flush=True)
-    print(f"\n{LIMITS}\n")
-    counts = [f"{verdicts[name]} {mark}" for name, mark in VERDICTS.items() if verdicts[name]]
-    print(f"{args.path}: {', '.join(counts)}.")
-    return 1 if verdicts["no"] else 0
+        verdicts[verdict] += 1
+        print(f"{verdict:<17}  {subject}: {escaped(text)}", flush=True)
+    counts = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
+    print(f"\n{LIMITS}\n{args.path}: {counts}.")
+    return 1 if verdicts["NO"] else 0

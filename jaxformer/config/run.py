@@ -48,8 +48,6 @@ class RunSettings(Section):
     """Where metrics go beside metrics.jsonl; auto is TensorBoard, if tensorboardX is installed."""
     profile: Volatile[str] = ""
     """Steps to trace into the run directory, as in 10:13 for 10, 11 and 12; empty traces none."""
-    certify: Volatile[bool] = False
-    """Write certificate.json at the end of the run, as `jaxformer certify` does."""
     sample_prompt: Volatile[str] = ""
     """Prompt of the sample that is printed at the end; empty starts from an end-of-text token."""
     sample_tokens: Volatile[Natural] = 128

@@ -49,7 +49,7 @@ DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run dir
 FILES_OF_A_RUN = (
     *("config.json", "data.json", *TOKENIZER_FILES, "metrics.jsonl", "metrics.jsonl.parts"),
     *(ROLLBACKS, "average.json", "reference.json", "loss.png", "tracker.json"),
-    *("certificate.json", "certificate.html", *DIRECTORIES),
+    *DIRECTORIES,
 )
 
 

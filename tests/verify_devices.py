@@ -1,5 +1,5 @@
-"""Run on eight forced host devices: the check of a mesh against one device, for some meshes, sound
-and with a gradient that lacks a replica. Prints JSON for test_certificate_devices.py."""
+"""Run on eight forced host devices: the probe of a mesh against one device, for some meshes, sound
+and with a gradient that lacks half of the rows. Prints JSON for test_verify_kinds.py."""
 
 import json
 import tempfile
@@ -7,18 +7,22 @@ from pathlib import Path
 
 from tiny_run import PLAIN, line, train_here, write_text
 
-from jaxformer.tools.certificate import step_checks
-from jaxformer.tools.certificate.writing import evidence_of
+from jaxformer.report.metrics import LARGEST_STEP
+from jaxformer.tools.verify import probes
+from jaxformer.tools.verify.steps import StepsAgain, setup_of_run
 
 MESHES = {
     "data 8": {},
-    "fsdp 4": {"mesh.fsdp": 4},
-    "tensor 2, context 2": {"mesh.tensor": 2, "mesh.context": 2},
+    "fsdp 2, tensor 2, context 2": {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.context": 2},
     "experts": {"mesh.expert": 2, "model.feed_forward": "experts", "model.n_experts": 4},
 }
 SHORT = {"train.steps": 2, "train.checkpoint_every": 0, "optimizer.decay_steps": 2}
 SHORT |= {"train.eval_every": 0, "optimizer.warmup_steps": 1, "train.microbatches": 1}
-exact = step_checks.gradients
+exact = probes.gradients
+
+
+def quiet(_):
+    pass
 
 
 def without_half(loss, state, batch, key, pieces, *rest):
@@ -37,15 +41,18 @@ def main() -> None:
             text = write_text(folder / "text.txt")
             settings = PLAIN | SHORT | changes | {"run.progress": "none"}
             assert train_here(line(folder / "run", text, settings)) == 0
-            evidence = evidence_of(folder / "run", 1, folder, log=lambda text: None)
-            assert [entry["equal"] for entry in evidence.replays] == ["bitwise"]
-            sound = step_checks.equals_one_device(evidence)
-            results = {"sound": sound.holds, "text": sound.text}
-            results["leaves"] = step_checks.accumulated(evidence).holds
+            again = StepsAgain(setup_of_run(folder / "run", quiet), quiet)
+            (step,) = again.statements([2])
+            assert step.verdict == "equal", step
+            state = again.newest(LARGEST_STEP)
+            evidence = probes.Evidence(again, state, again.batches[int(state.step)])
+            results = {"one device": probes.PROBES["one device"](evidence)}
+            if "tensor" in name:  # elsewhere each device has one row
+                results["accumulation"] = probes.PROBES["accumulation"](evidence)
             if name == "data 8":
-                step_checks.gradients = without_half
-                results["broken"] = step_checks.equals_one_device(evidence).holds
-                step_checks.gradients = exact
+                probes.gradients = without_half
+                results["broken"] = probes.PROBES["one device"](evidence)
+                probes.gradients = exact
             found[name] = results
     print(json.dumps(found))
 

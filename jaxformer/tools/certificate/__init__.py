@@ -1,1 +1,0 @@
-"""Certificates: what was proven of a run, on the machine that it was made on."""

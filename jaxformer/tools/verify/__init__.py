@@ -1,0 +1,114 @@
+"""Verifies a run: what its files say of each other, some of its steps, done again, and what its
+masks, its kernels and its mesh compute on this machine."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from jaxformer.arrays.mesh import mesh_of
+from jaxformer.arrays.out_of_memory import OutOfMemory
+from jaxformer.arrays.sharding import platform
+from jaxformer.checkpoints.averages import evaluation_weights
+from jaxformer.config.settings import Log
+from jaxformer.files import ConfigError
+from jaxformer.report.metrics import LARGEST_STEP
+from jaxformer.runs.device import prove_kernel, with_proven_kernel
+from jaxformer.runs.directory import OtherData
+from jaxformer.runs.evaluation import bytes_of_targets, make_evaluation
+from jaxformer.runs.expert_check import prove_experts
+from jaxformer.tools.verify.probes import Evidence, probed
+from jaxformer.tools.verify.run_files import RunFiles, Statement, compared_files, read_run
+from jaxformer.tools.verify.steps import StepsAgain, compared, setup_of_run
+from jaxformer.training.state import on_mesh
+
+REST = "steps done again"
+
+
+def verify(
+    path: str | Path,
+    log: Log,
+    *,
+    steps: int = 5,
+    mesh: Mapping[str, int] | None = None,
+    cache_dir: str | Path = "",
+) -> Iterator[Statement]:
+    """What is found of the run directory `path`, in the order in which it is found out: its files;
+    then `steps` of its steps, done again; then the probes. Writes nothing there.
+
+    With 0 steps, or where a file was altered, only the files are read. `mesh` are sizes of axes of
+    the mesh in place of those of the run; tokenized text is stored in `cache_dir`, by default that
+    of this user. Raises ConfigError where `path` is no run directory, is still being written, has
+    no chain, or the mesh does not fit the devices.
+    """
+    files = read_run(path)
+    obstacle = ""
+    try:
+        mesh_of(dataclasses.replace(files.config.mesh, **(mesh or {})).sizes)
+    except ConfigError as error:
+        if mesh:
+            raise
+        obstacle = f"{error} State sizes that fit these devices, as in --mesh.fsdp 1."
+    for statement in compared_files(files):
+        if statement.verdict == "NO":
+            obstacle = "files are not those of the run."
+        yield statement
+    if not steps:
+        return
+    if obstacle:
+        yield Statement(REST, "unknown", f"none: {obstacle}")
+        return
+    try:
+        setup = setup_of_run(files.folder, log, mesh, cache_dir)
+        if setup.reference:
+            setup.reference.load()
+    except OtherData as error:
+        yield Statement("data", "NO", str(error))
+        return
+    except ConfigError as error:
+        yield Statement(REST, "unknown", f"none, since the run cannot be set up: {error}")
+        return
+    yield Statement("data", "equal", "its fingerprints are those of data.json.")
+    lines: list[str] = []
+    try:
+        if platform(setup.mesh) == "cpu":
+            lines = [prove_kernel(setup), prove_experts(setup)]
+        else:
+            # As a run does at its start: another kernel where the compiler refuses that of "auto".
+            setup = with_proven_kernel(setup, lines.append)
+    except OutOfMemory as error:
+        yield Statement("kernels", "unknown", f"{str(error).splitlines()[0]}.")
+    except RuntimeError as error:
+        yield Statement("kernels", "NO", str(error))
+        return
+    if text := " ".join(filter(None, lines)):
+        yield Statement("kernels", "equal to rounding", text)
+    again = StepsAgain(setup, log)
+    yield from again.statements(again.drawn(steps))
+    yield from _evaluated_again(again, files)
+    state = again.newest(LARGEST_STEP)
+    yield from probed(Evidence(again, state, again.batches[int(state.step)]))
+
+
+def _evaluated_again(again: StepsAgain, files: RunFiles) -> Iterator[Statement]:
+    """Makes the evaluation after the newest checkpoint again, where it was logged."""
+    setup = again.setup
+    evaluated = [step for step in again.starts if step and files.logged(step, "val_loss")]
+    if not evaluated or not setup.heldout:
+        return
+    step = evaluated[-1]
+    state = again.newest(step + 1)
+    evaluation = make_evaluation(
+        setup.task.name, setup.model, bytes_of_targets(setup.corpus), setup.evaluation_options
+    )
+    train = setup.run.train
+    limit = None if step == train.steps else train.eval_batches or None
+    batches = itertools.islice(setup.heldout, limit)
+    with on_mesh(setup.mesh):
+        weights = evaluation_weights(state.params, state.optimizer)
+        figures = evaluation(weights, map(setup.placed, batches))
+    verdict, text = compared(figures, files.logged(step, "val_loss"), again.bound)
+    yield Statement(f"evaluation after step {step}", verdict, f"{text}.")
+
+
+__all__ = ["Statement", "verify"]

@@ -1,0 +1,369 @@
+"""What is looked at in a run beside its figures: that its texts, its padding and its future are
+apart, and that its step is the one of one device, of one batch, and of the state that was saved.
+
+In the comments, B is the number of rows, T that of tokens, S that of tokens of a source, and D the
+width of the model.
+"""
+
+import dataclasses
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.arrays.mesh import batch_devices, place_batch, replicated
+from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
+from jaxformer.arrays.params import Params, lookup
+from jaxformer.arrays.sharding import constrain
+from jaxformer.checkpoints.reading import flat_leaves
+from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.config.model import ModelConfig
+from jaxformer.layers.embed import WHOLE
+from jaxformer.models.inputs import INPUT_NAMES, inputs_of
+from jaxformer.models.stack import compute_dtype
+from jaxformer.models.transformer import hidden, without_objective
+from jaxformer.runs.expert_check import largest
+from jaxformer.tools.verify.run_files import Statement, Verdict
+from jaxformer.tools.verify.steps import StepsAgain
+from jaxformer.training.state import TrainState, on_mesh
+from jaxformer.training.step import Batch, Loss, Sums, gradients
+
+ROWS = 4  # of the batch in which leaks are looked for
+CUTS = 4  # places in each of them behind which the future is looked for
+# Kernels compute blocks of so many tokens, at whose edges an index is wrong most easily.
+KERNEL_BLOCK = 128
+# Leaves with a smaller share of the norm of the whole gradient are compared with this share of it:
+# some, such as the bias of keys, have a gradient of rounding alone.
+NEGLIGIBLE = 1e-3
+# The largest difference of the gradients of a leaf that rounding explains, relative to their norm.
+TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
+
+
+@dataclass
+class Evidence:
+    """What the probes look at: a run, its newest state, which the last probe donates, and the batch
+    of the next step."""
+
+    again: StepsAgain
+    state: TrainState
+    batch: dict[str, np.ndarray]
+
+    def rows(self, wanted: int) -> dict[str, np.ndarray]:
+        """About the first `wanted` rows of the batch, as many on each device, at least one."""
+        devices = batch_devices(self.again.setup.mesh)
+        count = max(wanted // devices, 1) * devices
+        return {name: array[:count] for name, array in self.batch.items()}
+
+
+def probed(evidence: Evidence) -> Iterator[Statement]:
+    """A statement of each probe that says something of the run."""
+    for name, probe in PROBES.items():
+        try:
+            with memory_of(f"the probe {name}"):
+                found = probe(evidence)
+        except OutOfMemory as error:
+            found = "unknown", f"this machine has not enough memory: {str(error).splitlines()[0]}"
+        if found is not None:
+            yield Statement(name, *found)
+
+
+# Leaks: the gradients of outputs by the embedded inputs are exactly 0 wherever a mask holds.
+
+
+class Mask(NamedTuple):
+    """Outputs that may not read some inputs: `outputs` and `inputs` bool [B, T], `source` bool
+    [B, S] or None."""
+
+    outputs: np.ndarray
+    inputs: np.ndarray
+    source: np.ndarray | None
+
+
+@dataclass
+class Sequences:
+    """Some rows of a batch [B, T], with the segments of tokens and of a source, if there is one;
+    the sequences of a pair are rows of their own."""
+
+    batch: Batch
+    segments: np.ndarray
+    source: np.ndarray | None
+
+
+def _texts_apart(evidence: Evidence) -> "Found":
+    """No text reads another text of its row, nor another row."""
+    if evidence.again.setup.model.expert_capacity:
+        return "unknown", "the texts of a row share what model.expert_capacity leaves them."
+    rows = _sequences(evidence)
+    count = sum(len(np.unique(row[row != 0])) for row in rows.segments)
+    numbers = np.arange(len(rows.segments))[:, None]
+    masks = []
+    # For each bit of the numbers of segments and of rows: the outputs of the texts that have it and
+    # the inputs of those that have it not, and the other way round. So every pair is separated.
+    for by_row in (False, True):
+        of_tokens = numbers + 0 * rows.segments if by_row else rows.segments
+        for bit, value in itertools.product(range(int(of_tokens.max()).bit_length()), (0, 1)):
+            chosen = (of_tokens >> bit & 1) == value
+            outside = None
+            if rows.source is not None:
+                of_source = numbers + 0 * rows.source if by_row else rows.source
+                outside = (rows.source != 0) & ((of_source >> bit & 1) != value)
+            is_text = rows.segments != 0
+            masks.append(Mask(chosen & is_text, ~chosen & is_text, outside))
+    return _leaks(evidence, rows, masks, f"{count} texts")
+
+
+def _padding_apart(evidence: Evidence) -> "Found":
+    """No text reads padding."""
+    rows = _sequences(evidence)
+    padding = rows.segments == 0
+    source = None if rows.source is None else rows.source == 0
+    count = int(padding.sum()) + (0 if source is None else int(source.sum()))
+    if not count:
+        return None
+    return _leaks(evidence, rows, [Mask(~padding, padding, source)], f"{count} tokens of padding")
+
+
+def _future_apart(evidence: Evidence) -> "Found":
+    """No token of a decoder reads a later one."""
+    if evidence.again.setup.model.family == "encoder":
+        return None
+    rows = _sequences(evidence)
+    count, length = rows.segments.shape
+    rng = np.random.default_rng(length)
+    source = None if rows.source is None else np.zeros(rows.source.shape, bool)
+    masks = []
+    for attempt in range(CUTS):
+        cuts = rng.integers(0, max(length - 1, 1), (count, 1))
+        if attempt == 0 and length > KERNEL_BLOCK:
+            cuts[:] = KERNEL_BLOCK - 1
+        earlier = np.arange(length) <= cuts
+        masks.append(Mask(earlier & (rows.segments != 0), ~earlier, source))
+    return _leaks(evidence, rows, masks, f"{CUTS} places of each row")
+
+
+def _sequences(evidence: Evidence) -> Sequences:
+    names = (*INPUT_NAMES, "segment_ids")
+    batch = {
+        name: array.reshape(-1, array.shape[-1])
+        for name, array in evidence.rows(ROWS).items()
+        if name in names
+    }
+    segments = batch.get("segment_ids", np.ones_like(batch["tokens"]))
+    source = None
+    if "source" in batch:
+        source = batch.get("source_segment_ids", np.ones_like(batch["source"]))
+    return Sequences(batch, segments, source)
+
+
+def _leaks(evidence: Evidence, rows: Sequences, masks: list[Mask], what: str) -> "Found":
+    """The largest gradient by what the masks forbid, which has to be exactly 0, and by what they
+    allow, which must not be, or nothing is shown."""
+    setup = evidence.again.setup
+    if setup.model.embedding != "tokens":
+        name = setup.model.embedding
+        return "unknown", f"the rows of model.embedding={name!r} are not looked up in a table."
+    params = without_objective(evidence.state.params)
+    program = jax.jit(functools.partial(_gradients_by_inputs, setup.model))
+    leaked = 0.0
+    read = 0.0
+    with on_mesh(setup.mesh):
+        placed = place_batch(rows.batch, setup.mesh)
+        for mask in masks:
+            arrays = {name: array for name, array in mask._asdict().items() if array is not None}
+            found = jax.device_get(program(params, placed, place_batch(arrays, setup.mesh)))
+            leaked = max(leaked, float(found[0]))  # `largest` makes a NaN infinite
+            read = max(read, float(found[1]))
+    count, length = rows.segments.shape
+    gradient = f"reaches {leaked:.1e}" if leaked else "is exactly 0"
+    text = f"the gradient {gradient} ({what}, {count} rows of {length} tokens; by what may be read"
+    text += f" it reaches {read:.1e})."
+    return "NO" if leaked or not read else "equal", text
+
+
+def _gradients_by_inputs(
+    config: ModelConfig, params: Params, batch: Batch, masks: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The largest gradient of the outputs, weighted at random, by the inputs that a mask forbids,
+    and by all others.
+
+    The tables of tokens are replaced by one that has a row for each token of the batch and of its
+    source, [B T + B S, D], whose gradient is that of the inputs, behind every adapter.
+    """
+    inputs = inputs_of(batch)
+    table = params["embed"]["tokens"]
+    rows = [lookup(table, inputs.tokens, WHOLE)]
+    forbidden = [masks["inputs"]]
+    encoder = params.get("encoder", {})
+    has_own_table = "tokens" in encoder.get("embed", {})
+    if inputs.source is not None:
+        source_table = encoder["embed"]["tokens"] if has_own_table else table
+        rows.append(lookup(source_table, inputs.source, WHOLE))
+        forbidden.append(masks["source"])
+
+    def numbered(ids: jax.Array, first: int) -> jax.Array:
+        numbers = first + jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
+        return constrain(numbers, ("batch", "sequence"))
+
+    ids = dataclasses.replace(inputs, tokens=numbered(inputs.tokens, 0))
+    if inputs.source is not None:
+        ids = dataclasses.replace(ids, source=numbered(inputs.source, inputs.tokens.size))
+
+    def outputs(rows: list[jax.Array]) -> jax.Array:
+        each = jnp.concatenate([array.reshape(-1, array.shape[-1]) for array in rows])
+        changed = params | {"embed": params["embed"] | {"tokens": each}}
+        if has_own_table:
+            embed = encoder["embed"] | {"tokens": each}
+            changed |= {"encoder": encoder | {"embed": embed}}
+        return hidden(changed, config, ids).x.astype(jnp.float32)  # [B, T, D]
+
+    x, back = jax.vjp(outputs, rows)
+    weights = jax.random.normal(jax.random.key(0), x.shape)
+    weights = constrain(jnp.where(masks["outputs"][..., None], weights, 0), WHOLE)
+    (by_inputs,) = back(weights)
+    leaked = jnp.float32(0)
+    read = jnp.float32(0)
+    for gradient, mask in zip(by_inputs, forbidden, strict=True):
+        leaked = jnp.maximum(leaked, largest(jnp.where(mask[..., None], gradient, 0)))
+        read = jnp.maximum(read, largest(jnp.where(mask[..., None], 0, gradient)))
+    return leaked, read
+
+
+# The step: its gradient and its state.
+
+
+def _accumulation(evidence: Evidence) -> "Found":
+    """A batch in two microbatches has the gradient of the batch in one."""
+    setup = evidence.again.setup
+    devices = batch_devices(setup.mesh)
+    # As many rows as a microbatch of the run, which fit its memory, but two on each device.
+    size = setup.run.train.batch_size // setup.run.train.n_microbatches
+    rows = evidence.rows(max(size // devices // 2 * 2, 2) * devices)
+    count = len(next(iter(rows.values())))
+    # Rows that are compared with each other are another problem in pieces.
+    if setup.objective.compares_rows or count < 2 * devices:
+        return None
+    batch = setup.placed(rows)
+    two = _gradient(evidence, batch, 2)
+    one = _gradient(evidence, batch, 1)
+    return _equal_to_rounding(evidence, two, one, f"{count} rows in 2 microbatches and in 1")
+
+
+def _one_device(evidence: Evidence) -> "Found":
+    """The mesh computes the gradient that one of its devices does."""
+    setup = evidence.again.setup
+    if setup.mesh.size == 1:
+        return None
+    everywhere = replicated(setup.mesh)
+
+    def on_one(tree: Any) -> Any:
+        with on_mesh(setup.mesh):
+            gathered = jax.jit(lambda leaves: leaves, out_shardings=everywhere)(tree)
+        return jax.tree.map(lambda leaf: leaf.addressable_data(0), gathered)
+
+    batch = setup.placed(evidence.rows(1))
+    divided = on_one(_gradient(evidence, batch, 1))
+    params = on_one(evidence.state.params)
+    lone = TrainState(jnp.int32(0), params, None, evidence.state.frozen)
+    key = jax.random.key(0)
+    loss = _comparable(setup.loss)
+    alone = jax.jit(lambda batch: gradients(loss, lone, batch, key, 1)[0])(on_one(batch))
+    sizes = ", ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
+    return _equal_to_rounding(evidence, divided, alone, f"the mesh ({sizes}) and one device")
+
+
+def _comparable(loss: Loss) -> Loss:
+    """The loss without dropout and without that of the router, which is one of all rows of a
+    microbatch: what is a sum over rows."""
+
+    def alone(params: Any, batch: Batch, key: jax.Array | None) -> Sums:
+        sums = loss(params, batch, None)
+        total, weight = sums["loss"]
+        if "router_loss" in sums:
+            router, count = sums["router_loss"]
+            total = total - weight * router / count
+        return {"loss": (total, weight)}
+
+    return alone
+
+
+def _gradient(evidence: Evidence, batch: Batch, pieces: int) -> Any:
+    """The gradient of the mean loss of a batch on the mesh, in so many microbatches."""
+    setup = evidence.again.setup
+    loss = _comparable(setup.loss)
+
+    def compute(state: TrainState, batch: Batch) -> Any:
+        return gradients(loss, state, batch, jax.random.key(0), pieces, setup.is_rowwise)[0]
+
+    with on_mesh(setup.mesh):
+        return jax.jit(compute)(evidence.state, batch)
+
+
+def _equal_to_rounding(evidence: Evidence, a: Any, b: Any, what: str) -> "Found":
+    """Whether the leaves of two gradients differ by no more than rounding explains."""
+
+    @jax.jit
+    def norms(a: Any, b: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+        def norm(leaf: jax.Array) -> jax.Array:
+            return jnp.linalg.norm(leaf.astype(jnp.float32).reshape(-1))
+
+        first = flat_leaves(a)
+        second = flat_leaves(b)
+        return {path: (norm(first[path] - leaf), norm(leaf)) for path, leaf in second.items()}
+
+    found = np.array(list(jax.device_get(norms(a, b)).values()))  # [leaves, 2]
+    least = max(NEGLIGIBLE * float(np.linalg.norm(found[:, 1])), 1e-30)
+    figure = float((found[:, 0] / np.maximum(found[:, 1], least)).max())
+    setup = evidence.again.setup
+    with on_mesh(setup.mesh):
+        bound = TOLERANCE[str(compute_dtype(setup.model))]
+    text = f"{what}: the gradients of leaves differ by {figure:.1e} of their norm, at most"
+    text += f" {bound:g} is rounding."
+    if not figure and found.any():
+        return "equal", text
+    # A gradient of 0 shows nothing.
+    return "equal to rounding" if found.any() and figure <= bound else "NO", text
+
+
+def _resumed_step(evidence: Evidence) -> "Found":
+    """The next step is, to the bit, that of the state after it was saved and read."""
+    again = evidence.again
+    setup = again.setup
+    number = int(evidence.state.step)
+    with (
+        tempfile.TemporaryDirectory(prefix="jaxformer-verify-") as scratch,
+        Checkpoints(scratch, run=setup.identity, without=setup.unsaved) as checkpoints,
+    ):
+        checkpoints.save(evidence.state, number)
+        checkpoints.wait()
+        expected = again.figures_of(*again.advance(evidence.state))
+        restored = checkpoints.restore(setup.target_over_base, again.log)
+        assert restored is not None  # it was saved
+        found = again.figures_of(*again.advance(restored))
+    differing = [
+        f"{name} {found[name]!r}, not {expected[name]!r}"
+        for name in expected
+        if repr(found[name]) != repr(expected[name])
+    ]
+    if differing:
+        return "NO", f"step {number + 1} from the state read back: {', '.join(differing)}."
+    text = f"step {number + 1} from the state after step {number} and from that state read back:"
+    return "equal", f"{text} every figure and the new state."
+
+
+# A verdict and a sentence; None where a run has nothing that the probe is about.
+Found = tuple[Verdict, str] | None
+# In this order. The last one donates the state.
+PROBES: dict[str, Callable[[Evidence], Found]] = {
+    "texts apart": _texts_apart,
+    "padding apart": _padding_apart,
+    "future apart": _future_apart,
+    "accumulation": _accumulation,
+    "one device": _one_device,
+    "resumed step": _resumed_step,
+}

@@ -1,0 +1,208 @@
+"""What the files of a run say of each other: the chain of metrics.jsonl, the tokenizer, and the
+digests of checkpoints. Needs neither the data nor a device of the run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxformer.checkpoints.digests import Altered, altered_files, combined, digest_on_host
+from jaxformer.checkpoints.reading import read_back, read_manifest, saved_steps
+from jaxformer.config.config_file import read_config
+from jaxformer.config.run import RunConfig
+from jaxformer.files import ConfigError, first_of, located, read_object
+from jaxformer.report.metrics import (
+    BEFORE,
+    FILE,
+    STATE,
+    LoggedLine,
+    first_digest,
+    line_digest,
+    logged_lines,
+)
+from jaxformer.runs.directory import identity_of
+from jaxformer.tokenizer import Tokenizer
+from jaxformer.tools.listing import is_running
+
+# "equal" is to the bit; "unknown" is what could not be compared here.
+Verdict = Literal["equal", "equal to rounding", "NO", "unknown"]
+LISTED = 5  # problems of one kind
+
+
+class Statement(NamedTuple):
+    """What `verify` says of one subject: a verdict, and a sentence about it."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A finished or stopped run: its directory, config.json, data.json (`record`), and the lines of
+    metrics.jsonl, whose last one `is_cut` where it has no end."""
+
+    folder: Path
+    config: RunConfig
+    record: dict[str, Any]
+    lines: list[LoggedLine]
+    is_cut: bool
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the manifests of its checkpoints say of the run."""
+        return identity_of(self.record, self.config.run.seed)
+
+    @property
+    def states(self) -> dict[int, str]:
+        """The fingerprint of the state after a step, by step, of the lines that have one."""
+        entries = [line.entry for line in self.lines]
+        return {entry["step"]: entry[STATE] for entry in entries if STATE in entry}
+
+    def logged(self, step: int, name: str) -> dict[str, Any]:
+        """The line of a step that has a figure, with NaN and infinities; empty without one."""
+        for _, entry in reversed(self.lines):
+            if entry["step"] == step and name in entry:
+                odd = entry.get("non_finite", {})
+                return entry | {figure: float(text) for figure, text in odd.items()}
+        return {}
+
+
+def read_run(path: str | Path) -> RunFiles:
+    """The files of a run. Raises ConfigError for a folder that is no run, for a run that a process
+    is still writing, and for one whose lines are no chain."""
+    # Orbax takes no relative path.
+    folder = located(path).absolute()
+    missing = [name for name in ("config.json", "data.json", FILE) if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"{folder} has no {' and no '.join(missing)}, so it is no run directory, or a run that"
+            " logged nothing yet: give the directory that a run was trained in (run.dir)."
+        )
+    if is_running(folder):
+        raise ConfigError(
+            f"{folder} is still being written by a run: verify it when the run has ended, or a copy"
+            " of it now."
+        )
+    content = (folder / FILE).read_bytes()
+    lines = list(logged_lines(folder / FILE))
+    if not any(BEFORE in line.entry for line in lines):
+        raise ConfigError(
+            f"{folder / FILE} has {len(lines)} lines, none with `{BEFORE}`, so that nothing chains"
+            " them: give a run whose metrics.jsonl is as train.py wrote it."
+        )
+    return RunFiles(
+        folder=folder,
+        config=read_config(folder / "config.json"),
+        record=read_object(folder / "data.json"),
+        lines=lines,
+        is_cut=content.count(b"\n") != len(lines),
+    )
+
+
+def compared_files(files: RunFiles) -> Iterator[Statement]:
+    """All that can be said without the data of the run, the cheapest first."""
+    yield _chain(files)
+    yield _sequence(files)
+    yield _tokenizer(files)
+    for step in saved_steps(files.folder):
+        yield _checkpoint(files, step)
+
+
+def _chain(files: RunFiles) -> Statement:
+    """Whether each line has the digest of the one before it, the first that of the run."""
+    before = first_digest(files.identity)
+    broken = []
+    for number, line in enumerate(files.lines, start=1):
+        if line.entry.get(BEFORE) != before:
+            broken.append(number)
+        before = line_digest(line.raw)
+    if broken:
+        numbers = first_of([str(number) for number in broken], LISTED, ", ")
+        what = "what data.json and the seed say" if broken == [1] else "the line before"
+        text = f"lines that do not follow from {what}: {numbers} (counted from 1)."
+        return Statement(FILE, "NO", text)
+    if files.is_cut:
+        return Statement(FILE, "NO", f"the line after line {len(files.lines)} is incomplete.")
+    text = f"each of {len(files.lines)} lines follows from the one before."
+    return Statement(FILE, "equal", text)
+
+
+def _sequence(files: RunFiles) -> Statement:
+    """Whether the steps of the lines are those of one run, up to its newest checkpoint."""
+    entries = [line.entry for line in files.lines]
+    steps = files.config.train.steps
+    problems = []
+    tokens = set()
+    before = 0
+    for line, entry in enumerate(entries, start=1):
+        step = entry["step"]
+        if step < before:
+            problems.append(f"line {line} is of step {step}, after one of step {before}")
+        before = step
+        if step and "tokens" in entry:
+            tokens.add(entry["tokens"] / step)
+        if STATE in entry and entry[STATE] != files.states[step]:
+            problems.append(f"line {line} has another state than the last line of step {step}")
+    if len(tokens) > 1:
+        problems.append(f"the tokens of a step are {' and '.join(map(str, sorted(tokens)))}")
+    if max(entry["step"] for entry in entries) > steps:
+        problems.append(f"a line is of a step after the last one, {steps}")
+    if steps in saved_steps(files.folder):
+        final = [entry for entry in entries if entry["step"] == steps]
+        if not any("loss" in entry for entry in final):
+            problems.append("the last step has no line")
+        if "validation" in files.record and not any("val_loss" in entry for entry in final):
+            problems.append("the last step has no line of its evaluation")
+    if problems:
+        return Statement("steps", "NO", f"{first_of(problems, LISTED, '; ')}.")
+    text = f"the lines are of steps {entries[0]['step']} to {entries[-1]['step']}."
+    return Statement("steps", "equal", text)
+
+
+def _tokenizer(files: RunFiles) -> Statement:
+    """Whether tokenizer.json holds the tokenizer that the run was begun with."""
+    path = files.folder / "tokenizer.json"
+    recorded = files.record.get("tokenizer")
+    try:
+        actual = Tokenizer.load(path).fingerprint()
+    except ConfigError as error:
+        return Statement(path.name, "NO", str(error))
+    if actual != recorded:
+        return Statement(path.name, "NO", f"its fingerprint is {actual}, in data.json {recorded}.")
+    return Statement(path.name, "equal", f"its fingerprint is that of data.json, {actual}.")
+
+
+def _checkpoint(files: RunFiles, step: int) -> Statement:
+    """Whether a checkpoint has the bytes that were saved, is of this run and step, and holds the
+    state that its line in metrics.jsonl has."""
+    subject = f"checkpoint {step}"
+    folder = files.folder / "checkpoints" / str(step)
+    try:
+        if altered := altered_files(folder):
+            names = first_of(altered, LISTED, ", ")
+            return Statement(subject, "NO", f"files are not as they were saved: {names}.")
+        manifest = read_manifest(folder)
+        other = [key for key, one in files.identity.items() if manifest["run"].get(key) != one]
+        if other:
+            names = first_of(other, LISTED, ", ")
+            return Statement(subject, "NO", f"it is of another run ({names} differ).")
+        counter = manifest["leaves"].get("step", ["", "", ""])[2]
+        if counter != digest_on_host(np.array(step, np.int32)):
+            return Statement(subject, "NO", "it is of another step.")
+        read_back(folder)
+    except Altered as error:
+        return Statement(subject, "NO", f"{error}.")
+    except Exception as error:  # Orbax and TensorStore raise many kinds
+        return Statement(subject, "NO", f"it cannot be read ({type(error).__name__}: {error}).")
+    state = combined({path: row[2] for path, row in manifest["leaves"].items()})
+    logged = files.states.get(step)
+    if logged is None:
+        text = f"its files are as they were saved; metrics.jsonl has no state of step {step}."
+        return Statement(subject, "equal", text)
+    if logged != state:
+        text = f"its state is {state}, and that of step {step} in metrics.jsonl {logged}."
+        return Statement(subject, "NO", text)
+    return Statement(subject, "equal", f"its state is that of its line in metrics.jsonl, {state}.")
