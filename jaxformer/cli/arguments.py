@@ -319,14 +319,14 @@ class RunsArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareArguments:
-    """Writes an HTML page with the training and validation losses of runs over steps, tokens and
-    seconds, and prints a table of them with the settings in which they differ. Runs that differ in
-    their seed alone are one line, with a band from the lowest to the highest. Reads files only."""
+    """Draws the training and validation losses of runs over tokens, and prints a table of them with
+    the settings in which they differ. Runs that differ in their seed alone share a line of the
+    table and a color. Reads files only."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directories, or directories that runs are in."""
-    output: Path = Path("compare.html")
-    """File for the page, which needs no other files."""
+    output: Path = Path("compare.png")
+    """File for the picture, a PNG."""
 
 
 @dataclass(frozen=True, kw_only=True)

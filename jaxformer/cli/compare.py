@@ -1,4 +1,4 @@
-"""`jaxformer compare RUN RUN ...`: the curves of runs in one page, and where their configs
+"""`jaxformer compare RUN RUN ...`: the curves of runs in one picture, and where their configs
 differ."""
 
 import sys
@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 from jaxformer.cli.arguments import CompareArguments, check_output
 from jaxformer.config.format import escaped
-from jaxformer.files import write_text
 from jaxformer.report.banner import aligned
 from jaxformer.tools.run_comparison import (
     ComparedRun,
     Configuration,
-    comparison_page,
     configurations,
+    draw_comparison,
     read_runs,
 )
 
@@ -27,10 +26,9 @@ def run(args: CompareArguments) -> int:
     groups = configurations(runs)
     columns = ("run", *SHOWN_FIGURES, *groups[0].differing)
     rows = [_cells(group) for group in groups]
-    title = f"{len(runs)} runs of {len(groups)} configurations"
-    write_text(args.output, comparison_page(groups, columns, rows, title=title))
+    draw_comparison(groups, args.output)
     print("\n".join(aligned([columns, *rows], right=range(1, len(SHOWN_FIGURES) + 1))))
-    print(f"{args.output}: {title}")
+    print(f"{args.output}: {len(runs)} runs of {len(groups)} configurations")
     return 0
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import sys
-import threading
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
@@ -62,20 +61,16 @@ class TensorBoard:
                 self._board = _summary_writer()(
                     str(self._local.path), purge_step=self._purged, filename_suffix=suffix
                 )
-                _keep_quiet(self._worker())
             if self._is_written():
                 for name, value in numbers.items():
                     self._board.add_scalar(name, value, step)
         except OSError as error:
             self._fail(error.strerror or str(error))
 
-    def _worker(self) -> threading.Thread | None:
-        """The thread of tensorboardX that writes the events."""
-        return getattr(self._board.file_writer.event_writer, "_worker", None)
-
     def _is_written(self) -> bool:
-        """Whether that thread is alive; a full disk ends it, and later events would be lost."""
-        worker = self._worker()
+        """Whether the thread of tensorboardX that writes the events is alive: a full disk ends it,
+        and then closing the board would wait for ever."""
+        worker = getattr(self._board.file_writer.event_writer, "_worker", None)
         if worker is None or worker.is_alive():
             return True
         self._fail("its writer has ended, as on a full disk")
@@ -214,17 +209,6 @@ def _is_installed(name: str) -> bool:
     return (
         name not in TRACKER_PACKAGES or importlib.util.find_spec(TRACKER_PACKAGES[name]) is not None
     )
-
-
-def _keep_quiet(worker: threading.Thread | None) -> None:
-    """Suppresses the traceback of a thread that a full disk ends."""
-    on_error = threading.excepthook
-
-    def report(failure: threading.ExceptHookArgs) -> None:
-        if failure.thread is not worker or not isinstance(failure.exc_value, OSError):
-            on_error(failure)
-
-    threading.excepthook = report
 
 
 def _summary_writer() -> Any:

@@ -9,7 +9,7 @@ from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunSettings
 from jaxformer.data import gzip_bits_per_byte
-from jaxformer.files import ConfigError, read_text
+from jaxformer.files import ConfigError
 from jaxformer.generation.decode import generate
 from jaxformer.models.transformer import context_of
 from jaxformer.report import closing
@@ -62,19 +62,14 @@ def _results(last: Evaluation) -> dict[str, str]:
 
 
 def _profile(steps: str, folder: Path) -> list[str]:
-    """The table of the `steps` that run.profile traced into a folder, and how their trace is
-    opened."""
+    """How the trace of run.profile is opened."""
     if not steps:
         return []
-    # Imported here, because only such a run needs it.
-    from jaxformer.training.profile import TABLE
-
-    if not (folder / TABLE).is_file():
+    if not (folder / "plugins").is_dir():
         return [f"run.profile={steps}: these steps were done before; nothing was traced."]
     return [
-        read_text(folder / TABLE).strip(),
         f'The trace is in {folder}; pip install "jaxformer[profile]", and open it with'
-        f"\n  xprof --logdir {folder}",
+        f"\n  xprof --logdir {folder}"
     ]
 
 

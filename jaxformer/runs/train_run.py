@@ -254,7 +254,7 @@ def traced(steps: str, folder: Path, step: CountedStep) -> Iterator[Advance]:
     from jaxformer.training.profile import Profile
 
     local = LocalFolder(folder)
-    profile = Profile(step, steps, local.path, program=lambda: step.program)
+    profile = Profile(step, steps, local.path)
     try:
         yield profile
     finally:

@@ -30,7 +30,7 @@ from jaxformer.report import (
     read_metrics,
 )
 from jaxformer.report.banner import loss_text
-from jaxformer.report.plot import _above, plot_losses
+from jaxformer.report.plot import plot_losses
 
 
 def train_line(step: int) -> dict[str, float]:
@@ -200,22 +200,6 @@ def test_whatever_was_logged_can_be_plotted(tmp_path, lines):
     assert {p.name for p in tmp_path.iterdir()} <= {"loss.png", "metrics.jsonl", "tensorboard"}
 
 
-@pytest.mark.parametrize("scale", [1.0, 4096.0])
-def test_the_axis_above_tells_steps_and_the_time_they_took(scale):
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    axes.set_xlim(0, 100 * scale)
-    lines = [{"step": step, "seconds": 60.0 + 3 * step} for step in (1, 50, 100)]
-    _above(axes, lines, scale)
-    (above,) = axes.child_axes
-    tick = above.xaxis.get_major_formatter()
-    steps = "50\n" if scale != 1 else ""
-    assert tick(50, None) == f"{steps}3.5" and tick(0, None) == steps.replace("50", "0") + "0"
-    assert tick(76, None).endswith("4.8") and "\n" not in tick(120, None)
-    assert above.get_xlabel() == ("steps and minutes" if scale != 1 else "minutes")
-
-
 def test_a_plot_of_nothing_says_what_to_do(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.log(1, {"learning_rate": 0.1})
@@ -224,12 +208,12 @@ def test_a_plot_of_nothing_says_what_to_do(tmp_path):
 
 
 def test_a_spike_bends_neither_the_smoothed_curve_nor_the_scale():
-    from jaxformer.report.plot import _range, smoothed
+    from jaxformer.report.plot import limits, smoothed
 
     loss = np.full(500, 3.0)
     loss[250] = 1e4
-    assert np.allclose(smoothed(loss)[1], 3.0)
-    assert _range(loss, np.array([]))[1] < 4
+    assert np.allclose(smoothed(loss), 3.0)
+    assert limits(loss)[1] < 4
 
 
 # progress

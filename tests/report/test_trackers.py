@@ -142,6 +142,7 @@ def test_a_row_of_ones_own_is_a_value_of_the_setting(
     assert capsys.readouterr().out == "1 {'loss': 5.0}\n2 {'loss': 4.0}\nclosed\n"
 
 
+@pytest.mark.slow
 def test_weights_and_biases_takes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -157,6 +158,7 @@ def test_weights_and_biases_takes_a_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert len({path.name for path in written}) == 1  # one run
 
 
+@pytest.mark.slow
 def test_trackio_takes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "kept"))  # read when it is imported
     pytest.importorskip("trackio")

@@ -38,7 +38,7 @@ def test_a_run_in_a_bucket_is_that_of_a_disk_and_all_commands_read_it(
         ["replay", url, "--step", "7"],
         ["attention", url, "--prompt", "a b", "--output", str(tmp_path / "page.html")],
         ["runs", s3_bucket],
-        ["compare", url, "--output", f"{s3_bucket}/compare.html"],
+        ["compare", url, "--output", f"{s3_bucket}/compare.png"],
         ["convert", url, hugging_face],
     ):
         assert main(command) == 0, (command, capsys.readouterr())
