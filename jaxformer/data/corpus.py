@@ -17,7 +17,7 @@ from jaxformer.data.ids import IdFiles
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.rows import Rows
 from jaxformer.data.sources import Piece, Source, fingerprint
-from jaxformer.data.sources.documents import PIECE_CHARACTERS
+from jaxformer.data.sources.source_files import PIECE_CHARACTERS
 from jaxformer.data.splits import SideName, Sides, Split
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task

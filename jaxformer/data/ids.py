@@ -15,8 +15,8 @@ import numpy as np
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import claimed, remove_folder
 from jaxformer.data.sources import Source, fingerprint
-from jaxformer.data.sources.finding import ID_SUFFIXES, find_id_files
 from jaxformer.data.sources.records import Fields, is_text
+from jaxformer.data.sources.source import find_id_files
 from jaxformer.data.sources.source_files import SourceFile, hash_fraction, unreadable
 from jaxformer.data.splits import Scan, cached_scan
 from jaxformer.data.store import IdArray, Shard, TokenStore
@@ -24,6 +24,7 @@ from jaxformer.data.tokenizing import ProgressNotes, write_arrays, write_index
 from jaxformer.files import ConfigError, located, store_errors
 from jaxformer.tokenizer import Tokenizer
 
+SUFFIXES = (".npy", ".bin")
 # With fewer ids than this nothing is concluded from every second one being 0.
 FEWEST_TO_DOUBT = 16
 
@@ -47,7 +48,7 @@ def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
     """The files of ids that a spec names by their suffix, None where it names something else."""
     path = located(os.path.expanduser(spec))
     with store_errors(path, "read"):
-        if path.suffix.lower() not in ID_SUFFIXES or path.is_dir():
+        if path.suffix.lower() not in SUFFIXES or path.is_dir():
             return None
     try:
         files = find_id_files(spec, setting)

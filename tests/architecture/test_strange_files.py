@@ -11,7 +11,7 @@ from jaxformer.cli import main
 from jaxformer.config.run import RunConfig
 from jaxformer.config.saved import to_json
 from jaxformer.data import tokenizing
-from jaxformer.data.sources.source import find_source
+from jaxformer.data.sources import find_source
 from jaxformer.data.splits import Scan, cached_scan, scan
 from jaxformer.data.store import TokenStore
 from jaxformer.files import ConfigError

@@ -15,10 +15,15 @@ from hypothesis import strategies as st
 
 from jaxformer.config.run import Undecodable
 from jaxformer.data.sources import Piece, Source, find_source, source_files
-from jaxformer.data.sources import documents as document_reader
-from jaxformer.data.sources.documents import text_documents
+from jaxformer.data.sources import source_files as document_reader
 from jaxformer.data.sources.records import RecordField
-from jaxformer.data.sources.source_files import ErrorHandler, ErrorPolicy, Skipped, SourceFile
+from jaxformer.data.sources.source_files import (
+    ErrorHandler,
+    ErrorPolicy,
+    Skipped,
+    SourceFile,
+    text_documents,
+)
 from jaxformer.data.splits import Scan, Split, scan
 from jaxformer.files import ConfigError
 

@@ -17,7 +17,7 @@ from jaxformer.cli import main
 from jaxformer.config.run import TokenizerConfig
 from jaxformer.data import TokenStore, open_or_build, preparing, splits, tokenizing
 from jaxformer.data.sources import Piece
-from jaxformer.data.sources.documents import in_pieces
+from jaxformer.data.sources.source_files import in_pieces
 from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import byte_tokenizer
