@@ -28,7 +28,8 @@ from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, on_disk,
 from jaxformer.files import ConfigError, is_remote, read_object, write_text
 from jaxformer.tokenizer import Tokenizer
 
-NONE = np.zeros(0, np.int64)
+INDEX = np.dtype(np.int64)
+NONE = np.zeros(0, INDEX)
 # An even number, as the test for ids of another width needs.
 BLOCK_IDS = 1 << 22
 STORES_TOGETHER = 16  # stores of a URL that are opened at the same time
@@ -74,7 +75,7 @@ class IdArray:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shard:
     """A part of a store: its path without a suffix, its counts, and its files by their suffix.
 
@@ -131,38 +132,22 @@ class Shard:
         """A file on this machine: itself, or the copy of that at a URL."""
         return on_disk([self.file(kind)], [self.files[kind].digest])[0]
 
-    def verified(self, kind: str) -> Path:
-        """A file on this machine, compared with its digest when it is first read."""
-        path = self.here(kind)
-        self.files[kind].verify_once(path)
-        return path
-
-    def read(self, dtype: np.dtype) -> np.ndarray:
-        """Its tokens [tokens], of this type where they are its own."""
-        if self.ids:
-            ids = self.ids
-            return _mapped(ids.path, ids.dtype, ids.offset, (ids.count,), ids.digest)
-        return _mapped(self.verified("tokens"), dtype, 0, (self.tokens,), self.files["tokens"])
-
-    def index(self) -> np.ndarray:
-        """Its index of documents [3, documents]."""
-        if not self.documents:
-            return np.zeros((3, 0), np.int64)
-        path = self.verified("documents")
-        return _mapped(path, np.dtype(np.int64), 0, (3, self.documents), self.files["documents"])
-
 
 # Shared by all stores, since each map holds a file open.
 @functools.lru_cache(MOST_MAPS)
-def _mapped(
-    path: Path, dtype: np.dtype, offset: int, shape: tuple[int, ...], content: Written | str
-) -> np.ndarray:
-    """The array of a file, which is mapped and not read; `content` tells two of one path apart."""
+def _mapped(shard: Shard, kind: str, dtype: np.dtype) -> np.ndarray:
+    """The tokens [tokens] of this type, or the documents [3, documents], of a shard. Its file is
+    mapped, after it was compared with its digest."""
+    shape = (shard.tokens,) if kind == "tokens" else (3, shard.documents)
     if 0 in shape:
         # An empty file cannot be mapped.
         return np.zeros(shape, dtype)
+    if kind == "tokens" and shard.ids:
+        return shard.ids.mapped()
+    path = shard.here(kind)
+    shard.files[kind].verify_once(path)
     # A plain view: slices of np.memmap itself are several times slower to make.
-    return np.memmap(path, dtype, "r", offset, shape).view(np.ndarray)
+    return np.memmap(path, dtype, "r", 0, shape).view(np.ndarray)
 
 
 class TokenStore:
@@ -235,7 +220,7 @@ class TokenStore:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop (not included, at most the store's last): int32."""
         spans = [
-            self._shards[shard].read(self._dtype)[low:high].astype(np.int32)
+            _mapped(self._shards[shard], "tokens", self._dtype)[low:high].astype(np.int32)
             for shard, low, high, _ in self._spans(start, stop)
         ]
         return np.concatenate(spans) if spans else np.zeros(0, np.int32)
@@ -259,7 +244,7 @@ class TokenStore:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
         ends_of_spans = [NONE]
         for shard, low, high, at in self._spans(start, stop):
-            ends = self._shards[shard].index()[0]
+            ends = _mapped(self._shards[shard], "documents", INDEX)[0]
             first, last = np.searchsorted(ends, [low, high], side="right")
             ends_of_spans.append(ends[first:last] + (at - low))
         boundaries = np.concatenate(ends_of_spans)
@@ -284,7 +269,7 @@ class TokenStore:
         sizes = np.diff(self._starts)
         for shard in range(len(self._shards) if len(sizes) else 0):
             # [documents], places in all shards
-            ends = self._shards[shard].index()[0] + self._begins[shard]
+            ends = _mapped(self._shards[shard], "documents", INDEX)[0] + self._begins[shard]
             # The last run that begins before an end holds it, unless it stops earlier.
             run = np.searchsorted(self._lows, ends) - 1
             inside = (run >= 0) & (ends - self._lows[run] <= sizes[run])
@@ -296,7 +281,7 @@ class TokenStore:
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
         """The documents whose `hash_fraction` is below `fraction`, or the others."""
         # Copies, so that no more files are open at once than the cache of maps holds.
-        tables = [shard.index().copy() for shard in self._shards]
+        tables = [_mapped(shard, "documents", INDEX).copy() for shard in self._shards]
         begins = zip(tables, self._begins[:-1], strict=True)
         ends = np.concatenate([table[0] + begin for table, begin in begins])
         sizes = np.concatenate([table[1] for table in tables])
