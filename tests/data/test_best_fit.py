@@ -102,17 +102,6 @@ def test_the_bound_of_segments_holds_for_every_row_and_one_reaches_it(
         assert bound is not None and max(highest, default=1) <= bound <= max(highest, default=1) + 1
 
 
-def test_rows_are_full_whatever_the_documents_and_do_not_depend_on_chance() -> None:
-    rng = np.random.default_rng(0)
-    ends = np.cumsum(rng.geometric(1 / 600, 100_000))
-    for capacity in (256, 2048):
-        first, again = BestFit(ends, capacity), BestFit(ends, capacity)
-        assert first.filled > 0.999
-        assert all(
-            list(first.pieces(row)) == list(again.pieces(row)) for row in range(0, len(first), 97)
-        )
-
-
 def test_a_row_of_masks_holds_whole_documents(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(MARKS)
     texts = ["abcdefg", "hij", "klmnopqr"]

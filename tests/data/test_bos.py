@@ -11,20 +11,16 @@ import numpy as np
 import pytest
 from corpora import prepare, prepare_share, prepare_text, template_of
 from pretrained_tokenizers import saved
-from tiny_run import PLAIN, line, train_here, write_text
 
 import jaxformer as jf
 from jaxformer import data
-from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig
-from jaxformer.config.saved import from_json, to_json
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import tokenizing
 from jaxformer.data.answer_templates import SFTTemplate
 from jaxformer.data.sources import Piece
 from jaxformer.files import ConfigError
-from jaxformer.runs.directory import as_begun
 from jaxformer.runs.objectives import objective_of, task_of
 from jaxformer.runs.run_evaluation import evaluate_run
-from jaxformer.runs.summary import beginning_text
 from jaxformer.tokenizer import Tokenizer
 
 TEXTS = ["the cat sat", "on a mat and the dog " * 4, "a", "one more text"]
@@ -89,7 +85,7 @@ def test_each_document_begins_with_the_bos_of_the_template_which_is_no_target(
             assert (np.diff(numbers)[places] != 0).all()
 
 
-@pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_never_gives_the_rows_of_before(packing: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, packing=packing, bos="never", sequence_length=8)
     tokenizer = Tokenizer.load(saved("llama3"))
@@ -130,17 +126,6 @@ def test_a_document_in_several_shards_has_one_bos(
     ]
 
 
-@pytest.mark.parametrize("wrong", [5, ["x"], [None]])
-def test_a_store_that_does_not_say_how_it_begins_is_made_again(wrong: Any, tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    before = rows_of(run)
-    manifest = next((tmp_path / "cache/stores").iterdir()) / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"beginning": wrong}))
-    assert data.TokenStore.open(manifest.parent) is None
-    for row, again in zip(before, rows_of(run), strict=True):
-        assert all((row[name] == again[name]).all() for name in row)
-
-
 def test_auto_is_never_without_a_template_and_always_takes_the_bos(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(saved("gpt2"))
     bos_token = tokenizer.special("bos")
@@ -160,24 +145,6 @@ def test_a_text_begins_as_a_prompt_and_a_record_do(tmp_path: Path) -> None:
         before = tokenizer.as_prompt([])
         assert task_of(run.model, run.data).beginning("auto", tokenizer) == tuple(before)
         assert row["tokens"][: len(before)].tolist() == before
-
-
-def test_the_banner_says_which_token_is_written(tmp_path: Path) -> None:
-    expected = "begin with <|begin_of_text|>, which is no target (data.bos=auto)"
-    assert beginning_text(prepare(run_of(tmp_path)), "auto") == expected
-    assert beginning_text(prepare(run_of(tmp_path, bos="never")), "never") == ""
-
-
-@pytest.mark.slow
-def test_a_run_prints_it_and_goes_on_with_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes = {"tokenizer.path": saved("llama3"), "train.steps": 2} | PLAIN
-    command = line(tmp_path / "run", write_text(tmp_path / "text.txt"), changes)
-    for _ in range(2):
-        assert train_here(command) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "documents begin with <|begin_of_text|>, which is no target (data.bos=auto)" in out
 
 
 def test_always_without_a_bos_or_where_rows_are_no_text_is_one_message(tmp_path: Path) -> None:
@@ -208,21 +175,6 @@ def test_prepared_text_says_how_its_documents_begin(tmp_path: Path) -> None:
             prepare(there)
         with pytest.raises(ConfigError, match=r"with another tokenizer or data\.bos"):
             prepare_text(run, tmp_path / name)
-
-
-def test_a_config_without_the_setting_has_no_bos(tmp_path: Path) -> None:
-    run = replace(run_of(tmp_path), run=RunSettings(dir=str(tmp_path / "run")))
-    record = json.loads(to_json(run))
-    assert from_json(json.dumps(record), "here").data.bos == "auto"
-    del record["data"]["bos"]
-    assert from_json(json.dumps(record), "here").data.bos == "never"
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.json").write_text(json.dumps(record))
-    assert as_begun(run).data.bos == "never"
-    for objective in ("sft", "dpo"):  # whose templates write it, then as now
-        record["data"]["objective"] = objective
-        read = from_json(json.dumps(record), "here")
-        assert read.data.bos == "auto" and task_of(read.model, read.data).name == objective
 
 
 def test_a_base_is_evaluated_as_its_texts_are_scored_by_hand(tmp_path: Path) -> None:

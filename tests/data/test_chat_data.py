@@ -1,7 +1,6 @@
 """Conversations as training data: every format gives the same, only the assistant's turns are
 learned, and a model that has learned them answers in `sample --chat`."""
 
-import dataclasses
 import gzip
 import io
 import json
@@ -181,19 +180,6 @@ def test_a_conversation_keeps_the_beginning_of_its_first_answer(
     assert first > 8 and row["weights"].tolist() == [0] * 3 + learned[first : first + 5]
     assert row["tokens"].tolist() == ids[first - 4 : first + 4]
     assert row["targets"].tolist() == ids[first - 3 : first + 5]
-
-
-def test_what_is_stored_is_of_one_template(tokenizer: Path, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", RECORDS)
-    other = tmp_path / "other.jinja"
-    other.write_text(CHATML.replace("'\\n' }}\n{%- endfor", "'\\n\\n' }}\n{%- endfor"))
-    found = []
-    for template in ("", other, ""):
-        said: list[str] = []
-        corpus = prepare(run_of(tmp_path, path, template), said.append)
-        found.append((corpus.train.fingerprint, any("reusing" in text for text in said)))
-    (own, first), (changed, second), again = found
-    assert not first and not second and own != changed and again == (own, True)
 
 
 def test_the_arrays_of_a_plan_are_those_of_a_batch(tokenizer: Path, tmp_path: Path) -> None:
@@ -408,46 +394,3 @@ def test_a_run_is_not_continued_with_another_template(
         assert contents(run_dir) == before
     finally:
         template.write_text(CHATML)
-
-
-REFUSED = {
-    "no chat": (["--system", "a"], "--system is a message of a conversation: add --chat"),
-    "blank": (["--chat", "--prompt", " "], "the prompt is empty"),
-    "long": (["--chat", "--prompt", "go " * 99], "only 95 fit before a new token"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.slow
-@by_heart
-def test_what_is_no_conversation_is_one_message(
-    case: str, trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments, message = REFUSED[case]
-    assert main(["sample", str(trained[0]), *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@by_heart
-def test_input_that_cannot_be_a_turn_is_refused(
-    trained: tuple[Path, list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run_dir, _ = trained
-    for raw, message in ((b"\n \n", "has no line of text"), (b"\xff\n", "is not UTF-8")):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), "utf-8"))
-        assert main(["sample", str(run_dir), "--chat"]) == 2
-        assert message in capsys.readouterr().err
-    model = jf.load(run_dir)
-    assert model.tokenizer is not None
-    metadata = model.tokenizer.metadata
-    model.tokenizer.metadata = dataclasses.replace(metadata, template=None)
-    jf.save_pretrained(tmp_path, model.params, model.config, model.tokenizer)
-    assert main(["sample", str(tmp_path), "--chat", "--prompt", "go"]) == 2
-    assert "has no chat template, neither chat_template.jinja" in capsys.readouterr().err
-    (tmp_path / "chat_template.jinja").write_text("{{ '%02000000000d' % 1 }}")
-    assert main(["sample", str(tmp_path), "--chat", "--prompt", "go"]) == 2
-    assert "chat_template.jinja takes more than 1 GiB of memory" in capsys.readouterr().err

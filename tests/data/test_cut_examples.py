@@ -13,7 +13,6 @@ from corpora import prepare
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.config.saved import from_json, to_json
 from jaxformer.data.answer_templates import MessagesTemplate, PreferenceTemplate, SFTTemplate
 from jaxformer.data.examples import ExampleStore, Parts, open_or_encode
 from jaxformer.data.label_templates import TagTemplate
@@ -21,7 +20,6 @@ from jaxformer.data.rows import RowFormat
 from jaxformer.data.sources import Piece
 from jaxformer.data.templates import ExampleRows, Template
 from jaxformer.files import ConfigError
-from jaxformer.runs.directory import as_begun, check_config
 from jaxformer.runs.objectives import objective_of
 from jaxformer.tokenizer import byte_tokenizer
 
@@ -137,26 +135,6 @@ def test_the_examples_in_rows_are_those_with_a_weight(
         members = np.concatenate([rows.members(index) for index in range(len(rows))])
         assert sorted(members.tolist()) == np.flatnonzero(expected).tolist()
         assert rows.left_out == (~expected).sum()
-
-
-def test_a_run_that_an_earlier_version_began_is_cut_as_it_was(tmp_path: Path) -> None:
-    run = run_of(tmp_path, [LONG, SHORT])
-    record = json.loads(to_json(run))
-    del record["data"]["cut"]
-    for objective in ("sft", "causal"):
-        record["data"]["objective"] = objective
-        read = from_json(json.dumps(record), "here")
-        assert read.data.cut == ("auto" if objective == "causal" else "end")
-    record["data"]["objective"] = "sft"
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.json").write_text(json.dumps(record))
-    assert as_begun(run).data.cut == "end"
-    check_config(run)
-    stated = dataclasses.replace(run, data=dataclasses.replace(run.data, cut="prompt"))
-    with pytest.raises(ConfigError, match=r"data\.cut"):
-        check_config(stated)
-    (tmp_path / "run/config.json").write_text(to_json(run))
-    assert as_begun(run).data.cut == "auto"
 
 
 def test_a_cut_of_another_objective_is_refused() -> None:

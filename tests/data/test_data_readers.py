@@ -94,19 +94,6 @@ def test_the_name_of_a_document_depends_on_its_file_alone(folder: Path) -> None:
     assert found(folder / "z.txt.gz") == [("0", "plain"), ("1", "more")]
 
 
-def test_a_changed_rule_is_another_source(folder: Path) -> None:
-    rules = [
-        ErrorPolicy(),
-        ErrorPolicy("skip"),
-        ErrorPolicy("replace"),
-        ErrorPolicy("refuse", "skip"),
-    ]
-    assert (
-        len({find_source(str(folder), "data.train", policy=rule).signature() for rule in rules})
-        == 4
-    )
-
-
 def test_parquet_gives_the_same_documents_and_records(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", text=TEXTS, other=[[1], [2], [3]])
     assert found(path) == [(str(index), text) for index, text in enumerate(TEXTS)]
@@ -356,18 +343,3 @@ def test_a_spec_that_names_nothing_says_what_there_is(
     os.mkfifo("pipe")
     with pytest.raises(ConfigError, match=rf"^data\.train: .*{NOTHING[spec]}"):
         find_source(spec, "data.train")
-
-
-def test_a_folder_without_permission_is_one_message(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scandir = os.scandir
-
-    def refused(path: str) -> Any:
-        if str(path).endswith("c"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(ConfigError, match=r"data\.train: .*/b/c cannot be read: Permission denied"):
-        find_source(str(folder), "data.train")

@@ -5,12 +5,10 @@ import gzip
 import json
 import os
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from corpora import prepare, template_of
 from hypothesis import given, settings
@@ -23,7 +21,7 @@ from jaxformer.data.corpus import joined_labels
 from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.sources import Piece, find_source
 from jaxformer.data.sources.records import Fields, Record, RecordField
-from jaxformer.data.templates import ExampleRows, PairTemplate, first_fit
+from jaxformer.data.templates import ExampleRows, PairTemplate
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import MARKS, byte_tokenizer
 
@@ -79,84 +77,33 @@ def test_words_and_tags_are_lists_or_apart_by_spaces(tmp_path: Path) -> None:
     ]
 
 
-def test_a_tsv_can_be_read_as_text(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text("n\ttext\n1\tone\n2\ttwo\n")
-    assert [
-        piece.text for piece in find_source(str(tmp_path / "a.tsv"), "data.train").pieces()
-    ] == ["one", "two"]
-
-
-FAULTS: dict[str, tuple[dict[str, str], str, Fields, str]] = {
-    "no field": (
-        {"a.tsv": "source\ttext\n"},
-        "a.tsv",
-        PAIR,
-        r"a\.tsv, line 1: no field 'target': the fields are 'source', 'te",
-    ),
-    "columns": (
+# Files, which of them is read, its fields, and the words of the message.
+FAULTS: list[tuple[dict[str, str], str, Fields, str]] = [
+    ({"a.tsv": "source\ttext\n"}, "a.tsv", PAIR, r"line 1: no field 'target': .* 'source', 'te"),
+    (
         {"a.tsv": "source\ttarget\na\tb\na\n"},
         "a.tsv",
         PAIR,
-        r"a\.tsv, line 3: another number of columns: 1, .* names 2 \('source', 'ta",
+        r"line 3: another number of columns: 1",
     ),
-    "no jsonl field": (
-        {"a.jsonl": '{"source": "a"}'},
-        "a.jsonl",
-        PAIR,
-        r"line 1: no field 'target'.*set data\.target_field",
-    ),
-    "kind": (
-        {"a.jsonl": '{"text": [1], "label": "a"}'},
-        "a.jsonl",
-        TAGS,
-        r"line 1: the field 'text' is list: it has to be a list of str",
-    ),
-    "counts": (
-        {"a.tsv": "text\tlabel\na b\tX\n"},
-        "a.tsv",
-        TAGS,
-        r"line 2: another .*: the field 'text' has 2 and the field 'label' has 1",
-    ),
-    "lines": (
-        {"a.de": "a\nb\nc", "a.en": "a\n"},
-        "a.{de,en}",
-        PAIR,
-        r"a\.de and .*a\.en have different .*, the shortest 1: line n of each",
-    ),
-    "sides": (
-        {"a.de": "a", "a.en": "a", "a.fr": "a"},
-        "a.{de,en,fr}",
-        PAIR,
-        r"names 3 line-aligned files, .* takes 2: text \(",
-    ),
-    "missing side": ({"a.de": "a"}, "a.{de,en}", PAIR, r"a\.en does not exist"),
-    "text": (
-        {"a.txt": "a"},
-        "a.txt",
-        PAIR,
-        r"a\.txt is plain text, .* records of text \(data\.source_field=source\) and",
-    ),
-    "not UTF-8": (
-        {"a.tsv": "source\ttarget\na\t\udcff\n"},
-        "a.tsv",
-        PAIR,
-        r"a\.tsv, line 2 is not UTF-8 text: byte 0xff at offset",
-    ),
-}
+    ({"a.jsonl": '{"source": "a"}'}, "a.jsonl", PAIR, r"no field 'target'.*set data\.target_field"),
+    ({"a.jsonl": '{"text": [1], "label": "a"}'}, "a.jsonl", TAGS, r"'text' is list: it has to be"),
+    ({"a.tsv": "text\tlabel\na b\tX\n"}, "a.tsv", TAGS, r"line 2: another .* 'text' has 2 and the"),
+    ({"a.de": "a\nb\nc", "a.en": "a\n"}, "a.{de,en}", PAIR, r"a\.de and .*a\.en .*the shortest 1"),
+    ({"a.de": "a", "a.en": "a", "a.fr": "a"}, "a.{de,en,fr}", PAIR, r"names 3 line-aligned files"),
+    ({"a.de": "a"}, "a.{de,en}", PAIR, r"a\.en does not exist"),
+    ({"a.txt": "a"}, "a.txt", PAIR, r"a\.txt is plain text, .* \(data\.source_field=source\) and"),
+    ({"a.tsv": "source\ttarget\na\t\udcff\n"}, "a.tsv", PAIR, r"line 2 is not UTF-8 .* offset 16"),
+]
 
 
-@pytest.mark.parametrize("case", FAULTS)
-def test_a_fault_is_one_message_with_file_line_and_field(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", range(len(FAULTS)))
+def test_a_fault_is_one_message_with_file_line_and_field(case: int, tmp_path: Path) -> None:
     files, spec, fields, message = FAULTS[case]
     for name, text in files.items():
         (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match=message):
         records(tmp_path / spec, fields)
-
-
-def test_plain_text_holds_no_records() -> None:
-    with pytest.raises(ConfigError, match=r"stdlib: .* is plain text, .* needs records"):
-        find_source("stdlib", "data.train", PAIR)
 
 
 def run_of(family: str = "encoder_decoder", head: str = "auto", **data: Any) -> RunConfig:
@@ -215,19 +162,6 @@ def _segment(row: NumpyBatch, number: int) -> tuple[list[int], list[int], list[i
         row["tokens"][target].tolist(),
         row["targets"][target].tolist(),
     )
-
-
-def test_packing_is_fast_full_and_a_function_of_its_order() -> None:
-    rng = np.random.default_rng(0)
-    sizes, space = rng.integers(3, 45, (29_000, 2)), np.array([256, 256])
-    began = time.perf_counter()
-    rows = first_fit(sizes, space, rng.permutation(29_000))
-    assert time.perf_counter() - began < 2
-    assert sorted(index for row in rows for index in row) == list(range(29_000))
-    held = np.array([sizes[row].sum(0) for row in rows])
-    assert (held <= space).all() and held.mean() / 256 > 0.93
-    order = rng.permutation(100)
-    assert first_fit(sizes, space, order) == first_fit(sizes, space, order)
 
 
 def one_row(
@@ -371,14 +305,3 @@ def test_examples_that_were_altered_without_a_trace_are_refused(name: str, tmp_p
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
     with pytest.raises(ConfigError, match=rf"{name} was altered since it was written"):
         ExampleStore.open(tmp_path)
-
-
-def test_examples_of_a_version_without_checksums_are_made_again(tmp_path: Path) -> None:
-    stored(tmp_path, [("ab", "x")], run_of(sequence_length=16))
-    path = tmp_path / "manifest.json"
-    path.write_text(
-        json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "files"})
-    )
-    assert ExampleStore.open(tmp_path) is None
-    assert len(stored(tmp_path, [("ab", "x")], run_of(sequence_length=16))) == 1
-    assert ExampleStore.open(tmp_path) is not None

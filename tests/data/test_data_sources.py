@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config.run import Undecodable
-from jaxformer.data.sources import Piece, Source, find_source, source_files
+from jaxformer.data.sources import Piece, Source, find_source
 from jaxformer.data.sources import source_files as document_reader
-from jaxformer.data.sources.records import RecordField
 from jaxformer.data.sources.source_files import (
     ErrorHandler,
     ErrorPolicy,
@@ -156,47 +155,6 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert documents(write(tmp_path / "a.jsonl", '\ufeff{"text": "abc"}').pieces()) == ["abc"]
 
 
-def test_only_the_first_character_is_a_byte_order_mark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source_files, "READ_BYTES", 1)
-    assert documents(write(tmp_path / "a.txt", "\ufeff\ufeffa\ufeffb").pieces()) == [
-        "\ufeffa\ufeffb"
-    ]
-
-
-def test_all_pieces_of_a_document_have_its_name(tmp_path: Path) -> None:
-    source = write(
-        tmp_path / "a.txt", "<|endoftext|>".join(["long " * 50_000, "short", "long " * 50_000])
-    )
-    names = [piece.document for piece in source.pieces()]
-    assert len(names) > 6 and names == sorted(names) and set(names) == {"0", "1", "2"}
-
-
-def test_a_glob_is_read_in_sorted_order_each_file_a_document(tmp_path: Path) -> None:
-    for name in ("b", "a", "c"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "d.jsonl").write_text('{"text": "d"}')
-    assert documents(find_source(f"{tmp_path}/**/*.*", "data.train").pieces()) == [
-        "a",
-        "b",
-        "c",
-        "d",
-    ]
-
-
-def test_a_field_can_be_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"content": "abc", "text": "no"}\n')
-    assert documents(
-        find_source(
-            str(tmp_path / "a.jsonl"),
-            "data.train",
-            (RecordField("data.text_field", "content", "text"),),
-        ).pieces()
-    ) == ["abc"]
-
-
 def test_stdlib_is_the_running_pythons_own_code_without_its_tests() -> None:
     source = find_source("stdlib", "data.train")
     names = [file.name for file in source.files]
@@ -271,26 +229,6 @@ def test_a_bad_file_is_one_message_with_the_file_and_the_place(name: str, tmp_pa
     with pytest.raises(ConfigError, match=message):
         scan(find_source(str(tmp_path / name), "data.train"), tmp_path / "cache")
     assert "empty" in message or not list(tmp_path.glob("cache/*"))
-
-
-def test_a_source_that_is_not_there_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.validation: .*none\.txt does not exist"):
-        find_source(str(tmp_path / "none.txt"), "data.validation")
-    with pytest.raises(ConfigError, match=r"no file matches the glob '.*\*\.txt'"):
-        find_source(str(tmp_path / "*.txt"), "data.train")
-
-
-def test_a_file_without_permission_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write(tmp_path / "secret.txt", "abc")
-
-    def refused(*args: object, **named: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("builtins.open", refused)
-    with pytest.raises(ConfigError, match=r"secret\.txt cannot be read: Permission denied"):
-        list(source.pieces())
 
 
 def test_a_scan_is_read_again_only_when_a_file_changes(

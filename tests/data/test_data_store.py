@@ -22,7 +22,6 @@ from corpora import prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import (
     Corpus,
@@ -85,12 +84,6 @@ def test_the_store_is_the_documents_one_after_the_other(
         assert made.boundaries(start, stop).tolist() == [
             place for place in begins if start < place < stop
         ]
-
-
-def test_a_document_in_pieces_ends_once(tmp_path: Path) -> None:
-    parts = [Piece("ab", "0", False), Piece("cd", "0", True), Piece("e", "1", True)]
-    made = open_or_build(tmp_path, lambda: parts, BYTES)
-    assert made.read(0, 9).tolist() == [97, 98, 99, 100, 256, 101, 256] and made.documents == 2
 
 
 @pytest.mark.parametrize(("size", "width"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
@@ -411,16 +404,6 @@ def test_characters_of_held_out_text_are_known_too(tmp_path: Path) -> None:
     made = prepare(run_of(tmp_path, "a" * 100 + "b", tokenizer=TokenizerConfig(kind="characters")))
     assert made.tokenizer.vocab_size == 3 and made.validation is not None
     assert _text(made.validation).store.read(0, 99).tolist() == [0] * 10 + [1, 2]
-
-
-def test_a_vocabulary_that_the_model_cannot_hold_is_one_message(tmp_path: Path) -> None:
-    run = run_of(
-        tmp_path, TEXT, tokenizer=TokenizerConfig(kind="bytes"), model=ModelConfig(vocab_size=256)
-    )
-    with pytest.raises(
-        ConfigError, match=r"model\.vocab_size=256 is less than the tokenizer's 257 entries"
-    ):
-        prepare(run)
 
 
 def test_a_cache_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:

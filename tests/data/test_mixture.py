@@ -13,7 +13,7 @@ from stored import data as settings_of
 
 from jaxformer.config.run import DataConfig
 from jaxformer.data import Batches, NumpyBatch, Rows, evaluation_batches
-from jaxformer.data.mixture import Mixture, check_shares, counts, phases
+from jaxformer.data.mixture import Mixture, check_shares, counts
 from jaxformer.files import ConfigError
 
 WEIGHTS = st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any)
@@ -76,14 +76,6 @@ def test_shares_are_the_weights_to_the_row_and_each_row_is_of_one_source(
     assert all(
         more == less for less, more, weight in zip(found, after, weights, strict=True) if not weight
     )
-
-
-def test_up_to_four_sources_are_never_a_row_off() -> None:
-    for weights in ([7, 3], [1, 1, 1], [90, 4, 3, 3], [1, 97, 1, 1], [5, 0, 2, 1]):
-        shares = np.array(weights) / sum(weights)
-        assert all(
-            np.abs(counts(number, weights) - number * shares).max() <= 1 for number in range(2000)
-        )
 
 
 @settings(max_examples=12)
@@ -202,12 +194,6 @@ REFUSED = {
 def test_shares_that_are_none_are_one_message(case: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match=REFUSED[case]):
         check_shares(["a.txt", "b.txt"], DataConfig(weights=case[0], epochs=case[1]))
-
-
-def test_shares_of_one_source_and_phases_are_read_as_they_stand() -> None:
-    check_shares(["a.txt"], DataConfig(weights="1"))
-    check_shares(["a.txt", "b.txt"], DataConfig(epochs="1 0.5"))
-    assert phases("data.weights", " .7 .3; 1000 : 1 1") == [(0, ".7 .3"), (1000, "1 1")]
 
 
 def test_a_source_too_small_for_a_row_is_named() -> None:

@@ -118,17 +118,6 @@ def test_a_prepared_directory_is_trained_on_as_its_text_is(train: str, tmp_path:
         assert all((made[name] == wanted[name]).all() for name in wanted)
 
 
-def test_text_for_validation_is_prepared_beside_that_for_training(tmp_path: Path) -> None:
-    text = written(tmp_path)
-    run = run_of(tmp_path, f"{text}/0.jsonl", validation=f"{text}/[12].jsonl")
-    prepare_text(run, tmp_path / "out", False, quiet)
-    found = prepare(run_of(tmp_path, str(tmp_path / "out")))
-    assert found.validation is not None and (found.train.documents, found.validation.documents) == (
-        30,
-        60,
-    )
-
-
 @pytest.mark.parametrize("tasks", [1, 4])
 def test_tasks_that_know_nothing_of_one_another_make_the_same_store(
     tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -294,7 +283,7 @@ def test_a_last_call_on_another_machine_reads_no_text_again(tmp_path: Path) -> N
     assert not any("reading" in line or "tokenizing" in line for line in said)
 
 
-@pytest.mark.parametrize("size", [300, 5000])
+@pytest.mark.parametrize("size", [300])
 def test_a_model_has_the_vocabulary_of_what_was_prepared(size: int, tmp_path: Path) -> None:
     """Whatever tokenizer.vocab_size says, which is of a tokenizer that is trained."""
     text = " ".join(f"{number:b}x{number:o}" for number in range(20_000))
@@ -334,20 +323,6 @@ def test_a_directory_of_other_text_or_of_another_tokenizer_is_not_taken_over(
         <= {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}.items()
     )
     assert prepare_text(run_of(tmp_path, str(text)), out, False, quiet)[0].documents == 180
-
-
-def test_verifying_makes_nothing(tmp_path: Path) -> None:
-    text, out = written(tmp_path), tmp_path / "out"
-    with pytest.raises(
-        ConfigError, match=r"1 of 1 parts are not prepared: leave out --verify to make them"
-    ):
-        prepare_text(run_of(tmp_path, str(text)), None, True, quiet)
-    with pytest.raises(ConfigError, match="does not exist"):
-        prepare_text(run_of(tmp_path, str(text)), out, True, quiet)
-    assert not out.exists() and not contents(tmp_path)
-    prepare_text(run_of(tmp_path, str(text)), out, False, quiet)
-    shutil.rmtree(text)
-    assert prepare_text(run_of(tmp_path, str(text)), out, True, quiet)[0].documents == 180
 
 
 def test_what_tasks_made_is_not_trained_on_before_it_is_joined(tmp_path: Path) -> None:

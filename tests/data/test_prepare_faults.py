@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 from corpora import prepare, prepare_text
-from test_prepare import BYTES, ROOT, quiet, run_of, written
+from test_prepare import ROOT, quiet, run_of, written
 
 from jaxformer.cli import main
-from jaxformer.config.run import TokenizerConfig
-from jaxformer.data import TokenStore, open_or_build, preparing, splits, tokenizing
+from jaxformer.data import TokenStore, open_or_build, preparing, splits
 from jaxformer.data.sources import Piece
-from jaxformer.data.sources.source_files import in_pieces
-from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import byte_tokenizer
 
@@ -45,29 +42,6 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     told = capsys.readouterr().err
     assert "Traceback" not in told
     return " ".join(told.split())
-
-
-def test_how_far_a_long_document_is_can_be_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 100_000)
-    text = "é word " * 60_000
-    pieces = [Piece(part, "0", ends) for part, ends in in_pieces(text)]
-    said: list[str] = []
-    open_or_build(tmp_path / "soon", lambda: pieces, byte_tokenizer(), ProgressNotes(said.append))
-    assert not any("waiting" in line for line in said)
-    monkeypatch.setattr(tokenizing, "SECONDS_BETWEEN_NOTES", 0)
-    for _ in range(2):  # the second time nothing but the last shard is left to do
-        progress = ProgressNotes(said.append, len(text.encode()))
-        open_or_build(tmp_path / "late", lambda: pieces, byte_tokenizer(), progress)
-        assert (
-            progress.done == len(text.encode())
-            and len(said) == 5
-            and "tokenized 0.00 of 0.00 GB" in said[0]
-        )
-        said.clear()
-        (tmp_path / "late" / "manifest.json").unlink()
-        (tmp_path / "late" / "00004.tokens").unlink()
 
 
 def test_files_without_text_are_units_like_others(
@@ -211,26 +185,7 @@ def test_a_directory_prepared_without_text_for_validation_is_none(tmp_path: Path
         prepare(run_of(tmp_path, str(text), validation=out))
 
 
-def test_texts_of_other_tokenizers_are_not_mixed(tmp_path: Path) -> None:
-    text = written(tmp_path)
-    for name, tokenizer in (("a", BYTES), ("b", TokenizerConfig(vocab_size=300))):
-        prepare_text(run_of(tmp_path, str(text), tokenizer), tmp_path / name, False, quiet)
-    with pytest.raises(
-        ConfigError,
-        match=r"/b was made by another tokenizer than the run's, .* the first prepared directory",
-    ):
-        prepare(run_of(tmp_path, f"{tmp_path}/a; {tmp_path}/b"))
-
-
 def test_a_manifest_beside_text_is_none_of_ours(tmp_path: Path) -> None:
     text = written(tmp_path)
     (text / "manifest.json").write_text('{"version": 2, "files": []}')
     assert prepare_text(run_of(tmp_path, str(text)), None, False, quiet)[0].documents == 180
-
-
-def test_names_may_hold_a_semicolon_and_a_mixture_may_be_long(tmp_path: Path) -> None:
-    text = written(tmp_path)
-    prepare_text(run_of(tmp_path, str(text)), tmp_path / "a; b", False, quiet)
-    assert prepare(run_of(tmp_path, str(tmp_path / "a; b"))).train.documents
-    many = "; ".join([f"{text}/0.jsonl"] * (5000 // len(str(text))))
-    assert len(many) > 4096 and len(prepare_text(run_of(tmp_path, many), None, False, quiet)) > 9

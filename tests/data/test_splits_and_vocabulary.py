@@ -12,8 +12,7 @@ from test_prepare import ROOT, quiet, run_of, written
 from jaxformer.config.run import TokenizerConfig
 from jaxformer.data import splits
 from jaxformer.data.sources.records import RecordField
-from jaxformer.data.sources.source import TEXT, find_source
-from jaxformer.data.sources.source_files import ErrorPolicy
+from jaxformer.data.sources.source import find_source
 from jaxformer.data.splits import Scan, Split, file_groups, scan
 from jaxformer.files import ConfigError
 from jaxformer.runs.config import load_config
@@ -38,18 +37,6 @@ def test_text_is_another_when_its_borders_or_names_are(tmp_path: Path) -> None:
         scanned(tmp_path / str(number), files).content for number, files in enumerate(variants)
     ]
     assert len(set(found)) == 5 and scanned(tmp_path / "again", variants[0]).content == found[0]
-
-
-def test_what_was_left_out_is_told_again_of_a_scan_that_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\nno record\n{"text": " "}\n')
-    source = find_source(str(path), "data.train", TEXT, ErrorPolicy(malformed="skip"))
-    first, second = (scan(source, tmp_path / "scans") for _ in range(2))
-    assert (
-        first == second
-        and len(second.skipped.lines()) == 2
-        and second.skipped == second.parts[0].skipped
-    )
 
 
 def test_units_are_as_many_neighbours_as_fit_or_one_file(
@@ -107,18 +94,6 @@ def test_a_tokenizer_is_found_only_by_all_that_it_was_made_of(
         assert len(list((tmp_path / "cache" / "tokenizers").glob("*.json"))) == made
 
 
-def test_a_text_of_several_units_is_another_when_any_of_them_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
-    text = written(tmp_path, files=3)
-    found = [prepare(run_of(tmp_path, str(text))).train.fingerprint]
-    for name in ("0", "2"):
-        (text / f"{name}.jsonl").write_text('{"text": "another"}\n')
-        found.append(prepare(run_of(tmp_path, str(text))).train.fingerprint)
-    assert len(set(found)) == 3
-
-
 def test_the_last_records_of_few_are_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         "".join(f'{{"source": "{n}", "target": "t"}}\n' for n in range(10))
@@ -128,17 +103,6 @@ def test_the_last_records_of_few_are_held_out(tmp_path: Path) -> None:
     found = scan(source, tmp_path / "scans")
     sides = [Split(source, found, side, 0.2).pieces() for side in ("train", "validation")]
     assert ["".join(str(piece.record[0]) for piece in side) for side in sides] == ["01234567", "89"]
-
-
-def test_the_bytes_of_a_cut_text_are_said_to_be_an_estimate(tmp_path: Path) -> None:
-    one = tmp_path / "one.txt"
-    one.write_text("a few words, and ünïcödé\n" * 400)
-    for name, text in (("several", str(written(tmp_path))), ("one", str(one))):
-        lines: list[str] = []
-        prepare(run_of(tmp_path, text), log=lines.append)
-        sizes = [line for line in lines if "of text of" in line]
-        assert len(sizes) == 2, lines
-        assert all(("about" in line) == (name == "one") for line in sizes), sizes
 
 
 def test_a_tokenizer_that_is_named_goes_before_that_of_prepared_text(tmp_path: Path) -> None:
@@ -155,18 +119,6 @@ def test_a_tokenizer_that_is_named_goes_before_that_of_prepared_text(tmp_path: P
     assert prepare(run_of(tmp_path, str(text), named)).tokenizer.vocab_size == 270
     with pytest.raises(ConfigError, match="/b was made by another tokenizer"):
         prepare(run_of(tmp_path, str(tmp_path / "b"), named))
-
-
-def test_characters_of_text_for_validation_are_known(tmp_path: Path) -> None:
-    for name, text in (("a", "abab"), ("b", "xyzx")):
-        (tmp_path / f"{name}.txt").write_text(text)
-    run = run_of(
-        tmp_path,
-        f"{tmp_path}/a.txt",
-        TokenizerConfig(kind="characters"),
-        validation=f"{tmp_path}/b.txt",
-    )
-    assert prepare(run).tokenizer.vocab_size == 6
 
 
 def test_text_is_sampled_by_the_size_of_each_source(

@@ -96,11 +96,6 @@ def test_a_new_format_makes_every_store_and_prepared_directory_anew(
     assert len(list((tmp_path / "out").glob("*/manifest.json"))) == 2
 
 
-def test_the_first_document_may_be_the_longest(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("abcde<|endoftext|>abc")
-    assert prepare_text(run_of(tmp_path, f"{tmp_path}/a.txt"), None, False, quiet)[0].longest == 6
-
-
 def test_tokens_are_no_records(tmp_path: Path) -> None:
     prepare_text(run_of(tmp_path, str(written(tmp_path))), tmp_path / "out", False, quiet)
     with pytest.raises(
