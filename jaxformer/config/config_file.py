@@ -238,7 +238,8 @@ def check(config: RunConfig) -> RunConfig:
 
 def _schedule_problems(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
     """A message for each setting of the schedule that no step of the run would follow."""
-    warmup, end, rewarm = optimizer.warmup_steps, optimizer.decay_steps, optimizer.rewarm_steps
+    warmup = optimizer.warmup_steps
+    end = optimizer.decay_steps
     if optimizer.schedule == "wsd" and not optimizer.wsd_decay_fraction:
         yield (
             "optimizer.wsd_decay_fraction=0.0 leaves no step to decay in: use a larger fraction, or"
@@ -255,16 +256,6 @@ def _schedule_problems(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
             f"optimizer.decay_steps={end} is the step at which the decay ends, and"
             f" optimizer.warmup_steps={warmup} lasts until then or longer: end the decay later, or"
             " the warm-up earlier."
-        )
-    if rewarm and not end:
-        yield (
-            f"optimizer.rewarm_steps={rewarm} follow optimizer.decay_steps, which is not set: set"
-            " it to the step after which the rate rises again."
-        )
-    elif rewarm and end < steps <= end + rewarm:
-        yield (
-            f"optimizer.rewarm_steps={rewarm} after optimizer.decay_steps={end} reach to the end of"
-            f" the run, train.steps={steps}, and leave no step to decay in: use fewer."
         )
 
 

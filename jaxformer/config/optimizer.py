@@ -35,12 +35,6 @@ Schedule = Annotated[
     Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"],
     TableAt("jaxformer.training.optimizers.schedules.SCHEDULES"),
 ]
-DecayKind = Annotated[
-    Literal["decoupled", "independent", "cautious"],
-    TableAt("jaxformer.training.optimizers.decays.DECAYS"),
-]
-
-
 Moments = Annotated[
     Literal["float32", "bfloat16", "int8"], TableAt("jaxformer.training.optimizers.moments.STORES")
 ]
@@ -104,27 +98,16 @@ class OptimizerConfig(Section):
     warmup_steps: Natural = 100
     """Number of steps of linear warm-up from 0."""
     decay_steps: Volatile[Natural] = 0
-    """Step at which the decay ends; 0 uses train.steps. The rate then stays at its final value,
-    unless rewarm_steps is set."""
-    rewarm_steps: Volatile[Natural] = 0
-    """Steps after decay_steps in which the rate rises to its peak again, linearly, before the
-    schedule decays once more until train.steps; 0: it stays at its final value."""
+    """Step at which the decay ends; 0 uses train.steps. The rate then stays at its final value."""
     final_fraction: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     wsd_decay_fraction: Rate = 0.2
     """Fraction of the steps after the warm-up in which the wsd schedule decays, at least one step;
     0 is refused, because nothing would decay: that is the schedule constant."""
-    wsd_floor: Literal["auto", "last_step", "next_step"] = "auto"
-    """Step in which wsd reaches its final rate: last_step, the last one of the decay; next_step,
-    the one after it. auto is last_step, and next_step in a run that an earlier version began."""
     weight_decay: NonNegative = 0.1
-    """Weight decay, decoupled from the gradient; decay_kind says what it is multiplied by."""
+    """Weight decay, decoupled from the gradient and multiplied by the learning rate."""
     decay: Literal["matrices", "all"] = "matrices"
     """Parameters to which weight decay applies: matrices, or all."""
-    decay_kind: DecayKind = "decoupled"
-    """decoupled multiplies weight_decay by the learning rate; independent by its fraction of the
-    peak alone, so that a small value such as 1e-4 is right; cautious is decoupled and decays only
-    numbers that the update moves towards zero."""
     cautious: bool = False
     """Leave out the numbers of an update whose sign is not that of the gradient, and enlarge the
     others instead."""
@@ -135,14 +118,9 @@ class OptimizerConfig(Section):
     muon_unit: Literal["matrix", "head"] = "matrix"
     """What muon and normuon orthogonalize at a time: a matrix, or the part of it that belongs to a
     head of attention."""
-    soap_every: Count = 10
-    """Number of steps after which soap improves the eigenvectors of its factors."""
     soap_max_side: Count = 10_000
     """Longest side of a matrix for which soap keeps a factor, length x length numbers twice; longer
     sides, such as a vocabulary, have none."""
-    sophia_every: Count = 10
-    """Number of steps after which sophia estimates the Hessian again, which takes about as long as
-    two gradients."""
     sophia_gamma: NonNegative = 0.01
     """Factor of the Hessian by which sophia divides: a larger one clips fewer numbers."""
     moments: Moments = "float32"
@@ -162,9 +140,4 @@ class OptimizerConfig(Section):
             parsed_groups(self.groups)
         except ConfigError as error:
             return [str(error).removeprefix("optimizer.")]
-        if self.decay_kind == "independent" and self.weight_decay and not self.learning_rate:
-            return [
-                "decay_kind='independent' needs a learning_rate above 0, of whose peak it takes the"
-                " fraction: set one, or weight_decay=0."
-            ]
         return []

@@ -121,14 +121,13 @@ class DataConfig(Section):
     messages_field: str = ""
     """Field of a conversation, a list of messages with role and content, that the objective sft
     reads in place of source and target; empty if there is none."""
-    cut: Literal["auto", "prompt", "end"] = "auto"
+    cut: Literal["prompt", "end"] = "prompt"
     """What an example of sft that is longer than a row loses: prompt cuts the beginning of its
     prompt, down to half a row, and then the end; end cuts the end alone, and so, after a long
-    prompt, the answer. auto is prompt, and end in a run that an earlier version began."""
+    prompt, the answer."""
     bos: Literal["auto", "always", "never"] = "auto"
     """Whether each document of a text that a decoder learns begins with the tokenizer's BOS: auto
-    follows the template of the tokenizer, as prompts do, and is never in a run that an earlier
-    version began. Token ids of your own stay as they are."""
+    follows the template of the tokenizer, as prompts do. Token ids of your own stay as they are."""
     noise_density: Annotated[float, Bounds(0, 1)] = 0.15
     """Fraction of the tokens that the objectives mlm and span_corruption corrupt."""
     span_length: Annotated[float, Bounds(1, most=1e6)] = 3.0

@@ -1,22 +1,14 @@
-"""A run's config as JSON, with the version of its layout, so that older files stay readable."""
+"""A run's config as JSON, with the version of its layout."""
 
 import dataclasses
 import json
-from typing import Any, get_args
+from typing import Any
 
-from jaxformer.config.run import PreferenceObjective, RunConfig, flat, suggestion
+from jaxformer.config.run import RunConfig, flat, suggestion
 from jaxformer.files import ConfigError, parse_object
 
-# To be raised when a field is renamed, or when an older reader would misread the file.
-VERSION = 2
-
-# By the version that brought the new names: {3: {"model.old_name": "model.new_name"}}.
-RENAMED: dict[int, dict[str, str]] = {}
-
-# Settings that are gone, with their defaults: a file that states another value is refused.
-REMOVED = {"data.length_warmup": ""}
-
-PREFERENCES = get_args(PreferenceObjective)
+# To be raised when a setting is renamed or removed, or means something else than before.
+VERSION = 3
 
 
 def to_json(config: RunConfig) -> str:
@@ -27,65 +19,44 @@ def to_json(config: RunConfig) -> str:
 def from_json(text: str, where: str) -> RunConfig:
     """The inverse of `to_json`; `where` names the file in a ConfigError.
 
-    A file without a version is of version 1. Fields that an older file lacks have their defaults,
-    and renamed ones are found under their old names. Raises ConfigError for a file of a newer
-    version, for text that is not a config, for unknown sections and fields, all of which it names,
-    and for a bad value.
-
-    Where an older file lacks data.cut, data.bos, train.preference_dropout and optimizer.wsd_floor,
-    they are what older versions did: "end", "never", "on" and "next_step".
+    A file of another version is refused. Settings that the file lacks have their defaults.
 
     run.compilation_cache keeps its default: the writer of the file must not choose the directory
     from which this machine loads compiled programs, or in which it stores them.
     """
     written = parse_object(text, where, "give the config.json of a run")
     version = written.pop("version", 1)
-    if type(version) is not int or version < 1:
-        raise ConfigError(f"{where}: version={version!r} must be a whole number, at least 1.")
+    if type(version) is not int:
+        raise ConfigError(f"{where}: version={version!r} must be a whole number.")
     if version > VERSION:
         raise ConfigError(
             f"{where} was written by a newer jaxformer: its version is {version}, and this one"
-            f" reads versions 1 to {VERSION}. Upgrade jaxformer to read it."
+            f" reads version {VERSION}. Upgrade jaxformer to read it."
+        )
+    if version < VERSION:
+        raise ConfigError(
+            f"{where} was written by an older jaxformer: its version is {version}, and this one"
+            f" reads version {VERSION}. Read it with the jaxformer that wrote it, whose `jaxformer"
+            " convert` writes a Hugging Face directory that this one takes too."
         )
     values = _dotted(written)
-    for later in range(version + 1, VERSION + 1):
-        for old, new in RENAMED.get(later, {}).items():
-            if old in values:
-                values[new] = values.pop(old)
     values.pop("run.compilation_cache", None)
-    for name, default in REMOVED.items():
-        if values.pop(name, default) != default:
-            raise ConfigError(
-                f"{where} sets {name}, which this jaxformer no longer has: continue the run with"
-                " the version that began it, or begin another one without it (run.init_from takes"
-                " the parameters)."
-            )
-    _keep_former_choices(values)
     settings = flat(RunConfig())
     unknown = [name for name in values if name not in settings]
     if unknown:
         lines = "".join(f"\n  {name}: {_unknown(name)}" for name in unknown)
         raise ConfigError(f"{where} has settings that this jaxformer does not know:{lines}")
+    sections = {}
     try:
-        return RunConfig(
-            **{entry.name: _section(entry, values) for entry in dataclasses.fields(RunConfig)}
-        )
+        for entry in dataclasses.fields(RunConfig):
+            kind: Any = entry.default_factory
+            names = {field.name: f"{entry.name}.{field.name}" for field in dataclasses.fields(kind)}
+            sections[entry.name] = kind(
+                **{field: values[name] for field, name in names.items() if name in values}
+            )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-
-
-def _keep_former_choices(values: dict[str, Any]) -> None:
-    """Adds the settings that an older file lacks, where what it meant is not today's default."""
-    objective = values.get("data.objective")
-    if values.get("optimizer.schedule") == "wsd":
-        values.setdefault("optimizer.wsd_floor", "next_step")
-    if objective == "sft":
-        values.setdefault("data.cut", "end")
-    # The templates of these objectives write the BOS.
-    if objective not in ("sft", *PREFERENCES):
-        values.setdefault("data.bos", "never")
-    if objective in PREFERENCES and (values.get("model.dropout") or values.get("adapter.dropout")):
-        values.setdefault("train.preference_dropout", "on")
+    return RunConfig(**sections)
 
 
 def _dotted(written: dict[str, Any]) -> dict[str, Any]:
@@ -97,12 +68,6 @@ def _dotted(written: dict[str, Any]) -> dict[str, Any]:
         else:
             values[section] = entry
     return values
-
-
-def _section(entry: dataclasses.Field[Any], values: dict[str, Any]) -> Any:
-    kind: Any = entry.default_factory
-    names = {field.name: f"{entry.name}.{field.name}" for field in dataclasses.fields(kind)}
-    return kind(**{field: values[name] for field, name in names.items() if name in values})
 
 
 def _unknown(name: str) -> str:

@@ -50,9 +50,9 @@ class TrainConfig(Section):
     0.1 for dpo, ipo and orpo, 2 for simpo."""
     preference_margin: NonNegative = 0.5
     """Target margin of the rewards of simpo as a fraction of beta (gamma / beta)."""
-    preference_dropout: Literal["auto", "off", "on"] = "auto"
+    preference_dropout: bool = False
     """Whether a preference objective applies model.dropout and adapter.dropout. The reference never
-    has any. auto is off, and on in a run that an earlier version began."""
+    has any."""
     contrastive_temperature: Factor = 0.05
     """Temperature of the objective contrastive, by which cosines of vectors are divided."""
     ema: Fraction = 0.0
@@ -71,16 +71,10 @@ class TrainConfig(Section):
     before them keeps the others."""
     log_every: Volatile[Count] = 10
     """Number of steps between lines of metrics.jsonl."""
-    norms_every: Volatile[Natural] = 0
-    """Number of steps between lines with norms of gradient and update by layer, a multiple of
-    train.log_every; 0 logs none."""
     eval_every: Volatile[Natural] = 200
     """Number of steps between evaluations; 0 evaluates only at the end."""
     eval_batches: Volatile[Natural] = 0
     """Number of batches of an evaluation during training; 0 and the final one read all."""
-    activation_metrics: Volatile[bool] = False
-    """Whether an evaluation also gives the fraction of dead units of the feed-forward and the mean
-    entropy of attention, by layer, of its first microbatch."""
     eval_tasks: Volatile[str] = ""
     """Tasks of the evaluation harness that the model is asked during training, separated by commas:
     names of its tasks, or YAML files of your own. Their results are metrics of the run."""
@@ -96,22 +90,14 @@ class TrainConfig(Section):
     keep_best: Volatile[Natural] = 0
     """Number of checkpoints kept for the lowest validation loss, of those saved at a step with an
     evaluation."""
-    on_nan: Volatile[Literal["stop", "skip", "rollback"]] = "stop"
-    """What follows a step whose loss or gradient is not finite, whose update is never applied: stop
-    ends the run, skip goes on, rollback goes on after that batch from the newest checkpoint."""
-    nan_limit: Volatile[Count] = 10
-    """Number of skipped steps, or of rollbacks, after which the next one ends the run."""
-    on_spike: Literal["off", "skip"] = "off"
-    """What follows a step whose loss or gradient norm is far above those of the steps before: skip
-    leaves its update out and goes on, off applies it."""
-    spike_factor: Volatile[Factor] = 10.0
-    """Number of deviations by which the loss or gradient norm of a spike is above the median of
-    train.spike_window steps; the deviation is 1.4826 times the median absolute one."""
-    spike_window: Annotated[int, Bounds(4, most=2**16)] = 128
-    """Number of steps without a spike whose loss and gradient norm a step is compared with, once
-    half of them are made."""
-    spike_limit: Volatile[Count] = 10
-    """Number of spikes skipped in a row after which the next one ends the run."""
+    on_bad_step: Volatile[Literal["stop", "skip", "rollback"]] = "stop"
+    """What follows a bad step, whose update is never applied: one with a loss or gradient that is
+    not finite, or a spike (train.spike_factor). stop ends the run, skip goes on, rollback goes on
+    after that batch from the newest checkpoint. Ten steps are skipped, or rollbacks made, at most.
+    """
+    spike_factor: Volatile[Annotated[float, Bounds(0, most=1e6)]] = 0.0
+    """Number of deviations above the median of the last 128 steps from which a loss or a gradient
+    norm is a spike; 0: none is. A run is begun with it or without it."""
 
     @property
     def n_microbatches(self) -> int:
@@ -131,11 +117,6 @@ class TrainConfig(Section):
                 f"compiler_options={self.compiler_options!r} is neither auto, nor none, nor options"
                 " of XLA as name=value without dashes, separated by spaces, maybe after auto, as in"
                 " 'auto xla_tpu_scoped_vmem_limit_kib=65536'."
-            ]
-        if self.norms_every % self.log_every:
-            return [
-                f"norms_every={self.norms_every} is no multiple of"
-                f" train.log_every={self.log_every}: the norms are in some of the logged lines."
             ]
         every = self.eval_tasks_every
         if every and (not self.eval_every or every % self.eval_every):

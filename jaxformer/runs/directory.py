@@ -36,14 +36,6 @@ from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
 ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
-LEFT_OPEN = (
-    ("model", "layer_loop"),
-    ("train", "microbatches"),
-    ("train", "preference_dropout"),
-    ("data", "cut"),
-    ("data", "bos"),
-    ("optimizer", "wsd_floor"),
-)
 DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run directory
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
@@ -153,28 +145,12 @@ def _remove_empty(folder: Path, missing: list[Path]) -> None:
                 path.rmdir()
 
 
-def as_begun(run: RunConfig) -> RunConfig:
-    """`run`, where the settings of `LEFT_OPEN` that are "auto" are those of its directory: earlier
-    versions began runs with unrolled layers, 1 microbatch, cut at the end, without BOS, with
-    dropout, and with a wsd schedule that ends a step later."""
-    path = located(run.run.dir) / "config.json"
-    if not run.run.dir or not path.is_file():
-        return run
-    begun = read_config(path)
-    for section, name in LEFT_OPEN:
-        chosen, before = getattr(run, section), getattr(getattr(begun, section), name)
-        if getattr(chosen, name) == "auto":
-            chosen = dataclasses.replace(chosen, **{name: before})
-            run = dataclasses.replace(run, **{section: chosen})
-    return run
-
-
 def check_config(run: RunConfig) -> None:
     """Raises ConfigError, naming the fields, if the run directory was begun with another config."""
     path = located(run.run.dir) / "config.json"
     if not path.is_file():
         return
-    written, model, run = read_config(path), run.model, as_begun(run)
+    written, model = read_config(path), run.model
     # Sizes that come from the data, which is not read yet.
     filled = dataclasses.replace(
         model,

@@ -12,10 +12,10 @@ from jaxformer.files import located
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
 from jaxformer.report.metrics import FILE, STATE
 from jaxformer.runs.evaluation import Evaluation
+from jaxformer.runs.rollback import batch_text
 from jaxformer.runs.setup import RunSetup
-from jaxformer.training.loop import is_finite
-from jaxformer.training.norms import numbers_of
-from jaxformer.training.spikes import is_spike
+from jaxformer.training.loop import BAD_STEPS, is_finite
+from jaxformer.training.spikes import IN_A_ROW, is_spike, spike_text
 from jaxformer.training.state import TrainState
 
 SKIPPED_STEPS = "skipped_steps"
@@ -78,16 +78,21 @@ class MetricLogger:
             self.progress.update(step, metrics)
             return
         self._seconds += metrics["step_seconds"]
-        settings = self.setup.run.train
-        skipped = settings.on_nan == "skip" and not is_finite(metrics)
+        skipped = not is_finite(metrics)
         if skipped:
             self._skipped += 1
             self.progress.log(
                 f"WARNING: step {step} is not finite and was skipped ({self._skipped} of at most"
-                f" {settings.nan_limit}): loss {float(metrics['loss'])}, gradient norm"
-                f" {float(metrics['grad_norm'])}."
+                f" {BAD_STEPS}): loss {float(metrics['loss'])}, gradient norm"
+                f" {float(metrics['grad_norm'])}; {batch_text(self.setup, step)}."
             )
-        if skipped or is_spike(metrics) or is_logged(step, settings):
+        if is_spike(metrics):
+            self.progress.log(
+                f"WARNING: step {step} is a spike and was skipped ({int(metrics[IN_A_ROW])} in a"
+                f" row, at most {BAD_STEPS}): {spike_text(metrics)};"
+                f" {batch_text(self.setup, step)}."
+            )
+        if skipped or is_spike(metrics) or is_logged(step, self.setup.run.train):
             self._log(step, metrics)
         else:
             self.progress.update(step)
@@ -120,9 +125,8 @@ class MetricLogger:
 
 def as_logged(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a step under the names of metrics.jsonl, where "loss" is in nats, and
-    "objective" is what is minimized, if that is another quantity; norms by layer are numbers with
-    that of the layer at the end of their name."""
-    values = numbers_of(metrics)
+    "objective" is what is minimized, if that is another quantity."""
+    values = {name: float(value) for name, value in metrics.items()}
     for name in [name for name in values if name.startswith("share/") and not values[name]]:
         # No row of the batch is of this source.
         del values[name.replace("share/", "loss/", 1)]

@@ -244,10 +244,10 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
             f"data.messages_field={data.messages_field!r} names conversations, which"
             f" data.objective={name} does not read: set data.objective={able}, or leave it empty."
         )
-    if data.cut != "auto" and name != "sft":
+    if data.cut != "prompt" and name != "sft":
         raise ConfigError(
             f"data.cut={data.cut} says how examples of data.objective=sft are cut, and here is"
-            f" data.objective={name}: set it to auto."
+            f" data.objective={name}: leave it out."
         )
     written = data.bos == "never" and name in ("sft", *get_args(PreferenceObjective))
     if written or (data.bos == "always" and not reads_plain_text(row.template, row.rows)):
@@ -281,7 +281,7 @@ def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:
         marks=model.family == "encoder",
         token_types=model.token_types,
         pair_target=next(iter(model.second_heads), ""),
-        cut="end" if data.cut == "end" else "prompt",
+        cut=data.cut,
     )
 
 

@@ -24,7 +24,6 @@ from jaxformer.files import ConfigError, located
 from jaxformer.models.cost import activation_bytes, flops_per_token
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.config import origin_of, with_tokenizer_of
-from jaxformer.runs.directory import as_begun
 from jaxformer.runs.objectives import (
     OBJECTIVES,
     Objective,
@@ -34,7 +33,6 @@ from jaxformer.runs.objectives import (
     task_of,
 )
 from jaxformer.runs.selection import microbatches_of, with_kernel
-from jaxformer.training.norms import layered_paths, watch_norms
 from jaxformer.training.optimizers.ema import with_average
 from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
@@ -177,7 +175,7 @@ class Resolved:
     def step(self) -> Step:
         """The train step; `step.lower(target, batch)` is its program."""
         train = self.run.train
-        step = make_step(
+        return make_step(
             self.loss,
             self.optimizer,
             microbatches=train.n_microbatches,
@@ -185,19 +183,16 @@ class Resolved:
             schedules={"learning_rate": self.schedule},
             rowwise=self.is_rowwise,
         ).with_options(*train.stated_options)
-        if train.norms_every:
-            step = step.observing(watch_norms(train.norms_every, layered_paths(self.specs)))
-        return step
 
 
 def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """The settings of a run before its data is read, and the labels that its classes begin with.
 
-    What the settings leave open is as its directory was begun; the tokenizer and the labels are
-    those of run.init_from where there is one. Raises ConfigError where settings contradict each
-    other, or do not fit the model to start from.
+    The tokenizer and the labels are those of run.init_from where there is one. Raises ConfigError
+    where settings contradict each other, or do not fit the model to start from.
     """
-    run, labels = as_begun(check(run)), tuple[str, ...]()
+    check(run)
+    labels = tuple[str, ...]()
     base, run_dir = run.run.init_from, run.run.dir
     if base:
         # Imported here, because it reads model directories of every format.
@@ -308,8 +303,8 @@ def resolve(
     schedule = make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs, run.run.seed)
     optimizer = with_average(optimizer, train.ema, train.average_from)
-    if train.on_spike == "skip":
-        optimizer = skip_spikes(optimizer, train.spike_factor, train.spike_window)
+    if train.spike_factor:
+        optimizer = skip_spikes(optimizer, train.spike_factor)
     return Resolved(
         run=dataclasses.replace(run, model=model, train=train),
         asked=run,
@@ -371,7 +366,7 @@ def run_specs(
 
 def drops_out(objective: Objective, train: TrainConfig) -> bool:
     """Whether the steps of a run apply the dropout of its model and its adapter."""
-    return objective.dropout or train.preference_dropout == "on"
+    return objective.dropout or train.preference_dropout
 
 
 def keeps_start(objective: Objective, adapter: AdapterConfig) -> bool:
@@ -402,8 +397,8 @@ def preference_options(
         options["margin"] = train.preference_margin
     if train.contrastive_temperature != TrainConfig.contrastive_temperature:
         options["temperature"] = train.contrastive_temperature
-    if train.preference_dropout != "auto":
-        options["dropout"] = train.preference_dropout == "on"
+    if train.preference_dropout:
+        options["dropout"] = True
     if objective.reference and adapter.kind != "none":
         # Imported here, because runs without an adapter do not need it.
         from jaxformer.adapters.adapted_params import without_adapters

@@ -1,5 +1,5 @@
-"""Rollbacks of a run: after a step that is not finite, the newest checkpoint and the batches after
-the bad one."""
+"""Rollbacks of a run: after a bad step, the newest checkpoint and the batches after that of the
+step."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.directory import ROLLBACKS
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.states import first_state
-from jaxformer.training.loop import Diverged
+from jaxformer.training.loop import BAD_STEPS, Diverged
 from jaxformer.training.state import TrainState
 
 
@@ -83,11 +83,25 @@ def batches_of(run_dir: str, batches: BatchesByStep) -> BatchesByStep:
     return ShiftedBatches(batches, read_rollbacks(run_dir))
 
 
-def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: Log) -> TrainState:
-    """The state of the newest checkpoint, or the first one, after the batch of the bad step was
-    recorded as left out. `error.state` is freed."""
-    run_dir = setup.run.run.dir
+def batch_text(setup: RunSetup, step: int) -> str:
+    """The rows of the batch of a step, counted from 1."""
+    moved = shift(read_rollbacks(setup.run.run.dir), step - 1)
+    numbers = setup.batches.row_numbers(step - 1 + moved)
+    return f"its batch: rows {', '.join(map(str, numbers))} of the training data"
+
+
+def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: Log) -> TrainState:
+    """The state to train on from after a bad step, where train.on_bad_step is rollback: that of the
+    newest checkpoint, or the first one, after the batch of the step was recorded as left out.
+    `error.state` is freed. Otherwise, and after `BAD_STEPS` rollbacks, the error is raised."""
+    run_dir, why = setup.run.run.dir, ""
     rollbacks = read_rollbacks(run_dir)
+    can_roll_back = setup.run.train.on_bad_step == "rollback"
+    if not can_roll_back or len(rollbacks) >= BAD_STEPS:
+        if can_roll_back:
+            why = f"\n  the run was rolled back {BAD_STEPS} times before, which is the limit"
+        message = f"{error}\n  {batch_text(setup, error.step)}{why}"
+        raise Diverged(message, error.step) from None
     checkpoints.wait()
     # Before it is written, and after the last save.
     require_same({ROLLBACKS: str(rollbacks), "checkpoints": str(checkpoints.steps())})
@@ -109,6 +123,6 @@ def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     require_same({ROLLBACKS: str(read_rollbacks(run_dir))})
     log(
         f"WARNING: {str(error).partition('. ')[0]}. Rolled back to step {at}, and the next {skip}"
-        f" batches are left out (rollback {len(rollbacks)} of at most {setup.run.train.nan_limit})."
+        f" batches are left out (rollback {len(rollbacks)} of at most {BAD_STEPS})."
     )
     return state

@@ -16,7 +16,6 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.rows import Rows
-from jaxformer.files import ConfigError
 from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.stack import compute_dtype
@@ -121,11 +120,6 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     heldout = None
     if corpus.validation:
         heldout = data.evaluation_batches(corpus.validation, run.data, size, blocks)
-    if run.train.activation_metrics and heldout is None:
-        raise ConfigError(
-            "train.activation_metrics reads a batch of an evaluation, and the run holds out no"
-            " text: set data.validation or data.validation_fraction, or leave it False."
-        )
     base = None
     if run.adapter.kind != "none":
         # Imported here, because runs without an adapter do not need it.

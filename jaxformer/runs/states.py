@@ -89,17 +89,8 @@ def changed_schedule(run_dir: str, optimizer: OptimizerConfig, steps: int, step:
     if abs(rate - then) <= JUMP * max(rate, then) or optimizer.decay_steps:
         return f"The schedule has changed: {change}."
     end = planned.optimizer.decay_steps or planned.train.steps
-    tail = max(min(optimizer.warmup_steps, (steps - end) // 2), 1)
-    offers = [f"--optimizer.decay_steps {end}: the schedule as it was planned"]
-    if steps > end:
-        offers[0] += ", and its final rate after that"
-        offers.append(
-            f"--optimizer.decay_steps {end} --optimizer.rewarm_steps {tail}: after step {end} the"
-            f" rate rises again to {optimizer.learning_rate:.3g} and decays until train.steps"
-        )
-    offers.append(f"--optimizer.decay_steps {steps}: the new schedule, with that jump")
-    choices = "\n  ".join(offers)
     raise ConfigError(
         f"the schedule follows train.steps, so {change}; nothing was changed. Choose one of these:"
-        f"\n  {choices}"
+        f"\n  --optimizer.decay_steps {end}: the schedule as it was planned, and its final rate"
+        f" after that\n  --optimizer.decay_steps {steps}: the new schedule, with that jump"
     )

@@ -154,7 +154,7 @@ def _dropout(setup: RunSetup) -> dict[str, str]:
         return {}
     return {
         "dropout": f"none: data.objective={setup.task.name} does not apply {named};"
-        " train.preference_dropout=on does"
+        " train.preference_dropout=True does"
     }
 
 

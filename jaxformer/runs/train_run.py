@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +43,12 @@ from jaxformer.runs.evaluation import (
     unwatched,
 )
 from jaxformer.runs.metric_logger import MetricLogger, is_due, is_logged, logged_before
-from jaxformer.runs.rollback import batches_of
+from jaxformer.runs.rollback import batches_of, recovered
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state
 from jaxformer.runs.summary import summary
 from jaxformer.training.deterministic import require_deterministic
-from jaxformer.training.loop import Advance, Diverged, Hook, Interrupted, SkipSteps, fit
+from jaxformer.training.loop import BAD_STEPS, Advance, Diverged, Hook, Interrupted, SkipSteps, fit
 from jaxformer.training.program import Metrics
 from jaxformer.training.spikes import SpikeLimit
 from jaxformer.training.state import TrainState
@@ -271,8 +271,6 @@ def _trained(
         try:
             return _steps(setup, state, program, checkpoints, began)
         except Diverged as error:
-            from jaxformer.runs.diagnosis import recovered
-
             state = recovered(setup, error, checkpoints, log)
 
 
@@ -285,10 +283,11 @@ def _steps(
     """
     settings, first, run = setup.run.train, int(state.step), setup.run.run
     before, hooks = logged_before(run.dir, first), list[Hook]()
-    if settings.on_nan == "skip":
-        hooks.append(SkipSteps(settings.nan_limit, before.skipped))
-    if settings.on_spike == "skip":
-        hooks.append(SpikeLimit(settings.spike_limit))
+    skips = settings.on_bad_step == "skip"
+    if skips:
+        hooks.append(SkipSteps(BAD_STEPS, before.skipped))
+    if settings.spike_factor:
+        hooks.append(SpikeLimit(BAD_STEPS if skips else 0))
     if jax.process_index():
         step = CountedStep(program, setup, first)
         return _fit(setup, state, step, checkpoints, before.evaluation, hooks, unwatched), {}
@@ -300,11 +299,6 @@ def _steps(
         step = CountedStep(program, setup, first)
         logger = MetricLogger(setup, first, metrics_log, progress, before)
         hooks.append(logger)
-        if settings.on_spike == "skip":
-            # Imported here, because it examines models.
-            from jaxformer.runs.diagnosis import SpikeNotes
-
-            hooks.append(SpikeNotes(setup, progress.log))
         watch = progress.evaluation
         state = _fit(setup, state, step, checkpoints, before.evaluation, hooks, watch)
         return state, logger.evaluation
@@ -322,7 +316,8 @@ def _fit(
     """`fit`. The evaluation of the first state, where it is due and not made `before` because a
     signal cut it short, is made first."""
     settings, run, heldout, tasks = setup.run.train, setup.run.run, setup.heldout, setup.tasks
-    evaluation = _evaluation_of(setup)
+    token_bytes, options = bytes_of_targets(setup.corpus), setup.evaluation_options
+    evaluation = make_evaluation(setup.task.name, setup.model, token_bytes, options)
     batches = batches_of(run.dir, setup.batches)
     if setup.reference:
         batches = setup.reference.scored(batches)
@@ -361,25 +356,6 @@ def _fit(
             checkpoints=checkpoints,
             hooks=hooks,
         )
-
-
-def _evaluation_of(setup: RunSetup) -> Callable[[Params, Iterable[Batch]], Evaluation]:
-    """`make_evaluation`, with the metrics of activations on the first batch where the run asks for
-    them."""
-    token_bytes, options = bytes_of_targets(setup.corpus), setup.evaluation_options
-    evaluation = make_evaluation(setup.task.name, setup.model, token_bytes, options)
-    if not setup.run.train.activation_metrics:
-        return evaluation
-    # Imported here, because few runs need it.
-    from jaxformer.runs.activation_metrics import make_activation_metrics
-
-    activations = make_activation_metrics(setup.model, setup.run.train.n_microbatches)
-
-    def evaluate(params: Params, batches: Iterable[Batch]) -> Evaluation:
-        assert setup.heldout is not None
-        return evaluation(params, batches) | activations(params, setup.placed(setup.heldout[0]))
-
-    return evaluate
 
 
 def compile_step(setup: RunSetup, log: Log) -> Any:

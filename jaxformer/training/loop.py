@@ -302,6 +302,10 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+# Steps that are skipped, or rollbacks that are made, before the next bad step ends a run.
+BAD_STEPS = 10
+
+
 class SkipSteps:
     """A hook of `fit` with which training goes on after a step that is not finite, whose update
     `make_step` has left out.
@@ -312,7 +316,7 @@ class SkipSteps:
     `limit`.
     """
 
-    def __init__(self, limit: int = 10, skipped: int = 0) -> None:
+    def __init__(self, limit: int = BAD_STEPS, skipped: int = 0) -> None:
         self.limit, self.skipped = limit, skipped
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:

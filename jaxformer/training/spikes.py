@@ -111,16 +111,12 @@ def is_spike(metrics: Mapping[str, Any]) -> bool:
     return IN_A_ROW in metrics and float(metrics[IN_A_ROW]) > 0 and is_finite(metrics)
 
 
-class TooManySpikes(Diverged):
-    """More spikes in a row than `SpikeLimit` allows: the loss has moved to another level."""
-
-
 class SpikeLimit:
     """A hook of `fit` for an optimizer that is `skip_spikes`, which ends training where so many
     steps in a row were spikes that they are none any more.
 
-    Raises TooManySpikes, which is a Diverged, at the first one beyond `limit`. The count is that of
-    the optimizer's state, so a resumed run goes on with it.
+    Raises Diverged at the first one beyond `limit`. The count is that of the optimizer's state, so
+    a resumed run goes on with it.
     """
 
     def __init__(self, limit: int = 10) -> None:
@@ -130,16 +126,22 @@ class SpikeLimit:
         """Reads the count of a step."""
         if not is_spike(metrics) or float(metrics[IN_A_ROW]) <= self.limit:
             return
-        raise TooManySpikes(
-            f"step {step}: it is a spike, loss {float(metrics['loss']):.4g} (limit"
-            f" {float(metrics['loss_limit']):.4g}), gradient norm {float(metrics['grad_norm']):.4g}"
-            f" (limit {float(metrics['grad_norm_limit']):.4g}), and {self.limit} steps in a row"
-            " were skipped before, which is the limit. The checkpoints hold no update of these"
-            " steps. Raise train.spike_factor to accept them (1e6 accepts all), or look at the data"
-            " of these steps.",
+        before = f", and {self.limit} steps in a row were skipped before" if self.limit else ""
+        raise Diverged(
+            f"step {step}: it is a spike, {spike_text(metrics)}{before}. The checkpoints hold no"
+            " update of these steps. Raise train.spike_factor to accept them (1e6 accepts all), or"
+            " look at the data of these steps.",
             step,
             state,
         )
+
+
+def spike_text(metrics: Mapping[str, Any]) -> str:
+    """The loss and the gradient norm of a step, with their limits."""
+    return (
+        f"loss {float(metrics['loss']):.4g} (limit {float(metrics['loss_limit']):.4g}), gradient"
+        f" norm {float(metrics['grad_norm']):.4g} (limit {float(metrics['grad_norm_limit']):.4g})"
+    )
 
 
 def _limit(values: jax.Array, accepted: jax.Array, factor: float) -> jax.Array:

@@ -98,7 +98,7 @@ def test_the_tables_that_the_readme_names_are_open() -> None:
         *("ACTIVATIONS", "NORMS", "INITIALIZERS", "FREQUENCIES", "KERNELS"),
         *("GROUPED_KERNELS", "PARAMETRIZATIONS"),
         *("MIXERS", "FEED_FORWARDS", "EMBEDDINGS", "HEADS"),
-        *("OPTIMIZERS", "DECAYS", "STORES", "SCHEDULES", "OBJECTIVES", "TRACKERS"),
+        *("OPTIMIZERS", "STORES", "SCHEDULES", "OBJECTIVES", "TRACKERS"),
     }
 
 

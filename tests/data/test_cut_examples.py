@@ -138,5 +138,5 @@ def test_the_examples_in_rows_are_those_with_a_weight(
 
 
 def test_a_cut_of_another_objective_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.cut=end says how .*sft.*=causal: set it to auto"):
+    with pytest.raises(ConfigError, match=r"data\.cut=end says how .*sft.*=causal: leave it out"):
         objective_of(ModelConfig(), DataConfig(objective="causal", cut="end"))

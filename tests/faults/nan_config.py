@@ -1,5 +1,6 @@
 """The quickstart, with a loss or an update that is no number where the environment says: a batch
-with the token BAD_TOKEN, or the update of step BAD_UPDATE (counted from 1)."""
+with the token BAD_TOKEN, or the update of step BAD_UPDATE (counted from 1). After BAD_STEPS bad
+steps the next one ends the run."""
 
 import functools
 import os
@@ -39,3 +40,7 @@ if "BAD_TOKEN" in os.environ:
     OBJECTIVES["causal"] = causal._replace(loss=loss)
 if "BAD_UPDATE" in os.environ:
     OPTIMIZERS["muon"] = muon._replace(rule=update)
+if "BAD_STEPS" in os.environ:
+    from jaxformer.runs import rollback, train_run
+
+    rollback.BAD_STEPS = train_run.BAD_STEPS = int(os.environ["BAD_STEPS"])

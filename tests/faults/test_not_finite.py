@@ -1,4 +1,4 @@
-"""A step that is not finite: nothing of it is ever saved, and train.on_nan says what follows."""
+"""A step that is not finite: nothing of it is ever saved, as train.on_bad_step says."""
 
 import dataclasses
 import json
@@ -73,46 +73,44 @@ def fault(what: str, kept: str, status: str) -> Any:
 
 
 @fault(
-    "a loss that is not finite, train.on_nan=stop",
-    "The step changes nothing. The message names the step, the rows of its batch and the leaves"
-    " whose gradient is not finite; all checkpoints are from before and finite.",
+    "a loss that is not finite, train.on_bad_step=stop",
+    "The step changes nothing. The message names the step and the rows of its batch; all"
+    " checkpoints are from before and finite.",
     "1",
 )
-def test_stop_names_the_step_its_rows_and_what_is_not_finite(bad: Any, tmp_path: Path) -> None:
+def test_stop_names_the_step_and_its_rows(bad: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     _, error = finish(fork(arguments_of(run_dir, bad), **bad[1]), 1)
     last = logged(run_dir)[-1]["step"]
     assert f"diverged: step {last + 1}: loss nan, gradient norm nan" in error
     assert "its batch: rows " in error and "of the training data" in error
-    assert "activations: all layers are finite" in error
-    assert "gradients that are not finite: decoder.blocks" in error or "(layers 0, 1 of 2)" in error
     assert "Traceback" not in error
     assert_finite(run_dir)
     assert max(saved(run_dir), default=0) <= last
 
 
 @fault(
-    "a loss that is not finite, train.on_nan=skip or rollback, and SIGKILL after it",
+    "a loss that is not finite, train.on_bad_step=skip or rollback, and SIGKILL after it",
     "skip leaves the update out, rollback goes on after the bad batch from the newest checkpoint."
     " Continued after the kill, the run is the uninterrupted one.",
     "137",
 )
-@pytest.mark.parametrize("on_nan", [pytest.param("skip", marks=pytest.mark.faults), "rollback"])
+@pytest.mark.parametrize("choice", [pytest.param("skip", marks=pytest.mark.faults), "rollback"])
 def test_a_run_killed_after_a_bad_step_continues_bitwise(
-    on_nan: str, bad: Any, tmp_path: Path
+    choice: str, bad: Any, tmp_path: Path
 ) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    out, _ = finish(fork(arguments_of(whole, bad, on_nan=on_nan), **bad[1]))
+    out, _ = finish(fork(arguments_of(whole, bad, on_bad_step=choice), **bad[1]))
     record = whole / "rollbacks.json"
-    assert record.is_file() is (on_nan == "rollback")
-    assert ("WARNING: step" in out) and (on_nan.replace("skip", "skipped") in out.lower())
+    assert record.is_file() is (choice == "rollback")
+    assert ("WARNING: step" in out) and (choice.replace("skip", "skipped") in out.lower())
     assert logged(whole)[-1]["step"] == STEPS
     assert_finite(whole)
-    arguments = arguments_of(run_dir, bad, on_nan=on_nan)
+    arguments = arguments_of(run_dir, bad, on_bad_step=choice)
     process = fork(arguments, **bad[1])
 
     def was_bad() -> bool:
-        if on_nan == "rollback":
+        if choice == "rollback":
             return (run_dir / "rollbacks.json").exists()
         lines = logged(run_dir) if lines_logged(run_dir) else []
         skipped = [entry["step"] for entry in lines if "skipped_steps" in entry]
@@ -124,17 +122,17 @@ def test_a_run_killed_after_a_bad_step_continues_bitwise(
     assert lines_logged(run_dir) < lines_logged(whole)
     finish(fork(arguments, **bad[1]))
     assert_same(run_dir, whole)
-    if on_nan == "rollback":
+    if choice == "rollback":
         assert (run_dir / "rollbacks.json").read_text() == record.read_text()
         assert all(one["skip"] > 0 for one in json.loads(record.read_text())["rollbacks"])
 
 
-@fault("more bad steps than train.nan_limit", "The run stops as with train.on_nan=stop.", "1")
-@pytest.mark.parametrize("on_nan", ["skip", pytest.param("rollback", marks=pytest.mark.faults)])
-def test_bad_steps_are_capped(on_nan: str, bad: Any, tmp_path: Path) -> None:
+@fault("more than ten bad steps", "The run stops as with train.on_bad_step=stop.", "1")
+@pytest.mark.parametrize("choice", ["skip", pytest.param("rollback", marks=pytest.mark.faults)])
+def test_bad_steps_are_capped(choice: str, bad: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = arguments_of(run_dir, bad, on_nan=on_nan, nan_limit=1)
-    _, error = finish(fork(arguments, **bad[1]), 1)
+    arguments = arguments_of(run_dir, bad, on_bad_step=choice)
+    _, error = finish(fork(arguments, **bad[1], BAD_STEPS="1"), 1)
     assert "limit" in error and "its batch: rows" in error
     assert_finite(run_dir)
 
@@ -153,7 +151,7 @@ def test_parameters_that_are_not_finite_are_never_saved(
     arguments = [NAN_CONFIG, *line(run_dir, text, {"train.checkpoint_every": 3})[1:]]
     out, error = finish(fork(arguments, BAD_UPDATE=str(at)), 1)
     assert f"step {at}: its parameters are not finite" in error
-    assert "parameters that are not finite: " in error and "Done" not in out
+    assert "Done" not in out
     assert max(saved(run_dir)) < at
     assert_finite(run_dir)
 

@@ -100,14 +100,14 @@ def test_a_run_directory_that_is_not_the_same_for_all_is_told(
 
 
 @pytest.mark.fault(
-    "a loss that is not finite in a run of several processes, train.on_nan=skip or rollback",
+    "a loss that is not finite in a run of several processes, train.on_bad_step=skip or rollback",
     kept="All skip the same step, or roll back to the same checkpoint. The run has the numbers of"
     " one process.",
     status="0",
 )
-@pytest.mark.parametrize("on_nan", ["rollback", pytest.param("skip", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("choice", ["rollback", pytest.param("skip", marks=pytest.mark.faults)])
 def test_processes_skip_or_roll_back_together(
-    on_nan: str, whole: tuple[Path, Path], tmp_path: Path
+    choice: str, whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
     expected, good = whole
     documents = good.read_text().split("\n<|endoftext|>\n")
@@ -118,18 +118,18 @@ def test_processes_skip_or_roll_back_together(
     assert tokenizer is not None
     path = Path(__file__).parent / "nan_config.py"
     patch = NOT_FINITE.format(token=tokenizer.encode(BAD)[0], path=path)
-    changes = SMALL | {"tokenizer.path": expected / "tokenizer.json", "train.on_nan": on_nan}
+    changes = SMALL | {"tokenizer.path": expected / "tokenizer.json", "train.on_bad_step": choice}
     runs = tmp_path / "one", tmp_path / "two"
     for count, run_dir in enumerate(runs, start=1):
         patched = dict.fromkeys(range(count), patch)
         found = finished(launch_all(count, run_dir, text, changes, patched=patched))
-        said = "Rolled back to step" if on_nan == "rollback" else "skipped"
+        said = "Rolled back to step" if choice == "rollback" else "skipped"
         assert said in found[0][1] and "WARNING: step" in found[0][1]
     one, two = runs
     for here, there in zip(figures(two), figures(one), strict=True):
         assert here == pytest.approx(there, rel=1e-5, nan_ok=True), here["step"]
     assert saved(two) == saved(one)
-    if on_nan == "rollback":
+    if choice == "rollback":
         record = json.loads((two / "rollbacks.json").read_text())
         assert record == json.loads((one / "rollbacks.json").read_text())
         assert record["rollbacks"]

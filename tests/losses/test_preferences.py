@@ -17,12 +17,10 @@ from products import slow_but
 import jaxformer as jf
 from jaxformer.arrays.params import is_custom
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.config.saved import from_json, to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.data import Batches, RowFormat, evaluation_batches
 from jaxformer.data.answer_templates import PreferenceTemplate
 from jaxformer.losses.cross_entropy import row_nats
-from jaxformer.runs.directory import as_begun, check_config
 from jaxformer.runs.evaluation import make_evaluation
 from jaxformer.runs.resolve import resolve
 from jaxformer.tokenizer import byte_tokenizer
@@ -151,7 +149,7 @@ def test_dropout_of_model_and_adapter_is_left_out_unless_it_is_asked_for(name, m
 def test_a_run_applies_dropout_to_pairs_only_where_it_is_on():
     model = replace(CONFIG, dropout=0.4, attention_dropout=0.2)
     for name in OBJECTIVES:
-        for setting, rate in (("auto", 0.0), ("off", 0.0), ("on", 0.4)):
+        for setting, rate in ((False, 0.0), (True, 0.4)):
             train = TrainConfig(preference_dropout=setting)
             data = DataConfig(objective=name, sequence_length=16)
             run = RunConfig(model=model, data=data, train=train)
@@ -161,32 +159,13 @@ def test_a_run_applies_dropout_to_pairs_only_where_it_is_on():
             alone = replace(run, model=replace(CONFIG, attention_dropout=0.2))
             assert resolve(alone, jf.make_mesh(), 1).is_rowwise == (rate == 0)
             assert resolved.is_rowwise == (rate == 0)
-            assert resolved.loss_options.get("dropout", False) == (setting == "on")
+            assert resolved.loss_options.get("dropout", False) == setting
     causal = RunConfig(model=model, data=DataConfig(sequence_length=16))
     resolved = resolve(causal, jf.make_mesh(), 0)
     assert resolved.model.dropout == 0.4 and not resolved.is_rowwise
     with pytest.raises(jf.ConfigError, match="'causal' takes no dropout: leave it out"):
-        dropping = replace(causal, train=TrainConfig(preference_dropout="on"))
+        dropping = replace(causal, train=TrainConfig(preference_dropout=True))
         _ = resolve(dropping, jf.make_mesh(), 0).loss
-
-
-@pytest.mark.parametrize(
-    "section, values", [("model", {"dropout": 0.1}), ("adapter", {"dropout": 0.1, "kind": "lora"})]
-)
-def test_a_run_that_an_earlier_version_began_keeps_its_dropout(section, values, tmp_path):
-    run = RunConfig(data=DataConfig(objective="orpo"))
-    run = replace(run, run=replace(run.run, dir=str(tmp_path)))
-    changed = replace(getattr(run, section), **values)
-    dropped = replace(run, **{section: changed})
-    for begun, setting in ((run, "auto"), (dropped, "on")):
-        record = json.loads(to_json(begun))
-        del record["train"]["preference_dropout"]
-        (tmp_path / "config.json").write_text(json.dumps(record))
-        assert from_json(json.dumps(record), "here").train.preference_dropout == setting
-        assert as_begun(begun).train.preference_dropout == setting
-        check_config(begun)
-    (tmp_path / "config.json").write_text(to_json(dropped))
-    assert as_begun(dropped).train.preference_dropout == "auto"
 
 
 def test_odds_of_a_certain_completion_are_finite_and_have_a_gradient():

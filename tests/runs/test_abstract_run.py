@@ -14,11 +14,9 @@ from products import slow_but
 from jaxformer.arrays.mesh import MESH_AXES, make_mesh, place_batch
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings
-from jaxformer.config.saved import to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.cost import activation_bytes
-from jaxformer.runs.directory import as_begun, check_config
 from jaxformer.runs.resolve import resolve, resolve_without_data
 from jaxformer.runs.selection import CPU_ACTIVATIONS
 from jaxformer.runs.setup import make_setup
@@ -119,21 +117,3 @@ def test_microbatches_that_are_no_number_are_refused_with_what_is_allowed() -> N
             TrainConfig(microbatches=value)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="microbatches=0 must be at least 1"):
         TrainConfig(microbatches=0)
-
-
-def test_a_run_that_an_earlier_version_began_keeps_its_microbatches(tmp_path: Path) -> None:
-    run, _ = prepared("causal", tmp_path, run=RunSettings(dir=str(tmp_path / "run")))
-    asked = replace(run, model=replace(run.model, **SIZES), train=TrainConfig(batch_size=64))
-    assert as_begun(asked) == asked
-    new = make_setup(asked, lambda line: None).run
-    assert new.train.microbatches == 1
-    model = replace(asked.model, vocab_size=new.model.vocab_size)  # a directory has the filled one
-    begun = replace(asked, model=model, train=replace(asked.train, microbatches=2))
-    (tmp_path / "run").mkdir(exist_ok=True)
-    (tmp_path / "run" / "config.json").write_text(to_json(begun))
-    check_config(asked)
-    assert as_begun(asked).train == begun.train
-    assert make_setup(asked, lambda line: None).run.train.microbatches == 2
-    other = replace(asked, train=replace(asked.train, microbatches=4))
-    with pytest.raises(ConfigError, match=r"train.microbatches: 2 in the directory, 4 now"):
-        check_config(other)

@@ -2,28 +2,22 @@
 pass without one."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from objective_runs import prepared
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import MESH_AXES, make_mesh
 from jaxformer.arrays.params import map_specs
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import DataConfig, RunConfig, RunSettings
-from jaxformer.config.saved import to_json
+from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.models.stack import MOST_UNROLLED, layer_loop_of
 from jaxformer.models.transformer import specs
-from jaxformer.runs.directory import as_begun, check_config
 from jaxformer.runs.resolve import resolve, resolve_without_data
-from jaxformer.runs.setup import make_setup
-from jaxformer.runs.summary import summary
 
 SIZES: dict[str, Any] = dict(vocab_size=64, d_model=16, n_heads=2, max_length=32)
 DEVICES = {"cpu": "cpu", "gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5 lite"}
@@ -88,26 +82,3 @@ def test_a_step_on_a_cpu_is_the_program_of_unrolled_layers() -> None:
         resolved, batch = resolve_without_data(run, make_mesh(devices=jax.devices()[:1]))
         programs.append(resolved.step.lower(resolved.target, batch).as_text())
     assert programs[0] == programs[1]
-
-
-@pytest.mark.parametrize("before", ["unroll", "scan"])
-def test_a_run_goes_on_with_the_loop_that_its_directory_states(before: Any, tmp_path: Path) -> None:
-    run, _ = prepared("causal", tmp_path, run=RunSettings(dir=str(tmp_path / "run")))
-    run = replace(run, model=replace(run.model, d_model=16, n_layers=2, n_heads=2, max_length=32))
-    run = replace(run, train=TrainConfig(batch_size=4))
-    assert run.model.layer_loop == "auto"
-    setup = make_setup(run, lambda line: None)
-    assert (setup.asked.model.layer_loop, setup.model.layer_loop) == ("auto", "unroll")
-    assert "layers unrolled" in summary(setup)["model"]
-    begun = replace(run, model=replace(setup.asked.model, layer_loop=before))
-    (tmp_path / "run").mkdir(exist_ok=True)
-    (tmp_path / "run" / "config.json").write_text(to_json(begun))
-    check_config(run)
-    assert as_begun(run).model.layer_loop == before
-    setup = make_setup(run, lambda line: None)
-    assert setup.model.layer_loop == setup.asked.model.layer_loop == before
-    # A setting that does not move the numbers may change.
-    opposite = "scan" if before == "unroll" else "unroll"
-    changed = replace(run, model=replace(run.model, layer_loop=opposite))  # type: ignore[arg-type]
-    check_config(changed)
-    assert make_setup(changed, lambda line: None).model.layer_loop == opposite

@@ -186,8 +186,8 @@ def test_a_schedule_free_run_is_evaluated_at_its_average_and_continues_bitwise(
 def test_an_average_within_other_wrappers_is_read_and_continued(
     averaged: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    changes = CHANGES | {"optimizer.moments": "int8", "train.norms_every": 2}
-    changes |= {"train.on_spike": "skip", "train.spike_window": 4}
+    changes = CHANGES | {"optimizer.moments": "int8", "train.spike_factor": 10}
+    changes |= {"train.on_bad_step": "skip"}
     run_dir = tmp_path / "run"
     assert train_here(line(run_dir, averaged[1], changes)) == 0
     trained = [leaves_of(run_dir, step, weights="trained") for step in range(1, STEPS + 1)]

@@ -10,8 +10,7 @@ import optax
 from jaxformer.arrays.params import Spec, Specs, map_specs
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.files import ConfigError
-from jaxformer.training.optimizers.decays import cautious, weight_decay
-from jaxformer.training.optimizers.groups import leaf_factors
+from jaxformer.training.optimizers.groups import Factors, leaf_factors
 from jaxformer.training.optimizers.rule_table import OPTIMIZERS, require_moments
 from jaxformer.training.optimizers.update_rule import map_arrays
 
@@ -99,6 +98,40 @@ def scaled_eps(config: OptimizerConfig, specs: Specs) -> OptimizerConfig:
     (arXiv:2505.01618, table 1)."""
     growth = max((spec.growth[0] for spec in jax.tree.leaves(specs) if spec.trainable), default=1)
     return config if growth == 1 else replace(config, eps=config.eps / growth)
+
+
+def weight_decay(config: OptimizerConfig, factors: Any) -> optax.GradientTransformation:
+    """Adds the decay of every leaf to its update, before the learning rate multiplies both
+    (arXiv:1711.05101). `factors` are those of `leaf_factors`."""
+
+    def add(factors_of_leaf: Factors, update: jax.Array, parameter: jax.Array) -> jax.Array:
+        amount = config.weight_decay * factors_of_leaf.decay
+        return update + amount * parameter if amount else update
+
+    return optax.stateless(lambda updates, params: map_arrays(add, factors, updates, params))
+
+
+def cautious(
+    rule: optax.GradientTransformation, specs: Specs
+) -> optax.GradientTransformationExtraArgs:
+    """The rule's update u where it has the sign of the gradient g, and 0 elsewhere (cautious
+    updates, arXiv:2411.16085).
+
+    m = [u g > 0] of one matrix or vector with n numbers: u -> n / (sum(m) + 1) m u.
+    """
+    rule = optax.with_extra_args_support(rule)
+
+    def mask(spec: Spec, update: jax.Array, gradient: jax.Array) -> jax.Array:
+        single = tuple(i for i, axis in enumerate(spec.axes) if axis not in spec.batch)
+        size = math.prod(spec.shape[i] for i in single)
+        kept = (update * gradient > 0).astype(update.dtype)
+        return update * kept * (size / (kept.sum(single, keepdims=True) + 1))
+
+    def masked(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        directions, state = rule.update(updates, state, params, **extra)
+        return map_arrays(mask, specs, directions, updates), state
+
+    return optax.GradientTransformationExtraArgs(rule.init, masked)
 
 
 def _scale_by_factors(factors: Any) -> list[optax.GradientTransformation]:

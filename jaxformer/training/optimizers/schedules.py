@@ -13,30 +13,17 @@ from jaxformer.config.settings import Table
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Learning rate by step, from 0: linear warm-up from zero, then `config.schedule` until
-    `decay_steps` (default `steps`), as the table of docs/training.md says.
-
-    With `rewarm_steps`, it rises from there to the peak again and decays until `steps`, as in
-    continued pre-training (arXiv:2403.08763).
-    """
+    `decay_steps` (default `steps`), as the table of docs/training.md says."""
     end = config.decay_steps or steps
-    peak, warmup, rewarm = config.learning_rate, config.warmup_steps, config.rewarm_steps
+    peak = config.learning_rate
+    warmup = config.warmup_steps
     after = SCHEDULES[config.schedule](config, max(end - warmup, 1))
 
     def schedule(step: Any) -> jax.Array:
         ramp = peak * (step + 1) / (warmup + 1)
         return jnp.where(step < warmup, ramp, after(jnp.maximum(step - warmup, 0)))
 
-    if not rewarm or end >= steps:
-        return schedule
-    tail = SCHEDULES[config.schedule](config, max(steps - end - rewarm, 1))
-    low = schedule(end)
-
-    def rewarmed(step: Any) -> jax.Array:
-        rise = low + (peak - low) * (step - end + 1) / (rewarm + 1)
-        again = jnp.where(step < end + rewarm, rise, tail(jnp.maximum(step - end - rewarm, 0)))
-        return jnp.where(step < end, schedule(step), again)
-
-    return rewarmed
+    return schedule
 
 
 def schedule_text(config: OptimizerConfig, steps: int) -> str:
@@ -50,8 +37,7 @@ def schedule_text(config: OptimizerConfig, steps: int) -> str:
             f" reaches its peak, {peak:.3g}"
         )
     rise = f"warm-up of {warmup:,} steps to {peak:.3g}" if warmup else f"{peak:.3g}"
-    again = f", rising again after step {config.decay_steps:,}" if config.rewarm_steps else ""
-    return f"{rise}, then {config.schedule}{again}; {last:.3g} in the last step"
+    return f"{rise}, then {config.schedule}; {last:.3g} in the last step"
 
 
 def _linear(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -66,11 +52,10 @@ def _cosine(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def _wsd(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Warm-up, stable, decay: the peak until the last `wsd_decay_fraction` of the steps, then
-    linear (arXiv:2404.06395). The last step has the final rate, or the one after it if `wsd_floor`
-    is next_step."""
+    linear (arXiv:2404.06395). The last step has the final rate."""
     decay = max(round(config.wsd_decay_fraction * steps), 1)
     # The last step with the peak, counted from the end of the warm-up.
-    begin = steps - decay - (config.wsd_floor != "next_step")
+    begin = steps - decay - 1
     peak, final = config.learning_rate, config.final_fraction * config.learning_rate
 
     def schedule(step: Any) -> jax.Array:

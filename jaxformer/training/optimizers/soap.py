@@ -11,6 +11,9 @@ from jaxformer.arrays.params import NamedAxes, Spec, Specs, map_specs
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.training.optimizers.update_rule import ADAM, UpdateRule, map_arrays, matrix_axes
 
+# Steps from one improvement of the eigenvectors to the next, as in the paper.
+EVERY = 10
+
 
 class SoapState(NamedTuple):
     """The number of steps, the means of the gradient and, in the basis, of its square; and for each
@@ -39,10 +42,10 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
 
     G' = Q_L^T G Q_R, M = b1 M + (1 - b1) G, V = b2 V + (1 - b2) G'^2, and the direction is
     Q_L (M' / (sqrt(V) + eps)) Q_R^T with M' = Q_L^T M Q_R, both without their bias. Then L and R
-    take up G, by b2, and every optimizer.soap_every steps Q becomes the orthogonal factor of L Q.
+    take up G, by b2, and every tenth step Q becomes the orthogonal factor of L Q.
     The first step moves nothing: it makes L and R, and their eigenvectors.
     """
-    b1, b2, eps, every = config.b1, config.b2, config.eps, config.soap_every
+    b1, b2, eps = config.b1, config.b2, config.eps
     longest = config.soap_max_side
 
     def init(params: Any) -> SoapState:
@@ -75,8 +78,8 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
                 ),
             )
         )
-        left_basis = _next_bases(left, state.left_basis, steps, every)
-        right_basis = _next_bases(right, state.right_basis, steps, every)
+        left_basis = _next_bases(left, state.left_basis, steps)
+        right_basis = _next_bases(right, state.right_basis, steps)
         steps = optax.safe_increment(steps)
         return directions, SoapState(steps, mu, nu, left, right, left_basis, right_basis)
 
@@ -140,9 +143,9 @@ def _square(factor: NamedAxes) -> jax.Array:
     return factor.value.reshape(-1, length, length)
 
 
-def _next_bases(factors: Any, bases: Any, steps: jax.Array, every: int) -> Any:
+def _next_bases(factors: Any, bases: Any, steps: jax.Array) -> Any:
     """The eigenvectors of the factors: computed in the first step, improved by a step of the power
-    method with a QR decomposition each `every` steps, and else as they are."""
+    method with a QR decomposition each `EVERY` steps, and else as they are."""
 
     def next_basis(factor: NamedAxes, basis: NamedAxes) -> NamedAxes:
         branches = [
@@ -150,7 +153,7 @@ def _next_bases(factors: Any, bases: Any, steps: jax.Array, every: int) -> Any:
             lambda matrix, vectors: jnp.linalg.qr(matrix @ vectors)[0],
             lambda matrix, vectors: jnp.linalg.eigh(matrix)[1],
         ]
-        branch = jnp.where(steps == 0, 2, jnp.where(steps % every == 0, 1, 0))
+        branch = jnp.where(steps == 0, 2, jnp.where(steps % EVERY == 0, 1, 0))
         vectors = jax.lax.switch(branch, branches, _square(factor), _square(basis))
         return _like(basis, vectors)
 
@@ -159,4 +162,4 @@ def _next_bases(factors: Any, bases: Any, steps: jax.Array, every: int) -> Any:
     )
 
 
-soap = UpdateRule(_soap, ("b1", "b2", "eps", "soap_every", "soap_max_side"), ADAM)
+soap = UpdateRule(_soap, ("b1", "b2", "eps", "soap_max_side"), ADAM)

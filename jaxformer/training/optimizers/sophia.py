@@ -12,6 +12,10 @@ from jaxformer.arrays.params import Specs
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.training.optimizers.update_rule import UpdateRule
 
+# Steps from one estimate of the Hessian to the next, as in the paper: an estimate takes about as
+# long as two gradients.
+EVERY = 10
+
 
 class SophiaState(NamedTuple):
     """The number of steps, the mean of gradients, and that of estimates of the diagonal."""
@@ -22,7 +26,7 @@ class SophiaState(NamedTuple):
 
 
 def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationExtraArgs:
-    """m = b1 m + (1 - b1) g; every optimizer.sophia_every steps, from the first on,
+    """m = b1 m + (1 - b1) g; every tenth step, from the first on,
     h = b2 h + (1 - b2) s * (H s) with signs s drawn at random and the Hessian H of the loss of the
     batch (Hutchinson's estimate); and the direction is m / max(gamma h, eps), clipped to [-1, 1].
 
@@ -30,7 +34,7 @@ def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformati
     The paper draws s from a normal distribution; signs have the same mean and a smaller variance.
     """
     b1, b2, eps = config.b1, config.b2, config.eps
-    gamma, every = config.sophia_gamma, config.sophia_every
+    gamma = config.sophia_gamma
 
     def init(params: Any) -> SophiaState:
         zeros = (optax.tree.zeros_like(params) for _ in range(2))
@@ -54,7 +58,7 @@ def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformati
             return optax.tree.update_moment(jax.tree.unflatten(structure, diagonal), nu, b2, 1)
 
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        nu = jax.lax.cond(state.steps % every == 0, estimated, lambda nu: nu, state.nu)
+        nu = jax.lax.cond(state.steps % EVERY == 0, estimated, lambda nu: nu, state.nu)
 
         def direction(m: jax.Array, h: jax.Array) -> jax.Array:
             return jnp.clip(m / jnp.maximum(gamma * h, eps), -1, 1)
@@ -66,6 +70,4 @@ def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-sophia = UpdateRule(
-    _sophia, ("b1", "b2", "eps", "sophia_every", "sophia_gamma"), {"mu": True, "nu": True}
-)
+sophia = UpdateRule(_sophia, ("b1", "b2", "eps", "sophia_gamma"), {"mu": True, "nu": True})
