@@ -27,7 +27,6 @@ COMMANDS = {
     ),
     "evaluate": ("RUN [--data.validation PATH]", "Compute loss, accuracy or BLEU on a text."),
     "convert": ("SOURCE TARGET [--verify]", "Convert a run to a Hugging Face model, or back."),
-    "average": ("RUN ... [--last 5]", "Average the weights of checkpoints, or of runs."),
     "prepare": ("CONFIG [--output DIR] [--shard I/N]", "Tokenize the data before training."),
     "tokenizer": ("train | encode | inspect", "Train a tokenizer, encode or inspect a text."),
     "attention": ('RUN --prompt "..."', "Write a page of attention maps."),

@@ -159,9 +159,9 @@ class EvaluateArguments(ModelArguments, SearchArguments):
     beams: int = 0
     """Beam width for translating the sources, which are compared with the targets; 0 translates
     nothing."""
-    bleu_tokenizer: str = "auto"
+    bleu_tokenizer: str = "13a"
     """Tokenizer of sacrebleu that splits translations and targets for BLEU, such as 13a, intl, zh,
-    ja-mecab, ko-mecab, char or flores200; auto chooses by the script of the targets."""
+    ja-mecab, ko-mecab or char."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Text file for the translations, one per line."""
     per_token: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
@@ -194,26 +194,6 @@ class ConvertArguments(StepArguments):
     architecture: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Architecture of the Hugging Face model, for example MistralForCausalLM. If not given, the
     simplest one that computes the same."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AverageArguments:
-    """Writes the mean of the weights of checkpoints as a run of its own: of the newest ones of a
-    run, or of several runs of the same model (a model soup). It is loaded, evaluated, converted,
-    started from and continued like a run."""
-
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directories of the same model."""
-    last: int = 0
-    """Number of newest checkpoints of each run; 0 takes all of one run, and the newest one of each
-    of several."""
-    steps: Annotated[str, tyro.conf.arg(metavar="K,K,...")] = ""
-    """Steps of the checkpoints of each run, separated by commas, in place of --last."""
-    weights: Literal["trained", "average"] = "trained"
-    """Weights of each checkpoint: those trained, or the average that the run keeps (train.ema)."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory to write, which must be new or empty. If not given, that of the first run with
-    -average after its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +324,6 @@ ARGUMENTS: dict[str, type | dict[str, Callable[..., Any]]] = {
     "sample": SampleArguments,
     "evaluate": EvaluateArguments,
     "convert": ConvertArguments,
-    "average": AverageArguments,
     "prepare": PrepareArguments,
     "tokenizer": {
         "train": TrainTokenizerArguments,

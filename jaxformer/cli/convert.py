@@ -26,11 +26,10 @@ from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
 CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
 UNFINISHED = ".unfinished"  # in a target while it is written
-# Patterns of the names of all other files that a conversion or an average writes.
+# Patterns of the names of all other files that a conversion writes.
 WRITTEN_NAMES = (
     "adapter_config.json",
     "adapter_model.safetensors",
-    "average.json",
     "checkpoints",
     "config.json",
     "data.json",

@@ -105,7 +105,7 @@ def _metrics_line(metrics: dict[str, float]) -> str:
 
 def _translate(args: EvaluateArguments) -> None:
     """Prints the BLEU of the translations, and writes them to --output."""
-    bleu_metric((), args.bleu_tokenizer)  # raises now rather than after the translation
+    metric = bleu_metric(args.bleu_tokenizer)
     translations = translate_run(
         args.path,
         args.validation,
@@ -118,7 +118,6 @@ def _translate(args: EvaluateArguments) -> None:
         ),
     )
     references, outputs = translations.references, translations.outputs
-    metric = bleu_metric(references, args.bleu_tokenizer)
     score = metric.corpus_score(outputs, [references]).score
     print(
         f"BLEU {score:.2f} of {len(outputs):,} texts with {args.beams} beams"

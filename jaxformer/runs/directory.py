@@ -39,8 +39,15 @@ ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
 DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run directory
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
-    *("config.json", "data.json", *TOKENIZER_FILES, "metrics.jsonl", "metrics.jsonl.parts"),
-    *(ROLLBACKS, "average.json", "reference.json", "loss.png", "tracker.json"),
+    "config.json",
+    "data.json",
+    *TOKENIZER_FILES,
+    "metrics.jsonl",
+    "metrics.jsonl.parts",
+    ROLLBACKS,
+    "reference.json",
+    "loss.png",
+    "tracker.json",
     *DIRECTORIES,
 )
 

@@ -3,16 +3,17 @@
 import functools
 import reprlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jaxformer.arrays.mesh import parameter_sharding
+from jaxformer.arrays.mesh import parameter_sharding, replicated
 from jaxformer.arrays.params import Params, Spec, Specs, is_custom, map_specs, rows
+from jaxformer.checkpoints.averages import AVERAGES, AverageKind
 from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import (
     Damaged,
@@ -25,7 +26,6 @@ from jaxformer.config.adapter import Quantization
 from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError, located, read_object
 from jaxformer.models.quantize import is_quantized, quantized_leaf
-from jaxformer.runs.saved_averages import read_average, saved_average
 from jaxformer.tokenizer import Tokenizer
 
 # Reads the leaves whose shapes it gets, by their paths.
@@ -131,11 +131,71 @@ def reader_of(saved: SavedWeights, step: int) -> Read:
     return read
 
 
+class SavedAverage(NamedTuple):
+    """What a checkpoint holds of an average: its kind, and for the dotted path of each parameter
+    that learns the names of its array and of its number among the leaves of the checkpoint."""
+
+    kind: AverageKind
+    names: dict[str, tuple[str, str]]
+
+
+def saved_average(names: Collection[str]) -> SavedAverage | None:
+    """The average among the leaves of a checkpoint, by their `names`; None where it has none."""
+    for kind in AVERAGES:
+        table = dict[str, tuple[str, str]]()
+        for scalar in names:
+            if not scalar.startswith("optimizer.") or not scalar.endswith(f".{kind.scalar}"):
+                continue
+            prefix = f"{scalar.removesuffix(kind.scalar)}{kind.leaves}."
+            leaves = {name for name in names if name.startswith(prefix)}
+            table |= {name.removeprefix(prefix): (name, scalar) for name in leaves}
+        if table:
+            return SavedAverage(kind, table)
+    return None
+
+
+def read_average(
+    read: Callable[[dict[str, Any]], dict[str, Any]],
+    average: SavedAverage,
+    saved: Mapping[str, Any],
+    shapes: dict[str, Any],
+) -> dict[str, Any]:
+    """The average of each leaf of `shapes`, as its dtype; a leaf that does not learn is itself.
+    `read` reads leaves of a checkpoint, and `saved` has their [shape, dtype] by name."""
+    names = {path: average.names.get(path.removeprefix("params.")) for path in shapes}
+    formula, wanted = average.kind.formula, dict[str, Any]()
+    for path, shape in shapes.items():
+        pair = names[path]
+        if pair is None or formula is not None:
+            wanted[path] = shape
+        if pair is not None:
+            leaf_dtype = jnp.dtype(saved[pair[0]][1])
+            wanted[pair[0]] = jax.ShapeDtypeStruct(shape.shape, leaf_dtype, sharding=shape.sharding)
+        if pair is not None and formula is not None:
+            dtype = jnp.dtype(saved[pair[1]][1])
+            sharding = shape.sharding
+            if isinstance(sharding, NamedSharding):
+                sharding = replicated(sharding.mesh)
+            wanted[pair[1]] = jax.ShapeDtypeStruct((), dtype, sharding=sharding)
+    leaves = read(wanted)
+
+    def averaged(path: str, shape: Any) -> Any:
+        pair = names[path]
+        if pair is None:
+            return leaves[path]
+        leaf = leaves[pair[0]]
+        if formula is not None:
+            leaf = formula(leaves[path], leaf, leaves[pair[1]])
+        return leaf.astype(shape.dtype)
+
+    return {path: averaged(path, shape) for path, shape in shapes.items()}
+
+
 def no_average(path: Path) -> str:
     """The message of `weights="average"` for a model that has none."""
     return (
-        f"{path} keeps no average of its weights: leave out weights=average (--weights), train with"
-        " train.ema, or average its checkpoints by jaxformer average."
+        f"{path} keeps no average of its weights: leave out weights=average (--weights), or train"
+        " with train.ema."
     )
 
 

@@ -3,19 +3,26 @@ an adapter."""
 
 import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxformer import data
+from jaxformer.adapters.adapted_params import base_paths, filled, over_base
 from jaxformer.arrays.hardware import peak_flops
-from jaxformer.arrays.mesh import check_batch_size, held_blocks, mesh_of, place_batch
+from jaxformer.arrays.mesh import check_batch_size, held_blocks, mesh_of, place_array, place_batch
+from jaxformer.arrays.params import Params, Specs
 from jaxformer.arrays.sharding import platform
+from jaxformer.checkpoints.digests import fingerprint
+from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.rows import Rows
+from jaxformer.files import ConfigError, located, read_object
 from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.stack import compute_dtype
@@ -25,12 +32,56 @@ from jaxformer.runs.evaluation import corpus_of
 from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes
 from jaxformer.tokenizer.chat import ChatTemplate
 from jaxformer.training.compiler_options import keep_compiled
-from jaxformer.training.state import TrainState
+from jaxformer.training.state import TrainState, merged, split_frozen
 
 if TYPE_CHECKING:
-    from jaxformer.runs.adapter_base import Base
+    from jaxformer.runs.init_from import WarmStart
     from jaxformer.runs.reference import Reference
     from jaxformer.runs.task_evaluation import Tasks
+
+
+class Base(NamedTuple):
+    """The model below an adapter: its parameters on the mesh, and the branches among them (a new
+    head) that learn with the adapter. `record` is what data.json says of it."""
+
+    params: Params
+    learned: tuple[str, ...]
+    record: dict[str, Any]
+    sentence: str
+
+    def first_params(self, specs: Specs, target: TrainState, seed: int) -> Params:
+        """The params of the adapted model before the first step, placed as those of the state
+        `target`. Those of the base that learn are copied, because a step donates its state."""
+        params = jax.tree.map(
+            lambda leaf, target_leaf: place_array(leaf, target_leaf.sharding),
+            filled(specs, self.params, jax.random.key(seed)),
+            target.params,
+        )
+        learned, still = split_frozen(params, target.frozen)
+        return merged(jax.tree.map(jnp.copy, learned), still, target.frozen)
+
+    def below(self, specs: Specs, target: TrainState) -> TrainState:
+        """`target`, a state as shapes, with the arrays of the base in place of its leaves."""
+        return replace(target, params=over_base(specs, target.params, self.params))
+
+
+def base_below(start: "WarmStart", init_from: str, run_dir: str) -> Base:
+    """The model of run.init_from, below the adapter of a run. Raises ConfigError if it is not the
+    one that the run directory was begun with."""
+    learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
+    base_params = {name: branch for name, branch in start.params.items() if name not in learned}
+    base_fingerprint = fingerprint(flat_leaves(base_params))
+    path = located(run_dir) / "data.json"
+    before = read_object(path).get("base") if path.is_file() else None
+    if before not in (None, base_fingerprint):
+        raise ConfigError(
+            f"run.init_from={init_from!r} is not the model that the adapter in"
+            f" {run_dir} was begun with: its fingerprint is {base_fingerprint}, and data.json"
+            f" has {before}. Restore that model there, or choose another run.dir."
+        )
+    base_path = str(located(init_from).absolute())
+    record = {"base": base_fingerprint, "base_path": base_path, "learned": list(learned)}
+    return Base(start.params, learned, record, start.sentence(init_from))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +103,7 @@ class RunSetup(Resolved):
     peak: float | None
     undivided: list[str]
     record: dict[str, Any]
-    base: "Base | None" = None
+    base: Base | None = None
     tasks: "Tasks | None" = None
 
     @functools.cached_property
@@ -80,9 +131,6 @@ class RunSetup(Resolved):
         adapter."""
         if self.base is None:
             return []
-        # Imported here, because runs without an adapter do not need it.
-        from jaxformer.adapters.adapted_params import base_paths
-
         return [f"params.{path}" for path in base_paths(self.specs)]
 
     @property
@@ -123,7 +171,6 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     base = None
     if run.adapter.kind != "none":
         # Imported here, because runs without an adapter do not need it.
-        from jaxformer.runs.adapter_base import base_below
         from jaxformer.runs.init_from import warm_start
 
         start = warm_start(run, mesh, corpus.labels)

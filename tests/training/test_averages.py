@@ -22,7 +22,6 @@ from jaxformer.config.train import TrainConfig, Weights
 from jaxformer.files import ConfigError
 from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.runs.run_reading import SavedWeights, reader_of
-from jaxformer.runs.soup import average_checkpoints
 from jaxformer.training.optimizers.ema import with_average
 from jaxformer.training.spikes import skip_spikes
 
@@ -246,18 +245,6 @@ def test_converted_weights_are_the_average_or_those_trained(
             np.testing.assert_array_equal(a, b)
     with pytest.raises(ConfigError, match="keeps no average of its weights: leave out"):
         jf.load(target, weights="average")
-
-
-def test_a_mean_of_checkpoints_is_the_average_of_its_state_too(
-    averaged: tuple[Path, Path], tmp_path: Path
-) -> None:
-    for weights in ("trained", "average"):
-        average_checkpoints([averaged[0]], tmp_path / weights, last=3, weights=weights)
-        steps = [leaves_of(averaged[0], step, weights=weights) for step in (6, 7, 8)]
-        for choice in ("trained", "average"):
-            columns = zip(leaves_of(tmp_path / weights, weights=choice), *steps, strict=True)
-            for leaf, *leaves in columns:
-                np.testing.assert_allclose(leaf, mean(leaves, 1, 0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
