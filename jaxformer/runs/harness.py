@@ -7,36 +7,51 @@ Importing this file imports lm_eval, an optional package.
 """
 
 import dataclasses
+import functools
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from jaxformer.arrays.params import Params
+from jaxformer.arrays.sharding import constrain
 from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cluster.signals import current
+from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import full_batch, padded, rounded
 from jaxformer.generation.refill import refill
 from jaxformer.generation.sampling import Sampling
 from jaxformer.generation.token_rules import RULES
-from jaxformer.models.transformer import context_of
-from jaxformer.runs.harness_scores import WIDTHS, token_scores
-from jaxformer.runs.harness_tokens import LOG, HarnessTokens
+from jaxformer.layers.head import head
+from jaxformer.layers.masks import TokenLayout, layout_of
+from jaxformer.models.inputs import Inputs
+from jaxformer.models.transformer import context_of, hidden
 from jaxformer.runs.loading import Loaded
 from jaxformer.runs.stated import writing_rules
+from jaxformer.tokenizer.chat import PROBE, ChatTemplate, template_fingerprint, template_of
 
+LOG = logging.getLogger(__name__)
 AUTO_BATCH = 16
 BUCKET = 64  # lengths are rounded up to multiples of this
-SAMPLING = {
-    *("do_sample", "no_repeat_ngram_size", "min_new_tokens"),
-    *(rule.name for rule in RULES if rule.kind in ("penalty", "filter")),
+# The keywords of generation that a request may have.
+SAMPLING = {"do_sample", "no_repeat_ngram_size", "min_new_tokens"} | {
+    rule.name for rule in RULES if rule.kind in ("penalty", "filter")
 }
+
+
+# The number of scored tokens before a row's last one is rounded up to one of these.
+WIDTHS = (0, *(16 * 4**power for power in range(14)))
+MAX_LOGITS = 2**23  # about as many are in memory at once
 
 
 class HarnessRequest(Protocol):
@@ -60,7 +75,7 @@ class ScoredRow(NamedTuple):
     source: tuple[int, ...] = ()
 
 
-class HarnessModel(HarnessTokens):
+class HarnessModel(TemplateLM):
     """A language model with a decoder, as the harness asks it.
 
     `batch_size` "auto" is 16 rows; `max_length` and `max_gen_toks` are numbers of tokens;
@@ -88,8 +103,12 @@ class HarnessModel(HarnessTokens):
                 " harness asks for the next token: give it a decoder or an encoder-decoder that is"
                 " a language model."
             )
-        backend = "seq2seq" if config.family == "encoder_decoder" else "causal"
-        super().__init__(model.tokenizer, backend, add_bos_token)
+        super().__init__()
+        self.backend = "seq2seq" if config.family == "encoder_decoder" else "causal"
+        self.tokenizer: Any = model.tokenizer
+        self.add_bos_token = add_bos_token
+        # The token that ends an answer in a conversation, if any; None before the first one.
+        self._turn_ends: set[int] | None = None
         self.params, self.step = model.params, model.step
         self.batches = 0  # that were read
         # A scan compiles fastest, and there are many shapes to compile.
@@ -101,9 +120,118 @@ class HarnessModel(HarnessTokens):
         self.max_length = _count("max_length", length, context)
         self.max_gen_toks = _count("max_gen_toks", max_gen_toks)
 
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.end_token
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The context of a text that has none."""
+        begin = self.tokenizer.special("bos")
+        return self.eot_token_id if begin is None else begin
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Under this name the harness keeps requests, in which the template of chats is written."""
+        return f"{self.tokenizer.fingerprint()}-{template_fingerprint(self.tokenizer)}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template of chats; None where it is switched off. Raises ConfigError for a name other
+        than "default", and where there is none."""
+        if not chat_template:
+            return None
+        if chat_template not in (True, "default"):
+            raise ConfigError(
+                f"--apply_chat_template {chat_template}: the model jaxformer renders the default"
+                " template of a tokenizer alone; leave out the name."
+            )
+        text, _ = template_of(self.tokenizer)
+        return text
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of messages, with the beginning of an answer, or else up to the end of the last
+        message, which the model goes on with.
+
+        As for the harness's own models, a template that refuses a system message gets none. From
+        now on an answer ends with the token with which the template ends a turn. Raises ConfigError
+        where there is no template, and for what it refuses.
+        """
+        try:
+            if self._turn_ends is None:
+                asked = chat_history if add_generation_prompt else chat_history[:-1]
+                end = self._template.end_of_turn(asked)
+                self._turn_ends = set() if end is None else {end}
+            return self._rendered(chat_history, add_generation_prompt)
+        except ConfigError as error:
+            spoken = [message for message in chat_history if message["role"] != "system"]
+            if len(spoken) == len(chat_history):
+                raise
+            LOG.warning(f"{error}: the system message is left out.")
+            return self._rendered(spoken, add_generation_prompt)
+
+    def _rendered(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        if add_generation_prompt:
+            return self._template.render(messages, True)
+        # The last message is cut where its content ends. A template may strip what it writes.
+        *before, last = messages
+        marked = last | {"content": f"{last['content']}{PROBE} "}
+        text, _, after = self._template.render([*before, marked]).rpartition(PROBE)
+        return text if after.startswith(" ") else text.rstrip()
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate.of(self.tokenizer, today=True)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids, with the special tokens of the template unless they are switched off or the
+        text begins with one. With them a source ends with the end token."""
+        ids = self.tokenizer.encode(string, special_tokens=True)
+        prefix_length, suffix_length = len(self.tokenizer.prefix), len(self.tokenizer.suffix)
+        if add_special_tokens is None:
+            has_prefix = string.startswith(self.tokenizer.shown(self.prefix_token_id))
+            add_special_tokens = not has_prefix
+        if self.add_bos_token is False or not add_special_tokens:
+            return ids[prefix_length : len(ids) - suffix_length]
+        if self.backend == "seq2seq" and ids[-1:] != [self.eot_token_id]:
+            ids = [*ids, self.eot_token_id]
+        return [self.prefix_token_id, *ids] if self.add_bos_token and not prefix_length else ids
+
+    def stops_of(self, until: Sequence[Any]) -> tuple[list[str], set[int]]:
+        """The texts that stop a text, and the tokens that do.
+
+        A text lacks special tokens, so that a stop that is the name of one is that token. Raises
+        ConfigError for a stop that is no text, or that has such a name behind other text.
+        """
+        stops = [stop for stop in until if stop not in (None, "")]
+        names = {name: self.tokenizer.id_of(name) for name in self._special_names}
+        texts, ends = [self.tokenizer.shown(self.eot_token_id)], {*(self._turn_ends or ())}
+        for stop in stops:
+            if not isinstance(stop, str):
+                raise ConfigError(f"generation_kwargs: until has {stop!r}, and takes texts.")
+            name = next((name for name in names if name in stop), None)
+            if name is None:
+                texts.append(stop)
+            elif stop.lstrip().startswith(name):
+                ends.add(names[name])
+            else:
+                raise ConfigError(
+                    f"generation_kwargs: until has {stop!r}, which no text has, since the special"
+                    f" token {name!r} is left out of texts: give the text before it, or the token."
+                )
+        return texts, ends
+
+    @functools.cached_property
+    def _special_names(self) -> list[str]:
+        """The names of the special tokens, the longest first."""
+        added = self.tokenizer.encoder.spec()["added_tokens"]
+        return sorted((row["content"] for row in added if row["special"]), key=len, reverse=True)
+
     def get_model_info(self) -> dict[str, Any]:
-        """Which weights these are, for the results of the harness: the step of a checkpoint, a
-        digest of all parameters, and the config."""
+        """Which weights these are, for the results of the harness."""
         leaves = flat_leaves(self.params)
         return {
             "model_num_parameters": sum(leaf.size for leaf in leaves.values()),
@@ -374,6 +502,63 @@ class Rehearsal(HarnessModel):
         self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: dict[str, Any]
     ) -> Iterator[tuple[int, str]]:
         return ((number, "") for number in range(len(contexts)))
+
+
+# B is the number of rows, T that of their tokens, S that of the tokens of a source, D the width of
+# the model and V the size of the vocabulary.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def token_scores(
+    params: Params,
+    config: ModelConfig,
+    width: int,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    source: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The scores of each row's last tokens: the sum of the log-probabilities of all but the very
+    last [B], whether each of these is the likeliest token [B], and the log-probabilities of every
+    token of the vocabulary as the very last [B, V].
+
+    `tokens` [B, T] have `lengths` [B] tokens each, without the very last, and padding on the right;
+    `counts` [B] tokens are scored, at most `width` + 1. Only their logits are computed, and no more
+    than about `MAX_LOGITS` at once. An encoder-decoder reads the tokens of `source` [B, S] with
+    their segment ids [B, S].
+    """
+    segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
+    inputs = Inputs(tokens, layout_of(tokens, None, segments))
+    if source is not None:
+        source_layout = layout_of(source[0], None, source[1])
+        inputs = replace(inputs, source=source[0], source_layout=source_layout)
+    x = hidden(params, config, inputs).x  # [B, T, D]
+
+    def logits(index: jax.Array) -> jax.Array:  # [B, n] -> [B, n, V]
+        chosen = jnp.take_along_axis(x, index[..., None], axis=1)  # [B, n, D]
+        return head(params, config, chosen, TokenLayout(index))
+
+    def tile(distances: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first two results for the tokens at `distances` [n] before the last one."""
+        index = jnp.maximum(lengths[:, None] - 1 - distances, 0)  # [B, n]
+        tile_logits = logits(index)
+        targets = jnp.take_along_axis(tokens, index + 1, axis=1)
+        is_scored = distances < counts[:, None]
+        scores = jnp.take_along_axis(tile_logits, targets[..., None], axis=-1)[..., 0]
+        scores = scores - jax.nn.logsumexp(tile_logits, axis=-1)
+        is_likeliest = tile_logits.argmax(-1) == targets
+        return jnp.where(is_scored, scores, 0).sum(1), (~is_scored | is_likeliest).all(1)
+
+    # A tile has a power of two of tokens of each row, which divides every width, and at most
+    # MAX_LOGITS logits.
+    tile_tokens = max(MAX_LOGITS // (len(tokens) * config.vocab_size), 1)
+    size = min(width, 1 << (tile_tokens.bit_length() - 1))
+    sums, right = jax.lax.map(tile, jnp.arange(1, width + 1).reshape(-1, max(size, 1)))
+    final = jax.nn.log_softmax(logits(lengths[:, None] - 1), axis=-1)[:, 0]
+    # Every process of a run reads them all.
+    return (
+        constrain(sums.sum(0), (None,)),
+        constrain(right.all(0), (None,)),
+        constrain(final, (None, None)),
+    )
 
 
 def _warn(cut: int, number: int, space: int) -> None:

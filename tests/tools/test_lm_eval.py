@@ -21,8 +21,7 @@ from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cli import main as jaxformer_main
 from jaxformer.generation import refill as refill_file
 from jaxformer.runs import harness as harness_file
-from jaxformer.runs import harness_scores
-from jaxformer.runs.harness_scores import token_scores
+from jaxformer.runs.harness import token_scores
 from jaxformer.tools.lm_eval import harness_model, main
 from jaxformer.tools.lm_eval.harness_model import JaxformerLM
 
@@ -478,7 +477,7 @@ def test_logits_computed_a_few_at_a_time_give_the_same(monkeypatch):
     loaded, rng, found = from_scratch(), np.random.default_rng(0), []
     rows = (rng.integers(0, 320, (3, 64)), np.array([64, 30, 2]), np.array([40, 17, 1]))
     for limit, shape in ((2**23, "[3,64,320]"), (3 * 320 * 4, "[3,4,320]")):
-        monkeypatch.setattr(harness_scores, "MAX_LOGITS", limit)
+        monkeypatch.setattr(harness_file, "MAX_LOGITS", limit)
         token_scores.clear_cache()
         traced = token_scores.trace(loaded.params, loaded.config, 64, *rows)
         assert shape in str(traced.jaxpr) and (limit == 2**23) == (
