@@ -529,7 +529,7 @@ def token_scores(
     inputs = Inputs(tokens, layout_of(tokens, None, segments))
     if source is not None:
         source_layout = layout_of(source[0], None, source[1])
-        inputs = replace(inputs, source=source[0], source_layout=source_layout)
+        inputs = dataclasses.replace(inputs, source=source[0], source_layout=source_layout)
     x = hidden(params, config, inputs).x  # [B, T, D]
 
     def logits(index: jax.Array) -> jax.Array:  # [B, n] -> [B, n, V]
