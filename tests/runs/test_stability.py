@@ -1,7 +1,6 @@
 """What a run says of its stability: spikes that it skips, losses of sources."""
 
 import functools
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 from tiny_run import PLAIN, copy_until, line, logged, params_of, train_here, write_text
 
-from jaxformer.cli import main
 from jaxformer.runs import resolve
 from jaxformer.training.spikes import skip_spikes
 
@@ -66,17 +64,6 @@ def test_the_losses_of_the_sources_add_up_to_the_loss(run: tuple[Path, list[str]
         assert [math.isnan(loss) for loss in losses] == [not share for share in shares]
         lacking += not shares[1]
     assert lacking
-
-
-def test_runs_are_listed_and_compared_with_these_metrics(
-    run: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["runs", str(run[0]), "--json"]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)
-    assert listed["step"] == 24 and listed["loss"] == logged(run[0])[-2]["loss"]
-    assert main(["compare", str(run[0]), "--output", str(tmp_path / "page.html")]) == 0
-    page = (tmp_path / "page.html").read_text().replace("\\u002f", "/")
-    assert "skipped_spikes" in page
 
 
 def test_a_run_that_skips_spikes_is_resumed_bitwise(
