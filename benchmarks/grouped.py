@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from hlo import Counts, count
@@ -32,10 +33,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.layers.grouped import GROUPED_KERNELS, GroupedRows
-from jaxformer.runs.expert_check import ExpertShape
 from jaxformer.tools.plan.targets import parse_target
 
 NAME = "grouped"
+
+
+class ExpertShape(NamedTuple):
+    """Rows [M, D], and matrices [E, D, F]."""
+
+    rows: int
+    depth: int
+    width: int
+    experts: int
+
+
 COMPILED = ExpertShape(rows=2 * 16_384, depth=2_048, width=5_632, experts=8)
 TIMED = ("loop", "ragged", "xla")
 

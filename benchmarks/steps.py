@@ -15,8 +15,7 @@ from jaxformer.arrays.mesh import mesh_of, place_batch
 from jaxformer.config.run import RunConfig
 from jaxformer.report import MetricsLog
 from jaxformer.runs import train_run as loop
-from jaxformer.runs.device import prove_kernel
-from jaxformer.runs.expert_check import prove_experts
+from jaxformer.runs.kernel_check import prove_attention, prove_experts
 from jaxformer.runs.resolve import resolve_without_data
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.training.state import TrainState, init_state
@@ -117,7 +116,7 @@ def kernels_hold(run: RunConfig) -> str:
     """Which kernels of attention and of experts serve the run, and their errors beside float32."""
     mesh = mesh_of(run.mesh.sizes)
     resolved, _ = resolve_without_data(run, mesh)
-    return f"{resolved.kernel}. {prove_kernel(resolved)} {prove_experts(resolved)}".strip()
+    return f"{resolved.kernel}. {prove_attention(resolved)} {prove_experts(resolved)}".strip()
 
 
 def stamp_steps(stamps: dict[int, float]) -> None:

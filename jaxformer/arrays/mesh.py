@@ -8,7 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jaxformer.arrays.params import Specs, rows
 from jaxformer.arrays.sharding import ACTIVATION_RULES, PARAMETERS, Axes, partition, targets
+from jaxformer.config.format import human_bytes
 from jaxformer.config.settings import divisors
 from jaxformer.files import ConfigError
 
@@ -125,6 +127,36 @@ def undivided(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> list[str]:
     return [
         f"{axis} {length} by {target} {size}"
         for axis, length, target, size in lengths_left(mesh, shape, axes)
+    ]
+
+
+def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
+    """A line for each parameter that the mesh should split but cannot, because none of its axes is
+    divisible, with its bytes.
+
+    Raises ConfigError where mesh.fsdp or mesh.tensor was given and splits no parameter at all.
+    """
+    used, undivided_axes = set[str](), dict[str, list[str]]()
+    for path, spec in rows(specs).items():
+        axes = undivided(mesh, spec.shape, spec.axes)
+        if axes:
+            undivided_axes[path] = axes
+        for entry in parameter_sharding(mesh, spec.shape, spec.axes).spec:
+            used |= {entry} if isinstance(entry, str) else {*(entry or ())}
+    for name in {axis: None for rule in PARAMETERS.values() for axis in rule}:
+        # What divides tokens is of use without dividing parameters.
+        if mesh.shape[name] > 1 and name not in (*used, *ACTIVATION_RULES["sequence"]):
+            reasons = [f"{path}: {', '.join(axes)}" for path, axes in undivided_axes.items()]
+            listed = "\n  ".join(reasons[:8])
+            raise ConfigError(
+                f"mesh.{name}={mesh.shape[name]} splits no parameter of this model, because it"
+                " divides none of their axes; every device would hold all of them:\n"
+                f"  {listed}\nChoose a mesh.{name} that divides them, or leave it at 1."
+            )
+    sizes = {path: human_bytes(4 * math.prod(spec.shape)) for path, spec in rows(specs).items()}
+    return [
+        f"{path}, {sizes[path]}, is not split along {', '.join(axes)}"
+        for path, axes in undivided_axes.items()
     ]
 
 

@@ -2,7 +2,7 @@
 
 Rows of one text go through `jax.nn.dot_product_attention`. For padded rows it is passed their
 lengths. Packed rows need the length and the offset of each segment, which only a private function
-of JAX takes: it is used in the versions of JAX named here, and `runs.device.prove_kernel` compares
+of JAX takes: it is used in the versions of JAX named here, and `runs.kernel_check` compares
 it with plain attention before a run relies on it.
 
 A bias of the scores [1 or B, N, T, S] is rounded to the dtype of the queries. cuDNN adds it to the
@@ -14,7 +14,7 @@ Packed rows with a bias are left out: on Blackwell cuDNN refuses its gradient th
 says that each segment reads the bias from its first row and column.
 
 On an H200 with jax 0.11.2 causal, padded and packed rows, a window and T5's bias with padding were
-right. `prove_kernel` compares the output and all gradients, that of the bias too, on the rows,
+right. `check_attention` compares the output and all gradients, that of the bias too, on the rows,
 lengths and mesh of the run, and a run with attention_kernel=auto takes the next kernel where they
 are wrong or refused.
 

@@ -61,7 +61,7 @@ class Resolved:
         holds.
       mesh: its devices, which need not be attached.
       task: how its rows are made.
-      kernel: a sentence about the attention kernel, which `device.prove_kernel` checks.
+      kernel: a sentence about the attention kernel, which `kernel_check` proves.
       specs: its table of parameters. With an adapter, only this and `learned` are trainable in it.
       learned: the branches of the model below an adapter that learn with it.
       added: the ids of the tokens that the run adds, whose rows learn with an adapter.

@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 from jaxformer import data
 from jaxformer.adapters.adapted_params import base_paths, filled, over_base
 from jaxformer.arrays.hardware import peak_flops
-from jaxformer.arrays.mesh import check_batch_size, held_blocks, mesh_of, place_array, place_batch
+from jaxformer.arrays.mesh import (
+    check_batch_size,
+    check_split,
+    held_blocks,
+    mesh_of,
+    place_array,
+    place_batch,
+)
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.arrays.sharding import platform
 from jaxformer.checkpoints.digests import fingerprint
@@ -26,7 +33,6 @@ from jaxformer.files import ConfigError, located, read_object
 from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.stack import compute_dtype
-from jaxformer.runs.device import check_split
 from jaxformer.runs.directory import check_config, check_data, identity_of
 from jaxformer.runs.evaluation import corpus_of
 from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes

@@ -33,7 +33,6 @@ from jaxformer.files.uploads import LocalFolder
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.metrics import STATE
 from jaxformer.report.trackers import chosen_tracker
-from jaxformer.runs.device import with_proven_kernel
 from jaxformer.runs.directory import check_config, claim, is_begun, lock, profile_dir, release
 from jaxformer.runs.evaluation import (
     Evaluation,
@@ -42,6 +41,7 @@ from jaxformer.runs.evaluation import (
     make_evaluation,
     unwatched,
 )
+from jaxformer.runs.kernel_check import with_proven_kernel
 from jaxformer.runs.metric_logger import MetricLogger, is_due, is_logged, logged_before
 from jaxformer.runs.rollback import batches_of, recovered
 from jaxformer.runs.setup import RunSetup, make_setup
@@ -172,26 +172,24 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
     """The run with its kernel checked, the state to start from, and the compiled step; None for
     that where all steps are done.
 
-    On a CPU the step compiles while its kernel is checked and the state is made; on another device
-    between these, because its compiler may refuse a kernel, and measures others on the device.
+    On a CPU the step compiles while the state is made; on another device before that, and after a
+    check of its kernels, because its compiler may refuse one, and measures others on the device.
     """
     run, saved = setup.run, checkpoints.steps() or [0]
     require_same({f"the checkpoints in {checkpoints.folder}": str(saved)})
     with ThreadPoolExecutor(1) as thread:
 
         def compiling() -> tuple[RunSetup, Future[Any]]:
-            on_cpu = platform(setup.mesh) == "cpu"
-            program = thread.submit(compile_step, setup, log) if on_cpu else None
+            if platform(setup.mesh) == "cpu":
+                return setup, thread.submit(compile_step, setup, log)
             proven = with_proven_kernel(setup, log)
             kernels: dict[str, str] = {
                 "the attention kernel": proven.model.attention_kernel,
                 "the kernel of experts": proven.model.expert_kernel,
             }
             require_same(kernels)
-            if program is None or proven is not setup:
-                program = thread.submit(compile_step, proven, log)
-            if not on_cpu:
-                program.result()
+            program = thread.submit(compile_step, proven, log)
+            program.result()
             return proven, program
 
         # The newest checkpoint may prove unreadable, and then there are steps left.

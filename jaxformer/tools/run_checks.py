@@ -23,8 +23,8 @@ from jaxformer.files import ConfigError, first_of, is_remote, located, store_err
 from jaxformer.files.copies import version_if_there
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
-from jaxformer.runs.device import ResolvedRun, with_proven_kernel
 from jaxformer.runs.directory import check_config
+from jaxformer.runs.kernel_check import ResolvedRun, with_proven_kernel
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state

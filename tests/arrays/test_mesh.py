@@ -6,8 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxformer as jf
-from jaxformer.arrays.mesh import MESH_AXES, parameter_sharding, place_batch
-from jaxformer.runs.device import check_split
+from jaxformer.arrays.mesh import MESH_AXES, check_split, parameter_sharding, place_batch
 
 pytestmark = pytest.mark.fast
 

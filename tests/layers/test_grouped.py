@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxformer.files import ConfigError
 from jaxformer.layers import grouped_pallas
 from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS, GroupedRows, choose_grouped
-from jaxformer.runs.expert_check import uneven_sizes
+from jaxformer.runs.kernel_check import uneven_sizes
 
 H100 = (9, 0)
 # Rows, depth, width, and the sizes of groups: odd ones, empty groups first, last and between, rows

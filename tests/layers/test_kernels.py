@@ -17,7 +17,7 @@ from jaxformer.layers import cudnn, kernels
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.kernels import KERNELS, Case, attend, choose, plain
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
-from jaxformer.runs.device import check_kernel, checked_lengths, with_proven_kernel
+from jaxformer.runs.kernel_check import check_attention, checked_lengths, with_proven_kernel
 from jaxformer.runs.resolve import resolve_without_data
 
 
@@ -48,7 +48,7 @@ def test_the_blocked_kernel_equals_the_plain_one_forward_and_backward(
 ):
     sizes = {"d_model": heads * 16, "n_heads": heads, "n_kv_heads": kv_heads}
     config = jf.ModelConfig(vocab_size=8, **sizes, max_segments=3 * packed)
-    assert "error" in check_kernel("blocked", config, 2, length)
+    assert "error" in check_attention("blocked", config, 2, length)
 
 
 MASKS = {
@@ -127,7 +127,7 @@ def test_a_wrong_kernel_is_caught_at_the_start(monkeypatch):
 
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=wrong))
     with pytest.raises(RuntimeError, match="wrong on this device"):
-        check_kernel("blocked", model("llama"), 2, 32)
+        check_attention("blocked", model("llama"), 2, 32)
 
 
 def test_a_kernel_that_lets_texts_read_each_other_is_caught_at_the_start(monkeypatch):
@@ -137,14 +137,14 @@ def test_a_kernel_that_lets_texts_read_each_other_is_caught_at_the_start(monkeyp
 
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=leaking))
     with pytest.raises(RuntimeError, match="texts of one row read each other"):
-        check_kernel("blocked", model("llama", max_segments=2), 2, 32)
+        check_attention("blocked", model("llama", max_segments=2), 2, 32)
 
 
 @pytest.mark.parametrize("positions", ["t5", "alibi"])
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_the_check_compares_the_gradient_of_the_bias_on_padded_rows(family, positions, monkeypatch):
     config = model("llama", family=family, positions=positions, max_segments=1)
-    assert "error" in check_kernel("blocked", config, 2, 32)
+    assert "error" in check_attention("blocked", config, 2, 32)
     padded = set()
 
     @jax.custom_vjp
@@ -161,8 +161,8 @@ def test_the_check_compares_the_gradient_of_the_bias_on_padded_rows(family, posi
         return blocked_attention(q, k, v, mask._replace(scoring=scoring))
 
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=run))
-    with pytest.raises(RuntimeError, match=r"output \d.\de-0[6-9], .* dbias 1.0e-02, allowed"):
-        check_kernel("blocked", config, 2, 32)
+    with pytest.raises(RuntimeError, match=r"dbias 1.0e-02, .* output \d.\de-0[6-9], allowed"):
+        check_attention("blocked", config, 2, 32)
     assert padded == {True}
 
 
@@ -215,7 +215,7 @@ def test_a_kernel_whose_gradient_is_no_number_is_caught_at_the_start(monkeypatch
 
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=run))
     with pytest.raises(RuntimeError, match="wrong on this device"):
-        check_kernel("blocked", model("llama"), 2, 32)
+        check_attention("blocked", model("llama"), 2, 32)
 
 
 def test_cudnn_reads_narrow_values_as_wide_as_its_keys(monkeypatch):

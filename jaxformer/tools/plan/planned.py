@@ -16,6 +16,7 @@ from jaxformer.arrays.mesh import (
     batch_devices,
     batch_sharding,
     check_batch_size,
+    check_split,
     mesh_shape,
     parameter_sharding,
 )
@@ -24,7 +25,6 @@ from jaxformer.arrays.sharding import PARAMETERS, partition
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.exchange import CONTEXT, exchange_of
-from jaxformer.runs.device import check_split
 from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data, with_kernel
 from jaxformer.training.state import TrainState, abstract_state
 

@@ -5,11 +5,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxformer.arrays.hardware import Device
+from jaxformer.arrays.mesh import check_split
 from jaxformer.arrays.params import rows
 from jaxformer.models.cost import count_text
 from jaxformer.report import banner, human_bytes, human_count, human_time
 from jaxformer.report.banner import INDENT, aligned
-from jaxformer.runs.device import check_split
 from jaxformer.runs.summary import LOOPS
 from jaxformer.tools.plan.plan import Plan
 from jaxformer.tools.plan.planned import PlannedRun

@@ -13,10 +13,9 @@ from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError
 from jaxformer.report.metrics import LARGEST_STEP
-from jaxformer.runs.device import prove_kernel, with_proven_kernel
 from jaxformer.runs.directory import OtherData
 from jaxformer.runs.evaluation import bytes_of_targets, make_evaluation
-from jaxformer.runs.expert_check import prove_experts
+from jaxformer.runs.kernel_check import PROOFS, with_proven_kernel
 from jaxformer.tools.verify.probes import Evidence, probed
 from jaxformer.tools.verify.run_files import RunFiles, Statement, compared_files, read_run
 from jaxformer.tools.verify.steps import StepsAgain, compared, setup_of_run
@@ -72,7 +71,7 @@ def verify(
     lines: list[str] = []
     try:
         if platform(setup.mesh) == "cpu":
-            lines = [prove_kernel(setup), prove_experts(setup)]
+            lines = [prove(setup) for prove in PROOFS.values()]
         else:
             # As a run does at its start: another kernel where the compiler refuses that of "auto".
             setup = with_proven_kernel(setup, lines.append)

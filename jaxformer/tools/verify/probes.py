@@ -28,7 +28,7 @@ from jaxformer.layers.embed import WHOLE
 from jaxformer.models.inputs import INPUT_NAMES, inputs_of
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import hidden, without_objective
-from jaxformer.runs.expert_check import largest
+from jaxformer.runs.kernel_check import TOLERANCE, largest
 from jaxformer.tools.verify.run_files import Statement, Verdict
 from jaxformer.tools.verify.steps import StepsAgain
 from jaxformer.training.state import TrainState, on_mesh
@@ -41,8 +41,6 @@ KERNEL_BLOCK = 128
 # Leaves with a smaller share of the norm of the whole gradient are compared with this share of it:
 # some, such as the bias of keys, have a gradient of rounding alone.
 NEGLIGIBLE = 1e-3
-# The largest difference of the gradients of a leaf that rounding explains, relative to their norm.
-TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
 
 
 @dataclass
