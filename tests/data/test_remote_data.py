@@ -269,7 +269,8 @@ def test_an_object_that_is_replaced_while_it_is_read_is_named(
     name: str, s3_bucket: str, s3_faults: Faults, tmp_path: Path
 ) -> None:
     path = located(f"{s3_bucket}/{name}")
-    path.write_bytes(b"so it goes\n" * 1000)
+    content = b"so it goes\n" * 1000
+    path.write_bytes(content)
     replaced: list[bool] = []
 
     def replace_it() -> None:
