@@ -1,5 +1,5 @@
-"""Runs of two processes that are interrupted and continued: every objective, every kind of adapter
-over every kind of base, and every packing. Each row of the table has one objective."""
+"""Runs of two processes that are interrupted and continued: every family, every kind of adapter and
+of its base, and every packing."""
 
 import json
 import random
@@ -13,7 +13,6 @@ from tiny_run import assert_same_run, copy, finish, fork, line, saved
 
 from jaxformer.config.adapter import AdapterKind, BaseWeights
 from jaxformer.config.run import Packing
-from jaxformer.runs.objectives import OBJECTIVES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -35,36 +34,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "encoder": {"model.family": "encoder"},
     "encoder_decoder": {"model.family": "encoder_decoder"},
 }
-OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
-    "classes": {"model.head": "classes"},
-    "contrastive": {"model.head": "none"},
-    "token_classification": {
-        "data.label_field": "tags",
-        "data.text_field": "words",
-        "model.head": "tags",
-    },
-}
 # objective: (family, adapter.kind, adapter.base, data.packing)
 ROWS = {
-    "causal": ("decoder", "lora", "float32", "documents"),
     "mlm": ("encoder", "none", "float32", "best_fit"),
-    "span_corruption": ("encoder_decoder", "none", "float32", "stream"),
     "prefix": ("encoder_decoder", "prompt", "float32", "stream"),
     "seq2seq": ("encoder_decoder", "lora", "nf4", "documents"),
     "sft": ("decoder", "lora", "nf4_double", "best_fit"),
-    "classes": ("encoder", "lora", "int8", "stream"),
-    "token_classification": ("encoder", "none", "float32", "documents"),
-    "dpo": ("decoder", "lora", "nf4", "stream"),
-    "ipo": ("decoder", "none", "float32", "stream"),
+    "dpo": ("decoder", "lora", "int8", "stream"),
     "orpo": ("decoder", "prefix", "float32", "stream"),
-    "simpo": ("decoder", "prompt", "float32", "stream"),
-    "contrastive": ("encoder", "none", "float32", "stream"),
 }
 
 
-def test_the_table_holds_every_objective_every_adapter_and_every_packing() -> None:
-    _, kinds, bases, packings = (set(column) for column in zip(*ROWS.values(), strict=True))
-    assert set(ROWS) == set(OBJECTIVES)
+def test_the_table_holds_every_family_every_adapter_and_every_packing() -> None:
+    families, kinds, bases, packings = (set(column) for column in zip(*ROWS.values(), strict=True))
+    assert families == set(FAMILIES)
     assert kinds == set(get_args(AdapterKind)) and bases == set(get_args(BaseWeights))
     assert packings == set(get_args(Packing))
 
@@ -81,9 +64,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "text": " ".join(words),
                 "source": " ".join(words[:4]),
                 "target": " ".join(words[4:8]),
-                "label": words[0],
-                "words": words[:6],
-                "tags": ["noun" if word in WORDS[1:4] else "other" for word in words[:6]],
                 "prompt": " ".join(words[:4]),
                 "chosen": f" {words[4]}",
                 "rejected": f" {words[5]} {words[6]}",
@@ -97,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.fault(
     "a run of two processes without the checkpoints after its first one, as after a SIGKILL, for"
-    " every objective, kind of adapter and of base, and packing",
+    " every family, kind of adapter and of base, and packing",
     kept="Continued, the run is the uninterrupted one.",
     status="0",
 )
@@ -107,8 +87,7 @@ def test_a_run_of_two_processes_continues_as_the_uninterrupted_one(
 ) -> None:
     family, kind, base, packing = ROWS[objective]
     changes = PLAIN | FAMILIES[family] | {"data.objective": objective, "data.packing": packing}
-    changes |= OBJECTIVE_SETTINGS.get(objective, {})
-    if kind != "none" or objective == "ipo":  # which compares the model with its start
+    if kind != "none":
         changes |= {"adapter.kind": kind, "run.init_from": folder / family}
     if kind == "lora":
         changes |= {"adapter.rank": 2, "adapter.base": base}

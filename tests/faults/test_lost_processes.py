@@ -45,14 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     kept="The others end within a minute and name it. Continued, the run is the uninterrupted one.",
     status="3; 137 for the process itself",
 )
-@pytest.mark.parametrize(
-    "victim, lines",
-    [
-        (1, 25),
-        pytest.param(0, 14, marks=pytest.mark.faults),
-        pytest.param(1, 60, marks=pytest.mark.faults),
-    ],
-)
+@pytest.mark.parametrize("victim, lines", [(1, 25), (0, 14)])
 def test_where_one_process_is_killed_the_others_name_it_and_end(
     victim: int, lines: int, whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -80,7 +73,7 @@ def test_where_one_process_is_killed_the_others_name_it_and_end(
     " one; another number of processes continues it too.",
     status="143",
 )
-@pytest.mark.parametrize("told", [1, pytest.param(0, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("told", [1, 0])
 def test_where_one_process_is_told_to_stop_all_stop_after_the_same_step(
     told: int, whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -108,7 +101,7 @@ def test_where_one_process_is_told_to_stop_all_stop_after_the_same_step(
     kept="Those that came name the missing ones once launch.timeout has passed.",
     status="3",
 )
-@pytest.mark.parametrize("absent", [1, pytest.param(0, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("absent", [1, 0])
 def test_a_process_that_does_not_come_is_named(absent: int, tmp_path: Path) -> None:
     text = write_documents(tmp_path / "text.txt")
     began = time.monotonic()

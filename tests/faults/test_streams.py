@@ -132,37 +132,29 @@ with MetricsLog(sys.argv[1]) as log:
 
 
 @pytest.mark.fault(
-    "standard output, or all standard streams, are closed (`>&-`)",
+    "all standard streams are closed (`>&-`)",
     kept="Every command does its work. The run is the uninterrupted one.",
     status="0",
 )
-@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
-def test_closed_streams(
-    closed: tuple[int, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_closed_streams(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     expected, text = reference(tmp_path_factory)
     run_dir = tmp_path / "run"
 
     def close() -> None:
-        for number in closed:
+        for number in range(3):
             os.close(number)
 
     commands = [
         ["train", *line(run_dir, text)],
         ["sample", str(run_dir), "--prompt", "a", "--max_new_tokens", "2"],
-        ["runs", str(tmp_path)],
-        ["shapes", str(ROOT / "configs/quickstart.py")],
     ]
     for command in commands:
         process = subprocess.Popen(
             [sys.executable, "-m", "jaxformer", *command],
-            stderr=None if 2 in closed else subprocess.PIPE,
             preexec_fn=close,
-            text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
-        _, error = process.communicate(timeout=300)
-        assert process.returncode == 0, (command, error)
+        assert process.wait(timeout=300) == 0, command
     assert_same_run(run_dir, expected)
 
 
