@@ -1,5 +1,5 @@
 """The table of docs/reliability.md. Each test of tests/faults names its row by the marker `fault`;
-`pytest tests/faults -m "faults or not faults" --write-reliability` writes the table from the tests
+`pytest tests/faults -m "slow or not slow" --write-reliability` writes the table from the tests
 that passed."""
 
 import json
