@@ -54,9 +54,9 @@ def evaluation_weights(params: Params, optimizer_state: Any) -> Params:
     """
     for kind in AVERAGES:
         averages = {
-            path: (leaf, getattr(state, kind.scalar))
+            dotted(path): (leaf, getattr(state, kind.scalar))
             for state in _states(optimizer_state, kind)
-            for path, leaf in _flat(getattr(state, kind.leaves)).items()
+            for path, leaf in jax.tree.leaves_with_path(getattr(state, kind.leaves))
         }
         if averages:
             return _averaged(params, averages, kind)
@@ -86,7 +86,3 @@ def _states(optimizer_state: Any, kind: AverageKind) -> Iterator[Any]:
         return {kind.leaves, kind.scalar} <= {*getattr(node, "_fields", ())}
 
     return filter(is_of_kind, jax.tree.leaves(optimizer_state, is_leaf=is_of_kind))
-
-
-def _flat(tree: Any) -> dict[str, Any]:
-    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

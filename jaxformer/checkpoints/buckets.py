@@ -32,7 +32,7 @@ def orbax_path(path: Path) -> Any:
 def require_bucket(folder: Path) -> None:
     """Raises ConfigError for a store in which Orbax cannot save, and where the bucket does not
     exist: s3fs would create one."""
-    if _scheme(folder) not in SCHEMES:
+    if str(folder).partition("://")[0] not in SCHEMES:
         raise ConfigError(
             f"checkpoints cannot be saved to {folder}: Orbax saves to disks, gs:// and s3://."
             " Choose a run.dir there."
@@ -77,13 +77,6 @@ def copy_aside(checkpoint: Path, target: Path, reason: str) -> None:
     store.rm(source, recursive=True)
 
 
-def rename_object(path: Path, name: str) -> None:
-    """Copies an object to another name beside it, then deletes it."""
-    store, source = _store_of(path)
-    store.cp_file(source, _store_of(path.with_name(name))[1])
-    store.rm_file(source)
-
-
 def object_names(folder: Path) -> list[str]:
     """The names of all objects below a folder of a bucket, relative to it, by one listing."""
     store, path = _store_of(folder)
@@ -103,10 +96,6 @@ def _store_of(folder: Path) -> tuple[Any, str]:
     """The fsspec file system of a folder, and the folder's path in it."""
     remote = cast(Any, folder)
     return remote.fs, remote.path.rstrip("/")
-
-
-def _scheme(path: Path) -> str:
-    return str(path).partition("://")[0]
 
 
 @functools.cache

@@ -158,10 +158,9 @@ def _read_files(
     )
     try:
         manifest = read_manifest(checkpoint)
-        _compare(checkpoint, manifest["leaves"], shapes_of(targets), exact)
-        _require_run(checkpoint, manifest["run"], run)
-        if exact:
-            _require_files(checkpoint, share)
+        _require_match(checkpoint, manifest, shapes_of(targets), exact, run)
+        if exact and (altered := altered_files(checkpoint, *share)):
+            raise Altered(f"files are not as they were saved: {first_of(altered, 5, ', ')}")
         with reader_of_one_process() as reader:
             composite = ocp.args.Composite(state=args)
             leaves = reader.restore(orbax_path(checkpoint), args=composite)["state"]
@@ -243,12 +242,6 @@ def _require_digests(manifest: Manifest, sums: Mapping[str, str]) -> None:
         raise Altered(f"the values of {listed} are not those that were saved (digests differ)")
 
 
-def _require_files(checkpoint: Path, share: tuple[int, int]) -> None:
-    altered = altered_files(checkpoint, *share)
-    if altered:
-        raise Altered(f"files are not as they were saved: {first_of(altered, 5, ', ')}")
-
-
 def read_back(checkpoint: Path) -> None:
     """Reads a checkpoint that was just saved back into the memory of this process, the smallest
     arrays first and up to READ_BACK bytes, and verifies them. Raises Altered, or what Orbax
@@ -272,23 +265,16 @@ def read_back(checkpoint: Path) -> None:
     _require_digests(manifest, {path: digest_on_host(leaves[path]) for path in targets})
 
 
-def _require_run(checkpoint: Path, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a checkpoint was saved by another run."""
-    differences = [
-        f"{name}: {saved[name]} in the checkpoint, {run[name]} here"
-        for name in saved
-        if name in run and saved[name] != run[name]
-    ]
-    if differences:
-        lines = "\n  ".join(differences)
-        raise ConfigError(
-            f"the checkpoint {checkpoint} is of another run; nothing was changed:\n  {lines}\nMove"
-            " it back to its own run directory; train continues from what remains."
-        )
-
-
-def _compare(checkpoint: Path, saved: dict[str, Any], shapes: dict[str, Any], exact: bool) -> None:
-    """Raises ConfigError where the shapes or dtypes in a manifest are not the expected ones."""
+def _require_match(
+    checkpoint: Path,
+    manifest: Manifest,
+    shapes: Mapping[str, list[Any]],
+    exact: bool,
+    run: Mapping[str, Any],
+) -> None:
+    """Raises ConfigError where a checkpoint is of another run, or its shapes and dtypes are not the
+    expected ones."""
+    saved = manifest["leaves"]
     problems = [f"{path}: not in the checkpoint" for path in shapes if path not in saved]
     if exact:
         problems += [f"{path}: only in the checkpoint" for path in saved if path not in shapes]
@@ -303,6 +289,18 @@ def _compare(checkpoint: Path, saved: dict[str, Any], shapes: dict[str, Any], ex
         raise ConfigError(
             f"the checkpoint {checkpoint} is of another model or optimizer; nothing was changed:"
             f"\n  {first_of(problems)}"
+        )
+    saved_by = manifest["run"]
+    differences = [
+        f"{name}: {saved_by[name]} in the checkpoint, {run[name]} here"
+        for name in saved_by
+        if name in run and saved_by[name] != run[name]
+    ]
+    if differences:
+        lines = "\n  ".join(differences)
+        raise ConfigError(
+            f"the checkpoint {checkpoint} is of another run; nothing was changed:\n  {lines}\nMove"
+            " it back to its own run directory; train continues from what remains."
         )
 
 

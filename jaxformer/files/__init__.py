@@ -63,9 +63,10 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+@contextlib.contextmanager
 def replacing(
     path: Path, advice: str = "make room, or choose another path", follow: bool = True
-) -> contextlib.AbstractContextManager[BinaryIO]:
+) -> Iterator[BinaryIO]:
     """Opens a binary file that gets the name `path` when the block ends without an error.
 
     The content is on the disk before the name changes, and until then an earlier file stays. After
@@ -74,31 +75,24 @@ def replacing(
     warning. A URL is written by one put. Raises ConfigError, with `advice`, where the file or its
     directory cannot be written, and where the path is something else than a file.
     """
-    return _putting(path) if is_remote(path) else _replacing_file(path, advice, follow)
-
-
-@contextlib.contextmanager
-def _putting(path: Path) -> Iterator[BinaryIO]:
-    with tempfile.NamedTemporaryFile() as draft:
-        yield draft  # type: ignore[misc]
-        draft.flush()
-        with store_errors(path, "written"):
-            store: Any = path
-            store.fs.put_file(draft.name, store.path)  # one put, or several that count at the end
-
-
-@contextlib.contextmanager
-def _replacing_file(path: Path, advice: str, follow: bool) -> Iterator[BinaryIO]:
+    if is_remote(path):
+        with tempfile.NamedTemporaryFile() as file:
+            yield file  # type: ignore[misc]
+            file.flush()
+            with store_errors(path, "written"):
+                store: Any = path
+                store.fs.put_file(file.name, store.path)
+        return
     draft = None
     try:
         replaced_link = not follow and path.is_symlink()
         target = path if replaced_link else resolved_file(path, advice)
         draft = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(draft, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        with open(draft, "wb") as local:
+            yield local
+            local.flush()
+            os.fsync(local.fileno())
         os.replace(draft, target)
         sync(target.parent)
         if replaced_link:
@@ -147,11 +141,11 @@ def _kind_of(path: Path) -> str:
 
 def append_to(path: Path) -> FileIO:
     """Opens a file without a buffer, to write at its end. Raises OSError for a symbolic link."""
-    return open(path, "ab", buffering=0, opener=_without_links)
 
+    def without_links(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
-def _without_links(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+    return open(path, "ab", buffering=0, opener=without_links)
 
 
 def write_text(path: Path, text: str, follow: bool = True) -> None:
@@ -170,16 +164,14 @@ def read_file(path: Path, advice: str = "restore it, or remove it") -> bytes:
     pipe or a device, which may never end."""
     try:
         with store_errors(path, "read"):
-            if path.exists() and not path.is_file():
+            if not path.exists():
+                raise ConfigError(f"{path} does not exist: {advice}.")
+            if not path.is_file():
                 raise ConfigError(f"{path} is {_kind_of(path)} and not a file: {advice}.")
-            if path.exists() or not is_remote(path):
-                return path.read_bytes()
-        raise FileNotFoundError
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: {advice}.") from None
+            return path.read_bytes()
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        if isinstance(error, ConfigError):
-            raise
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path} cannot be read ({reason}): {advice}.") from error
 
