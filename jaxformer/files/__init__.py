@@ -134,7 +134,7 @@ def sync(*paths: Path) -> None:
 
 
 def _kind_of(path: Path) -> str:
-    if path.is_symlink():
+    if not path.exists():
         return "a link that leads to itself"
     return "a directory" if path.is_dir() else "a device, a pipe or a socket"
 
