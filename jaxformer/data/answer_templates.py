@@ -58,7 +58,8 @@ class SFTTemplate(AnswerTemplate):
         return self.have_answers(*store.lengths().T + np.array([[len(self.before)], [1]]))
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        prompt, answer = joined(self.before, parts[0]), joined(parts[1], [self.end])
+        prompt = joined(self.before, parts[0])
+        answer = joined(parts[1], [self.end])
         if self.cut == "prompt":
             capacity = int(prompt_capacity(len(answer), self.length))
             prompt = without_start(prompt, capacity, self.before)
@@ -80,7 +81,7 @@ class MessagesTemplate(AnswerTemplate):
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         """Of each conversation its ids, and the places in these at which what is learned begins and
-        ends, in turn. Raises RecordError for one that the template refuses."""
+        ends, in turn."""
         marked = [marked_text(self.chat, record[0], index) for index, record in enumerate(records)]
         for ids, learned in self.chat.encode_marked(marked):
             steps = np.diff(np.array([0, *learned, 0], np.int8))
@@ -103,7 +104,9 @@ class MessagesTemplate(AnswerTemplate):
             lost = np.maximum(firsts - prompt_capacity(sizes - firsts, self.length), 0)
         # Edges are the beginning and the end of what is learned, in turn; the first token of a row
         # is no target.
-        begins, ends, examples = edges[::2], edges[1::2], examples[::2]
+        begins = edges[::2]
+        ends = edges[1::2]
+        examples = examples[::2]
         begins = np.maximum(begins - lost[examples], 1)
         ends = np.minimum(ends - lost[examples], self.length + 1)
         return np.bincount(examples[begins < ends], minlength=len(store)) > 0
@@ -111,10 +114,12 @@ class MessagesTemplate(AnswerTemplate):
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         ids, edges = parts
         if self.cut == "prompt" and len(edges):
-            prompt, answers = ids[: edges[0]], ids[edges[0] :]
+            prompt = ids[: edges[0]]
+            answers = ids[edges[0] :]
             capacity = int(prompt_capacity(len(answers), self.length))
             short_prompt = without_start(prompt, capacity, self.before)
-            ids, edges = joined(short_prompt, answers), edges - (len(prompt) - len(short_prompt))
+            ids = joined(short_prompt, answers)
+            edges = edges - (len(prompt) - len(short_prompt))
         ids = ids[: self.length + 1]
         # A token is learned where an odd number of edges has been passed.
         learned = np.searchsorted(edges, np.arange(len(ids)), side="right") % 2
@@ -182,7 +187,8 @@ class PreferenceTemplate(AnswerTemplate):
         return lengths[:, :1] + lengths[:, 1:] - 1
 
     def have_targets(self, store: ExampleStore) -> np.ndarray:
-        prompts, completions = store.lengths()[:, :1], store.lengths()[:, 1:]
+        prompts = store.lengths()[:, :1]
+        completions = store.lengths()[:, 1:]
         # Both sides lose what the longer one does, and both have to have a target.
         capacity = prompt_capacity(completions.max(1, keepdims=True), self.length)
         return np.all(self.have_answers(np.minimum(prompts, capacity), completions), axis=1)
@@ -229,7 +235,7 @@ def _span(learned: list[bool]) -> tuple[int, int]:
 
 def marked_text(chat: ChatTemplate, messages: Value, index: int) -> Marked:
     """The text of a conversation, and the places in it of what is learned; `index` is that of its
-    record. Raises RecordError where the template refuses it."""
+    record."""
     try:
         return chat.marked([json.loads(message) for message in messages])
     except UnboundedTemplate:

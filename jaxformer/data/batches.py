@@ -40,7 +40,7 @@ class RowBlocks:
     count: int = 1
 
     def rows(self, batch_size: int) -> list[int]:
-        """Their numbers in a batch. Raises ConfigError where it is not divisible."""
+        """Their numbers in a batch."""
         if batch_size % self.count:
             raise ConfigError(
                 f"train.batch_size={batch_size} is not divisible by the {self.count} blocks of rows"
@@ -68,8 +68,7 @@ class Batches:
     order of the batch, which is the same for any number of processes.
 
     Rows are shuffled anew each epoch, without end, or are windows drawn at random (data.order), and
-    what is random in them is drawn anew. Raises ConfigError where a source cannot fill one row, or
-    the batch cannot be divided evenly.
+    what is random in them is drawn anew.
     """
 
     def __init__(
@@ -86,7 +85,8 @@ class Batches:
         self._here = blocks.rows(batch_size)
         self.examples = len(rows)
         self.steps_per_epoch = -(-self.examples // batch_size)
-        self._prefetch, self._batch_size = data.prefetch, batch_size
+        self._prefetch = data.prefetch
+        self._batch_size = batch_size
         # Two numbers that differ between neighboring seeds: grain numbers epochs by seed + 1,
         # seed + 2 and so on.
         order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
@@ -121,7 +121,8 @@ class EvaluationBatches:
     """Batches of all rows in order; the last is filled with rows of zeros, which have weight 0."""
 
     def __init__(self, rows: Rows, batch_size: int, blocks: RowBlocks = ALL) -> None:
-        self._rows, self._batch_size = rows, batch_size
+        self._rows = rows
+        self._batch_size = batch_size
         self._here = blocks.rows(batch_size)
 
     def __len__(self) -> int:
@@ -143,7 +144,7 @@ class EvaluationBatches:
 def evaluation_batches(
     rows: Rows, data: DataConfig, batch_size: int, blocks: RowBlocks = ALL
 ) -> EvaluationBatches:
-    """All rows as batches of one shape, in order. Raises ConfigError where there is none."""
+    """All rows as batches of one shape, in order."""
     if not len(rows):
         named = f"data.validation={data.validation}"
         name = named if data.validation else "the held-out part of data.train"

@@ -35,7 +35,8 @@ class BestFit:
         rows = best_fit(sizes, capacity)
         # Pieces sorted by row: those of row r are _bounds[r] to _bounds[r + 1].
         order = np.argsort(rows, kind="stable")
-        self._begins, self._sizes = (ends - remainders)[is_left][order], sizes[order]
+        self._begins = (ends - remainders)[is_left][order]
+        self._sizes = sizes[order]
         self._bounds = np.append(0, np.cumsum(np.bincount(rows)))
         self.filled = float(ends[-1] / (len(self) * capacity))
 
@@ -67,9 +68,11 @@ class BestFitRows(Rows):
     """
 
     def __init__(self, store: TokenStore, data: DataConfig, end_token: int) -> None:
-        self.store, self.length = store, data.sequence_length
+        self.store = store
+        self.length = data.sequence_length
         self.take_counts(store)
-        self._fit, self._end = BestFit(store.ends(), self.length), np.array([end_token], np.int32)
+        self._fit = BestFit(store.ends(), self.length)
+        self._end = np.array([end_token], np.int32)
         self.filled = self._fit.filled
 
     def __len__(self) -> int:
@@ -149,7 +152,8 @@ class _OpenRows:
         self._rows: dict[int, list[np.ndarray]] = {}
         # Bit r is set where rows have room r; new ones have `capacity`.
         self._some = 1 << capacity
-        self._capacity, self._made = capacity, 0
+        self._capacity = capacity
+        self._made = 0
 
     def least(self, size: int) -> int:
         """The least room that some row has and that is enough for `size`."""
@@ -162,7 +166,8 @@ class _OpenRows:
         if space == self._capacity:
             self._made += number
             return np.arange(self._made - number, self._made)
-        groups, row_groups = self._rows[space], []
+        groups = self._rows[space]
+        row_groups = []
         while groups and number:
             rows = groups.pop()
             row_groups.append(rows[:number])

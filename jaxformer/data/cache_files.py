@@ -53,8 +53,7 @@ def claimed(directory: Path, log: Log) -> Iterator[bool]:
 
 
 def make_folder(directory: Path) -> None:
-    """Makes a directory of the cache, of which a store needs none. Raises ConfigError where it
-    cannot be made or written."""
+    """Makes a directory of the cache, of which a store needs none."""
     if is_remote(directory):
         return
     remedy = "set data.cache_dir to a directory that can be written"
@@ -82,7 +81,7 @@ def remove_folder(directory: Path) -> None:
 
 def on_disk(paths: list[Path], digests: list[str]) -> list[Path]:
     """Files of the cache where they can be mapped into memory: themselves, or the copies of those
-    at a URL, which have these digests. Raises ConfigError as `local_copies` does."""
+    at a URL, which have these digests."""
     if not paths or not is_remote(paths[0]):
         return paths
     return local_copies(paths, digests)

@@ -166,10 +166,7 @@ def find_sides(
 def find_named(
     data: DataConfig, settings: TokenizerConfig, task: Task
 ) -> tuple[list[Source], list[Source]]:
-    """The texts for training and those for validation that the settings name, not yet read.
-
-    Raises ConfigError where there are token ids, and tokenizer.path names no tokenizer.
-    """
+    """The texts for training and those for validation that the settings name, not yet read."""
     sources = find_texts(data, "data.train", task.fields)
     if data.weights or data.epochs:
         check_shares([source.spec for source in sources], data)
@@ -262,7 +259,9 @@ def _made_tokenizer(
 
 def spread(split: Split, limit: int) -> Iterator[str]:
     """Pieces of a split's text, evenly over all of it, of at most `limit` bytes together."""
-    rate, seen, used = min(1.0, limit / max(1, split.bytes)), 0, 0
+    rate = min(1.0, limit / max(1, split.bytes))
+    seen = 0
+    used = 0
     group = PIECE_CHARACTERS * 2 if rate == 1 else SAMPLE_CHARACTERS
     for piece in split.pieces():
         for start in range(0, len(piece.text), group):
@@ -294,7 +293,8 @@ def text_stores(
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in sides}
     for side, splits in sides.items():
         for split in splits:
-            source, key = split.source, id(split.source)
+            source = split.source
+            key = id(split.source)
             whole_stores[key] = whole_stores.get(key) or folder.store_of(source, split.scan)
             whole_stores[key].fetch()
             if verify:

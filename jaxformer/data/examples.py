@@ -41,9 +41,12 @@ class ExampleStore:
     """The examples of a split."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
-        self.directory, self.fingerprint = directory, directory.name
-        self.labels, self.parts = tuple(manifest["labels"]), manifest["parts"]
-        self.tokens, self.documents = manifest["tokens"], manifest["documents"]
+        self.directory = directory
+        self.fingerprint = directory.name
+        self.labels = tuple(manifest["labels"])
+        self.parts = manifest["parts"]
+        self.tokens = manifest["tokens"]
+        self.documents = manifest["documents"]
         self.bytes = manifest["bytes"]
         digests = [manifest["files"][name]["digest"] for name in ARRAY_FILES]
         self._paths = on_disk([directory / name for name in ARRAY_FILES], digests)
@@ -52,8 +55,7 @@ class ExampleStore:
 
     @classmethod
     def open(cls, directory: Path) -> "ExampleStore | None":
-        """The store in a directory, or None where it is not complete. Raises ConfigError where a
-        file was altered since."""
+        """The store in a directory, or None where it is not complete."""
         try:
             manifest = read_object(directory / MANIFEST)
             store = cls(directory, manifest)
@@ -91,8 +93,7 @@ class ExampleStore:
         return self._tokens[begins[examples] + positions], examples, positions
 
     def number_as(self, labels: tuple[str, ...], where: str) -> None:
-        """Numbers each label by its place in `labels` from here on. Raises ConfigError for one that
-        is not among them."""
+        """Numbers each label by its place in `labels` from here on."""
         unknown = sorted({*self.labels} - {*labels})
         if unknown:
             first_labels = [*labels[:20], "..."] if len(labels) > 20 else labels
@@ -119,7 +120,8 @@ def open_or_encode(
 
 def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) -> ExampleStore:
     labels: Labels = {}
-    tokens, lengths = [np.zeros(0, np.int32)], [np.zeros(1, np.int64)]
+    tokens = [np.zeros(0, np.int32)]
+    lengths = [np.zeros(1, np.int64)]
     size = documents = part_count = 0
     for batch in in_batches(records, lambda piece: len(piece.text), BATCH_CHARACTERS):
         try:
@@ -130,8 +132,10 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
         tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))
         lengths.append(np.fromiter(map(len, sequences), np.int64))
         size += sum(len(piece.text.encode()) for piece in batch)
-        documents, part_count = documents + len(batch), len(examples[0])
-    ids, bounds = np.concatenate(tokens), np.cumsum(np.concatenate(lengths))
+        documents = documents + len(batch)
+        part_count = len(examples[0])
+    ids = np.concatenate(tokens)
+    bounds = np.cumsum(np.concatenate(lengths))
     files = {}
     arrays: tuple[np.ndarray, ...] = (ids, bounds)
     for name, each in zip(ARRAY_FILES, arrays, strict=True):

@@ -152,7 +152,9 @@ def _index(array: IdArray, file: SourceFile, folder: Path, tokenizer: Tokenizer)
     """Writes where the documents of a file end, and an end token for a file that lacks it."""
     end = tokenizer.end_token
     token_bytes = tokenizer.token_bytes()
-    ends, bytes_until_ends, size = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    ends = [np.zeros(0, np.int64)]
+    bytes_until_ends = [np.zeros(0, np.int64)]
+    size = 0
     for start, ids in array.blocks():
         positions = np.flatnonzero(ids == end)
         # Bytes up to and with each id.
@@ -160,7 +162,8 @@ def _index(array: IdArray, file: SourceFile, folder: Path, tokenizer: Tokenizer)
         ends.append(positions + start + 1)
         bytes_until_ends.append(bytes_until[positions])
         size = int(bytes_until[-1])
-    stops, bytes_until_stops = np.concatenate(ends), np.concatenate(bytes_until_ends)
+    stops = np.concatenate(ends)
+    bytes_until_stops = np.concatenate(bytes_until_ends)
     order = [hash_fraction(file.document(number)) for number in range(len(stops))]
     table = (stops, np.diff(bytes_until_stops, prepend=0), np.array(order, np.float64))
     shards = [write_index(folder / "00000", array.count, table, {})]
@@ -175,7 +178,8 @@ def _index(array: IdArray, file: SourceFile, folder: Path, tokenizer: Tokenizer)
 
 def _open(source: IdFiles, file: SourceFile) -> IdArray:
     """Where the ids of a file are."""
-    path, where = file.path, f"{source}: {file.path}"
+    path = file.path
+    where = f"{source}: {file.path}"
     try:
         if path.suffix.lower() == ".npy":
             memmap = np.lib.format.open_memmap(path, mode="r")
@@ -183,7 +187,8 @@ def _open(source: IdFiles, file: SourceFile) -> IdArray:
                 raise ValueError(f"it is one of {memmap.dtype}, shape {memmap.shape}")
             array = IdArray(path, memmap.dtype, memmap.offset, len(memmap), file.name)
         else:
-            dtype, size = source.made_by().dtype, path.stat().st_size
+            dtype = source.made_by().dtype
+            size = path.stat().st_size
             if size % dtype.itemsize:
                 raise ConfigError(
                     f"{where} has {size:,} bytes, which is no whole number of {dtype.name}: a .bin"

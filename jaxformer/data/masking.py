@@ -11,7 +11,8 @@ from jaxformer.tokenizer.frame import closed
 
 # Of the tokens that are chosen, the fraction that is masked, and the fraction that is masked or
 # replaced by any other.
-MASKED, CHANGED = 0.8, 0.9
+MASKED = 0.8
+CHANGED = 0.9
 
 
 def missing_marks(tokenizer: Tokenizer) -> list[str]:
@@ -33,9 +34,12 @@ class MaskedRows(TextRows):
     def __init__(
         self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
     ) -> None:
-        self.length, self.types = row_format.length, row_format.token_types
-        self.pair_target, self.density = row_format.pair_target, data.noise_density
-        self.by_word, self.packed = data.mask_units == "words", data.packing == "documents"
+        self.length = row_format.length
+        self.types = row_format.token_types
+        self.pair_target = row_format.pair_target
+        self.density = data.noise_density
+        self.by_word = data.mask_units == "words"
+        self.packed = data.packing == "documents"
         marks = [tokenizer.special(role) for role in ("cls", "sep")]
         cls, sep = ([mark] for mark in marks if mark is not None)
         both = tokenizer.frame(2) if self.pair_target else None
@@ -49,7 +53,8 @@ class MaskedRows(TextRows):
         self._fit = None
         if data.packing == "best_fit":
             self._fit = BestFit(store.ends(), size)
-            self.window, self.filled = 0, (self._fit.filled * size + 2) / self.length
+            self.window = 0
+            self.filled = (self._fit.filled * size + 2) / self.length
         self.ordinary = tokenizer.ordinary()
         self.may_hide = np.zeros(tokenizer.vocab_size, bool)
         self.may_hide[self.ordinary] = True
@@ -80,7 +85,8 @@ class MaskedRows(TextRows):
     def _text(self, index: int) -> NumpyBatch:
         if self._fit:
             texts = [self.store.read(begin, end) for begin, end in self._fit.pieces(index)]
-            text, segments = np.concatenate(texts), numbered([len(ids) for ids in texts])
+            text = np.concatenate(texts)
+            segments = numbered([len(ids) for ids in texts])
         else:
             start = index * self.stride
             text = self.store.read(start, start + self.stride)
@@ -95,7 +101,8 @@ class MaskedRows(TextRows):
         start = index * self.stride
         text = self.store.read(start, start + self.stride)
         cut = int(rng.integers(1, len(text)))
-        first, second = text[:cut], text[cut:]
+        first = text[:cut]
+        second = text[cut:]
         other_start = self._elsewhere(start, len(second), rng)
         follows = other_start is None or rng.random() < 0.5
         if other_start is not None and not follows:

@@ -38,12 +38,12 @@ class Mixture(Rows):
     A fixed rule gives the source of row n of a run: at any n from a phase's beginning each source
     is within log2(sources) / 2 rows of its share, so within one of two to four. A source continues
     where it was when shares change, and begins again, in another order, when all of it was read. A
-    row also has the index of its source, "source_ids", int32 []. Raises ConfigError where
-    `check_shares` does.
+    row also has the index of its source, "source_ids", int32 [].
     """
 
     def __init__(self, sources: Sequence[tuple[str, Rows]], data: DataConfig) -> None:
-        self.names, self.source_rows = [name for name, _ in sources], [rows for _, rows in sources]
+        self.names = [name for name, _ in sources]
+        self.source_rows = [rows for _, rows in sources]
         check_shares(self.names, data)
         self.tokens = sum(rows.tokens for rows in self.source_rows)
         self.documents = sum(rows.documents for rows in self.source_rows)
@@ -94,7 +94,8 @@ class Mixture(Rows):
             at = bisect.bisect_right(run_phases, number, key=lambda phase: phase.begin)
             phase = run_phases[at - 1]
             # Of one more row exactly one source has one more: row `number` is of that source.
-            before, after = phase.drawn_at(number), phase.drawn_at(number + 1)
+            before = phase.drawn_at(number)
+            after = phase.drawn_at(number + 1)
             grown = [now - then for then, now in zip(before, after, strict=True)]
             source = grown.index(1)
             return self._firsts[source] + int(orders[source][before[source]])
@@ -144,8 +145,6 @@ def check_shares(names: Sequence[str], data: DataConfig) -> None:
 def phases(setting: str, text: str) -> list[tuple[int, str]]:
     """(first step, value) of each phase of 'FIRST; STEP: NEXT; ...', in order; the first phase
     begins at step 0.
-
-    Raises ConfigError for steps that are no numbers or do not ascend, and for an empty value.
     """
     changes: list[tuple[int, str]] = []
     for entry in text.split(";"):
@@ -170,7 +169,8 @@ def counts(number: int, weights: Sequence[int]) -> list[int]:
     if len(weights) == 1:
         return [number]
     middle = len(weights) // 2
-    total, half = sum(weights), sum(weights[:middle])
+    total = sum(weights)
+    half = sum(weights[:middle])
     # number * half / total, rounded.
     first = (2 * number * half + total) // max(1, 2 * total)
     return [*counts(first, weights[:middle]), *counts(number - first, weights[middle:])]

@@ -73,7 +73,9 @@ class Rows(abc.ABC):
     filled: float = 1.0
 
     def take_counts(self, store: TokenStore | ExampleStore) -> None:
-        self.tokens, self.documents, self.bytes = store.tokens, store.documents, store.bytes
+        self.tokens = store.tokens
+        self.documents = store.documents
+        self.bytes = store.bytes
         self.fingerprint = store.fingerprint
 
     @abc.abstractmethod
@@ -129,7 +131,9 @@ class TextRows(Rows):
     last one maybe fewer."""
 
     def __init__(self, store: TokenStore, window: int, stride: int) -> None:
-        self.store, self.window, self.stride = store, window, stride
+        self.store = store
+        self.window = window
+        self.stride = stride
         self.take_counts(store)
 
     def __len__(self) -> int:

@@ -20,7 +20,8 @@ class SourceRows(TextRows):
         self, store: TokenStore, row_format: RowFormat, tokenizer: Tokenizer, window: int
     ) -> None:
         super().__init__(store, window, window)
-        self.tokenizer, self.start = tokenizer, tokenizer.as_target([])
+        self.tokenizer = tokenizer
+        self.start = tokenizer.as_target([])
         self.format = row_format
 
     def most_segments(self) -> int | None:
@@ -49,15 +50,15 @@ class SpanRows(SourceRows):
 
         text    a b c d e f g h i j
         source  a b <0> e f g <1> j <2> end        target  <0> c d <1> h i <2> ... end
-
-    Raises ConfigError where the target has no room, or there are too few sentinels.
     """
 
     def __init__(
         self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
     ) -> None:
-        self.density, self.mean = data.noise_density, data.span_length
-        length, source_length = row_format.length, row_format.source_length
+        self.density = data.noise_density
+        self.mean = data.span_length
+        length = row_format.length
+        source_length = row_format.source_length
         window = raw_length(source_length, self.density, self.mean, len(tokenizer.as_source([])))
         hidden, spans = hidden_counts(window, self.density, self.mean)
         super().__init__(store, row_format, tokenizer, window)

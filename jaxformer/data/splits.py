@@ -59,7 +59,8 @@ class Scan:
             skipped.merge(scan.skipped)
         contents = [scan.content for scan in parts]
         content = contents[0] if len(parts) == 1 else fingerprint(contents)
-        documents, size = sum(scan.documents for scan in parts), sum(scan.bytes for scan in parts)
+        documents = sum(scan.documents for scan in parts)
+        size = sum(scan.bytes for scan in parts)
         return cls(content, documents, size, skipped, tuple(parts))
 
 
@@ -79,8 +80,6 @@ def file_groups(source: Source) -> list[Source]:
 def scan(source: Source, cache: Path, log: Log = lambda line: None) -> Scan:
     """Reads all of a source once, so that errors show before any work; kept in `cache` until a file
     changes.
-
-    Raises ConfigError for what cannot be read, and where there is no text at all.
     """
     text_scan = Scan.joined([scan_group(group, cache, log) for group in file_groups(source)])
     skipped_lines = text_scan.skipped.lines()
@@ -189,7 +188,8 @@ class Split:
     def pieces(self) -> Iterator[Piece]:
         """The pieces of this side's documents, in order; where a document is cut, about as many
         bytes as `of` has tokens."""
-        pieces, train_fraction = self.source.pieces(), 1 - self.fraction
+        pieces = self.source.pieces()
+        train_fraction = 1 - self.fraction
         held_out = self.side == "validation"
         if self.side == "all":
             return pieces

@@ -166,8 +166,10 @@ class TokenStore:
         fingerprint: str,
         beginning: tuple[int, ...] = (),
     ) -> None:
-        self.fingerprint, self.beginning = fingerprint, beginning
-        self._shards, self._dtype = list(shards), dtype
+        self.fingerprint = fingerprint
+        self.beginning = beginning
+        self._shards = list(shards)
+        self._dtype = dtype
         # [shards + 1]: the place of the first token of each shard, and the number of all tokens
         self._begins = [*itertools.accumulate((shard.tokens for shard in shards), initial=0)]
         self._take(np.zeros(1, np.int64), np.array(self._begins[-1:], np.int64))
@@ -254,7 +256,8 @@ class TokenStore:
         """Whether each of the places start to stop holds a token of a text or its end, rather than
         one of `beginning` or none: bool [stop - start]. Place 0 counts as the beginning of a
         document."""
-        width, is_text = len(self.beginning), np.arange(start, stop) < self.tokens
+        width = len(self.beginning)
+        is_text = np.arange(start, stop) < self.tokens
         if width:
             earliest = max(0, start - width)
             firsts = self.boundaries(earliest, stop)
@@ -290,7 +293,8 @@ class TokenStore:
         # rises and ends where it falls. edges [documents + 1] is 1 at the former, -1 at the latter.
         chosen = (order < fraction) ^ inverse
         edges = np.diff(chosen.astype(np.int8), prepend=0, append=0)
-        starts, stops = np.append(0, ends)[:-1][edges[:-1] > 0], ends[edges[1:] < 0]
+        starts = np.append(0, ends)[:-1][edges[:-1] > 0]
+        stops = ends[edges[1:] < 0]
         rule = f"{'without ' if inverse else ''}{fraction:g} by document"
         return self._part(starts, stops, (int(chosen.sum()), int(sizes[chosen].sum())), rule)
 
@@ -340,7 +344,8 @@ class TokenStore:
             low = in_shards - self._begins[shard]
             end = min(stop, run_end, start + self._begins[shard + 1] - in_shards)
             yield shard, low, low + end - start, start
-            start, run = end, run + (end == run_end)
+            start = end
+            run = run + (end == run_end)
 
 
 def open_stores(directories: Sequence[Path]) -> "list[TokenStore | None]":

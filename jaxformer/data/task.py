@@ -100,7 +100,7 @@ class Task(NamedTuple):
 
     def beginning(self, bos: str, tokenizer: Tokenizer) -> tuple[int, ...]:
         """The tokens with which each document of a text begins, as data.bos=`bos` says; none where
-        rows are made otherwise. Raises ConfigError where the tokenizer has no BOS."""
+        rows are made otherwise."""
         if bos == "never" or not reads_plain_text(self.template, self.rows):
             return ()
         # As prompts and the templates of records have it.

@@ -29,13 +29,17 @@ class Template(abc.ABC):
     `cut_where` says where what does not fit is cut.
     """
 
-    packs, cut_where = True, "at the end"
+    packs = True
+    cut_where = "at the end"
     recipe: tuple[str, ...] = ()
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.end = tokenizer, tokenizer.end_token
-        self.length, self.source_length = row_format.length, row_format.source_length
-        self.types, self.cut = row_format.token_types, row_format.cut
+        self.tokenizer = tokenizer
+        self.end = tokenizer.end_token
+        self.length = row_format.length
+        self.source_length = row_format.source_length
+        self.types = row_format.token_types
+        self.cut = row_format.cut
         self.lengths = row_format.lengths(ARRAYS)
         self.capacity: tuple[int, ...] = (self.length,)
         first = tokenizer.special("cls") if row_format.marks else None
@@ -116,10 +120,12 @@ class ExampleRows(Rows):
     """
 
     def __init__(self, store: ExampleStore, template: Template, seed: int) -> None:
-        self.store, self.template = store, template
+        self.store = store
+        self.template = template
         self.take_counts(store)
         # [examples, streams] and [streams]
-        sizes, capacity = template.sizes(store.lengths()), np.array(template.capacity)
+        sizes = template.sizes(store.lengths())
+        capacity = np.array(template.capacity)
         learned = template.have_targets(store)
         self.left_out = len(store) - int(learned.sum())
         if self.left_out:
@@ -168,7 +174,8 @@ def first_fit(sizes: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> lis
         slot = int(fits.argmax())
         if not fits[slot]:
             slot = int(left.min(0).argmin())
-            left[:, slot], row_of_slot[slot] = capacity, len(rows)
+            left[:, slot] = capacity
+            row_of_slot[slot] = len(rows)
             rows.append([])
         left[:, slot] -= size[:, 0]
         rows[row_of_slot[slot]].append(index)

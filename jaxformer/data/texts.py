@@ -27,7 +27,8 @@ FORMAT = 2
 KIND = "jaxformer tokens"
 
 # Directories of the cache, or of a prepared directory.
-SCANS, TOKENIZERS = "scans", "tokenizers"
+SCANS = "scans"
+TOKENIZERS = "tokenizers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Prepared(Source):
 
 
 def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
-    """The sources that `data.train` or `data.validation` names. Raises ConfigError."""
+    """The sources that `data.train` or `data.validation` names."""
     specs = named_sources(getattr(data, setting.removeprefix("data.")))
     if not specs:
         raise ConfigError(
@@ -96,7 +97,8 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
         manifest = read_object(folder / MANIFEST)
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, not {FORMAT}")
-        texts, digest = manifest[setting.removeprefix("data.")], manifest["tokenizer"]
+        texts = manifest[setting.removeprefix("data.")]
+        digest = manifest["tokenizer"]
         beginning = tuple(map(int, manifest.get("beginning", ())))
         scans = [(entry["spec"], Scan.read(entry["scan"])) for entry in texts]
     except WRONG_RECORD as error:

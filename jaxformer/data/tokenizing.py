@@ -48,14 +48,18 @@ class ProgressNotes:
     def __init__(
         self, log: Log = lambda line: None, total: int = 0, work: str = "tokenized"
     ) -> None:
-        self.log, self.done, self._total, self._work = log, 0, total, work
+        self.log = log
+        self.done = 0
+        self._total = total
+        self._work = work
         self._began = self._last_note = time.monotonic()
 
     def tell(self) -> None:
         now = time.monotonic()
         if now - self._last_note < SECONDS_BETWEEN_NOTES:
             return
-        self._last_note, rate = now, self.done / (now - self._began)
+        self._last_note = now
+        rate = self.done / (now - self._began)
         of_total = left = ""
         if self._total and rate:
             of_total = f" of {self._total / 1e9:.2f}"
@@ -74,7 +78,7 @@ def open_or_build(
     attempt finished.
 
     Each document begins with the tokens `beginning`. A second process on this machine waits and
-    then reuses. Raises ConfigError where a file of the store was altered.
+    then reuses.
     """
     if (store := TokenStore.open(directory)) is not None:
         return store
@@ -98,21 +102,29 @@ def open_or_build(
 
 def _by_shard(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[ShardPiece]:
     """The pieces with what is counted over several of them."""
-    size, characters, begins = 0, 0, True
+    size = 0
+    characters = 0
+    begins = True
     for piece in pieces:
         piece_size = len(piece.text.encode())
-        size, progress.done = size + piece_size, progress.done + piece_size
+        size = size + piece_size
+        progress.done = progress.done + piece_size
         characters += len(piece.text)
         yield ShardPiece(piece, (characters - 1) // SHARD_CHARACTERS, size, begins)
-        size, begins = 0 if piece.ends else size, piece.ends
+        size = 0 if piece.ends else size
+        begins = piece.ends
 
 
 def _write_shard(
     path: Path, pieces: Iterable[ShardPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
 ) -> Shard:
     before = np.array(beginning, np.uint32)
-    tokens, ends, sizes, hashes = 0, array("q"), array("q"), array("d")
-    read, end = hashlib.blake2b(digest_size=16), np.array([tokenizer.end_token], np.uint32)
+    tokens = 0
+    ends = array("q")
+    sizes = array("q")
+    hashes = array("d")
+    read = hashlib.blake2b(digest_size=16)
+    end = np.array([tokenizer.end_token], np.uint32)
     batches = in_batches(pieces, lambda entry: len(entry.piece.text), BATCH_CHARACTERS)
     with replacing(path.with_suffix(".tokens")) as file:
         for batch in _ahead(batches):

@@ -210,7 +210,8 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     if path.is_dir():
         return _in_directory(path, setting)
     if (group := re.search(r"\{([^{}]*,[^{}]*)\}", spec)) and not path.exists():
-        before, after = spec[: group.start()], spec[group.end() :]
+        before = spec[: group.start()]
+        after = spec[group.end() :]
         return _aligned([before + name + after for name in group[1].split(",")], setting), ""
     root, matches = _matching(spec, setting)
     files = (_source_file(match, setting, version) for match, version in matches.items())

@@ -78,7 +78,8 @@ class RecordError(Exception):
 
     def __init__(self, reason: str, remedy: str, index: int = 0) -> None:
         super().__init__(f"{reason}: {remedy}")
-        self.reason, self.index = reason, index
+        self.reason = reason
+        self.index = index
 
 
 @dataclass
@@ -306,7 +307,9 @@ def in_pieces(document: str) -> Iterator[TextPiece]:
 def _documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiece]:
     """The documents of a file, whose separators and pieces do not depend on how it is read."""
     # The rest of the text that was read, the number of its document, and whether that was begun.
-    pending, number, begun = "", 1, False
+    pending = ""
+    number = 1
+    begun = False
     for text, final in _decoded(path, handler):
         pending += text
         start = 0
@@ -339,7 +342,8 @@ def _documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiece]:
 
 def _decoded(path: Path, handler: ErrorHandler) -> Iterator[tuple[str, bool]]:
     """The text of a file, a block at a time, without a byte order mark; and if it is the last."""
-    pending, offset = b"", 0
+    pending = b""
+    offset = 0
     for block in itertools.chain(read_blocks(path), [b""]):
         if not offset and not pending:
             require_text(path, block)
@@ -360,7 +364,8 @@ def _decoded(path: Path, handler: ErrorHandler) -> Iterator[tuple[str, bool]]:
 def _cut_up(text: str, spare: int = 0) -> list[str]:
     """Pieces that depend on the document alone; its last `spare` characters may belong to a
     separator, and do not count."""
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     while len(text) - start > 2 * PIECE_CHARACTERS + spare:
         end = _cut(text, start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS)
         pieces.append(text[start:end])
