@@ -120,11 +120,7 @@ def test_pytest_alone_runs_the_tests_of_the_claims_of_the_readme() -> None:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
                 marks.append(ast.unparse(node.value))
         for mark in marks:
-            assert not re.search(r"mark\.(slow|faults|docs|compile|real)\b", mark), (
-                path,
-                name,
-                mark,
-            )
+            assert not re.search(r"mark\.(slow|docs|compile|real)\b", mark), (path, name, mark)
 
 
 def test_the_readme_links_to_every_page() -> None:
