@@ -2,19 +2,27 @@
 
 Exit status: 0 success, 2 a mistake in config or input (one message, no traceback), 128 + the number
 of a signal that stopped it (130 for SIGINT, 143 for SIGTERM), 3 where another process of the run
-was lost, anything else a failure. One that nobody foresaw is reported in one line, and its
-traceback is in a file.
+was lost, anything else a failure. One that nobody foresaw has a traceback.
 """
 
+import contextlib
+import errno
 import importlib
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 
 from jaxformer.cluster.entry_point import guarded, importing, keep_memory
 from jaxformer.config.format import escaped
 from jaxformer.files import ConfigError
+
+SHOWN_CHARACTERS = 300  # of the message of an error
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What XLA's messages say where a device has no memory left.
+NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory allocating")
+OF_STORES = ("aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "s3fs")  # packages
 
 # The arguments of each command, and what it does.
 COMMANDS = {
@@ -80,9 +88,39 @@ def _run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:  # or another signal
         raise
     except BaseException as error:  # a panic of a library in Rust is no Exception
-        from jaxformer.cli.unforeseen import report
+        return _reported(error)
 
-        return report(error, arguments)
+
+def _reported(error: BaseException) -> int:
+    """Prints an error that no command foresaw. The exit status: 2 for one of the operating system
+    about a file, or of a store, with one line, else 1."""
+    message = escaped(" ".join(str(error).split()))[:SHOWN_CHARACTERS]
+    if isinstance(error, OSError) and (error.filename or error.errno in NO_ROOM):
+        if error.errno in NO_ROOM:
+            # What is left in the buffer would fail again at the end of the process.
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        file = escaped(str(error.filename or "standard output, or a file"))
+        print(
+            f"error: {file}: {error.strerror}: make room, choose another path, or look at its"
+            " permissions and limits (ulimit -n).",
+            file=sys.stderr,
+        )
+        return 2
+    packages = {type(one).__module__.partition(".")[0] for one in (error, error.__cause__)}
+    if packages.intersection(OF_STORES):
+        from jaxformer.files.stores import explained
+
+        print(f"error: a store could not be reached {escaped(explained(error))}.", file=sys.stderr)
+        return 2
+    if isinstance(error, MemoryError) or any(words in message for words in NO_MEMORY):
+        print(f"out of memory: {message}. Choose smaller sizes.", file=sys.stderr)
+        return 1
+    traceback.print_exception(error)
+    print(
+        f"failed: {type(error).__name__}: {message}. It is a fault of jaxformer.", file=sys.stderr
+    )
+    return 1
 
 
 def open_closed_streams() -> None:

@@ -22,49 +22,24 @@ class PanicException(BaseException):
     """As pyo3 names a panic of Rust."""
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException, folder: Path) -> int:
-    """The exit status of a command that raises an error; temporary files are in `folder`."""
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+    """The exit status of a command that raises an error."""
 
     def run(arguments: object) -> int:
         raise error
 
     monkeypatch.setattr(runs, "run", run)
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
     return main(["runs", "folder"])
 
 
 @pytest.mark.parametrize("error", [KeyError("q"), PanicException("called `unwrap`\non a None")])
-def test_an_unforeseen_error_is_one_line_and_a_file_with_its_traceback(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+def test_an_unforeseen_error_ends_with_its_traceback_and_one_line(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    assert failing(monkeypatch, error, tmp_path) == 1
-    out, told = capsys.readouterr()
-    (file,) = tmp_path.iterdir()
-    assert not out and told.count("\n") == 1 and "Traceback" not in told
-    assert told.startswith(f"failed: {type(error).__name__}: ") and str(file) in told
-    text = file.read_text()
-    assert "Traceback (most recent call last)" in text and "in run\n    raise error" in text
-
-
-def test_the_traceback_of_a_training_is_in_its_run_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.setattr("jaxformer.cli.train.run", lambda arguments, config: 1 // 0)
-    assert main(["train", "configs/quickstart.py", "--run.dir", str(tmp_path)]) == 1
-    (file,) = tmp_path.iterdir()
-    assert "failed: ZeroDivisionError: integer division or modulo by zero. This is a fault of" in (
-        told := capsys.readouterr().err
-    )
-    assert str(file) in told and "ZeroDivisionError" in file.read_text()
-
-
-def test_the_environment_shows_the_traceback_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JAXFORMER_TRACEBACK", "1")
-    with pytest.raises(KeyError):
-        failing(monkeypatch, KeyError("q"), tmp_path)
-    assert not [*tmp_path.iterdir()]
+    assert failing(monkeypatch, error) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("Traceback (most recent call last)") and "raise error" in told
+    assert told.splitlines()[-1].startswith(f"failed: {type(error).__name__}: ")
 
 
 @pytest.mark.parametrize(
@@ -75,21 +50,20 @@ def test_the_environment_shows_the_traceback_itself(
             2,
             r"error: a\x1b[2J: File",
         ),
-        (OSError(errno.EDQUOT, "Quota exceeded", "out.txt"), 2, "error: out.txt cannot be written"),
+        (
+            OSError(errno.EDQUOT, "Quota exceeded", "out.txt"),
+            2,
+            "error: out.txt: Quota exceeded: make room",
+        ),
         (MemoryError("no room"), 1, "out of memory: no room."),
         (RuntimeError("RESOURCE_EXHAUSTED: 9 GB"), 1, "out of memory: RESOURCE_EXHAUSTED: 9 GB."),
     ],
 )
 def test_errors_of_files_and_memory_are_no_faults(
-    error: Exception,
-    status: int,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
+    error: Exception, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    assert failing(monkeypatch, error, tmp_path) == status
-    assert capsys.readouterr().err.startswith(said) and not [*tmp_path.iterdir()]
+    assert failing(monkeypatch, error) == status
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -106,16 +80,14 @@ def test_a_full_disk_below_standard_output_is_told(tmp_path: Path) -> None:
             text=True,
         )
     assert done.returncode == 2
-    assert done.stderr == (
-        "error: standard output, or a file cannot be written (No space left on device): make"
-        " room.\n"
-    )
+    assert done.stderr.startswith("error: standard output, or a file: No space left on device")
+    assert done.stderr.count("\n") == 1
 
 
 def test_what_strangers_wrote_does_not_reach_the_terminal_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    assert failing(monkeypatch, ConfigError(f"the label {RED} is new"), tmp_path) == 2
+    assert failing(monkeypatch, ConfigError(f"the label {RED} is new")) == 2
     shown = r"\x1b[31mred\x1b[0m\x07\u202e"
     assert capsys.readouterr().err == f"error: the label {shown} is new\n"
     with ProgressBar(4, mode="lines") as bar:
