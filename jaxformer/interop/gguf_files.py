@@ -21,10 +21,23 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 GGUF_SUFFIX = ".gguf"
-GGUF_TYPES = (
-    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
-)
+GGUF_TYPES = [
+    "F32",
+    "F16",
+    "BF16",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+]
 GGUF_EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
 
 # Metadata below the name of the architecture, and their keys in a config.json.
@@ -130,8 +143,7 @@ class GgufFiles(TensorFiles):
     keys, and `values` those of the config.json that such a directory would have.
 
     The file is mapped into memory; a read dequantizes the rows that are asked for, as float32.
-    Raises ConfigError where the package gguf is missing, the file is damaged, or its architecture,
-    a metadata key, a tensor or a type is not read here, each by its name.
+    ConfigError for an architecture, a metadata key, a tensor or a type that is not read, by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -142,7 +154,12 @@ class GgufFiles(TensorFiles):
         self._tensors = {}
         unread = []
         for tensor in reader.tensors:
-            name = _hf_name(tensor.name, row)
+            name = None
+            if match := GGUF_TENSOR.fullmatch(tensor.name):
+                layer, stem, end = match.groups()
+                names = GGUF_NAMES if layer is None else row.layer_names
+                start = "" if layer is None else f"model.layers.{layer}."
+                name = f"{start}{names[stem]}.{end}" if stem in names else None
             if name is None and tensor.name != ROPE_FACTORS:
                 unread.append(tensor.name)
             elif tensor.tensor_type.name not in GGUF_TYPES:
@@ -187,8 +204,9 @@ class GgufFiles(TensorFiles):
         return np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
     def _config_keys(self, architecture: str) -> dict[str, Any]:
-        """The keys of the config.json that the metadata and tensors imply. Raises ConfigError."""
-        path, row = self.directory, self._row
+        """The keys of the config.json that the metadata and tensors imply."""
+        path = self.directory
+        row = self._row
         start = f"{architecture}."
         stated = {
             key.removeprefix(start): value
@@ -200,31 +218,29 @@ class GgufFiles(TensorFiles):
         if missing or "model.embed_tokens.weight" not in self.entries:
             lacks = ", ".join(missing) or GGUF_EMBEDDING
             raise ConfigError(f"{path} lacks {lacks}: download it again.")
-        allowed = {*keys, *HEAD_WIDTHS, *IMPLIED_METADATA, *SCALING_METADATA}
-        unread = [
-            f"{start}{key}={str(value)[:60]}"
-            for key, value in stated.items()
-            if key not in allowed or (isinstance(value, list) and key not in IMPLIED_METADATA)
-        ]
+        values = {keys[key]: value for key, value in stated.items() if key in keys}
+        heads = values["num_attention_heads"]
+        unread = []
+        if isinstance(heads, list):
+            # A number for each layer.
+            unread.append(f"{start}attention.head_count={str(heads)[:60]}")
+            heads = 1
+        head_width = values.setdefault("head_dim", values["hidden_size"] // max(1, heads))
+        for key, value in stated.items():
+            # Heads that are rotated in part are not read.
+            is_width = key in HEAD_WIDTHS and value == head_width
+            is_number = key in (*keys, *SCALING_METADATA) and not isinstance(value, list)
+            if not (is_width or is_number or key in IMPLIED_METADATA):
+                unread.append(f"{start}{key}={str(value)[:60]}")
         if unread:
             raise ConfigError(
                 f"{path} has metadata that are not read: {first_of(unread, between=', ')}. Where"
                 " the same model is a Hugging Face directory, read that."
             )
-        values = {keys[key]: value for key, value in stated.items() if key in keys}
-        heads = values["num_attention_heads"]
-        head_width = values.setdefault("head_dim", values["hidden_size"] // max(1, heads))
-        other_widths = [f"{start}{key}={stated[key]}" for key in HEAD_WIDTHS if key in stated]
-        if any(stated.get(key, head_width) != head_width for key in HEAD_WIDTHS):
-            raise ConfigError(
-                f"{path}: {', '.join(other_widths)} where a head has the width {head_width}, and"
-                " heads that are rotated in part are not read from GGUF."
-            )
         if row.largest:
             is_largest = values["num_hidden_layers"] == row.largest
             scalar = values["hidden_size"] // heads if is_largest else head_width
             values["query_pre_attn_scalar"] = scalar
-        scaling = {name: stated[key] for key, name in SCALING_METADATA.items() if key in stated}
         return {
             "architectures": [row.name],
             "model_type": row.model_type,
@@ -232,18 +248,27 @@ class GgufFiles(TensorFiles):
             "tie_word_embeddings": "lm_head.weight" not in self.entries,
             "num_key_value_heads": heads,
             **values,
-            "rope_scaling": self._scaling(scaling, values),
+            "rope_scaling": self._scaling(stated, values),
         }
 
-    def _scaling(self, scaling: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any] | None:
-        """rope_scaling of the config.json, None where RoPE is not scaled. Raises ConfigError for a
-        scaling that is not read."""
+    def _scaling(
+        self, stated: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """rope_scaling of the config.json, None where RoPE is not scaled."""
+        scaling = {name: stated[key] for key, name in SCALING_METADATA.items() if key in stated}
         kind = scaling.get("rope_type", "none")
         if ROPE_FACTORS in self.entries:
+            # By what each frequency is divided, as llama.cpp's converter writes it.
             factors = self.read(ROPE_FACTORS)
             del self.entries[ROPE_FACTORS]
-            llama3 = LLAMA3_SCALING | {"factor": float(factors.max())}
-            expected = _llama3_factors(llama3, values)
+            llama3: dict[str, Any] = LLAMA3_SCALING | {"factor": float(factors.max())}
+            width = values["head_dim"]
+            exponents = np.arange(0, width, 2, dtype=np.float32) / width
+            wavelengths = 2 * math.pi * values.get("rope_theta", 10_000.0) ** exponents
+            low, high = llama3["low_freq_factor"], llama3["high_freq_factor"]
+            turns = llama3["original_max_position_embeddings"] / wavelengths
+            smooth = np.clip((turns - low) / (high - low), 0, 1)
+            expected = 1 / ((1 - smooth) / llama3["factor"] + smooth)
             if kind == "none" and len(expected) == len(factors) and np.allclose(factors, expected):
                 return llama3
             kind = f"{ROPE_FACTORS} of another scaling than that of Llama 3"
@@ -257,19 +282,7 @@ class GgufFiles(TensorFiles):
         return scaling
 
 
-def _llama3_factors(scaling: Mapping[str, Any], values: Mapping[str, Any]) -> np.ndarray:
-    """By what each frequency is divided, as llama.cpp's converter writes it."""
-    width = values["head_dim"]
-    exponents = np.arange(0, width, 2, dtype=np.float32) / width
-    wavelengths = 2 * math.pi * values.get("rope_theta", 10_000.0) ** exponents
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] / wavelengths
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return 1 / ((1 - smooth) / scaling["factor"] + smooth)
-
-
 def _gguf_reader(path: Path) -> "GGUFReader":
-    """The reader of the package gguf over a file. Raises ConfigError."""
     try:
         # A package of its own extra.
         from gguf import GGUFReader
@@ -292,8 +305,7 @@ def _gguf_reader(path: Path) -> "GGUFReader":
 
 
 def _gguf_architecture(path: Path, metadata: Mapping[str, Any]) -> tuple[str, GgufArchitecture]:
-    """The architecture of a file and its row. Raises ConfigError for one that is not read, and for
-    a file that is not the whole of a model."""
+    """The architecture of a file and its row."""
     name, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
     if kind != "model":
         raise ConfigError(f"{path} has general.type={kind!r}, and only a model is read from GGUF.")
@@ -310,15 +322,3 @@ def _gguf_architecture(path: Path, metadata: Mapping[str, Any]) -> tuple[str, Gg
             " read that."
         )
     return str(name), GGUF_ARCHITECTURES[str(name)]
-
-
-def _hf_name(tensor: str, row: GgufArchitecture) -> str | None:
-    """The name in a Hugging Face directory of a tensor of a file; None where it has none."""
-    match = GGUF_TENSOR.fullmatch(tensor)
-    if match is None:
-        return None
-    layer, stem, end = match.groups()
-    names: Mapping[str, str] = GGUF_NAMES if layer is None else row.layer_names
-    if stem not in names:
-        return None
-    return f"{names[stem]}.{end}" if layer is None else f"model.layers.{layer}.{names[stem]}.{end}"
