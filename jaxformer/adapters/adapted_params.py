@@ -35,7 +35,7 @@ def adapt_specs(specs: Specs, changes: Mapping[str, MakeLeaf]) -> Specs:
     `make(spec)` returns a pytree node whose leaves are `Spec`s (a `CustomLeaf`), or another `Spec`
     (one that is not trainable). It gets the spec of stacked layers without their axis, and its
     result is stacked again. The initial values, shardings, counts, decay and trainability of the
-    new leaves are those of their `Spec`s. Raises ConfigError for a pattern that fits no leaf.
+    new leaves are those of their `Spec`s.
     """
     paths = list(rows(specs))
     for pattern in changes:
@@ -153,8 +153,7 @@ def without_adapters(params: Params) -> Params:
 
 def merge(params: Params) -> Params:
     """Plain params that compute the same: to each adapted weight its product is added in float32,
-    and the sum has the dtype of the weight; a quantized weight is dequantized first. Raises
-    ConfigError for virtual tokens, which no weight can hold."""
+    and the sum has the dtype of the weight; a quantized weight is dequantized first."""
     if has_virtual(params):
         raise ConfigError(
             "the virtual tokens of prompt tuning and prefix tuning cannot be merged into weights:"

@@ -26,8 +26,6 @@ class LoRA:
       rslora: rank-stabilized scale (arXiv:2312.03732).
       ranks: (target, rank) for weights with another rank; the first that fits.
       alphas: the same for alpha.
-
-    Raises ConfigError for a rank below 1, and for a dropout or an alpha that is not allowed.
     """
 
     rank: int = 8
@@ -39,7 +37,13 @@ class LoRA:
     alphas: ByPattern = ()
 
     def __post_init__(self) -> None:
-        self._make_hashable()
+        # Hashable also where `ranks` or `alphas` is a dict, and `targets` one string or a list.
+        for name in ("ranks", "alphas"):
+            value = getattr(self, name)
+            pairs = value.items() if isinstance(value, Mapping) else value
+            object.__setattr__(self, name, tuple((str(target), number) for target, number in pairs))
+        names = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        object.__setattr__(self, "targets", names)
         ranks = [("rank", self.rank), *((f"ranks[{k!r}]", rank) for k, rank in self.ranks)]
         for where, rank in ranks:
             if isinstance(rank, bool) or rank != int(rank) or rank < 1:
@@ -52,16 +56,6 @@ class LoRA:
             raise ConfigError(f"LoRA: dropout={self.dropout!r} must be at least 0 and below 1.")
         if not self.targets:
             raise ConfigError('LoRA: targets is empty: name weights, as in ("attention", "ffn").')
-
-    def _make_hashable(self) -> None:
-        """Makes tuples of a dict for `ranks` or `alphas`, and of one string or a list for
-        `targets`."""
-        for name in ("ranks", "alphas"):
-            value = getattr(self, name)
-            pairs = value.items() if isinstance(value, Mapping) else value
-            object.__setattr__(self, name, tuple((str(target), number) for target, number in pairs))
-        names = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
-        object.__setattr__(self, "targets", names)
 
     def rank_of(self, path: str) -> int:
         """The rank of the adapter of a weight."""
@@ -79,8 +73,7 @@ def _first_fitting(by_pattern: ByPattern, path: str, default: float) -> float:
 
 
 def targets_of(specs: Specs, adapter: LoRA) -> list[str]:
-    """The paths of the weights that an adapter replaces. Raises ConfigError for a target that fits
-    no matrix, and for a rank beyond a matrix's width."""
+    """The paths of the weights that an adapter replaces."""
     matrices = {path: spec for path, spec in rows(specs).items() if spec.is_matrix}
     targets_by_field = {
         "targets": adapter.targets,
@@ -90,7 +83,14 @@ def targets_of(specs: Specs, adapter: LoRA) -> list[str]:
     for field, targets in targets_by_field.items():
         for target in targets:
             if not any(is_target(path, target) for path in matrices):
-                raise _no_such_matrix(field, target, list(matrices))
+                names = dict.fromkeys(name for path in matrices for name in path.split("."))
+                near = difflib.get_close_matches(target, [*names, *matrices], 3)
+                advice = f"The names are {', '.join(names)}."
+                if near:
+                    advice = f"Did you mean {' or '.join(near)}?"
+                raise ConfigError(
+                    f"LoRA: {field}: {target!r} fits no matrix of this model. {advice}"
+                )
     paths = [p for p in matrices if any(is_target(p, target) for target in adapter.targets)]
     for path in paths:
         spec, rank = matrices[path], adapter.rank_of(path)
@@ -103,13 +103,6 @@ def targets_of(specs: Specs, adapter: LoRA) -> list[str]:
     return paths
 
 
-def _no_such_matrix(field: str, target: str, paths: list[str]) -> ConfigError:
-    names = list(dict.fromkeys(name for path in paths for name in path.split(".")))
-    near = difflib.get_close_matches(target, [*names, *paths], 3)
-    advice = f"Did you mean {' or '.join(near)}?" if near else f"The names are {', '.join(names)}."
-    return ConfigError(f"LoRA: {field}: {target!r} fits no matrix of this model. {advice}")
-
-
 def adapted_specs(
     specs: Specs,
     adapter: LoRA,
@@ -119,8 +112,7 @@ def adapted_specs(
     """The table of an adapted model, in which the adapter alone is trainable, and the branches
     named in `learned` (as a new "head").
 
-    `weights` gives, by path, what makes the leaf below the adapter, as a quantized one. Raises
-    ConfigError as `targets_of` does.
+    `weights` gives, by path, what makes the leaf below the adapter, as a quantized one.
     """
     weights = weights or {}
 

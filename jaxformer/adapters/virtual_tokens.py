@@ -41,8 +41,6 @@ class PromptTuning:
 
     Args:
       tokens: P, how many.
-
-    Raises ConfigError for fewer than one.
     """
 
     tokens: int = 20
@@ -62,8 +60,6 @@ class PrefixTuning:
 
     Args:
       tokens: P, how many.
-
-    Raises ConfigError for fewer than one.
     """
 
     tokens: int = 20
@@ -79,10 +75,20 @@ def _check_count(adapter: "PromptTuning | PrefixTuning") -> None:
 
 
 def virtual_specs(specs: Specs, config: ModelConfig, adapter: PromptTuning | PrefixTuning) -> Specs:
-    """The table of the virtual tokens of a model, from that of its parameters. Raises ConfigError
-    for an encoder, and for a prompt without a table of tokens."""
+    """The table of the virtual tokens of a model, from that of its parameters."""
     _refuse_encoder(config)
-    _refuse_mixer(config, adapter)
+    # A prompt of an encoder-decoder is tokens of the source; all others are keys and values.
+    of_source = isinstance(adapter, PromptTuning) and config.family == "encoder_decoder"
+    if config.mixer != "attention" and not of_source:
+        raise ConfigError(
+            "virtual tokens (prompt tuning, prefix tuning) are keys and values of"
+            f" model.mixer='attention', and it is {config.mixer!r}: choose LoRA, or another model."
+        )
+    if config.layer_groups:
+        raise ConfigError(
+            "virtual tokens (prompt tuning, prefix tuning) give each layer keys and values, and"
+            f" with model.layer_groups={config.layer_groups} layers share them: choose LoRA."
+        )
     if isinstance(adapter, PromptTuning):
         if "tokens" not in specs["embed"]:
             raise ConfigError(
@@ -101,21 +107,6 @@ def _refuse_encoder(config: ModelConfig) -> None:
         raise ConfigError(
             "virtual tokens (prompt tuning, prefix tuning) are for decoders and encoder-decoders,"
             " and model.family is 'encoder': choose LoRA, or another model."
-        )
-
-
-def _refuse_mixer(config: ModelConfig, adapter: PromptTuning | PrefixTuning) -> None:
-    """A prompt of an encoder-decoder is tokens of the source; all others are keys and values."""
-    of_source = isinstance(adapter, PromptTuning) and config.family == "encoder_decoder"
-    if config.mixer != "attention" and not of_source:
-        raise ConfigError(
-            "virtual tokens (prompt tuning, prefix tuning) are keys and values of"
-            f" model.mixer='attention', and it is {config.mixer!r}: choose LoRA, or another model."
-        )
-    if config.layer_groups:
-        raise ConfigError(
-            "virtual tokens (prompt tuning, prefix tuning) give each layer keys and values, and"
-            f" with model.layer_groups={config.layer_groups} layers share them: choose LoRA."
         )
 
 
@@ -167,8 +158,7 @@ def _sampled(tokens: Weight) -> InitFunction:
 
 
 def check_virtual(params: Params, config: ModelConfig, specs: Specs) -> None:
-    """Raises ConfigError if the virtual tokens in `params` do not fit the model whose table is
-    `specs`."""
+    """ConfigError for virtual tokens that do not fit the model with this table."""
     _refuse_encoder(config)
     virtual, expected = params["virtual"], {}
     names = [*virtual] if isinstance(virtual, dict) else []

@@ -121,7 +121,7 @@ def check_dtype(name: str) -> None:
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """The keys of a directory's config.json. Raises ConfigError."""
+    """The keys of a directory's config.json."""
     return read_object(directory / "config.json", "download it again")
 
 

@@ -229,7 +229,7 @@ def _saved_tensors(
     layout: Layout, leaves: Mapping[str, Weight], learned: tuple[str, ...]
 ) -> dict[str, Tensor]:
     """The tensors that are saved whole: those of the branches in `learned`, and of the module that
-    peft takes for the head of a classifier. Raises ConfigError where peft cannot save them so."""
+    peft takes for the head of a classifier."""
     of_learned = {
         name: tensor
         for name, tensor in layout.tensors.items()

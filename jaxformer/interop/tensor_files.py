@@ -333,8 +333,7 @@ class Mxfp4Files(TensorFiles):
     """The tensors of a model directory, those packed as MXFP4 as the bfloat16 tensors that they
     stand for.
 
-    A read unpacks the rows that are asked for, so that as many experts are in memory. Raises
-    ConfigError as `TensorFiles`, and where blocks and scales do not belong together.
+    A read unpacks the rows that are asked for, so that as many experts are in memory.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -60,8 +60,7 @@ def softmax_cross_entropy(
     y its target in 0 .. V - 1 and w its weight (default: 1); the weight is the sum of w. The
     largest logit is subtracted before the exponential, so that no finite logit overflows. `extras`
     are label_smoothing (arXiv:1512.00567), z_loss (arXiv:2204.02311) and soft_cap, as in
-    `losses.cross_entropy.cross_entropy`, which does not hold all logits in memory. Raises
-    ConfigError for shapes that do not fit, and TypeError for another name.
+    `losses.cross_entropy.cross_entropy`, which does not hold all logits in memory.
     """
     rows = logits.shape[:-1]
     if targets.shape != rows or (weights is not None and weights.shape != rows):

@@ -101,7 +101,7 @@ def dpo_loss(
     loss = -log sigmoid(beta (h_chosen - h_rejected)), h = log pi(y|x) - log pi_ref(y|x), each a sum
     over the tokens of a completion. The reference is that of the arrays of `reference_log_probs` in
     the batch; without these, the params that `reference_of` makes of those of the model, as those
-    without an adapter. Raises ConfigError where neither is given.
+    without an adapter.
     """
     pairs, reference = _with_reference(params, config, batch, key, reference_of)
     rewards = beta * (pairs.log_probs - reference)

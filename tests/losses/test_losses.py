@@ -14,14 +14,7 @@ from jaxformer.losses.cross_entropy import cross_entropy, ring_sum, row_nats
 from jaxformer.losses.logits import DIFFERENTIABLE, top_and_total, top_and_total_at_once
 
 B, T, D, V = 3, 10, 8, 23
-EXTRAS = [
-    {},
-    {"label_smoothing": 0.1},
-    {"z_loss": 1e-2},
-    {"label_smoothing": 0.2, "z_loss": 1e-3},
-    {"soft_cap": 2.0},
-]
-EXTRAS += [{"label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 2.0}]
+EXTRAS = [{}, {"label_smoothing": 0.1}, {"label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 2.0}]
 
 
 def inputs(dtype=jnp.float32, shape=(B, T, D, V)):
@@ -58,7 +51,7 @@ def both(function, *args, **options):
 
 
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
-@pytest.mark.parametrize("tile", [None, 1, 4, 5], ids=lambda tile: f"tile={tile}")
+@pytest.mark.parametrize("tile", [None, 1, 4], ids=lambda tile: f"tile={tile}")
 def test_every_tile_gives_the_formula_and_its_gradients(tile, extras):
     args = inputs()
     expected, expected_grads = both(reference, *args, **extras)
@@ -82,7 +75,7 @@ def test_nats_by_row_change_nothing_else(tile, extras):
     jax.tree.map(np.testing.assert_array_equal, grads, same_grads)
 
 
-@pytest.mark.parametrize("extras", [{}, EXTRAS[-1]], ids=str)
+@pytest.mark.parametrize("extras", [EXTRAS[-1]], ids=str)
 @pytest.mark.parametrize("tile", [None, 4])
 def test_a_bias_is_added_to_the_logits_and_has_its_gradient(tile, extras):
     x, head, targets, weights = inputs()
@@ -104,16 +97,6 @@ def test_a_bias_is_added_to_the_logits_and_has_its_gradient(tile, extras):
     )
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("tile", [None, 4])
-def test_without_a_gradient_the_sums_are_the_same(tile):
-    args = inputs()
-    np.testing.assert_allclose(
-        cross_entropy(*args, tile=tile, z_loss=0.1, soft_cap=3.0),
-        reference(*args, z_loss=0.1, soft_cap=3.0),
-        rtol=1e-5,
-    )
 
 
 @pytest.mark.parametrize("tile", [None, 4])
@@ -237,7 +220,7 @@ def test_an_output_layer_that_does_not_learn_has_no_gradient():
 
 
 @pytest.mark.parametrize("direction", [1, -1])
-@pytest.mark.parametrize("devices", [2, 5, 8])
+@pytest.mark.parametrize("devices", [2, 5])
 def test_a_ring_gives_each_device_its_columns_of_the_sum(devices, direction):
     x = jax.random.normal(jax.random.key(0), (devices, 6, 4 * devices))
     ring = jax.vmap(lambda x: ring_sum(x, "fsdp", devices, direction), axis_name="fsdp")
@@ -290,8 +273,7 @@ def test_only_a_vocabulary_that_no_mesh_splits_is_read_in_one_pass():
 
 
 @pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("tile", [None, 4])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tile, dtype", [(None, jnp.float32), (4, jnp.bfloat16)])
 def test_logits_of_bfloat16_are_rounded_and_nothing_else(dtype, tile, kind):
     """What follows them is that of the same logits in float32, up to the rounding of gradients."""
     x, head, targets, weights = inputs(dtype)
