@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -322,48 +321,40 @@ def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return numbers.reshape(experts, outputs, -1).swapaxes(1, 2).astype(ml_dtypes.bfloat16)
 
 
-class Packed(NamedTuple):
-    """The two tensors that hold one."""
-
-    blocks: Entry
-    scales: Entry
-
-
 class Mxfp4Files(TensorFiles):
     """The tensors of a model directory, those packed as MXFP4 as the bfloat16 tensors that they
-    stand for.
-
-    A read unpacks the rows that are asked for, so that as many experts are in memory.
-    """
+    stand for. A read unpacks the rows that are asked for, so that as many experts are in memory."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.packed: dict[str, Packed] = {}
+        self.packed: dict[str, tuple[Entry, Entry]] = {}  # blocks and scales
         problems: list[str] = []
-        for name in [*self.entries]:
+        for name in [name for name in self.entries if name.endswith(BLOCKS)]:
             stem = name.removesuffix(BLOCKS)
-            if stem == name:
-                continue
-            scales = self.entries.get(stem + SCALES)
+            blocks = self.entries.pop(name)
+            scales = self.entries.pop(stem + SCALES, None)
             if scales is None:
                 problems.append(f"{name} without {stem}{SCALES}")
-                continue
-            packed = Packed(self.entries[name], scales)
-            if _is_mxfp4(packed):
-                self.packed[stem] = packed
+            elif (
+                {blocks.dtype, scales.dtype} == {*PACKED_DTYPES}
+                and len(blocks.shape) == 4
+                and blocks.shape == (*scales.shape, BLOCK_BYTES)
+            ):
+                self.packed[stem] = blocks, scales
+                experts, outputs, groups, _ = blocks.shape
+                shape = (experts, 2 * BLOCK_BYTES * groups, outputs)
+                self.entries[stem] = Entry(blocks.file, shape, "BF16")
             else:
-                problems.append(_problem(name, packed))
+                problems.append(
+                    f"{name}: {blocks.dtype} {list(blocks.shape)} with scales {scales.dtype}"
+                    f" {list(scales.shape)}"
+                )
         if problems:
             raise ConfigError(
                 f"the packed tensors of {directory} are not MXFP4, whose blocks are uint8 [experts,"
                 f" out, groups, {BLOCK_BYTES}] (32 numbers each) with scales uint8 [experts, out,"
                 f" groups]:\n  {first_of(problems)}"
             )
-        for stem, (blocks, _) in self.packed.items():
-            del self.entries[stem + BLOCKS], self.entries[stem + SCALES]
-            experts, outputs, groups, _ = blocks.shape
-            shape = (experts, 2 * BLOCK_BYTES * groups, outputs)
-            self.entries[stem] = Entry(blocks.file, shape, "BF16")
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         if name not in self.packed:
@@ -373,18 +364,3 @@ class Mxfp4Files(TensorFiles):
             self.read_entry(name + BLOCKS, blocks, rows, PACKED_DTYPES),
             self.read_entry(name + SCALES, scales, rows, PACKED_DTYPES),
         )
-
-
-def _is_mxfp4(packed: Packed) -> bool:
-    blocks, scales = packed
-    is_stacked = len(blocks.shape) == 4 and scales.shape == blocks.shape[:3]
-    has_bytes = blocks.dtype in PACKED_DTYPES and scales.dtype in PACKED_DTYPES
-    return is_stacked and has_bytes and blocks.shape[3] == BLOCK_BYTES
-
-
-def _problem(name: str, packed: Packed) -> str:
-    blocks, scales = packed
-    return (
-        f"{name}: {blocks.dtype} {list(blocks.shape)} with scales {scales.dtype}"
-        f" {list(scales.shape)}"
-    )

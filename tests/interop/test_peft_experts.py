@@ -10,6 +10,7 @@ import pytest
 from peft_models import adapted, logits, noised, put_on, saved, settings_of, state
 from pretrained import assert_close, directory, each, folder, inputs, loaded, reference, tensors
 from pretrained import logits as theirs
+from products import slow_but
 from safetensors.torch import load_file, save_file
 from test_peft import assert_same_tensors, leaves_of, ours
 
@@ -35,7 +36,7 @@ def names_of(params):
     }
 
 
-@each(ROUTED, slow=ROUTED.keys() - {"mixtral", "gpt-oss"})
+@each(ROUTED, slow=ROUTED.keys() - {"mixtral"})
 def test_an_adapter_of_experts_computes_what_it_does_in_peft_and_is_written_back(name):
     gate_up, down, router = ROUTED[name]
     model, place = saved(
@@ -69,7 +70,7 @@ ONE = {
 
 
 @pytest.mark.xdist_group("mixtral")
-@pytest.mark.parametrize("case", ONE)
+@pytest.mark.parametrize("case", slow_but(ONE, "gate and up"))
 def test_the_parameters_are_those_of_target_parameters(case):
     """The name of a module in the file says how many of its parameters are adapted, not which."""
     parameters, names = ONE[case]
@@ -83,7 +84,7 @@ def test_the_parameters_are_those_of_target_parameters(case):
     assert_close(theirs(put_on("mixtral", back), batch), theirs(model, batch), batch)
 
 
-@each(["mixtral", "qwen3-moe dense layers"])
+@each(["mixtral", "qwen3-moe dense layers"], slow=["qwen3-moe dense layers"])
 def test_names_of_single_experts_are_those_that_peft_makes_parameters_of(name):
     """target_modules as before transformers 5: peft writes them as target_parameters."""
     projections = {"mixtral": ["w1", "w2", "w3"]}.get(name, ["gate_proj", "up_proj", "down_proj"])
@@ -115,6 +116,7 @@ def test_adapters_made_here_are_loaded_by_peft(name, targets):
     assert_same_tensors(tensors(back), tensors(place))
 
 
+@pytest.mark.slow
 def test_an_adapter_of_experts_over_a_quantized_base_and_of_some_layers():
     name = "qwen3-moe dense layers"
     model, batch = loaded(name), inputs(name)
@@ -131,7 +133,8 @@ def test_an_adapter_of_experts_over_a_quantized_base_and_of_some_layers():
     np.testing.assert_allclose(ours(found, batch), logits(model.config, params, batch), atol=1e-4)
 
 
-@each(["qwen3-moe dense layers", "deepseek-v3"], slow=["deepseek-v3"])
+@pytest.mark.slow
+@each(["qwen3-moe dense layers", "deepseek-v3"])
 def test_layers_that_peft_takes_for_experts_are_parameters_of_an_adapter(name):
     """Dense layers and shared experts, by the names that experts had before transformers 5."""
     model, batch = loaded(name), inputs(name)
