@@ -29,10 +29,9 @@ COMMANDS = {
     "train": ("CONFIG [--section.field VALUE ...]", "Train a model, or continue its run."),
     "plan": ("CONFIG [--device h100] [--devices 8]", "What a run needs and costs, before it runs."),
     "shapes": ("CONFIG [--format json]", "The shapes, parameters and FLOPs of each sublayer."),
-    "sample": (
-        'RUN [--prompt "..."] [--chat]',
-        "Generate text, chat, predict tokens, classes or tags.",
-    ),
+    "sample": ('RUN [--prompt "..."] [--chat]', "Generate text, or chat."),
+    "predict": ('RUN --prompt "..."', "Predict masked tokens, a class, or tags."),
+    "embed": ('RUN [--prompt "..."]', "Print the vectors of texts."),
     "evaluate": ("RUN [--data.validation PATH]", "Compute loss, accuracy or BLEU on a text."),
     "convert": ("SOURCE TARGET [--verify]", "Convert a run to a Hugging Face model, or back."),
     "prepare": ("CONFIG [--output DIR] [--shard I/N]", "Tokenize the data before training."),

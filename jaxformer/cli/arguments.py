@@ -2,13 +2,12 @@
 and the message of a mistake come at once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from jaxformer.cli.rule_arguments import SearchArguments
 from jaxformer.cli.trust_arguments import ReplayArguments, VerifyArguments
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.config_file import read_config
@@ -20,6 +19,9 @@ from jaxformer.runs.config import parse_arguments
 
 QUANTIZATIONS = "{" + ",".join(choices(Quantization)) + "}"
 ConfigArgumentsT = TypeVar("ConfigArgumentsT", bound="ConfigArguments")
+OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+AnyTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +91,69 @@ class ShapesArguments(ConfigArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RuleArguments:
+    """What is not given is as generation_config.json of the model says, or off."""
+
+    min_p: OptionalFloat = None
+    """Sample from tokens with at least this share of the largest probability."""
+    typical_p: OptionalFloat = None
+    """Sample from the tokens of most typical information whose probabilities add up to this."""
+    repetition_penalty: OptionalFloat = None
+    """Divide the logits of tokens of the text and the prompt by this, where they are above 0, and
+    multiply them with it below 0; if not given, as the files of the model say."""
+    presence_penalty: OptionalFloat = None
+    """Subtract this from the logits of every token that was written."""
+    frequency_penalty: OptionalFloat = None
+    """Subtract this from the logits of a token each time that it was written."""
+    no_repeat_ngram_size: OptionalInt = None
+    """Write no sequence of so many tokens twice; if not given, as the files of the model say."""
+    min_new_tokens: OptionalInt = None
+    """Write no end token before so many tokens; if not given, as the files of the model say."""
+    bad_words: AnyTexts = ()
+    """Texts that are not written, each as the tokenizer encodes it, also after a space."""
+    stop_strings: AnyTexts = ()
+    """End the text before the first of these texts."""
+
+    def rules(self, encode: Callable[[str], list[int]]) -> dict[str, Any]:
+        """The rules that are given, as keywords of `jf.generate`; `encode` gives the tokens of a
+        text. stop_strings need a tokenizer beside them."""
+        names = [field.name for field in fields(RuleArguments)]
+        values = {name: getattr(self, name) for name in names}
+        rules = {name: value for name, value in values.items() if value not in (None, ())}
+        if self.bad_words:
+            spellings = [text for word in self.bad_words for text in (word, f" {word}")]
+            rules["bad_words"] = tuple(dict.fromkeys(tuple(encode(text)) for text in spellings))
+        return rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchArguments(RuleArguments):
+    """The settings of a beam search beside its width."""
+
+    length_penalty: float = 0.6
+    """Length penalty of the beam search; 0 prefers short texts."""
+    length_divisor: Literal["gnmt", "tokens"] = "gnmt"
+    """What the length penalty is a power of: (5 + tokens) / 6, or tokens, as in transformers."""
+    early_stopping: Literal["never", "on", "off"] = "never"
+    """When a beam search with as many finished texts as beams ends: never before the best texts are
+    certain, at once (on), or when no unfinished text would win if it ended here (off)."""
+
+    def search(self) -> dict[str, Any]:
+        """These settings, as keywords of `jf.beam_search`."""
+        early = {"never": "never", "on": True, "off": False}[self.early_stopping]
+        return {
+            "length_penalty": self.length_penalty,
+            "length_divisor": self.length_divisor,
+            "early_stopping": early,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleArguments(ModelArguments, SearchArguments):
-    """Continues a prompt (decoder), or writes the target of a source (encoder-decoder); predicts
-    its [MASK] tokens, its class, or the tags of its words; or gives its vector."""
+    """Continues a prompt (decoder), or writes the target of a source (encoder-decoder)."""
 
     prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """Text to continue or to read. If not given, a decoder starts a new text."""
+    """Text to continue, or source. If not given, a decoder starts a new text."""
     prompts: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File with a prompt a line, or .jsonl with {"prompt": ...} a line, whose texts are printed as
     lines of JSON in its order."""
@@ -105,17 +164,6 @@ class SampleArguments(ModelArguments, SearchArguments):
     answer. Without --prompt, each line of standard input is a turn of one conversation."""
     system: str = ""
     """With --chat: the message of the system before the conversation."""
-    pair: str = ""
-    """Second text of an encoder that reads two."""
-    embed: bool = False
-    """Print the vector of the prompt as a line of JSON, or without --prompt that of each line of
-    standard input."""
-    pooling: Literal["auto", "mean", "first", "last"] = "auto"
-    """With --embed: what of a text its vector is; auto is what model.pooling says, or the mean."""
-    normalize: Literal["on", "off"] = "on"
-    """With --embed: whether vectors have length 1."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH.npy")] = None
-    """With --embed: a file of NumPy for all vectors, float32, in place of the lines."""
     max_new_tokens: int = 256
     """Maximum number of new tokens."""
     beyond: Literal["stop", "slide"] = "stop"
@@ -140,6 +188,30 @@ class SampleArguments(ModelArguments, SearchArguments):
     """With --draft or --lookup: number of tokens that are proposed at a time."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Random seed. If not given, each call samples another text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictArguments(ModelArguments):
+    """Predicts the [MASK] tokens of a text, its class, or the tags of its words."""
+
+    prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")]
+    """Text to read."""
+    pair: str = ""
+    """Second text of an encoder that reads two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedArguments(ModelArguments):
+    """Prints the vector of each text as a line of JSON, or writes the vectors of all to a file."""
+
+    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Text to read. If not given, each line of standard input is one."""
+    pooling: Literal["auto", "mean", "first", "last"] = "auto"
+    """What of a text its vector is; auto is what model.pooling says, or the mean."""
+    normalize: Literal["on", "off"] = "on"
+    """Whether vectors have length 1."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH.npy")] = None
+    """File of NumPy for all vectors, float32, in place of the lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +394,8 @@ ARGUMENTS: dict[str, type | dict[str, Callable[..., Any]]] = {
     "plan": PlanArguments,
     "shapes": ShapesArguments,
     "sample": SampleArguments,
+    "predict": PredictArguments,
+    "embed": EmbedArguments,
     "evaluate": EvaluateArguments,
     "convert": ConvertArguments,
     "prepare": PrepareArguments,

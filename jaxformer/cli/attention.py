@@ -1,7 +1,6 @@
 """`jaxformer attention RUN`: an interactive page of the attention of each head to the tokens of a
 prompt."""
 
-import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +48,10 @@ SHOWN_BEAMS = 24  # candidates of a beam search shown of each step, and those th
 def run(args: AttentionArguments) -> int:
     check_output(args.output)
     check_output(args.figure)
-    model = open_model(args, args.pair)
+    model = open_model(args)
+    if args.pair and model.config.family != "encoder":
+        family = model.config.family
+        raise ConfigError(f"--pair needs an encoder, but {args.path} has model.family={family!r}.")
     inputs, beams = _inputs(model, args)
     compute = jax.jit(attention_maps, static_argnums=1, static_argnames="layers")
     rows = {name: row[None] for name, row in inputs.items()}  # [1, T]
@@ -167,7 +169,8 @@ def _target(
     the target the candidates of a beam search, if there is one."""
     if not beams:
         pieces = new_tokens(model, start, source, count, 0, temperature=0.0, key=jax.random.key(0))
-        return model.before_end(itertools.chain.from_iterable(pieces)), []
+        made = np.concatenate([*pieces], axis=1)[0].tolist()
+        return model.before_end(made), []
     rules = model.writing_rules() | {"source": [source], "beams": beams, "keep": 1}
     texts, steps = beam_search_steps(model.params, model.config, [start], count, **rules)
     best = np.asarray(texts.tokens[0, 0]).tolist()

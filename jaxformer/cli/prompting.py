@@ -4,7 +4,6 @@ tokens."""
 import itertools
 import re
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from jaxformer.data.templates import Template
 from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.decode import stream_tokens
-from jaxformer.generation.speculative import speculate
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.loading import load, run_of
 from jaxformer.runs.objectives import row_format
@@ -65,18 +63,13 @@ class Model:
         return context_of(self.params, self.config, source)
 
 
-def open_model(args: ModelArguments, pair: str) -> Model:
-    """The model that a command names. Raises ConfigError where it has no tokenizer, or cannot read
-    a second text `pair`."""
+def open_model(args: ModelArguments) -> Model:
+    """The model that a command names, with its tokenizer."""
     keep_compiled(RunSettings().compilation_cache)
     loaded = load(args.path, args.step, quantize=args.quantize, weights=args.weights)
     config = loaded.config
     if loaded.tokenizer is None:
         raise without_tokenizer(args.path)
-    if pair and config.family != "encoder":
-        raise ConfigError(
-            f"--pair needs an encoder, but {args.path} has model.family={config.family!r}."
-        )
     labels = loaded.labels or tuple(f"class {index}" for index in range(config.n_classes))
     return Model(args.path, loaded.params, config, loaded.tokenizer, labels, run_of(args.path))
 
@@ -125,26 +118,10 @@ def start_of(model: Model, text: str) -> tuple[list[int], list[int]]:
 
 def new_tokens(
     model: Model, start: list[int], source: list[int], count: int, beams: int, **rules: Any
-) -> Iterator[list[int]]:
-    """At most `count` new tokens, in pieces as they are made; `rules` are the keywords of
-    `beam_search`, or of `stream_tokens` if `beams` is 0, and replace those of the model's files."""
-    for piece in _pieces_of_rows(model, start, source, count, beams, **rules):
-        yield piece[0].tolist()
-
-
-def several_texts(
-    model: Model, start: list[int], source: list[int], count: int, beams: int, **rules: Any
-) -> list[list[int]]:
-    """The new tokens of each of `n` texts, or of the `keep` best of a beam search; the arguments
-    are those of `new_tokens`."""
-    pieces = _pieces_of_rows(model, start, source, count, beams, **rules)
-    return np.concatenate([*pieces], axis=1).tolist()  # type: ignore[no-any-return]
-
-
-def _pieces_of_rows(
-    model: Model, start: list[int], source: list[int], count: int, beams: int, **rules: Any
 ) -> Iterator[np.ndarray]:
-    """Pieces [n, length] of the new tokens of n texts."""
+    """At most `count` new tokens of each text, in pieces [texts, length] as they are made; `rules`
+    are the keywords of `beam_search`, or of `stream_tokens` if `beams` is 0, and replace those of
+    the model's files."""
     rules = model.writing_rules() | rules
     if source:
         rules["source"] = [source]
@@ -156,39 +133,6 @@ def _pieces_of_rows(
     loop: Literal["scan", "unroll"] = "scan" if count <= SHORT_TEXT else "unroll"
     config = replace(model.config, layer_loop=loop)
     yield from stream_tokens(model.params, config, [start], count, **rules)
-
-
-def speculated(
-    model: Model, start: list[int], count: int, draft: Path | None, ahead: int, **rules: Any
-) -> list[int]:
-    """`count` new tokens by speculative decoding, with the `draft` or by look-up; a note to
-    standard error says how often the model read. Raises ConfigError for a draft with another
-    tokenizer."""
-    proposer = None
-    if draft is not None:
-        loaded = load(draft)
-        tokenizers = [each and each.fingerprint() for each in (loaded.tokenizer, model.tokenizer)]
-        if tokenizers[0] != tokenizers[1]:
-            raise ConfigError(
-                f"the draft {draft} has another tokenizer than {model.path}: what it proposes would"
-                " be other text. Choose a draft with the same one, or use --lookup."
-            )
-        proposer = (loaded.params, loaded.config)
-    rules = model.writing_rules() | rules
-    began = time.perf_counter()
-    made = speculate(
-        model.params, model.config, [start], count, draft=proposer, ahead=ahead, **rules
-    )
-    tokens = np.asarray(made.tokens)[0].tolist()
-    seconds = time.perf_counter() - began
-    rounds, accepted = int(made.rounds), int(made.accepted)
-    print(
-        f"note: {accepted} of {rounds * ahead} proposed tokens are in the text,"
-        f" {accepted / max(rounds, 1):.2f} each time that the model read; {seconds:.2f} s with"
-        " compilation.",
-        file=sys.stderr,
-    )
-    return tokens
 
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
@@ -248,8 +192,3 @@ def check_size(size: int, limit: int, where: str) -> None:
         raise ConfigError("the prompt is empty: give --prompt some text.")
     if size > limit:
         raise ConfigError(f"the prompt is {size} tokens, but only {limit} fit {where}: shorten it.")
-
-
-def check_seed(seed: int | None) -> None:
-    if seed is not None and not -(2**63) <= seed < 2**63:
-        raise ConfigError(f"--seed {seed} must be a whole number of 64 bits.")

@@ -1,154 +1,139 @@
-"""`jaxformer sample RUN`: text that a model writes, streamed to the terminal, a conversation with
-it, or what it predicts for the prompt."""
+"""`jaxformer sample RUN`: text that a model writes, streamed to the terminal; a conversation with
+it; or the texts of many prompts of a file."""
 
-import functools
+import json
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxformer.cli.arguments import SampleArguments
-from jaxformer.cli.embedding import embed_texts
 from jaxformer.cli.prompting import (
     Model,
-    check_seed,
     check_size,
     new_tokens,
     open_model,
-    row_of,
-    several_texts,
-    speculated,
     start_of,
     text_of,
     typed_lines,
-    words_of,
 )
-from jaxformer.cli.prompts_file import write_texts
-from jaxformer.config.format import escaped, printable
-from jaxformer.files import ConfigError
+from jaxformer.config.format import printable
+from jaxformer.files import ConfigError, parse_object, read_text
+from jaxformer.generation.refill import refill
 from jaxformer.generation.slide import slide_tokens
+from jaxformer.generation.speculative import speculate
 from jaxformer.generation.stop_strings import before_stop, stream_before_stop
-from jaxformer.models.transformer import forward
-from jaxformer.report.banner import aligned
+from jaxformer.runs.loading import load
+from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.chat import ChatTemplate
 from jaxformer.tokenizer.messages import ASSISTANT
 
-SHOWN_CANDIDATES = 5  # predictions printed for a [MASK] or a text
+PROMPTS_ADVICE = 'give a text file with a prompt a line, or .jsonl with {"prompt": "..."} a line'
 
 
 def run(args: SampleArguments) -> int:
-    model = open_model(args, args.pair)
+    model = open_model(args)
+    _check(model, args)
     if args.prompts is not None:
-        write_texts(model, args, args.prompts)
-        return 0
-    if args.embed:
-        embed_texts(model, args)
-        return 0
-    if args.output:
-        raise ConfigError("--output is a file for vectors: add --embed, or leave it out.")
-    head, family = model.config.output, model.config.family
-    if head not in ANSWERS:
-        raise ConfigError(
-            f"{args.path} has no head, so there is nothing to sample: print its vectors with"
-            f" --embed, or train a head, for example with --run.init_from {args.path} --model.head"
-            " classes."
-        )
-    if args.prompt is None and (head, family) != ("language", "decoder"):
-        raise ConfigError(f"{args.path} is a model that needs a text: give one with --prompt.")
-    if args.beams and head != "language":
-        raise ConfigError(
-            f"{args.path} has the head {head!r}, which writes no text: leave out --beams."
-        )
-    _require_several(model, args)
-    _require_speculation(args)
-    check_seed(args.seed)
-    if args.beyond == "slide":
-        _require_slide(model, args)
-    if args.chat:
+        _write_prompts(model, args, args.prompts)
+    elif args.chat:
         _converse(model, args)
-        return 0
-    if args.system:
-        raise ConfigError("--system is a message of a conversation: add --chat, or leave it out.")
-    ANSWERS[head](model, args)
+    else:
+        _write(model, args)
     return 0
 
 
-def _require_slide(model: Model, args: SampleArguments) -> None:
-    """Raises ConfigError where a text cannot continue beyond the context."""
+def _check(model: Model, args: SampleArguments) -> None:
+    """Refuses a model that writes no text, and options of which one excludes another."""
     head, family = model.config.output, model.config.family
     if head != "language":
-        reason = f"the head {head!r} of {args.path} writes no text"
-    elif family != "decoder":
-        reason = f"{args.path} has model.family={family!r}, whose start token would be lost"
-    elif args.beams:
-        reason = "--beams compares whole texts, which a sliding window does not hold"
+        what = f"has the head {head!r}, which" if head != "none" else "has no head, and"
+        raise ConfigError(
+            f"{args.path} {what} writes no text: `jaxformer predict` gives masked tokens, classes"
+            " and tags, and `jaxformer embed` vectors."
+        )
+    if family != "decoder" and (args.chat or args.beyond == "slide" or args.draft or args.lookup):
+        raise ConfigError(
+            f"{args.path} has model.family={family!r}: --chat, --draft, --lookup and --beyond slide"
+            " are for a decoder."
+        )
+    if family != "decoder" and args.prompt is None and args.prompts is None:
+        raise ConfigError(f"{args.path} is a model that needs a text: give one with --prompt.")
+    ways = {
+        "--beams": args.beams,
+        "--draft": args.draft,
+        "--lookup": args.lookup,
+        "--beyond slide": args.beyond == "slide",
+        "--prompts": args.prompts,
+    }
+    used = [name for name, is_used in ways.items() if is_used]
+    clash = used if len(used) > 1 else []
+    if args.n > 1 and used and used[0] not in ("--beams", "--prompts"):
+        clash = [*used, "--n"]
+    if args.chat and (args.n > 1 or args.prompts):
+        clash = ["--chat", "--n" if args.n > 1 else "--prompts"]
+    if clash:
+        raise ConfigError(f"{' and '.join(clash)} do not go together: use one of them.")
+    if args.system and not args.chat:
+        raise ConfigError("--system is a message of a conversation: add --chat, or leave it out.")
+    for name in ("n", "rows", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1.")
+    if args.seed is not None and not -(2**63) <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed} must be a whole number of 64 bits.")
+
+
+def _rules(model: Model, args: SampleArguments) -> dict[str, Any]:
+    """The settings of the command, as keywords of `beam_search` or of the other decoders."""
+    rules = args.rules(model.tokenizer.encode)
+    if args.stop_strings:
+        rules["tokenizer"] = model.tokenizer
+    if args.beams:
+        return rules | args.search()
+    rules |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    rules["key"] = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
+    return rules
+
+
+def _check_prompt(model: Model, start: list[int], source: list[int]) -> None:
+    """Refuses a prompt that does not fit into the context."""
+    if source:
+        context = model.context(source=True)
+        check_size(len(source), context, f"into the context of {context}")
     else:
-        return
-    raise ConfigError(f"--beyond slide is for sampling from a decoder, but {reason}: leave it out.")
-
-
-def _require_several(model: Model, args: SampleArguments) -> None:
-    """Raises ConfigError for --n where only one text can be written."""
-    if args.n == 1:
-        return
-    if args.n < 1:
-        reason = "write at least one text"
-    elif model.config.output != "language":
-        reason = f"the head {model.config.output!r} of {args.path} writes no text: leave it out"
-    elif args.chat:
-        reason = "a conversation goes on from one answer: leave out --n or --chat"
-    elif args.beyond == "slide":
-        reason = "several texts cannot slide together: leave out --n or --beyond slide"
-    else:
-        return
-    raise ConfigError(f"--n {args.n}: {reason}.")
-
-
-def _require_speculation(args: SampleArguments) -> None:
-    """Raises ConfigError for --draft and --lookup beside what excludes them."""
-    names = [name for name, used in (("--draft", args.draft), ("--lookup", args.lookup)) if used]
-    if not names:
-        return
-    others = {"--beams": args.beams, "--beyond slide": args.beyond == "slide", "--n": args.n > 1}
-    excluded = [*names[1:], *(name for name, is_used in others.items() if is_used)]
-    if excluded:
-        raise ConfigError(f"{names[0]} cannot be combined with {', '.join(excluded)}: use one.")
+        context = model.context()
+        check_size(len(start), context - 1, f"before a new token into the context of {context}")
 
 
 def _write(model: Model, args: SampleArguments) -> None:
     """Prints the text that continues the prompt, or the target of the prompt as a source."""
     start, source = start_of(model, args.prompt or "")
-    context = model.context()
     if args.prompt is None:
         start = start or [model.tokenizer.end_token]
-    if source:
-        source_context = model.context(source=True)
-        check_size(len(source), source_context, f"into the context of {source_context}")
-    else:
-        check_size(len(start), context - 1, f"before a new token into the context of {context}")
-    if args.n > 1:
-        _print_several(model, args, start, source)
+    _check_prompt(model, start, source)
+    beginning = "" if source else args.prompt or ""
+    if args.n == 1:
+        print(beginning, end="")
+        _print_growing(model, args, start, source)
         return
-    print("" if source else args.prompt or "", end="")
-    _print_growing(model, args, start, source)
-
-
-def _print_several(
-    model: Model, args: SampleArguments, start: list[int], source: list[int]
-) -> None:
-    """Prints `n` texts, each below a line with its number; of a beam search the best first."""
     count = min(args.max_new_tokens, model.context() - len(start))
     rules = _rules(model, args) | ({"keep": args.n} if args.beams else {"n": args.n})
-    decode = functools.partial(text_of, model.tokenizer)
-    rows = several_texts(model, start, source, count, args.beams, **rules)
-    for number, row in enumerate(rows, 1):
-        text = decode([*start, *model.before_end(row)])[len(decode(start)) :]
+    rows = np.concatenate([*new_tokens(model, start, source, count, args.beams, **rules)], axis=1)
+    for number, row in enumerate(rows.tolist(), 1):
         print(f"--- {number} of {args.n}")
-        print(("" if source else args.prompt or "") + before_stop(text, args.stop_strings))
+        print(beginning + _text_after(model, args, start, row))
+
+
+def _text_after(model: Model, args: SampleArguments, start: list[int], made: list[int]) -> str:
+    """The text that new tokens add to that of `start`, before an end token or a stop string."""
+    text = text_of(model.tokenizer, [*start, *model.before_end(made)])
+    return before_stop(text[len(text_of(model.tokenizer, start)) :], args.stop_strings)
 
 
 def _print_growing(model: Model, args: SampleArguments, start: list[int], source: list[int]) -> str:
@@ -164,16 +149,17 @@ def _print_growing(model: Model, args: SampleArguments, start: list[int], source
             if len(text_tokens) < len(piece):
                 return
 
-    context = model.context()
     # A pipe or a file gets the text as it is, a terminal without control characters.
     shown = printable if sys.stdout.isatty() else str
     texts: list[str] = []
-    growing = _growing(functools.partial(text_of, model.tokenizer), start, before_end())
+    growing = growing_text(model.tokenizer, start, before_end())
     for text in stream_before_stop(growing, args.stop_strings):
         print(shown(text), end="", flush=True)
         texts.append(text)
     print(flush=True)
-    space, ended = context - len(start), len(model.before_end(made)) < len(made)
+    context = model.context()
+    space = context - len(start)
+    ended = len(model.before_end(made)) < len(made)
     written = text_of(model.tokenizer, made)
     ended = ended or any(stop in written for stop in args.stop_strings)
     if args.beyond == "stop" and space < args.max_new_tokens and not ended:
@@ -186,6 +172,22 @@ def _print_growing(model: Model, args: SampleArguments, start: list[int], source
     return "".join(texts)
 
 
+def growing_text(
+    tokenizer: Tokenizer, start: list[int], pieces: Iterable[list[int]]
+) -> Iterator[str]:
+    """What each piece of new tokens adds to the text of `start`. A character that still lacks bytes
+    waits for the next piece."""
+    tokens = [*start]
+    shown = text_of(tokenizer, start)
+    for piece in pieces:
+        tokens += piece
+        text = text_of(tokenizer, tokens)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text
+    yield text_of(tokenizer, tokens)[len(shown) :]
+
+
 def _pieces(
     model: Model, args: SampleArguments, start: list[int], source: list[int]
 ) -> Iterator[list[int]]:
@@ -193,60 +195,63 @@ def _pieces(
     count = min(args.max_new_tokens, model.context() - len(start))
     rules = _rules(model, args)
     if args.draft is not None or args.lookup:
-        return iter([speculated(model, start, count, args.draft, args.ahead, **rules)])
-    if args.beams or args.beyond == "stop":
-        return new_tokens(model, start, source, count, args.beams, **rules)
-    # The special tokens with which every text begins stay in the window.
-    rules = model.writing_rules() | rules | {"beginning": len(model.tokenizer.as_prompt([]))}
-    pieces = slide_tokens(model.params, model.config, start, args.max_new_tokens, **rules)
-    return (piece[0].tolist() for piece in pieces)  # [1, n]
+        yield _speculated(model, args, start, count, model.writing_rules() | rules)
+        return
+    if args.beyond == "slide":
+        # The special tokens with which every text begins stay in the window.
+        rules = model.writing_rules() | rules | {"beginning": len(model.tokenizer.as_prompt([]))}
+        pieces = slide_tokens(model.params, model.config, start, args.max_new_tokens, **rules)
+    else:
+        pieces = new_tokens(model, start, source, count, args.beams, **rules)
+    for piece in pieces:  # [1, n]
+        yield piece[0].tolist()
 
 
-def _rules(model: Model, args: SampleArguments) -> dict[str, Any]:
-    """The settings of the command, as keywords of `beam_search` or of `stream_tokens`."""
-    rules = args.rules(model.tokenizer.encode)
-    if args.stop_strings:
-        rules["tokenizer"] = model.tokenizer
-    if args.beams:
-        return rules | args.search()
-    rules |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    rules["key"] = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
-    return rules
-
-
-def _growing(
-    decode: Callable[[list[int]], str], start: list[int], pieces: Iterator[list[int]]
-) -> Iterator[str]:
-    """What each piece adds to the text of `start`. A character that still lacks bytes waits for the
-    next piece."""
-    tokens, shown = [*start], decode(start)
-    for piece in pieces:
-        tokens += piece
-        text = decode(tokens)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(shown) :]
-            shown = text
-    yield decode(tokens)[len(shown) :]
+def _speculated(
+    model: Model, args: SampleArguments, start: list[int], count: int, rules: dict[str, Any]
+) -> list[int]:
+    """`count` new tokens by speculative decoding, with a draft or by look-up; a note to standard
+    error says how often the model read."""
+    proposer = None
+    if args.draft is not None:
+        loaded = load(args.draft)
+        if loaded.tokenizer is None or (
+            loaded.tokenizer.fingerprint() != model.tokenizer.fingerprint()
+        ):
+            raise ConfigError(
+                f"the draft {args.draft} has another tokenizer than {model.path}: what it proposes"
+                " would be other text. Choose a draft with the same one, or use --lookup."
+            )
+        proposer = (loaded.params, loaded.config)
+    began = time.perf_counter()
+    made = speculate(
+        model.params, model.config, [start], count, draft=proposer, ahead=args.ahead, **rules
+    )
+    tokens = np.asarray(made.tokens)[0].tolist()
+    seconds = time.perf_counter() - began
+    rounds, accepted = int(made.rounds), int(made.accepted)
+    print(
+        f"note: {accepted} of {rounds * args.ahead} proposed tokens are in the text,"
+        f" {accepted / max(rounds, 1):.2f} each time that the model read; {seconds:.2f} s with"
+        " compilation.",
+        file=sys.stderr,
+    )
+    return tokens  # type: ignore[no-any-return]
 
 
 def _converse(model: Model, args: SampleArguments) -> None:
-    """Answers the prompt, or without one every line of standard input, with the turns before it.
-
-    An answer ends with the special token with which the chat template of the tokenizer ends a turn.
-    Raises ConfigError for a model that writes no text, a tokenizer without a template, and a
-    conversation that is longer than the context.
-    """
-    if (model.config.output, model.config.family) != ("language", "decoder"):
-        raise ConfigError(f"{model.path} is no decoder that writes text: leave out --chat.")
-    if args.prompt is not None and not args.prompt.strip():
-        raise ConfigError("the prompt is empty: give --prompt some text.")
-    template, context = ChatTemplate.of(model.tokenizer, today=True), model.context()
+    """Answers the prompt, or without one every line of standard input, with the turns before it. An
+    answer ends with the special token with which the chat template of the tokenizer ends a turn."""
+    template = ChatTemplate.of(model.tokenizer, today=True)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     turns = typed_lines() if args.prompt is None else [args.prompt]
     for number, turn in enumerate(turns):
+        if not turn.strip():
+            raise ConfigError("the prompt is empty: give --prompt some text.")
         messages.append({"role": "user", "content": turn})
-        start, end = template.encode_prompt(messages), template.end_of_turn(messages)
-        check_size(len(start), context - 1, f"before a new token into the context of {context}")
+        start = template.encode_prompt(messages)
+        end = template.end_of_turn(messages)
+        _check_prompt(model, start, [])
         if end is None and not number:
             print(
                 f"note: {template.where} ends an answer without a special token, so it is written"
@@ -258,51 +263,62 @@ def _converse(model: Model, args: SampleArguments) -> None:
         messages.append({"role": ASSISTANT, "content": answer.strip()})
 
 
-def _fill(model: Model, args: SampleArguments) -> None:
-    """Prints the most likely tokens for each [MASK] of the prompt."""
-    row = row_of(model, args.prompt or "", args.pair)
-    masked = np.flatnonzero(row["tokens"] == model.tokenizer.special("mask"))
-    if not masked.size:
-        raise ConfigError("the prompt has no [MASK]: write one in place of each token to predict.")
-    texts = [repr(model.tokenizer.shown(token)) for token in range(model.tokenizer.vocab_size)]
-    for number, probabilities in enumerate(_probabilities(model, row)[masked], 1):
-        _print_likeliest(f"[MASK] {number}", texts, probabilities[: len(texts)])
+def _write_prompts(model: Model, args: SampleArguments, path: Path) -> None:
+    """Prints {"prompt": ..., "text": ...} for each prompt of a file, in its order.
 
-
-def _classify(model: Model, args: SampleArguments) -> None:
-    """Prints the most likely classes of the prompt."""
-    row = row_of(model, args.prompt or "", args.pair)
-    _print_likeliest("class", model.labels, _probabilities(model, row))
-
-
-def _tag(model: Model, args: SampleArguments) -> None:
-    """Prints each word of the prompt with its most likely tag."""
-    words, encoded_words, row = words_of(model, args.prompt or "")
-    tags = _probabilities(model, row)[row["weights"] > 0].argmax(-1)
-    labels = ["(the tokenizer makes no token of it)"] * len(words)
-    for index, tag in zip(encoded_words, tags, strict=True):
-        labels[index] = escaped(model.labels[tag])
-    print("\n".join(aligned([*zip(map(escaped, words), labels, strict=True)])))
-
-
-def _probabilities(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
-    """The predicted probabilities at each token [T, V], or for the row [C]."""
-    types = row["token_types"][None] if "token_types" in row else None
-    logits = jax.jit(forward, static_argnums=1)(
-        model.params, model.config, row["tokens"][None], token_types=types
+    Where a text ends, the next prompt takes its row. A sampled text depends on the seed, its prompt
+    and its place in the file alone."""
+    prompts = _read_prompts(path)
+    starts, sources = [], []
+    for prompt in prompts:
+        start, source = start_of(model, prompt)
+        _check_prompt(model, start, source)
+        starts.append(start)
+        sources.append(source)
+    rules = model.writing_rules() | _rules(model, args)
+    rules |= {"tokenizer": model.tokenizer, "n": args.n}
+    texts = refill(
+        model.params,
+        model.config,
+        starts,
+        args.max_new_tokens,
+        rows=args.rows,
+        sources=sources if model.config.family == "encoder_decoder" else None,
+        **rules,
     )
-    return np.asarray(jax.nn.softmax(logits[0], axis=-1))
+    early = 0
+    waiting: dict[int, list[int]] = {}
+    following = 0
+    for index, tokens in texts:
+        waiting[index] = tokens
+        while following in waiting:  # the texts before it have ended
+            start, made = starts[following], model.before_end(waiting.pop(following))
+            early += len(start) + len(made) == model.context() and len(made) < args.max_new_tokens
+            text = _text_after(model, args, start, made)
+            line = {"prompt": prompts[following], "text": text}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+            following += 1
+    if early:
+        print(
+            f"note: {early} of {len(prompts)} texts end early, where they reach the context of"
+            f" {model.context()}.",
+            file=sys.stderr,
+        )
 
 
-def _print_likeliest(title: str, names: Sequence[str], probabilities: np.ndarray) -> None:
-    print(title)
-    for index in np.argsort(-probabilities, kind="stable")[:SHOWN_CANDIDATES]:
-        print(f"{probabilities[index]:8.1%}  {escaped(names[index])}")
-
-
-ANSWERS: dict[str, Callable[[Model, SampleArguments], None]] = {
-    "language": _write,
-    "masked": _fill,
-    "classes": _classify,
-    "tags": _tag,
-}
+def _read_prompts(path: Path) -> list[str]:
+    """The prompts of a file, without blank lines."""
+    lines = [line for line in read_text(path, PROMPTS_ADVICE).split("\n") if line.strip()]
+    if not lines:
+        raise ConfigError(f"--prompts {path} has no prompt: {PROMPTS_ADVICE}.")
+    if path.suffix != ".jsonl":
+        return [line.rstrip("\r") for line in lines]
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        prompt = parse_object(line, f"{path}, prompt {number}", PROMPTS_ADVICE).get("prompt")
+        if not isinstance(prompt, str):
+            raise ConfigError(
+                f'{path}, prompt {number}, has no "prompt" that is a text: {PROMPTS_ADVICE}.'
+            )
+        prompts.append(prompt)
+    return prompts

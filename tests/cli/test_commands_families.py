@@ -85,7 +85,7 @@ def test_a_decoder_continues_a_prompt_by_the_best_of_its_beams(runs, capsys):
 
 def test_hidden_tokens_are_told_with_their_probabilities(runs, capsys):
     out = printed(
-        capsys, "sample", runs["masked"], "--prompt", "the [MASK] sees a [MASK]", "--pair", "a dog"
+        capsys, "predict", runs["masked"], "--prompt", "the [MASK] sees a [MASK]", "--pair", "a dog"
     )
     before, between, pair = (TOKENIZER.encode(text) for text in ("the", " sees a", "a dog"))
     cls, sep, mask = map(special, ("cls", "sep", "mask"))
@@ -112,7 +112,7 @@ def test_a_text_is_told_its_classes_with_their_probabilities(runs, name, capsys)
         else [*text, TOKENIZER.end_token]
     )
     wanted = shares(runs[name], row)
-    found = dict(leading(printed(capsys, "sample", runs[name], "--prompt", "a small cat")))
+    found = dict(leading(printed(capsys, "predict", runs[name], "--prompt", "a small cat")))
     np.testing.assert_allclose([found[label] for label in LABELS], wanted * 100, atol=0.051)
     assert list(found.values()) == sorted(found.values(), reverse=True)
 
@@ -125,7 +125,7 @@ def test_each_word_is_told_its_tag(runs, capsys):
     tags = shares(runs["tags"], [special("cls"), *itertools.chain(*pieces), special("sep")])[
         first
     ].argmax(-1)
-    out = printed(capsys, "sample", runs["tags"], "--prompt", " ".join(words))
+    out = printed(capsys, "predict", runs["tags"], "--prompt", " ".join(words))
     assert [line.split() for line in out.splitlines()] == [
         [w, LABELS[t]] for w, t in zip(words, tags, strict=True)
     ]
@@ -137,7 +137,7 @@ def test_a_word_of_which_the_tokenizer_makes_nothing_has_no_tag(tmp_path, capsys
     pattern = tokenizers.Regex("\\s*\u200b")
     backend.normalizer = tokenizers.normalizers.Replace(pattern, "")
     made = write_run(tmp_path / "run", "tags", Tokenizer(backend))
-    out = printed(capsys, "sample", made, "--prompt", "the \u200b river")
+    out = printed(capsys, "predict", made, "--prompt", "the \u200b river")
     lines = out.splitlines()
     assert [line.split()[0] for line in lines] == ["the", "\\u200b", "river"]
     assert lines[1].endswith("(the tokenizer makes no token of it)")
@@ -256,24 +256,29 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
         ["encoder_decoder", "--prompt", "zq" * 40],
         ["81 tokens", "64", "shorten"],
     ),
-    "nothing hidden": ("sample", ["masked", "--prompt", "the cat"], ["[MASK]"]),
+    "nothing hidden": ("predict", ["masked", "--prompt", "the cat"], ["[MASK]"]),
     "an encoder that should write": (
         "sample",
         ["masked", "--prompt", "a", "--beams", "3"],
-        ["'masked'", "--beams"],
+        ["'masked'", "jaxformer predict"],
+    ),
+    "a decoder that should predict": (
+        "predict",
+        ["decoder", "--prompt", "a"],
+        ["'language'", "jaxformer sample"],
     ),
     "a second text for a decoder": (
-        "sample",
-        ["decoder", "--prompt", "a", "--pair", "b"],
+        "predict",
+        ["decoder classes", "--prompt", "a", "--pair", "b"],
         ["--pair", "'decoder'"],
     ),
-    "an empty text to classify": ("sample", ["classes", "--prompt", ""], ["empty"]),
+    "an empty text to classify": ("predict", ["classes", "--prompt", ""], ["empty"]),
     "a text to classify that is too long": (
-        "sample",
+        "predict",
         ["classes", "--prompt", "zq" * 40],
         ["82 tokens", "32"],
     ),
-    "no words to tag": ("sample", ["tags", "--prompt", " "], ["empty"]),
+    "no words to tag": ("predict", ["tags", "--prompt", " "], ["empty"]),
     "beams below none": ("sample", ["decoder", "--prompt", "a", "--beams", "-1"], ["beams=-1"]),
     "a rule for no translations": (
         "evaluate",

@@ -3,8 +3,6 @@
 import contextlib
 import io
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +12,6 @@ from tiny_run import reference
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.cli.arguments import SampleArguments
-from jaxformer.cli.sample import _require_slide
 from jaxformer.generation.decode import stream_tokens
 from jaxformer.generation.slide import slide_tokens
 
@@ -116,23 +112,6 @@ def test_sliding_goes_on_seamlessly_from_where_the_text_is_cut(endless: tuple[st
     cut, _ = written(*endless, "--max_new_tokens", "200")
     long, said = written(*endless, "--max_new_tokens", "200", "--beyond", "slide")
     assert said == "" and long.startswith(cut.rstrip("\n")) and len(long) > 2 * len(cut)
-
-
-@pytest.mark.parametrize(
-    "settings, beams, reason",
-    [
-        ({}, 3, "--beams"),
-        ({"family": "encoder_decoder"}, 0, "family='encoder_decoder'"),
-        ({"head": "classes", "n_classes": 2}, 0, "writes no text"),
-    ],
-)
-def test_what_cannot_slide_is_refused_with_the_reason(
-    settings: dict[str, Any], beams: int, reason: str
-) -> None:
-    model = SimpleNamespace(config=jf.ModelConfig(vocab_size=9, **settings))
-    asked = SampleArguments(path=Path("runs/a"), beams=beams, beyond="slide")
-    with pytest.raises(jf.ConfigError, match=rf"--beyond slide.*{reason}"):
-        _require_slide(model, asked)
 
 
 def test_the_command_refuses_to_slide_a_beam_search(endless: tuple[str, ...]) -> None:

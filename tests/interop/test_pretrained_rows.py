@@ -10,7 +10,7 @@ from corpora import cut_rows, template_of
 from pretrained_tokenizers import TEXTS, saved
 from tokenizers import Tokenizer as Backend
 
-from jaxformer.cli.sample import _growing
+from jaxformer.cli.sample import growing_text
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.data.answer_templates import SFTTemplate
@@ -111,5 +111,5 @@ def test_what_is_written_after_a_prompt_keeps_its_space() -> None:
     tokenizer = Tokenizer.load(saved("llama2"))
     ids = tokenizer.encode("the cat sat")
     start, rest = tokenizer.as_prompt(ids[:2]), ids[2:]
-    written = "".join(_growing(tokenizer.decode, start, iter([[token] for token in rest])))
+    written = "".join(growing_text(tokenizer, start, iter([[token] for token in rest])))
     assert tokenizer.decode(start) + written == "the cat sat"

@@ -121,7 +121,7 @@ def runs(tmp_path_factory):
 
 def test_the_command_prints_the_vectors_of_texts(runs, capsys, monkeypatch, tmp_path):
     texts = ["the cat", "a small dog by the river"]
-    line = ["sample", runs["masked"], "--embed"]
+    line = ["embed", runs["masked"]]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
     lines = [json.loads(entry) for entry in printed(capsys, *line).splitlines()]
     assert [entry["text"] for entry in lines] == texts
@@ -139,14 +139,9 @@ def test_the_command_prints_the_vectors_of_texts(runs, capsys, monkeypatch, tmp_
     np.testing.assert_allclose(written, [entry["vector"] for entry in lines], atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--embed", "--prompt", "a cat", "--beams", "3"], "leave out --chat, --beams"),
-        (["--embed", "--prompt", "a cat", "--output", "v.txt"], "name it .npy"),
-        (["--prompt", "a cat", "--output", "v.npy"], "add --embed"),
-    ],
-)
-def test_mistakes_of_the_command_are_named(runs, options, message, capsys):
-    assert main(["sample", str(runs["masked"]), *options]) == 2
-    assert message in capsys.readouterr().err
+def test_a_file_that_is_no_numpy_is_refused(runs, capsys):
+    line = ["embed", str(runs["masked"]), "--prompt", "a cat", "--output"]
+    assert main([*line, "v.txt"]) == 2
+    assert "name it .npy" in capsys.readouterr().err
+    assert main([*line, "none/v.npy"]) == 2
+    assert "there is no directory none" in capsys.readouterr().err

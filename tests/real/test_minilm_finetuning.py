@@ -54,7 +54,7 @@ def test_fine_tuning_beats_the_same_steps_from_scratch(folder, capsys):
     capsys.readouterr()
     vectors = []
     for text in TEXTS:
-        assert main(["sample", str(folder / "tuned"), "--embed", "--prompt", text]) == 0
+        assert main(["embed", str(folder / "tuned"), "--prompt", text]) == 0
         vectors.append(json.loads(capsys.readouterr().out.splitlines()[-1])["vector"])
     cosines = np.array(vectors) @ np.array(vectors).T
     np.testing.assert_allclose(np.diag(cosines), 1, atol=1e-5)
