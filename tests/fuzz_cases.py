@@ -77,7 +77,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "prepare": (["prepare", "tiny.py"], ["output", "shard"]),
     "sample": (
         ["sample", "run", "--prompt", "the cat", "--max_new_tokens", "4"],
-        *[["prompt", "pair", "max_new_tokens", "beyond", "temperature", "top_k", "top_p", "beams"]],
+        *[["prompt", "max_new_tokens", "beyond", "temperature", "top_k", "top_p", "beams"]],
     ),
     "sample more": (
         ["sample", "hf", "--prompt", "a", "--max_new_tokens", "2"],

@@ -21,15 +21,21 @@ from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
 
-# Prompts of the command that is suggested at the end, by head.
-EXAMPLE_PROMPTS = {"masked": "Once [MASK] a time"}
+# The command that is suggested at the end for heads that do not write text, with its prompt.
+SUGGESTED = {
+    "masked": ("predict", "Once [MASK] a time"),
+    "classes": ("predict", "Once"),
+    "tags": ("predict", "Once"),
+    "none": ("embed", "Once"),
+}
 
 
 def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float) -> str:
     """Plots the losses of a run, and returns what is printed at its end."""
     run, bits = setup.run.run, last.get("val_bits_per_byte")
     chat = " --chat" if setup.run.data.messages_field else ""
-    prompt = run.sample_prompt or EXAMPLE_PROMPTS.get(setup.run.model.output, "Once")
+    command, prompt = SUGGESTED.get(setup.run.model.output, ("sample", "Once"))
+    prompt = run.sample_prompt or prompt
     end = closing(
         seconds=seconds,
         results=_results(last),
@@ -37,7 +43,7 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
         gzip_bits_per_byte=gzip_bits_per_byte(setup.corpus.validation_text()) if bits else None,
         sample=_sample(run, setup.model, setup.corpus.tokenizer, params),
         run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
-        next_command=f'jaxformer sample {run.dir}{chat} --prompt "{prompt}"',
+        next_command=f'jaxformer {command} {run.dir}{chat} --prompt "{prompt}"',
     )
     paragraphs = [*_profile(run.profile, profile_dir(run.dir)), end]
     if jax.process_count() > 1 and run.sample_tokens and setup.run.model.output == "language":

@@ -148,11 +148,11 @@ COMMANDS = {
         ["evaluate", "--data.validation", "text.txt"],
     ),
     "masked": (
-        ["sample", "--prompt", "the [MASK] sees"],
+        ["predict", "--prompt", "the [MASK] sees"],
         ["evaluate", "--data.validation", "text.txt"],
     ),
     "classes": (
-        ["sample", "--prompt", "good fine"],
+        ["predict", "--prompt", "good fine"],
         ["evaluate", "--data.validation", "labelled.tsv"],
     ),
     "pairs": (
@@ -163,7 +163,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sample_evaluate_and_attention_say_of_a_directory_what_they_say_of_the_run(base, kind):
+def test_commands_say_of_a_directory_what_they_say_of_the_run(base, kind):
     here, there = made(base, kind)
     for name, *options in COMMANDS[kind]:
         options = [
