@@ -39,6 +39,7 @@ WRITTEN_NAMES = (
     "rollbacks.json",
     *TOKENIZER_FILES,
     "*.tmp",
+    ".model-drafts-*",
 )
 SIZE_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
