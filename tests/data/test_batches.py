@@ -177,11 +177,9 @@ def test_text_that_is_too_short_is_one_message() -> None:
     with stored([7]) as made:
         # Held-out text may be shorter than a row.
         short = list(evaluation_batches(made, data(20, "documents"), 2))
-        assert (
-            len(short) == 1
-            and short[0]["weights"].sum() == 7
-            and short[0]["segment_ids"].sum() == 7
-        )
+        assert len(short) == 1
+        assert short[0]["weights"].sum() == 7
+        assert short[0]["segment_ids"].sum() == 7
         made.tokens = 1
         with pytest.raises(ConfigError, match="has 1 tokens: at least 2"):
             evaluation_batches(made, data(8), 1)

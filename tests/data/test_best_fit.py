@@ -114,12 +114,10 @@ def test_a_row_of_masks_holds_whole_documents(tmp_path: Path) -> None:
         [257, *b"klmnopqr", 256, 258, 0, 0, 0],
         [257, *b"abcdefg", 256, *b"hij", 256, 258],
     ]
-    assert rows[1]["segment_ids"].tolist() == [1] * 9 + [2] * 5 and rows.filled == pytest.approx(
-        (21 / 24 * 12 + 2) / 14
-    )
+    assert rows[1]["segment_ids"].tolist() == [1] * 9 + [2] * 5
+    assert rows.filled == pytest.approx((21 / 24 * 12 + 2) / 14)
     single = cut_rows(
         MaskedRows, made, replace(run, data=replace(run.data, sequence_length=100)), tokenizer
     )
-    assert len(single) == 1 and single[0]["segment_ids"].tolist()[:24] == [1] * 9 + [2] * 4 + [
-        3
-    ] * 10 + [0]
+    assert len(single) == 1
+    assert single[0]["segment_ids"].tolist()[:24] == [1] * 9 + [2] * 4 + [3] * 10 + [0]

@@ -272,10 +272,8 @@ def test_a_data_set_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.M
         assert (
             texts(f"datasets:{root}/{name}") == texts(f"datasets:{root}/{name}:train") == expected
         )
-    assert (
-        texts(f"datasets:{root}/several:test") == expected[:2]
-        and texts(f"datasets:{root}/files:default:test") == expected[:3]
-    )
+    assert texts(f"datasets:{root}/several:test") == expected[:2]
+    assert texts(f"datasets:{root}/files:default:test") == expected[:3]
     fields = (
         RecordField("data.text_field", "text", "text"),
         RecordField("data.label_field", "n", "label"),

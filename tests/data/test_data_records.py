@@ -61,10 +61,8 @@ def test_every_format_gives_the_same_records(tmp_path: Path) -> None:
 def test_blank_lines_are_no_records_but_blank_fields_are(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n  \n{"source": "", "target": "a"}\n\t\n')
     (tmp_path / "a.tsv").write_text("source\ttarget\n\n  \n\ta\n\t\n")
-    assert records(tmp_path / "a.jsonl") == [("", "a")] and records(tmp_path / "a.tsv") == [
-        ("", "a"),
-        ("", ""),
-    ]
+    assert records(tmp_path / "a.jsonl") == [("", "a")]
+    assert records(tmp_path / "a.tsv") == [("", "a"), ("", "")]
 
 
 def test_words_and_tags_are_lists_or_apart_by_spaces(tmp_path: Path) -> None:
@@ -202,15 +200,10 @@ def test_what_is_kept_is_found_again_only_for_the_same_records_and_objective(
 def test_only_answers_are_learnt(tmp_path: Path) -> None:
     run = run_of("decoder", objective="sft", sequence_length=16)
     row, _, said = one_row(tmp_path, run, [{"source": "abc", "target": "xy"}])
-    assert row["tokens"].tolist() == [*b"abcxy", *[0] * 11] and row["targets"].tolist() == [
-        *b"bcxy",
-        END,
-        *[0] * 11,
-    ]
-    assert (
-        row["weights"].tolist() == [0, 0, 1, 1, 1, *[0] * 11]
-        and row["segment_ids"].tolist() == [1] * 5 + [0] * 11
-    )
+    assert row["tokens"].tolist() == [*b"abcxy", *[0] * 11]
+    assert row["targets"].tolist() == [*b"bcxy", END, *[0] * 11]
+    assert row["weights"].tolist() == [0, 0, 1, 1, 1, *[0] * 11]
+    assert row["segment_ids"].tolist() == [1] * 5 + [0] * 11
     run = run_of("decoder", objective="sft", sequence_length=16, cut="end")
     row, _, said = one_row(tmp_path, run, [{"source": "a" * 14, "target": "xyz"}])
     assert row["targets"].tolist() == [*b"a" * 13, *b"xyz"] and row["weights"].sum() == 3
@@ -225,20 +218,17 @@ def test_a_text_to_classify_is_framed_as_in_bert(tmp_path: Path) -> None:
     ]
     run = run_of("encoder", "classes", sequence_length=12)
     row, labels, _ = one_row(tmp_path, run, lines)
-    assert (
-        labels == ("9", "10") and row["targets"].tolist() == [1] and row["weights"].tolist() == [1]
-    )
-    assert (
-        row["tokens"].tolist() == [cls, *b"abcdefgh", sep, 0, 0]
-        and row["segment_ids"].tolist() == [1] * 10 + [0] * 2
-    )
+    assert labels == ("9", "10")
+    assert row["targets"].tolist() == [1]
+    assert row["weights"].tolist() == [1]
+    assert row["tokens"].tolist() == [cls, *b"abcdefgh", sep, 0, 0]
+    assert row["segment_ids"].tolist() == [1] * 10 + [0] * 2
     run = run_of("encoder", "classes", sequence_length=12, pair_field="other")
     row, _, said = one_row(tmp_path, run, lines)
     # The longer of the two is cut.
     assert row["tokens"].tolist() == [cls, *b"abcdefg", sep, *b"xy", sep]
-    assert row["token_types"].tolist() == [0] * 9 + [1] * 3 and any(
-        "1 of 2 examples" in line for line in said
-    )
+    assert row["token_types"].tolist() == [0] * 9 + [1] * 3
+    assert any("1 of 2 examples" in line for line in said)
     row, _, _ = one_row(tmp_path, run_of("decoder", "classes", sequence_length=12), lines)
     assert row["tokens"].tolist() == [*b"abcdefgh", END, 0, 0, 0] and "token_types" not in row
 
@@ -254,9 +244,8 @@ def test_a_words_tag_is_learnt_on_its_first_piece(tmp_path: Path) -> None:
     assert row["tokens"].tolist()[:9] == [token for index in order for token in frames[index]]
     assert row["weights"].tolist()[:9] == [weight for index in order for weight in told[index]]
     assert row["targets"].tolist()[:9] == [tag for index in order for tag in tags[index]]
-    assert not row["weights"][9:].any() and sorted(
-        Counter(row["segment_ids"].tolist()).values()
-    ) == [3, 6, 7]
+    assert not row["weights"][9:].any()
+    assert sorted(Counter(row["segment_ids"].tolist()).values()) == [3, 6, 7]
 
 
 def test_labels_have_one_order_and_an_unknown_one_is_named(tmp_path: Path) -> None:
@@ -274,10 +263,8 @@ def test_labels_have_one_order_and_an_unknown_one_is_named(tmp_path: Path) -> No
     ):
         prepare(run)
     corpus = prepare(run, labels=("c", "b", "a"))  # those of a model that has learned them
-    assert [int(corpus.train[row]["targets"][0]) for row in range(2)] == [
-        2,
-        1,
-    ] and corpus.labels == ("c", "b", "a")
+    assert [int(corpus.train[row]["targets"][0]) for row in range(2)] == [2, 1]
+    assert corpus.labels == ("c", "b", "a")
 
 
 def test_examples_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

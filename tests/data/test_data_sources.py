@@ -275,11 +275,9 @@ def test_the_end_held_out_and_the_rest_are_the_whole_text(
     train, held_out = (list(side.pieces()) for side in sides)
     before, after = ("".join(piece.text for piece in side) for side in (train, held_out))
     text = "".join(parts)
-    assert (
-        text.startswith(before)
-        and text.endswith(after)
-        and len(before) + len(after) >= len(text) - 1
-    )
+    assert text.startswith(before)
+    assert text.endswith(after)
+    assert len(before) + len(after) >= len(text) - 1
     assert abs(len(before.encode()) - size * (1 - fraction)) < 4
 
 
@@ -291,9 +289,9 @@ def test_many_documents_are_chosen_by_hash_and_stay_where_they_are(tmp_path: Pat
         found = scan(source, tmp_path / f"cache{count}")
         sides = [Split(source, found, side, 0.1) for side in ("train", "validation")]
         train, held_out = (set(documents(side.pieces())) for side in sides)
-        assert (
-            sides[0].by_document and not train & held_out and train | held_out == set(texts[:count])
-        )
+        assert sides[0].by_document
+        assert not train & held_out
+        assert train | held_out == set(texts[:count])
         assert sides[0].identity() != sides[1].identity()
         chosen.append(held_out)
     assert chosen[0] == chosen[1] & set(texts[:300]) and 10 < len(chosen[0]) < 60

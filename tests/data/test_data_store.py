@@ -77,10 +77,8 @@ def test_the_store_is_the_documents_one_after_the_other(
         )
         start = data.draw(st.integers(0, len(expected)))
         stop = data.draw(st.integers(start, len(expected) + 5))
-        assert (
-            made.read(start, stop).tolist() == expected[start:stop]
-            and made.read(start, stop).dtype == np.int32
-        )
+        assert made.read(start, stop).tolist() == expected[start:stop]
+        assert made.read(start, stop).dtype == np.int32
         assert made.boundaries(start, stop).tolist() == [
             place for place in begins if start < place < stop
         ]
@@ -189,9 +187,8 @@ def test_the_sides_of_a_store_are_its_documents_each_on_one_side(
             ]
         before, after = (whole.cut(fraction, after) for after in (False, True))
         both = [*before.read(0, before.tokens), *after.read(0, after.tokens)]
-        assert (
-            both == whole.read(0, whole.tokens).tolist() and before.fingerprint != after.fingerprint
-        )
+        assert both == whole.read(0, whole.tokens).tolist()
+        assert before.fingerprint != after.fingerprint
         begins = [0, *whole.ends().tolist()]
         assert [*before.ends(), *(after.ends() + before.tokens)] == sorted(
             {*begins[1:], before.tokens} - {0}
@@ -313,12 +310,10 @@ TEXT = "<|endoftext|>".join(TALES)
 def test_prepare_makes_everything_once_and_then_finds_it(tmp_path: Path) -> None:
     said: list[str] = []
     first = prepare(run_of(tmp_path, TEXT), said.append)
-    assert (
-        any("training" in line for line in said) and sum("tokenizing" in line for line in said) == 1
-    )
-    assert (
-        first.validation is not None and first.train.documents + first.validation.documents == 300
-    )
+    assert any("training" in line for line in said)
+    assert sum("tokenizing" in line for line in said) == 1
+    assert first.validation is not None
+    assert first.train.documents + first.validation.documents == 300
     assert first.tokenizer.decode(_text(first.validation).store.read(0, 9_999)) == "".join(
         first.validation_text()
     )
@@ -326,13 +321,10 @@ def test_prepare_makes_everything_once_and_then_finds_it(tmp_path: Path) -> None
     assert first.validation.bytes == len("".join(first.validation_text()))
     said.clear()
     again = prepare(run_of(tmp_path), said.append)
-    assert sum("reusing" in line for line in said) == 2 and not any(
-        "ing 1" in line or "training" in line for line in said
-    )
-    assert (
-        again.train.fingerprint == first.train.fingerprint
-        and again.tokenizer.fingerprint() == first.tokenizer.fingerprint()
-    )
+    assert sum("reusing" in line for line in said) == 2
+    assert not any("ing 1" in line or "training" in line for line in said)
+    assert again.train.fingerprint == first.train.fingerprint
+    assert again.tokenizer.fingerprint() == first.tokenizer.fingerprint()
 
 
 def test_changed_text_makes_a_new_store_and_compressing_it_does_not(tmp_path: Path) -> None:
@@ -395,9 +387,9 @@ def test_validation_can_be_a_source_of_its_own_or_nothing(tmp_path: Path) -> Non
     assert made.train.documents == 300 and "".join(made.validation_text()) == "another text"
     assert made.validation is not None and made.validation.documents == 1
     made = prepare(replace(run, data=replace(run.data, validation_fraction=0.0)))
-    assert (
-        made.train.documents == 300 and made.validation is None and not list(made.validation_text())
-    )
+    assert made.train.documents == 300
+    assert made.validation is None
+    assert not list(made.validation_text())
 
 
 def test_characters_of_held_out_text_are_known_too(tmp_path: Path) -> None:

@@ -127,9 +127,8 @@ def test_without_weights_every_row_is_read_as_often_and_epochs_are_times_of_that
     assert np.unique(found, axis=0).shape == (100, 2)
     found = drawn(*mixed([30, 10], epochs="1 4"), batch_size=7, steps=10)
     rows, times = np.unique(found, axis=0, return_counts=True)
-    assert (
-        times[rows[:, 0] == 0].tolist() == [1] * 30 and times[rows[:, 0] == 1].tolist() == [4] * 10
-    )
+    assert times[rows[:, 0] == 0].tolist() == [1] * 30
+    assert times[rows[:, 0] == 1].tolist() == [4] * 10
     assert [each.epochs for each in mixed([30, 10], epochs="1 4")[0].shares(10, 7)] == [1, 4]
 
 
@@ -159,14 +158,11 @@ def test_evaluation_reads_each_source_once_one_after_the_other() -> None:
         alone = [
             token for part in parts for token in targets([*evaluation_batches(part, config, 3)])
         ]
-        assert targets([*evaluation_batches(mixture, config, 3)]) == alone and len(mixture) == sum(
-            map(len, parts)
-        )
-        assert (
-            mixture.tokens == left.tokens + right.tokens
-            and mixture.documents == 5
-            and mixture.bytes == 34 + 27
-        )
+        assert targets([*evaluation_batches(mixture, config, 3)]) == alone
+        assert len(mixture) == sum(map(len, parts))
+        assert mixture.tokens == left.tokens + right.tokens
+        assert mixture.documents == 5
+        assert mixture.bytes == 34 + 27
         assert mixture.fingerprint == f"{left.fingerprint}+{right.fingerprint}"
 
 

@@ -1,23 +1,28 @@
 """Text tokenized beforehand: in one go, by the tasks of a job array, and as a directory that is
-trained on in its place."""
+trained on in its place; what goes wrong is told before the work where it can be."""
 
+import errno
 import itertools
 import json
+import os
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from corpora import prepare, prepare_share, prepare_text
 
 from jaxformer.cli import main
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batches, splits, tokenizing
-from jaxformer.data.sources import Source
+from jaxformer.data import Batches, TokenStore, open_or_build, preparing, splits, tokenizing
+from jaxformer.data.sources import Piece, Source
 from jaxformer.files import ConfigError
 from jaxformer.runs.config import load_config
 from jaxformer.runs.resolve import with_sizes
+from jaxformer.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 BYTES = TokenizerConfig(kind="bytes")
@@ -59,6 +64,24 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(kept)}
 
 
+def line(folder: Path, *more: str) -> list[str]:
+    """`jaxformer prepare` on a text, by bytes."""
+    text = folder / "text"
+    train = str(text if text.exists() else written(folder))
+    settings = ["--data.train", train, "--data.cache_dir", str(folder / "cache")]
+    config = str(ROOT / "configs" / "quickstart.py")
+    return ["prepare", config, *settings, "--tokenizer.kind", "bytes", *more]
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """The one message of a call that ends with status 2."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    return " ".join(told.split())
+
+
 def test_what_is_prepared_is_found_by_training(tmp_path: Path) -> None:
     run = run_of(tmp_path, str(written(tmp_path)), TokenizerConfig(vocab_size=300))
     summary = prepare_text(run, None, False, quiet)
@@ -66,26 +89,16 @@ def test_what_is_prepared_is_found_by_training(tmp_path: Path) -> None:
     corpus = prepare(run, said.append)
     assert not any("tokenizing" in line or "training" in line or "reading" in line for line in said)
     assert corpus.validation is not None
-    assert (
-        summary[0].tokens == corpus.train.tokens + corpus.validation.tokens
-        and summary[0].documents == 180
-    )
+    assert summary[0].tokens == corpus.train.tokens + corpus.validation.tokens
+    assert summary[0].documents == 180
 
 
 def test_facts_of_a_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     texts = ["ab", "abcdé", "a"]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) + "no record\n")
-    line = [
-        "prepare",
-        str(ROOT / "configs" / "quickstart.py"),
-        "--data.train",
-        str(path),
-        "--tokenizer.kind",
-        "bytes",
-    ]
-    line += ["--data.cache_dir", str(tmp_path / "cache"), "--data.malformed", "skip"]
-    assert main(line) == 0
+    settings = ["--data.train", str(path), "--data.malformed", "skip"]
+    assert main(line(tmp_path, *settings)) == 0
     told = capsys.readouterr().out
     assert "3 documents, 12 tokens, 1.000 bytes per token, longest document 7 tokens" in told
     assert f"{path}, line 4" in told and ": 1, the first" in told
@@ -185,8 +198,6 @@ def other_format(folder: Path) -> None:
 
 
 def other_tokenizer(folder: Path) -> None:
-    from jaxformer.tokenizer import byte_tokenizer
-
     byte_tokenizer(["<|mine|>"]).save(folder)
 
 
@@ -228,50 +239,57 @@ def test_a_prepared_directory_that_cannot_be_used_is_one_message(
 
 
 def test_verifying_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import os
-
-    line = [
-        "prepare",
-        str(ROOT / "configs" / "quickstart.py"),
-        "--data.train",
-        str(written(tmp_path)),
-    ]
-    line += ["--data.cache_dir", str(tmp_path / "cache"), "--tokenizer.kind", "bytes"]
-    assert main(line) == 0 and main([*line, "--verify"]) == 0
+    arguments = line(tmp_path)
+    assert "1 of 1 parts are not prepared" in refused(capsys, [*arguments, "--verify"])
+    assert main(arguments) == 0 and main([*arguments, "--verify"]) == 0
     path = next(tmp_path.rglob("*.tokens"))
     time = path.stat().st_mtime_ns
     path.write_bytes(b"\1" + path.read_bytes()[1:])
     os.utime(path, ns=(time, time))
-    assert main(line) == 0 and main([*line, "--verify"]) == 2
-    assert f"{path} was altered" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert f"{path} was altered" in refused(capsys, [*arguments, "--verify"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shard", "3/3"], "--shard '3/3' must be I/N"),
-        (["--shard", "0/2", "--tokenizer.kind", "bpe"], "and set tokenizer.path"),
-        (["--shard", "0/2", "--verify"], "--verify reads the shards of all tasks"),
-        (["--data.objective", "sft"], "reads records"),
-        (["--data.weights", "1 2"], "data.weights"),
-        (["--data.train", "none.txt"], "none.txt"),
-        (["--data.train", " ; "], "data.train names no source"),
-        (["--outpt", "x"], "outpt"),
-    ],
-)
+SHARE = ["--shard", "0/2"]
+# Arguments, in which {} is a folder with a prepared directory, a file and a run, and the words of
+# the message.
+REFUSED = [
+    (["--shard", "3/3"], "--shard '3/3' must be I/N"),
+    ([*SHARE, "--tokenizer.kind", "bpe"], "and set tokenizer.path"),
+    ([*SHARE, "--verify"], "--verify reads the shards of all tasks"),
+    ([*SHARE, "--data.weights", "1 2"], "data.weights='1 2'"),
+    ([*SHARE, "--model.vocab_size", "256"], "is less than the tokenizer's 257 entries"),
+    (["--data.objective", "sft"], "reads records"),
+    (["--data.train", "none.txt"], "none.txt"),
+    (["--data.train", " ; "], "data.train names no source"),
+    (["--outpt", "x"], "outpt"),
+    (["--output", "{}/file"], "file cannot be used (File exists): name one that is new"),
+    ([*SHARE, "--output", "{}/file/below"], "below cannot be used (Not a directory)"),
+    (["--output", "{}/run"], "run holds other things (tokenizer.json): name one that is new"),
+    ([*SHARE, "--output", "{}/text"], "text holds other things (0.jsonl, 1.jsonl, 2.jsonl)"),
+    (["--output", " "], "--output is empty: name a directory"),
+    (
+        ["--data.train", "{}/first; {}/text", "--output", "{}/new"],
+        "first, of data.train, holds tok",
+    ),
+    ([*SHARE, "--data.train", "{}/first", "--output", "{}/new"], "first, of data.train, holds to"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_a_line_that_cannot_work_is_one_message(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = [
-        "prepare",
-        str(ROOT / "configs" / "quickstart.py"),
-        "--data.train",
-        str(written(tmp_path)),
-    ]
-    line += ["--data.cache_dir", str(tmp_path / "cache"), "--tokenizer.kind", "bytes"]
-    assert main([*line, *arguments]) == 2
-    told = capsys.readouterr().err
-    assert message in told and "Traceback" not in told
+    arguments, message = REFUSED[case]
+    (tmp_path / "file").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tokenizer.json").write_text("mine")
+    if "{}/new" in arguments:
+        assert main(line(tmp_path, "--output", f"{tmp_path}/first")) == 0
+    named = [argument.replace("{}", str(tmp_path)) for argument in arguments]
+    assert message in refused(capsys, line(tmp_path, *named))
+    assert not (tmp_path / "cache").exists() or "{}/new" in arguments
+    assert (tmp_path / "run" / "tokenizer.json").read_text() == "mine"
 
 
 def test_a_last_call_on_another_machine_reads_no_text_again(tmp_path: Path) -> None:
@@ -283,9 +301,9 @@ def test_a_last_call_on_another_machine_reads_no_text_again(tmp_path: Path) -> N
     assert not any("reading" in line or "tokenizing" in line for line in said)
 
 
-@pytest.mark.parametrize("size", [300])
-def test_a_model_has_the_vocabulary_of_what_was_prepared(size: int, tmp_path: Path) -> None:
+def test_a_model_has_the_vocabulary_of_what_was_prepared(tmp_path: Path) -> None:
     """Whatever tokenizer.vocab_size says, which is of a tokenizer that is trained."""
+    size = 300
     text = " ".join(f"{number:b}x{number:o}" for number in range(20_000))
     (tmp_path / "a.txt").write_text(text)
     run = run_of(tmp_path, str(tmp_path / "a.txt"), TokenizerConfig(vocab_size=size))
@@ -333,3 +351,89 @@ def test_what_tasks_made_is_not_trained_on_before_it_is_joined(tmp_path: Path) -
         match=r"data\.train: .*out is prepared in part: run the line .* without --shard",
     ):
         prepare(run_of(tmp_path, str(tmp_path / "out")))
+
+
+def test_files_without_text_are_units_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
+    text = written(tmp_path, files=2)
+    (text / "0a.jsonl").touch()
+    (text / "0b.txt").write_text(" \n<|endoftext|>\n")
+    run = run_of(tmp_path, str(text))
+    summary = prepare_text(run, None, False, quiet)
+    said: list[str] = []
+    assert summary[0].documents == 60 and prepare_text(run, None, False, said.append) == summary
+    assert not any("tokeniz" in told for told in said)
+    prepare_text(run, tmp_path / "out", False, quiet)
+    shutil.rmtree(text)
+    assert (
+        prepare_text(run_of(tmp_path, str(tmp_path / "out")), None, True, quiet)[0].documents == 60
+    )
+
+
+def test_a_full_disk_is_one_message_and_the_work_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = line(tmp_path, "--output", str(tmp_path / "out"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        told = refused(capsys, arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (
+        "00000.tokens cannot be written (File too large): make room, or choose another path" in told
+    )
+    assert not list(tmp_path.rglob("*.tmp")) and main(arguments) == 0
+
+
+def test_a_copied_store_on_a_disk_that_cannot_be_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*paths: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    prepare_text(run_of(tmp_path, str(written(tmp_path))), tmp_path / "first", False, quiet)
+    shutil.copytree(tmp_path / "first", tmp_path / "second", copy_function=shutil.copyfile)
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, read_only)
+    assert prepare(run_of(tmp_path, str(tmp_path / "second"))).train.documents
+    with pytest.raises(
+        ConfigError, match=r"00000\.tokens cannot be written \(Read-only file system\)"
+    ):
+        open_or_build(tmp_path / "third", lambda: [Piece("a", "0", True)], byte_tokenizer())
+
+
+def test_files_that_change_while_they_are_read_leave_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = written(tmp_path, files=2)
+    run, store_of = run_of(tmp_path, str(text)), preparing.StoreFolder.store_of
+
+    def changed_before(*arguments: Any, **named: Any) -> TokenStore:
+        with open(text / "1.jsonl", "a") as file:
+            file.write(json.dumps({"text": "one more"}) + "\n")
+        return store_of(*arguments, **named)
+
+    monkeypatch.setattr(preparing.StoreFolder, "store_of", changed_before)
+    with pytest.raises(ConfigError, match="its files changed while they were tokenized"):
+        prepare_text(run, None, False, quiet)
+    assert not list((tmp_path / "cache" / "stores").iterdir())
+    monkeypatch.undo()
+    assert prepare_text(run, None, False, quiet)[0].documents == 61
+
+
+def test_a_directory_prepared_without_text_for_validation_is_none(tmp_path: Path) -> None:
+    text, out = written(tmp_path), str(tmp_path / "out")
+    prepare_text(run_of(tmp_path, f"{text}/0.jsonl"), Path(out), False, quiet)
+    with pytest.raises(
+        ConfigError, match=r"data\.validation: .*out was prepared without text for validation"
+    ):
+        prepare(run_of(tmp_path, str(text), validation=out))
+
+
+def test_a_manifest_beside_text_is_none_of_ours(tmp_path: Path) -> None:
+    text = written(tmp_path)
+    (text / "manifest.json").write_text('{"version": 2, "files": []}')
+    assert prepare_text(run_of(tmp_path, str(text)), None, False, quiet)[0].documents == 180

@@ -53,10 +53,8 @@ def test_each_side_of_each_fraction_has_its_own_fingerprint(tmp_path: Path) -> N
 def test_a_cut_counts_the_documents_that_it_parts_and_the_bytes_by_tokens(tmp_path: Path) -> None:
     whole = built(tmp_path)
     before, after = whole.cut(0.5, after=False), whole.cut(0.5, after=True)
-    assert (before.tokens, after.tokens) == (99, 101) and (before.documents, after.documents) == (
-        10,
-        11,
-    )
+    assert (before.tokens, after.tokens) == (99, 101)
+    assert (before.documents, after.documents) == (10, 11)
     assert (before.bytes, after.bytes) == (round(180 * 99 / 200), round(180 * 101 / 200))
 
 
@@ -76,10 +74,8 @@ def test_a_store_of_more_shards_than_files_may_be_open_is_read(
         whole = built(tmp_path, 150)
         side = whole.held_out(0.9)
         assert [*side.ends()] == [10 * number for number in range(1, 136)]
-        assert (
-            side.read(0, 1350).tolist() == whole.read(0, 1350).tolist()
-            and len(side.boundaries(0, 1350)) == 134
-        )
+        assert side.read(0, 1350).tolist() == whole.read(0, 1350).tolist()
+        assert len(side.boundaries(0, 1350)) == 134
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
