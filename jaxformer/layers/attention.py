@@ -22,7 +22,7 @@ from jaxformer.layers.capture import Captures
 from jaxformer.layers.dot_product import attention_weights, weighted_values
 from jaxformer.layers.kernels import attend
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
-from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
+from jaxformer.layers.masks import Scoring, TokenLayout
 from jaxformer.layers.norm import layer_norm, rms_norm, scale_of, scale_spec
 from jaxformer.layers.output import Aux, Output
 from jaxformer.layers.positions import rotate, tempered
@@ -50,25 +50,18 @@ def attention_specs(config: ModelConfig) -> Specs:
         specs["v_bias"] = Spec((k, w), key, zeros)
     if "out" in config.biased:
         specs["out_bias"] = Spec((d,), ("residual",), zeros)
-    specs |= _norm_specs(config)
+    if config.query_key_norm == "layer":
+        specs["q_norm"] = Spec((n, h), query, ones)
+        specs["k_norm"] = Spec((k, h), key, ones)
+    elif config.query_key_norm == "head":
+        specs["q_norm"] = scale_spec(config, (h,))
+        specs["k_norm"] = scale_spec(config, (h,))
+    elif config.query_key_norm == "width":
+        specs["q_norm"] = scale_spec(config, (n * h,))
+        specs["k_norm"] = scale_spec(config, (k * h,))
     if config.attention_sinks:
         specs["sinks"] = Spec((n,), ("heads",), zeros)
     return specs
-
-
-def _norm_specs(config: ModelConfig) -> Specs:
-    """The scales of the norms of queries and keys."""
-    n, k, h = config.n_heads, config.kv_heads, config.head_width
-    if config.query_key_norm == "layer":
-        scales = {"q_norm": ((n, h), "heads"), "k_norm": ((k, h), "kv_heads")}
-        return {
-            name: Spec(shape, (axis, "head_dim"), ones) for name, (shape, axis) in scales.items()
-        }
-    widths = {"none": (), "head": (h, h), "width": (n * h, k * h)}[config.query_key_norm]
-    return {
-        name: scale_spec(config, (width,))
-        for name, width in zip(("q_norm", "k_norm"), widths, strict=False)
-    }
 
 
 def self_attention_specs(config: ModelConfig) -> Specs:
@@ -129,26 +122,14 @@ def attention(
         k, v = seen
         seen = _with_leading(params["prefix_k"], k), _with_leading(params["prefix_v"], v)
     if mask.relative and call.relative is not None:
-        bias = _disentangled(params, config, (q, seen[0]), call.relative, mask)
+        # Queries and keys that the layer makes of the rows of relative positions [1, R, D].
+        rows_q = linear("BTD,DNH->BTNH", params, "q", call.relative)
+        rows_k = linear("BTD,DNH->BTNH", params, "k", call.relative)
+        rows = (_normed(params, config, "q", rows_q), _normed(params, config, "k", rows_k))
+        bias = disentangled_bias(config, (q, seen[0]), rows, mask)
         call = call._replace(mask=mask._replace(scoring=mask.scoring._replace(bias=bias)))
     out, captures = attended(params, config, q, seen, call, name)
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", "sequence", None)), captures
-
-
-def _disentangled(
-    params: Params,
-    config: ModelConfig,
-    content: tuple[jax.Array, jax.Array],
-    rows: jax.Array,
-    mask: AttentionMask,
-) -> jax.Array:
-    """The bias of the scores from queries and keys, and from those that the layer makes of the rows
-    of relative positions [1, R, D]."""
-    q, k = (
-        _normed(params, config, name, linear("BTD,DNH->BTNH", params, name, rows))
-        for name in ("q", "k")
-    )
-    return disentangled_bias(config, content, (q, k), mask)
 
 
 def attended(

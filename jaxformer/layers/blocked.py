@@ -269,25 +269,17 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         d_keys += jnp.pad(_product("BKGTS,BKGTH->BKSH", d_scores, qs), padding)
     d_q = _heads_last(jnp.concatenate(d_queries, axis=-2)).astype(q.dtype)
     d_k, d_v = jnp.swapaxes(d_keys, 1, 2), jnp.swapaxes(d_values, 1, 2)
-    d_extra = Extra(_gradient_of_bias(extra, d_bias), _gradient_of_sinks(extra, inner, log_sums))
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_extra, None, None
-
-
-def _gradient_of_bias(extra: Extra, blocks: list[jax.Array]) -> jax.Array | None:
-    """The gradients of blocks, [B or 1, K, G, rows, S], as one [B or 1, N, T, S]."""
-    if extra.bias is None:
-        return None
-    gradient = jnp.concatenate(blocks, axis=-2)
-    return gradient.reshape(extra.bias.shape).astype(extra.bias.dtype)
-
-
-def _gradient_of_sinks(extra: Extra, inner: jax.Array, log_sums: jax.Array) -> jax.Array | None:
-    """A sink has the weight exp(sink - log_sum) and no value, so its d_weights is 0."""
+    d_extra = Extra(None, None)
+    if extra.bias is not None:
+        whole = jnp.concatenate(d_bias, axis=-2)  # [B or 1, K, G, T, S]
+        d_extra = d_extra._replace(bias=whole.reshape(extra.bias.shape).astype(extra.bias.dtype))
     sinks = _sinks(extra, inner.shape[1])
-    if sinks is None or extra.sinks is None:
-        return None
-    by_head = -jnp.sum(jnp.exp(sinks - log_sums) * inner, axis=(0, 3, 4))  # [K, G]
-    return by_head.reshape(extra.sinks.shape).astype(extra.sinks.dtype)
+    if sinks is not None and extra.sinks is not None:
+        # A sink has the weight exp(sink - log_sum) and no value, so its d_weights is 0.
+        by_head = -jnp.sum(jnp.exp(sinks - log_sums) * inner, axis=(0, 3, 4))  # [K, G]
+        d_sinks = by_head.reshape(extra.sinks.shape).astype(extra.sinks.dtype)
+        d_extra = d_extra._replace(sinks=d_sinks)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_extra, None, None
 
 
 _attention.defvjp(_forward, _backward)

@@ -131,7 +131,14 @@ def _packed(
         groups = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
     segments: dict[str, jax.Array] = {}
-    spans = [_lengths_and_starts(ids, mask.max_segments) for ids in segment_ids(mask)]
+    # The number of tokens of each segment, and the index of its first one, both [B, segments].
+    # Segments are numbered from 1; each is contiguous.
+    numbers = jnp.arange(1, mask.max_segments + 1)[:, None]
+    spans = []
+    for ids in segment_ids(mask):
+        belongs = ids[:, None, :] == numbers  # [B, segments, T]
+        starts = jnp.argmax(belongs, axis=-1).astype(jnp.int32)
+        spans.append((jnp.sum(belongs, axis=-1, dtype=jnp.int32), starts))
     (query_lengths, _), (key_lengths, _) = spans
     # Segments that have both queries and keys; the length and the offset of others are -1.
     both = (query_lengths > 0) & (key_lengths > 0)
@@ -150,11 +157,3 @@ def _packed(
         sliding_window_length=mask.window or None,
         **segments,
     )
-
-
-def _lengths_and_starts(ids: jax.Array, segments: int) -> tuple[jax.Array, jax.Array]:
-    """The number of tokens of each segment and the index of its first token, both int32
-    [B, segments], from ids [B, T]. Segments are numbered 1 to `segments`; each is contiguous."""
-    belongs = ids[:, None, :] == jnp.arange(1, segments + 1)[:, None]  # [B, segments, T]
-    starts = jnp.argmax(belongs, axis=-1).astype(jnp.int32)
-    return jnp.sum(belongs, axis=-1, dtype=jnp.int32), starts

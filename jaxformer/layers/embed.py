@@ -132,22 +132,21 @@ def embedding_specs(config: ModelConfig) -> Specs:
     return EMBEDDINGS[config.embedding].specs(of_embeddings(config))
 
 
-def _projection_specs(config: ModelConfig) -> Specs:
-    """The matrix [E, D] from the width of the embeddings to that of the model, and a bias."""
-    if config.embedded_width == config.d_model:
-        return {}
-    make, shape = INITIALIZERS[config.init](config), (config.embedded_width, config.d_model)
-    matrix = Spec(shape, ("hidden", "embed"), make.weight, inputs=("hidden",))
-    return {"projection": matrix, "projection_bias": Spec(shape[1:], ("residual",), zeros)}
-
-
 def added_specs(config: ModelConfig) -> Specs:
     """The parameters of what a stack adds to its inputs: learned positions, token types, a norm,
     and the matrix that projects the sum."""
-    specs, narrow = _projection_specs(config), of_embeddings(config)
+    specs: Specs = {}
+    if config.embedded_width != config.d_model:
+        make = INITIALIZERS[config.init](config)
+        shape = (config.embedded_width, config.d_model)  # [E, D]
+        specs["projection"] = Spec(shape, ("hidden", "embed"), make.weight, inputs=("hidden",))
+        specs["projection_bias"] = Spec(shape[1:], ("residual",), zeros)
+    narrow = of_embeddings(config)
     for row in added_embeddings(config):
         specs |= row.specs(narrow)
-    return specs | ({"norm": norm_specs(narrow)} if config.embedding_norm else {})
+    if config.embedding_norm:
+        specs["norm"] = norm_specs(narrow)
+    return specs
 
 
 @jax.named_scope("embed")

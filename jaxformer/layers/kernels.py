@@ -5,6 +5,7 @@ W]; `xla` is the reference, in plain jax.numpy, for every transform and device. 
 for a training run and gives the reason.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -73,6 +74,56 @@ HOPPER = (9, 0)
 MOST_SEGMENTS = 64
 
 
+class Needs(NamedTuple):
+    """What attention has to do, for all batches of a training run or for one call.
+
+    `lengths` and `exchanges` are those of queries and of keys; `segments` is the highest segment
+    id, infinite where it is not known and 0 without ids.
+    """
+
+    lengths: tuple[int, ...]
+    exchanges: tuple[Exchange, ...]
+    context: int
+    segments: float
+    causal: bool
+    window: int
+    leading: int
+    has_dropout: bool
+    is_biased: bool
+    has_soft_cap: bool
+    has_sinks: bool
+    own_positions: bool = False
+    width: int = 0
+    value_width: int = 0
+
+    def features(self) -> set[str]:
+        """The names in `FEATURES` of what a kernel must have."""
+        biased = self.is_biased
+        is_gathered = self.exchanges[0] == "gather"
+        needed = {
+            "segments": self.segments,
+            "many segments": self.segments > MOST_SEGMENTS,
+            "any length": any(length % 128 for length in self.lengths),
+            "window": self.window,
+            "window to both sides": self.window and not self.causal,
+            "value width": self.value_width != self.width,
+            "wide values": self.value_width > self.width,
+            "positions": self.own_positions,
+            "leading": self.leading,
+            "divided queries": is_gathered,
+            "short pieces": is_gathered and any(n % (256 * self.context) for n in self.lengths),
+            "one device": "none" in self.exchanges,
+            "dropout": self.has_dropout,
+            "score bias": biased,
+            "biased texts": biased and self.segments > 1,
+            "biased window": biased and self.window,
+            "biased odd length": biased and any(length % 2 for length in self.lengths),
+            "soft-cap": self.has_soft_cap,
+            "sinks": self.has_sinks,
+        }
+        return {name for name, value in needed.items() if value}
+
+
 class Case(NamedTuple):
     """The properties of a training run on which the choice of a kernel depends.
 
@@ -91,6 +142,25 @@ class Case(NamedTuple):
     leading: int = 0
     exchange: Exchange = "none"
     context: int = 1
+
+    def needs(self) -> Needs:
+        """What the batches need of a kernel."""
+        model = self.model
+        return Needs(
+            lengths=(self.length,),
+            exchanges=(self.exchange,),
+            context=self.context,
+            segments=self.segments,
+            causal=model.family == "decoder",
+            window=model.window,
+            leading=self.leading,
+            has_dropout=model.attention_dropout_rate > 0,
+            is_biased=model.positions in BIASED_SCORES,
+            has_soft_cap=model.attention_soft_cap > 0,
+            has_sinks=model.attention_sinks,
+            width=model.head_width,
+            value_width=model.value_width,
+        )
 
 
 @dataclass(frozen=True)
@@ -114,12 +184,12 @@ class KernelRow:
         reason = self.device(case)
         if reason:
             return reason
-        missing = self.lacks & _features_of_run(case)
+        missing = self.lacks & case.needs().features()
         return next((reason for name, reason in FEATURES.items() if name in missing), "")
 
     def serves(self, mask: AttentionMask, heads: int) -> bool:
         """Whether the kernel can serve a call of so many query heads."""
-        return not self.lacks & _features_of_call(mask, heads)
+        return not self.lacks & _needs_of_call(mask, heads).features()
 
 
 # Features that not every kernel has, and why a run that needs one cannot use a kernel without it.
@@ -152,61 +222,28 @@ CUDNN = EVERY | {"many segments", "window to both sides", "wide values"}
 CUDNN |= {"biased texts", "biased window", "biased odd length", "soft-cap", "sinks"}
 
 
-def _features_of_run(case: Case) -> set[str]:
-    """The names in `FEATURES` of what a training run needs."""
-    model = case.model
-    biased = model.positions in BIASED_SCORES
-    needed = {
-        "segments": case.segments,
-        "many segments": case.segments > MOST_SEGMENTS,
-        "any length": case.length % 128,
-        "window": model.window,
-        "window to both sides": model.window and model.family != "decoder",
-        "value width": model.value_width != model.head_width,
-        "wide values": model.value_width > model.head_width,
-        "leading": case.leading,
-        "divided queries": case.exchange == "gather",
-        "short pieces": case.exchange == "gather" and case.length % (256 * case.context),
-        "one device": case.exchange == "none",
-        "dropout": model.attention_dropout_rate,
-        "score bias": biased,
-        "biased texts": biased and case.segments > 1,
-        "biased window": biased and model.window,
-        "biased odd length": biased and case.length % 2,
-        "soft-cap": model.attention_soft_cap,
-        "sinks": model.attention_sinks,
-    }
-    return {name for name, value in needed.items() if value}
-
-
-def _features_of_call(mask: AttentionMask, heads: int) -> set[str]:
-    """The names in `FEATURES` of what one call needs."""
-    sides, scoring = (mask.queries, mask.keys), mask.scoring
-    segments = any(side.segments is not None for side in sides)
-    lengths = [side.positions.shape[-1] for side in sides]
-    exchanges = [exchange_of(length, heads) for length in lengths]
-    biased = scoring.bias is not None
-    needed = {
-        "segments": segments,
-        "many segments": segments and not 0 < mask.max_segments <= MOST_SEGMENTS,
-        "any length": any(length % 128 for length in lengths),
-        "window": mask.window,
-        "window to both sides": mask.window and not mask.causal,
-        "positions": mask.causal and not (mask.balanced or all(side.ordered for side in sides)),
-        "leading": mask.leading,
-        "divided queries": exchanges[0] == "gather",
-        "short pieces": exchanges[0] == "gather"
-        and any(length % (256 * free_axes()[CONTEXT]) for length in lengths),
-        "one device": "none" in exchanges,
-        "dropout": mask.dropout[0] and mask.dropout[1] is not None,
-        "score bias": biased,
-        "biased texts": biased and segments and mask.max_segments != 1,
-        "biased window": biased and mask.window,
-        "biased odd length": biased and any(length % 2 for length in lengths),
-        "soft-cap": scoring.soft_cap,
-        "sinks": scoring.sinks is not None,
-    }
-    return {name for name, value in needed.items() if value}
+def _needs_of_call(mask: AttentionMask, heads: int) -> Needs:
+    sides = (mask.queries, mask.keys)
+    lengths = tuple(side.positions.shape[-1] for side in sides)
+    segments = 0.0
+    if any(side.segments is not None for side in sides):
+        segments = mask.max_segments or math.inf
+    is_ordered = mask.balanced or all(side.ordered for side in sides)
+    rate, key = mask.dropout
+    return Needs(
+        lengths=lengths,
+        exchanges=tuple(exchange_of(length, heads) for length in lengths),
+        context=free_axes().get(CONTEXT, 1),
+        segments=segments,
+        causal=mask.causal,
+        window=mask.window,
+        leading=mask.leading,
+        has_dropout=bool(rate) and key is not None,
+        is_biased=mask.scoring.bias is not None,
+        has_soft_cap=bool(mask.scoring.soft_cap),
+        has_sinks=mask.scoring.sinks is not None,
+        own_positions=mask.causal and not is_ordered,
+    )
 
 
 def _cudnn_device(case: Case) -> str:
@@ -294,13 +331,6 @@ def reads_balanced(kernel: str, mask: AttentionMask, heads: int) -> bool:
     return exchange in row.balanced and mask.causal and halves and row.serves(mask, heads)
 
 
-def _passed_over(name: str, case: Case) -> str:
-    """Why "auto" does not choose a kernel that could serve the case; empty if it may."""
-    if (name, case.platform) == ("blocked", "cpu") and case.model.attention_dropout_rate:
-        return "on a CPU the dropout of attention weights is that of plain attention"
-    return ""
-
-
 def choose(asked: str, case: Case, failed: Mapping[str, str] = {}) -> tuple[str, str]:
     """The name of the kernel for a training run, and a text that names and explains the choice.
     `failed` has kernels that "auto" passes over, and why.
@@ -317,7 +347,11 @@ def choose(asked: str, case: Case, failed: Mapping[str, str] = {}) -> tuple[str,
         return asked, f"{asked} ({KERNELS[asked].what}), as asked"
     passed: list[str] = []
     for name in PREFERRED.get(case.platform, ("xla",)):
-        reason = failed.get(name) or KERNELS[name].refuses(case) or _passed_over(name, case)
+        reason = failed.get(name) or KERNELS[name].refuses(case)
+        if (name, case.platform) == ("blocked", "cpu") and case.model.attention_dropout_rate:
+            reason = (
+                reason or "on a CPU the dropout of attention weights is that of plain attention"
+            )
         if not reason:
             return name, f"{name} ({KERNELS[name].what})" + "".join(passed)
         passed.append(f"; not {name}: {reason}")

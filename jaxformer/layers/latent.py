@@ -125,12 +125,6 @@ def absorbs(config: ModelConfig, queries: int, keys: int) -> bool:
     return absorbed < queries * keys * (width + value_width) + keys * expansion
 
 
-def _absorbed_queries(params: Params, config: ModelConfig, q: jax.Array) -> jax.Array:
-    """Queries of latents [B, T, N, C + R], from those of keys [B, T, N, H]."""
-    q, rotated = jnp.split(q, [config.head_width - config.rope_head_dim], axis=-1)
-    return jnp.concatenate([contract("BTNH,CNH->BTNC", q, params["k"]), rotated], axis=-1)
-
-
 def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     """Each token attends to its own sequence, and with a cache also to the tokens in the cache."""
     layout, cache = call.mask.queries, call.cache
@@ -143,7 +137,10 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
     config = replace(config, attention_scale=scale, parametrization="standard", mup_base="")
     call = call._replace(mask=call.mask._replace(window=config.window))
     if cache is not None and absorbs(config, q.shape[1], tokens.shape[1]):
-        q = _absorbed_queries(params, config, q)
+        # Queries of latents [B, T, N, C + R], from those of keys [B, T, N, H].
+        q, rotated = jnp.split(q, [config.head_width - config.rope_head_dim], axis=-1)
+        absorbed = contract("BTNH,CNH->BTNC", q, params["k"])
+        q = jnp.concatenate([absorbed, rotated], axis=-1)
         seen = tokens, tokens[..., : config.kv_rank]
         out, captures = attended(params, config, q, seen, call)
         out = contract("BTNC,CNH->BTNH", out, params["v"])
