@@ -1,6 +1,7 @@
 """LoRA: an adapted model is its base until it learns, learns alone, and merges to plain ones."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from families import SIZES, alone
+from products import covering
 
 import jaxformer as jf
 from jaxformer.adapters.low_rank import LowRank
@@ -28,6 +30,7 @@ FAMILIES = {
 }
 EVERYTHING = jf.LoRA(rank=3, alpha=5.0, targets=("*",))
 forward = jax.jit(jf.forward, static_argnums=1)
+merge = jax.jit(jf.merge)
 
 
 @functools.cache
@@ -58,12 +61,13 @@ def test_an_adapted_model_is_its_base_until_it_learns(family):
     assert {dotted(path) for path, leaf in leaves if isinstance(leaf, LowRank)} == matrices
 
 
-@pytest.mark.parametrize("loop", ["unroll", "scan"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, loop", covering(itertools.product(FAMILIES, ["unroll", "scan"]), together=1)
+)
 def test_merged_params_give_the_logits_of_the_adapted(family, loop):
     config, params = model(family, layer_loop=loop)
     adapted = noised(jf.adapt(params, config, EVERYTHING, jax.random.key(1)))
-    merged = jf.merge(adapted)
+    merged = merge(adapted)
     assert not any(map(is_custom, jax.tree.leaves(merged, is_leaf=is_custom)))
     found, wanted = (forward(each, config, **alone(config)) for each in (merged, adapted))
     base = forward(params, config, **alone(config))
@@ -146,7 +150,7 @@ def test_an_adapted_model_generates_as_the_merged():
     adapted = noised(jf.adapt(params, config, EVERYTHING, jax.random.key(1)))
     found, wanted = (
         jf.generate(each, config, alone(config)["tokens"], 5, temperature=0)
-        for each in (adapted, jf.merge(adapted))
+        for each in (adapted, merge(adapted))
     )
     np.testing.assert_array_equal(found, wanted)
 
@@ -186,7 +190,7 @@ def test_a_loss_of_the_table_drops_out_with_a_key():
     lora = jf.LoRA(rank=2, dropout=0.5)
     adapted = noised(jf.adapt(params, config, lora, jax.random.key(1)))
     batch = batch_of(config)
-    loss = jf.loss_of("causal", config)
+    loss = jax.jit(jf.loss_of("causal", config))
     keys = (None, jax.random.key(0), jax.random.key(1))
     found = {float(loss(adapted, batch, key)["loss"][0]) for key in keys}
     assert len(found) == 3
