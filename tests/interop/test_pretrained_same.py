@@ -26,32 +26,12 @@ ENCODER = dict(
 DECODER = dict(vocab_size=9, d_model=4, n_layers=2, n_heads=1, d_ff=4)
 SOURCE = DECODER | dict(family="encoder_decoder", positions="sinusoidal")
 SAME = [  # settings of a model, and others of the same function
-    *(
-        (DECODER, change)
-        for change in (
-            dict(dropout=0.1),
-            dict(attention_dropout=0.1),
-            dict(init="xavier"),
-            dict(dtype="bfloat16"),
-            dict(max_length=7),
-        )
-    ),
-    *(
-        (DECODER, change)
-        for change in (dict(layer_loop="scan"), dict(remat="full"), dict(attention_kernel="xla"))
-    ),
-    *(
-        (DECODER, change)
-        for change in (dict(n_kv_heads=1), dict(attention_scale=0.5), dict(rope_original_length=5))
-    ),
-    *(
-        (DECODER, change)
-        for change in (
-            dict(window_pattern="wf"),
-            dict(window=3, window_pattern="f"),
-            dict(bias="none"),
-        )
-    ),
+    (DECODER, dict(dropout=0.1, attention_dropout=0.1, init="xavier", max_length=7)),
+    (DECODER, dict(dtype="bfloat16", layer_loop="scan", remat="full", attention_kernel="xla")),
+    (DECODER, dict(n_kv_heads=1, attention_scale=0.5, rope_original_length=5)),
+    (DECODER, dict(window_pattern="wf")),
+    (DECODER, dict(window=3, window_pattern="f")),
+    (DECODER, dict(bias="none")),
     (DECODER | dict(window=3, window_pattern="wf"), dict(window_pattern="wfwf")),
     (DECODER | dict(window=3), dict(rope_window_theta=10_000.0)),
     (DECODER | dict(bias="ffn"), dict(bias="ffn_norm")),
@@ -74,20 +54,9 @@ SAME = [  # settings of a model, and others of the same function
     (ENCODER, dict(class_head="dense")),
 ]
 OTHER = [  # and others that are not
-    *(
-        (DECODER, change)
-        for change in (
-            dict(norm_eps=1e-6),
-            dict(position_pattern="pn"),
-            dict(rope_theta=3.0),
-            dict(window=3),
-            dict(tied_head=True),
-        )
-    ),
-    *(
-        (DECODER, change)
-        for change in (dict(attention_scale=0.4), dict(bias="ffn"), dict(logit_soft_cap=3.0))
-    ),
+    (DECODER, dict(norm_eps=1e-6, rope_theta=3.0, window=3, tied_head=True)),
+    (DECODER, dict(position_pattern="pn")),
+    (DECODER, dict(attention_scale=0.4, bias="ffn", logit_soft_cap=3.0)),
     (DECODER | dict(window=3), dict(rope_window_theta=3.0)),
     (SOURCE, dict(n_encoder_layers=1)),
     (SOURCE, dict(source_window=3)),
