@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from products import covering
 
 from jaxformer.files import ConfigError
 from jaxformer.layers import grouped_pallas
@@ -63,10 +64,14 @@ def assert_close(computed, reference, tolerance):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-6))
 
 
-@pytest.mark.parametrize(
-    "case, dtype", [*((case, jnp.float32) for case in CASES), ("over tiles", jnp.bfloat16)]
-)
-@pytest.mark.parametrize("kernel", GROUPED_KERNELS)
+PRODUCTS = [
+    (kernel, case, dtype)
+    for kernel in GROUPED_KERNELS
+    for case, dtype in (*((case, jnp.float32) for case in CASES), ("over tiles", jnp.bfloat16))
+]
+
+
+@pytest.mark.parametrize("kernel, case, dtype", covering(PRODUCTS, 1))
 def test_a_kernel_is_plain_numpy_and_gives_0_for_rows_of_no_group(kernel, case, dtype):
     *_, sizes = CASES[case]
     x, w, dy = arrays_of(*CASES[case])
