@@ -158,7 +158,7 @@ def measure(row: Row) -> Answer:
             report = compiled_report(row.run(), row.target, row.packed, hlo=path)
         except ConfigError as error:
             return found | {"error": str(error)}
-        found |= {"needed": report.needed, "kernel": report.kernel, "versions": report.versions}
+        found |= {"needed": report.needed, "kernel": report.kernel}
         if report.memory:
             found |= {"memory": report.memory, "collectives": sums_by_group(path.read_text())}
     return found

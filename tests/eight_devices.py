@@ -64,7 +64,6 @@ CASES = {  # model of shapes.py, changes to it, microbatches
     "lora": ("llama", {}, 2),
     "latent": ("llama", LATENT, 2),
     "prefix": ("llama", {}, 2),
-    "prompt": ("llama", {}, 1),
     "prompt of a source": ("llama", SEQUENCE_TO_SEQUENCE | {"max_segments": 1}, 1),
     "classes": ("llama", CLASSES | {"positions": "alibi"}, 1),
     "disentangled": ("llama", CLASSES | DISENTANGLED, 2),
@@ -83,22 +82,17 @@ ON = {
 SLOW = {
     "latent": ["all three", "tensor 4"],
     "prefix": ["all three"],
-    "prompt": ["all three"],
     "prompt of a source": ["all three"],
     "classes": ["all three"],
     "disentangled": ["all three"],
     "shared layers": ["all three"],
     "encoder-decoder": ["tensor 4"],
-    "encoder": ["tensor 4"],
-    "blocked dropout": ["tensor 4"],
     "splash": ["tensor 4"],
-    "tiles": ["data 8", "fsdp 8"],
-    "lora": ["fsdp 8"],
+    "tiles": ["fsdp 8"],
 }
 ADAPTERS = {
     "lora": AdapterConfig(kind="lora", rank=4, targets="attention, ffn, embed, head"),
     "prefix": AdapterConfig(kind="prefix", tokens=5),
-    "prompt": AdapterConfig(kind="prompt", tokens=5),
     "prompt of a source": AdapterConfig(kind="prompt", tokens=5),
 }
 DEEP = ("llama", "gpt2", "lora")  # of two layers; the others have one, to compile in half the time

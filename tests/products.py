@@ -10,8 +10,15 @@ import pytest
 
 
 def covering(rows: Iterable[Any], together: int = 2) -> list[Any]:
-    """`rows` as the parameters of a test. Those that together hold every combination of the options
-    of `together` columns stay as they are; the others are slow.
+    """`rows` as the parameters of a test: those of `fewest` stay as they are; the others are
+    slow."""
+    rows = list(rows)
+    kept = fewest(rows, together)
+    return [row if row in kept else _slow(row) for row in rows]
+
+
+def fewest(rows: Iterable[Any], together: int = 2) -> list[Any]:
+    """The rows that together hold every combination of the options of `together` columns.
 
     They are chosen one by one: always a row with the most combinations that are not yet held, and
     of those the one whose options were taken least often.
@@ -30,7 +37,7 @@ def covering(rows: Iterable[Any], together: int = 2) -> list[Any]:
         chosen.add(best)
         missing -= parts[best]
         taken.update(parts[best])
-    return [row if at in chosen else _slow(row) for at, row in enumerate(rows)]
+    return [rows[at] for at in sorted(chosen)]
 
 
 def slow_but(rows: Iterable[Any], *kept: Any) -> list[Any]:

@@ -86,17 +86,18 @@ def explicit_axes() -> bool:
 def gathered(w: Any) -> Any:
     """A weight, or every array of a custom leaf, gathered along the mesh axes that split batches.
     With automatic axes it is unchanged, because the compiler gathers it."""
-    return jax.tree.map(_gathered, w) if explicit_axes() else w
-
-
-def _gathered(w: jax.Array) -> jax.Array:
-    axes = jax.typeof(w).sharding.spec
+    if not explicit_axes():
+        return w
     tokens = {*ACTIVATION_RULES["batch"], *ACTIVATION_RULES["sequence"]}
-    without_tokens = []
-    for axis in axes:
-        names = axis if isinstance(axis, tuple) else (axis,)
-        without_tokens.append(None if tokens & {*names} else axis)
-    return jax.sharding.reshard(w, PartitionSpec(*without_tokens))
+
+    def without_tokens(array: jax.Array) -> jax.Array:
+        axes: list[Any] = []
+        for axis in jax.typeof(array).sharding.spec:
+            names = axis if isinstance(axis, tuple) else (axis,)
+            axes.append(None if tokens & {*names} else axis)
+        return jax.sharding.reshard(array, PartitionSpec(*axes))
+
+    return jax.tree.map(without_tokens, w)
 
 
 def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:

@@ -59,7 +59,7 @@ def test_balanced_rows_have_an_early_and_a_late_piece_on_each_device(report):
 @pytest.mark.slow
 @GROUP
 def test_divided_rows_equal_whole_ones_for_every_positional_scheme():
-    assert_equal_to_one_device(on_eight_devices("context_devices.py", "slow")["steps"], 22)
+    assert_equal_to_one_device(on_eight_devices("context_devices.py", "slow")["steps"], 14)
 
 
 @pytest.mark.parametrize(

@@ -21,25 +21,27 @@ SLOW = [
     "latent, 2 microbatches, all three",
     "latent, 2 microbatches, tensor 4",
     "prefix, 2 microbatches, all three",
-    "prompt, 1 microbatches, all three",
     "prompt of a source, 1 microbatches, all three",
     "classes, 1 microbatches, all three",
     "disentangled, 2 microbatches, all three",
     "shared layers, 1 microbatches, all three",
-    "blocked dropout, 2 microbatches, tensor 4",
-    "splash, 1 microbatches, tensor 4",
-    "tiles, 4 microbatches, data 8",
-    "tiles, 4 microbatches, fsdp 8",
-    "lora, 2 microbatches, fsdp 8",
     "encoder-decoder, 1 microbatches, tensor 4",
-    "encoder, 2 microbatches, tensor 4",
+    "splash, 1 microbatches, tensor 4",
+    "tiles, 4 microbatches, fsdp 8",
 ]
 PRETRAINED = ["pretrained llama", "pretrained gpt2"]
 EXPLICIT = [f"explicit {name}" for name in ("llama", "lora", "encoder-decoder", "encoder")]
 SLOW_EXPLICIT = [
-    f"explicit {name}" for name in ("latent", "prefix", "prompt", "prompt of a source", "classes")
+    f"explicit {name}"
+    for name in (
+        "latent",
+        "prefix",
+        "prompt of a source",
+        "classes",
+        "disentangled",
+        "shared layers",
+    )
 ]
-SLOW_EXPLICIT += ["explicit disentangled", "explicit shared layers"]
 
 
 @pytest.fixture(scope="session")

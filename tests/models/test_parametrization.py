@@ -116,7 +116,6 @@ def leaves(tree):
     "name, changes",
     [
         ("gpt2", {"init": "fan_in"}),
-        pytest.param("experts", LATENT, marks=pytest.mark.slow),
         ("llama", T5),
         ("gpt2", {"family": "encoder", "init": "xavier"}),
     ],
@@ -170,9 +169,8 @@ def test_the_logits_of_a_tied_head_are_divided_by_the_growth_of_the_width():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tied_head": True, "bias": "all", "norm": "layer"},
         {"query_key_norm": "head", "norm": "rms1p"},
-        {"query_key_norm": "layer", "norm": "layer", "tied_head": True},
+        {"query_key_norm": "layer", "norm": "layer", "tied_head": True, "bias": "all"},
         LATENT | {"n_heads": 16, "head_dim": 12, "query_rank": 0},
         T5 | {"tied_head": True},
         {"family": "encoder", "positions": "disentangled", "tied_head": True, "bias": "all"},

@@ -1,6 +1,8 @@
 """`jaxformer plan`: what it says of a run is what the run needs, before it starts."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from typing import Any
 import jax
 import pytest
 from optimizer_variants import VARIANTS
+from products import fewest
 
 import jaxformer as jf
 from jaxformer.arrays.hardware import DEVICES, name_of, peak_flops
@@ -51,8 +54,9 @@ def held(found: Plan) -> dict[str, float]:
     return {line.name: line.bytes for line in found.memory.held}
 
 
-@pytest.mark.parametrize("device", ["h100", "v5e", "cpu"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name, device", fewest(itertools.product(CONFIGS, ["h100", "v5e", "cpu"]), 1)
+)
 def test_every_config_is_planned(name: str, device: str) -> None:
     found = plan(name, device)
     assert sum(parameters_by_part(found.planned).values()) == parameter_count(found.planned.model)
@@ -65,15 +69,16 @@ def test_every_config_is_planned(name: str, device: str) -> None:
     assert ("Least time" in plan_text(found, "")) == known and "unknown" not in text
 
 
-@pytest.mark.parametrize("name", ["quickstart", "bert_tiny", "t5_tiny"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])
-def test_the_state_takes_the_bytes_that_it_takes(name: str, optimizer: str) -> None:
-    assert_state_is_planned(name, {"name": optimizer})
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_state_of_every_optimizer_takes_the_bytes_that_are_planned(variant: str) -> None:
     assert_state_is_planned("quickstart", VARIANTS[variant])
+
+
+@pytest.mark.parametrize("name, optimizer", [("bert_tiny", "muon"), ("t5_tiny", "adafactor")])
+def test_the_state_of_other_families_takes_the_bytes_that_are_planned(
+    name: str, optimizer: str
+) -> None:
+    assert_state_is_planned(name, {"name": optimizer})
 
 
 def assert_state_is_planned(name: str, settings: dict[str, Any]) -> None:
@@ -257,14 +262,20 @@ def test_links_take_the_weights_the_gradients_and_the_sums_of_sublayers() -> Non
     assert link_bytes(summed) == pytest.approx(2 * 22 * 2 * stream * 2 * 3 / 4)
 
 
-def test_links_send_no_more_than_the_compilers_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the steps on several devices that `benchmarks/plan_memory.py` compiled and saved."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import plan_memory
+@functools.cache
+def saved_steps() -> dict[str, tuple[dict[str, Any], PlannedRun]]:
+    """The steps of both vendors that `benchmarks/plan_memory.py` compiled and saved, planned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        import plan_memory
 
+        results = plan_memory.saved("plan_memory")
+        return {name: (found, plan_memory.planned_step(found)) for name, found in results.items()}
+
+
+def test_links_send_no_more_than_the_compilers_programs() -> None:
     shares = []
-    for name, result in plan_memory.saved("plan_memory").items():
-        step = plan_memory.planned_step(result)
+    for name, (result, step) in saved_steps().items():
         if step.mesh.size == 1 or "collectives" not in result:
             continue
         sent = 0.0
@@ -480,14 +491,12 @@ def test_a_large_model_on_many_devices_is_planned_without_the_platform_that_it_i
     assert numbers["memory"]["fits"] and numbers["bound"]["mfu"] > 0.5
 
 
-def test_planned_memory_is_near_what_the_compilers_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the steps of both vendors that `benchmarks/plan_memory.py` compiled and saved."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import plan_memory
-
-    found = plan_memory.compared(plan_memory.saved("plan_memory"))
-    errors = [planned / compiled - 1 for compiled, planned in found.values()]
-    assert len(errors) >= 30 and {name.startswith("v") for name in found} == {True, False}
-    assert statistics.median(map(abs, errors)) <= 0.1
-    under = {name for name, (compiled, planned) in found.items() if planned < 0.95 * compiled}
-    assert not under
+def test_planned_memory_is_near_what_the_compilers_said() -> None:
+    steps = {name: step for name, step in saved_steps().items() if "needed" in step[0]}
+    assert len(steps) >= 30 and {name.startswith("v") for name in steps} == {True, False}
+    errors = {
+        name: memory_plan(step).peak / result["needed"] - 1
+        for name, (result, step) in steps.items()
+    }
+    assert statistics.median(map(abs, errors.values())) <= 0.1
+    assert not {name for name, error in errors.items() if error < -0.05}

@@ -116,7 +116,7 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
     if planned.shards > 1:
         # Of a layer and of the next, which is gathered meanwhile; experts that no other device has
         # are cast when their layer runs.
-        layers = 2 if planned.axes("fsdp", CONTEXT) else 1
+        layers = 2 if planned.size("fsdp", CONTEXT) > 1 else 1
         dense, experts = layer_elements(planned), layer_elements(planned, of_experts=True)
         gathered = (2 * dense + layers * experts) * numbers
         weights.append(MemoryLine("gathered weights of two layers", gathered))

@@ -57,19 +57,10 @@ class PlannedRun(Resolved):
         """The number of devices along axes of the mesh."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def axes(self, *names: str) -> tuple[str, ...]:
-        """Those of some axes of the mesh along which there are several devices."""
-        return tuple(name for name in names if self.mesh.shape[name] > 1)
-
-    @property
-    def sharded(self) -> tuple[str, ...]:
-        """The axes of the mesh that divide parameters, which are gathered for their products."""
-        return self.axes(*PARAMETERS["embed"])
-
     @property
     def shards(self) -> int:
         """The number of devices among which parameters are divided, besides tensor parallelism."""
-        return self.size(*self.sharded)
+        return self.size(*PARAMETERS["embed"])
 
     def held_elements(self, spec: Spec) -> int:
         """Elements of a parameter that a device holds."""
