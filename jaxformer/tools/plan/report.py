@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jaxformer.arrays.hardware import Device
 from jaxformer.arrays.mesh import check_split
 from jaxformer.arrays.params import rows
 from jaxformer.models.cost import count_text
@@ -30,18 +29,26 @@ EXCHANGE_WORDS = {
 
 def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
     """The plan as text; `tokens` adds the least time for that many."""
-    parts = parameters_by_part(plan.planned)
+    parts, flops = parameters_by_part(plan.planned), plan.products
     total = sum(parts.values())
     parameters = [
         (name, f"{size:,}", f"{size / total:.1%}")
         for name, size in [*parts.items(), ("all", total)]
     ]
+    products = [
+        ("of the model, a token", flops.per_token, "exact, forward and backward"),
+        ("of the model, a step", flops.model, "exact"),
+        ("recomputed", flops.recomputed, "estimate"),
+        ("skipped, masked scores", flops.skipped, "estimate"),
+        ("repeated, not divided by the mesh", flops.undivided, "estimate"),
+    ]
+    counted = [(name, _flops(number), word) for name, number, word in products if number]
     sections = [
         banner(_head(plan), title),
         _titled("Parameters (exact)", parameters, right=(1, 2)),
         memory_text(plan),
         _changes(plan),
-        _products(plan),
+        _titled("Products, over all devices", counted),
         _bound(plan, tokens),
         banner({"words": WORDS}, "How to read this"),
     ]
@@ -49,7 +56,8 @@ def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
 
 
 def _head(plan: Plan) -> dict[str, str | list[str]]:
-    planned, run, model = plan.planned, plan.planned.run, plan.planned.model
+    planned = plan.planned
+    run, model, device = planned.run, planned.model, planned.device
     mesh = ", ".join(f"{name} {size}" for name, size in planned.mesh.shape.items())
     layers = str(model.n_layers)
     if model.family == "encoder_decoder":
@@ -59,8 +67,15 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     exchange = [EXCHANGE_WORDS[planned.exchange]] if planned.context > 1 else []
     tokens = f", {planned.positions(planned.length):,} tokens of each" if exchange else ""
     microbatches = "microbatch" if run.train.n_microbatches == 1 else "microbatches"
+    figures = ""
+    if device.bfloat16 and device.memory and device.bandwidth and device.link:
+        figures = (
+            f": {device.bfloat16 / 1e12:.4g} TFLOP/s in bfloat16, {human_bytes(device.memory)} at"
+            f" {device.bandwidth / 1e12:.3g} TB/s, links of {device.link / 1e9:.3g} GB/s one way"
+            f" ({device.source})"
+        )
     head: dict[str, str | list[str]] = {
-        "devices": f"{planned.mesh.size} x {planned.device_name}{_figures(planned.device)}",
+        "devices": f"{planned.mesh.size} x {planned.device_name}{figures}",
         "mesh": [mesh, *check_split(planned.specs, planned.mesh)],
         "model": (
             f"{model.family}, {count_text(planned.specs)}, {layers} layers,"
@@ -80,17 +95,6 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     if planned.notes:
         head["assumed"] = list(planned.notes)
     return head
-
-
-def _figures(device: Device) -> str:
-    """The published figures of a device in words; nothing for a CPU, which has none."""
-    if device.bfloat16 is None or device.memory is None:
-        return "" if device.platform == "cpu" else ": unknown peak"
-    return (
-        f": {device.bfloat16 / 1e12:.4g} TFLOP/s in bfloat16, {human_bytes(device.memory)} at"
-        f" {(device.bandwidth or 0) / 1e12:.3g} TB/s, links of {(device.link or 0) / 1e9:.3g} GB/s"
-        f" one way ({device.source})"
-    )
 
 
 def parameters_by_part(planned: PlannedRun) -> dict[str, int]:
@@ -144,22 +148,8 @@ def _changes(plan: Plan) -> str:
     return _titled("Smallest changes that fit (estimate)", table)
 
 
-def _products(plan: Plan) -> str:
-    flops = plan.products
-    table = [
-        ("of the model, a token", _flops(flops.per_token), "exact, forward and backward"),
-        ("of the model, a step", _flops(flops.model), "exact"),
-        ("recomputed", _flops(flops.recomputed), "estimate"),
-        ("skipped, masked scores", _flops(flops.skipped), "estimate"),
-        ("repeated, not divided by the mesh", _flops(flops.undivided), "estimate"),
-    ]
-    return _titled("Products, over all devices", [row for row in table if row[1]])
-
-
 def _flops(number: float) -> str:
-    """`1.5 GFLOP`, `60.7 PFLOP`; nothing for 0."""
-    if not number:
-        return ""
+    """`1.5 GFLOP`, `60.7 PFLOP`."""
     power = min(max(math.floor(math.log10(number) / 3), 2), 5)
     return f"{number / 1000**power:,.4g} {'MGTP'[power - 2]}FLOP"
 
