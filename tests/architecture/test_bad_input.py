@@ -46,66 +46,15 @@ def train_refused(capsys: Capture, folder: Path, changes: dict[str, Any], parts:
     assert not (folder / "runs").exists()
 
 
+# Those that a config can tell by itself are in tests/config/test_refused_settings.py.
 SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a mistyped field": (
         {"model.n_layer": 3},
         ["no setting model.n_layer.", "mean model.n_layers?"],
     ),
-    "a field of another section": (
-        {"train.learning_rate": 3},
-        ["train.learning_rate", "mean optimizer.learning_rate?"],
-    ),
-    "a field that resembles none": (
-        {"optimizer.lr": 3},
-        ["optimizer.lr", "optimizer.name", "optimizer.learning_rate"],
-    ),
-    "a value outside its choices": (
-        {"model.norm": "batch"},
-        ["model.norm", "batch", "'rms', 'rms1p', 'layer', 'none'"],
-    ),
-    "a word for a number": ({"train.steps": "many"}, ["train.steps", "many", "INT"]),
-    "a fraction of a step": ({"train.steps": 1.5}, ["train.steps", "1.5"]),
-    "no step": ({"train.steps": 0}, ["train.steps=0 must be at least 1"]),
-    "a negative learning rate": (
-        {"optimizer.learning_rate": -1},
-        ["optimizer.learning_rate=-1.0 must be at least 0"],
-    ),
-    "a learning rate that is no number": (
-        {"optimizer.learning_rate": "nan"},
-        ["optimizer.learning_rate=nan"],
-    ),
-    "an epsilon that is no float32": (
-        {"model.norm_eps": 1e308},
-        ["model.norm_eps=1e+308 must be at least 0 and below 1e+30"],
-    ),
-    "a dropout of all": (
-        {"model.dropout": 1},
-        ["model.dropout=1.0 must be at least 0 and below 1"],
-    ),
-    "a width that heads do not divide": (
-        {"model.n_heads": 5},
-        ["d_model=32", "model.n_heads=5", "1, 2, 4, 8, 16, 32"],
-    ),
-    "heads that key heads do not divide": (
-        {"model.n_heads": 4, "model.n_kv_heads": 3},
-        ["n_heads=4", "model.n_kv_heads=3", "choose one of 1, 2, 4"],
-    ),
-    "an odd head under RoPE": ({"model.head_dim": 15}, ["head_dim=15 with", "model.positions"]),
-    "a batch that microbatches do not divide": (
-        {"train.microbatches": 3},
-        ["batch_size=8", "train.microbatches=3", "1, 2, 4, 8"],
-    ),
     "a mesh larger than the devices": (
         {"mesh.fsdp": 3},
         ["mesh.fsdp=3", "1 device (cpu)", "must multiply to 1", "mesh.data=0"],
-    ),
-    "a sequence longer than the context": (
-        {"data.sequence_length": 64},
-        ["data.sequence_length=64", "model.max_length=48", "raise model.max_length"],
-    ),
-    "a trained tokenizer larger than the model": (
-        {"model.vocab_size": 299},
-        ["tokenizer.vocab_size=300", "model.vocab_size=299", "set it to 0"],
     ),
     "a corpus shorter than a sequence": (
         {"data.sequence_length": 9000, "model.max_length": 9000},
@@ -115,28 +64,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"model.attention_kernel": "cudnn"},
         ["attention_kernel='cudnn'", "'auto'"],
     ),
-    "a batch beyond any memory": (
-        {"train.batch_size": 10**18},
-        ["train.batch_size=1000000000000000000 must be at least 1 and at most 16777216"],
-    ),
-    "batches ahead beyond any memory": (
-        {"data.prefetch": 10**9},
-        ["data.prefetch=1000000000 must be at least 0 and at most 1024"],
-    ),
-    "a seed of more than 32 bits": (
-        {"run.seed": 2**63},
-        ["run.seed=9223372036854775808 must be at least 0 and at most 4294967295"],
-    ),
-    "a number of more than 31 bits": (
-        {"model.d_ff": 10**18},
-        ["model.d_ff=1000000000000000000 must be at least 0 and at most 2147483647"],
-    ),
-    "a million layers": ({"model.n_layers": 10**6}, ["n_layers=1000000", "at most 10000"]),
-    "a width whose divisors are many": (
-        {"model.d_model": 2 * 3 * 5 * 7 * 11 * 13 * 17 * 19, "model.n_heads": 2**20},
-        ["model.n_heads=1048576", "choose heads that divide it (1, 2, 3, 5, 6, 7,", "9699690)"],
-    ),
-    "a span without end": ({"data.span_length": "inf"}, ["data.span_length=inf"]),
     "no run directory": ({"run.dir": ""}, ["run.dir is empty"]),
 }
 

@@ -17,8 +17,7 @@ from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cli import main
 from jaxformer.cli.arguments import parse
-from jaxformer.config.run import RunConfig
-from jaxformer.config.train import TrainConfig, Weights
+from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError
 from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.runs.run_reading import SavedWeights, reader_of
@@ -277,18 +276,6 @@ def test_a_run_without_an_average_says_so(whole: tuple[Path, Path]) -> None:
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ConfigError, match="weights='ema' is not one of auto, trained, average"):
         jf.load(whole[0], weights="ema")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"average_from": 5}, "set train.ema to 1 for the plain mean"),
-        ({"ema": 1.0, "average_from": 20, "steps": 20}, "leaves no step of train.steps=20"),
-    ],
-)
-def test_a_beginning_without_an_average_is_refused(settings, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RunConfig(train=TrainConfig(**settings))
 
 
 def test_a_run_that_was_begun_without_an_average_is_not_continued_with_one(
