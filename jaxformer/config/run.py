@@ -171,9 +171,6 @@ class TokenizerConfig(Section):
     add_tokens: str = ""
     """Special tokens, separated by commas, that a run with run.init_from adds to the tokenizer and
     the vocabulary of that model, as in "<|im_start|>,<|im_end|>"."""
-    new_rows: Literal["mean", "random"] = "mean"
-    """Rows of the embedding and the output layer of added tokens: the mean of the rows of the old
-    tokens, or random numbers with their mean and standard deviation."""
     pattern: WordPatternName = "gpt2"
     """Rule by which a trained BPE splits text into words: gpt2, or llama3 (numbers in groups of 3
     digits)."""

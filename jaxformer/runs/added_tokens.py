@@ -2,7 +2,6 @@
 parameter that has one row for each token."""
 
 import dataclasses
-import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -16,22 +15,22 @@ from jaxformer.config.run import TokenizerConfig
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.tokenizer import Tokenizer
 
-BLOCK_ROWS = 4096  # rows of which sums are made at once, so that float64 takes little memory
+BLOCK_ROWS = 4096  # rows of which sums are made at once
 
 
 class NewRows(NamedTuple):
-    """The rows of added tokens: `first` to `stop` of `vocab_size`, made from those before them."""
+    """The rows of added tokens: `first` to `stop` of `vocab_size`, the mean of those before
+    them."""
 
     first: int
     stop: int
     vocab_size: int
-    how: str
-    seed: int
 
     @property
     def sentence(self) -> str:
-        drawn = "the mean of the others" if self.how == "mean" else "random, as the others"
-        return f"Rows {self.first} to {self.stop - 1} are those of added tokens: {drawn}."
+        return (
+            f"Rows {self.first} to {self.stop - 1} are those of added tokens: the mean of others."
+        )
 
 
 def added_ids(settings: TokenizerConfig, tokenizer: Tokenizer) -> range:
@@ -43,12 +42,10 @@ def added_ids(settings: TokenizerConfig, tokenizer: Tokenizer) -> range:
     return range(min(ids), max(ids) + 1) if ids else range(0)
 
 
-def new_rows_of(
-    settings: TokenizerConfig, tokenizer: Tokenizer, vocab_size: int, seed: int
-) -> NewRows:
+def new_rows_of(settings: TokenizerConfig, tokenizer: Tokenizer, vocab_size: int) -> NewRows:
     """The rows that the settings of a run add, whose tokenizer may have them or not."""
     ids = added_ids(settings, tokenizer)
-    return NewRows(ids.start, ids.stop, vocab_size, settings.new_rows, seed)
+    return NewRows(ids.start, ids.stop, vocab_size)
 
 
 def with_new_rows(
@@ -70,35 +67,26 @@ def with_new_rows(
             place: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         else:
             place = parameter_sharding(mesh, spec.shape, spec.axes)
-        return place_array(_grown(_on_host(leaf), path, spec, new), place)
+        return place_array(_grown(_on_host(leaf), spec, new), place)
 
     return jax.tree.map_with_path(  # type: ignore[no-any-return]
         lambda path, leaf: leaf_of(dotted(path), leaf), params, is_leaf=is_custom
     )
 
 
-def _grown(leaf: np.ndarray, path: str, spec: Spec, new: NewRows) -> np.ndarray:
+def _grown(leaf: np.ndarray, spec: Spec, new: NewRows) -> np.ndarray:
     axis = spec.axes.index("vocab")
     table = np.moveaxis(leaf, axis, 0)
+    old = table[: new.first]
+    # Blocks, so that float64 takes little memory.
+    mean = sum(
+        old[start : start + BLOCK_ROWS].astype(np.float64).sum(axis=0)
+        for start in range(0, len(old), BLOCK_ROWS)
+    ) / len(old)
     grown = np.zeros((new.vocab_size, *table.shape[1:]), leaf.dtype)
     grown[: len(table)] = table
-    grown[new.first : new.stop] = _rows(table[: new.first], path, new)
+    grown[new.first : new.stop] = mean
     return np.ascontiguousarray(np.moveaxis(grown, 0, axis))
-
-
-def _rows(old: np.ndarray, path: str, new: NewRows) -> np.ndarray:
-    """The rows of the added tokens, float64, from those of the old ones."""
-    blocks = [
-        old[start : start + BLOCK_ROWS].astype(np.float64)
-        for start in range(0, len(old), BLOCK_ROWS)
-    ]
-    mean = sum(block.sum(axis=0) for block in blocks) / len(old)
-    shape = (new.stop - new.first, *old.shape[1:])
-    if new.how == "mean":
-        return np.broadcast_to(mean, shape)
-    deviation = np.sqrt(sum(np.square(block - mean).sum(axis=0) for block in blocks) / len(old))
-    rng = np.random.default_rng([new.seed, zlib.crc32(path.encode())])
-    return mean + deviation * rng.standard_normal(shape)
 
 
 def _on_host(leaf: jax.Array) -> np.ndarray:

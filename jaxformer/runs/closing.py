@@ -1,7 +1,6 @@
 """The end of a run: its loss curve, its last evaluation, and a sample of what the model writes."""
 
 import warnings
-from pathlib import Path
 
 import jax
 
@@ -33,50 +32,41 @@ SUGGESTED = {
 def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float) -> str:
     """Plots the losses of a run, and returns what is printed at its end."""
     run, bits = setup.run.run, last.get("val_bits_per_byte")
+    results: dict[str, str] = {}
+    if "val_reward_margin" in last:
+        results["validation loss"] = f"{last['val_loss']:.4f} per pair"
+        results["rewards"] = (
+            f"margin {last['val_reward_margin']:.4f}, {last['val_reward_accuracy']:.2%} of the"
+            " held-out pairs right"
+        )
+    elif "val_loss" in last:
+        results["validation loss"] = loss_text(last["val_loss"])
+    if "val_accuracy" in last:
+        results["accuracy"] = f"{last['val_accuracy']:.2%} of the held-out targets"
     chat = " --chat" if setup.run.data.messages_field else ""
     command, prompt = SUGGESTED.get(setup.run.model.output, ("sample", "Once"))
     prompt = run.sample_prompt or prompt
     end = closing(
         seconds=seconds,
-        results=_results(last),
+        results=results,
         bits_per_byte=bits,
         gzip_bits_per_byte=gzip_bits_per_byte(setup.corpus.validation_text()) if bits else None,
         sample=_sample(run, setup.model, setup.corpus.tokenizer, params),
         run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
         next_command=f'jaxformer {command} {run.dir}{chat} --prompt "{prompt}"',
     )
-    paragraphs = [*_profile(run.profile, profile_dir(run.dir)), end]
+    paragraphs, folder = [end], profile_dir(run.dir)
+    if run.profile and (folder / "plugins").is_dir():
+        opened = f'pip install "jaxformer[profile]", and open it with\n  xprof --logdir {folder}'
+        paragraphs.insert(0, f"The trace is in {folder}; {opened}")
+    elif run.profile:
+        done = f"run.profile={run.profile}: these steps were done before; nothing was traced."
+        paragraphs.insert(0, done)
     if jax.process_count() > 1 and run.sample_tokens and setup.run.model.output == "language":
         paragraphs.append(
             "There is no sample, which one process alone would write: see the command above."
         )
     return "\n\n".join(paragraphs)
-
-
-def _results(last: Evaluation) -> dict[str, str]:
-    """What an evaluation gives beside the bits of a byte."""
-    if "val_reward_margin" in last:
-        margin, right = last["val_reward_margin"], last["val_reward_accuracy"]
-        return {
-            "validation loss": f"{last['val_loss']:.4f} per pair",
-            "rewards": f"margin {margin:.4f}, {right:.2%} of the held-out pairs right",
-        }
-    results = {"validation loss": loss_text(last["val_loss"])} if "val_loss" in last else {}
-    if "val_accuracy" in last:
-        results["accuracy"] = f"{last['val_accuracy']:.2%} of the held-out targets"
-    return results
-
-
-def _profile(steps: str, folder: Path) -> list[str]:
-    """How the trace of run.profile is opened."""
-    if not steps:
-        return []
-    if not (folder / "plugins").is_dir():
-        return [f"run.profile={steps}: these steps were done before; nothing was traced."]
-    return [
-        f'The trace is in {folder}; pip install "jaxformer[profile]", and open it with'
-        f"\n  xprof --logdir {folder}"
-    ]
 
 
 def _sample(

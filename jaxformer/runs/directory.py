@@ -165,6 +165,10 @@ def check_config(run: RunConfig) -> None:
         n_classes=model.n_classes or written.model.n_classes,
     )
     changed = differences(written, dataclasses.replace(run, model=filled))
+    # Its value may change, but not whether the optimizer keeps a window of losses.
+    before, now = written.train.spike_factor, run.train.spike_factor
+    if (before == 0) != (now == 0):
+        changed.append(f"train.spike_factor: {before!r} in the directory, {now!r} now")
     if changed:
         fields = "\n  ".join(changed)
         raise ConfigError(

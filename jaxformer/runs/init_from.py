@@ -33,7 +33,6 @@ from jaxformer.tokenizer import Tokenizer
 
 # The branches of the params that may be new, or left behind.
 HEAD_BRANCHES = ("head", "pooler", *SECOND_HEADS, OF_OBJECTIVE)
-LeafShapes = dict[str, tuple[int, ...]]
 
 
 def check_base(model: ModelConfig, adapter: AdapterConfig, base: str) -> None:
@@ -65,13 +64,15 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
     trunk, base_trunk = trunk_of(model), trunk_of(base_model)
     if trunk == base_trunk:
         return
-    names = [entry.name for entry in dataclasses.fields(model) if entry.name not in OWN]
-    differing = [name for name in names if getattr(model, name) != getattr(base_model, name)]
-    lines = list(filter(None, (_reason(name, model, base_model) for name in differing)))
-    if not lines:
-        paths = _differing_paths(trunk, base_trunk)
-        lines = [f"{path}: {base_trunk.get(path)} in the base" for path in paths]
-    reasons = "\n  ".join(lines[:8])
+    lines = []
+    for entry in dataclasses.fields(model):
+        name, here, there = entry.name, getattr(model, entry.name), getattr(base_model, entry.name)
+        if name not in OWN and here != there:
+            lines.append(f"model.{name}={here!r}, but it is {there!r} in the base")
+    paths = [path for path in {**trunk, **base_trunk} if trunk.get(path) != base_trunk.get(path)]
+    shape, base_shape = trunk.get(paths[0], "missing"), base_trunk.get(paths[0], "missing")
+    lines.append(f"so {paths[0]} is {shape} here, and {base_shape} in the base")
+    reasons = "\n  ".join(lines)
     raise ConfigError(
         f"the parameters of run.init_from={base!r} do not fit this model:\n  {reasons}\n"
         "Remove these settings from the config and the command line, so that those of the base are"
@@ -107,33 +108,13 @@ def labels_before(output: str, origin: Path) -> tuple[str, ...]:
     return labels_of(origin)
 
 
-def trunk_of(model: ModelConfig) -> LeafShapes:
+def trunk_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter outside of the heads, by its path."""
     # The number of classes is 0 until the data is read.
     complete = dataclasses.replace(model, n_classes=model.n_classes or 2)
     branches = model_specs(complete).items()
     table = rows({name: branch for name, branch in branches if name not in HEAD_BRANCHES})
     return {path: spec.shape for path, spec in table.items()}
-
-
-def _reason(name: str, model: ModelConfig, base_model: ModelConfig) -> str:
-    """Which parameter one setting alone would change; empty if it changes none."""
-    asked, base_trunk = getattr(model, name), trunk_of(base_model)
-    line = f"model.{name}={asked!r}, but it is {getattr(base_model, name)!r} in the base"
-    try:
-        changed_trunk = trunk_of(dataclasses.replace(base_model, **{name: asked}))
-    except ConfigError:
-        return line
-    paths = _differing_paths(changed_trunk, base_trunk)
-    if not paths:
-        return ""
-    base_shape = base_trunk.get(paths[0], "missing")
-    shape = changed_trunk.get(paths[0], "missing")
-    return f"{line} ({paths[0]}: {base_shape} in the base, {shape} here)"
-
-
-def _differing_paths(shapes: LeafShapes, base_shapes: LeafShapes) -> list[str]:
-    return [path for path in {**shapes, **base_shapes} if shapes.get(path) != base_shapes.get(path)]
 
 
 class WarmStart(NamedTuple):
@@ -170,9 +151,8 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
     added = ""
     if run.tokenizer.added:
-        new_rows = new_rows_of(
-            run.tokenizer, Tokenizer.load(run.tokenizer.path), run.model.vocab_size, run.run.seed
-        )
+        tokenizer = Tokenizer.load(run.tokenizer.path)
+        new_rows = new_rows_of(run.tokenizer, tokenizer, run.model.vocab_size)
         params = with_new_rows(base.params, base.config, new_rows, mesh)
         config = dataclasses.replace(base.config, vocab_size=new_rows.vocab_size)
         base, added = dataclasses.replace(base, params=params, config=config), new_rows.sentence

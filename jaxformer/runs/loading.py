@@ -185,9 +185,7 @@ def _load_run(
     below, added = loaded_base.params, range(0)
     if run.tokenizer.added:
         # The tokenizer of the run says which rows are those of the added tokens.
-        new = new_rows_of(
-            run.tokenizer, Tokenizer.load(run_dir), run.model.vocab_size, run.run.seed
-        )
+        new = new_rows_of(run.tokenizer, Tokenizer.load(run_dir), run.model.vocab_size)
         below = with_new_rows(below, loaded_base.config, new, mesh)
         added = range(new.first, new.stop)
     require_base(run_dir, base_dir, below, record)

@@ -47,7 +47,10 @@ def text_rules(
     """
     for key in RULES_NOT_TAKEN:
         if key in stored:
-            raise _not_supported(file, key, stored[key])
+            raise ConfigError(
+                f"{file}: {key} has {str(stored[key])[:80]}, which is not followed here when a text"
+                " is written: generate with transformers, or remove it there to write without it."
+            )
     penalties = [f"{key}={stored[key]}" for key in PENALTIES if key in stored]
     if penalties:
         warnings.warn(
@@ -96,13 +99,6 @@ def _ids(stored: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:
     if not all(type(token) is int and token >= 0 for token in ids):
         raise _malformed(file, key, value, "token ids, at least 0")
     return tuple(ids)
-
-
-def _not_supported(file: str, key: str, value: Any) -> ConfigError:
-    return ConfigError(
-        f"{file}: {key} has {str(value)[:80]}, which is not followed here when a text is"
-        f" written: generate with transformers, or remove it there to write without it."
-    )
 
 
 def _malformed(file: str, key: str, value: Any, allowed: str) -> ConfigError:

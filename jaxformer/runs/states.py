@@ -75,13 +75,10 @@ def changed_schedule(run_dir: str, optimizer: OptimizerConfig, steps: int, step:
     planned = read_config(path)
     if (planned.optimizer, planned.train.steps) == (optimizer, steps):
         return ""
-    before = make_schedule(planned.optimizer, planned.train.steps)
-    now = make_schedule(optimizer, steps)
-    ends = {planned.train.steps, steps, planned.optimizer.decay_steps, step + 1}
-    seen = {step, *(end - 1 for end in ends if end > step)}
-    if all(float(before(at)) == float(now(at)) for at in seen):
+    then = float(make_schedule(planned.optimizer, planned.train.steps)(step))
+    rate = float(make_schedule(optimizer, steps)(step))
+    if rate == then:
         return ""
-    then, rate = float(before(step)), float(now(step))
     change = (
         f"the learning rate of step {step + 1} is {rate:.3g}, and was planned to be {then:.3g}"
         f" (train.steps={planned.train.steps} before, {steps} now)"

@@ -52,14 +52,27 @@ REFUSED = [
     ("train.average_from=5", "set train.ema to 1 for the plain mean"),
     ("train.ema=1 train.average_from=600", "leaves no step of train.steps=600"),
     ("train.compiler_options=fast", "compiler_options='fast' is neither auto, nor none, nor"),
+    ("train.compiler_options=xla_x", "options of XLA as name=value without dashes"),
+    ("train.compiler_options=xla_x=", "compiler_options='xla_x=' is neither auto"),
     ("optimizer.schedule=wsd optimizer.wsd_decay_fraction=0", "optimizer.schedule=constant"),
     ("optimizer.warmup_steps=10 optimizer.decay_steps=10", "end the decay later"),
     ("optimizer.decay_steps=0 optimizer.warmup_steps=601", "longer than the run, train.steps=600"),
     ("optimizer.warmup_steps=601 optimizer.decay_steps=601", "is longer than the run"),
+    ("optimizer.groups=embed:lr", "'embed:lr' is not of the form"),
+    ("optimizer.groups=embed:lr_x", "'embed:lr_x' is not of the form"),
     ("optimizer.groups=embed", "'embed' is not of the form 'PATTERN: lr FACTOR decay FACTOR'"),
     ("run.profile=9:5", "run.profile='9:5' names no steps"),
     ("run.profile=599:700", "names step 699", "train.steps=600"),
     ("adapter.kind=lora", "trains an adapter on top of a model", "set run.init_from"),
+    ("adapter.tokens=4", "adapter.tokens=4 has no effect with adapter.kind='none'"),
+    ("adapter.kind=prompt adapter.rank=4", "adapter.kind='prompt': set adapter.kind=lora"),
+    ("adapter.kind=prefix adapter.targets=ffn", "targets='ffn' has no effect"),
+    ("adapter.kind=lora adapter.tokens=4", "set adapter.kind=prompt or prefix"),
+    ("adapter.kind=prompt adapter.tokens=0", "adapter.tokens=0 must be at least 1"),
+    ("adapter.kind=lora adapter.rank=0", "adapter.rank=0 must be at least 1"),
+    ("adapter.kind=lora adapter.targets=,", "names no weights: give some"),
+    ("adapter.kind=lora adapter.ranks=ffn", "adapter.ranks='ffn': 'ffn' is not of the form"),
+    ("adapter.kind=lora adapter.alphas=ffn=-1", "'ffn=-1' is not of the form"),
     ("adapter.rank=4", "adapter.rank=4 has no effect with adapter.kind='none'"),
     ("tokenizer.add_tokens=<a>", "adds tokens to a model that there is", "set run.init_from"),
     ("tokenizer.add_tokens=<a>,<a>", "<a> twice: name it once"),
@@ -83,6 +96,12 @@ def test_all_faults_of_a_section_are_told_at_once() -> None:
         "model.norm",
         "model.dropout",
     ]
+
+
+def test_groups_of_another_form_are_refused() -> None:
+    for factors in ("rate 2", "lr 1 lr 2", "lr -1", "lr inf", "lr 1 decay"):
+        with pytest.raises(jf.ConfigError, match=r"^optimizer.groups: .* is not of the form"):
+            OptimizerConfig(groups=f"embed: {factors}")
 
 
 def test_a_type_is_checked_in_python_too() -> None:

@@ -77,14 +77,6 @@ def test_new_rows_are_the_mean_of_the_old_and_transformers_reads_them(base, star
     assert theirs("a" + NAMES[1], add_special_tokens=False)["input_ids"][-1] == old + 1
 
 
-def test_random_rows_have_the_spread_of_the_old_ones(base, start):
-    grown = grown_from(base, start, f"random-{start.name}", tokenizer__new_rows="random")
-    rows = leaves(grown)["embed.tokens"]
-    old, new = rows[:-2], rows[-2:]
-    assert not np.array_equal(new[0], new[1])
-    assert 0.5 < (new - old.mean(0)).std() / (old - old.mean(0)).std() < 1.5
-
-
 def test_rows_that_fill_a_table_up_are_taken_first(base):
     padded = run(base, "padded", data__train=base / "text.txt", model__vocab_size=512, **ONE)
     grown = grown_from(base, padded, "grown-padded")
@@ -99,7 +91,7 @@ def test_rows_that_fill_a_table_up_are_taken_first(base):
 def test_beside_an_adapter_the_new_rows_alone_learn(base, start, tmp_path, capsys):
     """The text has none of the tokens: those of an output layer learn, as they are no targets."""
     name, tied = f"lora-{start.name}", start.name == "tied"
-    changes = {"adapter__kind": "lora", "adapter__rank": 2, "tokenizer__new_rows": "random"}
+    changes = {"adapter__kind": "lora", "adapter__rank": 2}
     changes |= {"optimizer__learning_rate": 0.1, "train__steps": 2, "model__tied_head": tied}
     grown = grown_from(base, start, name, **changes)
     loaded = jf.load(grown)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_run import (
-    assert_same_run,
     contents,
     copy,
     figures,
@@ -18,7 +17,6 @@ from tiny_run import (
     line,
     logged,
     params_of,
-    saved,
     train_here,
     write_text,
 )
@@ -78,13 +76,6 @@ def arguments(base, name, changes=None):
 def whole(base):
     assert train_here(arguments(base, "whole")) == 0
     return base / "whole"
-
-
-def test_a_resumed_run_is_bitwise_the_run_never_interrupted(base, whole):
-    assert train_here(arguments(base, "parts", {"train.steps": 4})) == 0
-    assert train_here(arguments(base, "parts")) == 0
-    assert_same_run(base / "parts", whole)
-    assert saved(whole) == [2, 4, 6]
 
 
 def test_the_margin_rises_from_zero_and_is_logged(whole):

@@ -89,4 +89,4 @@ def test_a_spike_ends_a_run_that_does_not_skip_it_and_a_higher_factor_continues_
     assert "it is a spike" in message and "its batch: rows" in message
     assert train_here([*arguments, "--train.spike_factor", "1e6"]) == 0
     assert train_here([*arguments, "--train.spike_factor", "0", "--train.steps", "25"]) == 2
-    print(capsys.readouterr().err)
+    assert "train.spike_factor: 1000000.0 in the directory, 0.0 now" in capsys.readouterr().err

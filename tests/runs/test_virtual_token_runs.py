@@ -1,11 +1,11 @@
-"""Runs that train virtual tokens: they alone learn and are saved, and a run resumes bitwise."""
+"""Runs that train virtual tokens: they alone learn and are saved."""
 
 import json
 
 import jax
 import numpy as np
 import pytest
-from tiny_run import PLAIN, assert_same_run, line, logged, saved, train_here, write_text
+from tiny_run import PLAIN, line, logged, train_here, write_text
 
 import jaxformer as jf
 from jaxformer.checkpoints.reading import read_manifest
@@ -85,15 +85,6 @@ def test_a_checkpoint_holds_the_virtual_tokens_alone(base, runs, kind):
 
 
 @every_kind
-def test_a_run_of_virtual_tokens_in_two_parts_is_bitwise_the_whole(base, runs, kind, tmp_path):
-    parts = tmp_path / "parts"
-    assert train_here(tuned(parts, base, kind, **{"train.steps": 2})) == 0
-    assert train_here(tuned(parts, base, kind)) == 0
-    assert saved(parts) == [2, 4]
-    assert_same_run(parts, runs[kind])
-
-
-@every_kind
 def test_virtual_tokens_of_a_run_begin_as_those_of_adapt(base, kind, tmp_path):
     arguments = tuned(tmp_path / "first", base, kind)
     stated = zip(arguments[1::2], arguments[2::2], strict=True)
@@ -135,28 +126,6 @@ def test_packed_pairs_train_and_evaluate_with_virtual_tokens(pairs, kind, tmp_pa
     assert f"{last:.4f}" in capsys.readouterr().out
     asked = ["--prompt", "3 4", "--max_new_tokens", "4", "--beams", "2"]
     assert main(["sample", str(run_dir), *asked]) == 0
-
-
-BAD_SETTINGS = {
-    "a rank of virtual tokens": (
-        {"kind": "prompt", "rank": 4},
-        r"adapter\.rank=4 has no effect with adapter\.kind='prompt': set adapter\.kind=lora",
-    ),
-    "targets of a prefix": ({"kind": "prefix", "targets": "ffn"}, r"targets='ffn' has no effect"),
-    "tokens of LoRA": (
-        {"kind": "lora", "tokens": 4},
-        r"tokens=4 has no effect with adapter\.kind='lora': set adapter\.kind=prompt or prefix",
-    ),
-    "tokens of nothing": ({"tokens": 4}, r"tokens=4 has no effect with adapter\.kind='none'"),
-    "no tokens": ({"kind": "prompt", "tokens": 0}, r"adapter\.tokens=0 must be at least 1"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_SETTINGS)
-def test_a_setting_of_another_kind_of_adapter_is_refused(case):
-    settings, message = BAD_SETTINGS[case]
-    with pytest.raises(jf.ConfigError, match=message):
-        AdapterConfig(**settings)
 
 
 def a_run(kind, **model):

@@ -1,7 +1,6 @@
 """train.deterministic gives XLA its flag before the backend starts, or says what to do."""
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.config.run import RunConfig, RunSettings
-from jaxformer.config.saved import from_json, to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.runs import train_run as runs
@@ -85,12 +83,6 @@ def test_a_flag_that_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("XLA_FLAGS", f"{OPTION}=false")
     with pytest.raises(ConfigError, match=rf"XLA_FLAGS has {OPTION}=false: leave that out"):
         require_deterministic()
-
-
-def test_a_run_that_an_earlier_version_began_stays_as_it_was() -> None:
-    written = json.loads(to_json(RunConfig()))
-    assert written["train"].pop("deterministic") is False
-    assert from_json(json.dumps(written), "here") == RunConfig()
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -119,7 +119,13 @@ def test_the_random_bits_are_those_of_the_seed():
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("muon", "soap in int8") else pytest.param(name, marks=pytest.mark.slow)
+        for name in VARIANTS
+    ],
+)
 def test_every_optimizer_continues_bitwise_from_a_checkpoint(name, tmp_path):
     config = OptimizerConfig(**VARIANTS[name])
     half, _ = state_after(config, 2)
