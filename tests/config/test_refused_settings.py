@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import jaxformer as jf
+from jaxformer.config import OptimizerConfig
 
 pytestmark = pytest.mark.fast
 
