@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxformer.arrays.mesh import MESH_AXES
-from jaxformer.cli.trust_arguments import ReplayArguments
+from jaxformer.cli.arguments import ReplayArguments
 from jaxformer.report import printable
 from jaxformer.tools.step_replay import Replay, replay
 

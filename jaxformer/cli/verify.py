@@ -3,7 +3,7 @@
 from collections import Counter
 
 from jaxformer.arrays.mesh import MESH_AXES
-from jaxformer.cli.trust_arguments import VerifyArguments
+from jaxformer.cli.arguments import VerifyArguments
 from jaxformer.config.format import escaped
 from jaxformer.files import ConfigError
 from jaxformer.tools.verify import verify

@@ -11,7 +11,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,14 +73,9 @@ def probed(evidence: Evidence) -> Iterator[Statement]:
 
 # Leaks: the gradients of outputs by the embedded inputs are exactly 0 wherever a mask holds.
 
-
-class Mask(NamedTuple):
-    """Outputs that may not read some inputs: `outputs` and `inputs` bool [B, T], `source` bool
-    [B, S] or None."""
-
-    outputs: np.ndarray
-    inputs: np.ndarray
-    source: np.ndarray | None
+# Outputs that may not read some inputs: bool [B, T] under "outputs" and "inputs", and of a source
+# [B, S] under "source".
+Mask = dict[str, np.ndarray]
 
 
 @dataclass
@@ -100,31 +95,33 @@ def _texts_apart(evidence: Evidence) -> "Found":
     rows = _sequences(evidence)
     count = sum(len(np.unique(row[row != 0])) for row in rows.segments)
     numbers = np.arange(len(rows.segments))[:, None]
-    masks = []
+    masks: list[Mask] = []
     # For each bit of the numbers of segments and of rows: the outputs of the texts that have it and
     # the inputs of those that have it not, and the other way round. So every pair is separated.
     for by_row in (False, True):
         of_tokens = numbers + 0 * rows.segments if by_row else rows.segments
         for bit, value in itertools.product(range(int(of_tokens.max()).bit_length()), (0, 1)):
             chosen = (of_tokens >> bit & 1) == value
-            outside = None
+            is_text = rows.segments != 0
+            mask = {"outputs": chosen & is_text, "inputs": ~chosen & is_text}
             if rows.source is not None:
                 of_source = numbers + 0 * rows.source if by_row else rows.source
-                outside = (rows.source != 0) & ((of_source >> bit & 1) != value)
-            is_text = rows.segments != 0
-            masks.append(Mask(chosen & is_text, ~chosen & is_text, outside))
+                mask["source"] = (rows.source != 0) & ((of_source >> bit & 1) != value)
+            masks.append(mask)
     return _leaks(evidence, rows, masks, f"{count} texts")
 
 
 def _padding_apart(evidence: Evidence) -> "Found":
     """No text reads padding."""
     rows = _sequences(evidence)
-    padding = rows.segments == 0
-    source = None if rows.source is None else rows.source == 0
-    count = int(padding.sum()) + (0 if source is None else int(source.sum()))
+    mask = {"outputs": rows.segments != 0, "inputs": rows.segments == 0}
+    count = int(mask["inputs"].sum())
+    if rows.source is not None:
+        mask["source"] = rows.source == 0
+        count += int(mask["source"].sum())
     if not count:
         return None
-    return _leaks(evidence, rows, [Mask(~padding, padding, source)], f"{count} tokens of padding")
+    return _leaks(evidence, rows, [mask], f"{count} tokens of padding")
 
 
 def _future_apart(evidence: Evidence) -> "Found":
@@ -134,14 +131,16 @@ def _future_apart(evidence: Evidence) -> "Found":
     rows = _sequences(evidence)
     count, length = rows.segments.shape
     rng = np.random.default_rng(length)
-    source = None if rows.source is None else np.zeros(rows.source.shape, bool)
-    masks = []
+    masks: list[Mask] = []
     for attempt in range(CUTS):
         cuts = rng.integers(0, max(length - 1, 1), (count, 1))
         if attempt == 0 and length > KERNEL_BLOCK:
             cuts[:] = KERNEL_BLOCK - 1
         earlier = np.arange(length) <= cuts
-        masks.append(Mask(earlier & (rows.segments != 0), ~earlier, source))
+        mask = {"outputs": earlier & (rows.segments != 0), "inputs": ~earlier}
+        if rows.source is not None:
+            mask["source"] = np.zeros(rows.source.shape, bool)
+        masks.append(mask)
     return _leaks(evidence, rows, masks, f"{CUTS} places of each row")
 
 
@@ -173,8 +172,7 @@ def _leaks(evidence: Evidence, rows: Sequences, masks: list[Mask], what: str) ->
     with on_mesh(setup.mesh):
         placed = place_batch(rows.batch, setup.mesh)
         for mask in masks:
-            arrays = {name: array for name, array in mask._asdict().items() if array is not None}
-            found = jax.device_get(program(params, placed, place_batch(arrays, setup.mesh)))
+            found = jax.device_get(program(params, placed, place_batch(mask, setup.mesh)))
             leaked = max(leaked, float(found[0]))  # `largest` makes a NaN infinite
             read = max(read, float(found[1]))
     count, length = rows.segments.shape
