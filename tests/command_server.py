@@ -108,8 +108,11 @@ def _run(request: dict[str, Any], files: list[int]) -> NoReturn:
         tempfile.tempdir = None
         from jaxformer.cli import main as command
 
-        exec(request["patch"], {})
-        status = command(request["arguments"])
+        try:
+            exec(request["patch"], {})
+            status = command(request["arguments"])
+        except SystemExit as stop:  # of a patch that is a script
+            status = int(stop.code or 0)
         atexit._run_exitfuncs()
         sys.stdout.flush()
     except BaseException:

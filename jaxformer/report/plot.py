@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, RED, INK, FAINT = "#2f6db5", "#c8502b", "#33373d", "#d9dce1"
+LARGEST = 1e300
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.edgecolor": FAINT,
@@ -43,7 +44,9 @@ def plot_losses(run_dir: str | Path) -> Path:
 
     path = located(run_dir) / "loss.png"
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
+        figure = Figure(figsize=(8, 5), dpi=160)
+        # Not a constrained layout, in which the labels of giant numbers leave no room for curves.
+        figure.subplots_adjust(left=0.1, right=0.97, top=0.93, bottom=0.11, hspace=0.1)
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
         draw_curve(top, lines, "loss", "training", BLUE)
         draw_curve(top, lines, "val_loss", "validation", RED)
@@ -74,8 +77,9 @@ def draw_curve(
     lines = [line for line in lines if name in line]
     values = column(lines, name)
     good = np.isfinite(values)
-    x = column(lines, "step")[good] * scale
-    values = values[good]
+    # Beyond it matplotlib's ticks overflow.
+    x = np.clip(column(lines, "step")[good] * scale, -LARGEST, LARGEST)
+    values = np.clip(values[good], -LARGEST, LARGEST)
     if len(values) and label:
         label = f"{label} {values[-1]:.4f}"
     marker = "o" if len(values) < 30 else ""
@@ -102,7 +106,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 def limits(losses: np.ndarray) -> tuple[float, float]:
     """The lowest and highest loss to show: all but the highest fiftieth, with a margin."""
-    losses = losses[np.isfinite(losses)]
+    losses = np.clip(losses[np.isfinite(losses)], -LARGEST, LARGEST)
     if not len(losses):
         return 0.0, 1.0
     low = float(losses.min())

@@ -106,14 +106,36 @@ def shapes_of(
     """The rows of a forward pass of `batch_size` rows of `length` tokens, with sources of
     `source_length` tokens (0: as many), in the order of computation. Layers of equal shapes are one
     row. Parameters that no sublayer reads, such as the biases of T5's positions or a second head,
-    are in a last row "other". Raises ConfigError for lengths that the model does not take."""
+    are in a last row "other"."""
     numbers = traced_rows(config, batch_size, length, source_length or length)
+    sizes = {name: symbol.size for name, symbol in SYMBOLS.items()}
+    # Axes that not every model has.
+    optional = {"n_classes": "C", "n_experts": "E", "shared_ff": "Y"}
+    optional |= {"kv_rank": "R", "query_rank": "Q", "rope_head_dim": "P"}
+    settings = {name: sizes[axis] for name, axis in optional.items() if getattr(config, name)}
     try:
-        symbolic = traced_rows(_symbolic(config), *(SYMBOLS[name].size for name in "BTS"))
+        symbolic_config = replace(
+            config,
+            d_model=sizes["D"],
+            n_heads=sizes["N"],
+            n_kv_heads=sizes["K"] if config.kv_heads != config.n_heads else 0,
+            head_dim=sizes["H"],
+            value_dim=sizes["W"] if config.value_width != config.head_width else 0,
+            d_ff=sizes["F"],
+            vocab_size=sizes["V"],
+            max_length=max(config.max_length, sizes["S"]),
+            experts_per_token=sizes["M"] // (sizes["B"] * sizes["T"]),
+            expert_ff=sizes["X"],
+            router_groups=1,
+            router_top_groups=1,
+            expert_capacity=0.0,
+            **settings,  # type: ignore[arg-type]
+        )
+        symbolic = traced_rows(symbolic_config, sizes["B"], sizes["T"], sizes["S"])
     except ConfigError as error:
         # Some settings allow certain sizes only.
         raise ConfigError(f"the axes of this model cannot be named: {error}") from error
-    names = {symbol.size: name for name, symbol in SYMBOLS.items()}
+    names = {size: name for name, size in sizes.items()}
 
     def named(shapes: Sequence[Shape]) -> tuple[str, ...]:
         axes = (", ".join(names.get(size, str(size)) for size in shape) for shape in shapes)
@@ -126,60 +148,28 @@ def shapes_of(
     return _merged(rows)
 
 
-def _symbolic(config: ModelConfig) -> ModelConfig:
-    """The model with the sizes of `SYMBOLS`."""
-    sizes = {name: symbol.size for name, symbol in SYMBOLS.items()}
-    grouped = config.kv_heads != config.n_heads
-    # Axes that not every model has.
-    axes = {"n_classes": "C", "n_experts": "E", "shared_ff": "Y"}
-    axes |= {"kv_rank": "R", "query_rank": "Q", "rope_head_dim": "P"}
-    optional: dict[str, Any] = {name: sizes[axes[name]] for name in axes if getattr(config, name)}
-    return replace(
-        config,
-        d_model=sizes["D"],
-        n_heads=sizes["N"],
-        n_kv_heads=sizes["K"] if grouped else 0,
-        head_dim=sizes["H"],
-        value_dim=sizes["W"] if config.value_width != config.head_width else 0,
-        d_ff=sizes["F"],
-        vocab_size=sizes["V"],
-        max_length=max(config.max_length, sizes["S"]),
-        experts_per_token=sizes["M"] // (sizes["B"] * sizes["T"]),
-        expert_ff=sizes["X"],
-        router_groups=1,
-        router_top_groups=1,
-        expert_capacity=0.0,
-        **optional,
-    )
-
-
 def _merged(rows: list[ShapeRow]) -> list[ShapeRow]:
     """Layers in a row whose rows are equal, as one layer."""
 
     def layer_of(row: ShapeRow) -> tuple[str, tuple[int, ...]]:
         return row.name.partition(".")[0], row.layers
 
-    merged: list[list[ShapeRow]] = []
-    # The rows of each layer, and those between layers.
-    for group in (list(group) for _, group in itertools.groupby(rows, layer_of)):
-        if merged and _same(merged[-1], group):
-            layers = merged[-1][0].layers + group[0].layers
-            merged[-1] = [row._replace(layers=layers) for row in merged[-1]]
-        else:
-            merged.append(group)
-    return [row for group in merged for row in group]
-
-
-def _same(first: list[ShapeRow], second: list[ShapeRow]) -> bool:
-    """Whether two layers of a stack have equal rows."""
-
-    def without_layer(row: ShapeRow) -> ShapeRow:
+    def of_any_layer(row: ShapeRow) -> ShapeRow:
         stack, _, sublayer = row.name.partition(".")
         return row._replace(name=f"{stack}.{sublayer.partition('.')[2]}", layers=())
 
-    if not (first[0].layers and second[0].layers):
-        return False
-    return list(map(without_layer, first)) == list(map(without_layer, second))
+    merged: list[list[ShapeRow]] = []
+    # The rows of each layer, and those between layers.
+    for _, rows_of_layer in itertools.groupby(rows, layer_of):
+        group = list(rows_of_layer)
+        before = merged[-1] if merged else group
+        in_layers = group[0].layers and before[0].layers
+        if merged and in_layers and [*map(of_any_layer, before)] == [*map(of_any_layer, group)]:
+            layers = before[0].layers + group[0].layers
+            merged[-1] = [row._replace(layers=layers) for row in before]
+        else:
+            merged.append(group)
+    return [row for group in merged for row in group]
 
 
 def formula_of(config: ModelConfig, name: str) -> tuple[str, ...]:
@@ -230,12 +220,19 @@ def traced_rows(
         return head(params, config, x, inputs.layout)
 
     program = jax.make_jaxpr(forward)(params, batch)
-    paths = [dotted(path) for path, _ in jax.tree.leaves_with_path(params)]
-    n = len(paths)
-    weights = {
-        var: _full_name(path, config)
-        for path, var in zip(paths, program.jaxpr.invars[:n], strict=True)
-    }
+    stack = "encoder" if config.family == "encoder" else "decoder"
+    weights = {}
+    for (path, _), var in zip(
+        jax.tree.leaves_with_path(params), program.jaxpr.invars, strict=False
+    ):
+        # A leaf by the stack of its layer: "decoder.3.attention.q".
+        name = dotted(path)
+        if name.startswith("encoder.blocks."):
+            name = name.replace("encoder.blocks", "encoder", 1)
+        elif name.startswith("blocks."):
+            name = name.replace("blocks", stack, 1)
+        weights[var] = name
+    n = len(weights)
     batch_inputs = dict(zip(program.jaxpr.invars[n:], sorted(batch), strict=True))
     trace = _Trace(program.jaxpr, weights, batch_inputs)
     rows = list(_rows(trace, grouped=config.kv_heads != config.n_heads))
@@ -251,14 +248,6 @@ def _by_layer(params: Any) -> Any:
     if "blocks" in params:
         tree["blocks"] = layers_of(params["blocks"])
     return tree
-
-
-def _full_name(path: str, config: ModelConfig) -> str:
-    """The name of a leaf with the stack of its layer: "decoder.3.attention.q"."""
-    stack = "encoder" if config.family == "encoder" else "decoder"
-    if path.startswith("encoder.blocks."):
-        return path.replace("encoder.blocks", "encoder", 1)
-    return path.replace("blocks", stack, 1) if path.startswith("blocks.") else path
 
 
 class _Trace:
@@ -357,7 +346,14 @@ def _rows(trace: _Trace, grouped: bool) -> Iterator[ShapeRow]:
         names = list(group.weights.values())
         layers = [".".join(name.split(".")[:2]) for name in names]
         layer = layers[0] if "layer" in group.scope and names else layer
-        name = _name(group, names, layer, trace)
+        name = what = group.scope[-1]
+        if what == "embed" and "source" in trace.inputs.values():
+            of_source = any(trace.inputs.get(var) == "source" for var in group.reads)
+            name = "encoder.embed" if of_source else "decoder.embed"
+        elif what not in ("embed", "head") and names:
+            name = names[0].rpartition(".")[0]
+        elif what not in ("embed", "head") and "layer" in group.scope:
+            name = f"{layer}.{what}"
         new_weights = {var for var in group.weights if var not in seen}
         seen |= new_weights
         reads, makes = ([var.aval.shape for var in side] for side in (group.reads, group.makes))
@@ -366,18 +362,6 @@ def _rows(trace: _Trace, grouped: bool) -> Iterator[ShapeRow]:
         yield _row(name, 0, reads, makes, sizes, flops)
         if group.scope[-1] in (*all_sublayers(), "embed", "head"):
             yield from _products(trace, group, name, grouped)
-
-
-def _name(group: _Group, names: list[str], layer: str, trace: _Trace) -> str:
-    what = group.scope[-1]
-    if what == "embed" and "source" in trace.inputs.values():
-        of_source = any(trace.inputs.get(var) == "source" for var in group.reads)
-        return "encoder.embed" if of_source else "decoder.embed"
-    if what in ("embed", "head"):
-        return what
-    if names:
-        return names[0].rpartition(".")[0]
-    return f"{layer}.{what}" if "layer" in group.scope else what
 
 
 def _products(trace: _Trace, group: _Group, name: str, grouped: bool) -> Iterator[ShapeRow]:

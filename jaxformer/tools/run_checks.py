@@ -1,6 +1,7 @@
 """Checks of what a run needs before it runs: versions, devices, directories, data, the attention
 kernel, memory, and one step. Nothing is written in its run directory."""
 
+import contextlib
 import glob
 import importlib.metadata
 import math
@@ -75,26 +76,17 @@ def examine(run: RunConfig) -> Iterator[Finding]:
 
 def versions() -> Finding:
     """The versions of the libraries, and whether the plugins for GPUs have that of jax."""
-    numbers = {name: _version(name) for name in (*VERSIONED, *PLUGINS)}
-    installed = ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
+    numbers = dict[str, str]()
+    for name in (*VERSIONED, *PLUGINS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            numbers[name] = importlib.metadata.version(name)
+    installed = ", ".join(f"{name} {number}" for name, number in numbers.items())
     text = f"Python {machine.python_version()}, {installed}"
-    jax_version = numbers["jax"]
     for plugin in PLUGINS[:2]:
-        if numbers[plugin] not in ("", jax_version):
-            return Finding(
-                "problem",
-                "versions",
-                f'{text}: pip install "{plugin}=={jax_version}", the version of jax.',
-            )
+        if numbers.get(plugin, numbers["jax"]) != numbers["jax"]:
+            remedy = f'pip install "{plugin}=={numbers["jax"]}", the version of jax'
+            return Finding("problem", "versions", f"{text}: {remedy}.")
     return Finding("ok", "versions", text)
-
-
-def _version(name: str) -> str:
-    """The version of a package, "" where it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def devices() -> Finding:
@@ -120,15 +112,15 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
         chosen_tracker(settings.tracker)
     except ConfigError as error:
         yield Finding("problem", "run.tracker", str(error))
+    try:
+        require_savable(located(settings.dir).absolute())
+    except ConfigError as error:
+        yield Finding("problem", "run.dir", str(error))
     directories_by_setting = {
         "run.dir": settings.dir,
         "data.cache_dir": cache_dir,
         "run.compilation_cache": settings.compilation_cache,
     }
-    try:
-        require_savable(located(settings.dir).absolute())
-    except ConfigError as error:
-        yield Finding("problem", "run.dir", str(error))
     for setting, value in directories_by_setting.items():
         if not value:
             yield Finding("problem" if setting == "run.dir" else "note", setting, "is empty.")
@@ -136,30 +128,20 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
         try:
             folder = located(os.path.expanduser(value))
             if is_remote(folder):
-                _write_and_remove(folder)
-                yield Finding("ok", setting, f"{value} can be written")
-                continue
+                path = folder / f"doctor-{uuid.uuid4().hex}"
+                write_text(path, "")
+                with store_errors(path, "removed"):
+                    path.unlink()
+            else:
+                folder = existing(folder)
+                tempfile.TemporaryFile(dir=folder).close()
         except ConfigError as error:
             yield Finding("problem", setting, str(error))
-            continue
-        folder = existing(folder)
-        try:
-            with tempfile.TemporaryFile(dir=folder):
-                yield Finding("ok", setting, f"{value} can be written")
         except OSError as error:
-            yield Finding(
-                "problem",
-                setting,
-                f"{value} cannot be written ({error.strerror} in {folder}): choose another one.",
-            )
-
-
-def _write_and_remove(folder: Path) -> None:
-    """Puts an object into a folder of a store and removes it. Raises ConfigError."""
-    path = folder / f"doctor-{uuid.uuid4().hex}"
-    write_text(path, "")
-    with store_errors(path, "removed"):
-        path.unlink()
+            said = f"{value} cannot be written ({error.strerror} in {folder}): choose another one."
+            yield Finding("problem", setting, said)
+        else:
+            yield Finding("ok", setting, f"{value} can be written")
 
 
 def urls(data: DataConfig, tokenizer: TokenizerConfig, init_from: str) -> Iterator[Finding]:
@@ -197,23 +179,16 @@ def disk(target: TrainState, run_dir: str, count: int) -> Finding:
     written, fit the disk of a run directory."""
     leaves = jax.tree.leaves(target)
     state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    text = f"{count} checkpoints of {human_bytes(state_bytes)}"
     if is_remote(located(run_dir)):
-        return Finding(
-            "ok", "disk space", f"{count} checkpoints of {human_bytes(state_bytes)}, in a store"
-        )
+        return Finding("ok", "disk space", f"{text}, in a store")
     folder = existing(Path(run_dir))
     needed, free = count * state_bytes, shutil.disk_usage(folder).free
-    text = (
-        f"{count} checkpoints of {human_bytes(state_bytes)} need {human_bytes(needed)}, and"
-        f" {folder} has {human_bytes(free)} free"
-    )
-    if needed > free:
-        return Finding(
-            "problem",
-            "disk space",
-            f"{text}: make room, choose another run.dir, or lower train.keep_checkpoints.",
-        )
-    return Finding("ok", "disk space", text)
+    text += f" need {human_bytes(needed)}, and {folder} has {human_bytes(free)} free"
+    if needed <= free:
+        return Finding("ok", "disk space", text)
+    remedy = "make room, choose another run.dir, or lower train.keep_checkpoints"
+    return Finding("problem", "disk space", f"{text}: {remedy}.")
 
 
 def kernel(resolved: ResolvedRun) -> Generator[Finding, None, ResolvedRun]:

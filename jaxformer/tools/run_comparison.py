@@ -102,7 +102,8 @@ def draw_comparison(groups: Sequence[Configuration], path: Path) -> None:
     from matplotlib.ticker import EngFormatter
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 8), dpi=140, layout="constrained")
+        figure = Figure(figsize=(9, 8), dpi=140)
+        figure.subplots_adjust(left=0.08, right=0.97, top=0.97, bottom=0.07, hspace=0.08)
         panels = figure.subplots(2, 1, sharex=True)
         for axes, (name, title) in zip(panels, LOSSES.items(), strict=True):
             axes.set_ylabel(title)

@@ -162,8 +162,7 @@ def test_a_model_directory_refuses_it_by_name(tmp_path):
 def test_every_transform_takes_it():
     _, params, config, batch = case("tied decoder")
     one = forward(params, config, **batch)
-    two = jax.vmap(lambda p: jf.forward(p, config, **batch))(
-        jax.tree.map(lambda part: jnp.stack([part, part]), params)
-    )
+    several = jax.jit(jax.vmap(lambda p: jf.forward(p, config, **batch)))
+    two = several(jax.tree.map(lambda part: jnp.stack([part, part]), params))
     np.testing.assert_allclose(two[1], one, atol=1e-4)
     assert jax.eval_shape(lambda p: jf.forward(p, config, **batch), params).shape == one.shape

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from corpora import prepare
 from custom_leaves import LowRank, low_rank
 from tiny_run import assert_same_run, line, logged, saved, train_here
 
 import jaxformer as jf
 from jaxformer.cli import main
+from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.data.sources.records import RecordField
 from jaxformer.data.templates import Template, joined
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.runs.objectives import OBJECTIVES, Objective
-
-pytestmark = pytest.mark.slow
 
 SIDES = ("chosen", "rejected")
 
@@ -100,6 +100,7 @@ def write_records(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_an_objective_of_somebody_elses_trains_resumes_and_evaluates(registered, tmp_path, capsys):
     records = write_records(tmp_path / "pairs.jsonl")
     assert train_here(line(tmp_path / "whole", records, CHANGES)) == 0
@@ -117,6 +118,7 @@ def test_an_objective_of_somebody_elses_trains_resumes_and_evaluates(registered,
         jf.loss_of("preferences", jf.load(tmp_path / "whole").config, label_smoothing=0.1)
 
 
+@pytest.mark.slow
 def test_a_leaf_of_somebody_elses_goes_through_step_checkpoint_and_resume(registered, tmp_path):
     """Only the low-rank product learns: the weights below it stay, and have no moments."""
     config = jf.ModelConfig(
@@ -179,6 +181,19 @@ def test_a_leaf_of_somebody_elses_goes_through_step_checkpoint_and_resume(regist
         whole.params, config, Rows()[0]["tokens"][:, :4], max_new_tokens=4, temperature=0.0
     )
     assert tokens.shape == (4, 4)
+
+
+def test_a_field_without_a_setting_is_named_where_it_is_missing(registered, tmp_path):
+    records = tmp_path / "pairs.jsonl"
+    data = DataConfig(train=str(records), objective="preferences", sequence_length=16)
+    run = jf.RunConfig(data=data, tokenizer=TokenizerConfig(kind="bytes"))
+    for record, said in {
+        '{"source": "q", "chosen": "yes"}': r"no field 'rejected': .*; data\.objective reads",
+        '{"source": "q", "chosen": "yes", "rejected": 3}': "field 'rejected' is int: it has to be",
+    }.items():
+        records.write_text(f"{record}\n")
+        with pytest.raises(jf.ConfigError, match=said):
+            prepare(run)
 
 
 def path_of(path):

@@ -76,8 +76,12 @@ def learned(config: jf.ModelConfig) -> float:
         nats = optax.softmax_cross_entropy_with_integer_labels
         return nats(jf.forward(params, config, tokens[:, :-1]), tokens[:, 1:]).mean()
 
-    before, gradient = jax.value_and_grad(loss)(params)
-    return float(before - loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)))
+    @jax.jit
+    def lowered(params):
+        before, gradient = jax.value_and_grad(loss)(params)
+        return before - loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient))
+
+    return float(lowered(params))
 
 
 @pytest.mark.parametrize("setting", tables())
@@ -100,11 +104,6 @@ def test_the_tables_that_the_readme_names_are_open() -> None:
         *("MIXERS", "FEED_FORWARDS", "EMBEDDINGS", "HEADS"),
         *("OPTIMIZERS", "STORES", "SCHEDULES", "OBJECTIVES", "TRACKERS"),
     }
-
-
-@pytest.mark.slow
-def test_a_model_with_an_added_activation_learns(cubed: None) -> None:
-    assert learned(jf.ModelConfig(**TINY, activation="cubed")) > 0.001
 
 
 def test_an_added_activation_may_be_gated(cubed: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,11 +165,6 @@ def test_a_run_with_an_added_activation_trains_from_its_config_file(tmp_path: Pa
     arguments = [str(file), *run_line(tmp_path / "run", text, changes)[1:]]
     assert train_here(arguments) == 0
     assert jf.load(tmp_path / "run").config.activation == "cubed"
-
-
-def test_help_lists_an_added_name(cubed: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_here([str(ROOT / "configs/quickstart.py"), "--help"]) == 0
-    assert "cubed" in capsys.readouterr().out
 
 
 def test_a_name_that_nothing_added_is_refused_with_what_to_do(tmp_path: Path) -> None:

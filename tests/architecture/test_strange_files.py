@@ -1,11 +1,13 @@
 """Files of strangers that hold other types, giant numbers or deep nesting: one message, whatever
 command reads them."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from products import covering
 
 from jaxformer.cli import main
 from jaxformer.config.run import RunConfig
@@ -67,11 +69,11 @@ def a_run(folder: Path, name: str = "loss", text: str = "2.5", step: int = 3) ->
 
 
 NO_NUMBERS = ['"text"', "[1]", "true", "null", "{}", "1e999", "NaN", "-Infinity", DIGITS, NESTED]
+NUMBERS = ("loss", "val_loss", "tokens", "seconds")
 WRONG = [
-    *((name, text) for name in ("loss", "val_loss", "tokens", "seconds") for text in NO_NUMBERS),
-    *(("step", text) for text in [*NO_NUMBERS, "-1", "1.5", "1" + "0" * 300]),
-    *(("non_finite", text) for text in ["3", "null", '["loss"]', '"nan"', DIGITS, NESTED]),
-    *(("non_finite", f'{{"loss": {text}}}') for text in ['"x"', "NaN", "1e999", "[1]", "null"]),
+    *covering(list(itertools.product(NUMBERS, NO_NUMBERS)), 1),
+    *(("step", text) for text in ["null", "-1", "1.5", "1" + "0" * 300]),
+    *(("non_finite", text) for text in ["3", '["loss"]', '{"loss": "x"}', '{"loss": [1]}']),
 ]
 
 
@@ -86,7 +88,6 @@ def test_a_line_of_metrics_of_other_types_is_refused_by_its_number(
         return
     for reads in (
         lambda: read_metrics(run_dir),
-        lambda: plot_losses(run_dir),
         lambda: logged_before(str(run_dir), 5),
         lambda: MetricsLog(run_dir, 5),
         lambda: require_checkpoints(run_dir),
@@ -134,8 +135,11 @@ def test_the_reading_of_one_long_document_says_how_far_it_is(
     assert len(notes) > 5 and all(": read 0.0" in line for line in notes), said
 
 
-@pytest.mark.parametrize("key", ["labels", "learned", "base", "base_path"])
-@pytest.mark.parametrize("text", ["5", "[1]", "true", "null", "{}", "1e999", DIGITS, NESTED])
+KEYS = ("labels", "learned", "base", "base_path")
+OTHERS = ("5", "[1]", "true", "null", "{}", "1e999", DIGITS, NESTED)
+
+
+@pytest.mark.parametrize(("key", "text"), covering(list(itertools.product(KEYS, OTHERS)), 1))
 def test_a_data_json_of_other_types_is_refused(key: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(f'{{"run_id": "a", "{key}": {text}}}')
     said = "is not JSON" if text == DIGITS else f"data.json: {key}="
@@ -143,8 +147,10 @@ def test_a_data_json_of_other_types_is_refused(key: str, text: str, tmp_path: Pa
         record_of(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["at", "skip"])
-@pytest.mark.parametrize("text", [*NO_NUMBERS, "-1", "1.5", "1" + "0" * 300])
+@pytest.mark.parametrize(
+    ("key", "text"),
+    covering(list(itertools.product(("at", "skip"), [*NO_NUMBERS, "-1", "1.5"])), 1),
+)
 def test_rollbacks_of_other_types_are_refused(key: str, text: str, tmp_path: Path) -> None:
     entry = {"at": 1, "skip": 1, key: "HERE"}
     written = json.dumps({"rollbacks": [entry]}).replace('"HERE"', text)
@@ -153,8 +159,11 @@ def test_rollbacks_of_other_types_are_refused(key: str, text: str, tmp_path: Pat
         read_rollbacks(str(tmp_path))
 
 
-@pytest.mark.parametrize("key", ["content", "documents", "bytes", "skipped", "parts"])
-@pytest.mark.parametrize("text", [*NO_NUMBERS, "-1", "1" + "0" * 300])
+RECORD = ("content", "documents", "bytes", "skipped", "parts")
+SHARD = ("tokens", "documents", "bytes", "files", "name")
+
+
+@pytest.mark.parametrize(("key", "text"), covering(list(itertools.product(RECORD, NO_NUMBERS)), 1))
 def test_a_scan_of_other_types_is_made_again(key: str, text: str, tmp_path: Path) -> None:
     made = Scan("digest", 1, 2)
     record = {"content": "other", "documents": 3, "bytes": 4, "skipped": {}, "parts": []}
@@ -167,8 +176,7 @@ def test_a_scan_of_other_types_is_made_again(key: str, text: str, tmp_path: Path
     assert cached_scan(path, lambda: made) == made
 
 
-@pytest.mark.parametrize("key", ["tokens", "documents", "bytes", "files", "name"])
-@pytest.mark.parametrize("text", [*NO_NUMBERS, "-1", "1" + "0" * 300])
+@pytest.mark.parametrize(("key", "text"), covering(list(itertools.product(SHARD, NO_NUMBERS)), 1))
 def test_a_store_whose_manifest_has_other_types_is_not_read(
     key: str, text: str, tmp_path: Path
 ) -> None:

@@ -113,22 +113,22 @@ def test_a_stage_tells_its_formula_and_the_shapes_of_the_step(view: View) -> Non
     assert view.tab.locator("#stage").is_hidden()
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("kind", MASKS)
-def test_the_masks_drawn_are_those_given(view: View, kind: str, layer: int) -> None:
-    view.tab.check(f"input[value={kind}]", force=True)
-    view.tab.click(f"#grid [data-place='{layer} 0']")
-    view.tab.keyboard.press("End")
-    drawn = np.array(view.pixels(f"canvas[data-mask={kind}]")).reshape(*MASKS[kind].shape[1:], 4)
+def test_the_masks_drawn_are_those_given(view: View) -> None:
     seen, hidden = (
         view.tab.evaluate(f"rgb('--{name}')") for name in ("seen", "unseen")
     )  # of the theme
     assert seen != hidden
-    wanted = np.where(MASKS[kind][layer][..., None], seen, hidden)
-    np.testing.assert_array_equal(drawn, wanted)
-    label = view.tab.locator(f"canvas[data-mask={kind}]").get_attribute("aria-label")
-    query = view.tab.evaluate(f"queryOf('{kind}')")
-    assert f"may attend to {MASKS[kind][layer][query].sum()} of" in label
+    for kind, masks in MASKS.items():
+        for layer, mask in enumerate(masks):
+            view.tab.check(f"input[value={kind}]", force=True)
+            view.tab.click(f"#grid [data-place='{layer} 0']")
+            view.tab.keyboard.press("End")
+            canvas = f"canvas[data-mask={kind}]"
+            drawn = np.array(view.pixels(canvas)).reshape(*mask.shape, 4)
+            np.testing.assert_array_equal(drawn, np.where(mask[..., None], seen, hidden))
+            label = view.tab.locator(canvas).get_attribute("aria-label")
+            query = view.tab.evaluate(f"queryOf('{kind}')")
+            assert f"may attend to {mask[query].sum()} of" in label
 
 
 def test_beams_show_the_texts_scores_and_fates_of_the_step(view: View) -> None:
@@ -147,17 +147,18 @@ def test_beams_show_the_texts_scores_and_fates_of_the_step(view: View) -> None:
     assert view.texts("#ranking tr") == [] and "chose nothing" in view.text("#searched")
 
 
-@pytest.mark.parametrize("step", [0, 1, 4])
-def test_the_lens_shows_the_texts_and_probabilities_of_each_layer(view: View, step: int) -> None:
-    for _ in range(step):
+def test_the_lens_shows_the_texts_and_probabilities_of_each_layer(view: View) -> None:
+    for step in range(5):
+        assert view.step() == step and view.texts("#lens th") == ["layer 0", "layer 1"]
+        given = [cell for layer in LENS for cell in layer[step]]
+        found = [text.rsplit(": ", 1) for text in titles(view, "#lens td")]
+        assert [text for text, _ in found] == [text.replace(" ", "·") for text, _ in given]
+        np.testing.assert_allclose(
+            [float(share) for _, share in found], [share for _, share in given], atol=1e-6
+        )
+        marked = {text.rsplit(": ", 1)[0] for text in titles(view, "#lens td.next")}
+        assert marked == ({["The", "·\\xe7"][step]} if step < 2 else set())
         view.tab.keyboard.press("ArrowRight")
-    assert view.texts("#lens th") == ["layer 0", "layer 1"]
-    given = [cell for layer in LENS for cell in layer[step]]
-    found = [text.rsplit(": ", 1) for text in titles(view, "#lens td")]
-    assert [text for text, _ in found] == [text.replace(" ", "·") for text, _ in given]
-    np.testing.assert_allclose([float(s) for _, s in found], [s for _, s in given], atol=1e-6)
-    marked = {text.rsplit(": ", 1)[0] for text in titles(view, "#lens td.next")}
-    assert marked == ({["The", "·\\xe7"][step]} if step < 2 else set())
 
 
 def titles(view: View, selector: str) -> list[str]:

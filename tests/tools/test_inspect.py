@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import SIZES, alone, laid_out, params_of
+from products import slow_but
 
 import jaxformer as jf
 from jaxformer.layers.ffn import ffn
@@ -69,7 +70,7 @@ def test_the_maps_come_with_the_logits_of_the_forward_pass(name):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * float(jnp.abs(expected).max()))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "decoder", "encoder-decoder"))
 def test_the_weights_of_a_real_query_sum_to_1_and_none_falls_on_what_it_may_not_see(name):
     params, config, batch = case(name)
     maps = maps_of(params, config, **batch)
@@ -116,7 +117,7 @@ def check_weights(weights, own, ids, config):
         np.testing.assert_allclose(sums, 1, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "decoder", "encoder-decoder"))
 def test_a_layer_of_the_maps_alone_is_that_layer(name):
     params, config, batch = case(name)
     whole, one = maps_of(params, config, **batch), maps_of(params, config, layers=(1,), **batch)
@@ -199,7 +200,7 @@ def test_a_pattern_keeps_every_name_it_fits(name):
         assert set(jf.inspect(params, config, capture=[capture], **batch).values) == kept
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "decoder", "encoder-decoder"))
 def test_an_intermediate_put_in_its_own_place_changes_nothing(name):
     params, config, batch = case(name)
     logits, values = jf.inspect(params, config, capture=["*"], **batch)
@@ -211,7 +212,7 @@ def test_an_intermediate_put_in_its_own_place_changes_nothing(name):
     np.testing.assert_array_equal(same, logits)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "decoder", "encoder-decoder"))
 def test_the_last_residual_of_another_run_gives_that_runs_logits(name):
     params, config, batch = case(name)
     other = dict(batch, tokens=(batch["tokens"] + 3) % 37)
