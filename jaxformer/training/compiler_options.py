@@ -61,13 +61,22 @@ def compiler_options(
 ) -> dict[str, int | str]:
     """The options for the devices of a mesh (None: the default device): `stated`, which the
     compiler must have, and with `table` the rows that apply and that it has, except those that
-    XLA_FLAGS or LIBTPU_INIT_ARGS names. Raises ConfigError for a stated option that is refused."""
-    for name, value in stated.items():
-        if message := refusal(mesh, name, value):
-            raise ConfigError(f"the compiler option {name}={value} is refused: {message}")
+    XLA_FLAGS or LIBTPU_INIT_ARGS names."""
+    accepted = {name: _accepted(mesh, name, value) for name, value in stated.items()}
     rows = {row.name: row.value for row in rows_for(mesh) if table}
     unknown = refused_options(mesh)
-    return {name: rows[name] for name in rows if name not in unknown} | dict(stated)
+    return {name: rows[name] for name in rows if name not in unknown} | accepted
+
+
+def _accepted(mesh: AnyMesh | None, name: str, value: int | str) -> int | str:
+    """A stated value as the compiler takes it: libtpu reads a bool as true, XLA as True."""
+    message = refusal(mesh, name, value)
+    if message and value in ("true", "false"):
+        value = str(value).capitalize()
+        message = refusal(mesh, name, value)
+    if message:
+        raise ConfigError(f"the compiler option {name}={value} is refused: {message}")
+    return value
 
 
 def rows_for(mesh: AnyMesh | None) -> list[OptionRow]:

@@ -106,6 +106,13 @@ def test_an_option_is_tried_once_and_on_the_mesh_in_force():
     assert refusal.cache_info().misses == before
 
 
+def test_a_bool_is_spelled_as_the_compiler_takes_it():
+    name = "xla_gpu_enable_triton_gemm"  # which the compiler for CPUs has too
+    assert compiler_options(make_mesh(), {name: "false"}, table=False) == {name: "False"}
+    with pytest.raises(jf.ConfigError, match=f"{name}=no is refused"):
+        compiler_options(make_mesh(), {name: "no"}, table=False)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
