@@ -14,7 +14,6 @@ ANSWERS = {
     "throttled": ("503 Slow Down", "SlowDown"),
     "failing": ("500 Internal Server Error", "InternalError"),
     "denied": ("403 Forbidden", "AccessDenied"),
-    "other region": ("301 Moved Permanently", "PermanentRedirect"),
 }
 TRUNCATED = "truncated"  # half of the body of an answer, and then the end of the connection
 NONE = ""  # no fault, but `before` is called

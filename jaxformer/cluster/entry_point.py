@@ -30,8 +30,11 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # another C library
         return
-    settings = {"M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1)}
-    for parameter, value in settings.values():
+    for parameter, value in (
+        (-8, 1),  # M_ARENA_MAX
+        (-4, 0),  # M_MMAP_MAX
+        (-1, -1),  # M_TRIM_THRESHOLD
+    ):
         mallopt(parameter, value)
 
 
