@@ -188,8 +188,7 @@ def _has_tokenizer(path: str, train: str) -> bool:
 
 
 def _has_tokenizer_file(source: str) -> bool:
-    """Whether a source is a directory with a tokenizer. Raises ConfigError for a URL that cannot be
-    read."""
+    """Whether a source is a directory with a tokenizer."""
     if not is_remote(source):
         return os.path.isfile(os.path.join(os.path.expanduser(source), "tokenizer.json"))
     is_one = not glob.has_magic(source)

@@ -53,10 +53,7 @@ FACTORS = {"lr": "rate", "decay": "decay"}
 
 
 def parsed_groups(text: str) -> list[Group]:
-    """The groups of optimizer.groups, as in "embed: lr 0.3, norm: lr 2 decay 0".
-
-    Raises ConfigError for a text of another form.
-    """
+    """The groups of optimizer.groups, as in "embed: lr 0.3, norm: lr 2 decay 0"."""
     groups = []
     for entry in filter(str.strip, text.split(",")):
         pattern, _, settings = (piece.strip() for piece in entry.partition(":"))

@@ -13,8 +13,19 @@ POINTS = ("latent", "q", "k", "v", "attention", "out", "gate", "up", "down")
 # The settings that model.mup_base may name: what makes a model wide. A model may be widened by
 # wider heads or by more of them, so their number is one.
 WIDTH_SETTINGS = (
-    *("d_model", "n_heads", "n_kv_heads", "head_dim", "value_dim", "kv_rank", "query_rank"),
-    *("rope_head_dim", "d_ff", "expert_ff", "shared_ff", "embedding_width", "projection_width"),
+    "d_model",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "value_dim",
+    "kv_rank",
+    "query_rank",
+    "rope_head_dim",
+    "d_ff",
+    "expert_ff",
+    "shared_ff",
+    "embedding_width",
+    "projection_width",
 )
 # Factors that follow the width, and the settings of the same factors as plain numbers.
 FACTOR_SETTINGS = {

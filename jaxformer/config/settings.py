@@ -173,10 +173,7 @@ def divisors(number: int) -> str:
 
 
 def step_range(text: str, name: str) -> range:
-    """The steps, counted from 1, of a slice as in Python or of a single number; none for "".
-
-    Raises ConfigError for any other text; `name` is that of the setting.
-    """
+    """The steps, counted from 1, of a slice as in Python or of a single number; none for ""."""
     if not text:
         return range(0)
     first, colon, stop = text.partition(":")

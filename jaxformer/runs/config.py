@@ -22,8 +22,13 @@ from jaxformer.files import ConfigError, located
 
 # Model settings that say how a model is computed and trained, and not what its weights mean.
 OF_THE_PROGRAM = (
-    *("dropout", "attention_dropout"),
-    *("dtype", "layer_loop", "remat", "attention_kernel", "expert_kernel"),
+    "dropout",
+    "attention_dropout",
+    "dtype",
+    "layer_loop",
+    "remat",
+    "attention_kernel",
+    "expert_kernel",
 )
 # Model settings that a new run does not take from the model it starts from.
 OWN = ("head", "n_classes", "pooling", *SECOND_HEADS, *OF_THE_PROGRAM)
@@ -94,8 +99,7 @@ def with_base(
 
     A config sets a model setting if it is not the default of `ModelConfig` and not among those
     `stated` on the command line, which are applied later; those of `OWN` are always the config's.
-    `weights` is that of `loading.run_of`. Raises ConfigError if the directory has no model, or if
-    the settings contradict those of the base.
+    `weights` is that of `loading.run_of`.
     """
     if not any((origin / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(

@@ -61,8 +61,7 @@ def lock(run_dir: str, restart: bool) -> Iterator[None]:
     """Creates the run directory where it is missing, and locks it; with `restart` what it holds is
     moved away. One that is still empty afterwards is removed.
 
-    Of several processes of one run, the first one locks it for all. Raises ConfigError if another
-    run holds the lock, or the directory cannot be written or has lost its checkpoints.
+    Of several processes of one run, the first one locks it for all.
     """
     if not run_dir:
         raise ConfigError("run.dir is empty: name the directory of the run, for example runs/mine.")
@@ -102,7 +101,7 @@ def lock(run_dir: str, restart: bool) -> Iterator[None]:
 
 
 def _prepare(folder: Path, restart: bool) -> None:
-    """Makes ready a directory that is locked. Raises ConfigError where it cannot be used."""
+    """Makes ready a directory that is locked."""
     with store_errors(folder, "read"):
         if restart:
             move_away(folder)

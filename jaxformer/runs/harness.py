@@ -80,8 +80,6 @@ class HarnessModel(TemplateLM):
 
     `batch_size` "auto" is 16 rows; `max_length` and `max_gen_toks` are numbers of tokens;
     `add_bos_token` None follows the tokenizer's template. `name` is the model in messages.
-    Raises ConfigError for a model that is not a language model with a decoder, and for a number out
-    of range.
     """
 
     shows_progress = True  # by bars on standard error; of an instance it may be set to False
@@ -136,8 +134,7 @@ class HarnessModel(TemplateLM):
         return f"{self.tokenizer.fingerprint()}-{template_fingerprint(self.tokenizer)}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template of chats; None where it is switched off. Raises ConfigError for a name other
-        than "default", and where there is none."""
+        """The template of chats; None where it is switched off."""
         if not chat_template:
             return None
         if chat_template not in (True, "default"):
@@ -155,8 +152,7 @@ class HarnessModel(TemplateLM):
         message, which the model goes on with.
 
         As for the harness's own models, a template that refuses a system message gets none. From
-        now on an answer ends with the token with which the template ends a turn. Raises ConfigError
-        where there is no template, and for what it refuses.
+        now on an answer ends with the token with which the template ends a turn.
         """
         try:
             if self._turn_ends is None:
@@ -203,8 +199,7 @@ class HarnessModel(TemplateLM):
     def stops_of(self, until: Sequence[Any]) -> tuple[list[str], set[int]]:
         """The texts that stop a text, and the tokens that do.
 
-        A text lacks special tokens, so that a stop that is the name of one is that token. Raises
-        ConfigError for a stop that is no text, or that has such a name behind other text.
+        A text lacks special tokens, so that a stop that is the name of one is that token.
         """
         stops = [stop for stop in until if stop not in (None, "")]
         names = {name: self.tokenizer.id_of(name) for name in self._special_names}
@@ -246,8 +241,7 @@ class HarnessModel(TemplateLM):
     ) -> list[Answer]:
         """(log-likelihood, whether it is the greedy continuation) of each text after its context.
 
-        An empty context is the prefix token. Raises ConfigError for a continuation without tokens,
-        whose probability would be 1.
+        An empty context is the prefix token.
         """
         for request in requests:
             context, continuation = request.args
@@ -301,8 +295,7 @@ class HarnessModel(TemplateLM):
         context.
 
         Requests that differ only in their last token, as the letters of a multiple choice do, are
-        one row. An empty context is the prefix token, as `loglikelihood` has it. Raises ConfigError
-        for a continuation that is empty or longer than max_length.
+        one row. An empty context is the prefix token, as `loglikelihood` has it.
         """
         request_numbers: dict[ScoredRow, list[int]] = {}  # of the requests of each row
         cut = 0
@@ -417,8 +410,7 @@ class HarnessModel(TemplateLM):
         self, keywords: Mapping[str, Any]
     ) -> tuple[int, list[str], dict[str, Any]]:
         """How many tokens a request asks for, the texts that stop it, and the fields of its
-        `Sampling`, greedy unless it says otherwise. Raises ConfigError for what the model cannot
-        do."""
+        `Sampling`, greedy unless it says otherwise."""
         kwargs = dict(normalize_gen_kwargs(dict(keywords), self.max_gen_toks))
         count = kwargs.pop("max_gen_toks")
         stops, ends = self.stops_of(kwargs.pop("until"))

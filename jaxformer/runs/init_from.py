@@ -84,8 +84,7 @@ def with_grown_vocabulary(
     model: ModelConfig, settings: TokenizerConfig, base: str, is_new: bool = True
 ) -> ModelConfig:
     """The model over `base`, the directory of run.init_from, whose vocab_size has room for the
-    added tokens, before it has them (`is_new`) or after. Raises ConfigError for a token that the
-    tokenizer has already."""
+    added tokens, before it has them (`is_new`) or after."""
     tokenizer = Tokenizer.load(settings.path)
     ids = {name: tokenizer.id_of(name) for name in settings.added}
     present = [f"{name} ({index})" for name, index in ids.items() if index is not None]
@@ -146,7 +145,7 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
 
     An adapter there is merged first, which a prompt or a prefix cannot be. A head of classes is
     used only if `labels` begin with its labels; rows for further labels are new. Experts are copies
-    of a dense feed-forward there. Raises ConfigError if a leaf outside of the heads does not fit.
+    of a dense feed-forward there.
     """
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
     added = ""

@@ -210,8 +210,7 @@ def _brought_specs(objective: str, model: ModelConfig) -> Specs:
 def load_base(
     path: str | Path, mesh: Mesh | None = None, quantize: Quantization | None = None
 ) -> Loaded:
-    """A model to start from: an adapter there is merged, and then the parameters are quantized.
-    Raises ConfigError as `load` does."""
+    """A model to start from: an adapter there is merged, and then the parameters are quantized."""
     if not has_adapter(located(path)):
         return load(path, mesh=mesh, quantize=quantize)
     from jaxformer.adapters.adapted_params import merge
@@ -239,10 +238,7 @@ def has_adapter(folder: Path) -> bool:
 def run_of(path: str | Path, weights: bool = True) -> RunConfig:
     """The settings of a run directory, or those with which a Hugging Face directory, a GGUF file or
     an adapter is evaluated; with weights=False the weights of a Hugging Face directory need not be
-    there.
-
-    Raises ConfigError if `path` is none of these.
-    """
+    there."""
     folder = located(path)
     model = _model_of(folder, weights)
     if model is None:
@@ -261,7 +257,7 @@ def run_of(path: str | Path, weights: bool = True) -> RunConfig:
 
 def labels_of(path: str | Path) -> tuple[str, ...]:
     """The names of the classes or tags of a model directory, in the order of their numbers; empty
-    where it has or names none. Raises ConfigError as `run_of` does."""
+    where it has or names none."""
     folder = located(path)
     if is_adapter(folder):
         base_dir = base_of(folder)

@@ -190,10 +190,7 @@ OBJECTIVES: Table[Objective] = Table(
 
 
 def objective_of(model: ModelConfig, data: DataConfig) -> str:
-    """The objective of a run, `auto` resolved.
-
-    Raises ConfigError for one that its model or its rows cannot learn.
-    """
+    """The objective of a run, `auto` resolved."""
     family, head, asked = model.family, model.output, data.objective
     fitting = _fitting(model)
     name = fitting[0] if asked == "auto" and fitting else asked

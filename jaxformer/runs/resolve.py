@@ -188,8 +188,7 @@ class Resolved:
 def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """The settings of a run before its data is read, and the labels that its classes begin with.
 
-    The tokenizer and the labels are those of run.init_from where there is one. Raises ConfigError
-    where settings contradict each other, or do not fit the model to start from.
+    The tokenizer and the labels are those of run.init_from where there is one.
     """
     check(run)
     labels = tuple[str, ...]()
@@ -215,7 +214,7 @@ def with_added_tokens(
     model: ModelConfig, tokenizer: TokenizerConfig, settings: RunSettings
 ) -> tuple[ModelConfig, TokenizerConfig]:
     """The model with room for the tokens that a run adds to the vocabulary of run.init_from, and
-    the tokenizer of that. Raises ConfigError for a token that it has already."""
+    the tokenizer of that."""
     if not tokenizer.added:
         return model, tokenizer
     # Imported here, because it reads model directories of every format.
@@ -231,7 +230,7 @@ def with_sizes(
     model: ModelConfig, vocab_size: int, labels: tuple[str, ...], origin: str
 ) -> ModelConfig:
     """`model` with the sizes of its data where these are 0: the vocabulary, and the number of
-    classes. Raises ConfigError where the labels, which are those of `origin`, do not fit."""
+    classes."""
     model = dataclasses.replace(model, vocab_size=model.vocab_size or vocab_size)
     if model.output not in ("classes", "tags"):
         return model
@@ -249,8 +248,7 @@ def with_sizes(
 
 
 def with_assumed_sizes(model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
-    """`model` with the sizes that otherwise come from the data, and a sentence about each. Raises
-    ConfigError for a vocabulary that only the data knows."""
+    """`model` with the sizes that otherwise come from the data, and a sentence about each."""
     if not model.vocab_size:
         raise ConfigError(
             "model.vocab_size=0, and the size of this tokenizer is not known before its data is"

@@ -31,7 +31,7 @@ class Rollback:
 
 
 def read_rollbacks(run_dir: str) -> list[Rollback]:
-    """The rollbacks of a run in their order. Raises ConfigError for a file that was altered."""
+    """The rollbacks of a run in their order."""
     path = located(run_dir) / ROLLBACKS
     if not path.is_file():
         return []

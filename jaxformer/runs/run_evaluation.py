@@ -51,8 +51,7 @@ def evaluate_run(
     that of its family. A run with "dpo" or "ipo" is compared with its run.init_from. Tokenized text
     is cached in `cache_dir`, by default that of this user (`own_cache`), and never where the run
     says, because a run directory may come from somebody else. `watch` takes the batches and their
-    number, and yields the batches, as `ProgressBar.evaluation` does. Raises ConfigError if there is
-    no readable model at `path`, or no text to evaluate on.
+    number, and yields the batches, as `ProgressBar.evaluation` does.
     """
     model, run, corpus, heldout = _held_out(path, validation, step, objective, cache_dir, **reading)
     batches: Iterable[Any] = watch(heldout, len(heldout))
@@ -76,8 +75,7 @@ def score_run(
 ) -> Iterator[dict[str, Any]]:
     """A record for each target that `evaluate_run` with the same arguments counts, in the order of
     rows: `row`, `position`, `token`, `text`, `logp` (nats), and the `top` `alternatives`, each with
-    token, text and logp, likeliest first. Raises ConfigError as that does, and where the targets of
-    the objective are no tokens."""
+    token, text and logp, likeliest first."""
     model, _, corpus, heldout = _held_out(path, validation, step, objective, cache_dir, **reading)
     config, tokenizer, row = _packed(model, corpus), corpus.tokenizer, 0
     program = jax.jit(score_targets, static_argnums=(1, 3))
@@ -163,8 +161,7 @@ def translate_run(
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search.
 
-    `search` gives the keywords of `beam_search` for the tokenizer of the run. Raises ConfigError
-    where `evaluate_run` does, and for a run that was not trained on pairs.
+    `search` gives the keywords of `beam_search` for the tokenizer of the run.
     """
     _refuse_gguf(path)
     run = _on_text(run_of(path), located(path), validation, cache_dir=cache_dir)

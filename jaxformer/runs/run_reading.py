@@ -93,8 +93,7 @@ def _from_newest(
     saved: SavedWeights, take: Callable[[Read], dict[str, Any]]
 ) -> tuple[dict[str, Any], int]:
     """What `take` makes of the newest checkpoint that can be read, or of that of the step asked
-    for, and its step. Raises ConfigError where there is none, or it has no average that is asked
-    for."""
+    for, and its step."""
     run_dir, step = saved.run_dir, saved.step
     steps = saved_steps(run_dir)
     if not steps or (step is not None and step not in steps):
@@ -116,8 +115,7 @@ def _from_newest(
 
 
 def reader_of(saved: SavedWeights, step: int) -> Read:
-    """Reads weights from the checkpoint of a step, trained or averaged. Raises ConfigError where
-    the average is asked for and there is none."""
+    """Reads weights from the checkpoint of a step, trained or averaged."""
     folder = saved.run_dir.absolute() / "checkpoints"
     read = functools.partial(read_checkpoint, folder, step, exact=False, run=saved.record)
     if saved.weights == "trained":
@@ -221,8 +219,7 @@ def _quantized(
 def base_directory(
     run_dir: Path, init_from: str, record: Mapping[str, Any], base: str | Path | None
 ) -> Path:
-    """The directory of the model below the adapter of a run: `base`, or where the run found it.
-    Raises ConfigError where there is none."""
+    """The directory of the model below the adapter of a run: `base`, or where the run found it."""
     paths = [str(base)] if base is not None else [init_from, record.get("base_path", "")]
     paths = list(dict.fromkeys(filter(None, paths)))
     for path in paths:
@@ -248,7 +245,7 @@ def require_base(run_dir: Path, base_dir: Path, below: Params, record: Mapping[s
 
 
 def record_of(run_dir: Path) -> dict[str, Any]:
-    """What data.json of a run directory holds; nothing where there is none. Raises ConfigError."""
+    """What data.json of a run directory holds; nothing where there is none."""
     path = run_dir / "data.json"
     record = read_object(path) if path.exists() else {}
     for key in ("labels", "learned"):

@@ -39,8 +39,7 @@ def with_kernel(
 
     `length` divides the lengths of all rows, and `segments` is their highest segment id, 0 if they
     have none; `failed` and `failed_experts` have kernels of attention and of experts that are not
-    selected automatically, and why. Raises ConfigError if a kernel selected by name does not
-    support the run, or model.max_segments is below that.
+    selected automatically, and why.
     """
     if 0 < model.max_segments < segments:
         raise ConfigError(

@@ -72,8 +72,7 @@ class Base(NamedTuple):
 
 
 def base_below(start: "WarmStart", init_from: str, run_dir: str) -> Base:
-    """The model of run.init_from, below the adapter of a run. Raises ConfigError if it is not the
-    one that the run directory was begun with."""
+    """The model of run.init_from, below the adapter of a run."""
     learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
     base_params = {name: branch for name, branch in start.params.items() if name not in learned}
     base_fingerprint = fingerprint(flat_leaves(base_params))
@@ -155,8 +154,7 @@ class RunSetup(Resolved):
 
 
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
-    """Prepares text, tokenizer and optimizer, and selects the attention kernel. Raises ConfigError
-    for settings or input that cannot work, or that are not those of the run directory."""
+    """Prepares text, tokenizer and optimizer, and selects the attention kernel."""
     run, labels = settle(run)
     mesh = mesh_of(run.mesh.sizes)
     # Before the data is read, which may take long.

@@ -42,8 +42,7 @@ def text_rules(
     """The stored rules as keywords of `jf.generate`, where `ends` are the end tokens.
 
     With a forced token the prompt of a target has one token more, which transformers counts as a
-    new one. Raises ConfigError for a rule that is not supported or is malformed, naming its `file`;
-    warns of a penalty that changes scores.
+    new one.
     """
     for key in RULES_NOT_TAKEN:
         if key in stored:
@@ -91,7 +90,7 @@ def _bad_words(stored: Mapping[str, Any], file: str) -> list[tuple[int, ...]]:
 
 
 def _ids(stored: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:
-    """The token ids of a key, which has one id, a list of them or None. Raises ConfigError."""
+    """The token ids of a key, which has one id, a list of them or None."""
     value = stored.get(key)
     if value is None:
         return ()

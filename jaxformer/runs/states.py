@@ -64,11 +64,7 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
 
 def changed_schedule(run_dir: str, optimizer: OptimizerConfig, steps: int, step: int) -> str:
     """A sentence about the learning rate of a run that continues after `step` of its `steps` with
-    another schedule than its directory was last started with; empty where it is the same.
-
-    Raises ConfigError where the rate would jump at the next step, and no setting of the optimizer
-    says so: the schedule follows train.steps alone.
-    """
+    another schedule than its directory was last started with; empty where it is the same."""
     path = located(run_dir) / "config.json"
     if not path.is_file() or step >= steps:
         return ""

@@ -23,9 +23,7 @@ class Tasks:
     """The tasks, whose texts are read. Calling it with parameters gives the results by names such
     as "tasks/arc_easy/acc", the same for the same parameters, whatever was asked before.
 
-    Of several processes all ask the same, since each has a part of the parameters. Raises
-    ConfigError where lm_eval is not installed, for a task that it does not have or that cannot be
-    read, and for one that the model cannot answer.
+    Of several processes all ask the same, since each has a part of the parameters.
     """
 
     def __init__(self, names: str, config: ModelConfig, tokenizer: Tokenizer) -> None:

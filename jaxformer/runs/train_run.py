@@ -55,9 +55,15 @@ from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch
 
 # Settings that may differ between the processes of a run, which compare the texts themselves.
-OF_A_PROCESS = {
-    *("run.progress", "run.compilation_cache", "data.cache_dir", "data.prefetch"),
-    *("data.train", "data.validation", "tokenizer.path", "tokenizer.chat_template"),
+PROCESS_SETTINGS = {
+    "run.progress",
+    "run.compilation_cache",
+    "data.cache_dir",
+    "data.prefetch",
+    "data.train",
+    "data.validation",
+    "tokenizer.path",
+    "tokenizer.chat_template",
 }
 # What is said where a signal ends a command that has nothing to save.
 PREPARING = "before a step was made, so nothing was to be saved; the same command starts again."
@@ -158,10 +164,9 @@ def _close(setup: RunSetup, params: Params, last: Evaluation, begin: float, log:
 
 
 def _same_run(setup: RunSetup) -> RunSetup:
-    """The setup with the run id of the first process. Raises ConfigError, in every process, where
-    one has other settings, text or JAX."""
+    """The setup with the run id of the first process."""
     settings = {name: repr(value) for name, value in flat(setup.run).items()}
-    compared = {name: text for name, text in settings.items() if name not in OF_A_PROCESS}
+    compared = {name: text for name, text in settings.items() if name not in PROCESS_SETTINGS}
     compared |= {f"data.json: {name}": str(value) for name, value in setup.record.items()}
     drawn = compared.pop("data.json: run_id")
     require_same(compared | {"the version of jax": jax.__version__})

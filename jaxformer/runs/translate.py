@@ -32,7 +32,7 @@ def translate(
     Sources and the start of targets are those of the objective `pairs`. A source that exceeds
     model.max_length is cut, with a warning. A target has at most 3/2 as many tokens as the longest
     source of its batch (rounded up), and ten more. `search` are keywords of `beam_search`, which
-    replace those that the model's files say. Raises ConfigError for another kind of model.
+    replace those that the model's files say.
     """
     start, target_context = tokenizer.as_target([]), context_of(params, config)
     context = context_of(params, config, source=True)

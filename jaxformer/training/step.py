@@ -215,8 +215,7 @@ def _by_replica(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked_sums(sums: Any) -> ScalarSums:
-    """The result of a loss as float32 scalars. Raises ConfigError unless it is a table of (sum,
-    weight) with a "loss"."""
+    """The result of a loss as float32 scalars."""
     if not isinstance(sums, Mapping) or "loss" not in sums:
         returned = f"keys {sorted(sums)}" if isinstance(sums, Mapping) else type(sums).__name__
         raise ConfigError(

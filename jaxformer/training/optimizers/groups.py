@@ -38,8 +38,7 @@ def leaf_factors(config: OptimizerConfig, specs: Specs) -> Any:
     """The `Factors` of every leaf, in the nesting of the table: those of its group.
 
     The decay is 0 for leaves that do not decay. Leaves with a `Spec.sign_rate` are in no group:
-    they move by that rate alone. Raises ConfigError for a pattern that fits no leaf that learns,
-    and for a leaf of two groups.
+    they move by that rate alone.
     """
     groups = parsed_groups(config.groups)
     group_of = _group_of_leaves(groups, specs)

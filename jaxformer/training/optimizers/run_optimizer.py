@@ -42,9 +42,7 @@ def make_optimizer(
     """Clipping by global norm, the update rule, weight decay, and the learning rate with the factor
     of each leaf; leaves with a `Spec.sign_rate` move by that against the sign of their gradient.
 
-    `seed` is that of the rounding of optimizer.moments. Raises ConfigError for optimizer.groups
-    that do not fit the table, for moments that the rule does not have, and for a rule that has no
-    factor of the width where `specs` are those of muP.
+    `seed` is that of the rounding of optimizer.moments.
     """
     factors, row = leaf_factors(config, specs), OPTIMIZERS[config.name]
     rule = row.rule(scaled_eps(config, specs), specs)
@@ -77,8 +75,7 @@ def width_factors(config: OptimizerConfig, specs: Specs) -> dict[str, Any]:
 
     It multiplies the directions and not the weight decay, which has the same strength at all
     widths: scaled down with them it would vanish in wide models (arXiv:2405.13698; as in table 1 of
-    arXiv:2505.01618, where the decay grows as the rate falls). Raises ConfigError for a rule
-    without a factor, if any leaf has them.
+    arXiv:2505.01618, where the decay grows as the rate falls).
     """
     factor = OPTIMIZERS[config.name].width_factor
     if all(spec.base_fans is None for spec in jax.tree.leaves(specs)):

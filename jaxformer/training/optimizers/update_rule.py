@@ -47,8 +47,7 @@ def of_entries(config: OptimizerConfig, spec: Spec) -> float:
 def of_orthogonal(config: OptimizerConfig, spec: Spec) -> float:
     """The width factor of Muon's directions of the matrices of blocks, whose spectral norm, 0.2
     sqrt(max(fan-in, fan-out)), has to grow as sqrt(fan-out / fan-in) does (the spectral condition,
-    arXiv:2310.17813): 1 / sqrt(m) for a square matrix m times as wide. Raises ConfigError for
-    optimizer.muon_unit head, whose norms over all heads follow from how many there are."""
+    arXiv:2310.17813): 1 / sqrt(m) for a square matrix m times as wide."""
     if not (spec.is_matrix and spec.is_stacked):
         return of_entries(config, spec)
     if config.muon_unit == "head":
