@@ -31,12 +31,10 @@ Encode = Callable[[Sequence[str]], Iterable[Sequence[int]]]
 
 
 class Ours:
-    """This package; `fast` says whether it may use tiktoken."""
+    """This package."""
 
-    def __init__(self, fast: bool) -> None:
+    def __init__(self) -> None:
         sys.path.insert(0, str(HERE.parent))
-        if not fast:
-            sys.modules["tiktoken"] = None  # type: ignore[assignment]
 
     def train(self, path: str, size: int) -> int:
         from jaxformer.tokenizer import train_bpe
@@ -97,8 +95,7 @@ class Tiktoken:
 
 
 SIDES: dict[str, Callable[[], Any]] = {
-    "jaxformer": lambda: Ours(fast=True),
-    "jaxformer without tiktoken": lambda: Ours(fast=False),
+    "jaxformer": Ours,
     "tokenizers": Tokenizers,
     "tiktoken": Tiktoken,
 }

@@ -1,23 +1,25 @@
-"""Encodes texts on all cores, long ones in parts, with encoders that are several times as fast as
-the tokenizers library where they give the same ids: tiktoken or, where it is not installed, a cache
-of words."""
+"""Encodes texts on all cores, long ones in parts whose ids, joined, are those of the text; with
+tiktoken, which is several times as fast as the tokenizers library, where its ids are the same."""
 
 import copy
 import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer.cuts import PART_CHARACTERS, Cuts, pattern_of
-from jaxformer.tokenizer.pieces import BYTES, byte_characters, without_panic
-from jaxformer.tokenizer.words import WORD_PATTERNS, split_words
+from jaxformer.tokenizer.pieces import ANY_CHARACTER, BYTES, without_panic
+from jaxformer.tokenizer.words import WORD_PATTERNS
+
+if TYPE_CHECKING:
+    import tiktoken
 
 EncodedIds = list[int] | np.ndarray
 
@@ -28,40 +30,47 @@ BLOCKS_IN_FLIGHT = 16  # blocks of a stream that are encoded together
 # in a row.
 MOST_CHARACTERS = 1 << 18
 
-# Words in the cache, in about 20 MB; more than most texts of code or prose have.
-CACHED_WORDS = 1 << 17
-LONGEST_WORD = 64  # characters of a word in the cache
-
 # Letters or digits that are new in the versions of Unicode from 13 to 17: two libraries that agree
 # on all of them use the same tables of characters.
 NEWEST = (
     "\u08be\U00011950\u0870\U00016ac0\U0001df25\U0001e4f0\U0002ebf0\U000105c0\U00010d40\U00010940"
     "\U00011de0"
 )
-SPELLED = dict(enumerate(byte_characters()))  # the character of each byte in a vocabulary
 # Settings of a BPE model that change how it merges.
 MERGE_SETTINGS = (
-    *("dropout", "continuing_subword_prefix", "end_of_word_suffix"),
-    *("byte_fallback", "ignore_merges"),
+    "dropout",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "byte_fallback",
+    "ignore_merges",
 )
+
+PART_CHARACTERS = 1 << 16  # characters of a part, where the text can be cut
+LONGEST_UNCUT = 1 << 28  # characters of a stream that are kept in memory without a cut
+
+SPACES = r"(?<=\S)(?=[ \t\r\n])"
+
+# Pre-tokenizers that split a text at every white space, whatever is next to it.
+WORD_BY_WORD = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
+CHARACTER_BY_CHARACTER = {
+    "type": "Split",
+    "pattern": {"Regex": ANY_CHARACTER},
+    "behavior": "Isolated",
+    "invert": False,
+}
 
 
 class Fast:
-    """Encodes plain text.
+    """tiktoken's encoder of plain text, which runs without the GIL.
 
     `reads_names` says that it can also encode text in which names of special tokens are these
-    tokens, `threads` that it runs without the GIL.
+    tokens.
     """
 
-    def __init__(
-        self,
-        ids_of: Callable[[str], np.ndarray],
-        names: dict[str, int],
-        reads_names: bool,
-        threads: bool,
-    ) -> None:
-        self._ids_of, self._names = ids_of, names
-        self.reads_names, self.threads = reads_names, threads
+    def __init__(self, core: "tiktoken.Encoding", names: dict[str, int], reads_names: bool) -> None:
+        self._core = core
+        self._names = names
+        self.reads_names = reads_names
         longest_first = sorted(names, key=len, reverse=True)
         self._names_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
@@ -72,7 +81,15 @@ class Fast:
         ranks = _ranks(spec, backend) if pattern else None
         if not ranks or not pattern:
             return None
-        ids_of = _of_tiktoken(pattern, ranks) or WordCache(pattern, backend)
+        import tiktoken  # short texts do without
+
+        core = tiktoken.Encoding(
+            pattern,
+            pat_str=WORD_PATTERNS[pattern].words,
+            mergeable_ranks=ranks,
+            # Without a special token the core would search for the empty one, at every byte.
+            special_tokens={"\0 not a token": max(ranks.values()) + 1},
+        )
         added = spec["added_tokens"]
         # A plain search matches names where the library does, if all are searched in the text as it
         # is or all in the normalized text, and none strips spaces or must stand between spaces.
@@ -81,7 +98,7 @@ class Fast:
         )
         reads_names = plain and len({token["normalized"] for token in added}) <= 1
         names = {token["content"]: token["id"] for token in added}
-        fast = cls(ids_of, names, reads_names, threads=not isinstance(ids_of, WordCache))
+        fast = cls(core, names, reads_names)
         probe = " ".join(f"{letter}a{letter}1 {letter}." for letter in NEWEST)
         expected = backend.encode(probe, add_special_tokens=False).ids
         return fast if fast.encode(probe, False).tolist() == expected else None
@@ -89,47 +106,13 @@ class Fast:
     def encode(self, text: str, names_are_tokens: bool) -> np.ndarray:
         """The ids of a text of at most MOST_CHARACTERS characters: uint32."""
         if not names_are_tokens or not self._names:
-            return self._ids_of(text)
+            return self._core.encode_to_numpy(text, disallowed_special=())
         # Split by a group, a text gives plain text at even indices and names at odd ones.
         rows = [
             np.array([self._names[piece]], np.uint32) if index % 2 else self.encode(piece, False)
             for index, piece in enumerate(self._names_pattern.split(text))
         ]
         return np.concatenate(rows)
-
-
-def _of_tiktoken(pattern: str, ranks: dict[bytes, int]) -> Callable[[str], np.ndarray] | None:
-    """The encoder of tiktoken; None where it is not installed."""
-    try:
-        import tiktoken  # an extra
-    except ImportError:
-        return None
-    # Without a special token the core would search for the empty one, at every byte.
-    unused = {"\0 not a token": max(ranks.values()) + 1}
-    words = WORD_PATTERNS[pattern].words
-    core = tiktoken.Encoding(pattern, pat_str=words, mergeable_ranks=ranks, special_tokens=unused)
-    return functools.partial(core.encode_to_numpy, disallowed_special=())
-
-
-class WordCache(dict[str, bytes]):
-    """The ids of words that have been encoded, as the bytes of a uint32 array. The library encodes
-    the other words; most words of a text are in the cache."""
-
-    def __init__(self, pattern: str, backend: tokenizers.Tokenizer) -> None:
-        self._pattern, self._merge = pattern, backend.model.tokenize
-
-    def __call__(self, text: str) -> np.ndarray:
-        ids = b"".join(map(self.__getitem__, split_words(text, self._pattern)))
-        return np.frombuffer(ids, np.uint32)
-
-    def __missing__(self, word: str) -> bytes:
-        spelled = word.encode().decode("latin-1").translate(SPELLED)
-        ids = np.array([token.id for token in self._merge(spelled)], np.uint32).tobytes()
-        if len(self) >= CACHED_WORDS:
-            self.clear()
-        if len(word) <= LONGEST_WORD:
-            self[word] = ids
-        return ids
 
 
 def _ranks(spec: dict[str, Any], backend: tokenizers.Tokenizer) -> dict[bytes, int] | None:
@@ -164,6 +147,123 @@ def _ranks(spec: dict[str, Any], backend: tokenizers.Tokenizer) -> dict[bytes, i
     return {
         bytes(BYTES[character] for character in token): vocab[token] for token in (*BYTES, *made)
     }
+
+
+def pattern_of(spec: dict[str, Any]) -> str | None:
+    """The name of the entry of `WORD_PATTERNS` by which a byte-level tokenizer.json splits text;
+    None for another pattern."""
+    words = spec["pre_tokenizer"] or {}
+    if words.get("type") == "ByteLevel":
+        return "gpt2" if words["use_regex"] and not words["add_prefix_space"] else None
+    steps = words.get("pretokenizers", [])
+    if [step["type"] for step in steps] != ["Split", "ByteLevel"] or not _only_bytes(steps[1]):
+        return None
+    split = steps[0]
+    if split["behavior"] != "Isolated" or split["invert"]:
+        return None
+    names = {pattern.words: name for name, pattern in WORD_PATTERNS.items()}
+    return names.get(split["pattern"].get("Regex"))
+
+
+def _only_bytes(step: dict[str, Any]) -> bool:
+    """Whether a ByteLevel pre-tokenizer writes bytes as characters and does nothing else."""
+    return not step["use_regex"] and not step["add_prefix_space"]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The positions where a text may be cut, as a regular expression; empty where the text must not
+    be cut. `names` are names of tokens, which are neither cut nor separated from the text next to
+    them."""
+
+    pattern: str
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, spec: dict[str, Any], names_are_tokens: bool) -> "Cuts":
+        """The cuts for a tokenizer.json; without a pattern where it may read more than a word at a
+        time. `names_are_tokens` says that names of special tokens in a text are these tokens."""
+        added = [
+            token for token in spec["added_tokens"] if names_are_tokens or not token["special"]
+        ]
+        return cls(_cut_pattern(spec, added), tuple(token["content"] for token in added))
+
+    def blocks(self, chunks: Iterable[str]) -> Iterator[str]:
+        """The parts of a text that comes in chunks of any size, in the memory of a few parts.
+        Raises ConfigError for more than LONGEST_UNCUT characters that cannot be cut."""
+        pending: list[str] = []
+        size, enough = 0, 2 * PART_CHARACTERS
+        for chunk in chunks:
+            pending.append(chunk)
+            size += len(chunk)
+            if size >= enough:
+                *complete, remainder = self.parts("".join(pending))
+                yield from complete
+                pending, size = [remainder], len(remainder)
+                if size > LONGEST_UNCUT:
+                    raise ConfigError(
+                        f"the text has no place to cut it, such as a space, in {size:,} characters:"
+                        " give it in parts."
+                    )
+                # Text that cannot be cut is searched again only when it has doubled, so that the
+                # time stays linear in its length.
+                enough = max(2 * PART_CHARACTERS, 2 * size)
+        yield from self.parts("".join(pending))
+
+    def parts(self, text: str) -> Iterator[str]:
+        """The parts of a text, of about PART_CHARACTERS characters, and more only where it cannot
+        be cut."""
+        start, reach = 0, PART_CHARACTERS
+        while self.pattern and start + 2 * reach < len(text):
+            if cut := self._last(text, start + 1, start + reach):
+                yield text[start:cut]
+                start, reach = cut, PART_CHARACTERS
+            else:
+                reach *= 2
+        yield text[start:]
+
+    def _last(self, text: str, start: int, stop: int) -> int | None:
+        """The last position to cut between `start` and `stop`; None where there is none."""
+        import regex  # its start takes 25 ms, and short texts are not cut
+
+        # (?r) searches from the end. A look-behind sees what is before `pos`; a look-ahead does not
+        # see what is after `endpos`.
+        while match := regex.search(f"(?r){self.pattern}", text, pos=start, endpos=stop):
+            if not self._within_a_name(text, match.start()):
+                return match.start()
+            stop = match.start()
+        return None
+
+    def _within_a_name(self, text: str, cut: int) -> bool:
+        """Whether a cut is in or next to a name, or may be once more text follows."""
+        for name in self.names:
+            for start in range(max(0, cut - len(name)), cut + 1):
+                if name.startswith(text[start : start + len(name)]):
+                    return True
+        return False
+
+
+def _cut_pattern(spec: dict[str, Any], added: Sequence[dict[str, Any]]) -> str:
+    """The regular expression for `Cuts.pattern`."""
+    normalizer, words, model = spec["normalizer"], spec["pre_tokenizer"] or {}, spec["model"]
+    if normalizer is None and (pattern := pattern_of(spec)):
+        return WORD_PATTERNS[pattern].cuts
+    kind = words.get("type")
+    if kind in WORD_BY_WORD:
+        # BERT's normalizer changes a text character by character; a name that is searched in the
+        # normalized text may have another spelling in this one.
+        names_as_written = not any(token["normalized"] for token in added)
+        bert = normalizer is not None and normalizer["type"] == "BertNormalizer"
+        return SPACES if normalizer is None or (bert and names_as_written) else ""
+    # Where each character or byte is a token, a text could be cut between any two of them.
+    tokens_are_bytes = (
+        kind == "ByteLevel"
+        and _only_bytes(words)
+        and model["type"] == "BPE"
+        and not model["merges"]
+    )
+    tokens_are_characters = words == CHARACTER_BY_CHARACTER
+    return SPACES if (tokens_are_characters or tokens_are_bytes) and normalizer is None else ""
 
 
 class Encoder:
@@ -233,7 +333,7 @@ class Encoder:
 
         try:
             if fast and (fast.reads_names or not names_are_tokens):
-                if not parallel or not fast.threads:
+                if not parallel:
                     return [*map(encode, texts)]
                 with ThreadPool() as pool:
                     return pool.map(encode, texts)

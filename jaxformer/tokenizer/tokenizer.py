@@ -15,8 +15,7 @@ import tokenizers
 
 from jaxformer.files import ConfigError, located, store_errors, write_text
 from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, is_gpt2
-from jaxformer.tokenizer.cuts import pattern_of
-from jaxformer.tokenizer.encoding import Encoder, as_list
+from jaxformer.tokenizer.encoding import Encoder, as_list, pattern_of
 from jaxformer.tokenizer.frame import Frame, Slot
 from jaxformer.tokenizer.metadata import (
     IDS,

@@ -12,7 +12,7 @@ import pytest
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer, bounds, byte_tokenizer
 from jaxformer.tokenizer.bpe import train_bpe
-from jaxformer.tokenizer.cuts import Cuts
+from jaxformer.tokenizer.encoding import Cuts
 
 # Pre-tokenizers of published models, which are not refused: Qwen2's and DeepSeek's.
 PUBLISHED = [
@@ -93,7 +93,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) 
 def test_a_stream_without_a_place_to_cut_is_not_held_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jaxformer.tokenizer.cuts.LONGEST_UNCUT", 1 << 20)
+    monkeypatch.setattr("jaxformer.tokenizer.encoding.LONGEST_UNCUT", 1 << 20)
     cuts, read = Cuts(r"(?<=\S)(?=\s)"), 0
 
     def endless():

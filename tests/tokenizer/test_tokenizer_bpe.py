@@ -20,7 +20,6 @@ from jaxformer.tokenizer import (
     Tokenizer,
     byte_tokenizer,
     character_tokenizer,
-    cuts,
     train_bpe,
     train_bpe_tokenizer,
 )
@@ -291,7 +290,7 @@ def test_a_stream_has_the_ids_of_the_whole_text(
     closed = "".join(HARD[-9000:].split())  # without a space to cut at
     text = HARD[-15_000:] + TEXT[:5000] + closed
     whole = {name: tokenizer.encode(text, special) for name, tokenizer in streaming().items()}
-    monkeypatch.setattr(cuts, "PART_CHARACTERS", 64)
+    monkeypatch.setattr(encoding, "PART_CHARACTERS", 64)
     for name, tokenizer in streaming().items():
         for size in (1, 7, 1000, len(text)):
             chunks = (text[start : start + size] for start in range(0, len(text), size))
@@ -333,7 +332,7 @@ def test_special_tokens_that_lie_where_a_text_is_cut(pieces: list[str]) -> None:
         text, tokenizer = "".join(pieces), Tokenizer(backend)
         wanted = tokenizer.encode(text, special_tokens=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuts, "PART_CHARACTERS", 2)
+            patch.setattr(encoding, "PART_CHARACTERS", 2)
             assert [*tokenizer.encode_iterable(iter(text), special_tokens=True)] == wanted
             assert tokenizer.encode(text, special_tokens=True) == wanted
 

@@ -1,24 +1,21 @@
-"""tiktoken's core, or without it words that are remembered, encode where the ids are those of the
+"""tiktoken encodes where the ids are those of the
 tokenizers library, and nowhere else."""
 
 import json
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import tiktoken
 import tokenizers
 from hard_text import characters, hard_text
 from pretrained_tokenizers import TEXTS, saved
-from products import slow_but
 
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import SENTINELS, Tokenizer, byte_tokenizer, encoding, train_bpe_tokenizer
 from jaxformer.tokenizer.encoding import MOST_CHARACTERS, Fast
 from jaxformer.tokenizer.words import WORD_PATTERNS
-
-tiktoken = pytest.importorskip("tiktoken")
 
 HARD = hard_text(400_000)
 CORPUS = [
@@ -236,50 +233,6 @@ def all_characters() -> list[str]:
         found.append(text[start:stop])
         start = stop
     return found
-
-
-@pytest.mark.parametrize(
-    ("pattern", "cached_words"),
-    slow_but(
-        [("gpt2", encoding.CACHED_WORDS), ("llama3", encoding.CACHED_WORDS), ("gpt2", 20)],
-        ("llama3", encoding.CACHED_WORDS),
-        ("gpt2", 20),
-    ),
-)
-def test_without_tiktoken_ids_are_the_same(
-    pattern: str, cached_words: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where few words are cached, so that the cache is cleared again and again."""
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    monkeypatch.setattr(encoding, "CACHED_WORDS", cached_words)
-    alone = Tokenizer(library(MADE[pattern]))
-    encoder = fast_of(alone)
-    assert encoder and not encoder.threads
-    texts = [HARD[-60_000:], HARD.encode("ascii", "ignore").decode()]
-    texts += [HARD[start : start + 999] for start in range(0, 60_000, 999)]
-    texts += ["", "\r\x0b \x1c\x1f\x85\xa0" * 9000, "word" * 20_000]
-    texts += all_characters() if cached_words > 20 else []
-    assert alone.encode_batch(texts) == plain(alone, *texts)
-    assert [row.tolist() for row in alone.encode_arrays(texts[:2])] == plain(alone, *texts[:2])
-    words = encoder._ids_of
-    assert 0 < len(words) <= cached_words and max(map(len, words)) <= encoding.LONGEST_WORD
-    with pytest.raises(ConfigError, match="half of a surrogate pair"):
-        alone.encode("a\ud800b" * 30_000)
-
-
-def test_without_tiktoken_special_tokens_and_many_threads_are_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    tokenizer = Tokenizer.load(saved("llama3"))
-    names = [tokenizer.shown(index) for index in (tokenizer.end_token, tokenizer.vocab_size - 1)]
-    text = HARD[-60_000:] + " ".join(f"a {name}b{name} {name}{name}" for name in names * 50)
-    marking = library(tokenizer)
-    marking.encode_special_tokens = False
-    assert tokenizer.encode(text, special_tokens=True) == marking.encode(text).ids
-    texts = [HARD[start : start + 20_000] for start in range(0, 200_000, 20_000)]
-    with ThreadPoolExecutor(8) as pool:
-        assert [*pool.map(tokenizer.encode, texts)] == plain(tokenizer, *texts)
 
 
 def test_special_tokens_of_an_objective_stay_text_on_the_fast_path() -> None:
