@@ -114,7 +114,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """The row of a name. Raises ConfigError for one that is not in the table."""
+    """The row of a name."""
     if name not in DEVICES:
         raise ConfigError(f"there is no device {name!r}: choose one of {', '.join(DEVICES)}.")
     return DEVICES[name]

@@ -51,7 +51,7 @@ def mesh_of(
 
 def mesh_shape(devices: int, sizes: Mapping[str, int], platform: str) -> tuple[int, ...]:
     """The sizes of the axes in the order of MESH_AXES, where data=0 is the number of devices that
-    the others leave. Raises as `make_mesh` does."""
+    the others leave."""
     divided = math.prod(size for axis, size in sizes.items() if axis != "data")
     shape = {**sizes, "data": sizes["data"] or max(devices // divided, 1)}
     if math.prod(shape.values()) != devices:

@@ -92,7 +92,7 @@ def _table_with(
 
 
 def adapter_of(settings: AdapterConfig) -> Adapter:
-    """The adapter that the settings of a run describe. Raises ConfigError."""
+    """The adapter that the settings of a run describe."""
     if settings.kind == "prompt":
         return PromptTuning(settings.tokens)
     if settings.kind == "prefix":
@@ -116,7 +116,7 @@ def adapted_table(
 ) -> Specs:
     """The table of a model with the adapter of a run, in which the adapter alone is trainable, the
     branches named in `learned`, and the rows of `tokens`, which the run adds, in the embedding and
-    the output layer. Raises ConfigError as `adapt` does."""
+    the output layer."""
     return _table_with(config, adapter_of(settings), learned, quantization_of(settings), tokens)
 
 

@@ -87,8 +87,7 @@ def is_quantized(spec: Spec, kind: Quantization | str) -> bool:
 
 
 def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
-    """The quantized leaf of one weight, placed as the weight is. Raises ConfigError for numbers
-    that are not finite, naming `path`."""
+    """The quantized leaf of one weight, placed as the weight is; `path` names it in a message."""
     quantizer = QUANTIZERS[kind]
     if isinstance(weight, jax.core.Tracer):
         return quantizer.make(weight, spec)

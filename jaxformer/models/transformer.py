@@ -89,7 +89,7 @@ PARAMETRIZATIONS: Table[Callable[[SpecsOf, ModelConfig], Specs]] = Table(
 
 
 def specs(config: ModelConfig) -> Specs:
-    """The table of parameters. Raises ConfigError if the number of tokens or classes is 0."""
+    """The table of parameters."""
     if not config.vocab_size:
         raise ConfigError("model.vocab_size=0 needs a tokenizer: give the number of tokens here.")
     specs_of = MODEL_FAMILIES[config.family].specs

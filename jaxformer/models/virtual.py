@@ -164,8 +164,7 @@ def _with_prompt(
 
 
 def _segments_of_source(config: ModelConfig, segments: jax.Array | None) -> int:
-    """The static maximum of the number of segments in a row of a source. Raises ConfigError if it
-    is not known."""
+    """The static maximum of the number of segments in a row of a source."""
     if segments is None:
         return 1
     if not isinstance(segments, jax.core.Tracer):

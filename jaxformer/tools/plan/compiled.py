@@ -145,10 +145,6 @@ def compiled_report(
       target: as "v5e:4x4" or "h100:1x8".
       packed: whether rows have segment ids; None: as the settings make them.
       hlo: a file to which the optimized program is written.
-
-    Raises:
-      ConfigError: for settings that do not go together, a target that there is not, a compiler that
-        is not installed, or one that fails.
     """
     target = parse_target(target) if isinstance(target, str) else target
     require_compiler(target.platform)

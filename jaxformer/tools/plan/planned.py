@@ -101,7 +101,7 @@ class PlannedRun(Resolved):
 
 def abstract_mesh(count: int, sizes: Mapping[str, int], name: str) -> AbstractMesh:
     """A mesh of `count` devices of a row of `hardware.DEVICES`, which need not be attached, with
-    axes of these sizes. Raises ConfigError where they do not fit."""
+    axes of these sizes."""
     device, shape = device_named(name), mesh_shape(count, sizes, name)
     abstract = AbstractDevice(name, num_cores=device.cores, platform=device.platform)
     kinds = (AxisType.Auto,) * len(shape)
@@ -118,10 +118,6 @@ def planned_run(
       device_name: a name of the table, such as "h100".
       devices: their number; 0 takes the product of the sizes of the mesh.
       packed: whether rows come with segment ids; None goes by the objective and data.packing.
-
-    Raises:
-      ConfigError: for an unknown device, for a vocabulary that only the data knows, and for
-        settings that a run refuses.
     """
     device, sizes = device_named(device_name), run.mesh.sizes
     if devices < 0:
@@ -142,8 +138,7 @@ def planned_run(
 def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
     """The same devices with other values of some settings, by their dotted names: of the mesh,
     microbatches, remat or the loop of layers. Other axes of the mesh take their devices from
-    mesh.data. Raises ConfigError where the devices, the rows or the tokens of rows do not
-    divide."""
+    mesh.data."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         section, _, field = name.partition(".")

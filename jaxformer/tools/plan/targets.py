@@ -126,10 +126,7 @@ class Target:
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
     def devices(self) -> list[jax.Device]:
-        """The devices of the topology, which programs can be compiled for and not run on.
-
-        Raises ConfigError where the compiler is not installed, or knows no such topology.
-        """
+        """The devices of the topology, which programs can be compiled for and not run on."""
         require_compiler(self.platform)
         try:
             if self.platform == "gpu":
@@ -153,8 +150,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """The target that "v5e:4x4" or "h100:1x8" names. Raises ConfigError for one that there is
-    not."""
+    """The target that "v5e:4x4" or "h100:1x8" names."""
     kind, _, shape = text.partition(":")
     axes = 2 if kind in GPU_MODELS else TPU_AXES.get(kind, 0)
     sizes = shape.split("x")
