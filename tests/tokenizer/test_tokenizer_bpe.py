@@ -20,6 +20,7 @@ from jaxformer.tokenizer import (
     Tokenizer,
     byte_tokenizer,
     character_tokenizer,
+    encoding,
     train_bpe,
     train_bpe_tokenizer,
 )
