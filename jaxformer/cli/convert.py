@@ -128,8 +128,7 @@ def _has_adapter(model: Loaded) -> bool:
 
 
 def _merged(model: Loaded, args: ConvertArguments) -> Loaded:
-    """A model with an adapter, merged where --merge says so. Raises ConfigError for options of a
-    merged model where it does not."""
+    """A model with an adapter, merged where --merge says so."""
     if args.merge:
         return dataclasses.replace(model, params=merge(model.params))
     if args.verify:

@@ -165,8 +165,7 @@ def _row(template: Template, example: list[Sequence[int]]) -> dict[str, np.ndarr
 
 
 def typed_lines() -> Iterator[str]:
-    """The lines of standard input that are not blank. Raises ConfigError where there is none,
-    unless a terminal is read."""
+    """The lines of standard input that are not blank."""
     is_closed = sys.stdin is None or sys.stdin.closed
     is_terminal = not is_closed and sys.stdin.isatty()
     any_line = False

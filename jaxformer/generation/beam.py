@@ -41,8 +41,7 @@ LENGTH_DIVISORS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclass(frozen=True)
 class Search(TextRules):
-    """The width of a search, the score of a text and what it may hold. Raises ConfigError for a
-    value out of range."""
+    """The width of a search, the score of a text and what it may hold."""
 
     beams: int = 5  # unfinished texts kept at every step
     keep: int = 0  # texts returned (0: as many as beams); with fewer the search may stop earlier
@@ -88,7 +87,7 @@ class Search(TextRules):
 
 
 def searching(settings: dict[str, Any]) -> Search:
-    """The settings of a search. Raises ConfigError for a rule that a search does not have."""
+    """The settings of a search."""
     names = {field.name for field in fields(Search)}
     foreign = sorted(rule.name for rule in RULES if rule.name in settings.keys() - names)
     if foreign:
@@ -146,8 +145,7 @@ def beam_search(
     length_divisor="tokens", with its end token counted, which adds nothing where it is forced; a
     text ends at its end token, which fills the rest, with the token that completes a stop string,
     or at max_new_tokens. With length_divisor="tokens" the texts are those of transformers with the
-    same length_penalty and early_stopping. Raises ConfigError as `generate` does.
-    """
+    same length_penalty and early_stopping."""
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
     rules, key = searching(search), jax.random.key(0)

@@ -74,8 +74,8 @@ def generate(
     begin_suppress_tokens, bad_words, min_length, min_new_tokens, no_repeat_ngram_size,
     forced_eos_token_id, repetition_penalty (each as in transformers). With n=4 a prompt is read
     once and continued four times: text j of prompt i is row 4 i + j. After its end a row is filled
-    with the (first) end token. `key` may be left out where sampling is greedy.
-    Raises ConfigError for an empty prompt or one that leaves no space for the new tokens.
+    with the (first) end token. `key` may be left out where sampling is greedy. Raises
+    ConfigError for an empty prompt, and for one that leaves no space for the new tokens.
     """
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
@@ -129,7 +129,7 @@ def start(
     sources: tuple[ArrayLike | None, ArrayLike | None] = (None, None),
 ) -> Stream:
     """The stream after the prompt was read; the arguments are those of `generate`, and `sources`
-    its source with its segment ids. Raises ConfigError where the prompt cannot be continued."""
+    its source with its segment ids."""
     check_model(params, config)
     source, source_segment_ids = sources
     if config.output != "language":

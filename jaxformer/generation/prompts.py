@@ -54,8 +54,7 @@ def full_batch(rows: list[Any], size: int) -> list[Any]:
 def capacity(
     params: Params, config: ModelConfig, prompt_length: int, source_length: int = 0
 ) -> int:
-    """How many tokens fit into the context after a prompt. Raises ConfigError where a source does
-    not fit into it."""
+    """How many tokens fit into the context after a prompt."""
     source_context = context_of(params, config, source=True)
     if source_length > source_context:
         before = config.max_length - source_context
@@ -71,8 +70,7 @@ def read_rows(
     config: ModelConfig, name: str, rows: ArrayLike, segment_ids: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and segment ids (1, or 0 on padding) int32 [B, T], from tokens [B, T], padded on the
-    left to a rung. Raises ConfigError, with `name`, for anything else than rows of tokens of the
-    vocabulary, and for a row without tokens."""
+    left to a rung."""
     tokens = np.asarray(rows)
     if tokens.size == 0:
         raise ConfigError(EMPTY)

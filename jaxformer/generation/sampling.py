@@ -16,7 +16,7 @@ from jaxformer.generation.token_rules import RuleContext, apply_rules, check_val
 @dataclass(frozen=True)
 class TextRules:
     """What a text may hold, whichever way its tokens are chosen. Lengths count the tokens of a row
-    without its padding. Raises ConfigError for a value out of range."""
+    without its padding."""
 
     end_token: EndToken = None  # a text stops after it, or after any of several
     vocab_size: int | None = None  # ids from here on are padding of the table and never written
@@ -47,7 +47,7 @@ class TextRules:
 @dataclass(frozen=True)
 class Sampling(TextRules):
     """How a token is drawn: greedily at temperature 0, else at random from what the filters leave
-    of the tokens that the rules permit. Raises ConfigError for a value out of range."""
+    of the tokens that the rules permit."""
 
     temperature: float = 1.0
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all

@@ -45,8 +45,7 @@ def score(
     other keywords of `jf.forward`: segment_ids, positions, and the source of an encoder-decoder,
     whose target is `tokens` with its start token. The sum of a row is the log-probability of its
     text. All logits [B, T, V] are in memory at once. A pure function, to be jitted with
-    `static_argnums=1, static_argnames="top"`. Raises ConfigError for a model that writes no text.
-    """
+    `static_argnums=1, static_argnames="top"`."""
     if config.output != "language":
         raise ConfigError(
             f"a model with the head {config.output!r} does not write text: scores need the head"
@@ -66,7 +65,7 @@ def score_targets(
     params: Params, config: ModelConfig, batch: Mapping[str, Any], top: int = 0
 ) -> Scores:
     """The `Scores` of the targets [B, T] of a batch of training or evaluation, at their positions:
-    those of weight 0 are not scored. Raises ConfigError where the targets are no tokens."""
+    those of weight 0 are not scored."""
     if config.output not in HEADS_OF_TOKENS or "targets" not in batch:
         raise ConfigError(
             "there are no scores of tokens: this needs a model with the head"

@@ -38,8 +38,7 @@ def slide_tokens(
     the prompt (such as a start-of-text token) and the newest ones. These are read again at
     positions from 0, and generation continues. Until then the tokens are those of `stream_tokens`.
     Of the rules on the text, no_repeat_ngram_size, bad_words, the penalties and the rule of the
-    caller know the window alone. Raises ConfigError as that does, for an encoder-decoder and n > 1.
-    """
+    caller know the window alone."""
     if config.family != "decoder":
         raise ConfigError(
             f"sliding over the newest tokens needs model.family='decoder', not {config.family!r}."

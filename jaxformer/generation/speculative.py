@@ -68,10 +68,7 @@ def speculate(
     p and q its probabilities after the rules; the first that is not is drawn from max(0, p - q).
     So texts are distributed as those of `generate`, and equal to them where sampling is greedy.
     Rows go on together by the number of tokens that the shortest one keeps: it pays for one row or
-    few. `sampling` are the keywords of `generate`, key and segment_ids with them. Raises
-    ConfigError as `generate` does, for a draft of another vocabulary, and for a model that is no
-    decoder.
-    """
+    few. `sampling` are the keywords of `generate`, key and segment_ids with them."""
     key, segment_ids = sampling.pop("key", None), sampling.pop("segment_ids", None)
     rules = Sampling(**sampling)
     _check(config, draft, ahead)

@@ -39,8 +39,7 @@ class StopText:
     def of(
         cls, stops: Sequence[str], tokenizer: TokenBytes | None, vocab_size: int, rows: int
     ) -> "StopText":
-        """The automaton at the beginning of new texts. Raises ConfigError where there is no
-        tokenizer, and for a stop string that no text of its tokens has."""
+        """The automaton at the beginning of new texts."""
         if tokenizer is None:
             raise ConfigError(
                 f"stop_strings={[*stops]} need the texts of tokens: give tokenizer= as well, for"

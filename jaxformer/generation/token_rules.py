@@ -114,7 +114,7 @@ def forced_eos_token(logits: jax.Array, token: EndToken, step: RuleContext) -> j
 
 
 def callers_rule(logits: jax.Array, rule: Callable[..., Any], step: RuleContext) -> jax.Array:
-    """What a function of the caller makes of the logits. Raises ConfigError for another shape."""
+    """What a function of the caller makes of the logits."""
     changed = jnp.asarray(rule(logits, step.written.newest_last()), jnp.float32)
     if changed.shape != logits.shape:
         raise ConfigError(

@@ -39,11 +39,7 @@ def byte_level_bpe(
     pattern: str = "gpt2",
 ) -> tokenizers.Tokenizer:
     """A tokenizer of the tokenizers library with these ids; special tokens that the vocabulary
-    lacks follow its last id.
-
-    Raises ConfigError where the vocabulary lacks a byte, one of the two entries of a merge or its
-    result, and where it holds an entry twice.
-    """
+    lacks follow its last id."""
     check_pattern(pattern)
     check_special_tokens(special_tokens)
     ids = _checked_ids(vocab, merges)
@@ -73,7 +69,7 @@ def byte_level_bpe(
 def _checked_ids(
     vocab: dict[int, bytes], merges: Sequence[tuple[bytes, bytes]]
 ) -> dict[bytes, int]:
-    """The id of each entry. Raises ConfigError where vocabulary and merges are inconsistent."""
+    """The id of each entry."""
     ids: dict[bytes, int] = {}
     for index, entry in vocab.items():
         if entry in ids:
@@ -103,9 +99,7 @@ def from_files(file: Path) -> tokenizers.Tokenizer:
     template that transformers adds for the model's family.
 
     tokenizer_config.json or config.json gives the family; without them it is RoBERTa where the
-    vocabulary holds all of its special tokens, else GPT-2. Raises ConfigError for a family that
-    does not split text as GPT-2 does, and for files that do not belong together.
-    """
+    vocabulary holds all of its special tokens, else GPT-2."""
     vocab, settings = _read_vocabulary(file), read_optional(file.with_name(SETTINGS_FILE))
     if not is_gpt2(file):
         raise missing(file.with_name(TOKENIZER_FILE))
@@ -133,8 +127,7 @@ def from_files(file: Path) -> tokenizers.Tokenizer:
 
 
 def is_gpt2(file: Path) -> bool:
-    """Whether `from_files` reads a vocab.json with the files beside it. Raises ConfigError for a
-    malformed one."""
+    """Whether `from_files` reads a vocab.json with the files beside it."""
     vocab, settings = _read_vocabulary(file), read_optional(file.with_name(SETTINGS_FILE))
     is_known_family = _family(file.parent, settings, vocab) in SPECIAL_TOKENS
     byte_level = BYTES.keys() <= vocab.keys() and CLOSED not in vocab
@@ -166,7 +159,7 @@ def _family(folder: Path, settings: dict[str, Any], vocab: dict[str, Any]) -> st
 
 
 def _read_merges(file: Path, vocab: dict[str, Any]) -> list[tuple[str, str]]:
-    """The merges of a merges.txt. Raises ConfigError with the number of a malformed line."""
+    """The merges of a merges.txt."""
     lines = read_text(file, "restore it").split("\n")
     merges = []
     for number, line in enumerate(lines, 1):

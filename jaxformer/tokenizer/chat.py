@@ -73,8 +73,7 @@ class ChatTemplate:
 
     def __init__(self, text: str, tokenizer: Tokenizer, where: str, today: bool = False) -> None:
         """`where` names the template in messages. With `today`, strftime_now shows the current day
-        instead of `TRAINING_DAY`. Raises ConfigError for a text that is no template, and without
-        jinja2."""
+        instead of `TRAINING_DAY`."""
         _require_jinja(where)
         self.text, self.tokenizer, self.where = text, tokenizer, where
         # Marks that no text contains by chance: noncharacters of Unicode around random digits.
@@ -92,8 +91,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, today: bool = False) -> "ChatTemplate":
-        """The template with which a tokenizer was read, or that `set_chat_template` set. Raises
-        ConfigError where it has none."""
+        """The template with which a tokenizer was read, or that `set_chat_template` set."""
         text, where = template_of(tokenizer)
         return cls(text, tokenizer, where, today)
 
@@ -102,9 +100,7 @@ class ChatTemplate:
 
         With generation blocks these are the tokens inside them. Otherwise a turn is what the
         template adds to the prompt for it, up to the special token that ends it. A token that also
-        has text from outside a turn is not learned. Raises ConfigError for malformed messages, for
-        those that the template refuses, and where the turns cannot be told.
-        """
+        has text from outside a turn is not learned."""
         return self.encode_marked([self.marked(messages)])[0]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -125,8 +121,7 @@ class ChatTemplate:
         ]
 
     def marked(self, messages: Sequence[Message]) -> Marked:
-        """The text of a conversation, and the spans of it that are learned. Raises ConfigError as
-        `encode` does."""
+        """The text of a conversation, and the spans of it that are learned."""
         checked = checked_messages(messages)
         require_assistant(checked)
         cuts = [(len(checked), False), *(() if self.has_blocks else _cuts_by_turn(checked))]
@@ -142,8 +137,7 @@ class ChatTemplate:
         return text, spans
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The text of messages, with the beginning of an answer if `add_generation_prompt`. Raises
-        ConfigError for what the template refuses."""
+        """The text of messages, with the beginning of an answer if `add_generation_prompt`."""
         text = next(self._texts(messages, [(len(messages), add_generation_prompt)]))
         return self._without_marks(text)[0]
 
@@ -179,8 +173,7 @@ class ChatTemplate:
         return _digest(self.text, self._names)
 
     def _texts(self, messages: Sequence[Message], cuts: Sequence[Cut]) -> Iterator[str]:
-        """The text of each cut of the messages, with marks. Raises ConfigError at the first cut
-        that the template refuses."""
+        """The text of each cut of the messages, with marks."""
         when = f"where {len(messages)} messages are rendered"
         for first in range(0, len(cuts), CUTS_AT_ONCE):
             batch = cuts[first : first + CUTS_AT_ONCE]
@@ -191,8 +184,7 @@ class ChatTemplate:
                 raise ConfigError(f"{self.where} refuses the messages: {answer['refused']}")
 
     def _ask(self, when: str, rendering: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer of `chat_environment`; `rendering` are the messages, names and cuts. Raises
-        UnboundedTemplate without an answer, and ConfigError for messages that JSON cannot hold."""
+        """The answer of `chat_environment`; `rendering` are the messages, names and cuts."""
         question = {"text": self.text, "marks": self._marks, "day": self._day, **(rendering or {})}
         try:
             return RENDERER.ask(question)  # type: ignore[no-any-return]
@@ -221,8 +213,7 @@ class ChatTemplate:
 
     def _turns(self, messages: list[Message], full_text: str, texts: Iterator[str]) -> list[Span]:
         """The spans of the assistant's turns in the text of all messages, each from the end of the
-        prompt for it to the special token that ends it. `texts` are those of `_cuts_by_turn`.
-        Raises ConfigError where `full_text` does not begin with the text of the first messages."""
+        prompt for it to the special token that ends it. `texts` are those of `_cuts_by_turn`."""
         spans = []
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -281,8 +272,7 @@ def _cuts_by_turn(messages: Sequence[Message]) -> Iterator[Cut]:
 
 def template_of(tokenizer: Tokenizer) -> tuple[str, str]:
     """The template with which a tokenizer was read or that was set, and its name for messages. As
-    in transformers, chat_template.jinja comes before tokenizer_config.json. Raises ConfigError
-    where there is none."""
+    in transformers, chat_template.jinja comes before tokenizer_config.json."""
     if tokenizer.metadata.template is not None:
         return tokenizer.metadata.template, tokenizer.metadata.template_name
     value = tokenizer.metadata.settings.get("chat_template")
@@ -332,8 +322,7 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
-    """Sets the template of a tokenizer to that of a file; it is saved with the tokenizer. Raises
-    ConfigError for a file that is missing or no template."""
+    """Sets the template of a tokenizer to that of a file; it is saved with the tokenizer."""
     file = located(path).expanduser()
     text = read_text(file, "set tokenizer.chat_template to a file of Jinja, or leave it empty")
     name = f"tokenizer.chat_template={path}"

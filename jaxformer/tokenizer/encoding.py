@@ -189,8 +189,7 @@ class Cuts:
         return cls(_cut_pattern(spec, added), tuple(token["content"] for token in added))
 
     def blocks(self, chunks: Iterable[str]) -> Iterator[str]:
-        """The parts of a text that comes in chunks of any size, in the memory of a few parts.
-        Raises ConfigError for more than LONGEST_UNCUT characters that cannot be cut."""
+        """The parts of a text that comes in chunks of any size, in the memory of a few parts."""
         pending: list[str] = []
         size, enough = 0, 2 * PART_CHARACTERS
         for chunk in chunks:
@@ -292,7 +291,7 @@ class Encoder:
         return backend
 
     def rows(self, texts: Sequence[str], reads_names: bool) -> list[EncodedIds]:
-        """The ids of each text. Raises ConfigError for what the tokenizer cannot encode."""
+        """The ids of each text."""
         # One text starts no threads: where memory is short, a thread may never begin to run.
         parallel = len(texts) > 1
         if max(map(len, texts), default=0) <= 2 * PART_CHARACTERS:

@@ -42,10 +42,7 @@ class Frame(NamedTuple):
         cls, backend: tokenizers.Tokenizer, name: str, texts: int, origin: str
     ) -> "Frame | None":
         """The frame that the post-processor of a tokenizer.json puts around one text or two; None
-        where it adds nothing. `name` is a text that the backend can encode.
-
-        Raises ConfigError where the texts are not in their order, or one is repeated.
-        """
+        where it adds nothing. `name` is a text that the backend can encode."""
         if not backend.num_special_tokens_to_add(texts == 2):
             return None
         encoding = backend.encode(name, name if texts == 2 else None)

@@ -40,9 +40,7 @@ PATTERN_OF_PRE = {
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
-    """The tokenizer that the metadata of a GGUF file describe; `origin` names the file in messages.
-    Raises ConfigError for a kind that is not read, and for metadata that are missing or do not
-    belong together."""
+    """The tokenizer in the metadata of a GGUF file; `origin` names the file in messages."""
     values = {
         key.removeprefix(TOKENIZER_KEYS): value
         for key, value in metadata.items()

@@ -24,9 +24,7 @@ def train_bpe_tokenizer(
     """A byte-level BPE of texts; no word extends from one text into the next. Ids are the end token
     (0), `specials`, the 256 bytes, and the merges.
 
-    Texts that are too small for `vocab_size` entries give fewer. Raises ConfigError where
-    `vocab_size` is too small for the entries before the merges.
-    """
+    Texts that are too small for `vocab_size` entries give fewer."""
     if vocab_size < 257 + len(specials):
         raise ConfigError(
             f"tokenizer.vocab_size={vocab_size} must be at least {257 + len(specials)}: the 256"

@@ -15,9 +15,7 @@ def checked_messages(value: Any) -> list[Message]:
     """The messages of a conversation, each of which has a role and a text. Keys whose value is null
     are left out, since Parquet and Arrow cannot tell them from missing ones.
 
-    A message with tool_calls may lack its content. Raises ConfigError for anything else; its
-    message says what is wrong, and the caller adds where.
-    """
+    A message with tool_calls may lack its content."""
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{_shown(value)} is no conversation: give {SHAPE}")
     if not value:
@@ -36,7 +34,7 @@ def require_assistant(messages: list[Message]) -> None:
 
 
 def _checked(message: Any, where: str) -> Message:
-    """A message without the keys whose value is null. Raises ConfigError."""
+    """A message without the keys whose value is null."""
     if not isinstance(message, Mapping):
         raise ConfigError(f"{where} is {_shown(message)}: give {SHAPE}")
     entries = {str(key): entry for key, entry in message.items() if entry is not None}

@@ -48,12 +48,21 @@ IDS = {f"{role}_token_id": role for role in ("bos", "eos", "pad")} | {
 # Keys of generation_config.json that constrain generated text: those that `generation` follows,
 # those that it refuses, and penalties that it leaves out.
 RULES_TAKEN = (
-    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"),
-    *("min_length", "min_new_tokens", "no_repeat_ngram_size", "repetition_penalty"),
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_eos_token_id",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "repetition_penalty",
 )
 RULES_NOT_TAKEN = (
-    *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
-    *("force_words_ids", "constraints", "sequence_bias"),
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "force_words_ids",
+    "constraints",
+    "sequence_bias",
 )
 PENALTIES = ("encoder_repetition_penalty",)
 
@@ -84,10 +93,7 @@ class TokenizerMetadata:
     @classmethod
     def read(cls, folder: Path, backend: tokenizers.Tokenizer) -> "TokenizerMetadata":
         """Reads the files of a directory, as far as they exist, and marks special tokens in the
-        backend.
-
-        Raises ConfigError for a malformed file, and for a token that the vocabulary lacks.
-        """
+        backend."""
         settings: dict[str, Any] = {}
         for name in ("special_tokens_map.json", SETTINGS_FILE):
             content = read_optional(folder / name)
@@ -177,7 +183,7 @@ def guessed_roles(vocab: dict[str, int]) -> dict[str, int]:
 
 
 def read_optional(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file. Raises ConfigError."""
+    """The object in a JSON file; empty where there is no file."""
     return read_object(path) if path.exists() else {}
 
 
@@ -194,7 +200,7 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json. Raises ConfigError."""
+    """The tokenizer of a tokenizer.json."""
     remedy = "set tokenizer.path to a tokenizer.json"
     if not file.exists():
         raise missing(file)

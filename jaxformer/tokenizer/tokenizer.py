@@ -109,8 +109,7 @@ class Tokenizer:
         how text is split into words (gpt2, llama3).
 
         Special tokens that the vocabulary lacks follow its last id. Of overlapping names in a text
-        the longest is taken. Raises ConfigError where vocabulary and merges do not fit each other.
-        """
+        the longest is taken."""
         backend = byte_level_bpe(vocab, merges, special_tokens or (), pattern)
         return cls(backend, special_tokens=True)
 
@@ -121,9 +120,7 @@ class Tokenizer:
 
         The roles of special tokens are taken from tokenizer_config.json, special_tokens_map.json,
         generation_config.json and config.json, in this order, or follow from their names. Warns of
-        Mistral's files that split text by another model's pattern. Raises ConfigError for a missing
-        or malformed file, and for a token that the vocabulary lacks.
-        """
+        Mistral's files that split text by another model's pattern."""
         location = _stated(path)
         with store_errors(location, "read"):
             return cls._load(tokenizer_file(location))
@@ -252,7 +249,7 @@ class Tokenizer:
 
     def frame(self, texts: int) -> Frame | None:
         """The frame that the template puts around one text, or around two that are read together;
-        None where it adds nothing. Raises ConfigError for a template that changes their order."""
+        None where it adds nothing."""
         if texts not in self._frames:
             # A text that can be encoded with every vocabulary, as far as possible.
             name = self._backend.id_to_token(self._roles["eos"]) if "eos" in self._roles else None
