@@ -370,18 +370,12 @@ def test_a_damaged_checkpoint_is_set_aside_with_its_reason_and_nothing_is_delete
     assert str(newest) in (aside / "damage.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [MemoryError("no room"), OSError(116, "Stale file handle"), RuntimeError("RESOURCE_EXHAUSTED")],
-)
-def test_an_error_that_proves_no_damage_stops_the_run_and_changes_nothing(
-    tmp_path, monkeypatch, error
-):
+def test_an_error_that_proves_no_damage_stops_the_run_and_changes_nothing(tmp_path, monkeypatch):
     trained(steps=2 * EVERY, directory=tmp_path)
     before = sorted(str(path) for path in Path(tmp_path).rglob("*"))
 
     def fails(*_):
-        raise error
+        raise OSError(116, "Stale file handle")
 
     monkeypatch.setattr("jaxformer.checkpoints.reading.read_manifest", fails)
     with pytest.raises(
