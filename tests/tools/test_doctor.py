@@ -113,6 +113,8 @@ def test_a_kernel_that_fails_its_check_is_noted_and_a_run_takes_the_next(
     assert main(["doctor", *chosen]) == 0
     why = "xla (plain XLA attention); not blocked: its check on this device failed: attention"
     assert f"note attention: Attention: {why}" in printed(capsys)
+    # A start on a CPU leaves the check out.
+    monkeypatch.setattr("jaxformer.runs.train_run.platform", lambda mesh: "gpu")
     assert train_here(chosen) == 0
     out = printed(capsys)
     assert "blocked (blocked attention with a saved log-sum-exp)" in out and why in out
