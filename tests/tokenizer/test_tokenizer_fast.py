@@ -11,6 +11,7 @@ import tiktoken
 import tokenizers
 from hard_text import characters, hard_text
 from pretrained_tokenizers import TEXTS, saved
+from products import slow_but
 
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import SENTINELS, Tokenizer, byte_tokenizer, encoding, train_bpe_tokenizer
@@ -70,7 +71,7 @@ def test_hard_text_has_the_ids_of_tiktoken_and_of_the_tokenizers_library(pattern
     ] == made.encode_batch(pieces)
 
 
-@pytest.mark.parametrize("pattern", WORD_PATTERNS)
+@pytest.mark.parametrize("pattern", slow_but([*WORD_PATTERNS], "llama3"))
 def test_every_character_is_split_alike(pattern: str) -> None:
     made, texts = MADE[pattern], all_characters()
     assert made.encode_batch(texts) == plain(made, *texts)
@@ -200,7 +201,7 @@ def test_published_layouts_are_taken_with_and_without_their_templates(kind: str)
     assert tokenizer.encode(text, special_tokens=True) == marking.encode(text).ids
 
 
-@pytest.mark.parametrize("pattern", WORD_PATTERNS)
+@pytest.mark.parametrize("pattern", slow_but([*WORD_PATTERNS], "gpt2"))
 @pytest.mark.parametrize(
     ("size", "runs"),
     [(MOST_CHARACTERS, " \n\u3000a!1"), (MOST_CHARACTERS + 1, " \n"), (1_100_000, " ")],
