@@ -62,7 +62,9 @@ class Tokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self._backend, self.origin, self._reads_names = backend, origin, special_tokens
+        self._backend = backend
+        self.origin = origin
+        self._reads_names = special_tokens
         self.metadata = metadata or TokenizerMetadata()
         split_names = bool(self.metadata.settings.get("split_special_tokens"))
         self.encoder = Encoder(backend, split_names, origin)
@@ -123,16 +125,13 @@ class Tokenizer:
         Mistral's files that split text by another model's pattern."""
         location = _stated(path)
         with store_errors(location, "read"):
-            return cls._load(tokenizer_file(location))
-
-    @classmethod
-    def _load(cls, file: Path) -> "Tokenizer":
-        backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
-        # A directory may hold many files of other names, whose settings are not in it.
-        if file.name not in (TOKENIZER_FILE, VOCABULARY_FILE):
-            return cls(backend, str(file))
-        _warn_of_wrong_pattern(file.parent, backend)
-        return cls(backend, str(file), TokenizerMetadata.read(file.parent, backend))
+            file = tokenizer_file(location)
+            backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
+            # A directory may hold many files of other names, whose settings are not in it.
+            if file.name not in (TOKENIZER_FILE, VOCABULARY_FILE):
+                return cls(backend, str(file))
+            _warn_of_wrong_pattern(file.parent, backend)
+            return cls(backend, str(file), TokenizerMetadata.read(file.parent, backend))
 
     @classmethod
     def find(cls, folder: Path) -> "Tokenizer | None":
