@@ -135,7 +135,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
             "plain words".encode(encoding),
             [f"{encoding}.txt is not UTF-8 text", "begins with zero bytes", "-f UTF-16"],
         )
-        for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32-le")
+        for encoding in ("utf-16", "utf-16-le")
     },
     "zeros.jsonl": (bytes(99), ["zeros.jsonl is not UTF-8 text", "begins with zero bytes"]),
     "cut.txt.gz": (
@@ -340,7 +340,7 @@ def test_what_is_no_run_is_named(command: str, tmp_path: Path, capsys: Capture) 
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("case", ["missing", "empty", "not UTF-8"])
+@pytest.mark.parametrize("case", ["not UTF-8"])
 def test_a_text_that_cannot_be_evaluated_on_is_named(
     case: str, trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
 ) -> None:
