@@ -33,7 +33,9 @@ def windows(params, config, prompt, count, beginning=0) -> list[int]:
     window, made = list(prompt), []
     while len(made) < count:
         n = min(count - len(made), config.max_length - len(window))
-        new = np.asarray(jf.generate(params, config, [window], n, temperature=0))[0].tolist()
+        # A greedy text repeats itself, which would be warned of as padding.
+        rules = {"segment_ids": [[1] * len(window)], "temperature": 0}
+        new = np.asarray(jf.generate(params, config, [window], n, **rules))[0].tolist()
         made += new
         window += new
         kept = int(0.75 * config.max_length)
