@@ -3,14 +3,11 @@ functions checked."""
 
 import contextlib
 import ctypes
-import functools
 import gc
 import importlib.metadata
-import inspect
 import os
 import sys
 import tempfile
-from collections import Counter
 
 # Hundreds of processes import the package: none should have to compile it again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -70,31 +67,11 @@ LONGEST = (
 jaxtyped = jaxtyping.jaxtyped
 
 
-CHECKS = 8  # of a function in a test: its further calls are those of like layers
-calls = Counter()
-
-
 def jaxtyped_outside(**options):
     """`jaxtyping.jaxtyped`, which the import hook calls, but for functions within functions: it
-    writes code for each, at every call of the outer one, which took a tenth of the tests' time.
-    Checking every call of the others took another tenth."""
+    writes code for each, at every call of the outer one, which took a tenth of the tests' time."""
     decorate = jaxtyped(**options)
-
-    def decorated(found):
-        if "<locals>" in found.__qualname__:
-            return found
-        if not inspect.isfunction(found):
-            return decorate(found)
-        checking = decorate(found)
-
-        @functools.wraps(found)
-        def function(*arguments, **keywords):
-            calls[found] += 1
-            return (checking if calls[found] <= CHECKS else found)(*arguments, **keywords)
-
-        return function
-
-    return decorated
+    return lambda found: found if "<locals>" in found.__qualname__ else decorate(found)
 
 
 jaxtyping.jaxtyped = jaxtyped_outside
@@ -146,10 +123,6 @@ def programs_end_with_their_file():
     before_file = resident_bytes()
     yield
     drop_programs()
-
-
-def pytest_runtest_setup():
-    calls.clear()
 
 
 def pytest_runtest_teardown():
