@@ -28,8 +28,8 @@ from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, on_disk,
 from jaxformer.files import ConfigError, is_remote, read_object, write_text
 from jaxformer.tokenizer import Tokenizer
 
-INDEX = np.dtype(np.int64)
-NONE = np.zeros(0, INDEX)
+INDEX_DTYPE = np.dtype(np.int64)
+NONE = np.zeros(0, INDEX_DTYPE)
 # An even number, as the test for ids of another width needs.
 BLOCK_IDS = 1 << 22
 STORES_TOGETHER = 16  # stores of a URL that are opened at the same time
@@ -246,7 +246,7 @@ class TokenStore:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
         ends_of_spans = [NONE]
         for shard, low, high, at in self._spans(start, stop):
-            ends = _mapped(self._shards[shard], "documents", INDEX)[0]
+            ends = _mapped(self._shards[shard], "documents", INDEX_DTYPE)[0]
             first, last = np.searchsorted(ends, [low, high], side="right")
             ends_of_spans.append(ends[first:last] + (at - low))
         boundaries = np.concatenate(ends_of_spans)
@@ -272,7 +272,7 @@ class TokenStore:
         sizes = np.diff(self._starts)
         for shard in range(len(self._shards) if len(sizes) else 0):
             # [documents], places in all shards
-            ends = _mapped(self._shards[shard], "documents", INDEX)[0] + self._begins[shard]
+            ends = _mapped(self._shards[shard], "documents", INDEX_DTYPE)[0] + self._begins[shard]
             # The last run that begins before an end holds it, unless it stops earlier.
             run = np.searchsorted(self._lows, ends) - 1
             inside = (run >= 0) & (ends - self._lows[run] <= sizes[run])
@@ -284,7 +284,7 @@ class TokenStore:
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
         """The documents whose `hash_fraction` is below `fraction`, or the others."""
         # Copies, so that no more files are open at once than the cache of maps holds.
-        tables = [_mapped(shard, "documents", INDEX).copy() for shard in self._shards]
+        tables = [_mapped(shard, "documents", INDEX_DTYPE).copy() for shard in self._shards]
         begins = zip(tables, self._begins[:-1], strict=True)
         ends = np.concatenate([table[0] + begin for table, begin in begins])
         sizes = np.concatenate([table[1] for table in tables])

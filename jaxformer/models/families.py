@@ -120,7 +120,7 @@ def encoder_decoder_hidden(
     return out._replace(aux=merged((encoder_aux, out.aux)))
 
 
-class Family(NamedTuple):
+class ModelFamily(NamedTuple):
     """The table of parameters of a family, and its residual stream before the head."""
 
     specs: Callable[[ModelConfig], Specs]
@@ -128,7 +128,7 @@ class Family(NamedTuple):
 
 
 MODEL_FAMILIES = {
-    "decoder": Family(decoder_specs, decoder_hidden),
-    "encoder": Family(decoder_specs, functools.partial(decoder_hidden, causal=False)),
-    "encoder_decoder": Family(encoder_decoder_specs, encoder_decoder_hidden),
+    "decoder": ModelFamily(decoder_specs, decoder_hidden),
+    "encoder": ModelFamily(decoder_specs, functools.partial(decoder_hidden, causal=False)),
+    "encoder_decoder": ModelFamily(encoder_decoder_specs, encoder_decoder_hidden),
 }

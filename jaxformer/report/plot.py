@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, RED, INK, FAINT = "#2f6db5", "#c8502b", "#33373d", "#d9dce1"
-LARGEST = 1e300
+LARGEST_DRAWN = 1e300
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.edgecolor": FAINT,
@@ -78,8 +78,8 @@ def draw_curve(
     values = column(lines, name)
     good = np.isfinite(values)
     # Beyond it matplotlib's ticks overflow.
-    x = np.clip(column(lines, "step")[good] * scale, -LARGEST, LARGEST)
-    values = np.clip(values[good], -LARGEST, LARGEST)
+    x = np.clip(column(lines, "step")[good] * scale, -LARGEST_DRAWN, LARGEST_DRAWN)
+    values = np.clip(values[good], -LARGEST_DRAWN, LARGEST_DRAWN)
     if len(values) and label:
         label = f"{label} {values[-1]:.4f}"
     marker = "o" if len(values) < 30 else ""
@@ -106,7 +106,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 def limits(losses: np.ndarray) -> tuple[float, float]:
     """The lowest and highest loss to show: all but the highest fiftieth, with a margin."""
-    losses = np.clip(losses[np.isfinite(losses)], -LARGEST, LARGEST)
+    losses = np.clip(losses[np.isfinite(losses)], -LARGEST_DRAWN, LARGEST_DRAWN)
     if not len(losses):
         return 0.0, 1.0
     low = float(losses.min())

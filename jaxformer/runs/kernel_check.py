@@ -38,7 +38,7 @@ REFERENCE_PRODUCTS = {"cpu": 2**32, "gpu": 2**40, "tpu": 2**40}
 TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
 
 ADVICE = "Choose the kernel xla, and report it."
-Arrays = dict[str, jax.Array]
+Results = dict[str, jax.Array]
 ResolvedRun = TypeVar("ResolvedRun", bound=Resolved)
 
 
@@ -148,7 +148,7 @@ def largest(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)))
 
 
-def _relative_errors(computed: Arrays, expected: Arrays) -> Arrays:
+def _relative_errors(computed: Results, expected: Results) -> Results:
     """The largest errors, each relative to the largest element of the reference."""
     return {
         name: largest(computed[name].astype(jnp.float32) - reference) / largest(reference)
@@ -205,7 +205,7 @@ def _attention_errors(
     queries: int,
     keys: int,
     is_one_sequence: bool,
-) -> tuple[Arrays, jax.Array]:
+) -> tuple[Results, jax.Array]:
     """The errors of the output and of the gradients, and the largest gradient by keys and values of
     the first text that outputs of other texts and of padding have."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -236,7 +236,7 @@ def _attention_errors(
     @functools.partial(jax.jit, compiler_options=compiler_options())
     def errors_of(
         arrays: list[jax.Array], segments: list[jax.Array | None]
-    ) -> tuple[Arrays, jax.Array]:
+    ) -> tuple[Results, jax.Array]:
         # Placed as in a step.
         q, k, v, cotangent = (
             constrain(array, ("batch", "sequence", "heads", None)) for array in arrays
@@ -252,7 +252,7 @@ def _attention_errors(
         bias = _bias(config, mask)
         sinks = jnp.linspace(-1, 1, config.n_heads) if config.attention_sinks else None
 
-        def with_gradients(kernel: kernels.Kernel, *arrays: jax.Array) -> Arrays:
+        def with_gradients(kernel: kernels.Kernel, *arrays: jax.Array) -> Results:
             def attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any) -> jax.Array:
                 scoring = Scoring(config.score_scale, config.attention_soft_cap, bias, sinks)
                 return kernel(q, k, v, mask._replace(scoring=scoring))
@@ -320,13 +320,13 @@ def check_experts(name: str, rows: int, weights: tuple[int, int, int], dtype: An
     )
 
     @functools.partial(jax.jit, compiler_options=compiler_options())
-    def compute(x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> Arrays:
+    def compute(x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> Results:
         y, back = jax.vjp(GroupedRows(sizes, name).product, x, w)
         dx, dw = back(dy)
         return {"output": y, "dx": dx, "dw": dw}
 
     @jax.jit
-    def errors_of(computed: Arrays, x: jax.Array, w: jax.Array, dy: jax.Array) -> Arrays:
+    def errors_of(computed: Results, x: jax.Array, w: jax.Array, dy: jax.Array) -> Results:
         x, w, dy = (array.astype(jnp.float32) for array in (x, w, dy))
         with jax.default_matmul_precision("highest"):
             expected = {

@@ -277,10 +277,10 @@ def diverged(step: int, state: TrainState, metrics: Mapping[str, Any], why: str 
     values = [
         f"{label} {float(metrics[name])}" for name, label in CHECKED.items() if name in metrics
     ]
-    return Diverged(f"step {step}: {', '.join(values)}{why}. {REMEDY}", step, state)
+    return Diverged(f"step {step}: {', '.join(values)}{why}. {DIVERGED_ADVICE}", step, state)
 
 
-REMEDY = (
+DIVERGED_ADVICE = (
     "The checkpoints are from before. Begin another run directory with a lower learning rate, more"
     " warm-up steps, or a z-loss (optimizer.learning_rate, optimizer.warmup_steps, train.z_loss)."
 )
@@ -289,7 +289,9 @@ REMEDY = (
 def require_finite_params(state: TrainState, step: int) -> None:
     """Raises Diverged where a parameter that learns is not finite."""
     if not bool(_all_finite(jax.tree.leaves(learning(state.params, state.frozen)))):
-        raise Diverged(f"step {step}: its parameters are not finite. {REMEDY}", step, state)
+        raise Diverged(
+            f"step {step}: its parameters are not finite. {DIVERGED_ADVICE}", step, state
+        )
 
 
 @jax.jit

@@ -66,9 +66,9 @@ def test_an_evaluation_writes_to_the_users_own_cache_alone(
     [
         (b"\xff\xfe{", "config.json is not"),
         (b"[" * 200_000, "config.json is not JSON"),
-        (b'{"run": {"seed": 1e400}}', "run.seed=inf"),
+        (b'{"version": 3, "run": {"seed": 1e400}}', "run.seed=inf"),
         (b'{"\x1b[2Jx": 1}', "config.json is not JSON"),
-        (b'{"\\u001b[2Jx": 1}', r"\x1b[2Jx"),
+        (b'{"version": 3, "\\u001b[2Jx": 1}', r"\x1b[2Jx"),
     ],
 )
 def test_a_damaged_config_is_one_message(

@@ -138,8 +138,8 @@ def test_a_base_is_read_as_the_model_whose_output_layer_is_its_embedding(name):
     assert json.loads((folder(name, "base") / "config.json").read_text())["architectures"] == [
         architecture.__name__
     ]
-    model.save_pretrained(folder(name, "whole"))
-    base, whole = (jf.load(folder(name, each)) for each in ("base", "whole"))
+    model.save_pretrained(folder(name, "model"))
+    base, whole = (jf.load(folder(name, each)) for each in ("base", "model"))
     assert base.config == dataclasses.replace(whole.config, head_bias=False)
     assert base.config.tied_head
     if whole.config.head_bias:

@@ -205,7 +205,7 @@ def soap_formula(c):
 
 
 def test_soap_is_adam_in_the_eigenbasis_of_its_factors(monkeypatch):
-    monkeypatch.setattr("jaxformer.training.optimizers.soap.EVERY", 2)
+    monkeypatch.setattr("jaxformer.training.optimizers.soap.BASIS_EVERY", 2)
     config = config_of(name="soap", weight_decay=0.3)
     expected = expected_of(config, soap_formula(config), decoupled, SQUARE)
     assert_equal_steps(trained(config, SQUARE), expected, rtol=1e-3)
@@ -227,7 +227,7 @@ def curved(params, batch, key):
 
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_sophia_divides_by_the_diagonal_of_the_hessian_of_the_batch(pieces, monkeypatch):
-    monkeypatch.setattr("jaxformer.training.optimizers.sophia.EVERY", 2)
+    monkeypatch.setattr("jaxformer.training.optimizers.sophia.CURVATURE_EVERY", 2)
     settings = {"sophia_gamma": 0.5, "b2": 0.8, "eps": 0.3}
     config = config_of(name="sophia", weight_decay=0.0, **settings)
     still = Spec((2,), ("norm",), ones, trainable=False)

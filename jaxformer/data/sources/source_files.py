@@ -23,7 +23,7 @@ PACKED_BLOCK_BYTES = 1 << 16
 # The format of the files of `stdlib`.
 PYTHON = "python"
 REPLACEMENT = "\ufffd"
-REMEDY = (
+UTF8_REMEDY = (
     "Convert it, for example by `iconv -f LATIN1 -t UTF-8` (or -f UTF-16); end the name of a"
     " compressed file in .gz or .zst; or set data.undecodable=replace or skip."
 )
@@ -112,7 +112,7 @@ class ErrorHandler:
             if self.policy.undecodable == "refuse":
                 raise ConfigError(
                     f"{where} is not UTF-8 text: byte 0x{raw[error.start]:02x} at offset"
-                    f" {position} ({error.reason}). {REMEDY}"
+                    f" {position} ({error.reason}). {UTF8_REMEDY}"
                 ) from None
         location = f"{where}, byte {position}"
         if self.policy.undecodable == "skip":
@@ -234,7 +234,7 @@ def require_text(path: Path, beginning: bytes) -> None:
     """Refuses what begins with zero bytes, which UTF-16 and UTF-32 do, and files that were reserved
     and never written; as UTF-8 they would be read without an error."""
     if b"\0" in beginning[:4]:
-        raise ConfigError(f"{path} is not UTF-8 text: it begins with zero bytes. {REMEDY}")
+        raise ConfigError(f"{path} is not UTF-8 text: it begins with zero bytes. {UTF8_REMEDY}")
 
 
 def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | None]]:

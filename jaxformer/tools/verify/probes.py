@@ -75,7 +75,7 @@ def probed(evidence: Evidence) -> Iterator[Statement]:
 
 # Outputs that may not read some inputs: bool [B, T] under "outputs" and "inputs", and of a source
 # [B, S] under "source".
-Mask = dict[str, np.ndarray]
+ProbeMask = dict[str, np.ndarray]
 
 
 @dataclass
@@ -95,7 +95,7 @@ def _texts_apart(evidence: Evidence) -> "Found":
     rows = _sequences(evidence)
     count = sum(len(np.unique(row[row != 0])) for row in rows.segments)
     numbers = np.arange(len(rows.segments))[:, None]
-    masks: list[Mask] = []
+    masks: list[ProbeMask] = []
     # For each bit of the numbers of segments and of rows: the outputs of the texts that have it and
     # the inputs of those that have it not, and the other way round. So every pair is separated.
     for by_row in (False, True):
@@ -131,7 +131,7 @@ def _future_apart(evidence: Evidence) -> "Found":
     rows = _sequences(evidence)
     count, length = rows.segments.shape
     rng = np.random.default_rng(length)
-    masks: list[Mask] = []
+    masks: list[ProbeMask] = []
     for attempt in range(CUTS):
         cuts = rng.integers(0, max(length - 1, 1), (count, 1))
         if attempt == 0 and length > KERNEL_BLOCK:
@@ -158,7 +158,7 @@ def _sequences(evidence: Evidence) -> Sequences:
     return Sequences(batch, segments, source)
 
 
-def _leaks(evidence: Evidence, rows: Sequences, masks: list[Mask], what: str) -> "Found":
+def _leaks(evidence: Evidence, rows: Sequences, masks: list[ProbeMask], what: str) -> "Found":
     """The largest gradient by what the masks forbid, which has to be exactly 0, and by what they
     allow, which must not be, or nothing is shown."""
     setup = evidence.again.setup

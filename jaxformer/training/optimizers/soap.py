@@ -12,7 +12,7 @@ from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.training.optimizers.update_rule import ADAM, UpdateRule, map_arrays, matrix_axes
 
 # Steps from one improvement of the eigenvectors to the next, as in the paper.
-EVERY = 10
+BASIS_EVERY = 10
 
 
 class SoapState(NamedTuple):
@@ -145,7 +145,7 @@ def _square(factor: NamedAxes) -> jax.Array:
 
 def _next_bases(factors: Any, bases: Any, steps: jax.Array) -> Any:
     """The eigenvectors of the factors: computed in the first step, improved by a step of the power
-    method with a QR decomposition each `EVERY` steps, and else as they are."""
+    method with a QR decomposition each `BASIS_EVERY` steps, and else as they are."""
 
     def next_basis(factor: NamedAxes, basis: NamedAxes) -> NamedAxes:
         branches = [
@@ -153,7 +153,7 @@ def _next_bases(factors: Any, bases: Any, steps: jax.Array) -> Any:
             lambda matrix, vectors: jnp.linalg.qr(matrix @ vectors)[0],
             lambda matrix, vectors: jnp.linalg.eigh(matrix)[1],
         ]
-        branch = jnp.where(steps == 0, 2, jnp.where(steps % EVERY == 0, 1, 0))
+        branch = jnp.where(steps == 0, 2, jnp.where(steps % BASIS_EVERY == 0, 1, 0))
         vectors = jax.lax.switch(branch, branches, _square(factor), _square(basis))
         return _like(basis, vectors)
 

@@ -14,7 +14,7 @@ from jaxformer.training.optimizers.update_rule import UpdateRule
 
 # Steps from one estimate of the Hessian to the next, as in the paper: an estimate takes about as
 # long as two gradients.
-EVERY = 10
+CURVATURE_EVERY = 10
 
 
 class SophiaState(NamedTuple):
@@ -58,7 +58,7 @@ def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformati
             return optax.tree.update_moment(jax.tree.unflatten(structure, diagonal), nu, b2, 1)
 
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        nu = jax.lax.cond(state.steps % EVERY == 0, estimated, lambda nu: nu, state.nu)
+        nu = jax.lax.cond(state.steps % CURVATURE_EVERY == 0, estimated, lambda nu: nu, state.nu)
 
         def direction(m: jax.Array, h: jax.Array) -> jax.Array:
             return jnp.clip(m / jnp.maximum(gamma * h, eps), -1, 1)
