@@ -24,9 +24,8 @@ import jaxformer
 
 pytestmark = pytest.mark.slow
 
-SECONDS = (
-    120  # a model of 128M parameters, which a flag may ask for, is trained and saved meanwhile
-)
+# A model of 128M parameters, which a flag may ask for, is trained and saved meanwhile.
+SECONDS = 120
 MEMORY = 12 << 30  # of one command, in bytes: more is a fault, too
 SHOWN = 6000
 CASES, SIZE = 200, 100
