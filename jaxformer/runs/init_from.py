@@ -67,7 +67,7 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
     lines = []
     for entry in dataclasses.fields(model):
         name, here, there = entry.name, getattr(model, entry.name), getattr(base_model, entry.name)
-        if name not in OWN and here != there:
+        if name not in OWN and here != there and _changes_trunk(base_model, name, here):
             lines.append(f"model.{name}={here!r}, but it is {there!r} in the base")
     paths = [path for path in {**trunk, **base_trunk} if trunk.get(path) != base_trunk.get(path)]
     shape, base_shape = trunk.get(paths[0], "missing"), base_trunk.get(paths[0], "missing")
@@ -78,6 +78,15 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
         "Remove these settings from the config and the command line, so that those of the base are"
         " used (configs/finetune.py sets none), or train without run.init_from."
     )
+
+
+def _changes_trunk(base_model: ModelConfig, name: str, value: object) -> bool:
+    """Whether a setting alone changes a parameter outside of the heads, or is refused alone."""
+    changes = {name: value}
+    try:
+        return trunk_of(dataclasses.replace(base_model, **changes)) != trunk_of(base_model)  # type: ignore[arg-type]
+    except ConfigError:
+        return True
 
 
 def with_grown_vocabulary(
