@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxformer.config.run import RunConfig, flat
 
-HUGE = [10**6, 2**31 - 1, 2**31, 2**32, 2**63, 10**18, 10**30, -1, -(2**63), 0]
+HUGE = [10**9, 2**31 - 1, 2**31, 2**32, 2**63, 10**18, 10**30, -1, -(2**63), 0]
 NUMBERS = [*map(str, HUGE), "nan", "inf", "-inf", "1e308", "1e-320", "-0.0", "1e400", "0x10"]
 TEXTS = [
     "",

@@ -1,4 +1,4 @@
-"""Commands with flags and files that nobody would write on purpose: each ends within 120 s with a
+"""Commands with flags and files that nobody would write on purpose: each ends within 60 s with a
 documented status and without a traceback, and touches nothing outside its own directory.
 
 A case is a number; `CASE=25 pytest -n 0 tests/faults/test_fuzz.py -m slow -k 0` runs that one
@@ -24,8 +24,7 @@ import jaxformer
 
 pytestmark = pytest.mark.slow
 
-# A model of 128M parameters, which a flag may ask for, is trained and saved meanwhile.
-SECONDS = 120
+SECONDS = 60
 MEMORY = 12 << 30  # of one command, in bytes: more is a fault, too
 SHOWN = 6000
 CASES, SIZE = 200, 100
