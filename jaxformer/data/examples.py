@@ -83,15 +83,6 @@ class ExampleStore:
         """The length of each part of each example: int64 [examples, parts]."""
         return np.diff(self._bounds).reshape(-1, self.parts)
 
-    def part(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """One part of all examples, one after the other: its ids, the example of each of them, and
-        its place in the part, three arrays [ids]."""
-        sizes = self.lengths()[:, number]
-        examples = np.repeat(np.arange(len(self)), sizes)
-        positions = np.arange(len(examples)) - (np.cumsum(sizes) - sizes)[examples]
-        begins = self._bounds[number : -1 : self.parts]
-        return self._tokens[begins[examples] + positions], examples, positions
-
     def number_as(self, labels: tuple[str, ...], where: str) -> None:
         """Numbers each label by its place in `labels` from here on."""
         unknown = sorted({*self.labels} - {*labels})

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxformer.data.examples import ExampleStore, Labels, Parts
-from jaxformer.data.rows import NumpyBatch, RowFormat, padded
+from jaxformer.data.examples import Labels, Parts
+from jaxformer.data.rows import NumpyBatch, RowFormat
 from jaxformer.data.sources.records import Record
-from jaxformer.data.templates import Template
+from jaxformer.data.templates import SidesTemplate, Template
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.frame import Frame, closed
 
@@ -90,12 +90,6 @@ class TagTemplate(FramedTemplate):
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         return lengths[:, :1] + self.frame(1).added
 
-    def have_targets(self, store: ExampleStore) -> np.ndarray:
-        numbers, examples, positions = store.part(1)
-        capacity = self.length - self.frame(1).added
-        learned = examples[(numbers >= 0) & (positions < capacity)]
-        return np.bincount(learned, minlength=len(store)) > 0
-
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         ids, tags = (sequence[: self.length - self.frame(1).added] for sequence in parts)
         slots = self.frame(1).slots
@@ -107,28 +101,13 @@ class TagTemplate(FramedTemplate):
         }
 
 
-class ContrastiveTemplate(FramedTemplate):
+class ContrastiveTemplate(SidesTemplate, FramedTemplate):
     """An anchor and its positive, one pair a row, each array [2, T]: two texts of their own, each
     in the frame of one text as in `ClassTemplate`, cut at the end and padded with zeros."""
-
-    packs = False
-
-    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
-        super().__init__(row_format, tokenizer)
-        self.capacity = (self.length, self.length)
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         return lengths + self.frame(1).added
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        sides = [self._side(ids[: self.length - self.frame(1).added]) for ids in parts]
-        return {name: np.stack([side[name] for side in sides]) for name in sides[0]}
-
-    def _side(self, ids: np.ndarray) -> NumpyBatch:
-        row = self.framed(ids)
-        row["segment_ids"] = np.ones(len(row["tokens"]), np.int32)
-        return padded(row, dict.fromkeys(row, self.length))
-
-    def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
-        (pair,) = examples
-        return pair
+        capacity = self.length - self.frame(1).added
+        return self.stacked([self.framed(ids[:capacity]) for ids in parts])

@@ -65,11 +65,6 @@ class Template(abc.ABC):
         """Tokens that examples of parts of these `lengths` [N, parts] would take of each stream,
         uncut: [N, streams]."""
 
-    def have_targets(self, store: ExampleStore) -> np.ndarray:
-        """Whether each example has a target when it is cut to what a row holds, bool [N]. Those
-        that have none are left out of the rows."""
-        return np.ones(len(store), bool)
-
     @abc.abstractmethod
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         """The arrays of one example, cut to what a row holds."""
@@ -85,6 +80,27 @@ class Template(abc.ABC):
             if array in row:
                 row[name] = np.repeat(numbers, [len(example[array]) for example in examples])
         return padded(row, self.lengths)
+
+
+class SidesTemplate(Template):
+    """Two texts of one example a row, each array [2, T]."""
+
+    packs = False
+
+    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        super().__init__(row_format, tokenizer)
+        self.capacity = (self.length, self.length)
+
+    def stacked(self, sides: list[NumpyBatch]) -> NumpyBatch:
+        """The arrays [2, T] of two texts, each padded as a row of its own."""
+        rows = []
+        for side in sides:
+            rows.append(super().row([side]))
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
+        (pair,) = examples
+        return pair
 
 
 class PairTemplate(Template):
@@ -124,9 +140,15 @@ class ExampleRows(Rows):
         self.template = template
         self.take_counts(store)
         # [examples, streams] and [streams]
-        sizes = template.sizes(store.lengths())
+        lengths = store.lengths()
+        sizes = template.sizes(lengths)
         capacity = np.array(template.capacity)
-        learned = template.have_targets(store)
+        # An example that is whole and has something to learn, in its last part, has a target.
+        doubtful = (sizes > capacity).any(1) | (sizes < 1).any(1) | (lengths[:, -1] == 0)
+        learned = np.ones(len(store), bool)
+        for index in np.flatnonzero(doubtful).tolist():
+            weights = template.arrays(*store[index]).get("weights", np.ones(1))
+            learned[index] = weights.any(-1).all()
         self.left_out = len(store) - int(learned.sum())
         if self.left_out:
             # A run that has them in its rows is another one.

@@ -23,7 +23,7 @@ from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import TOKENIZER_FILE
 
 # A change in how text becomes tokens or files takes a new number, so that no older cache is read.
-FORMAT = 2
+FORMAT = 3
 KIND = "jaxformer tokens"
 
 # Directories of the cache, or of a prepared directory.
