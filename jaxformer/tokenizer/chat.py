@@ -13,7 +13,7 @@ import importlib.metadata
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,6 @@ from jaxformer.tokenizer.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # the indices of the first character and after the last one
 Marked = tuple[str, list[Span]]  # a text, and the spans that are learned
-# The number of messages that are rendered, and whether with the beginning of an answer.
-Cut = tuple[int, bool]
 
 # To be increased when conversations become other ids, so that no older cache is read.
 FORMAT_OF_CHATS = 1
@@ -52,7 +50,6 @@ BLOCKS_REMEDY = (
 )
 ANOTHER_TEMPLATE = "correct it, or set tokenizer.chat_template to another one"
 PROBE = "\u2042probe\u2042"  # a text that no template writes by itself
-CUTS_AT_ONCE = 64  # cuts that are rendered in the time of one question
 
 # One process for all templates of this process.
 RENDERER = BoundedProcess("jaxformer.tokenizer.chat_environment", "answer")
@@ -124,11 +121,9 @@ class ChatTemplate:
         """The text of a conversation, and the spans of it that are learned."""
         checked = checked_messages(messages)
         require_assistant(checked)
-        cuts = [(len(checked), False), *(() if self.has_blocks else _cuts_by_turn(checked))]
-        texts = self._texts(checked, cuts)
-        text, spans = self._without_marks(next(texts))
+        text, spans = self._rendered(checked, False)
         if not self.has_blocks:
-            spans = self._turns(checked, text, texts)
+            spans = self._turns(checked, text)
         if not spans:
             raise ConfigError(
                 f"{self.where} writes nothing of the assistant's turns inside of {GENERATION}, so"
@@ -138,8 +133,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The text of messages, with the beginning of an answer if `add_generation_prompt`."""
-        text = next(self._texts(messages, [(len(messages), add_generation_prompt)]))
-        return self._without_marks(text)[0]
+        return self._rendered(messages, add_generation_prompt)[0]
 
     def end_of_turn(self, messages: Sequence[Message]) -> int | None:
         """The special token with which the template ends an answer to `messages`; None where no
@@ -172,20 +166,14 @@ class ChatTemplate:
         with a tokenizer."""
         return _digest(self.text, self._names)
 
-    def _texts(self, messages: Sequence[Message], cuts: Sequence[Cut]) -> Iterator[str]:
-        """The text of each cut of the messages, with marks."""
-        when = f"where {len(messages)} messages are rendered"
-        for first in range(0, len(cuts), CUTS_AT_ONCE):
-            batch = cuts[first : first + CUTS_AT_ONCE]
-            rendering = {"messages": [*messages], "names": self._names, "cuts": batch}
-            answer = self._ask(when, rendering)
-            yield from answer["texts"]
-            if answer["refused"] is not None:
-                raise ConfigError(f"{self.where} refuses the messages: {answer['refused']}")
-
     def _ask(self, when: str, rendering: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer of `chat_environment`; `rendering` are the messages, names and cuts."""
-        question = {"text": self.text, "marks": self._marks, "day": self._day, **(rendering or {})}
+        """The answer of `chat_environment`; `rendering` are the variables of the template."""
+        question = {
+            "template": self.text,
+            "marks": self._marks,
+            "day": self._day,
+            "rendering": rendering,
+        }
         try:
             return RENDERER.ask(question)  # type: ignore[no-any-return]
         except OutOfBounds as error:
@@ -196,11 +184,19 @@ class ChatTemplate:
                 " lists and objects"
             ) from None
 
-    def _without_marks(self, marked: str) -> Marked:
-        """The text without its marks, and the spans of the generation blocks that are not empty."""
+    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> Marked:
+        """The text of messages, and the spans of the generation blocks that are not empty."""
+        rendering = {
+            "messages": [*messages],
+            "add_generation_prompt": add_generation_prompt,
+            **self._names,
+        }
+        answer = self._ask(f"where {len(messages)} messages are rendered", rendering)
+        if "refused" in answer:
+            raise ConfigError(f"{self.where} refuses the messages: {answer['refused']}")
         begin_mark, end_mark = self._marks
         text, begins, spans = "", list[int](), list[Span]()
-        for piece in re.split(f"({begin_mark}|{end_mark})", marked):
+        for piece in re.split(f"({begin_mark}|{end_mark})", answer["text"]):
             if piece == begin_mark:
                 begins.append(len(text))
             elif piece != end_mark:
@@ -211,36 +207,36 @@ class ChatTemplate:
                     spans.append((begin, len(text)))
         return text, spans
 
-    def _turns(self, messages: list[Message], full_text: str, texts: Iterator[str]) -> list[Span]:
+    def _turns(self, messages: list[Message], full_text: str) -> list[Span]:
         """The spans of the assistant's turns in the text of all messages, each from the end of the
-        prompt for it to the special token that ends it. `texts` are those of `_cuts_by_turn`."""
+        prompt for it to the special token that ends it."""
         spans = []
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            is_last = index == len(messages) - 1
             try:
-                prompt = next(texts)
-                turn = full_text if is_last else next(texts)
+                prompt = self.render(messages[:index], True)
+                turn = self.render(messages[: index + 1])
+            except UnboundedTemplate:
+                raise
             except ConfigError as error:
                 raise ConfigError(
                     f"{error} (these are the first {index} or {index + 1} of {len(messages)}, by"
                     f" which a turn is found). {BLOCKS_REMEDY}"
                 ) from None
-            if not turn.startswith(prompt):
-                raise ConfigError(self._inconsistent(f"the prompt for message {index + 1}"))
-            if not full_text.startswith(turn):
-                raise ConfigError(self._inconsistent(f"the first {index + 1} messages"))
+            for prefix, whole in ((prompt, turn), (turn, full_text)):
+                if not whole.startswith(prefix):
+                    raise ConfigError(
+                        f"{self.where} renders message {index + 1} otherwise than at the beginning"
+                        " of what follows, or its prompt otherwise than before it, so that the"
+                        f" turns of the assistant cannot be told. {BLOCKS_REMEDY}"
+                    )
             content = turn[len(prompt) :].rstrip()
             ends_in_token = content.endswith(tuple(self._added))
-            spans.append((len(prompt), len(prompt) + len(content) if ends_in_token else len(turn)))
-        return [(begin, end) for begin, end in spans if end > begin]
-
-    def _inconsistent(self, prefix: str) -> str:
-        return (
-            f"{self.where} renders {prefix} otherwise than at the beginning of what follows, so"
-            f" that the turns of the assistant cannot be told. {BLOCKS_REMEDY}"
-        )
+            end = len(prompt) + len(content) if ends_in_token else len(turn)
+            if end > len(prompt):
+                spans.append((len(prompt), end))
+        return spans
 
     @functools.cached_property
     def _added(self) -> dict[str, int]:
@@ -260,16 +256,6 @@ class ChatTemplate:
         return backend
 
 
-def _cuts_by_turn(messages: Sequence[Message]) -> Iterator[Cut]:
-    """For each turn of the assistant, the prompt for it and, unless it is the last message, the
-    messages up to its end."""
-    for index, message in enumerate(messages):
-        if message["role"] == ASSISTANT:
-            yield index, True
-            if index < len(messages) - 1:
-                yield index + 1, False
-
-
 def template_of(tokenizer: Tokenizer) -> tuple[str, str]:
     """The template with which a tokenizer was read or that was set, and its name for messages. As
     in transformers, chat_template.jinja comes before tokenizer_config.json."""
@@ -283,25 +269,15 @@ def template_of(tokenizer: Tokenizer) -> tuple[str, str]:
             " tokenizer.chat_template set to a file of Jinja."
         )
     where = f"{located(tokenizer.origin).parent / SETTINGS_FILE}: chat_template"
-    return _default_of(value, where), where
-
-
-def _default_of(value: Any, where: str) -> str:
-    """The template in tokenizer_config.json: a text, or the entry "default" of a list."""
-    if isinstance(value, str):
-        return value
-    templates: dict[Any, Any] = {}
-    for entry in value if isinstance(value, list) else ():
-        if isinstance(entry, dict):
-            templates[entry.get("name")] = entry.get("template")
-    default = templates.get("default")
-    if not isinstance(default, str):
-        names = ", ".join(map(repr, templates)) or "none"
+    if isinstance(value, list):  # of named templates
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        value = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
+    if not isinstance(value, str):
         raise ConfigError(
-            f'{where} must be a text, or a list with {{"name": "default", "template": "..."}} (its'
-            f" names are {names}): correct it, or set tokenizer.chat_template."
+            f'{where} must be a text, or a list with {{"name": "default", "template": "..."}}:'
+            " correct it, or set tokenizer.chat_template."
         )
-    return default
+    return value, where
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:

@@ -42,45 +42,34 @@ class GenerationBlocks(Extension):
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Compiles a template, and renders it.
+    """Compiles the `template` of a question, and renders it with the variables `rendering`.
 
-    The question has the `text` of the template, the `marks` around what it writes in generation
-    blocks, and the `day` that strftime_now shows, null for today. Without messages the answer has
-    `blocks`, which says whether the template has generation blocks, or the error `wrong` and its
-    `line`, null where the error is in no single line.
-
-    With `messages`, the `names` of special tokens and `cuts`, the answer has `texts`: for each cut
-    [count, prompt] the text of the first `count` messages, with the beginning of an answer if
-    `prompt`. They end where the template refuses the messages; `refused` is the reason, else null.
+    `marks` are put around what it writes in generation blocks, and `day` is what strftime_now
+    shows, null for today. Without `rendering` the answer has `blocks`, which says whether the
+    template has generation blocks, or the error `wrong` and its `line`, null where the error is in
+    no single line. With it, the answer has the `text`, or the reason `refused`.
     """
-    text, marks, day = question["text"], tuple(question["marks"]), question["day"]
-    if "messages" not in question:
-        try:
-            return {"blocks": compiled(text, marks, day)[1]}
-        except jinja2.TemplateSyntaxError as error:
-            return {"wrong": error.message, "line": error.lineno}
-        except (MemoryError, RecursionError):
-            raise
-        except Exception as error:  # from Python's parser, as for a number with too many digits
-            return {"wrong": _message(error).partition(";")[0], "line": None}
-    template, texts = compiled(text, marks, day)[0], list[str]()
-    for count, prompt in question["cuts"]:
-        try:
-            rendered = template.render(
-                messages=question["messages"][:count],
-                tools=None,
-                documents=None,
-                add_generation_prompt=prompt,
-                **question["names"],
-            )
-        except MemoryError:
-            raise
-        except Exception as error:  # raised by the template itself, or by whatever it calls
-            return {"texts": texts, "refused": _message(error)}
-        if len(rendered) > LONGEST_RENDERED:
-            raise OutOfBounds(f"writes more than {LONGEST_RENDERED:,} characters")
-        texts.append(rendered)
-    return {"texts": texts, "refused": None}
+    try:
+        template, has_blocks = compiled(
+            question["template"], tuple(question["marks"]), question["day"]
+        )
+    except jinja2.TemplateSyntaxError as error:
+        return {"wrong": error.message, "line": error.lineno}
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # from Python's parser, as for a number with too many digits
+        return {"wrong": _message(error).partition(";")[0], "line": None}
+    if question["rendering"] is None:
+        return {"blocks": has_blocks}
+    try:
+        text = template.render(tools=None, documents=None, **question["rendering"])
+    except MemoryError:
+        raise
+    except Exception as error:  # raised by the template itself, or by whatever it calls
+        return {"refused": _message(error)}
+    if len(text) > LONGEST_RENDERED:
+        raise OutOfBounds(f"writes more than {LONGEST_RENDERED:,} characters")
+    return {"text": text}
 
 
 def _message(error: Exception) -> str:

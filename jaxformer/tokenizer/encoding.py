@@ -21,8 +21,6 @@ from jaxformer.tokenizer.words import WORD_PATTERNS
 if TYPE_CHECKING:
     import tiktoken
 
-EncodedIds = list[int] | np.ndarray
-
 FAST_CHARACTERS = 1 << 14  # from so many on it pays to find out whether `Fast` can be used
 BLOCKS_IN_FLIGHT = 16  # blocks of a stream that are encoded together
 
@@ -46,7 +44,6 @@ MERGE_SETTINGS = (
 )
 
 PART_CHARACTERS = 1 << 16  # characters of a part, where the text can be cut
-LONGEST_UNCUT = 1 << 28  # characters of a stream that are kept in memory without a cut
 
 SPACES = r"(?<=\S)(?=[ \t\r\n])"
 
@@ -156,18 +153,19 @@ def pattern_of(spec: dict[str, Any]) -> str | None:
     if words.get("type") == "ByteLevel":
         return "gpt2" if words["use_regex"] and not words["add_prefix_space"] else None
     steps = words.get("pretokenizers", [])
-    if [step["type"] for step in steps] != ["Split", "ByteLevel"] or not _only_bytes(steps[1]):
+    if len(steps) != 2 or not _only_bytes(steps[1]):
         return None
     split = steps[0]
-    if split["behavior"] != "Isolated" or split["invert"]:
+    if split["type"] != "Split" or split["behavior"] != "Isolated" or split["invert"]:
         return None
     names = {pattern.words: name for name, pattern in WORD_PATTERNS.items()}
     return names.get(split["pattern"].get("Regex"))
 
 
 def _only_bytes(step: dict[str, Any]) -> bool:
-    """Whether a ByteLevel pre-tokenizer writes bytes as characters and does nothing else."""
-    return not step["use_regex"] and not step["add_prefix_space"]
+    """Whether a pre-tokenizer writes bytes as characters and does nothing else."""
+    is_byte_level = step.get("type") == "ByteLevel"
+    return is_byte_level and not step["use_regex"] and not step["add_prefix_space"]
 
 
 @dataclass(frozen=True)
@@ -186,28 +184,42 @@ class Cuts:
         added = [
             token for token in spec["added_tokens"] if names_are_tokens or not token["special"]
         ]
-        return cls(_cut_pattern(spec, added), tuple(token["content"] for token in added))
+        names = tuple(token["content"] for token in added)
+        normalizer, words = spec["normalizer"], spec["pre_tokenizer"] or {}
+        if normalizer is None and (pattern := pattern_of(spec)):
+            return cls(WORD_PATTERNS[pattern].cuts, names)
+        splits_at_spaces = words.get("type") in WORD_BY_WORD
+        if normalizer is None:
+            # Where each character or byte is a token, a text could be cut between any two of them.
+            tokens_are_bytes = _only_bytes(words) and spec["model"].get("merges") == []
+            tokens_are_characters = words == CHARACTER_BY_CHARACTER
+            can_cut = splits_at_spaces or tokens_are_bytes or tokens_are_characters
+        else:
+            # BERT's normalizer changes a text character by character; a name that is searched in
+            # the normalized text may have another spelling in this one.
+            names_as_written = not any(token["normalized"] for token in added)
+            is_bert = normalizer["type"] == "BertNormalizer"
+            can_cut = splits_at_spaces and is_bert and names_as_written
+        return cls(SPACES if can_cut else "", names)
 
     def blocks(self, chunks: Iterable[str]) -> Iterator[str]:
         """The parts of a text that comes in chunks of any size, in the memory of a few parts."""
-        pending: list[str] = []
-        size, enough = 0, 2 * PART_CHARACTERS
+        pending = ""
+        enough = 2 * PART_CHARACTERS
         for chunk in chunks:
-            pending.append(chunk)
-            size += len(chunk)
-            if size >= enough:
-                *complete, remainder = self.parts("".join(pending))
+            if not isinstance(chunk, str):
+                raise ConfigError(
+                    f"a piece of the text is {type(chunk).__name__}, not str: open the file as"
+                    " text."
+                )
+            pending += chunk
+            if len(pending) >= enough:
+                *complete, pending = self.parts(pending)
                 yield from complete
-                pending, size = [remainder], len(remainder)
-                if size > LONGEST_UNCUT:
-                    raise ConfigError(
-                        f"the text has no place to cut it, such as a space, in {size:,} characters:"
-                        " give it in parts."
-                    )
                 # Text that cannot be cut is searched again only when it has doubled, so that the
                 # time stays linear in its length.
-                enough = max(2 * PART_CHARACTERS, 2 * size)
-        yield from self.parts("".join(pending))
+                enough = max(2 * PART_CHARACTERS, 2 * len(pending))
+        yield from self.parts(pending)
 
     def parts(self, text: str) -> Iterator[str]:
         """The parts of a text, of about PART_CHARACTERS characters, and more only where it cannot
@@ -242,29 +254,6 @@ class Cuts:
         return False
 
 
-def _cut_pattern(spec: dict[str, Any], added: Sequence[dict[str, Any]]) -> str:
-    """The regular expression for `Cuts.pattern`."""
-    normalizer, words, model = spec["normalizer"], spec["pre_tokenizer"] or {}, spec["model"]
-    if normalizer is None and (pattern := pattern_of(spec)):
-        return WORD_PATTERNS[pattern].cuts
-    kind = words.get("type")
-    if kind in WORD_BY_WORD:
-        # BERT's normalizer changes a text character by character; a name that is searched in the
-        # normalized text may have another spelling in this one.
-        names_as_written = not any(token["normalized"] for token in added)
-        bert = normalizer is not None and normalizer["type"] == "BertNormalizer"
-        return SPACES if normalizer is None or (bert and names_as_written) else ""
-    # Where each character or byte is a token, a text could be cut between any two of them.
-    tokens_are_bytes = (
-        kind == "ByteLevel"
-        and _only_bytes(words)
-        and model["type"] == "BPE"
-        and not model["merges"]
-    )
-    tokens_are_characters = words == CHARACTER_BY_CHARACTER
-    return SPACES if (tokens_are_characters or tokens_are_bytes) and normalizer is None else ""
-
-
 class Encoder:
     """Encodes texts without the template around them.
 
@@ -290,8 +279,8 @@ class Encoder:
         backend.encode_special_tokens = self._split_names
         return backend
 
-    def rows(self, texts: Sequence[str], reads_names: bool) -> list[EncodedIds]:
-        """The ids of each text."""
+    def rows(self, texts: Sequence[str], reads_names: bool) -> list[np.ndarray]:
+        """The ids of each text: uint32."""
         # One text starts no threads: where memory is short, a thread may never begin to run.
         parallel = len(texts) > 1
         if max(map(len, texts), default=0) <= 2 * PART_CHARACTERS:
@@ -300,12 +289,14 @@ class Encoder:
         split_texts = [[*self._cuts[reads_names].parts(text)] for text in texts]
         all_parts = [*itertools.chain.from_iterable(split_texts)]
         rows = iter(self._rows(all_parts, reads_names, parallel))
-        return [_joined([*itertools.islice(rows, len(parts))]) for parts in split_texts]
+        return [np.concatenate([*itertools.islice(rows, len(parts))]) for parts in split_texts]
 
-    def stream(self, chunks: Iterable[str], reads_names: bool) -> Iterator[EncodedIds]:
+    def stream(self, chunks: Iterable[str], reads_names: bool) -> Iterator[np.ndarray]:
         """The ids of a text that comes in chunks of any size, part after part, in the memory of a
-        few parts."""
-        blocks = self._cuts[reads_names].blocks(_checked(chunks))
+        few parts. A file is read in blocks rather than lines, which may be long."""
+        if hasattr(chunks, "read"):
+            chunks = iter(functools.partial(chunks.read, 2 * PART_CHARACTERS), "")
+        blocks = self._cuts[reads_names].blocks(chunks)
         while batch := [*itertools.islice(blocks, BLOCKS_IN_FLIGHT)]:
             yield from self._rows(batch, reads_names, False)
 
@@ -321,29 +312,31 @@ class Encoder:
     def _fast(self) -> Fast | None:
         return Fast.of(self.spec(), self._backend)
 
-    def _rows(self, texts: Sequence[str], reads_names: bool, parallel: bool) -> list[EncodedIds]:
-        fast = self._fast if sum(map(len, texts)) >= FAST_CHARACTERS else None
+    def _rows(self, texts: Sequence[str], reads_names: bool, parallel: bool) -> list[np.ndarray]:
         names_are_tokens = reads_names and not self._split_names
+        fast = self._fast if sum(map(len, texts)) >= FAST_CHARACTERS else None
+        if fast and names_are_tokens and not fast.reads_names:
+            fast = None
 
-        def encode(text: str) -> EncodedIds:
+        def slow(texts: Sequence[str]) -> list[np.ndarray]:
+            backend = self.marking if reads_names else self._backend
+            encodings = without_panic(backend.encode_batch_fast, [*texts], add_special_tokens=False)
+            return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+        def encode(text: str) -> np.ndarray:
             if fast and len(text) <= MOST_CHARACTERS:
                 return without_panic(fast.encode, text, names_are_tokens)
-            return self._slow([text], reads_names)[0]
+            return slow([text])[0]
 
         try:
-            if fast and (fast.reads_names or not names_are_tokens):
-                if not parallel:
-                    return [*map(encode, texts)]
-                with ThreadPool() as pool:
-                    return pool.map(encode, texts)
-            return self._slow(texts, reads_names)
+            if not fast:
+                return slow(texts)
+            if not parallel:
+                return [*map(encode, texts)]
+            with ThreadPool() as pool:
+                return pool.map(encode, texts)
         except Exception as error:  # the libraries raise nothing narrower
             raise self.unencodable(texts, error) from None
-
-    def _slow(self, texts: Sequence[str], reads_names: bool) -> list[EncodedIds]:
-        backend = self.marking if reads_names else self._backend
-        encodings = without_panic(backend.encode_batch_fast, [*texts], add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
 
     def unencodable(self, texts: Sequence[str], error: Exception) -> ConfigError:
         """The ConfigError for an error of the library on these texts."""
@@ -357,36 +350,8 @@ class Encoder:
         unseen = [char for char in characters if self._backend.token_to_id(char) is None]
         if "UNK" not in str(error) or not unseen:
             return ConfigError(f"{self._origin} cannot encode this text: {error}.")
-        shown = ", ".join(f"{char!r} (U+{ord(char):04X})" for char in unseen[:5])
-        if len(unseen) > 5:
-            shown += f" and {len(unseen) - 5} more"
         return ConfigError(
-            f"the character tokenizer has no token for {shown}: leave them out of the text,"
-            " or train with tokenizer.kind=bytes or bpe, which encode any text."
+            f"the character tokenizer has no token for {', '.join(map(repr, unseen[:5]))}: leave"
+            " such characters out of the text, or train with tokenizer.kind=bytes or bpe, which"
+            " encode any text."
         )
-
-
-def _checked(chunks: Iterable[str]) -> Iterator[str]:
-    """The strings of an iterable. A file is read in blocks rather than lines, which may be long."""
-    read = getattr(chunks, "read", None)
-    if read is not None:
-        chunks = itertools.takewhile(len, map(read, itertools.repeat(2 * PART_CHARACTERS)))
-    for chunk in chunks:
-        if not isinstance(chunk, str):
-            raise ConfigError(
-                f"a piece of the text is {type(chunk).__name__}, not str: open the file as text."
-            )
-        yield chunk
-
-
-def _joined(rows: list[EncodedIds]) -> EncodedIds:
-    if len(rows) == 1:
-        return rows[0]
-    if all(isinstance(row, list) for row in rows):
-        return [*itertools.chain.from_iterable(rows)]
-    return np.concatenate([np.asarray(row, np.uint32) for row in rows])
-
-
-def as_list(row: EncodedIds) -> list[int]:
-    """The ids of a text as a list."""
-    return row if isinstance(row, list) else row.tolist()

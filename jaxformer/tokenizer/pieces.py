@@ -34,16 +34,12 @@ def check_pattern(pattern: str) -> None:
 
 def check_special_tokens(names: Sequence[str]) -> None:
     """Raises ConfigError for anything but a list of distinct strings that are not empty."""
-    if isinstance(names, str):
-        raise ConfigError(f"special_tokens={names!r} must be a list of names: write [{names!r}].")
-    for index, name in enumerate(names):
-        setting = f"special_tokens={[*names]} holds {name!r}"
-        if not isinstance(name, str):
-            raise ConfigError(f"{setting}: a special token is a string.")
-        if not name:
-            raise ConfigError(f"{setting}: leave out the empty name.")
-        if name in names[:index]:
-            raise ConfigError(f"{setting} twice: name each once.")
+    are_strings = all(isinstance(name, str) and name for name in names)
+    if isinstance(names, str) or not are_strings or len({*names}) < len(names):
+        raise ConfigError(
+            f"special_tokens={names!r} must be a list of names, each a string that is not empty,"
+            " and each once."
+        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import tokenizers
 
 from jaxformer.files import ConfigError, located, store_errors, write_text
 from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, is_gpt2
-from jaxformer.tokenizer.encoding import Encoder, as_list, pattern_of
+from jaxformer.tokenizer.encoding import Encoder, pattern_of
 from jaxformer.tokenizer.frame import Frame, Slot
 from jaxformer.tokenizer.metadata import (
     IDS,
@@ -35,10 +35,8 @@ IdSequence = Sequence[int] | np.ndarray
 # What loses its space when decoded text is cleaned up, as tokenizer_config.json may request.
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
-# Values of model_type whose tokenizer.json may have been written with the pattern of Llama 3, and
-# the first version of transformers that writes the right one.
+# Values of model_type whose tokenizer.json may have been written with the pattern of Llama 3.
 MISTRAL_TYPES = ("mistral", "mistral3", "ministral", "ministral3", "pixtral", "voxtral")
-MISTRAL_RIGHT_FROM = 5
 
 
 class Tokenizer:
@@ -196,12 +194,12 @@ class Tokenizer:
         """Token ids of each text, as `encode` gives them, computed on all cores."""
         reads_names = self._reads_names if special_tokens is None else special_tokens
         before, after = self._template if reads_names else ([], [])
-        rows = map(as_list, self.encoder.rows(texts, reads_names))
-        return [[*before, *row, *after] for row in rows] if before or after else [*rows]
+        rows = self.encoder.rows(texts, reads_names)
+        return [[*before, *row.tolist(), *after] for row in rows]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text as plain text, uint32, computed on all cores."""
-        return [np.asarray(row, np.uint32) for row in self.encoder.rows(texts, False)]
+        return self.encoder.rows(texts, False)
 
     def encode_iterable(
         self, iterable: Iterable[str], special_tokens: bool | None = None
@@ -214,7 +212,7 @@ class Tokenizer:
         reads_names = self._reads_names if special_tokens is None else special_tokens
         yield from self.prefix if reads_names else ()
         for row in self.encoder.stream(iterable, reads_names):
-            yield from as_list(row)
+            yield from row.tolist()
         yield from self.suffix if reads_names else ()
 
     def decode(self, ids: IdSequence, skip_special_tokens: bool | None = None) -> str:
@@ -349,17 +347,10 @@ def _stated(path: str | os.PathLike[str]) -> Path:
 def _warn_of_wrong_pattern(folder: Path, backend: tokenizers.Tokenizer) -> None:
     """Warns where a tokenizer.json of Mistral's Tekken splits text by the pattern of Llama 3, as
     transformers wrote it up to 4.57.2: digits come in groups of three, and words with capital
-    letters and apostrophes are split otherwise than in training.
-
-    Files without the version that wrote them count where they have Mistral's token [INST].
-    """
-    config = read_optional(folder / "config.json")
-    version = str(config.get("transformers_version") or "")
-    major = version.partition(".")[0]
-    written_before = major in map(str, range(MISTRAL_RIGHT_FROM))
-    is_affected = written_before or (not version and backend.token_to_id("[INST]") is not None)
-    is_mistral = config.get("model_type") in MISTRAL_TYPES
-    if not (is_mistral and is_affected and backend.pre_tokenizer):
+    letters and apostrophes are split otherwise than in training."""
+    is_mistral = read_optional(folder / "config.json").get("model_type") in MISTRAL_TYPES
+    # A model of this architecture that was trained with another tokenizer lacks the token.
+    if not is_mistral or backend.token_to_id("[INST]") is None or not backend.pre_tokenizer:
         return
     if pattern_of({"pre_tokenizer": json.loads(backend.pre_tokenizer.__getstate__())}) == "llama3":
         name = repr(str(folder))

@@ -172,7 +172,7 @@ def test_bad_input_is_one_message_and_status_2(
     wrong = {
         "vocab_size=100 must be a whole number from 257": [*train, "100", *new],
         "pattern='gpt5' must be one of": [*train, "300", *new, "--pattern", "gpt5"],
-        "holds '<a>' twice": [*train, "300", *new, "--special_tokens", "<a>", "<a>"],
+        "each once": [*train, "300", *new, "--special_tokens", "<a>", "<a>"],
         "tokenizer.json already exists": [*train, "300", "--output", str(trained)],
         "corpus.txt already exists": [*train, "300", "--output", str(corpus)],
         "none.txt does not exist": [
