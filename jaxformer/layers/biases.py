@@ -16,8 +16,6 @@ from jaxformer.layers.linear import INITIALIZERS
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.norm import norm, norm_specs
 
-POSITION_SCOPE = "positions"  # of the products with relative positions
-
 
 def alibi_slopes(n_heads: int) -> list[float]:
     """2^(-8i/N), i = 1 .. N (arXiv:2108.12409). If N is not a power of two: the slopes of the next
@@ -95,7 +93,7 @@ def log_bucket(distance: Int[Array, "..."], buckets: int, far: int) -> Int[Array
     return jnp.clip(jnp.sign(distance) * side + buckets, 0, 2 * buckets - 1)
 
 
-@jax.named_scope(POSITION_SCOPE)
+@jax.named_scope("positions")
 def disentangled_bias(
     config: ModelConfig,
     content: tuple[Float[Array, "B T N H"], Float[Array, "B S K H"]],

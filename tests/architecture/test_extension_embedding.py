@@ -106,7 +106,7 @@ def test_plan_and_shapes_read_the_row() -> None:
     assert make_plan(planned).products.per_token == expected
     shown_rows = shapes_of(config, 8, 32)
     by_name = {shown.name: shown for shown in shown_rows}
-    assert by_name["embed"].parameters == 61 * 8 + 8 * 32 + 32 * 32
+    assert by_name["embed"].parameters == 61 * 8 + 8 * 32 + 2 * 32 + 32 * 32
     assert by_name["embed.widen"].makes == ((8, 32, 32),)
     assert sum(shown.parameters * shown.times for shown in shown_rows) == parameter_count(config)
     expected_text = "x = E[token] W_widen + features W_features + P[position]"
