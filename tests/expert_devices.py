@@ -31,7 +31,6 @@ SIGMOID = {
     "router_groups": 4,
     "router_top_groups": 2,
     "router_scale": 2.5,
-    "router_sequence_loss": 0.01,
     "shared_ff": 16,
     "dense_layers": 1,
     "n_layers": 3,
@@ -51,7 +50,6 @@ STEPS = {
     ),
 }
 SLOW_STEPS = {
-    "noise": ({"router_noise": 0.3}, ["expert 8", "expert 2 x tensor 2 x data 2"]),
     "encoder": ({"family": "encoder"}, ["expert 4 x fsdp 2"]),
     "both": (
         {"family": "encoder_decoder", "n_encoder_layers": 1, "positions": "t5"},

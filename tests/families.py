@@ -33,8 +33,8 @@ def rows_of(setting, **more):
 STRETCHED = {  # lengths and turns at which each way to stretch shows at a few tokens
     "linear": {},
     "dynamic": {"rope_original_length": 32},
-    "yarn": {"rope_original_length": 16, "rope_beta_fast": 1.0, "rope_beta_slow": 0.1},
-    "llama3": {"rope_original_length": 8, "rope_low_frequency": 0.1, "rope_high_frequency": 1.0},
+    "yarn": {"rope_original_length": 16, "rope_fast": 1.0, "rope_slow": 0.1},
+    "llama3": {"rope_original_length": 8, "rope_slow": 0.1, "rope_fast": 1.0},
 }
 LONGROPE = {
     "rope_scaling": "longrope",
@@ -68,8 +68,8 @@ VARIANTS = {
         | {"rope in some layers": {"position_pattern": "np"}}
         | {"learned behind an offset": {"positions": "learned", "position_offset": 2}}
         | {
-            "sinusoidal half": {"positions": "sinusoidal", "sinusoid_order": "half"}
-            | {"sinusoid_range": "closed", "position_offset": 2}
+            "sinusoidal half": {"positions": "sinusoidal", "sinusoids": "half_closed"}
+            | {"position_offset": 2}
         }
         | {"longrope": LONGROPE}
     ),

@@ -56,12 +56,7 @@ def prepared(case: str, folder: Path, **changes: Any) -> tuple[RunConfig, Any]:
     path.write_text(
         "".join(json.dumps(r) + "\n" for r in RECORDS) if objective in OF_RECORDS else TEXT
     )
-    data = {
-        "train": str(path),
-        "cache_dir": str(folder / "cache"),
-        "sequence_length": 32,
-        "prefetch": 0,
-    } | data
+    data = {"train": str(path), "cache_dir": str(folder / "cache"), "sequence_length": 32} | data
     run = run_of(family, model, **data, objective=objective)
     run = replace(run, tokenizer=TokenizerConfig(vocab_size=400), **changes)
     return run, prepare(run)

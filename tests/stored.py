@@ -45,8 +45,8 @@ def stored(sizes: list[int], first: int = 0) -> Iterator[TokenStore]:
         yield open_or_build(Path(folder), lambda: pieces, BYTES)
 
 
-def data(length: int, packing: str = "stream", prefetch: int = 0, **more: Any) -> DataConfig:
-    return DataConfig(sequence_length=length, packing=packing, prefetch=prefetch, **more)  # type: ignore[arg-type]
+def data(length: int, packing: str = "stream", **more: Any) -> DataConfig:
+    return DataConfig(sequence_length=length, packing=packing, **more)  # type: ignore[arg-type]
 
 
 def rows_of(made: TokenStore, data: DataConfig) -> Rows:

@@ -100,18 +100,12 @@ class ModelConfig(Section):
     router_bias: Literal["none", "learned", "balanced"] = "none"
     """Bias of the router: learned is added to its logits; balanced, to the scores by which experts
     are selected, and moves against their load."""
-    router_bias_rate: NonNegative = 0.001
-    """Change of a balanced bias in a step."""
     router_groups: Count = 1
     """Number of groups of experts, of which each token selects some."""
     router_top_groups: Count = 1
     """Number of groups of experts that a token may select from."""
-    router_noise: NonNegative = 0.0
-    """Standard deviation of noise on the logits of the router in training."""
     router_balance_loss: NonNegative = 0.01
     """Weight of the load-balancing loss over the tokens of a microbatch."""
-    router_sequence_loss: NonNegative = 0.0
-    """Weight of the load-balancing loss over the tokens of each row."""
     router_z_loss: NonNegative = 0.001
     """Weight of the mean square of the log-sum-exp of the router's logits."""
     max_length: Count = 2048
@@ -139,14 +133,11 @@ class ModelConfig(Section):
     """Factor by which the context is extended."""
     rope_original_length: Natural = 0
     """Length in tokens that RoPE was trained at; 0 uses max_length."""
-    rope_low_frequency: NonNegative = 1.0
-    """llama3: frequencies with fewer rotations over the original length are fully scaled."""
-    rope_high_frequency: NonNegative = 4.0
-    """llama3: frequencies with more rotations over the original length are not scaled."""
-    rope_beta_fast: NonNegative = 32.0
-    """yarn: frequencies with more rotations over the original length are not scaled."""
-    rope_beta_slow: NonNegative = 1.0
-    """yarn: frequencies with fewer rotations over the original length are fully scaled."""
+    rope_slow: NonNegative = 1.0
+    """yarn, llama3: frequencies with fewer rotations over the original length are fully scaled."""
+    rope_fast: NonNegative = 0.0
+    """yarn, llama3: frequencies with more rotations over the original length are not scaled; 0 uses
+    32 for yarn and 4 for llama3."""
     rope_truncate: bool = True
     """yarn: widen the range of the partly scaled frequencies to whole indices of pairs."""
     rope_short_factor: str = ""
@@ -159,11 +150,9 @@ class ModelConfig(Section):
     sqrt(1 + ln(rope_factor) / ln(rope_original_length))."""
     position_offset: Natural = 0
     """Learned or sinusoidal positions before the first token's (2 in RoBERTa, BART, NLLB)."""
-    sinusoid_order: Literal["interleaved", "half"] = "interleaved"
-    """Order of the sinusoidal dimensions: sines and cosines interleaved, or sines first."""
-    sinusoid_range: Literal["open", "closed"] = "open"
-    """Frequencies of the sinusoids: geometric from 1 to 1 / 10000, open without the last and closed
-    with it (fairseq, M2M100)."""
+    sinusoids: Literal["interleaved", "half", "half_closed"] = "interleaved"
+    """Sinusoidal dimensions: sines and cosines interleaved, half with sines first, half_closed so
+    with frequencies down to 1 / 10000, which the others leave out (fairseq, M2M100)."""
     relative_buckets: Annotated[int, Bounds(4)] = 32
     """Number of buckets of T5's relative positions; of disentangled ones, on each side."""
     relative_distance: Annotated[int, Bounds(2)] = 128
@@ -329,9 +318,8 @@ class ModelConfig(Section):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training drops anything or adds noise, so that a loss needs a key."""
-        noise = self.feed_forward == "experts" and self.router_noise
-        return bool(self.dropout or self.attention_dropout_rate or noise)
+        """Whether training drops anything, so that a loss needs a key."""
+        return bool(self.dropout or self.attention_dropout_rate)
 
     @property
     def encoder_layers(self) -> int:
@@ -401,6 +389,11 @@ class ModelConfig(Section):
     def original_length(self) -> int:
         """The length that RoPE was trained at."""
         return self.rope_original_length or self.max_length
+
+    @property
+    def fast_rotations(self) -> float:
+        """The rotations over the original length from which frequencies are not scaled."""
+        return self.rope_fast or (4.0 if self.rope_scaling == "llama3" else 32.0)
 
     @property
     def rope_scale(self) -> float:

@@ -118,8 +118,6 @@ class OptimizerConfig(Section):
     soap_max_side: Count = 10_000
     """Longest side of a matrix for which soap keeps a factor, length x length numbers twice; longer
     sides, such as a vocabulary, have none."""
-    sophia_gamma: NonNegative = 0.01
-    """Factor of the Hessian by which sophia divides: a larger one clips fewer numbers."""
     moments: Moments = "float32"
     """How the moments of matrices are stored between steps: bfloat16 and int8 (blocks of up to 256
     numbers with a scale) are rounded at random, by the seed and the step."""

@@ -283,11 +283,11 @@ def _positions(config: Any) -> Iterator[str]:
         yield f"rope_scaling={scaling!r} needs model.positions='rope', not {positions!r}."
     if (factor != 1) == (scaling == "none"):
         yield f"rope_factor={factor:g} with rope_scaling={scaling!r}: set both, the factor above 1."
-    fast, slow = config.rope_beta_fast, config.rope_beta_slow
+    fast, slow = config.fast_rotations, config.rope_slow
     if scaling == "yarn" and not (fast > slow > 0 and config.rope_theta > 1):
         yield (
-            f"rope_scaling='yarn' needs model.rope_beta_fast={fast:g} above model.rope_beta_slow="
-            f"{slow:g}, that above 0, and model.rope_theta={config.rope_theta:g} above 1."
+            f"rope_scaling='yarn' needs model.rope_fast={fast:g} above model.rope_slow={slow:g},"
+            f" that above 0, and model.rope_theta={config.rope_theta:g} above 1."
         )
     if scaling == "longrope":
         yield from _longrope(config)

@@ -56,8 +56,7 @@ class RunSettings(Section):
 
 Packing = Literal["stream", "documents", "best_fit"]
 WordPatternName = Literal["gpt2", "llama3"]
-Undecodable = Literal["refuse", "replace", "skip"]
-Malformed = Literal["refuse", "skip"]
+Malformed = Literal["refuse", "replace", "skip"]
 TextObjective = Literal["causal", "mlm", "span_corruption", "prefix"]
 RecordObjective = Literal["seq2seq", "sft", "classes", "token_classification", "contrastive"]
 PreferenceObjective = Literal["dpo", "ipo", "orpo", "simpo"]
@@ -88,8 +87,6 @@ class DataConfig(Section):
     weights: str = ""
     """Sampling weights of several sources, for example '0.7 0.3'. Weights may change at a step:
     '0.7 0.3; 1000: 0.5 0.5' changes them at step 1000."""
-    epochs: str = ""
-    """Instead of weights: the relative numbers of epochs of the sources, for example '1 4'."""
     validation: Volatile[str] = ""
     """Validation data, in the same forms as data.train; empty holds out a part of data.train."""
     validation_fraction: Annotated[float, Bounds(0, 1)] = 0.1
@@ -135,20 +132,13 @@ class DataConfig(Section):
     mask_units: Literal["tokens", "words"] = "tokens"
     """Unit that the objective mlm chooses, hides, replaces or keeps: single tokens, or whole words.
     """
-    undecodable: Undecodable = "refuse"
-    """Handling of bytes that are not UTF-8: refuse stops with a message, replace inserts U+FFFD,
-    skip omits the document."""
     malformed: Malformed = "refuse"
-    """Handling of records that are not valid JSON or lack a field: refuse stops with a message,
-    skip omits them."""
+    """Handling of records that are not valid JSON or lack a field, and of bytes that are not UTF-8:
+    refuse stops with a message, skip omits the record or document, replace omits records too, but
+    inserts U+FFFD for such bytes."""
     cache_dir: Volatile[str] = "~/.cache/jaxformer/data"
     """Directory in which tokenized text is stored and found again; the URL of one in a bucket is
     shared by all machines that name it."""
-    verify: Volatile[Literal["first", "always"]] = "first"
-    """When stored tokens are compared with their checksums: first compares each file when a process
-    first reads it, always compares all files before the first step."""
-    prefetch: Volatile[Annotated[int, Bounds(0, most=1024)]] = 2
-    """Number of batches prepared ahead on a thread; 0 prepares each batch when it is needed."""
 
 
 @dataclass(frozen=True)

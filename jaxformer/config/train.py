@@ -50,9 +50,6 @@ class TrainConfig(Section):
     0.1 for dpo, ipo and orpo, 2 for simpo."""
     preference_margin: NonNegative = 0.5
     """Target margin of the rewards of simpo as a fraction of beta (gamma / beta)."""
-    preference_dropout: bool = False
-    """Whether a preference objective applies model.dropout and adapter.dropout. The reference never
-    has any."""
     contrastive_temperature: Factor = 0.05
     """Temperature of the objective contrastive, by which cosines of vectors are divided."""
     ema: Fraction = 0.0

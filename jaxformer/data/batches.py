@@ -1,7 +1,6 @@
 """A batch is a function of the seed and the step: rows in a shuffled order that is never held in
 memory."""
 
-import itertools
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ INVENTED: dict[Kind, Value] = {
     **dict.fromkeys(("words", "tags"), ("a",)),
     "messages": ('{"role": "user", "content": "a"}', '{"role": "assistant", "content": "a"}'),
 }
+PREFETCHED = 2  # batches made ahead on a thread
 INVENTED_CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
@@ -85,7 +85,6 @@ class Batches:
         self._here = blocks.rows(batch_size)
         self.examples = len(rows)
         self.steps_per_epoch = -(-self.examples // batch_size)
-        self._prefetch = data.prefetch
         self._batch_size = batch_size
         # Two numbers that differ between neighboring seeds: grain numbers epochs by seed + 1,
         # seed + 2 and so on.
@@ -103,12 +102,10 @@ class Batches:
         return [int(self._order[number]) for number in range(first, first + self._batch_size)]
 
     def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
-        """The batches from step `start` on, `data.prefetch` of them made ahead on a thread."""
-        if not self._prefetch:
-            return map(self.__getitem__, itertools.count(start))
+        """The batches from step `start` on, `PREFETCHED` of them made ahead on a thread."""
         import grain  # as in `numbers_below`
 
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)
         return iter(self._dataset[start:].to_iter_dataset(options))
 
     def _batch(self, step: int) -> NumpyBatch:

@@ -111,7 +111,7 @@ def prepare(
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
     rows: dict[SideName, list[Rows]] = {side: [] for side in SIDES}
     # What is held out is read in order, without the shares of what is trained on.
-    held_out = replace(data, weights="", epochs="", order="epochs")
+    held_out = replace(data, weights="", order="epochs")
     settings_of: dict[SideName, DataConfig] = {"train": data, "validation": held_out}
     if task.template:
         template = task.template(task.format, tokenizer)
@@ -130,7 +130,7 @@ def prepare(
     else:
         beginning = task.beginning(data.bos, tokenizer)
         folder = StoreFolder(cache / "stores", tokenizer, beginning, log)
-        stores = text_stores(sides, folder, verify=data.verify == "always")
+        stores = text_stores(sides, folder)
         for side in SIDES:
             side_data = settings_of[side]
             rows[side] = [
@@ -168,8 +168,7 @@ def find_named(
 ) -> tuple[list[Source], list[Source]]:
     """The texts for training and those for validation that the settings name, not yet read."""
     sources = find_texts(data, "data.train", task.fields)
-    if data.weights or data.epochs:
-        check_shares([source.spec for source in sources], data)
+    check_shares([source.spec for source in sources], data)
     validation = find_validation(data, sources, task.fields)
     if any(isinstance(source, IdFiles) for source in [*sources, *validation]):
         tokenizer = given_tokenizer(settings, ()) if settings.path else None
@@ -284,11 +283,8 @@ def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> N
         )
 
 
-def text_stores(
-    sides: Sides, folder: StoreFolder, verify: bool
-) -> dict[SideName, list[TokenStore]]:
-    """The tokens of each side's texts. A text that is on both sides is tokenized once. `verify`
-    compares all files with their digests now, and not when each is first read."""
+def text_stores(sides: Sides, folder: StoreFolder) -> dict[SideName, list[TokenStore]]:
+    """The tokens of each side's texts. A text that is on both sides is tokenized once."""
     whole_stores: dict[int, TokenStore] = {}
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in sides}
     for side, splits in sides.items():
@@ -297,8 +293,6 @@ def text_stores(
             key = id(split.source)
             whole_stores[key] = whole_stores.get(key) or folder.store_of(source, split.scan)
             whole_stores[key].fetch()
-            if verify:
-                whole_stores[key].verify()
             store = split.of(whole_stores[key])
             stores[side].append(store)
             about = "about " if store.is_cut else ""

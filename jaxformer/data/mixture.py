@@ -33,7 +33,7 @@ class Phase(NamedTuple):
 
 class Mixture(Rows):
     """Rows of several named sources: one after the other by number, and to train on in the shares
-    that data.weights or data.epochs state, or else in proportion to the sources' rows.
+    that data.weights states, or else in proportion to the sources' rows.
 
     A fixed rule gives the source of row n of a run: at any n from a phase's beginning each source
     is within log2(sources) / 2 rows of its share, so within one of two to four. A source continues
@@ -55,11 +55,11 @@ class Mixture(Rows):
         self._firsts = list(itertools.accumulate(numbers, initial=0))
         filled = sum(rows.filled * size for rows, size in zip(self.source_rows, sizes, strict=True))
         self.filled = filled / max(1, len(self))
-        times = _numbers(data.epochs) or [Fraction(1)] * len(sizes)
-        shares = [(0, [time * size for time, size in zip(times, sizes, strict=True)])]
+        # Without weights every row is read as often.
+        self._shares = [(0, sizes)]
         if data.weights.strip():
-            shares = [(step, _numbers(text)) for step, text in phases("data.weights", data.weights)]
-        self._shares = [(step, _whole(weights)) for step, weights in shares]
+            stated = phases("data.weights", data.weights)
+            self._shares = [(step, _whole(_numbers(text))) for step, text in stated]
 
     def most_segments(self) -> int | None:
         segment_counts = [rows.most_segments() for rows in self.source_rows]
@@ -121,25 +121,18 @@ class Mixture(Rows):
 
 
 def check_shares(names: Sequence[str], data: DataConfig) -> None:
-    """Raises ConfigError where data.weights or data.epochs are not shares of the sources of these
-    names."""
-    settings = {"data.weights": data.weights.strip(), "data.epochs": data.epochs.strip()}
-    stated = {setting: text for setting, text in settings.items() if text}
-    sources = ", ".join(names)
-    if len(stated) > 1:
-        raise ConfigError(
-            f"data.weights={data.weights!r} and data.epochs={data.epochs!r} both say how much is"
-            f" read of {sources}: leave one of them empty."
-        )
-    for setting, text in stated.items():
-        for _, value in phases(setting, text) if setting == "data.weights" else [(0, text)]:
-            numbers = _numbers(value)
-            if len(numbers) != len(names) or min(numbers) < 0 or not any(numbers):
-                raise ConfigError(
-                    f"{setting}={text!r}: {value!r} must be {len(names)}"
-                    f" {'number' if len(names) == 1 else 'numbers'}, none negative and not all 0:"
-                    f" one for each source of data.train, in this order: {sources}."
-                )
+    """Raises ConfigError where data.weights are not shares of the sources of these names."""
+    text = data.weights.strip()
+    if not text:
+        return
+    for _, value in phases("data.weights", text):
+        numbers = _numbers(value)
+        if len(numbers) != len(names) or min(numbers) < 0 or not any(numbers):
+            raise ConfigError(
+                f"data.weights={text!r}: {value!r} must be {len(names)}"
+                f" {'number' if len(names) == 1 else 'numbers'}, none negative and not all 0:"
+                f" one for each source of data.train, in this order: {', '.join(names)}."
+            )
 
 
 def phases(setting: str, text: str) -> list[tuple[int, str]]:

@@ -59,7 +59,7 @@ def prepare_text(
     """
     _require_text(task)
     if thorough and output:
-        data = replace(data, train=str(output), validation="", weights="", epochs="")
+        data = replace(data, train=str(output), validation="", weights="")
         output = None
     cache, folder = _folders(data, output)
     sides = find_sides(data, settings, task, cache / SCANS, log)

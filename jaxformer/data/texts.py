@@ -14,7 +14,6 @@ from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, remove_folder
 from jaxformer.data.ids import IdFiles, find_ids, id_store, scan_ids
 from jaxformer.data.sources import Source, find_source, fingerprint
 from jaxformer.data.sources.records import Fields, is_text
-from jaxformer.data.sources.source_files import ErrorPolicy
 from jaxformer.data.splits import Scan, SideName, file_groups, scan
 from jaxformer.data.store import TokenStore, open_stores
 from jaxformer.data.tokenizing import ProgressNotes, open_or_build
@@ -49,7 +48,6 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
         raise ConfigError(
             f"{setting} names no source: give a file, a directory, a glob, or stdlib."
         )
-    policy = ErrorPolicy(data.undecodable, data.malformed)
     sources: list[Source] = []
     for spec in specs:
         folder = located(os.path.expanduser(spec))
@@ -70,7 +68,7 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
                     f"{setting}: {folder} is prepared in part: run the line of `jaxformer prepare"
                     " --output` once more without --shard, to join what the tasks have made."
                 )
-            sources.append(find_source(spec, setting, fields, policy))
+            sources.append(find_source(spec, setting, fields, data.malformed))
     return sources
 
 

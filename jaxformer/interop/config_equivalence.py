@@ -64,6 +64,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
         "bias": bias_named(biased),
         "rope_original_length": config.original_length,
         "rope_attention_factor": float(f"{config.rope_scale:.9g}"),
+        "rope_fast": config.fast_rotations,
         "rope_short_factor": short_factor,
         "rope_long_factor": long_factor,
         "window_pattern": window_pattern,
@@ -95,8 +96,7 @@ def _unused(config: ModelConfig, has_windows: bool, pattern: str) -> list[str]:
     has_class_layers = reads_pooler(config) or (output == "tags" and config.class_head != "auto")
     matters = {
         "dropout attention_dropout init dtype layer_loop remat attention_kernel": False,
-        "expert_kernel router_noise router_bias_rate router_balance_loss": False,
-        "router_sequence_loss router_z_loss": False,
+        "expert_kernel router_balance_loss router_z_loss": False,
         "n_experts experts_per_token expert_ff shared_ff expert_capacity expert_pattern": "e"
         in pattern,
         "router router_renormalize router_scale router_bias router_groups": "e" in pattern,
@@ -112,8 +112,8 @@ def _unused(config: ModelConfig, has_windows: bool, pattern: str) -> list[str]:
         "pooler_activation": has_pooler(config) or has_class_layers,
         "head_dense_bias": has_pooler(config) or has_class_layers or output == "masked",
         "window source_window window_pattern rope_window_theta": has_windows,
-        "rope_beta_fast rope_beta_slow rope_truncate": scaling == "yarn",
-        "rope_low_frequency rope_high_frequency": scaling == "llama3",
+        "rope_slow rope_fast": scaling in ("yarn", "llama3"),
+        "rope_truncate": scaling == "yarn",
         "rope_short_factor rope_long_factor": scaling == "longrope",
         "rope_attention_factor": scaling in ATTENTION_FACTORS,
         "rope_original_length": scaling != "none" or config.attention_temperature > 0,
@@ -123,7 +123,7 @@ def _unused(config: ModelConfig, has_windows: bool, pattern: str) -> list[str]:
     prefixes = {
         "rope_": ("rope",),
         "relative_": ("t5", "disentangled"),
-        "sinusoid_": ("sinusoidal",),
+        "sinusoids": ("sinusoidal",),
     }
     for prefix, positions in prefixes.items():
         if config.positions not in positions:

@@ -123,7 +123,7 @@ BART_ROWS = (
 REPEATED = tuple(f"model.{side}.embed_tokens.weight" for side in STACKS)
 
 LEARNED = fields.Constant(positions="learned", position_offset=2)
-SINUSOIDAL = fields.Constant(positions="sinusoidal", sinusoid_order="half")  # sines first
+SINUSOIDAL = fields.Constant(positions="sinusoidal", sinusoids="half")  # sines first
 # Sinusoids that some files hold; they are computed.
 TABLES = r"(en|de)coder\.embed_positions\.weights?$"
 
@@ -243,7 +243,7 @@ M2M100 = bart_like(
         *placed_norms("pre"),
         *normed_embeddings(False),
         SINUSOIDAL,
-        fields.Constant(sinusoid_range="closed"),
+        fields.Constant(sinusoids="half_closed"),
         PositionsAfterPadding(),
     ),
     "M2M100 and NLLB: norms before the sublayers; sinusoidal positions behind that of padding;"

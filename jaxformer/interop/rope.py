@@ -19,11 +19,11 @@ SCALING_KEYS: dict[str, dict[str, str]] = {
     "dynamic": {},
     "yarn": {
         "attention_factor": "rope_attention_factor",
-        "beta_fast": "rope_beta_fast",
-        "beta_slow": "rope_beta_slow",
+        "beta_fast": "rope_fast",
+        "beta_slow": "rope_slow",
         "truncate": "rope_truncate",
     },
-    "llama3": {"low_freq_factor": "rope_low_frequency", "high_freq_factor": "rope_high_frequency"},
+    "llama3": {"low_freq_factor": "rope_slow", "high_freq_factor": "rope_fast"},
     "longrope": {
         "attention_factor": "rope_attention_factor",
         "short_factor": "rope_short_factor",

@@ -87,7 +87,7 @@ def _learned(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
 def _sinusoidal(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
     positions = inputs.layout.positions
     positions = positions + config.position_offset if config.position_offset else positions
-    return sinusoids(positions, config.d_model, config.sinusoid_order, config.sinusoid_range)
+    return sinusoids(positions, config.d_model, config.sinusoids)
 
 
 def _type_specs(config: ModelConfig) -> Specs:

@@ -45,6 +45,8 @@ WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 # The gradient of a balanced bias, of which only the sign counts, is so small that it is nothing in
 # the norm of all gradients.
 BIAS_GRADIENT = 1e-6
+# Change of a balanced bias in a step, as in DeepSeek-V3 (arXiv:2412.19437).
+BALANCED_RATE = 0.001
 
 
 def shared_config(config: ModelConfig) -> ModelConfig:
@@ -62,7 +64,7 @@ def expert_specs(config: ModelConfig) -> Specs:
     router = Spec((d, e), ("embed", "scores"), make.weight, ("embed",), quantizable=False)
     specs: Specs = {"router": router}
     if config.router_bias != "none":
-        rate = config.router_bias_rate if config.router_bias == "balanced" else 0.0
+        rate = BALANCED_RATE if config.router_bias == "balanced" else 0.0
         specs["router_bias"] = Spec((e,), ("scores",), zeros, sign_rate=rate)
     hidden = ("gate", "up") if config.gated else ("up",)
     specs |= {**dict.fromkeys(hidden, into), "down": out}
@@ -79,7 +81,6 @@ def route(
     config: ModelConfig,
     x: Float[Array, "B T D"],
     mask: AttentionMask,
-    key: jax.Array | None = None,
     capped: bool = True,
 ) -> tuple[Routes, Aux]:
     """The experts of each token with their weights, and the losses and metrics of the router; with
@@ -88,8 +89,6 @@ def route(
     logits = contract("BTD,DE->BTE", x, params["router"], dtype=jnp.float32)
     if config.router_bias == "learned":
         logits += params["router_bias"].astype(jnp.float32)
-    if config.router_noise and key is not None:
-        logits += config.router_noise * jax.random.normal(key, logits.shape)
     logits = constrain(logits, TOKEN_AXES)
     scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
     select = scores
@@ -161,7 +160,6 @@ def _router_aux(
 
     balance   E sum_e f_e p_e, of the fraction f of the tokens that are routed to an expert and the
               mean p of its probabilities, over all tokens (arXiv:2101.03961, 2401.06066)
-    sequence  the same over the tokens of each row, as a mean over rows (arXiv:2412.19437)
     z         mean of logsumexp(logits)^2 (arXiv:2202.08906)
     """
     number, k = config.n_experts, config.experts_per_token
@@ -174,14 +172,11 @@ def _router_aux(
     sums = jnp.where(real[..., None], probabilities, 0).sum(1)  # [B, E]
     load = counts.sum(0) * number / (k * total)  # [E]
     balance = (load * sums.sum(0)).sum() / total
-    of_row = (counts * sums).sum(-1) * number / (k * jnp.square(jnp.maximum(tokens, 1)))
-    sequence = (of_row * tokens).sum() / total
     z = jnp.where(real, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0).sum() / total
     entropies = -jax.scipy.special.xlogy(probabilities, probabilities).sum(-1)
     entropy = jnp.where(real, entropies, 0).sum() / total
     dropped = (kept != experts).sum() / (k * total)
-    loss = config.router_balance_loss * balance + config.router_sequence_loss * sequence
-    loss += config.router_z_loss * z
+    loss = config.router_balance_loss * balance + config.router_z_loss * z
     if config.router_bias == "balanced":
         bias = params["router_bias"].astype(jnp.float32)
         # 0, with the load above the mean as the gradient of the bias.
@@ -242,7 +237,7 @@ def dispatch_of(config: ModelConfig, length: int, capped: bool) -> Dispatch:
 def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     # A call with a cache has a few tokens of each row, of which none is dropped.
     capped = call.cache is None
-    routes, aux = route(params, config, x, call.mask, call.key, capped)
+    routes, aux = route(params, config, x, call.mask, capped)
     dispatch = dispatch_of(config, x.shape[1], capped)
     weights = {name: params[name] for name in WEIGHTS if name in params}
     run = functools.partial(_expert_rows, config)
@@ -301,6 +296,7 @@ EXPERTS = Sublayer(
     stored=_stored,
     gradients=("gate", "up", "gathered rows", "rows of tokens"),
     formula=_formula,
+    # It draws nothing, but runs have had a key for it: without, their dropout would change.
     draws=True,
     capture="mlp_out",
 )

@@ -14,18 +14,18 @@ from jaxformer.config.variants import RopeScaling
 
 
 def sinusoids(
-    positions: Int[Array, "... T"], width: int, order: str = "interleaved", span: str = "open"
+    positions: Int[Array, "... T"], width: int, order: str = "interleaved"
 ) -> Float[Array, "... T D"]:
-    """sin and cos of position / 10000^(2i/D), interleaved or all sines first: [..., T] ->
-    [..., T, D] (arXiv:1706.03762). With span "closed" the exponent is i / (D // 2 - 1), so that the
-    last frequency is 1/10000, and an odd D ends with a 0 (fairseq)."""
-    is_closed = span == "closed"
+    """sin and cos of position / 10000^(2i/D), interleaved or with order "half" all sines first:
+    [..., T] -> [..., T, D] (arXiv:1706.03762). With "half_closed" the exponent is i / (D // 2 - 1),
+    so that the last frequency is 1/10000, and an odd D ends with a 0 (fairseq)."""
+    is_closed = order == "half_closed"
     half = width // 2 if is_closed else -(-width // 2)
     index = jnp.arange(half, dtype=jnp.float32)
     exponent = -index / max(half - 1, 1) if is_closed else -2 * index / width
     angle = positions[..., None].astype(jnp.float32) * 10_000.0**exponent
     waves = jnp.sin(angle), jnp.cos(angle)
-    if order == "half":
+    if order != "interleaved":
         x = jnp.concatenate(waves, axis=-1)[..., :width]
     else:
         x = jnp.stack(waves, axis=-1).reshape(*positions.shape, 2 * half)[..., :width]
@@ -103,8 +103,8 @@ def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = Non
 
 
 def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    """Frequencies with more than beta_fast rotations within the original length are unchanged,
-    those with fewer than beta_slow are divided by the factor, and between these two bounds both are
+    """Frequencies with more than rope_fast rotations within the original length are unchanged,
+    those with fewer than rope_slow are divided by the factor, and between these two bounds both are
     mixed, linearly in the index of the pair (arXiv:2309.00071)."""
     width, original = config.rotated_width, config.original_length
     period = 2 * math.log(config.rope_theta)
@@ -112,7 +112,7 @@ def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) 
     def index(rotations: float) -> float:
         return width * math.log(original / (rotations * 2 * math.pi)) / period
 
-    low, high = index(config.rope_beta_fast), index(config.rope_beta_slow)
+    low, high = index(config.fast_rotations), index(config.rope_slow)
     if config.rope_truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
@@ -125,7 +125,7 @@ def _llama3(config: ModelConfig, positions: jax.Array, segments: Segments = None
     """As YaRN's, but mixed linearly in the number of rotations (Llama 3.1, arXiv:2407.21783)."""
     plain = _plain(config, positions, segments)
     rotations = config.original_length * plain / (2 * math.pi)
-    low, high = config.rope_low_frequency, config.rope_high_frequency
+    low, high = config.rope_slow, config.fast_rotations
     unscaled = jnp.clip((rotations - low) / max(high - low, 1e-9), 0, 1)
     return plain * unscaled + plain / config.rope_factor * (1 - unscaled)
 

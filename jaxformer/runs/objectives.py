@@ -62,8 +62,7 @@ class Objective(NamedTuple):
     reference: whether the loss compares the model with the one that it starts from.
     compares_rows: whether the loss of a row depends on the other rows of its microbatch, so that
         train.microbatches=auto is 1.
-    dropout: whether training applies the dropout of the model and its adapter. Where it does not,
-        the option dropout=True of `loss_of` and train.preference_dropout turn it on.
+    dropout: whether training applies the dropout of the model and its adapter.
     """
 
     families: tuple[str, ...]
@@ -304,10 +303,9 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
 
     `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies,
     where 0 leaves one out, and their logits_dtype ("float32" or "bfloat16"); temperature of
-    "contrastive"; beta, and margin of
-    "simpo", for preferences (`losses/preferences.py`), whose loss applies dropout only with
-    dropout=True, whatever the key. Called outside of a transform of JAX, the loss warns where rows
-    look padded without segment_ids.
+    "contrastive"; beta, and margin of "simpo", for preferences (`losses/preferences.py`), whose
+    loss applies no dropout. Called outside of a transform of JAX, the loss warns where rows look
+    padded without segment_ids.
     Raises ConfigError for an objective that there is not, and for an option that its loss does not
     have; the loss raises it for params without the parameters that the objective brings
     (`objective_specs`).
@@ -319,16 +317,12 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     row = OBJECTIVES[objective]
     loss = _imported(row.loss)
     option_names = set(inspect.signature(loss).parameters)
-    if not row.dropout:
-        option_names.add("dropout")
     unknown = [name for name in options if name not in option_names]
     if unknown:
         raise ConfigError(
             f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: leave it out,"
             " and the setting of train that gives it at its default."
         )
-
-    drops = options.pop("dropout", row.dropout)
 
     @functools.wraps(loss)
     def bound(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
@@ -338,7 +332,7 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
                 f" params have none: make them of the table jf.specs(config) |"
                 f" objective_specs({objective!r}, config) of jaxformer.runs.objectives."
             )
-        key = key if drops else None
+        key = key if row.dropout else None
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch)):
             from jaxformer.models.inputs import warn_of_padded_batch
 

@@ -101,11 +101,6 @@ class Resolved:
         return keeps_start(self.objective, self.run.adapter)
 
     @property
-    def drops_out(self) -> bool:
-        """Whether steps apply the dropout of the model and the adapter."""
-        return drops_out(self.objective, self.run.train)
-
-    @property
     def length(self) -> int:
         """Tokens of a row."""
         return self.run.data.sequence_length
@@ -169,7 +164,7 @@ class Resolved:
         dropout = self.model.has_dropout or self.run.adapter.dropout
         # The balance of experts is that of all rows.
         apart = self.objective.rowwise and self.model.feed_forward != "experts"
-        return apart and not (dropout and self.drops_out)
+        return apart and not (dropout and self.objective.dropout)
 
     @property
     def step(self) -> Step:
@@ -280,7 +275,7 @@ def resolve(
     objective = OBJECTIVES[task.name]
     source_length = encoded_length(run.model, run.data, run.adapter, segments)
     model = run.model
-    if not drops_out(objective, run.train):
+    if not objective.dropout:
         model = dataclasses.replace(model, dropout=0.0, attention_dropout=0.0)
     length = math.gcd(run.data.sequence_length, source_length)
     model, kernel = with_kernel(model, run.adapter, length, segments, mesh)
@@ -362,11 +357,6 @@ def run_specs(
     return adapted_table(model, adapter, learned, added) | brought
 
 
-def drops_out(objective: Objective, train: TrainConfig) -> bool:
-    """Whether the steps of a run apply the dropout of its model and its adapter."""
-    return objective.dropout or train.preference_dropout
-
-
 def keeps_start(objective: Objective, adapter: AdapterConfig) -> bool:
     """Whether an objective compares the model with the one that the run starts from, which has to
     be kept in memory because the run trains all of it."""
@@ -395,8 +385,6 @@ def preference_options(
         options["margin"] = train.preference_margin
     if train.contrastive_temperature != TrainConfig.contrastive_temperature:
         options["temperature"] = train.contrastive_temperature
-    if train.preference_dropout:
-        options["dropout"] = True
     if objective.reference and adapter.kind != "none":
         # Imported here, because runs without an adapter do not need it.
         from jaxformer.adapters.adapted_params import without_adapters

@@ -218,7 +218,7 @@ def _on_text(
     if text:
         named = dataclasses.replace(settings, validation=text)
         data.find_texts(named, "data.validation", task_of(run.model, named).fields)
-        settings = dataclasses.replace(named, train=text, weights="", epochs="")
+        settings = dataclasses.replace(named, train=text, weights="")
     file = str(tokenizer_file(text_directory(path)))
     tokenizer = dataclasses.replace(run.tokenizer, path=file, chat_template="")
     return dataclasses.replace(run, data=settings, tokenizer=tokenizer)

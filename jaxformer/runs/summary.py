@@ -74,11 +74,8 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     if asked.attention_dropout != "auto":
         rates["model.attention_dropout"] = asked.attention_dropout
     named = " and ".join(f"{name}={rate:g}" for name, rate in rates.items() if rate)
-    if named and not setup.drops_out:
-        lines["dropout"] = (
-            f"none: data.objective={setup.task.name} does not apply {named};"
-            " train.preference_dropout=True does"
-        )
+    if named and not setup.objective.dropout:
+        lines["dropout"] = f"none: data.objective={setup.task.name} does not apply {named}"
     return {**lines, **_data(setup), "run directory": run.run.dir}
 
 

@@ -59,7 +59,6 @@ PROCESS_SETTINGS = {
     "run.progress",
     "run.compilation_cache",
     "data.cache_dir",
-    "data.prefetch",
     "data.train",
     "data.validation",
     "tokenizer.path",

@@ -127,7 +127,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
             "latin.txt is not UTF-8",
             "byte 0xe9 at offset 3",
             "iconv",
-            "data.undecodable=replace or skip",
+            "data.malformed=replace or skip",
         ],
     ),
     **{

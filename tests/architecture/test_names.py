@@ -25,7 +25,6 @@ REPLACED = {
     "Tags": "TagTemplate",
     "Survey": "Scan",
     "survey": "scan",
-    "Lenience": "ErrorPolicy",
     "Judge": "ErrorHandler",
     "judge": "handler",
     "Fault": "RecordError",

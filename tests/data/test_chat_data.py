@@ -48,7 +48,6 @@ def run_of(folder: Path, path: Path, template: Path | str = "", **data: Any) -> 
         "objective": "sft",
         "messages_field": "messages",
         "sequence_length": 64,
-        "prefetch": 0,
     }
     return RunConfig(
         model=ModelConfig(),

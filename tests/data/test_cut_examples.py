@@ -35,7 +35,6 @@ def run_of(folder: Path, records: list[dict[str, Any]], **data: Any) -> RunConfi
         "cache_dir": str(folder / "cache"),
         "objective": "sft",
         "sequence_length": 12,
-        "prefetch": 0,
     }
     return RunConfig(
         run=dataclasses.replace(RunConfig().run, dir=str(folder / "run")),

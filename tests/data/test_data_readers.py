@@ -17,7 +17,7 @@ import zstandard
 
 from jaxformer.data.sources import Source, find_source
 from jaxformer.data.sources.records import Fields, RecordField
-from jaxformer.data.sources.source_files import ErrorPolicy, Skipped
+from jaxformer.data.sources.source_files import Skipped
 from jaxformer.data.splits import scan
 from jaxformer.files import ConfigError
 
@@ -165,13 +165,13 @@ def test_what_is_left_out_is_counted_by_reason_with_the_place_of_the_first(tmp_p
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES)
     skipped = Skipped()
-    source = find_source(str(path), "data.train", policy=ErrorPolicy("skip", "skip"))
+    source = find_source(str(path), "data.train", policy="skip")
     assert [piece.text for piece in source.pieces(skipped)] == ["a", "b"]
     places = {reason: (count, f"{path}, line {line}") for reason, (count, line) in NUMBERED.items()}
     assert skipped == places | {
         "records with bytes that are not UTF-8": (1, f"{path}, line 6, byte {LINES.index(0xFF)}")
     }
-    source = find_source(str(path), "data.train", policy=ErrorPolicy("replace", "skip"))
+    source = find_source(str(path), "data.train", policy="replace")
     assert texts(source) == ["a", "\ufffd", "b"]
     again = Skipped()
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_rows_and_lines_that_are_none_are_left_out_in_each_format(tmp_path: Path
         with pytest.raises(ConfigError, match=rf"{place}: .*data\.malformed=skip"):
             found(named)
         skipped = Skipped()
-        source = find_source(named, "data.train", policy=ErrorPolicy(malformed="skip"))
+        source = find_source(named, "data.train", policy="skip")
         assert [piece.text for piece in source.pieces(skipped)] == ["one", "three"]
         assert [count for count, _ in skipped.values()] == [1, 1] and "blank documents" in skipped
         assert next(iter(skipped.values()))[1].endswith(place)
@@ -209,7 +209,7 @@ def test_line_aligned_files_lose_a_line_on_all_sides(tmp_path: Path) -> None:
         RecordField("data.target_field", "target", "text"),
     )
     skipped = Skipped()
-    source = find_source(f"{tmp_path}/a.{{de,en}}", "data.train", fields, ErrorPolicy("skip"))
+    source = find_source(f"{tmp_path}/a.{{de,en}}", "data.train", fields, "skip")
     assert [piece.record for piece in source.pieces(skipped)] == [
         ("eins", "one"),
         ("drei", "three"),
@@ -241,7 +241,7 @@ def test_what_is_truncated_is_refused_whatever_the_rules(suffix: str, tmp_path: 
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes((gzip.compress(raw) if suffix == ".gz" else zstandard.compress(raw))[:-9])
     with pytest.raises(ConfigError, match=rf"a\.jsonl\{suffix} is truncated"):
-        found(find_source(str(path), "data.train", policy=ErrorPolicy("skip", "skip")))
+        found(find_source(str(path), "data.train", policy="skip"))
 
 
 def saved(root: Path) -> Path:
@@ -312,7 +312,7 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path)
             ConfigError,
             match=rf"{name}: no field 'text': the fields are 'body'; set data\.text_field",
         ):
-            found(find_source(spec, "data.train", policy=ErrorPolicy("skip", "skip")))
+            found(find_source(spec, "data.train", policy="skip"))
 
 
 NOTHING = {

@@ -13,16 +13,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.config.run import Undecodable
+from jaxformer.config.run import Malformed
 from jaxformer.data.sources import Piece, Source, find_source
 from jaxformer.data.sources import source_files as document_reader
-from jaxformer.data.sources.source_files import (
-    ErrorHandler,
-    ErrorPolicy,
-    Skipped,
-    SourceFile,
-    text_documents,
-)
+from jaxformer.data.sources.source_files import ErrorHandler, Skipped, SourceFile, text_documents
 from jaxformer.data.splits import Scan, Split, scan
 from jaxformer.files import ConfigError
 
@@ -113,8 +107,8 @@ def test_bytes_that_are_no_text_are_replaced_or_their_documents_left_out(
 ) -> None:
     separator = line + b"<|endoftext|>" + line
     raw = separator.join(b"x" + b"".join(part) + b"y" for part in parts)
-    told: dict[Undecodable, Skipped] = {"replace": Skipped(), "skip": Skipped()}
-    found: dict[Undecodable, list[str]] = {}
+    told: dict[Malformed, Skipped] = {"replace": Skipped(), "skip": Skipped()}
+    found: dict[Malformed, list[str]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(document_reader, "PIECE_CHARACTERS", 8)
         patch.setattr(
@@ -123,9 +117,7 @@ def test_bytes_that_are_no_text_are_replaced_or_their_documents_left_out(
             lambda path: (raw[i : i + block] for i in range(0, len(raw), block)),
         )
         for rule, skipped in told.items():
-            pieces = text_documents(
-                SourceFile(Path("a.txt"), "text"), ErrorHandler(ErrorPolicy(rule), skipped)
-            )
+            pieces = text_documents(SourceFile(Path("a.txt"), "text"), ErrorHandler(rule, skipped))
             found[rule] = documents([Piece(text, "", ends) for text, ends in pieces])
     whole = [part.decode(errors="replace") for part in raw.split(separator) if part]
     kept = [part.decode() for part in raw.split(separator) if part and not broken(part)]

@@ -43,7 +43,7 @@ class Numbers(Rows):
 
 
 def mixed(sizes: list[int], **data: str) -> tuple[Mixture, DataConfig]:
-    config = DataConfig(prefetch=0, **data)  # type: ignore[arg-type]
+    config = DataConfig(**data)  # type: ignore[arg-type]
     return (
         Mixture(
             [(f"text{source}", Numbers(source, size)) for source, size in enumerate(sizes)], config
@@ -122,14 +122,9 @@ def test_each_epoch_of_a_source_has_another_order_and_each_source_its_own() -> N
     assert (other[:, 1] != found[:, 1]).mean() > 0.8
 
 
-def test_without_weights_every_row_is_read_as_often_and_epochs_are_times_of_that() -> None:
+def test_without_weights_every_row_is_read_as_often() -> None:
     found = drawn(*mixed([30, 10, 60]), batch_size=10, steps=10)
     assert np.unique(found, axis=0).shape == (100, 2)
-    found = drawn(*mixed([30, 10], epochs="1 4"), batch_size=7, steps=10)
-    rows, times = np.unique(found, axis=0, return_counts=True)
-    assert times[rows[:, 0] == 0].tolist() == [1] * 30
-    assert times[rows[:, 0] == 1].tolist() == [4] * 10
-    assert [each.epochs for each in mixed([30, 10], epochs="1 4")[0].shares(10, 7)] == [1, 4]
 
 
 @settings(max_examples=6)
@@ -167,29 +162,23 @@ def test_evaluation_reads_each_source_once_one_after_the_other() -> None:
 
 
 REFUSED = {
-    ("1 2", "1 2"): (
-        r"data\.weights='1 2' and data\.epochs='1 2' both say .* a\.txt, b\.txt: leave one of them"
-        r" empty"
-    ),
-    ("1", ""): r"data\.weights='1': '1' must be 2 numbers.*in this order: a\.txt, b\.txt",
-    ("1 2 3", ""): r"must be 2 numbers",
-    ("1 -2", ""): r"none negative",
-    ("0 0", ""): r"not all 0",
-    ("1 x", ""): r"'1 x' must be 2 numbers",
-    ("1 nan", ""): r"must be 2 numbers",
-    ("1 2; 10: 0 0", ""): r"data\.weights='1 2; 10: 0 0': '0 0' must",
-    ("1 2; 10: 1 1; 10: 2 1", ""): r"'10: 2 1' is not allowed there\. .* steps ascending",
-    ("1 2; 1 1", ""): r"'1 1' is not allowed there",
-    ("1 2;", ""): r"'' is not allowed there",
-    ("", "1 1; 5: 1 2"): r"data\.epochs='1 1; 5: 1 2': .* must be 2 numbers",
-    ("", "1 0x2"): r"data\.epochs='1 0x2'",
+    "1": r"data\.weights='1': '1' must be 2 numbers.*in this order: a\.txt, b\.txt",
+    "1 2 3": r"must be 2 numbers",
+    "1 -2": r"none negative",
+    "0 0": r"not all 0",
+    "1 x": r"'1 x' must be 2 numbers",
+    "1 nan": r"must be 2 numbers",
+    "1 2; 10: 0 0": r"data\.weights='1 2; 10: 0 0': '0 0' must",
+    "1 2; 10: 1 1; 10: 2 1": r"'10: 2 1' is not allowed there\. .* steps ascending",
+    "1 2; 1 1": r"'1 1' is not allowed there",
+    "1 2;": r"'' is not allowed there",
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_shares_that_are_none_are_one_message(case: tuple[str, str]) -> None:
+def test_shares_that_are_none_are_one_message(case: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[case]):
-        check_shares(["a.txt", "b.txt"], DataConfig(weights=case[0], epochs=case[1]))
+        check_shares(["a.txt", "b.txt"], DataConfig(weights=case))
 
 
 def test_a_source_too_small_for_a_row_is_named() -> None:

@@ -52,9 +52,7 @@ def run_of(
     cache: str = "cache",
     **data: object,
 ) -> RunConfig:
-    settings = DataConfig(
-        train=train, cache_dir=str(folder / cache), sequence_length=16, prefetch=0
-    )
+    settings = DataConfig(train=train, cache_dir=str(folder / cache), sequence_length=16)
     return RunConfig(data=replace(settings, **data), tokenizer=tokenizer)  # type: ignore[arg-type]
 
 
@@ -111,7 +109,7 @@ def test_a_prepared_directory_is_trained_on_as_its_text_is(train: str, tmp_path:
         tmp_path,
         train.format(text=text),
         TokenizerConfig(vocab_size=300),
-        epochs="" if ";" not in train else "1 2",
+        weights="" if ";" not in train else "1 2",
     )
     expected = prepare(run)
     prepare_text(run, tmp_path / "first", False, quiet)

@@ -65,7 +65,7 @@ def put(root: str | Path, corpus: dict[str, bytes] = CORPUS) -> str:
 
 
 def run_of(cache: str | Path, train: str, **data: Any) -> RunConfig:
-    settings = DataConfig(train=train, cache_dir=str(cache), sequence_length=16, prefetch=0)
+    settings = DataConfig(train=train, cache_dir=str(cache), sequence_length=16)
     return RunConfig(data=replace(settings, **data), tokenizer=TokenizerConfig(vocab_size=300))
 
 

@@ -45,10 +45,7 @@ REFUSED = [
     ({"positions": "t5", "relative_distance": 4}, "above 4 with relative_buckets=8"),
     ({"positions": "disentangled", "relative_distance": 5}, "above 5 with relative_buckets=8"),
     (LATENT | {"positions": "disentangled"}, "whose keys it multiplies"),
-    (
-        {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_beta_slow": 32.0},
-        "above model.rope_beta_slow=32",
-    ),
+    ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_slow": 32.0}, "above model.rope_slow=32"),
     ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_theta": 1.0}, "rope_theta=1 above 1"),
     (
         {"rope_scaling": "longrope", "rope_factor": 2.0, "rope_short_factor": "1 -1"},

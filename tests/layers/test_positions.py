@@ -90,7 +90,7 @@ PUBLISHED = {
             "rope_theta": 500_000.0,
             "rope_original_length": 4096,
         }
-        | {"rope_beta_fast": 16.0, "rope_beta_slow": 2.0},
+        | {"rope_fast": 16.0, "rope_slow": 2.0},
         [
             1.0,
             0.1939228,
@@ -410,7 +410,7 @@ def test_closed_sinusoids_end_with_the_lowest_frequency_and_a_zero_where_the_wid
     angles = positions[..., None] / 10_000 ** (np.arange(half) / (half - 1))
     missing = np.zeros((1, 4, width % 2))
     expected = np.concatenate([np.sin(angles), np.cos(angles), missing], axis=-1)
-    found = sinusoids(jnp.array(positions), width, "half", "closed")
+    found = sinusoids(jnp.array(positions), width, "half_closed")
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 

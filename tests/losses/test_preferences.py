@@ -119,7 +119,7 @@ def test_at_the_start_dpo_is_log_2_and_ipo_is_its_target_squared(models):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_dropout_of_model_and_adapter_is_left_out_unless_it_is_asked_for(name, models):
+def test_dropout_of_model_and_adapter_is_left_out(name, models):
     dropped, key = replace(CONFIG, dropout=0.4), jax.random.key(5)
     of_weights = replace(CONFIG, attention_dropout=0.4)
     batch = a_batch() | scored(models[0], dropped, a_batch())
@@ -134,11 +134,6 @@ def test_dropout_of_model_and_adapter_is_left_out_unless_it_is_asked_for(name, m
         loss = jf.loss_of(name, config)
         without = float(loss(params, batch, None)["loss"][0])
         assert float(loss(params, batch, key)["loss"][0]) == without
-        off = jf.loss_of(name, config, dropout=False)
-        assert float(off(params, batch, key)["loss"][0]) == without
-        on = jf.loss_of(name, config, dropout=True)
-        assert float(on(params, batch, None)["loss"][0]) == without
-        assert abs(float(on(params, batch, key)["loss"][0]) - without) > 1e-4
     expected = {"dpo": np.log(2), "ipo": (1 / (2 * 0.1)) ** 2}
     if name in expected:  # the reference is the model itself
         total, count = jf.loss_of(name, dropped)(models[0], batch, key)["loss"]
@@ -146,26 +141,17 @@ def test_dropout_of_model_and_adapter_is_left_out_unless_it_is_asked_for(name, m
         assert jf.reference_log_probs(models[0], dropped, a_batch()).keys() <= batch.keys()
 
 
-def test_a_run_applies_dropout_to_pairs_only_where_it_is_on():
+def test_a_run_applies_no_dropout_to_pairs():
     model = replace(CONFIG, dropout=0.4, attention_dropout=0.2)
     for name in OBJECTIVES:
-        for setting, rate in ((False, 0.0), (True, 0.4)):
-            train = TrainConfig(preference_dropout=setting)
-            data = DataConfig(objective=name, sequence_length=16)
-            run = RunConfig(model=model, data=data, train=train)
-            resolved = resolve(run, jf.make_mesh(), 1)
-            assert resolved.model.dropout == rate and run.model.dropout == 0.4
-            assert resolved.model.attention_dropout_rate == rate / 2
-            alone = replace(run, model=replace(CONFIG, attention_dropout=0.2))
-            assert resolve(alone, jf.make_mesh(), 1).is_rowwise == (rate == 0)
-            assert resolved.is_rowwise == (rate == 0)
-            assert resolved.loss_options.get("dropout", False) == setting
+        data = DataConfig(objective=name, sequence_length=16)
+        run = RunConfig(model=model, data=data)
+        resolved = resolve(run, jf.make_mesh(), 1)
+        assert resolved.model.dropout == resolved.model.attention_dropout_rate == 0
+        assert run.model.dropout == 0.4 and resolved.is_rowwise
     causal = RunConfig(model=model, data=DataConfig(sequence_length=16))
     resolved = resolve(causal, jf.make_mesh(), 0)
     assert resolved.model.dropout == 0.4 and not resolved.is_rowwise
-    with pytest.raises(jf.ConfigError, match="'causal' takes no dropout: leave it out"):
-        dropping = replace(causal, train=TrainConfig(preference_dropout=True))
-        _ = resolve(dropping, jf.make_mesh(), 0).loss
 
 
 def test_odds_of_a_certain_completion_are_finite_and_have_a_gradient():
@@ -305,11 +291,7 @@ def records(folder: Path, lines: list[dict]) -> RunConfig:
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = DataConfig(
-        train=str(path),
-        cache_dir=str(folder / "cache"),
-        sequence_length=16,
-        objective="dpo",
-        prefetch=0,
+        train=str(path), cache_dir=str(folder / "cache"), sequence_length=16, objective="dpo"
     )
     return RunConfig(data=data, tokenizer=TokenizerConfig(kind="bytes"))
 

@@ -42,7 +42,6 @@ def prepared(folder: Path, records: list[Any], **data: Any) -> Corpus:
         "cache_dir": str(folder / "cache"),
         "objective": "dpo",
         "sequence_length": 256,
-        "prefetch": 0,
     }
     settings = DataConfig(**(given | data))
     tokenizer = TokenizerConfig(path=str(folder / "tokenizer"))

@@ -17,6 +17,7 @@ import jaxformer as jf
 from jaxformer.arrays.params import Spec, dotted, init_params, rows, zeros
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.files import ConfigError
+from jaxformer.layers.experts import BALANCED_RATE
 from jaxformer.models import transformer
 from jaxformer.models.adapt import adapted_table
 from jaxformer.training.optimizers.rule_table import OPTIMIZERS
@@ -24,14 +25,12 @@ from jaxformer.training.optimizers.run_optimizer import decay_groups, decay_mask
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import init_state
 
-RATE = 0.01
 EXPERTS = {
     "feed_forward": "experts",
     "n_experts": 4,
     "experts_per_token": 2,
     "expert_ff": 12,
     "router_bias": "balanced",
-    "router_bias_rate": RATE,
     "n_layers": 1,
 }
 BIAS = "blocks.experts.router_bias"
@@ -79,7 +78,7 @@ def test_a_balanced_bias_moves_by_its_rate_towards_equal_loads(name, pieces):
         # A load that is the mean may differ from it by the rounding of the sum over microbatches.
         apart = np.abs(loads - 1) > 1e-4
         assert apart.any()
-        moved = np.float32(RATE) * np.sign(1 - loads)
+        moved = np.float32(BALANCED_RATE) * np.sign(1 - loads)
         np.testing.assert_allclose((bias_of(state) - before)[apart], moved[apart], atol=1e-7)
 
 
@@ -156,8 +155,8 @@ def test_a_run_of_experts_continues_bitwise(tmp_path: Path):
     assert train_here(line(parts, text, changes)) == 0
     assert_same_run(parts, whole)
     bias = np.asarray(jf.load(parts).params["blocks"]["experts"]["router_bias"])
-    np.testing.assert_allclose(np.round(bias / RATE) * RATE, bias, atol=1e-6)
-    assert np.abs(bias).max() >= 2 * RATE
+    np.testing.assert_allclose(np.round(bias / BALANCED_RATE) * BALANCED_RATE, bias, atol=1e-6)
+    assert np.abs(bias).max() >= 2 * BALANCED_RATE
 
 
 def orthogonalized(gradient):
@@ -230,4 +229,4 @@ def test_the_matrices_of_experts_decay_and_their_biases_do_not():
     mask = decay_mask(replace(run.optimizer, decay="matrices"), table)["blocks"]["experts"]
     names = {name for name, decays in mask.items() if decays}
     assert names == {"router", "gate", "up", "down"} and "up_bias" in mask
-    assert rows(table)[BIAS].sign_rate == RATE
+    assert rows(table)[BIAS].sign_rate == BALANCED_RATE

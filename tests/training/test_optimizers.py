@@ -228,7 +228,8 @@ def curved(params, batch, key):
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_sophia_divides_by_the_diagonal_of_the_hessian_of_the_batch(pieces, monkeypatch):
     monkeypatch.setattr("jaxformer.training.optimizers.sophia.CURVATURE_EVERY", 2)
-    settings = {"sophia_gamma": 0.5, "b2": 0.8, "eps": 0.3}
+    monkeypatch.setattr("jaxformer.training.optimizers.sophia.GAMMA", 0.5)
+    settings = {"b2": 0.8, "eps": 0.3}
     config = config_of(name="sophia", weight_decay=0.0, **settings)
     still = Spec((2,), ("norm",), ones, trainable=False)
     table = {"vector": Spec((6,), ("norm",), normal(1.0)), "still": still}

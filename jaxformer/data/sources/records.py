@@ -2,7 +2,7 @@
 
 pyarrow and `datasets` read .jsonl and .tsv too. But they end at the first malformed record and name
 neither its line nor its byte, and they take the type of a column from its first rows, so that a
-label 3 after a label "a" is an error. So data.malformed and data.undecodable need these readers.
+label 3 after a label "a" is an error. So data.malformed needs these readers.
 """
 
 import contextlib

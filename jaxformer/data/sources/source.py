@@ -10,10 +10,11 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxformer.config.run import Malformed
 from jaxformer.data.sources.records import (
     Fields,
     Record,
@@ -29,9 +30,7 @@ from jaxformer.data.sources.remote_files import files_below, matching_files
 from jaxformer.data.sources.source_files import (
     PACKED,
     PYTHON,
-    STRICT,
     ErrorHandler,
-    ErrorPolicy,
     Skipped,
     SourceFile,
     TextPiece,
@@ -120,7 +119,7 @@ class Source:
     spec: str
     files: tuple[SourceFile, ...]
     fields: Fields = TEXT
-    policy: ErrorPolicy = STRICT
+    policy: Malformed = "refuse"
     left_out: str = ""
 
     def __str__(self) -> str:
@@ -164,11 +163,11 @@ class Source:
         """A digest of the paths, sizes and modification times of the files, which are not read; of
         those in a store, of their URLs, sizes and versions."""
         files = [(str(f.path), f.format, f.name, f.sizes_and_times()) for f in self.files]
-        return fingerprint(self.fields, astuple(self.policy), files)
+        return fingerprint(self.fields, self.policy, files)
 
 
 def find_source(
-    spec: str, setting: str, fields: Fields = TEXT, policy: ErrorPolicy = STRICT
+    spec: str, setting: str, fields: Fields = TEXT, policy: Malformed = "refuse"
 ) -> Source:
     """The source that one spec names: a file, a directory, a glob, line-aligned files by braces
     ('train.{de,en}.gz'), a data set ('datasets:NAME:SPLIT'), or `stdlib`. ConfigError where there

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config.run import Malformed, Undecodable
+from jaxformer.config.run import Malformed
 from jaxformer.files import ConfigError, is_remote
 from jaxformer.files.copies import remote_blocks
 
@@ -25,7 +25,7 @@ PYTHON = "python"
 REPLACEMENT = "\ufffd"
 UTF8_REMEDY = (
     "Convert it, for example by `iconv -f LATIN1 -t UTF-8` (or -f UTF-16); end the name of a"
-    " compressed file in .gz or .zst; or set data.undecodable=replace or skip."
+    " compressed file in .gz or .zst; or set data.malformed=replace or skip."
 )
 
 # `datasets` cuts text at line breaks, at blank lines or at the end of a file alone.
@@ -39,17 +39,6 @@ TextPiece = tuple[str, bool]
 # The size of a file in bytes, and what changes with its content: the time of its modification in
 # nanoseconds, or what a store gives for the version of an object.
 Version = tuple[int, int | str]
-
-
-@dataclass(frozen=True)
-class ErrorPolicy:
-    """The settings data.undecodable and data.malformed."""
-
-    undecodable: Undecodable = "refuse"
-    malformed: Malformed = "refuse"
-
-
-STRICT = ErrorPolicy()
 
 
 class Skipped(dict[str, tuple[int, str]]):
@@ -84,16 +73,16 @@ class RecordError(Exception):
 
 @dataclass
 class ErrorHandler:
-    """Applies an error policy during one reading of a source; `location` is the file and the line
+    """Applies data.malformed during one reading of a source; `location` is the file and the line
     of the record that was read last."""
 
-    policy: ErrorPolicy = STRICT
+    policy: Malformed = "refuse"
     skipped: Skipped = field(default_factory=Skipped)
     location: str = ""
 
     def malformed(self, error: RecordError) -> None:
         """Stops at the record that was read last, or counts it."""
-        if self.policy.malformed == "refuse":
+        if self.policy == "refuse":
             raise ConfigError(
                 f"{self.location}: {error} Or skip such records by data.malformed=skip."
             )
@@ -109,13 +98,13 @@ class ErrorHandler:
             return raw.decode()
         except UnicodeDecodeError as error:
             position = offset + error.start
-            if self.policy.undecodable == "refuse":
+            if self.policy == "refuse":
                 raise ConfigError(
                     f"{where} is not UTF-8 text: byte 0x{raw[error.start]:02x} at offset"
                     f" {position} ({error.reason}). {UTF8_REMEDY}"
                 ) from None
         location = f"{where}, byte {position}"
-        if self.policy.undecodable == "skip":
+        if self.policy == "skip":
             self.skipped.add("records with bytes that are not UTF-8", location)
             return None
         text = raw.decode(errors="replace")
@@ -262,7 +251,7 @@ def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiec
     """The documents of a text file that are not blank, separated by a literal <|endoftext|> (with
     one line break on either side)."""
     pieces = _documents(file.path, handler)
-    if handler.policy.undecodable != "skip":
+    if handler.policy != "skip":
         yield from pieces
         return
     document: list[TextPiece] = []
@@ -352,7 +341,7 @@ def _decoded(path: Path, handler: ErrorHandler) -> Iterator[tuple[str, bool]]:
             text, used = codecs.utf_8_decode(raw, "strict", not block)
         except UnicodeDecodeError:
             used = codecs.utf_8_decode(raw, "replace", not block)[1]
-            if handler.policy.undecodable == "skip":
+            if handler.policy == "skip":
                 text = raw[:used].decode(errors="surrogateescape")
             else:
                 text = str(handler.decoded(raw[:used], str(path), offset))

@@ -15,6 +15,8 @@ from jaxformer.training.optimizers.update_rule import UpdateRule
 # Steps from one estimate of the Hessian to the next, as in the paper: an estimate takes about as
 # long as two gradients.
 CURVATURE_EVERY = 10
+# Factor of the Hessian by which steps are divided, the paper's for GPT-2: a larger one clips fewer.
+GAMMA = 0.01
 
 
 class SophiaState(NamedTuple):
@@ -34,7 +36,6 @@ def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformati
     The paper draws s from a normal distribution; signs have the same mean and a smaller variance.
     """
     b1, b2, eps = config.b1, config.b2, config.eps
-    gamma = config.sophia_gamma
 
     def init(params: Any) -> SophiaState:
         zeros = (optax.tree.zeros_like(params) for _ in range(2))
@@ -61,7 +62,7 @@ def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformati
         nu = jax.lax.cond(state.steps % CURVATURE_EVERY == 0, estimated, lambda nu: nu, state.nu)
 
         def direction(m: jax.Array, h: jax.Array) -> jax.Array:
-            return jnp.clip(m / jnp.maximum(gamma * h, eps), -1, 1)
+            return jnp.clip(m / jnp.maximum(GAMMA * h, eps), -1, 1)
 
         return jax.tree.map(direction, mu, nu), SophiaState(
             optax.safe_increment(state.steps), mu, nu
@@ -70,4 +71,4 @@ def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-sophia = UpdateRule(_sophia, ("b1", "b2", "eps", "sophia_gamma"), {"mu": True, "nu": True})
+sophia = UpdateRule(_sophia, ("b1", "b2", "eps"), {"mu": True, "nu": True})

@@ -63,7 +63,7 @@ def of_orthogonal(config: OptimizerConfig, spec: Spec) -> float:
 # The moments of Adam, and of rules that have such moments.
 ADAM = MappingProxyType({"mu": True, "nu": False})
 # The settings of rules; the rest of `OptimizerConfig` holds for every row.
-RULE_SETTINGS = ("b1", "b2", "eps", "muon_unit", "soap_max_side", "sophia_gamma")
+RULE_SETTINGS = ("b1", "b2", "eps", "muon_unit", "soap_max_side")
 
 
 def map_arrays(f: Callable[..., Any], table: Any, *trees: Any) -> Any:
