@@ -192,7 +192,7 @@ def no_tokenizer(folder: Path) -> None:
 
 def other_format(folder: Path) -> None:
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    path.write_text(path.read_text().replace('"format": ', '"format": 1'))
 
 
 def other_tokenizer(folder: Path) -> None:
