@@ -206,7 +206,7 @@ def measure(row: Row, hlo: Path | None = None) -> Answer:
         except ConfigError as error:
             return described(row) | {"target": row.target, "error": str(error)}
         device = parse_target(row.target).device
-        return described(row) | report.as_json() | counted_on(device, path)
+        return described(row) | dataclasses.asdict(report) | counted_on(device, path)
 
 
 def counted_on(device: Device, path: Path) -> Answer:
@@ -229,7 +229,7 @@ def smoke() -> dict[str, Answer]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "program.hlo")
         report = compile_for_target(resolved, batch, DEVICES["cpu"], "cpu", path)
-        on_cpu = described(here) | report.as_json() | counted_on(DEVICES["cpu"], path)
+        on_cpu = described(here) | dataclasses.asdict(report) | counted_on(DEVICES["cpu"], path)
     gpu = Row("small", "gpt2_124m", "h100:1x1", settings)
     return {"cpu": on_cpu, "gpu": measure(gpu)}
 

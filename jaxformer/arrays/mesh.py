@@ -239,3 +239,11 @@ def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
         return jax.make_array_from_callback(shape, by_rows, rows_of_device)
 
     return jax.tree.map_with_path(placed, batch)
+
+
+def bytes_of_device(tree: Any) -> int:
+    """Bytes of a pytree of arrays, or of their shapes and shardings, on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -69,8 +69,6 @@ class PlanArguments(ConfigArguments):
     --compile, or of this machine."""
     devices: int = 0
     """Number of devices; 0 uses those of this machine, or the product of the sizes of the mesh."""
-    tokens: int = 0
-    """Number of tokens whose least time is printed; 0 uses those of the run."""
     json: bool = False
     """Print JSON instead of text."""
     compile: Annotated[str, tyro.conf.arg(metavar="TARGET")] = ""

@@ -4,7 +4,7 @@ it starts."""
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 
@@ -12,7 +12,7 @@ from jaxformer.arrays.hardware import name_of
 from jaxformer.cli.arguments import PlanArguments
 from jaxformer.config.run import RunConfig
 from jaxformer.config.train import MeshConfig
-from jaxformer.files import ConfigError, located
+from jaxformer.files import located
 from jaxformer.runs.config import origin_of
 from jaxformer.runs.loading import lacks_weights
 from jaxformer.tools.plan.compiled import compiled_report
@@ -23,8 +23,6 @@ from jaxformer.tools.plan.targets import parse_target
 
 
 def run(args: PlanArguments, config: RunConfig) -> int:
-    if args.tokens < 0:
-        raise ConfigError(f"--tokens {args.tokens}: give a number of tokens, at least 1.")
     if args.compile and not args.device:
         target = parse_target(args.compile)
         name, devices = target.kind, args.devices or target.size
@@ -37,17 +35,16 @@ def run(args: PlanArguments, config: RunConfig) -> int:
         note = f"the model is that of config.json in {base}, which has no weights; a run needs them"
         planned = replace(planned, notes=(*planned.notes, note))
     plan = make_plan(planned)
-    tokens = args.tokens or config.train.steps * plan.planned.tokens_per_step
     compiled = None
     if args.compile:
         compiled = compiled_report(config, args.compile, plan.planned.packed)
     if args.json:
-        numbers = plan_numbers(plan, tokens)
+        numbers = plan_numbers(plan)
         if compiled is not None:
-            numbers["compiled"] = compiled.as_json()
+            numbers["compiled"] = asdict(compiled)
         print(json.dumps(numbers, indent=1))
         return 0
-    print(plan_text(plan, f"plan of {args.config}", tokens))
+    print(plan_text(plan, f"plan of {args.config}"))
     if compiled is not None:
         print("\n".join(["", *compiled.lines()]))
     return 0

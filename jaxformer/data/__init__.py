@@ -2,7 +2,7 @@
 batch from its step."""
 
 from jaxformer.data.batches import Batches, EvaluationBatches, RowBlocks, evaluation_batches
-from jaxformer.data.corpus import Corpus, ModelLabels, gzip_bits_per_byte, prepare
+from jaxformer.data.corpus import Corpus, ModelLabels, prepare
 from jaxformer.data.rows import NumpyBatch, RowFormat, Rows
 from jaxformer.data.sources import Source, find_source
 from jaxformer.data.store import TokenStore
@@ -27,7 +27,6 @@ __all__ = [
     "evaluation_batches",
     "find_source",
     "find_texts",
-    "gzip_bits_per_byte",
     "open_or_build",
     "prepare",
 ]

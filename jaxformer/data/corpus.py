@@ -3,8 +3,7 @@
 import itertools
 import os
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -66,12 +65,6 @@ class Corpus:
     validation: Rows | None
     sides: Sides
     stores: dict[SideName, list[TokenStore]]
-
-    def validation_text(self) -> Iterator[str]:
-        """The text of the validation tokens, in pieces, where an objective predicts each."""
-        for store in self.stores["validation"] if self.task.every_token else ():
-            for start in range(0, store.tokens, BLOCK_TOKENS):
-                yield self.tokenizer.decode(store.read(start, start + BLOCK_TOKENS))
 
     def validation_records(self) -> Iterator[Piece]:
         """The records that are held out."""
@@ -312,17 +305,6 @@ def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:
     numbers = [label for label in met if label.isdecimal()]
     in_order = [*sorted(sorted(numbers), key=int), *sorted(met - {*numbers})]
     return (*before, *(label for label in in_order if label not in before))
-
-
-def gzip_bits_per_byte(texts: Iterable[str]) -> float:
-    """Bits that `gzip -9` takes for each byte of the texts together; nan for none."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-    size = packed = 0
-    for text in texts:
-        raw = text.encode()
-        size += len(raw)
-        packed += len(packer.compress(raw))
-    return 8 * (packed + len(packer.flush())) / size if size else float("nan")
 
 
 def _example_store(

@@ -2,7 +2,7 @@
 nothing of arrays or models."""
 
 from jaxformer.config.format import human_bytes, human_count, human_time, printable
-from jaxformer.report.banner import banner, closing
+from jaxformer.report.banner import banner
 from jaxformer.report.metrics import MetricsLog, read_metrics
 from jaxformer.report.progress import ProgressBar
 
@@ -10,7 +10,6 @@ __all__ = [
     "MetricsLog",
     "ProgressBar",
     "banner",
-    "closing",
     "human_bytes",
     "human_count",
     "human_time",

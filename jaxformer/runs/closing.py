@@ -7,12 +7,11 @@ import jax
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunSettings
-from jaxformer.data import gzip_bits_per_byte
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import generate
 from jaxformer.models.transformer import context_of
-from jaxformer.report import closing
-from jaxformer.report.banner import loss_text
+from jaxformer.report import banner, human_time
+from jaxformer.report.banner import framed, loss_text
 from jaxformer.report.plot import plot_losses
 from jaxformer.runs.directory import profile_dir
 from jaxformer.runs.evaluation import Evaluation
@@ -31,31 +30,31 @@ SUGGESTED = {
 
 def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float) -> str:
     """Plots the losses of a run, and returns what is printed at its end."""
-    run, bits = setup.run.run, last.get("val_bits_per_byte")
-    results: dict[str, str] = {}
+    run = setup.run.run
+    summary: dict[str, str] = {}
     if "val_reward_margin" in last:
-        results["validation loss"] = f"{last['val_loss']:.4f} per pair"
-        results["rewards"] = (
+        summary["validation loss"] = f"{last['val_loss']:.4f} per pair"
+        summary["rewards"] = (
             f"margin {last['val_reward_margin']:.4f}, {last['val_reward_accuracy']:.2%} of the"
             " held-out pairs right"
         )
     elif "val_loss" in last:
-        results["validation loss"] = loss_text(last["val_loss"])
+        summary["validation loss"] = loss_text(last["val_loss"])
     if "val_accuracy" in last:
-        results["accuracy"] = f"{last['val_accuracy']:.2%} of the held-out targets"
+        summary["accuracy"] = f"{last['val_accuracy']:.2%} of the held-out targets"
+    if "val_bits_per_byte" in last:
+        summary["bits per byte"] = f"{last['val_bits_per_byte']:.3f}"
+    summary["run directory"] = f"{run.dir} (loss curve: {plot_losses(run.dir)})"
     chat = " --chat" if setup.run.data.messages_field else ""
     command, prompt = SUGGESTED.get(setup.run.model.output, ("sample", "Once"))
-    prompt = run.sample_prompt or prompt
-    end = closing(
-        seconds=seconds,
-        results=results,
-        bits_per_byte=bits,
-        gzip_bits_per_byte=gzip_bits_per_byte(setup.corpus.validation_text()) if bits else None,
-        sample=_sample(run, setup.model, setup.corpus.tokenizer, params),
-        run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
-        next_command=f'jaxformer {command} {run.dir}{chat} --prompt "{prompt}"',
+    summary["next"] = (
+        f'jaxformer {command} {run.dir}{chat} --prompt "{run.sample_prompt or prompt}"'
     )
-    paragraphs, folder = [end], profile_dir(run.dir)
+    paragraphs = [banner(summary, f"Done in {human_time(seconds)}")]
+    sample = _sample(run, setup.model, setup.corpus.tokenizer, params)
+    if sample is not None:
+        paragraphs.insert(0, f"Sample\n{framed(sample)}")
+    folder = profile_dir(run.dir)
     if run.profile and (folder / "plugins").is_dir():
         opened = f'pip install "jaxformer[profile]", and open it with\n  xprof --logdir {folder}'
         paragraphs.insert(0, f"The trace is in {folder}; {opened}")
@@ -71,8 +70,8 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
 
 def _sample(
     run: RunSettings, model: ModelConfig, tokenizer: Tokenizer, params: Params
-) -> tuple[str, str] | None:
-    """A prompt and its continuation; None if the model does not write text, or has nothing to
+) -> str | None:
+    """A prompt with its continuation; None if the model does not write text, or has nothing to
     write from."""
     if not run.sample_tokens or jax.process_count() > 1 or model.output != "language":
         return None
@@ -104,4 +103,4 @@ def _sample(
         **source,
     )
     text = tokenizer.decode([*prompt, *written[0].tolist()])
-    return run.sample_prompt + between, text[len(tokenizer.decode(prompt)) :]
+    return run.sample_prompt + between + text[len(tokenizer.decode(prompt)) :]

@@ -1,10 +1,10 @@
 """The summary of a run that is printed before its first step."""
 
 import math
-from typing import Any
 
 import jax
 
+from jaxformer.arrays.mesh import bytes_of_device
 from jaxformer.models.cost import count_text
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import human_bytes, human_count
@@ -57,11 +57,11 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         rule = "plain mean" if train.ema == 1 else f"exponential, decay {train.ema:g}"
         start = f"from step {train.average_from + 1:,} on"
         lines["average"] = f"{rule}, {start}; evaluations and the result take it"
-    state = human_bytes(_bytes_per_device(setup.target))
+    state = human_bytes(bytes_of_device(setup.target))
     memory = f"{state} of parameters and optimizer state per device"
     flops = f"{human_count(setup.flops_per_token)} per token, forward and backward"
     if setup.reference:
-        reference = human_bytes(_bytes_per_device(setup.target.params))
+        reference = human_bytes(bytes_of_device(setup.target.params))
         memory += f", and {reference} of those of the reference"
         flops += " and reference"
     lines["memory"] = memory
@@ -118,10 +118,3 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
         f" {settings.steps / epoch:.2f} epochs"
     )
     return lines
-
-
-def _bytes_per_device(tree: Any) -> int:
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)
-        for leaf in jax.tree.leaves(tree)
-    )

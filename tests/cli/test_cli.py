@@ -73,14 +73,7 @@ def test_the_run_shows_what_it_does_and_ends_with_the_next_command(
         "tokens to train on",
         "one epoch",
     )
-    ending = (
-        "validation loss",
-        "bits per byte",
-        "gzip -9",
-        "Sample",
-        "run directory",
-        "jaxformer sample",
-    )
+    ending = ("validation loss", "bits per byte", "Sample", "run directory", "jaxformer sample")
     assert all(word in out for word in (*banner, "loss", "tokens/s", "MFU", *ending))
     run = jf.load_config(run_dir / "config.json")
     flops = flops_per_token(run.model, run.data.sequence_length)

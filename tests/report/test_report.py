@@ -22,14 +22,13 @@ from jaxformer.report import (
     MetricsLog,
     ProgressBar,
     banner,
-    closing,
     human_bytes,
     human_count,
     human_time,
     printable,
     read_metrics,
 )
-from jaxformer.report.banner import loss_text
+from jaxformer.report.banner import framed, loss_text
 from jaxformer.report.plot import plot_losses
 
 
@@ -353,7 +352,7 @@ def test_the_bar_counts_the_batches_of_an_evaluation_and_comes_back():
     assert shown.rindex("step 5/10") > shown.rindex("evaluation")
 
 
-# banner, closing, numbers
+# banner, sample, numbers
 
 
 def test_the_banner_aligns_its_columns_and_wraps_inside_them():
@@ -364,33 +363,14 @@ def test_the_banner_aligns_its_columns_and_wraps_inside_them():
     assert text.split().count("word") == 30
 
 
-def test_the_closing_sets_bits_per_byte_beside_gzip_and_names_the_next_command():
-    text = closing(
-        seconds=134,
-        results={"validation loss": loss_text(math.log(27))},
-        bits_per_byte=1.5,
-        gzip_bits_per_byte=2.0,
-        sample=("def ", "f():\n\n    \x1b[2Jpass"),
-        run_dir="runs/a",
-        next_command="jaxformer sample runs/a",
-    )
-    for part in (
-        "2 min 14 s",
-        "perplexity 27.0",
-        "1.500 (25% fewer than gzip -9's 2.000",
-        "runs/a",
-        "jaxformer sample",
-    ):
-        assert part in text
-    assert "  | def f():\n  |\n  |     \ufffd[2Jpass" in text
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e4])
-def test_a_diverged_run_still_closes(loss):
-    shared = {"sample": None, "run_dir": "r", "next_command": "n", "seconds": 1.0}
-    shared |= {"results": {"validation loss": loss_text(loss)}, "bits_per_byte": loss}
-    assert "validation loss" in closing(gzip_bits_per_byte=2.0, **shared)
-    assert "gzip" not in closing(gzip_bits_per_byte=None, **shared)
+def test_a_sample_is_framed_and_a_loss_told_however_large():
+    assert framed("def f():\n\n    \x1b[2Jpass") == "  | def f():\n  |\n  |     \ufffd[2Jpass"
+    assert "perplexity 27.0" in loss_text(math.log(27))
+    assert [loss_text(loss).partition("perplexity ")[2] for loss in (math.nan, math.inf, 1e4)] == [
+        "nan)",
+        "inf)",
+        "inf)",
+    ]
 
 
 @pytest.mark.parametrize(

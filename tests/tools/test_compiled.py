@@ -131,7 +131,7 @@ def test_a_report_says_whether_it_fits() -> None:
     lines = "\n".join(refused.lines())
     assert "does not fit: 60.00 GiB of 16.00 GiB a device" in lines and "TFLOP" not in lines
     for one in (report(), refused):
-        assert CompiledReport(**json.loads(json.dumps(one.as_json()))) == one
+        assert CompiledReport(**json.loads(json.dumps(dataclasses.asdict(one)))) == one
 
 
 def test_collectives_are_found_in_the_text_of_a_program() -> None:

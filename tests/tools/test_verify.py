@@ -138,11 +138,6 @@ def moved_lines(run_dir: Path, rng: random.Random, runs: Runs) -> None:
     write_lines(run_dir, lines)
 
 
-def the_last_step_left_out(run_dir: Path, rng: random.Random, runs: Runs) -> None:
-    """The chain is made anew over what remains."""
-    rechain(run_dir, [raw for raw in lines_of(run_dir) if json.loads(raw)["step"] != STEPS])
-
-
 def a_byte_of_a_checkpoint(run_dir: Path, rng: random.Random, runs: Runs) -> None:
     path = checkpoint_file(run_dir, rng)
     content = bytearray(path.read_bytes())
@@ -198,7 +193,6 @@ ALTERATIONS: list[Alteration] = [
     a_removed_line,
     an_inserted_line,
     moved_lines,
-    the_last_step_left_out,
     a_byte_of_a_checkpoint,
     a_removed_byte_of_a_checkpoint,
     a_checkpoint_of_another_step,

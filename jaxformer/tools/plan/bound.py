@@ -3,9 +3,8 @@
 import math
 from typing import NamedTuple
 
-from jaxformer.arrays.mesh import lengths_left
 from jaxformer.arrays.params import rows
-from jaxformer.models.cost import flops_per_token, matrix_flops, score_flops, visible_pairs
+from jaxformer.models.cost import flops_per_token, score_flops, visible_pairs
 from jaxformer.tools.plan.memory import (
     REFERENCE,
     MemoryPlan,
@@ -21,25 +20,21 @@ from jaxformer.tools.plan.planned import PlannedRun
 
 # Kernels that leave out the keys beyond a window; the others compute them and mask their scores.
 WINDOWED = ("cudnn", "tpu", "ring")
-# Axes whose products each device computes whole where mesh.tensor does not divide them. Compilers
-# divide those of "kv_heads" by the width of a head, and fsdp divides rows in any case.
-REPEATED_AXES = ("vocab", "heads", "mlp")
 
 
 class Products(NamedTuple):
     """FLOPs of a step over all devices: `model` as MFU counts them, `recomputed` what remat adds,
-    `skipped` the masked scores that a fused kernel does not compute, and `undivided` what devices
-    compute once more each, because the mesh does not divide it."""
+    and `skipped` the masked scores that a fused kernel does not compute. What every device computes
+    because the mesh does not divide it counts once."""
 
     per_token: int
     model: float
     recomputed: float
     skipped: float
-    undivided: float
 
     @property
     def done(self) -> float:
-        return self.model + self.recomputed - self.skipped + self.undivided
+        return self.model + self.recomputed - self.skipped
 
 
 class Bound(NamedTuple):
@@ -77,7 +72,6 @@ def products(planned: PlannedRun) -> Products:
         model=per_token * tokens,
         recomputed=repeated_flops(planned) * tokens,
         skipped=skipped_flops(planned) * tokens,
-        undivided=undivided_flops(planned) * tokens,
     )
 
 
@@ -95,22 +89,6 @@ def skipped_flops(planned: PlannedRun) -> float:
                 if not sublayer.reads_source:
                     total += 3 * sublayer.scores(layer, masked_pairs)
     return total / planned.length
-
-
-def undivided_flops(planned: PlannedRun) -> float:
-    """FLOPs a token, over all devices, of matrices and of attention that mesh.tensor does not
-    divide: all its devices but one compute them once more."""
-    model, tensor = planned.model, planned.size("tensor")
-    table = planned.counted_specs
-    by_path = matrix_flops(model, planned.source_length / planned.length, table)
-    total = 0.0
-    for path, spec in rows(table).items():
-        left = lengths_left(planned.mesh, spec.shape, spec.axes)
-        if any(axis in REPEATED_AXES for axis, *_ in left):
-            total += by_path.get(path, 0)
-    if model.n_heads % tensor:
-        total += score_flops(model, planned.length, planned.source_length) - skipped_flops(planned)
-    return (tensor - 1) * total
 
 
 def repeated_flops(planned: PlannedRun) -> float:

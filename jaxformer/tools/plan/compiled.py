@@ -22,14 +22,13 @@ from typing import Any
 import jax
 
 from jaxformer.arrays.hardware import GIB, Device
-from jaxformer.arrays.mesh import mesh_of
+from jaxformer.arrays.mesh import bytes_of_device, mesh_of
 from jaxformer.config.run import RunConfig
 from jaxformer.config.saved import from_json, to_json
 from jaxformer.files import ConfigError, write_text
 from jaxformer.models.cost import flops_per_token
 from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data
 from jaxformer.tools.plan.memory import capacity_of
-from jaxformer.tools.plan.planned import tree_bytes
 from jaxformer.tools.plan.targets import Target, cudnn_of, parse_target, require_compiler
 from jaxformer.training.compiler_options import option_lines
 from jaxformer.training.deterministic import FLAG
@@ -94,9 +93,6 @@ class CompiledReport:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def lines(self) -> list[str]:
         """The report for a terminal."""
@@ -196,7 +192,7 @@ def compile_for_target(
         if hlo:
             write_text(Path(hlo), text)
     if resolved.has_reference:
-        needed += tree_bytes(resolved.target.params)
+        needed += bytes_of_device(resolved.target.params)
         found["notes"] = [REFERENCE_APART]
     return CompiledReport(
         target=target,
@@ -269,7 +265,7 @@ def main() -> None:
         with cudnn_of(target):
             resolved, batch = resolve_without_data(run, mesh, request["packed"])
             report = compile_for_target(resolved, batch, target.device, str(target), request["hlo"])
-        answer = report.as_json()
+        answer = dataclasses.asdict(report)
     except ConfigError as error:
         answer = {"error": str(error)}
     except Exception as error:

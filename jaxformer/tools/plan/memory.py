@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.arrays.hardware import Device
+from jaxformer.arrays.mesh import bytes_of_device
 from jaxformer.arrays.params import rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.rules import names_of
@@ -29,7 +30,7 @@ from jaxformer.layers.sublayer import Sizes, StoredArray
 from jaxformer.losses import cross_entropy
 from jaxformer.models.cost import Stack, block_arrays, stacks
 from jaxformer.models.remat import kept_points
-from jaxformer.tools.plan.planned import PlannedRun, tree_bytes
+from jaxformer.tools.plan.planned import PlannedRun
 from jaxformer.training.state import learning
 
 REFERENCE = "parameters of the reference"
@@ -97,12 +98,12 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
     """
     state, numbers = planned.state, planned.dtype_bytes
     held = [
-        MemoryLine("parameters", tree_bytes(state.params), "exact"),
-        MemoryLine("optimizer state", tree_bytes((state.step, state.optimizer)), "exact"),
-        MemoryLine("batch", tree_bytes(planned.batch), "exact"),
+        MemoryLine("parameters", bytes_of_device(state.params), "exact"),
+        MemoryLine("optimizer state", bytes_of_device((state.step, state.optimizer)), "exact"),
+        MemoryLine("batch", bytes_of_device(planned.batch), "exact"),
     ]
     if planned.has_reference:
-        held.append(MemoryLine(REFERENCE, tree_bytes(state.params), "exact"))
+        held.append(MemoryLine(REFERENCE, bytes_of_device(state.params), "exact"))
 
     gradients = gradient_bytes(planned)
     always = []
@@ -308,7 +309,7 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
 def gradient_bytes(planned: PlannedRun) -> float:
     """Bytes of the gradients: float32, of the leaves that learn, placed as these."""
     learned = learning(planned.state.params, planned.state.frozen)
-    return float(tree_bytes(learned))
+    return float(bytes_of_device(learned))
 
 
 def matrix_elements(planned: PlannedRun) -> float:

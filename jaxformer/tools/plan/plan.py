@@ -43,11 +43,6 @@ class Plan:
     mfu: float | None
     changes: list[Change] | None
 
-    def seconds_for(self, tokens: int) -> float | None:
-        """The least time for this many tokens; None where a rate of the device is unknown."""
-        step = self.bound.seconds
-        return None if step is None else step * -(-tokens // self.planned.tokens_per_step)
-
 
 def make_plan(planned: PlannedRun) -> Plan:
     """The plan of a run. No array is made, and nothing is traced but the optimizer's state."""

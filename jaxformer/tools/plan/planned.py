@@ -170,13 +170,3 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
         }
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     return dataclasses.replace(planned, run=run, mesh=mesh, kernel=kernel, state=state, batch=batch)
-
-
-def shard_bytes(leaf: Any) -> int:
-    """Bytes of an abstract array on one device."""
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of a pytree of abstract arrays on one device."""
-    return sum(map(shard_bytes, jax.tree.leaves(tree)))

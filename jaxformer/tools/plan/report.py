@@ -7,7 +7,7 @@ from typing import Any
 from jaxformer.arrays.mesh import check_split
 from jaxformer.arrays.params import rows
 from jaxformer.models.cost import count_text
-from jaxformer.report import banner, human_bytes, human_count, human_time
+from jaxformer.report import banner, human_bytes, human_time
 from jaxformer.report.banner import INDENT, aligned
 from jaxformer.runs.summary import LOOPS
 from jaxformer.tools.plan.plan import Plan
@@ -27,8 +27,8 @@ EXCHANGE_WORDS = {
 }
 
 
-def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
-    """The plan as text; `tokens` adds the least time for that many."""
+def plan_text(plan: Plan, title: str) -> str:
+    """The plan as text."""
     parts, flops = parameters_by_part(plan.planned), plan.products
     total = sum(parts.values())
     parameters = [
@@ -40,7 +40,6 @@ def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
         ("of the model, a step", flops.model, "exact"),
         ("recomputed", flops.recomputed, "estimate"),
         ("skipped, masked scores", flops.skipped, "estimate"),
-        ("repeated, not divided by the mesh", flops.undivided, "estimate"),
     ]
     counted = [(name, _flops(number), word) for name, number, word in products if number]
     sections = [
@@ -49,7 +48,7 @@ def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
         memory_text(plan),
         _changes(plan),
         _titled("Products, over all devices", counted),
-        _bound(plan, tokens),
+        _bound(plan),
         banner({"words": WORDS}, "How to read this"),
     ]
     return "\n\n".join(section for section in sections if section)
@@ -154,30 +153,25 @@ def _flops(number: float) -> str:
     return f"{number / 1000**power:,.4g} {'MGTP'[power - 2]}FLOP"
 
 
-def _bound(plan: Plan, tokens: int) -> str:
-    """The least time of a step, and of `tokens` if asked for; nothing for a CPU unless asked for,
-    because no peak of CPUs is published."""
+def _bound(plan: Plan) -> str:
+    """The least time of a step and of the run; nothing for a CPU, of which no peak is published."""
     title, least = "Least time (bound)", plan.bound
     if least.seconds is None:
-        if plan.planned.device.platform == "cpu" and not tokens:
+        if plan.planned.device.platform == "cpu":
             return ""
         return banner({"a step": "no bound, because no peak of this device is published"}, title)
     counted = ", which counts masked scores too," if plan.products.skipped else ""
     binding = {"memory": "memory traffic"}.get(least.binds, least.binds)
+    steps = plan.planned.run.train.steps
     entries: dict[str, str | list[str]] = {
         "a step": [
             f"not faster than {human_time(least.seconds)}, which the {binding} take;"
             f" MFU{counted} at most {plan.mfu or 0:.1%}",
             f"products {human_time(least.products or 0)}, memory traffic"
             f" {human_time(least.memory or 0)}, links {human_time(least.links or 0)}",
-        ]
+        ],
+        f"{steps:,} steps": f"not faster than {human_time(steps * least.seconds)}",
     }
-    if plan.products.undivided:
-        share = plan.products.undivided / plan.products.done
-        entries["not divided"] = f"{share:.0%} of the products are done by every device"
-    if tokens:
-        seconds = plan.seconds_for(tokens) or 0.0
-        entries[f"{human_count(tokens)} tokens"] = f"not faster than {human_time(seconds)}"
     return banner(entries, title)
 
 
@@ -186,7 +180,7 @@ def _titled(title: str, table: Sequence[Sequence[str]], right: Collection[int] =
     return "\n".join([title, *(f"{INDENT}{line}" for line in aligned(table, right))])
 
 
-def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
+def plan_numbers(plan: Plan) -> dict[str, Any]:
     """The plan as a dict for JSON: bytes, FLOPs and seconds, None where unknown."""
     planned, memory = plan.planned, plan.memory
     changes = None if plan.changes is None else [change._asdict() for change in plan.changes]
@@ -221,5 +215,4 @@ def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
             "binds": plan.bound.binds if plan.bound.seconds is not None else None,
             "mfu": plan.mfu,
         },
-        **({"seconds_for_tokens": plan.seconds_for(tokens)} if tokens else {}),
     }

@@ -105,7 +105,6 @@ def read_run(path: str | Path) -> RunFiles:
 def compared_files(files: RunFiles) -> Iterator[Statement]:
     """All that can be said without the data of the run, the cheapest first."""
     yield _chain(files)
-    yield _sequence(files)
     yield _tokenizer(files)
     for step in saved_steps(files.folder):
         yield _checkpoint(files, step)
@@ -128,38 +127,6 @@ def _chain(files: RunFiles) -> Statement:
         return Statement(FILE, "NO", f"the line after line {len(files.lines)} is incomplete.")
     text = f"each of {len(files.lines)} lines follows from the one before."
     return Statement(FILE, "equal", text)
-
-
-def _sequence(files: RunFiles) -> Statement:
-    """Whether the steps of the lines are those of one run, up to its newest checkpoint."""
-    entries = [line.entry for line in files.lines]
-    steps = files.config.train.steps
-    problems = []
-    tokens = set()
-    before = 0
-    for line, entry in enumerate(entries, start=1):
-        step = entry["step"]
-        if step < before:
-            problems.append(f"line {line} is of step {step}, after one of step {before}")
-        before = step
-        if step and "tokens" in entry:
-            tokens.add(entry["tokens"] / step)
-        if STATE in entry and entry[STATE] != files.states[step]:
-            problems.append(f"line {line} has another state than the last line of step {step}")
-    if len(tokens) > 1:
-        problems.append(f"the tokens of a step are {' and '.join(map(str, sorted(tokens)))}")
-    if max(entry["step"] for entry in entries) > steps:
-        problems.append(f"a line is of a step after the last one, {steps}")
-    if steps in saved_steps(files.folder):
-        final = [entry for entry in entries if entry["step"] == steps]
-        if not any("loss" in entry for entry in final):
-            problems.append("the last step has no line")
-        if "validation" in files.record and not any("val_loss" in entry for entry in final):
-            problems.append("the last step has no line of its evaluation")
-    if problems:
-        return Statement("steps", "NO", f"{first_of(problems, LISTED, '; ')}.")
-    text = f"the lines are of steps {entries[0]['step']} to {entries[-1]['step']}."
-    return Statement("steps", "equal", text)
 
 
 def _tokenizer(files: RunFiles) -> Statement:
