@@ -39,7 +39,6 @@ COMMANDS = {
     "attention": ('RUN --prompt "..."', "Write a page of attention maps."),
     "runs": ("[DIR]", "List runs with their steps, losses and states."),
     "compare": ("RUN RUN ...", "Write a page of the curves of runs, and their differences."),
-    "replay": ("RUN --step K", "Do a step again: batch, losses, gradient."),
     "verify": ("RUN [--steps 5]", "Verify the files of a run, its steps, masks and mesh."),
     "doctor": ("CONFIG", "Check what a run needs, before it runs."),
     "lm_eval": ("--model jaxformer --model_args path=RUN", "Run EleutherAI's evaluation harness."),

@@ -350,8 +350,6 @@ class AttentionArguments(ModelArguments):
     """Layers to show, counted from 0. If not given, all."""
     output: Path = Path("attention.html")
     """File for the page, which needs no other files."""
-    figure: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """PNG file for a picture of the same attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,8 +377,11 @@ class CompareArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoneAgainArguments:
-    """Of commands that do steps of a run again."""
+class VerifyArguments:
+    """Verifies a run on any machine: that no line of its log, no checkpoint, tokenizer or data was
+    altered, that some of its steps, done again, give the figures that were logged, and that its
+    masks, kernels and mesh compute what they should. Writes nothing in the run directory. The exit
+    status is 1 if something is not so."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directory."""
@@ -397,25 +398,6 @@ class DoneAgainArguments:
     cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
     """Directory in which tokenized text is stored and found again. If empty, that of the
     environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayArguments(DoneAgainArguments):
-    """Does one step of a run again, from the newest checkpoint before it: its batch as text, the
-    loss of each token, and the norm of its gradient by layer. On the devices of the run, every
-    number is bitwise that of the run. Writes nothing in the run directory."""
-
-    step: Annotated[int, tyro.conf.arg(metavar="K")]
-    """The step, counted from 1, as metrics.jsonl counts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyArguments(DoneAgainArguments):
-    """Verifies a run on any machine: that no line of its log, no checkpoint, tokenizer or data was
-    altered, that some of its steps, done again, give the figures that were logged, and that its
-    masks, kernels and mesh compute what they should. Writes nothing in the run directory. The exit
-    status is 1 if something is not so."""
-
     steps: int = 5
     """Number of steps that are done again, from the checkpoints nearest to them; 0 reads files
     only."""
@@ -447,7 +429,6 @@ ARGUMENTS: dict[str, type | dict[str, Callable[..., Any]]] = {
     "attention": AttentionArguments,
     "runs": RunsArguments,
     "compare": CompareArguments,
-    "replay": ReplayArguments,
     "verify": VerifyArguments,
     "doctor": DoctorArguments,
 }

@@ -33,7 +33,6 @@ from jaxformer.tools.attention_page import (
     Choices,
     Stage,
     Walkthrough,
-    attention_figure,
     attention_page,
 )
 from jaxformer.tools.inspect import attention_maps, attention_masks, inspect, logit_lens
@@ -47,7 +46,6 @@ SHOWN_BEAMS = 24  # candidates of a beam search shown of each step, and those th
 
 def run(args: AttentionArguments) -> int:
     check_output(args.output)
-    check_output(args.figure)
     model = open_model(args)
     if args.pair and model.config.family != "encoder":
         family = model.config.family
@@ -88,9 +86,6 @@ def run(args: AttentionArguments) -> int:
     print(f"{args.output}: attention of {counts}")
     if "virtual" in model.params:
         print("Of the attention of a token, what these lack to 1 is to the virtual tokens.")
-    if args.figure is not None:
-        attention_figure(maps, texts, args.figure, title=args.prompt, layers=args.layers)
-        print(f"{args.figure}: the same as a picture")
     return 0
 
 

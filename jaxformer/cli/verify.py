@@ -9,8 +9,9 @@ from jaxformer.files import ConfigError
 from jaxformer.tools.verify import verify
 
 LIMITS = (
-    "Not known: who computed the run, the figures of steps that were not done again, and times:"
-    " whoever trains all of it again with another program can write another chain."
+    "Not known: who computed the run, the figures of evaluations and of steps that were not done"
+    " again, and times: whoever trains all of it again with another program can write another"
+    " chain."
 )
 
 

@@ -1,22 +1,16 @@
 """The page of attention of one example: its weights head by head and step by step, beside the order
-of computation, masks, beams and the logits of each layer; and a picture of the weights."""
+of computation, masks, beams and the logits of each layer."""
 
 import base64
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxformer.files import ConfigError, located, replacing
-from jaxformer.report.plot import FAINT, INK
+from jaxformer.files import ConfigError
 from jaxformer.tools import filled_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # The tokens that are the queries and those that are the keys of each kind of map.
 AXES = {
@@ -31,7 +25,6 @@ TITLES = {
 }
 LEVELS = 65_535  # steps between the weights 0 and 1
 MAX_WEIGHTS = 2**25  # of a page: 64 MiB as 16-bit integers
-MAX_LABELS = 64  # tokens that a figure names on an axis
 
 JOINERS = "\u200c\u200d"  # not printable, but they shape the characters around them
 VISIBLE = {"\n": "↵", "\r": "␍", "\t": "⇥", **{char: char for char in JOINERS}}
@@ -154,24 +147,6 @@ def attention_page(
     return filled_page("attention.html", {"data": packed})
 
 
-def attention_figure(
-    maps: Maps, tokens: TokenStrings, path: str | Path, *, title: str, layers: Sequence[int] = ()
-) -> None:
-    """Draws one kind of map, that of cross-attention if there is one, else of the decoder, as a
-    PNG, with a row for each layer and a column for each head; tokens are on both axes where they
-    are 64 or fewer. `maps`, `tokens` and `layers` are those of `attention_page`."""
-    arrays = _checked(maps)
-    chosen = list(arrays)[-1]
-    labels = tuple([visible(token) for token in tokens[axis]] for axis in AXES[chosen])
-    with warnings.catch_warnings():
-        # A character that the font lacks is drawn as a box.
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        figure = _figure(arrays[chosen], labels, f"{title}\n{TITLES[chosen]}", layers)
-        dots = min(160.0, 8000 / max(figure.get_size_inches()))
-        with replacing(located(path)) as file:
-            figure.savefig(file, format="png", dpi=dots)
-
-
 def _checked(maps: Maps) -> dict[str, np.ndarray]:
     """The maps as float32 in the order of AXES. Raises ConfigError for what cannot be shown."""
     arrays = {kind: np.asarray(maps[kind], np.float32) for kind in AXES if kind in maps}
@@ -232,41 +207,3 @@ def _packed_candidate(candidate: BeamCandidate) -> dict[str, Any]:
         "log_probability": round(float(candidate.log_probability), 4),
         "score": None if score is None else round(float(score), 4),
     }
-
-
-def _figure(
-    weights: np.ndarray, labels: tuple[list[str], ...], title: str, layers: Sequence[int]
-) -> "Figure":
-    from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
-
-    depth, heads, rows, columns = weights.shape
-    labeled = max(rows, columns) <= MAX_LABELS
-    # Sizes are in inches: of a cell, of a map, and of the whole figure.
-    cell = max(min(0.22, 2.6 / max(rows, columns)), 0.055 if labeled else 0)
-    width, height = max(columns * cell, 0.9), max(rows * cell, 0.9)
-    size = (heads * (width + 0.12) + 2, depth * (height + 0.3) + 2)
-    text: dict[str, Any] = {"color": INK, "fontsize": max(8.0, 3 * width)}
-    figure = Figure(figsize=size, facecolor="white", layout="constrained")
-    headline = text | {"fontsize": 1.5 * text["fontsize"]}
-    figure.suptitle(title, fontweight="bold", parse_math=False, **headline)
-    grid = figure.subplots(depth, heads, squeeze=False, sharex=True, sharey=True)
-    shading: dict[str, Any] = {"cmap": "Blues", "norm": PowerNorm(0.5, 0, 1), "aspect": "auto"}
-    queries, keys = labels if labeled else ([], [])
-    font: dict[str, Any] = {"fontsize": min(9.0, 72 * cell * 0.85), "family": "monospace"}
-    for (layer, head), axes in np.ndenumerate(grid):
-        image = axes.imshow(weights[layer, head], interpolation="none", **shading)
-        number = sorted(layers)[layer] if layers else layer
-        axes.set_title(f"layer {number}, head {head}", pad=3, **text)
-        axes.spines[:].set_color(FAINT)
-        axes.tick_params(length=0, colors=INK)
-        axes.set_yticks(range(len(queries)), queries, parse_math=False, **font)
-        axes.set_xticks(range(len(keys)), keys, rotation=90, parse_math=False, **font)
-    figure.supylabel("query", **text)
-    figure.supxlabel("key", **text)
-    ticks = {0: "0", 0.01: ".01", 0.1: ".1", 0.25: ".25", 0.5: ".5", 1: "1"}
-    length = min(1, 3 / size[1])
-    bar = figure.colorbar(image, ax=grid, ticks=[*ticks], shrink=length, aspect=24, pad=0.01)
-    bar.outline.set_visible(False)
-    bar.ax.set_yticklabels([*ticks.values()], **text)
-    return figure

@@ -35,7 +35,6 @@ def test_a_run_in_a_bucket_is_that_of_a_disk_and_all_commands_read_it(
     for command in (
         ["evaluate", url],
         ["sample", url, "--prompt", "a", "--max_new_tokens", "3"],
-        ["replay", url, "--step", "7"],
         ["attention", url, "--prompt", "a b", "--output", str(tmp_path / "page.html")],
         ["runs", s3_bucket],
         ["compare", url, "--output", f"{s3_bucket}/compare.png"],

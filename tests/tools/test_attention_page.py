@@ -4,16 +4,14 @@ token can break it."""
 import base64
 import json
 import re
-import struct
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxformer.files import ConfigError
-from jaxformer.tools.attention_page import attention_figure, attention_page, visible
+from jaxformer.tools.attention_page import attention_page, visible
 
 HOSTILE = [
     "</script><b>",
@@ -175,37 +173,3 @@ def test_candidates_that_do_not_fit_are_refused() -> None:
 
 
 # the figure
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    head = path.read_bytes()[:24]
-    assert head.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", head[16:24])
-    return width, height
-
-
-def test_a_figure_is_a_png_whatever_its_tokens_are(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    strange = tokens(source=["$x_{$", "日本", "👍"])
-    attention_figure(softmax_maps(), strange, tmp_path / "map.png", title="$a_{$")
-    width, height = png_size(tmp_path / "map.png")
-    assert 300 < width <= 8000 and 300 < height <= 8000
-    assert not list(recwarn)
-
-
-def test_a_figure_draws_a_panel_a_head_and_names_the_tokens_up_to_sixty_four(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from jaxformer.tools.attention_page import _figure
-
-    maps = softmax_maps(2, 3, 64, 65)
-    for kind, count in (("encoder", 64), ("decoder", 0)):
-        words = [f"w{i}" for i in range(maps[kind].shape[-1])]
-        panels = _figure(maps[kind], (words, words), "t", ()).axes[
-            :-1
-        ]  # the last one is the scale of colours
-        assert len(panels) == 2 * 3
-        assert [label.get_text() for label in panels[0].get_yticklabels()] == words[:count]
-        for (layer, head), panel in zip(np.ndindex(2, 3), panels, strict=True):
-            np.testing.assert_array_equal(panel.images[0].get_array(), maps[kind][layer, head])

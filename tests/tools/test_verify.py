@@ -84,7 +84,7 @@ def test_a_run_is_verified_by_a_relative_path_and_nothing_in_it_changes(
     assert {found[name].verdict for name in rounded} == {"equal to rounding"}
     assert {"metrics.jsonl", "checkpoint 4", "checkpoint 8", "data"} <= {*found}
     assert sum(name.startswith("step ") for name in found) == 5
-    assert "evaluation after step 8" in found and contents(runs.run) == before
+    assert contents(runs.run) == before
     # There is no padding in these rows, and one device.
     assert {*PROBES} - {*found} == {"padding apart", "one device"}
     figures = next(one.text for name, one in found.items() if name.startswith("step "))
@@ -235,27 +235,19 @@ def copied(runs: Runs, folder: Path) -> Path:
 # What remains where the chain is made anew.
 
 
-def changed_entry(run_dir: Path, step: int, name: str, factor: float) -> None:
-    """A forger changes a figure of a step and makes the chain anew."""
+def test_a_figure_in_a_new_chain_is_caught_by_doing_its_step_again(
+    runs: Runs, tmp_path: Path
+) -> None:
+    """A forger changes it and makes the chain anew. A state that is equal to the bit leaves no
+    rounding."""
+    run_dir = copied(runs, tmp_path)
     lines = [json.loads(raw) for raw in lines_of(run_dir)]
     for entry in lines:
-        if entry["step"] == step and name in entry:
-            entry[name] *= factor
+        if entry["step"] == 3 and "loss" in entry:
+            entry["loss"] *= 1 + 1e-6
     rechain(run_dir, [json.dumps(entry).encode() for entry in lines])
-
-
-@pytest.mark.parametrize(
-    ("step", "name", "factor"),
-    [(3, "loss", 1 + 1e-6), pytest.param(8, "val_loss", 1.01, marks=pytest.mark.slow)],
-)
-def test_a_figure_in_a_new_chain_is_caught_by_doing_its_step_again(
-    step: int, name: str, factor: float, runs: Runs, tmp_path: Path
-) -> None:
-    """A state that is equal to the bit leaves no rounding; an evaluation has none beside it."""
-    run_dir = copied(runs, tmp_path)
-    changed_entry(run_dir, step, name, factor)
     assert refused(run_dir, steps=0) == ""
-    assert f"not equal: {name} " in refused(run_dir, steps=STEPS)
+    assert "not equal: loss " in refused(run_dir, steps=STEPS)
 
 
 def test_figures_are_equal_or_rounded_or_not() -> None:

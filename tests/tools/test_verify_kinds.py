@@ -3,6 +3,7 @@ other meshes, a bucket."""
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from conftest import CACHE
 from forced_devices import on_eight_devices
 from several import finished, launch_all
-from test_replay import FAMILIES
 from tiny_run import PLAIN, finish, fork, line, train_here, write_text
 
 from jaxformer.cli import main
@@ -40,6 +40,38 @@ KINDS: dict[str, tuple[dict[str, Any], bool, str]] = {
         {"data.objective": "dpo", "data.packing": "stream", **LORA},
         True,
         "pairs.jsonl",
+    ),
+}
+
+
+def classified(path: Path) -> Path:
+    lines = [{"text": f"the {w} sees", "label": w} for w in ("cat", "dog", "tree") * 20]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def pairs(path: Path) -> Path:
+    rows = [f"the {a} sees\tdoes the {b} see" for a, b in pairwise("abcdefgh" * 8)]
+    path.write_text("source\ttarget\n" + "\n".join(rows) + "\n")
+    return path
+
+
+FAMILIES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "masked": (write_text, "t.txt", {"model.family": "encoder", "data.packing": "stream"}),
+    "classes": (
+        classified,
+        "t.jsonl",
+        {"model.family": "encoder", "model.head": "classes", "data.packing": "stream"},
+    ),
+    "pairs": (
+        pairs,
+        "t.tsv",
+        {
+            "model.family": "encoder_decoder",
+            "data.objective": "seq2seq",
+            "data.packing": "stream",
+            "train.z_loss": 1e-3,
+        },
     ),
 }
 
@@ -117,7 +149,7 @@ def test_a_run_of_two_processes_is_verified_by_one(folder: Path, tmp_path: Path)
     """Files, states and probes are to the bit, and figures to rounding."""
     finished(launch_all(2, tmp_path / "run", folder / "text.txt", SMALL))
     found = {name: one.verdict for name, one in statements(tmp_path / "run").items()}
-    again = {name for name in found if name.startswith(("step ", "evaluation"))}
+    again = {name for name in found if name.startswith("step ")}
     assert len(again) == 4
     assert "equal to rounding" in {found[name] for name in again}
     assert {*found.values()} <= {"equal", "equal to rounding"}

@@ -2,24 +2,20 @@
 masks, its kernels and its mesh compute on this machine."""
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxformer.arrays.mesh import mesh_of
 from jaxformer.arrays.out_of_memory import OutOfMemory
 from jaxformer.arrays.sharding import platform
-from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError
 from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.directory import OtherData
-from jaxformer.runs.evaluation import bytes_of_targets, make_evaluation
 from jaxformer.runs.kernel_check import PROOFS, with_proven_kernel
 from jaxformer.tools.verify.probes import Evidence, probed
-from jaxformer.tools.verify.run_files import RunFiles, Statement, compared_files, read_run
-from jaxformer.tools.verify.steps import StepsAgain, compared, setup_of_run
-from jaxformer.training.state import on_mesh
+from jaxformer.tools.verify.run_files import Statement, compared_files, read_run
+from jaxformer.tools.verify.steps import StepsAgain, setup_of_run
 
 REST = "steps done again"
 
@@ -84,30 +80,8 @@ def verify(
         yield Statement("kernels", "equal to rounding", text)
     again = StepsAgain(setup, log)
     yield from again.statements(again.drawn(steps))
-    yield from _evaluated_again(again, files)
     state = again.newest(LARGEST_STEP)
     yield from probed(Evidence(again, state, again.batches[int(state.step)]))
-
-
-def _evaluated_again(again: StepsAgain, files: RunFiles) -> Iterator[Statement]:
-    """Makes the evaluation after the newest checkpoint again, where it was logged."""
-    setup = again.setup
-    evaluated = [step for step in again.starts if step and files.logged(step, "val_loss")]
-    if not evaluated or not setup.heldout:
-        return
-    step = evaluated[-1]
-    state = again.newest(step + 1)
-    evaluation = make_evaluation(
-        setup.task.name, setup.model, bytes_of_targets(setup.corpus), setup.evaluation_options
-    )
-    train = setup.run.train
-    limit = None if step == train.steps else train.eval_batches or None
-    batches = itertools.islice(setup.heldout, limit)
-    with on_mesh(setup.mesh):
-        weights = evaluation_weights(state.params, state.optimizer)
-        figures = evaluation(weights, map(setup.placed, batches))
-    verdict, text = compared(figures, files.logged(step, "val_loss"), again.bound)
-    yield Statement(f"evaluation after step {step}", verdict, f"{text}.")
 
 
 __all__ = ["Statement", "verify"]
