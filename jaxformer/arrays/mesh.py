@@ -247,3 +247,10 @@ def bytes_of_device(tree: Any) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def placement(mesh: AnyMesh | None, shape: Sequence[int], axes: Axes) -> Sharding:
+    """Where a parameter is read to: onto a mesh, or onto the first device of this process."""
+    if mesh is None:
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return parameter_sharding(mesh, shape, axes)

@@ -233,11 +233,6 @@ class EvaluateArguments(ModelArguments, SearchArguments):
     ja-mecab, ko-mecab or char."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Text file for the translations, one per line."""
-    per_token: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """File of JSON lines for the log-probability of every token that the loss counts, with the
-    likeliest tokens in its place."""
-    top: int = 5
-    """With --per_token: number of these tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,14 @@
 """`jaxformer evaluate RUN`: the loss of a model on held-out or other text, or the BLEU of its
 translations."""
 
-import json
 import math
 import sys
-from pathlib import Path
 
 from jaxformer.cli.arguments import EvaluateArguments, check_output
 from jaxformer.config.run import RunSettings
-from jaxformer.files import ConfigError, replacing, write_text
+from jaxformer.files import ConfigError, write_text
 from jaxformer.report import ProgressBar
-from jaxformer.runs.run_evaluation import evaluate_run, score_run, translate_run
+from jaxformer.runs.run_evaluation import evaluate_run, translate_run
 from jaxformer.runs.translate import bleu_metric
 from jaxformer.training.compiler_options import keep_compiled
 
@@ -32,11 +30,7 @@ def run(args: EvaluateArguments) -> int:
             " example --beams 5."
         )
     check_output(args.output)
-    check_output(args.per_token)
     keep_compiled(RunSettings().compilation_cache)
-    if args.per_token is not None:
-        _write_scores(args, args.per_token)
-        return 0
     if args.beams:
         _translate(args)
     for kind in (None, args.quantize) if args.quantize else (None,):
@@ -61,26 +55,6 @@ def run(args: EvaluateArguments) -> int:
             )
             return 1
     return 0
-
-
-def _write_scores(args: EvaluateArguments, path: Path) -> None:
-    """Writes a line of JSON for each token, and prints their mean."""
-    if args.top < 0:
-        raise ConfigError(f"--top {args.top} must be at least 0.")
-    records = score_run(
-        *(args.path, args.validation, args.step, args.objective, args.cache_dir),
-        top=args.top,
-        quantize=args.quantize,
-        weights=args.weights,
-    )
-    count, total = 0, 0.0
-    with replacing(path) as file:
-        for record in records:
-            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-            logp = record["logp"]
-            count, total = count + 1, total - (math.nan if logp is None else logp)
-    mean = total / count if count else math.nan
-    print(f"{path}: {count:,} tokens, loss {mean:.4f} nats per token")
 
 
 def _metrics_line(metrics: dict[str, float]) -> str:

@@ -1,7 +1,6 @@
 """Scores of a text: the log-probability of each of its tokens, and the likeliest tokens in its
 place."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +11,7 @@ from jaxtyping import Array, Int
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.layers.head import head
-from jaxformer.models.inputs import inputs_of
-from jaxformer.models.transformer import check_model, hidden, logits_of
-
-HEADS_OF_TOKENS = ("language", "masked")
+from jaxformer.models.transformer import logits_of
 
 
 class Scores(NamedTuple):
@@ -59,24 +54,6 @@ def score(
     following = _scores_of(logits[:, :-1], tokens[:, 1:], follows, top)
     # Each array begins with the first tokens, which nothing predicts.
     return jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (1, 0), *[(0, 0)] * (a.ndim - 2))), following)
-
-
-def score_targets(
-    params: Params, config: ModelConfig, batch: Mapping[str, Any], top: int = 0
-) -> Scores:
-    """The `Scores` of the targets [B, T] of a batch of training or evaluation, at their positions:
-    those of weight 0 are not scored."""
-    if config.output not in HEADS_OF_TOKENS or "targets" not in batch:
-        raise ConfigError(
-            "there are no scores of tokens: this needs a model with the head"
-            f" {' or '.join(HEADS_OF_TOKENS)} and an objective whose targets are tokens."
-        )
-    check_model(params, config)
-    inputs = inputs_of(batch)
-    x, _, _ = hidden(params, config, inputs)
-    logits = head(params, config, x, inputs.layout)
-    is_scored = jnp.asarray(batch["weights"]) > 0
-    return _scores_of(logits, jnp.asarray(batch["targets"]), is_scored, top)
 
 
 def _scores_of(logits: jax.Array, targets: jax.Array, is_scored: jax.Array, top: int) -> Scores:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from jaxformer.arrays.mesh import parameter_sharding
+from jaxformer.arrays.mesh import placement
 from jaxformer.arrays.params import (
     CustomLeaf,
     Params,
@@ -123,10 +123,9 @@ def load_pretrained(
         )
     plan = family.tensors(config)
     read_leaf = leaf_reader(plan, _checked_names(family, config, plan, files), files.read)
-    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def load_leaf(path: str, spec: Spec) -> Weight:
-        sharding = one_device if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
+        sharding = placement(mesh, spec.shape, spec.axes)
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             return read_leaf(path, index, jnp.dtype(dtype))

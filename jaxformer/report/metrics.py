@@ -69,8 +69,13 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         began = time.monotonic() if began is None else began
         self.path = located(run_dir) / FILE
         make_directory(self.path.parent)
-        begun = lexists(self.path)
-        remaining = _remove_later_lines(self.path, resume_step) if begun else []
+        remaining = list[LoggedLine]()
+        if lexists(self.path):
+            # A symbolic link may lead nowhere.
+            lines = logged_lines(self.path) if self.path.exists() else ()
+            remaining = [line for line in lines if 0 < resume_step >= line.entry["step"]]
+            with replacing(self.path, follow=False) as file:
+                file.writelines(line.raw + b"\n" for line in remaining)
         seconds = [line.entry.get("seconds", 0.0) for line in remaining]
         self._zero = began - max(seconds, default=0.0)
         self._before = line_digest(remaining[-1].raw) if remaining else first_digest(identity or {})
@@ -90,7 +95,10 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         JSON has no NaN: a value that is not finite is written as null, and its name under
         "non_finite" with "nan", "inf" or "-inf", from which `read_metrics` restores it.
         """
-        numbers = {name: _number(value) for name, value in values.items()}
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            number = value.item() if hasattr(value, "item") else value
+            numbers[name] = number if isinstance(number, (int, float)) else float(number)
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
         odd = {name: str(value) for name, value in numbers.items() if name not in finite}
         line: dict[str, Any] = {"step": int(step)} | numbers | dict.fromkeys(odd)
@@ -162,12 +170,6 @@ def first_digest(identity: Mapping[str, Any]) -> str:
     return line_digest(json.dumps(dict(identity), sort_keys=True).encode())
 
 
-def _number(value: SupportsFloat) -> float:
-    """The exact Python int or float of a number, a NumPy scalar or an array of one element."""
-    number = value.item() if hasattr(value, "item") else value
-    return number if isinstance(number, (int, float)) else float(number)
-
-
 def logged_lines(path: Path) -> Iterator[LoggedLine]:
     """The lines of a metrics.jsonl, without a last one that is still being written. Raises
     ConfigError for a line that `MetricsLog` does not write."""
@@ -215,13 +217,3 @@ def _is_non_finite(value: Any) -> bool:
 def _shown(value: Any) -> str:
     text = reprlib.repr(value)
     return f"{text[:60]}..." if len(text) > 60 else text
-
-
-def _remove_later_lines(path: Path, resume_step: int) -> list[LoggedLine]:
-    """Removes the lines after `resume_step`, all if that is 0, and keeps the bytes of the others.
-    Returns these."""
-    lines = logged_lines(path) if path.exists() else ()  # a symbolic link may lead nowhere
-    remaining = [line for line in lines if resume_step > 0 and line.entry["step"] <= resume_step]
-    with replacing(path, follow=False) as file:
-        file.writelines(line.raw + b"\n" for line in remaining)
-    return remaining

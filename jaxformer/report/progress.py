@@ -61,7 +61,11 @@ class ProgressBar:
 
     def __enter__(self) -> Self:
         if self._mode == "auto":
-            self._mode = "bar" if self.stream.isatty() and _can_redraw() else "lines"
+            from rich.console import Console
+
+            # The dumb terminals of editors cannot redraw a line.
+            can_redraw = self.stream.isatty() and not Console().is_dumb_terminal
+            self._mode = "bar" if can_redraw else "lines"
         if self._mode == "bar":
             self._live = _live(self)
             self._live.start()
@@ -156,13 +160,6 @@ LINE_PARTS: dict[str, Callable[[Any], str]] = {
     "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
     "mfu": lambda value: f"MFU {value:.1%}" if value > 0 else "",
 }
-
-
-def _can_redraw() -> bool:
-    """Whether the terminal can redraw a line; the dumb terminals of editors cannot."""
-    from rich.console import Console
-
-    return not Console().is_dumb_terminal
 
 
 def _live(progress: ProgressBar) -> "Live":

@@ -123,11 +123,20 @@ class HostedTracker:
         self.name = name
         self._run: HostedRun | None = None
         self._local = LocalFolder(run_dir)
-        identity = _identity(run_dir, name)
+        # The id of a run at a service is drawn at random for a new run.
+        path = run_dir / TRACKED
+        identities = read_object(path) if path.exists() else {}
+        if not isinstance(identities.get(name), str):
+            identities[name] = secrets.token_hex(4)
+            write_text(path, json.dumps(identities) + "\n", follow=False)
+        identity = str(identities[name])
         title = run_dir.resolve().name
         arguments: dict[str, Any] = {
             "project": os.environ.get(f"{name.upper()}_PROJECT") or PROJECT,
-            "config": {field: _plain(value) for field, value in settings.items()},
+            "config": {
+                field: value if isinstance(value, (str, int, float, type(None))) else str(value)
+                for field, value in settings.items()
+            },
             "resume": "allow",
         }
         if name == "wandb":
@@ -223,18 +232,3 @@ def _summary_writer() -> Any:
         if hides_torch:
             del sys.modules["torch"]
     return SummaryWriter
-
-
-def _identity(run_dir: Path, name: str) -> str:
-    """The id of a run at a service, which is drawn at random for a new run."""
-    path = run_dir / TRACKED
-    identities = read_object(path) if path.exists() else {}
-    if not isinstance(identities.get(name), str):
-        identities[name] = secrets.token_hex(4)
-        write_text(path, json.dumps(identities) + "\n", follow=False)
-    return str(identities[name])
-
-
-def _plain(value: Any) -> str | int | float | bool | None:
-    """A setting as a value of JSON."""
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

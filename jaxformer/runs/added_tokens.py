@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxformer.arrays.mesh import parameter_sharding, place_array
-from jaxformer.arrays.params import Params, Spec, dotted, is_custom, rows
+from jaxformer.arrays.mesh import place_array, placement, replicated
+from jaxformer.arrays.params import Params, dotted, is_custom, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import TokenizerConfig
 from jaxformer.models.transformer import specs as model_specs
@@ -63,36 +63,24 @@ def with_new_rows(
         spec = grown_table.get(path)
         if spec is None or "vocab" not in spec.axes or is_custom(leaf):
             return leaf
-        if mesh is None:
-            place: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        else:
-            place = parameter_sharding(mesh, spec.shape, spec.axes)
-        return place_array(_grown(_on_host(leaf), spec, new), place)
+        if not leaf.is_fully_addressable:
+            # Other processes have parts of it.
+            everywhere = replicated(leaf.sharding.mesh)
+            leaf = jax.jit(lambda array: array, out_shardings=everywhere)(leaf).addressable_data(0)
+        axis = spec.axes.index("vocab")
+        table = np.moveaxis(np.asarray(leaf), axis, 0)
+        old = table[: new.first]
+        # Blocks, so that float64 takes little memory.
+        mean = sum(
+            old[start : start + BLOCK_ROWS].astype(np.float64).sum(axis=0)
+            for start in range(0, len(old), BLOCK_ROWS)
+        ) / len(old)
+        grown = np.zeros((new.vocab_size, *table.shape[1:]), leaf.dtype)
+        grown[: len(table)] = table
+        grown[new.first : new.stop] = mean
+        grown = np.ascontiguousarray(np.moveaxis(grown, 0, axis))
+        return place_array(grown, placement(mesh, spec.shape, spec.axes))
 
     return jax.tree.map_with_path(  # type: ignore[no-any-return]
         lambda path, leaf: leaf_of(dotted(path), leaf), params, is_leaf=is_custom
     )
-
-
-def _grown(leaf: np.ndarray, spec: Spec, new: NewRows) -> np.ndarray:
-    axis = spec.axes.index("vocab")
-    table = np.moveaxis(leaf, axis, 0)
-    old = table[: new.first]
-    # Blocks, so that float64 takes little memory.
-    mean = sum(
-        old[start : start + BLOCK_ROWS].astype(np.float64).sum(axis=0)
-        for start in range(0, len(old), BLOCK_ROWS)
-    ) / len(old)
-    grown = np.zeros((new.vocab_size, *table.shape[1:]), leaf.dtype)
-    grown[: len(table)] = table
-    grown[new.first : new.stop] = mean
-    return np.ascontiguousarray(np.moveaxis(grown, 0, axis))
-
-
-def _on_host(leaf: jax.Array) -> np.ndarray:
-    """A leaf as an array of this process, also where other processes have parts of it."""
-    if not leaf.is_fully_addressable:
-        everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
-        leaf = jax.jit(lambda array: array, out_shardings=everywhere)(leaf)
-        return np.asarray(leaf.addressable_data(0))
-    return np.asarray(leaf)

@@ -16,7 +16,7 @@ from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.settings import Log
 from jaxformer.runs.objectives import OBJECTIVES, loss_of, task_of
 from jaxformer.training.step import Batch, Sums
-from jaxformer.training.totals import Totals, make_totals
+from jaxformer.training.totals import make_totals
 
 Evaluation = dict[str, float]
 # Shows the progress of an evaluation: takes its batches and their number, and yields the batches.
@@ -54,23 +54,19 @@ def make_evaluation(
     totals = make_totals(sums)
 
     def evaluate(params: Params, batches: Iterable[Batch]) -> Evaluation:
-        return _line(totals(params, batches))
+        found = totals(params, batches)
+        # If the loss is not in nats, `val_loss` is the "nats" beside it.
+        nats, weight = found.get("nats") or found.get("loss") or (0.0, 0.0)
+        line = {"val_loss": nats / max(weight, 1)}
+        if "bytes" in found:
+            line["val_bits_per_byte"] = nats / math.log(2) / max(found["bytes"][0], 1)
+        for name, (total, weight) in found.items():
+            # What has no weight, as the loss of a source without rows, has no mean.
+            if name not in ("loss", "nats", "bytes") and (weight or "/" not in name):
+                line[f"val_{name}"] = total / (weight or 1)
+        return line
 
     return evaluate
-
-
-def _line(totals: Totals) -> Evaluation:
-    """The numbers of an evaluation from its totals. If the loss is not in nats, `val_loss` is the
-    "nats" beside it."""
-    nats, weight = totals.get("nats") or totals.get("loss") or (0.0, 0.0)
-    line = {"val_loss": nats / max(weight, 1)}
-    if "bytes" in totals:
-        line["val_bits_per_byte"] = nats / math.log(2) / max(totals["bytes"][0], 1)
-    for name, (total, weight) in totals.items():
-        # What has no weight, as the loss of a source without rows, has no mean.
-        if name not in ("loss", "nats", "bytes") and (weight or "/" not in name):
-            line[f"val_{name}"] = total / (weight or 1)
-    return line
 
 
 def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:

@@ -11,11 +11,12 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -52,14 +53,6 @@ SAMPLING = {"do_sample", "no_repeat_ngram_size", "min_new_tokens"} | {
 # The number of scored tokens before a row's last one is rounded up to one of these.
 WIDTHS = (0, *(16 * 4**power for power in range(14)))
 MAX_LOGITS = 2**23  # about as many are in memory at once
-
-
-class HarnessRequest(Protocol):
-    """An instance of the harness: `args` are a text, a context and its continuation, or a context
-    and the keywords of its generation."""
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
 
 
 ScoringRequest = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -201,29 +194,25 @@ class HarnessModel(TemplateLM):
 
         A text lacks special tokens, so that a stop that is the name of one is that token.
         """
-        stops = [stop for stop in until if stop not in (None, "")]
-        names = {name: self.tokenizer.id_of(name) for name in self._special_names}
+        added = self.tokenizer.encoder.spec()["added_tokens"]
+        names = [row["content"] for row in added if row["special"]]
         texts, ends = [self.tokenizer.shown(self.eot_token_id)], {*(self._turn_ends or ())}
-        for stop in stops:
+        for stop in until:
+            if stop in (None, ""):
+                continue
             if not isinstance(stop, str):
                 raise ConfigError(f"generation_kwargs: until has {stop!r}, and takes texts.")
-            name = next((name for name in names if name in stop), None)
+            name = max((name for name in names if name in stop), key=len, default=None)
             if name is None:
                 texts.append(stop)
             elif stop.lstrip().startswith(name):
-                ends.add(names[name])
+                ends.add(self.tokenizer.id_of(name))
             else:
                 raise ConfigError(
                     f"generation_kwargs: until has {stop!r}, which no text has, since the special"
                     f" token {name!r} is left out of texts: give the text before it, or the token."
                 )
         return texts, ends
-
-    @functools.cached_property
-    def _special_names(self) -> list[str]:
-        """The names of the special tokens, the longest first."""
-        added = self.tokenizer.encoder.spec()["added_tokens"]
-        return sorted((row["content"] for row in added if row["special"]), key=len, reverse=True)
 
     def get_model_info(self) -> dict[str, Any]:
         """Which weights these are, for the results of the harness."""
@@ -236,9 +225,7 @@ class HarnessModel(TemplateLM):
             "model_config": dataclasses.asdict(self.config),
         }
 
-    def loglikelihood(
-        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
-    ) -> list[Answer]:
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
         """(log-likelihood, whether it is the greedy continuation) of each text after its context.
 
         An empty context is the prefix token.
@@ -251,7 +238,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def loglikelihood_rolling(
-        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
+        self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """The log-likelihood of each text, read in windows of max_length tokens in which each token
         is predicted once. Tokens that the template puts before a text are read, not scored."""
@@ -272,21 +259,14 @@ class HarnessModel(TemplateLM):
     def _windows(self, tokens: list[int]) -> Iterator[ScoringRequest]:
         """The windows of a text. The first begins with the tokens that the template puts before a
         text, or with the prefix token where there are none."""
-        template = self.tokenizer.prefix
-        if template and tokens[: len(template)] == template:
-            unscored = len(template) - 1  # beside the first token, which has no context
-        else:
-            unscored = 0
-            if tokens[:1] != [self.prefix_token_id]:
-                tokens = [self.prefix_token_id, *tokens]
-        for pair in get_rolling_token_windows(
-            tokens[1:], tokens[0], self.max_length, context_len=1
-        ):
+        begin = self.tokenizer.prefix or [self.prefix_token_id]
+        if tokens[: len(begin)] == begin:
+            tokens = tokens[len(begin) :]
+        *before, last = begin
+        for pair in get_rolling_token_windows(tokens, last, self.max_length, context_len=1):
             context, continuation = make_disjoint_window(pair)
-            skipped = min(unscored, len(continuation))
-            unscored -= skipped
-            if continuation[skipped:]:
-                yield None, [*context, *continuation[:skipped]], continuation[skipped:]
+            yield None, [*before, *context], continuation
+            before = []
 
     def _loglikelihood_tokens(
         self, requests: Sequence[ScoringRequest], disable_tqdm: bool = False, **__: Any
@@ -308,8 +288,8 @@ class HarnessModel(TemplateLM):
                     f"a continuation of {len(continuation)} tokens does not fit into"
                     f" max_length={self.max_length}."
                 )
-            row = self._row(context or [self.prefix_token_id], continuation)
-            cut += len(context) > self._context_space(len(continuation))
+            row, is_cut = self._row(context or [self.prefix_token_id], continuation)
+            cut += is_cut
             request_numbers.setdefault(row, []).append(number)
         _warn(cut, len(requests), self.max_length)
         rows = sorted(request_numbers, key=lambda row: (-len(row.source), -len(row.read), row))
@@ -337,20 +317,18 @@ class HarnessModel(TemplateLM):
             request.heed(self.batches)
         self.batches += 1
 
-    def _row(self, context: list[int], continuation: list[int]) -> ScoredRow:
-        """The row in which a continuation is scored. An encoder-decoder reads the context as its
-        source, and the start token before the continuation, as the harness's own models do."""
+    def _row(self, context: list[int], continuation: list[int]) -> tuple[ScoredRow, bool]:
+        """The row in which a continuation is scored, and whether its context is cut. An
+        encoder-decoder reads the context as its source, and the start token before the
+        continuation, as the harness's own models do."""
+        count = len(continuation)
         if self.backend == "causal":
             tokens = [*context, *continuation]
-            return ScoredRow(tuple(tokens[-self.max_length - 1 : -1]), len(continuation))
+            row = ScoredRow(tuple(tokens[-self.max_length - 1 : -1]), count)
+            return row, len(tokens) > self.max_length + 1
         read = (self.tokenizer.start_token, *continuation[:-1])
-        return ScoredRow(read, len(continuation), tuple(context[-self._source_length :]))
-
-    def _context_space(self, continuation_length: int) -> int:
-        """The most tokens of a context before a continuation."""
-        if self.backend == "seq2seq":
-            return self._source_length
-        return self.max_length + 1 - continuation_length
+        source = tuple(context[-self._source_length :])
+        return ScoredRow(read, count, source), len(context) > self._source_length
 
     @property
     def _source_length(self) -> int:
@@ -365,26 +343,19 @@ class HarnessModel(TemplateLM):
             self._heed()
             batch = rows[start_row : start_row + self.batch_size]
             filled = full_batch(batch, self.batch_size)
-            lengths = np.array([len(row.read) for row in filled], np.int32)
+            length = rounded(max(len(row.read) for row in filled), BUCKET)
+            read = padded([row.read for row in filled], min(length, self.max_length), left=True)
+            source = None
+            if self.backend == "seq2seq":
+                length = rounded(max(len(row.source) for row in filled), BUCKET)
+                sources = [row.source for row in filled]
+                source = padded(sources, min(length, self._source_length))
             counts = np.array([row.scored for row in filled], np.int32)
-            length = min(rounded(lengths.max(), BUCKET), self.max_length)
-            tokens, _ = padded([row.read for row in filled], length)
             width = next(width for width in WIDTHS if width >= counts.max() - 1)
-            source = self._padded_sources([row.source for row in filled])
-            results = token_scores(self.params, self.config, width, tokens, lengths, counts, source)
+            results = token_scores(self.params, self.config, width, read, counts, source)
             yield from zip(batch, *map(np.asarray, results), strict=False)
 
-    def _padded_sources(
-        self, sources: Sequence[Sequence[int]]
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """The sources of an encoder-decoder with their segment ids."""
-        if self.backend == "causal":
-            return None
-        return padded(sources, min(rounded(max(map(len, sources)), BUCKET), self._source_length))
-
-    def generate_until(
-        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
-    ) -> list[str]:
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text generated after each context, up to the first of the request's stops."""
         order = Collator(
             [request.args for request in requests],
@@ -503,8 +474,7 @@ def token_scores(
     params: Params,
     config: ModelConfig,
     width: int,
-    tokens: jax.Array,
-    lengths: jax.Array,
+    read: tuple[jax.Array, jax.Array],
     counts: jax.Array,
     source: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -512,44 +482,39 @@ def token_scores(
     last [B], whether each of these is the likeliest token [B], and the log-probabilities of every
     token of the vocabulary as the very last [B, V].
 
-    `tokens` [B, T] have `lengths` [B] tokens each, without the very last, and padding on the right;
-    `counts` [B] tokens are scored, at most `width` + 1. Only their logits are computed, and no more
-    than about `MAX_LOGITS` at once. An encoder-decoder reads the tokens of `source` [B, S] with
-    their segment ids [B, S].
+    `read` are the tokens [B, T] without the very last, with padding on the left, and their segment
+    ids [B, T]; `counts` [B] tokens are scored, at most `width` + 1. Only their logits are computed,
+    and no more than about `MAX_LOGITS` at once. An encoder-decoder reads the tokens of `source`
+    [B, S] with their segment ids [B, S].
     """
-    segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
+    tokens, segments = read
     inputs = Inputs(tokens, layout_of(tokens, None, segments))
     if source is not None:
         source_layout = layout_of(source[0], None, source[1])
         inputs = dataclasses.replace(inputs, source=source[0], source_layout=source_layout)
     x = hidden(params, config, inputs).x  # [B, T, D]
 
-    def logits(index: jax.Array) -> jax.Array:  # [B, n] -> [B, n, V]
-        chosen = jnp.take_along_axis(x, index[..., None], axis=1)  # [B, n, D]
-        return head(params, config, chosen, TokenLayout(index))
+    def log_probs(x: jax.Array) -> jax.Array:  # [B, n, D] -> [B, n, V]
+        layout = TokenLayout(jnp.zeros(x.shape[:2], jnp.int32))
+        return jax.nn.log_softmax(head(params, config, x, layout), axis=-1)
 
-    def tile(distances: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first two results for the tokens at `distances` [n] before the last one."""
-        index = jnp.maximum(lengths[:, None] - 1 - distances, 0)  # [B, n]
-        tile_logits = logits(index)
-        targets = jnp.take_along_axis(tokens, index + 1, axis=1)
-        is_scored = distances < counts[:, None]
-        scores = jnp.take_along_axis(tile_logits, targets[..., None], axis=-1)[..., 0]
-        scores = scores - jax.nn.logsumexp(tile_logits, axis=-1)
-        is_likeliest = tile_logits.argmax(-1) == targets
-        return jnp.where(is_scored, scores, 0).sum(1), (~is_scored | is_likeliest).all(1)
+    def of_token(token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        """The first two results of one token of each row: [B, D], [B], [B] -> [B] twice."""
+        y, target, is_scored = token
+        logs = log_probs(y[:, None])[:, 0]
+        score = jnp.take_along_axis(logs, target[:, None], axis=-1)[:, 0]
+        return jnp.where(is_scored, score, 0), ~is_scored | (logs.argmax(-1) == target)
 
-    # A tile has a power of two of tokens of each row, which divides every width, and at most
-    # MAX_LOGITS logits.
-    tile_tokens = max(MAX_LOGITS // (len(tokens) * config.vocab_size), 1)
-    size = min(width, 1 << (tile_tokens.bit_length() - 1))
-    sums, right = jax.lax.map(tile, jnp.arange(1, width + 1).reshape(-1, max(size, 1)))
-    final = jax.nn.log_softmax(logits(lengths[:, None] - 1), axis=-1)[:, 0]
+    distances = jnp.arange(tokens.shape[1] - 1, 0, -1)  # of a token from the very last
+    before = (x[:, :-1], tokens[:, 1:], distances < counts[:, None])
+    last = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0)[max(len(distances) - width, 0) :], before)
+    at_once = max(MAX_LOGITS // (len(tokens) * config.vocab_size), 1)
+    scores, right = jax.lax.map(of_token, last, batch_size=at_once)
     # Every process of a run reads them all.
     return (
-        constrain(sums.sum(0), (None,)),
+        constrain(scores.sum(0), (None,)),
         constrain(right.all(0), (None,)),
-        constrain(final, (None, None)),
+        constrain(log_probs(x[:, -1:])[:, 0], (None, None)),
     )
 
 

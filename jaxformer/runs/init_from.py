@@ -1,6 +1,7 @@
 """Warm starts: the parameters of a run or of a Hugging Face model outside of the heads, which may
 be new."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxformer.arrays.mesh import parameter_sharding, place_array
-from jaxformer.arrays.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
+from jaxformer.arrays.mesh import place_array, placement
+from jaxformer.arrays.params import Params, Spec, init_params, is_custom, map_specs, rows
+from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, TokenizerConfig
@@ -67,8 +69,13 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
     lines = []
     for entry in dataclasses.fields(model):
         name, here, there = entry.name, getattr(model, entry.name), getattr(base_model, entry.name)
-        if name not in OWN and here != there and _changes_trunk(base_model, name, here):
-            lines.append(f"model.{name}={here!r}, but it is {there!r} in the base")
+        if name in OWN or here == there:
+            continue
+        changed: dict[str, Any] = {name: here}
+        with contextlib.suppress(ConfigError):  # which refuses the setting alone
+            if trunk_of(dataclasses.replace(base_model, **changed)) == base_trunk:
+                continue
+        lines.append(f"model.{name}={here!r}, but it is {there!r} in the base")
     paths = [path for path in {**trunk, **base_trunk} if trunk.get(path) != base_trunk.get(path)]
     shape, base_shape = trunk.get(paths[0], "missing"), base_trunk.get(paths[0], "missing")
     lines.append(f"so {paths[0]} is {shape} here, and {base_shape} in the base")
@@ -78,15 +85,6 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
         "Remove these settings from the config and the command line, so that those of the base are"
         " used (configs/finetune.py sets none), or train without run.init_from."
     )
-
-
-def _changes_trunk(base_model: ModelConfig, name: str, value: object) -> bool:
-    """Whether a setting alone changes a parameter outside of the heads, or is refused alone."""
-    changes = {name: value}
-    try:
-        return trunk_of(dataclasses.replace(base_model, **changes)) != trunk_of(base_model)  # type: ignore[arg-type]
-    except ConfigError:
-        return True
 
 
 def with_grown_vocabulary(
@@ -126,25 +124,18 @@ def trunk_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class WarmStart(NamedTuple):
-    """Parameters on their mesh, and the paths of those that the model of run.init_from has not. Of
-    some of these, in `grown`, the first rows are those of that model, and only `new_labels` are
-    new. `upcycled` and `added` are sentences about experts that are copies of its feed-forward, and
+    """Parameters on their mesh, and the paths of those that the model of run.init_from has not.
+    `upcycled` and `added` are sentences about experts that are copies of its feed-forward, and
     about the rows of added tokens, if any."""
 
     params: Params
     new: list[str]
-    grown: list[str]
-    new_labels: tuple[str, ...]
     upcycled: str = ""
     added: str = ""
 
     def sentence(self, base: str) -> str:
         copied = len(jax.tree.leaves(self.params)) - len(self.new)
-        new = [path for path in self.new if path not in self.grown]
-        line = f"{copied} tensors are those of {base}; new: {', '.join(new) or 'none'}."
-        if self.grown:
-            rows_of = ", ".join(map(repr, self.new_labels)) or "classes without a label"
-            line += f" New rows in {', '.join(self.grown)}, after those of the base: {rows_of}."
+        line = f"{copied} tensors are those of {base}; new: {', '.join(self.new) or 'none'}."
         return " ".join(filter(None, (line, self.upcycled, self.added)))
 
 
@@ -153,8 +144,7 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     seed, for heads that differ.
 
     An adapter there is merged first, which a prompt or a prefix cannot be. A head of classes is
-    used only if `labels` begin with its labels; rows for further labels are new. Experts are copies
-    of a dense feed-forward there.
+    used only for the same `labels`. Experts are copies of a dense feed-forward there.
     """
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
     added = ""
@@ -166,17 +156,16 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
         base, added = dataclasses.replace(base, params=params, config=config), new_rows.sentence
     table = model_specs(run.model) | objective_specs(run.data.objective, run.model)
     params, routers = _with_experts(base, run.model, mesh)
-    base_leaves, specs = _leaves(params), rows(table)
+    # A quantized leaf is one.
+    base_leaves, specs = flat_leaves(params, is_leaf=is_custom), rows(table)
     before = base.labels
     same_head = base.config.output == run.model.output and labels[: len(before)] == before
-    new, grown = list[str](), list[str]()
+    new = list[str]()
     for path, spec in specs.items():
         in_head = path.partition(".")[0] == "head"
         fits = path in base_leaves and base_leaves[path].shape == spec.shape
         if not fits or (in_head and not same_head):
             new.append(path)
-            if before and same_head and in_head and path in base_leaves:
-                grown.append(path)
     unmatched = [*new, *(path for path in base_leaves if path not in specs)]
     may_be_new = {path for path in unmatched if path.partition(".")[0] in HEAD_BRANCHES} | routers
     misfits = [path for path in unmatched if path not in may_be_new]
@@ -185,37 +174,25 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
             f"run.init_from={run.run.init_from!r} does not fit this model outside of its head:"
             f" {', '.join(misfits)}."
         )
-    grown_leaves = {path: base_leaves[path] for path in grown}
-    drawn = _drawn({path: specs[path] for path in new}, grown_leaves, run.run.seed, mesh)
+    drawn: dict[str, Any] = {}
+    if new:
+        drawn_specs = {path: specs[path] for path in new}
+        shardings = {
+            path: placement(mesh, spec.shape, spec.axes) for path, spec in drawn_specs.items()
+        }
+        key = jax.random.key(run.run.seed)
+        drawn = jax.jit(lambda: init_params(drawn_specs, key), out_shardings=shardings)()
 
     def leaf(path: str, spec: Spec) -> Any:
         value = drawn.get(path, base_leaves.get(path))
-        return value if is_custom(value) else place_array(value, _place(spec, mesh))
+        return (
+            value
+            if is_custom(value)
+            else place_array(value, placement(mesh, spec.shape, spec.axes))
+        )
 
     upcycled = f"Upcycled: {upcycled_text(run.model)}" if routers else ""
-    return WarmStart(map_specs(leaf, table), new, grown, labels[len(before) :], upcycled, added)
-
-
-def _drawn(
-    specs: dict[str, Spec], grown_leaves: dict[str, Any], seed: int, mesh: Mesh | None
-) -> dict[str, Any]:
-    """New leaves by their paths, drawn from a seed; those of `grown_leaves` begin with the rows of
-    the base."""
-    if not specs:
-        return {}
-    key = jax.random.key(seed)
-
-    def first(grown_leaves: Params) -> Params:
-        drawn = init_params(specs, key)
-        # The leaves are [classes, ...], with fewer classes in the base.
-        for path, leaf in grown_leaves.items():
-            shared = min(len(leaf), len(drawn[path]))
-            drawn[path] = drawn[path].at[:shared].set(leaf[:shared])
-        return drawn
-
-    placements = {path: _place(spec, mesh) for path, spec in specs.items()}
-    drawn: dict[str, Any] = jax.jit(first, out_shardings=placements)(grown_leaves)
-    return drawn
+    return WarmStart(map_specs(leaf, table), new, upcycled, added)
 
 
 def _with_experts(base: Loaded, model: ModelConfig, mesh: Mesh | None) -> tuple[Params, set[str]]:
@@ -223,17 +200,5 @@ def _with_experts(base: Loaded, model: ModelConfig, mesh: Mesh | None) -> tuple[
     paths of the routers, which it then has not."""
     if not is_upcycled(model, base.config) or trunk_of(dense_of(model)) != trunk_of(base.config):
         return base.params, set()
-    params = upcycle(base.params, model, lambda spec: _place(spec, mesh))
+    params = upcycle(base.params, model, lambda spec: placement(mesh, spec.shape, spec.axes))
     return params, {path for path in rows(model_specs(model)) if ".experts.router" in path}
-
-
-def _leaves(params: Params) -> dict[str, Any]:
-    """The leaves by their dotted paths, a quantized one as one."""
-    leaves = jax.tree.leaves_with_path(params, is_leaf=is_custom)
-    return {dotted(path): leaf for path, leaf in leaves}
-
-
-def _place(spec: Spec, mesh: Mesh | None) -> Any:
-    if mesh is None:
-        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return parameter_sharding(mesh, spec.shape, spec.axes)

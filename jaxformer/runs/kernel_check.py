@@ -16,7 +16,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Log
 from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.layers import kernels
-from jaxformer.layers.biases import is_disentangled, key_distances, score_bias
+from jaxformer.layers.biases import is_disentangled, key_distances
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.grouped import GROUPED_KERNELS, GroupedRows
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
@@ -249,7 +249,13 @@ def _attention_errors(
         mask = AttentionMask(
             *sides, causal, window, Scoring(), is_one_sequence, config.max_segments
         )
-        bias = _bias(config, mask)
+        bias = None
+        if mask.relative and config.positions in BIASED_SCORES:
+            # As large as that of the layers of the model: [B, N, T, S], or one for all rows.
+            heads = jnp.arange(config.n_heads)[:, None, None]
+            bias = jnp.sin(key_distances(mask)[:, None] + heads)
+            if is_disentangled(config):
+                bias = jnp.broadcast_to(bias, (len(q), *bias.shape[1:]))
         sinks = jnp.linspace(-1, 1, config.n_heads) if config.attention_sinks else None
 
         def with_gradients(kernel: kernels.Kernel, *arrays: jax.Array) -> Results:
@@ -275,21 +281,6 @@ def _attention_errors(
 
     errors, leak = errors_of([q, k, v, cotangent], segments)
     return errors, leak
-
-
-def _bias(config: ModelConfig, mask: AttentionMask) -> jax.Array | None:
-    """A bias of the scores, as the layers of the model have, of the same shape."""
-    heads = config.n_heads
-    if not mask.relative or config.positions not in BIASED_SCORES:
-        return None
-    if is_disentangled(config):
-        angles = key_distances(mask)[:, None] + jnp.arange(heads)[:, None, None]
-        shape = (len(mask.queries.positions), *angles.shape[1:])
-        return jnp.broadcast_to(jnp.sin(angles), shape)
-    table = None
-    if config.positions == "t5":
-        table = jnp.sin(jnp.arange(config.relative_buckets * heads)).reshape(-1, heads)
-    return score_bias(table, config, mask)
 
 
 def uneven_sizes(rows: int, experts: int) -> np.ndarray:

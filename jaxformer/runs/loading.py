@@ -164,7 +164,13 @@ def _load_run(
     tokenizer = Tokenizer.find(run_dir)
     require_tokenizer(run_dir, tokenizer, record)
     labels = tuple(record.get("labels", ()))
-    brought = _brought_specs(run.data.objective, run.model)
+    brought: Specs = {}
+    # The objectives of this package bring no parameters, and code that adds one that does has
+    # imported their table, which is not imported here for the sake of start-up.
+    if imported_table(ObjectiveName) is not None:
+        from jaxformer.runs.objectives import objective_specs
+
+        brought = objective_specs(run.data.objective, run.model)
     saved = SavedWeights(run_dir, step, weights, record)
     if run.adapter.kind == "none":
         if base is not None:
@@ -197,16 +203,6 @@ def _load_run(
     return Loaded(params, run.model, tokenizer, labels, str(base_dir), learned, step)
 
 
-def _brought_specs(objective: str, model: ModelConfig) -> Specs:
-    """The parameters that an objective brings. Those of this package bring none, and code
-    that adds one has imported their table, which is not imported here for the sake of start-up."""
-    if imported_table(ObjectiveName) is None:
-        return {}
-    from jaxformer.runs.objectives import objective_specs
-
-    return objective_specs(objective, model)
-
-
 def load_base(
     path: str | Path, mesh: Mesh | None = None, quantize: Quantization | None = None
 ) -> Loaded:
@@ -230,9 +226,9 @@ def is_run(folder: Path) -> bool:
 
 def has_adapter(folder: Path) -> bool:
     """Whether a directory is that of an adapter, or of a run with one."""
-    if is_adapter(folder) or not (folder / "config.json").is_file():
-        return is_adapter(folder)
-    return run_of(folder).adapter.kind != "none"
+    if is_adapter(folder):
+        return True
+    return (folder / "config.json").is_file() and run_of(folder).adapter.kind != "none"
 
 
 def run_of(path: str | Path, weights: bool = True) -> RunConfig:
@@ -240,8 +236,15 @@ def run_of(path: str | Path, weights: bool = True) -> RunConfig:
     an adapter is evaluated; with weights=False the weights of a Hugging Face directory need not be
     there."""
     folder = located(path)
-    model = _model_of(folder, weights)
-    if model is None:
+    if is_adapter(folder):
+        from jaxformer.interop.peft_reading import adapted_config
+
+        model = adapted_config(folder, run_of(base_of(folder), weights).model)
+    elif is_gguf(folder) or is_pretrained(folder):
+        from jaxformer.interop.pretrained import pretrained_config
+
+        model = pretrained_config(folder, weights)
+    else:
         return read_config(folder / "config.json")
     length = min(model.max_length, MOST_EVALUATION_TOKENS)
     has_source = model.family == "encoder_decoder"
@@ -267,19 +270,6 @@ def labels_of(path: str | Path) -> tuple[str, ...]:
     from jaxformer.interop.pretrained import pretrained_labels
 
     return pretrained_labels(folder)
-
-
-def _model_of(folder: Path, weights: bool) -> ModelConfig | None:
-    """The config of a model that says nothing of its training; None for a run."""
-    if is_adapter(folder):
-        from jaxformer.interop.peft_reading import adapted_config
-
-        return adapted_config(folder, run_of(base_of(folder), weights).model)
-    if not is_gguf(folder) and not is_pretrained(folder):
-        return None
-    from jaxformer.interop.pretrained import pretrained_config
-
-    return pretrained_config(folder, weights)
 
 
 def lacks_weights(path: str | Path) -> bool:

@@ -34,14 +34,14 @@ def logged_before(run_dir: str, step: int) -> Logged:
     """What metrics.jsonl says of a run that continues after `step`."""
     if not step or not (located(run_dir) / FILE).is_file():
         return Logged({}, 0)
-    lines = [line for line in read_metrics(run_dir) if line["step"] <= step]
-    evaluations = [line for line in lines if _is_evaluation(line) and line["step"] == step]
-    skipped = max((line.get(SKIPPED_STEPS, 0) for line in lines), default=0)
-    return Logged(evaluations[-1] if evaluations else {}, skipped)
-
-
-def _is_evaluation(line: Mapping[str, Any]) -> bool:
-    return "val_loss" in line or any(name.startswith("tasks/") for name in line)
+    evaluation, skipped = {}, 0
+    for line in read_metrics(run_dir):
+        if line["step"] <= step:
+            skipped = max(skipped, line.get(SKIPPED_STEPS, 0))
+        has_results = "val_loss" in line or any(name.startswith("tasks/") for name in line)
+        if has_results and line["step"] == step:
+            evaluation = line
+    return Logged(evaluation, skipped)
 
 
 def is_due(step: int, every: int, steps: int) -> bool:

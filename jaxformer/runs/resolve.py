@@ -323,7 +323,17 @@ def resolve_without_data(
     model, notes = with_assumed_sizes(model)
     run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
     task = task_of(model, run.data)
-    batch = _abstract_batch(task, run.data, run.train.batch_size, mesh, packed)
+    shapes = batch_shapes(task, run.data, run.train.batch_size)
+    for name, array in SEGMENTS.items():
+        if packed is True and array in shapes:
+            shapes[name] = shapes[array]
+        elif packed is False:
+            shapes.pop(name, None)
+    of_rows = batch_sharding(mesh)
+    batch = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=of_rows)
+        for name, array in shapes.items()
+    }
     segments = 0
     if "segment_ids" in batch:
         packs = run.data.packing != "stream" or (task.template is not None and task.template.packs)
@@ -391,23 +401,6 @@ def preference_options(
 
         options["reference_of"] = without_adapters
     return options
-
-
-def _abstract_batch(
-    task: Task, data: DataConfig, batch_size: int, mesh: AnyMesh, packed: bool | None
-) -> AbstractBatch:
-    """The global batch of a run as shapes, with rows over the batch axes of the mesh."""
-    shapes = batch_shapes(task, data, batch_size)
-    for name, array in SEGMENTS.items():
-        if packed is True and array in shapes:
-            shapes[name] = shapes[array]
-        elif packed is False:
-            shapes.pop(name, None)
-    of_rows = batch_sharding(mesh)
-    return {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=of_rows)
-        for name, array in shapes.items()
-    }
 
 
 def encoded_length(

@@ -2,20 +2,13 @@
 translations."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
-import jax
-import numpy as np
-
 from jaxformer import data
-from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import ObjectiveName, RunConfig
-from jaxformer.data.batches import EvaluationBatches
 from jaxformer.files import ConfigError, located
-from jaxformer.generation.scores import score_targets
 from jaxformer.interop.gguf_files import is_gguf
 from jaxformer.runs.evaluation import (
     Evaluation,
@@ -26,7 +19,7 @@ from jaxformer.runs.evaluation import (
     own_cache,
     unwatched,
 )
-from jaxformer.runs.loading import Loaded, Reading, load, run_of, text_directory
+from jaxformer.runs.loading import Reading, load, run_of, text_directory
 from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
 from jaxformer.runs.reference import Reference
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options
@@ -53,77 +46,6 @@ def evaluate_run(
     says, because a run directory may come from somebody else. `watch` takes the batches and their
     number, and yields the batches, as `ProgressBar.evaluation` does.
     """
-    model, run, corpus, heldout = _held_out(path, validation, step, objective, cache_dir, **reading)
-    batches: Iterable[Any] = watch(heldout, len(heldout))
-    row = OBJECTIVES[corpus.task.name]
-    if keeps_start(row, run.adapter):
-        check_start(corpus.task.name, run.adapter, run.run.init_from)
-        batches = map(Reference(run.run.init_from, model.config, path), batches)
-    options, config = preference_options(row, run.train, run.adapter), _packed(model, corpus)
-    evaluate = make_evaluation(corpus.task.name, config, bytes_of_targets(corpus), options)
-    return evaluate(model.params, batches)
-
-
-def score_run(
-    path: str | Path,
-    validation: str = "",
-    step: int | None = None,
-    objective: ObjectiveName = "auto",
-    cache_dir: str | Path = "",
-    top: int = 5,
-    **reading: Unpack[Reading],
-) -> Iterator[dict[str, Any]]:
-    """A record for each target that `evaluate_run` with the same arguments counts, in the order of
-    rows: `row`, `position`, `token`, `text`, `logp` (nats), and the `top` `alternatives`, each with
-    token, text and logp, likeliest first."""
-    model, _, corpus, heldout = _held_out(path, validation, step, objective, cache_dir, **reading)
-    config, tokenizer, row = _packed(model, corpus), corpus.tokenizer, 0
-    program = jax.jit(score_targets, static_argnums=(1, 3))
-    for batch in heldout:
-        arrays = {name: np.asarray(array) for name, array in batch.items()}
-        scores = jax.tree.map(np.asarray, program(model.params, config, arrays, top))
-        for index in range(len(scores.log_probs)):
-            for position in np.flatnonzero(scores.is_scored[index]).tolist():
-                target = int(arrays["targets"][index, position])
-                likeliest = zip(
-                    scores.alternatives[index, position].tolist(),
-                    scores.alternative_log_probs[index, position].tolist(),
-                    strict=True,
-                )
-                yield {
-                    "row": row,
-                    "position": position,
-                    **_shown(tokenizer, target, float(scores.log_probs[index, position])),
-                    "alternatives": [_shown(tokenizer, *pair) for pair in likeliest],
-                }
-            row += bool(scores.is_scored[index].any())
-
-
-def _shown(tokenizer: Tokenizer, token: int, logp: float) -> dict[str, Any]:
-    """A token by itself; null stands for a log-probability that is not finite."""
-    text, finite = tokenizer.shown(token), logp if math.isfinite(logp) else None
-    return {"token": token, "text": text, "logp": finite}
-
-
-class _HeldOut(NamedTuple):
-    """A model, its run on the text to evaluate on, the corpus, and the batches of its held-out
-    text."""
-
-    model: Loaded
-    run: RunConfig
-    corpus: data.Corpus
-    batches: EvaluationBatches
-
-
-def _held_out(
-    path: str | Path,
-    validation: str,
-    step: int | None,
-    objective: ObjectiveName,
-    cache_dir: str | Path,
-    **reading: Unpack[Reading],
-) -> _HeldOut:
-    """What `evaluate_run` reads; the arguments and errors are those that it has."""
     _refuse_gguf(path)
     model = load(path, step, **reading)
     run = _on_text(run_of(path), located(path), validation, objective, cache_dir)
@@ -131,16 +53,20 @@ def _held_out(
     if corpus.validation is None or model.tokenizer is None:
         raise _nothing_held_out(path)
     rows = run.train.batch_size // run.train.n_microbatches
-    return _HeldOut(model, run, corpus, data.evaluation_batches(corpus.validation, run.data, rows))
-
-
-def _packed(model: Loaded, corpus: data.Corpus) -> ModelConfig:
-    """The config of a model for the rows of a corpus."""
-    if "virtual" not in model.params or model.config.max_segments or corpus.validation is None:
-        return model.config
-    # Each segment may have a prompt.
-    segments = corpus.validation.most_segments() or 0
-    return dataclasses.replace(model.config, max_segments=segments)
+    heldout = data.evaluation_batches(corpus.validation, run.data, rows)
+    batches: Iterable[Any] = watch(heldout, len(heldout))
+    row = OBJECTIVES[corpus.task.name]
+    if keeps_start(row, run.adapter):
+        check_start(corpus.task.name, run.adapter, run.run.init_from)
+        batches = map(Reference(run.run.init_from, model.config, path), batches)
+    config = model.config
+    if "virtual" in model.params and not config.max_segments:
+        # Each segment may have a prompt.
+        segments = corpus.validation.most_segments() or 0
+        config = dataclasses.replace(config, max_segments=segments)
+    options = preference_options(row, run.train, run.adapter)
+    evaluate = make_evaluation(corpus.task.name, config, bytes_of_targets(corpus), options)
+    return evaluate(model.params, batches)
 
 
 class Translations(NamedTuple):

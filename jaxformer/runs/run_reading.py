@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxformer.arrays.mesh import parameter_sharding, replicated
+from jaxformer.arrays.mesh import placement, replicated
 from jaxformer.arrays.params import Params, Spec, Specs, is_custom, map_specs, rows
 from jaxformer.checkpoints.averages import AVERAGES, AverageKind
 from jaxformer.checkpoints.digests import fingerprint
@@ -55,7 +55,15 @@ def params_of_run(
     }
 
     def typed(read: Read) -> dict[str, Any]:
-        return _quantized(read, leaf_shapes, matrices, dtype, quantize)
+        """The leaves as `dtype`; each of the matrices that are quantized is read by itself, after
+        all others."""
+        together = {path: shape for path, shape in leaf_shapes.items() if path not in matrices}
+        leaves = {path: leaf.astype(dtype) for path, leaf in read(together).items()}
+        for path, spec in matrices.items():
+            weight = read({path: leaf_shapes[path]})[path].astype(dtype)
+            leaf = quantized_leaf(path, weight, spec, quantize)  # type: ignore[arg-type]
+            leaves[path] = jax.block_until_ready(leaf)
+        return {path: leaves[path] for path in leaf_shapes}
 
     leaves, saved_step = _from_newest(saved, typed)
     params: Params = jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))
@@ -80,10 +88,9 @@ def adapted_params_of_run(
 
 def _shapes(table: Specs, mesh: Mesh | None) -> Any:
     """Parameters as shapes, each with its sharding."""
-    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
-        sharding = first_device if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
+        sharding = placement(mesh, spec.shape, spec.axes)
         return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
 
     return map_specs(shape, table)
@@ -195,25 +202,6 @@ def no_average(path: Path) -> str:
         f"{path} keeps no average of its weights: leave out weights=average (--weights), or train"
         " with train.ema."
     )
-
-
-def _quantized(
-    read: Read,
-    leaf_shapes: dict[str, Any],
-    matrices: Mapping[str, Spec],
-    dtype: str,
-    quantize: Quantization | None,
-) -> dict[str, Any]:
-    """The leaves that `read` gives, as `dtype`; where they are quantized, each of the `matrices` is
-    read by itself, after all others."""
-    to_quantize = [path for path in leaf_shapes if quantize and path in matrices]
-    together = {path: shape for path, shape in leaf_shapes.items() if path not in to_quantize}
-    leaves: dict[str, Any] = {path: leaf.astype(dtype) for path, leaf in read(together).items()}
-    for path in to_quantize:
-        weight = read({path: leaf_shapes[path]})[path].astype(dtype)
-        leaf = quantized_leaf(path, weight, matrices[path], quantize)  # type: ignore[arg-type]
-        leaves[path] = jax.block_until_ready(leaf)
-    return {path: leaves[path] for path in leaf_shapes}
 
 
 def base_directory(

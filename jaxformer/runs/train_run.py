@@ -126,7 +126,14 @@ def _train(run: RunConfig, begin: float) -> Result:
             return is_begun(run.run.dir)
 
         begun = together(open_directory)
-        setup = _same_run(together(lambda: make_setup(run, log)))
+        setup = together(lambda: make_setup(run, log))
+        settings = {name: repr(value) for name, value in flat(setup.run).items()}
+        compared = {name: text for name, text in settings.items() if name not in PROCESS_SETTINGS}
+        compared |= {f"data.json: {name}": str(value) for name, value in setup.record.items()}
+        # Each process has drawn one; that of the first counts.
+        run_id = exchange(compared.pop("data.json: run_id"))[0]
+        require_same(compared | {"the version of jax": jax.__version__})
+        setup = dataclasses.replace(setup, record=setup.record | {"run_id": run_id})
         log(banner(summary(setup)))
         with checkpoints_of(setup, log) as checkpoints:
             try:
@@ -135,7 +142,12 @@ def _train(run: RunConfig, begin: float) -> Result:
                 if setup.reference and program is not None:
                     setup.reference.keep()
                 with doing("between two steps; the same command continues."):
-                    state, last = _trained(setup, state, program, checkpoints, begin)
+                    last = None
+                    while last is None:
+                        try:
+                            state, last = _steps(setup, state, program, checkpoints, begin)
+                        except Diverged as error:
+                            state = recovered(setup, error, checkpoints, log)
             except OutOfMemory as error:
                 checkpoints.wait()
                 saved = max(checkpoints.steps(), default=None)
@@ -160,16 +172,6 @@ def _close(setup: RunSetup, params: Params, last: Evaluation, begin: float, log:
         from jaxformer.runs.closing import close_run
 
         log(close_run(setup, params, last, time.monotonic() - begin))
-
-
-def _same_run(setup: RunSetup) -> RunSetup:
-    """The setup with the run id of the first process."""
-    settings = {name: repr(value) for name, value in flat(setup.run).items()}
-    compared = {name: text for name, text in settings.items() if name not in PROCESS_SETTINGS}
-    compared |= {f"data.json: {name}": str(value) for name, value in setup.record.items()}
-    drawn = compared.pop("data.json: run_id")
-    require_same(compared | {"the version of jax": jax.__version__})
-    return dataclasses.replace(setup, record=setup.record | {"run_id": exchange(drawn)[0]})
 
 
 def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetup, TrainState, Any]:
@@ -264,65 +266,32 @@ def traced(steps: str, folder: Path, step: CountedStep) -> Iterator[Advance]:
         local.close()
 
 
-def _trained(
-    setup: RunSetup, state: TrainState, program: Any, checkpoints: Checkpoints, began: float
-) -> tuple[TrainState, Evaluation]:
-    """`_steps`, and again after each rollback."""
-    log: Log = _ignore if setup.run.run.progress == "none" else _print
-    while True:
-        try:
-            return _steps(setup, state, program, checkpoints, began)
-        except Diverged as error:
-            state = recovered(setup, error, checkpoints, log)
-
-
 def _steps(
     setup: RunSetup, state: TrainState, program: Any, checkpoints: Checkpoints, began: float
 ) -> tuple[TrainState, Evaluation]:
-    """Runs the remaining steps; the final state and its evaluation.
+    """Runs the remaining steps; the final state and its evaluation, which the first process logs.
 
-    `began` is the `time.monotonic()` from which the log counts its seconds.
+    `began` is the `time.monotonic()` from which the log counts its seconds. The evaluation of the
+    first state, where it is due and was not made because a signal cut it short, is made first.
     """
-    settings, first, run = setup.run.train, int(state.step), setup.run.run
-    before, hooks = logged_before(run.dir, first), list[Hook]()
+    settings, run, first = setup.run.train, setup.run.run, int(state.step)
+    heldout, tasks = setup.heldout, setup.tasks
+    before = logged_before(run.dir, first)
+    step = CountedStep(program, setup, first)
+    evaluation = make_evaluation(
+        setup.task.name, setup.model, bytes_of_targets(setup.corpus), setup.evaluation_options
+    )
+    batches = batches_of(run.dir, setup.batches)
+    if setup.reference:
+        batches = setup.reference.scored(batches)
+    hooks = list[Hook]()
     skips = settings.on_bad_step == "skip"
     if skips:
         hooks.append(SkipSteps(BAD_STEPS, before.skipped))
     if settings.spike_factor:
         hooks.append(SpikeLimit(BAD_STEPS if skips else 0))
-    if jax.process_index():
-        step = CountedStep(program, setup, first)
-        return _fit(setup, state, step, checkpoints, before.evaluation, hooks, unwatched), {}
-    tracker = chosen_tracker(run.tracker)(located(run.dir), first, flat(setup.run))
-    with (
-        ProgressBar(settings.steps, first, run.progress) as progress,
-        MetricsLog(run.dir, first, began, tracker, setup.identity) as metrics_log,
-    ):
-        step = CountedStep(program, setup, first)
-        logger = MetricLogger(setup, first, metrics_log, progress, before)
-        hooks.append(logger)
-        watch = progress.evaluation
-        state = _fit(setup, state, step, checkpoints, before.evaluation, hooks, watch)
-        return state, logger.evaluation
-
-
-def _fit(
-    setup: RunSetup,
-    state: TrainState,
-    step: CountedStep,
-    checkpoints: Checkpoints,
-    before: Evaluation,
-    hooks: list[Hook],
-    watch: Watch,
-) -> TrainState:
-    """`fit`. The evaluation of the first state, where it is due and not made `before` because a
-    signal cut it short, is made first."""
-    settings, run, heldout, tasks = setup.run.train, setup.run.run, setup.heldout, setup.tasks
-    token_bytes, options = bytes_of_targets(setup.corpus), setup.evaluation_options
-    evaluation = make_evaluation(setup.task.name, setup.model, token_bytes, options)
-    batches = batches_of(run.dir, setup.batches)
-    if setup.reference:
-        batches = setup.reference.scored(batches)
+    watch: Watch = unwatched
+    logger = None
 
     def evaluate(params: Params) -> Evaluation:
         """Reads all batches at the end, and train.eval_batches of them before. The tasks are asked
@@ -337,18 +306,25 @@ def _fit(
     def asked(number: int) -> bool:
         return tasks is not None and is_due(number, settings.eval_tasks_every, settings.steps)
 
-    read_now = heldout and is_due(step.done, settings.eval_every, settings.steps)
-    if not before and (read_now or asked(step.done)):
-        with doing(f"in the evaluation after step {step.done}; the same command makes it."):
-            weights = evaluation_weights(state.params, state.optimizer)
-            first_evaluation = {**evaluate(weights), STATE: step.sums(state)}
-        for hook in hooks:
-            hook(step.done, state, first_evaluation)
-    with (
-        memory_of(lambda: f"step {step.done}"),
-        traced(run.profile, profile_dir(run.dir), step) as advance,
-    ):
-        return fit(
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            tracker = chosen_tracker(run.tracker)(located(run.dir), first, flat(setup.run))
+            progress = stack.enter_context(ProgressBar(settings.steps, first, run.progress))
+            metrics_log = MetricsLog(run.dir, first, began, tracker, setup.identity)
+            stack.enter_context(metrics_log)
+            logger = MetricLogger(setup, first, metrics_log, progress, before)
+            hooks.append(logger)
+            watch = progress.evaluation
+        read_now = heldout and is_due(first, settings.eval_every, settings.steps)
+        if not before.evaluation and (read_now or asked(first)):
+            with doing(f"in the evaluation after step {first}; the same command makes it."):
+                weights = evaluation_weights(state.params, state.optimizer)
+                first_evaluation = {**evaluate(weights), STATE: step.sums(state)}
+            for hook in hooks:
+                hook(first, state, first_evaluation)
+        stack.enter_context(memory_of(lambda: f"step {step.done}"))
+        advance = stack.enter_context(traced(run.profile, profile_dir(run.dir), step))
+        state = fit(
             advance,
             state,
             batches,
@@ -358,6 +334,7 @@ def _fit(
             checkpoints=checkpoints,
             hooks=hooks,
         )
+    return state, logger.evaluation if logger else {}
 
 
 def compile_step(setup: RunSetup, log: Log) -> Any:

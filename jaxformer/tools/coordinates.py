@@ -106,25 +106,23 @@ def _changes(
         updates, moments = rule.update(jax.grad(mean_loss)(params), moments, params)
         return (jax.tree.map(jnp.add, params, updates), moments), None
 
+    def activations(params: Any) -> dict[str, Any]:
+        # A pair [B, 2, T] is two sequences.
+        flat = {name: a.reshape(-1, a.shape[-1]) for name, a in batch.items() if a.ndim > 1}
+        inputs = inputs_of(flat)
+        x, _, aux = hidden(params, model, inputs, request=Request(CAPTURED))
+        return {**aux.captures, "logits": head(params, model, x, inputs.layout)}
+
     @jax.jit
     def change(seed: jax.Array) -> dict[str, jax.Array]:
         params = init_params(table, jax.random.key(seed))
         carry, _ = jax.lax.scan(advance, (params, rule.init(params)), None, STEPS)
-        before, after = (_activations(model, tree, batch) for tree in (params, carry[0]))
+        before, after = activations(params), activations(carry[0])
         difference = jax.tree.map(lambda a, b: (a - b).astype(jnp.float32), after, before)
         return jax.tree.map(lambda d: jnp.sqrt(jnp.mean(jnp.square(d))), difference)
 
     seeds = [jax.device_get(change(seed)) for seed in range(SEEDS)]
     return {name: sum(of_seed[name] for of_seed in seeds) / SEEDS for name in seeds[0]}
-
-
-def _activations(model: ModelConfig, params: Any, batch: dict[str, jax.Array]) -> dict[str, Any]:
-    """The activations of a model on a batch by their names, and its logits."""
-    # A pair [B, 2, T] is two sequences.
-    flat = {name: a.reshape(-1, a.shape[-1]) for name, a in batch.items() if a.ndim > 1}
-    inputs = inputs_of(flat)
-    x, _, aux = hidden(params, model, inputs, request=Request(CAPTURED))
-    return {**aux.captures, "logits": head(params, model, x, inputs.layout)}
 
 
 def disproportionate(table: Mapping[str, Coordinate]) -> list[str]:

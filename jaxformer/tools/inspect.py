@@ -62,22 +62,18 @@ def inspect(
         if not any(fits(captured, name) for captured in aux.captures):
             missing.append(name)
     if missing:
-        raise ConfigError(_unknown(missing, params, config, batch))
+
+        def captures(params: Params) -> dict[str, jax.Array]:
+            return logits_of(params, config, batch, Request(("*",)))[1].captures
+
+        names = sorted(jax.eval_shape(captures, params))
+        raise ConfigError(
+            f"this model has no {', '.join(map(repr, missing))}: names are stack.layer.what, here"
+            f" {', '.join(names[:12])}, and so on; what alone, or a pattern with *, means all"
+            " layers."
+        )
     values = {name: value for name, value in aux.captures.items() if request.captures(name)}
     return Inspection(logits, values)
-
-
-def _unknown(missing: list[str], params: Params, config: ModelConfig, batch: dict[str, Any]) -> str:
-    """The message for intermediates that the model does not have, with some that it has."""
-
-    def captures(params: Params) -> dict[str, jax.Array]:
-        return logits_of(params, config, batch, Request(("*",)))[1].captures
-
-    names = sorted(jax.eval_shape(captures, params))
-    return (
-        f"this model has no {', '.join(map(repr, missing))}: names are stack.layer.what, here"
-        f" {', '.join(names[:12])}, and so on; what alone, or a pattern with *, means all layers."
-    )
 
 
 def attention_maps(

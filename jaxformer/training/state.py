@@ -10,7 +10,7 @@ import optax
 from flax import struct
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from jaxformer.arrays.mesh import AnyMesh, parameter_sharding, place_array, replicated
+from jaxformer.arrays.mesh import AnyMesh, parameter_sharding, place_array, placement, replicated
 from jaxformer.arrays.params import NamedAxes, Params, Spec, dotted, init_params
 from jaxformer.files import ConfigError
 from jaxformer.training.compiler_options import compiler_options
@@ -247,7 +247,7 @@ def state_shardings(
 def _sharding_of(leaf: Any, mesh: AnyMesh | None) -> Sharding:
     """The sharding of a parameter: by the names of its axes, or as it is, or replicated."""
     if isinstance(leaf, Spec):
-        return _default() if mesh is None else parameter_sharding(mesh, leaf.shape, leaf.axes)
+        return placement(mesh, leaf.shape, leaf.axes)
     current = getattr(leaf, "sharding", None) or _default()
     if mesh is None or (isinstance(current, NamedSharding) and current.mesh == mesh):
         return current

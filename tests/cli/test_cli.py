@@ -279,27 +279,6 @@ def test_a_sample_streams(trained: tuple[Path, Path], monkeypatch: pytest.Monkey
     assert len({*shown}) >= 4 and all(b.startswith(a) for a, b in itertools.pairwise(shown))
 
 
-def test_evaluating_per_token_writes_each_token_with_its_alternatives(
-    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
-) -> None:
-    path = tmp_path / "tokens.jsonl"
-    assert main(["evaluate", str(trained[0]), "--per_token", str(path), "--top", "3"]) == 0
-    assert (
-        f"loss {logged(trained[0])[-1]['val_loss']:.4f} nats per token" in capsys.readouterr().out
-    )
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    tokenizer = jf.load(trained[0]).tokenizer
-    assert tokenizer is not None
-    for record in records:
-        alternatives = [entry["logp"] for entry in record["alternatives"]]
-        assert len(alternatives) == 3 and alternatives == sorted(alternatives)[::-1]
-        same = [entry for entry in record["alternatives"] if entry["token"] == record["token"]]
-        assert same in ([], [{key: record[key] for key in ("token", "text", "logp")}])
-        assert same or record["logp"] <= alternatives[-1]
-        assert record["text"] == tokenizer.shown(record["token"])
-    assert main(["evaluate", str(trained[0]), "--per_token", str(path), "--top", "-1"]) == 2
-
-
 def test_evaluating_a_run_gives_what_its_training_ended_with(
     trained: tuple[Path, Path], capsys: Capture
 ) -> None:

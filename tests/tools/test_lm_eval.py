@@ -223,7 +223,7 @@ def test_no_more_is_read_than_must_be(directory, monkeypatch):
     monkeypatch.setattr(
         harness_file,
         "token_scores",
-        lambda *asked: read.append((asked[2], *asked[3].shape)) or token_scores(*asked),
+        lambda *asked: read.append((asked[2], *asked[3][0].shape)) or token_scores(*asked),
     )
     asked = [(None, [5, 6, 7], [8, last]) for last in range(20)] + [(None, [5, 6, 7, 8], [9])]
     answers = lm._loglikelihood_tokens(asked, disable_tqdm=True)
@@ -277,9 +277,8 @@ def test_writing_ends_where_a_text_has_its_stop_and_another_takes_its_row(direct
     assert len(chunks) == 2
     chunks.clear()
     prompt = np.array([lm.tokenizer.encode(CONTEXTS[0])])
-    first = token_scores(lm.params, lm.config, 0, prompt, np.array([prompt.size]), np.array([1]))[
-        2
-    ].argmax()
+    read = prompt, np.ones_like(prompt)
+    first = token_scores(lm.params, lm.config, 0, read, np.array([1]))[2].argmax()
     monkeypatch.setattr(type(lm.tokenizer), "end_token", int(first))
     assert written(lm, CONTEXTS[:1], until=[], max_gen_toks=80) == [""] and len(chunks) == 1
 
@@ -441,13 +440,14 @@ def test_a_context_that_is_cut_is_told(monkeypatch, caplog):
 
 def test_logits_computed_a_few_at_a_time_give_the_same(monkeypatch):
     loaded, rng, found = from_scratch(), np.random.default_rng(0), []
-    rows = (rng.integers(0, 320, (3, 64)), np.array([64, 30, 2]), np.array([40, 17, 1]))
-    for limit, shape in ((2**23, "[3,64,320]"), (3 * 320 * 4, "[3,4,320]")):
+    segments = (np.arange(64) >= 64 - np.array([[64], [30], [2]])).astype(np.int32)
+    rows = ((rng.integers(0, 320, (3, 64)), segments), np.array([40, 17, 1]))
+    for limit, shape in ((2**23, "[63,3,1,320]"), (3 * 320 * 4, "[4,3,1,320]")):
         monkeypatch.setattr(harness_file, "MAX_LOGITS", limit)
         token_scores.clear_cache()
         traced = token_scores.trace(loaded.params, loaded.config, 64, *rows)
         assert shape in str(traced.jaxpr) and (limit == 2**23) == (
-            "[3,64,320]" in str(traced.jaxpr)
+            "[63,3,1,320]" in str(traced.jaxpr)
         )
         found.append(token_scores(loaded.params, loaded.config, 64, *rows))
     for few, many in zip(*found, strict=True):
