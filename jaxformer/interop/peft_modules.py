@@ -26,10 +26,7 @@ from jaxformer.interop.experts import EXPERT_BLOCKS, GATE_UP
 from jaxformer.interop.family import Copy
 from jaxformer.interop.llama import LAYER
 from jaxformer.interop.tensor_table import (
-    BY_HEAD,
-    BY_KEY_HEAD,
     CONV,
-    HEADS_STACKED,
     IN_TURN,
     INTERLEAVED,
     LINEAR,
@@ -51,25 +48,16 @@ TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w
 SCORE = "score"  # the output layer of a decoder's class head in transformers, without a bias
 
 
-def _routed_rows(
-    mlp: str, router: str, gate_up: Transform, down: Transform
-) -> tuple[TensorRow, ...]:
-    layer = f"{LAYER}{mlp}."
-    return (
-        TensorRow(f"{layer}{router}.weight", f"{EXPERT_BLOCKS}router", LINEAR),
-        TensorRow(f"{layer}experts.gate_up_proj", GATE_UP, gate_up),
-        TensorRow(f"{layer}experts.down_proj", f"{EXPERT_BLOCKS}down", down),
-    )
-
-
-# The parameters of experts and routers in the classes of transformers 5, by model_type, in the
-# order of the class.
-_MLP = _routed_rows("mlp", "gate", STACKED, LINEAR)
-_SPARSE = _routed_rows("block_sparse_moe", "router", STACKED, LINEAR)
-ROUTED_PARAMETERS: Mapping[str, tuple[TensorRow, ...]] = {
-    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "deepseek_v3"), _MLP),
-    **dict.fromkeys(("granitemoe", "granitemoeshared"), _SPARSE),
-    "gpt_oss": _routed_rows("mlp", "router", INTERLEAVED, CONV),
+# Where the classes of transformers 5 have the parameters of experts and routers, by model_type: the
+# name of the feed-forward, that of the router in it, and the order of gates and ups, and of downs.
+ROUTED = {
+    **dict.fromkeys(
+        ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3"), ("mlp", "gate", STACKED, LINEAR)
+    ),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared"), ("block_sparse_moe", "router", STACKED, LINEAR)
+    ),
+    "gpt_oss": ("mlp", "router", INTERLEAVED, CONV),
 }
 
 
@@ -90,17 +78,8 @@ class Layout:
     def obstacle(self, tensor: Tensor) -> str:
         """Why peft cannot adapt a module as it is adapted here; empty where it can."""
         path = tensor.paths[0]
-        if is_routed(tensor):
-            return (
-                f"{path} is a parameter of experts or of their router in transformers, which has no"
-                " module for it"
-            )
-        uses = [tensor.name, *(copy.name for copy in self.copies if copy.of == tensor.name)]
-        if len(uses) > 1:
-            return (
-                f"{path} is used in {len(uses)} places ({', '.join(uses)}), all of which an adapter"
-                " of it changes here, and in peft only one"
-            )
+        if any(copy.of == tensor.name for copy in self.copies):
+            return f"{path} is used in several places, and peft adapts one of them"
         if tensor.name.endswith("embed_positions.weight"):
             return f"peft looks its adapter up by the tokens, and {path} by their positions"
         return ""
@@ -129,16 +108,25 @@ def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:
         copies = ()
 
     by_name = {_in_class(tensor.name): tensor for tensor in plan}
-    routed = tensors(ROUTED_PARAMETERS.get(family.model_type, ()), model_specs(config))
-    parameters = {tensor.name: tensor for tensor in routed}
+    routed: tuple[TensorRow, ...] = ()
+    if family.model_type in ROUTED:
+        mlp, router, gate_up, down = ROUTED[family.model_type]
+        # In the order of the class.
+        routed = (
+            TensorRow(f"{LAYER}{mlp}.{router}.weight", f"{EXPERT_BLOCKS}router", LINEAR),
+            TensorRow(f"{LAYER}{mlp}.experts.gate_up_proj", GATE_UP, gate_up),
+            TensorRow(f"{LAYER}{mlp}.experts.down_proj", f"{EXPERT_BLOCKS}down", down),
+        )
+    parameters = {tensor.name: tensor for tensor in tensors(routed, model_specs(config))}
     modules = {}
     for name, tensor in by_name.items():
-        is_module = name.endswith(".weight") or tensor.experts
-        if not tensor.specs[0].is_matrix or not is_module or (routed and is_routed(tensor)):
+        # No linear layer of transformers holds experts or their router.
+        is_routed = tensor.has_experts or tensor.paths[0].endswith("experts.router")
+        if not tensor.specs[0].is_matrix or not name.endswith(".weight") or is_routed:
             continue
         module = name.removesuffix(".weight")
         modules[module] = tensor
-        if routed and module.rpartition(".")[2] in TAKEN_FOR_EXPERTS:
+        if parameters and module.rpartition(".")[2] in TAKEN_FOR_EXPERTS:
             parameters[f"{module}.weight"] = tensor
     return Layout(
         tensors=by_name,
@@ -160,11 +148,6 @@ def parameter_modules(parameters: Sequence[str], adapted: Collection[str]) -> di
         if name in adapted:
             names[name] = module + ".base_layer" * len(outer)
     return names
-
-
-def is_routed(tensor: Tensor) -> bool:
-    """Whether it holds experts or their router, which no linear layer of transformers does."""
-    return tensor.has_experts or tensor.paths[0].endswith("experts.router")
 
 
 def _in_class(name: str) -> str:
@@ -225,5 +208,4 @@ def _order(tensor: Tensor) -> Transform:
     this shape also over weights that are stored as [inputs, outputs], and over embeddings."""
     if tensor.transform is INTERLEAVED:
         return IN_TURN
-    with_order = (BY_HEAD, BY_KEY_HEAD, HEADS_STACKED, STACKED)
-    return tensor.transform if tensor.transform in with_order else LINEAR
+    return LINEAR if tensor.transform in (SAME, CONV) else tensor.transform

@@ -13,16 +13,7 @@ import numpy as np
 
 from jaxformer.adapters.low_rank import LowRank, low_rank
 from jaxformer.arrays.mesh import parameter_sharding
-from jaxformer.arrays.params import (
-    Params,
-    Spec,
-    Weight,
-    check_params,
-    is_custom,
-    map_specs,
-    rows,
-    stack,
-)
+from jaxformer.arrays.params import Params, Spec, check_params, is_custom, map_specs, rows, stack
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.variants import SECOND_HEADS
@@ -38,7 +29,6 @@ from jaxformer.interop.peft_modules import (
     PREFIX,
     SCORE,
     Layout,
-    is_routed,
     layout_of,
     matrix_names,
     matrix_shapes,
@@ -52,14 +42,12 @@ from jaxformer.models.transformer import specs as model_specs
 MATRIX = re.compile(r"(?P<module>.+)\.(?P<end>lora_(embedding_)?[AB])(\.default)?(\.weight)?")
 # What peft puts into the name of a tensor that it saves whole.
 WRAPPED = re.compile(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)")
-PROBLEMS_SHOWN = 12
-ONE_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a module
 # What to do about an adapter of a weight that the model uses twice.
 UNTIE = (
-    "save the base with an output layer of its own (tie_word_embeddings=False, and lm_head.weight a"
-    " copy of the embedding), and name it as the base"
+    "Adapt other modules, or save the base with an output layer of its own"
+    " (tie_word_embeddings=False, and lm_head.weight a copy of the embedding) and name it as the"
+    " base"
 )
-ADAPT_OTHERS = "adapt other modules"
 
 
 @dataclass
@@ -108,13 +96,21 @@ SavedTensor = tuple[Tensor, str]  # that an adapter has saved whole, and its nam
 
 def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], list[SavedTensor]]:
     """Where the tensors of an adapter belong: the adapted modules of a model, and the tensors that
-    are saved whole, as a new head. ConfigError with those that fit nowhere, have another shape or
-    are missing."""
+    are saved whole, as a new head. ConfigError for a tensor that fits nowhere, has another shape or
+    is missing."""
     settings = stored.settings
-    problems: list[str] = []
-    stored_modules = dict.fromkeys(module for module, _ in stored.matrices)
+
+    def misfit(problem: str) -> ConfigError:
+        return ConfigError(
+            f"the adapter in {stored.files.directory} does not fit this model: {problem}."
+        )
+
+    def check_shape(name: str, shape: tuple[int, ...]) -> None:
+        if stored.shape(name) != shape:
+            raise misfit(f"{name}: {[*stored.shape(name)]} in the file, and this model {[*shape]}")
 
     # The parameters of experts and routers: the files do not say which they are, only how many.
+    stored_modules = dict.fromkeys(module for module, _ in stored.matrices)
     adapted = [name for name in layout.parameters if settings.is_target_parameter(name)]
     expected = parameter_modules([*layout.parameters], adapted)
     names = matched(stored_modules, expected.values(), layout.prefix, layout.renamed)
@@ -123,107 +119,50 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
         parameter: (names.get(module, module), layout.parameters[parameter])
         for parameter, module in expected.items()
     }
-    for target in settings.parameters:
-        if not any(f".{parameter}".endswith(f".{target}") for parameter in adapters):
-            problems.append(
-                f"{target}: target_parameters of {ADAPTER_CONFIG} names it, and the model has no"
-                " such matrix of experts or of a router"
-            )
-
     of_parameters = {module for module, _ in adapters.values()}
     modules = [module for module in stored_modules if module not in of_parameters]
     names = matched(modules, layout.modules, layout.prefix, layout.renamed)
-    for module in sorted({*modules} - {*names.values()}):
-        problems.append(f"{module}: {_why_not_in_model(module, layout)}")
+    if unknown := sorted({*modules} - {*names.values()}):
+        raise misfit(
+            f"{first_of(unknown, 3, ', ')}: the model has no such module of its own, nor are they"
+            f" parameters that target_parameters names. {UNTIE}"
+        )
     for name, module in names.items():
         tensor = layout.modules[name]
         if obstacle := layout.obstacle(tensor):
-            unties = any(copy.unties and copy.of == tensor.name for copy in layout.copies)
-            problems.append(f"{module}: {obstacle}: {UNTIE if unties else ADAPT_OTHERS}")
-        else:
-            adapters[module] = (module, tensor)
-
-    problems += [
-        f"{name}: {ADAPTER_CONFIG} names it, and {ADAPTER_WEIGHTS} has no tensors of it"
-        for name, tensor in layout.modules.items()
-        if f".{name}".endswith(tuple(f".{target}" for target in settings.targets))
-        and not (name in names or f"{name}.weight" in adapters or is_routed(tensor))
-    ]
-
-    matrices: dict[str, tuple[str, str]] = {}
-    ranks: dict[str, int] = {}
+            raise misfit(f"{module}: {obstacle}. {UNTIE}")
+        adapters[name] = (module, tensor)
+    adapted_modules = []
     for name, (module, tensor) in adapters.items():
-        ends = matrix_names(tensor)
-        missing = [end for end in ends if (module, end) not in stored.matrices]
-        if missing:
-            problems.append(f"{module}.{missing[0]}: not in {ADAPTER_WEIGHTS}")
-            continue
-        pair = stored.matrices[module, ends[0]], stored.matrices[module, ends[1]]
+        pair = []
+        for end in matrix_names(tensor):
+            if (module, end) not in stored.matrices:
+                raise misfit(f"{module}.{end}: not in {ADAPTER_WEIGHTS}")
+            pair.append(stored.matrices[module, end])
         rank = stored.shape(pair[0])[0] // (tensor.experts or 1)
-        if rank not in settings.ranks:
-            problems.append(
-                f"{pair[0]}: rank {rank} in the file, and {ADAPTER_CONFIG} has"
-                f" {', '.join(map(str, sorted(settings.ranks)))}"
-            )
-        problems += [
-            f"{in_file}: {list(stored.shape(in_file))} in the file, and this model {list(shape)}"
-            for in_file, shape in zip(pair, matrix_shapes(tensor, rank), strict=True)
-            if stored.shape(in_file) != shape
-        ]
-        matrices[name], ranks[name] = pair, rank
-    saved = _fitted_saved(stored, layout, problems)
-    if not adapters and not saved and not problems:
-        problems.append(f"{ADAPTER_WEIGHTS} has no tensors")
-    if problems:
-        raise ConfigError(
-            f"the adapter in {stored.files.directory} does not fit this model:\n"
-            f"  {first_of(problems, PROBLEMS_SHOWN)}"
-        )
-    scales = settings.scales(ranks)
-    return [
-        AdaptedModule(adapters[name][1], pair, ranks[name], scales[name])
-        for name, pair in matrices.items()
-    ], saved
+        for in_file, shape in zip(pair, matrix_shapes(tensor, rank), strict=True):
+            check_shape(in_file, shape)
+        scale = settings.scale(name, rank)
+        adapted_modules.append(AdaptedModule(tensor, (pair[0], pair[1]), rank, scale))
 
-
-def _why_not_in_model(module: str, layout: Layout) -> str:
-    if ONE_EXPERT.search(module):
-        return (
-            "an adapter of one expert, as peft saved it before transformers 5: load it with peft"
-            " and transformers 5, and save it again"
-        )
-    for copy in layout.copies:
-        if copy.name == f"{module}.weight":
-            remedy = UNTIE if copy.unties else ADAPT_OTHERS
-            return f"the model has no such weight of its own, but {copy.of}: {remedy}"
-    return "the model has no such module"
-
-
-def _fitted_saved(stored: StoredAdapter, layout: Layout, problems: list[str]) -> list[SavedTensor]:
-    """The tensors that are saved whole, each with its name in the file. What does not fit is added
-    to `problems`."""
     copies = {copy.name: copy.of for copy in layout.copies}
     names = matched(stored.saved, [*layout.tensors, *copies], layout.prefix, layout.renamed)
-    for name in sorted({*stored.saved} - {*names.values()}):
-        problems.append(f"{name}: the model has no such tensor")
+    if unknown := sorted({*stored.saved} - {*names.values()}):
+        raise misfit(f"{first_of(unknown, 3, ', ')}: the model has no such tensor")
+    for copy, of in copies.items():
+        # peft changes one of the two, unless it has saved both, and alike.
+        both = [stored.read(stored.saved[names[name]]) for name in (copy, of) if name in names]
+        if len(both) == 1 or (both and not np.array_equal(both[0], both[1])):
+            raise misfit(f"{copy} is {of}, and peft changes one of the two. {UNTIE}")
     saved = []
     for name, tensor in layout.tensors.items():
-        if name not in names:
-            continue
-        in_file = stored.saved[names[name]]
-        saved.append((tensor, in_file))
-        if stored.shape(in_file) != tensor.shape:
-            problems.append(
-                f"{in_file}: {list(stored.shape(in_file))} in the file, and this model"
-                f" {list(tensor.shape)}"
-            )
-    for copy, of in copies.items():
-        pair = [stored.saved[names[name]] for name in (copy, of) if name in names]
-        # peft changes one of the two, unless it has saved both, and alike.
-        values = [stored.read(name) for name in pair]
-        if len(pair) == 1 or (pair and not np.array_equal(values[0], values[1])):
-            problems.append(f"{pair[0]}: {copy} is {of}, and peft changes one of the two: {UNTIE}")
-    return saved
+        if name in names:
+            in_file = stored.saved[names[name]]
+            check_shape(in_file, tensor.shape)
+            saved.append((tensor, in_file))
+    if not adapted_modules and not saved:
+        raise misfit(f"{ADAPTER_WEIGHTS} has no tensors")
+    return adapted_modules, saved
 
 
 PutLeaf = Callable[[Spec, np.ndarray], jax.Array]  # onto the devices of the params
@@ -297,39 +236,33 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
             raise ConfigError(
                 f"the params have an adapter already (of {path}): merge it with jf.merge first."
             )
-        leaves[path] = _adapted_leaf(path, leaves[path], table[path], modules, stored, put)
+        # A stack has a module for each layer.
+        spec = table[path]
+        depth = int(spec.is_stacked)
+        one_layer = dataclasses.replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
+        rank = max(module.rank for module in modules)
+        specs = low_rank(one_layer, rank, 1.0, stored.settings.dropout)
+        if depth:
+            specs = stack(specs, spec.shape[0])  # type: ignore[arg-type, assignment]
+        # float32: a [I..., R], b [R, O...] and scale [], in a stack all with the axis of the
+        # layers, and of experts a and b with theirs.
+        a, b, scale = (np.zeros(row.shape, np.float32) for row in (specs.a, specs.b, specs.scale))
+        for module in modules:
+            matrices = split_matrices(module.tensor, *map(stored.read, module.names))
+            layer: tuple[Any, ...] = module.tensor.entry
+            experts = (slice(None),) if module.tensor.experts else ()
+            a_index = (*layer, ..., slice(module.rank))
+            b_index = (*layer, *experts, slice(module.rank))
+            a[a_index], b[b_index] = matrices[module.tensor.paths.index(path)]
+            scale[layer] = module.scale
+        leaves[path] = dataclasses.replace(
+            specs,
+            weight=leaves[path],
+            a=put(specs.a, a),
+            b=put(specs.b, b),
+            scale=put(specs.scale, scale),
+        )
     return map_specs(lambda path, _: leaves[path], model_specs(config))
-
-
-def _adapted_leaf(
-    path: str,
-    weight: Weight,
-    spec: Spec,
-    modules: Sequence[AdaptedModule],
-    stored: StoredAdapter,
-    put: PutLeaf,
-) -> LowRank:
-    """A leaf with the adapters of its modules, of which a stack has one for each layer: a layer of
-    a lower rank is padded with zeros."""
-    rank, depth = max(module.rank for module in modules), int(spec.is_stacked)
-    one_layer = dataclasses.replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
-    specs = low_rank(one_layer, rank, 1.0, stored.settings.dropout)
-    if depth:
-        specs = stack(specs, spec.shape[0])  # type: ignore[arg-type, assignment]
-    # float32: a [I..., R], b [R, O...] and scale [], in a stack all with the axis of the layers,
-    # and of experts a and b with theirs.
-    a, b, scale = (np.zeros(row.shape, np.float32) for row in (specs.a, specs.b, specs.scale))
-    for module in modules:
-        matrices = split_matrices(module.tensor, *map(stored.read, module.names))
-        layer: tuple[Any, ...] = module.tensor.entry
-        at = module.tensor.paths.index(path)
-        experts = (slice(None),) if module.tensor.experts else ()
-        a_index, b_index = (*layer, ..., slice(module.rank)), (*experts, slice(module.rank))
-        a[a_index], b[(*layer, *b_index)] = matrices[at]
-        scale[layer] = module.scale
-    return dataclasses.replace(
-        specs, weight=weight, a=put(specs.a, a), b=put(specs.b, b), scale=put(specs.scale, scale)
-    )
 
 
 def _with_saved(

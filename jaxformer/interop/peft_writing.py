@@ -50,17 +50,23 @@ class LeafAdapter(NamedTuple):
 
 
 class PeftModule(NamedTuple):
-    """A module as peft has it: lora_a [R, inputs], lora_b [outputs, R], and alpha with
-    scale = alpha / R; of E experts lora_a [E R, inputs] and lora_b [outputs, R E]."""
+    """A module as peft has it: lora_a [R, inputs], lora_b [outputs, R] and their scale; of E
+    experts lora_a [E R, inputs] and lora_b [outputs, R E]."""
 
     tensor: Tensor
     lora_a: np.ndarray
     lora_b: np.ndarray
-    alpha: float
+    scale: float
 
     @property
     def rank(self) -> int:
         return len(self.lora_a) // (self.tensor.experts or 1)
+
+    @property
+    def alpha(self) -> float:
+        """scale = alpha / rank, in so many digits that `scale` is the same float32."""
+        alpha = float(f"{self.scale * self.rank:.8g}")
+        return int(alpha) if alpha == int(alpha) else alpha
 
 
 def save_adapter(
@@ -171,7 +177,6 @@ def _module_of_experts(tensor: Tensor, adapters: list[LeafAdapter | None]) -> Pe
     for e in range(tensor.experts):
         of_expert = [leaf and LeafAdapter(leaf.a[e], leaf.b[e], leaf.scale) for leaf in adapters]
         modules.append(_module_of(one, of_expert))
-    scale = next(leaf.scale for leaf in adapters if leaf)
     rank = max(module.rank for module in modules)
     lora_a = np.concatenate(
         [np.pad(module.lora_a, ((0, rank - module.rank), (0, 0))) for module in modules]
@@ -179,50 +184,39 @@ def _module_of_experts(tensor: Tensor, adapters: list[LeafAdapter | None]) -> Pe
     lora_b = np.stack(
         [np.pad(module.lora_b, ((0, 0), (0, rank - module.rank))) for module in modules], -1
     )
-    return PeftModule(tensor, lora_a, lora_b.reshape(len(lora_b), -1), _alpha_of(scale, rank))
+    return PeftModule(tensor, lora_a, lora_b.reshape(len(lora_b), -1), modules[0].scale)
 
 
 def _module_of(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule:
-    """The adapter of a module from those of its leaves, of which some may have none."""
-    adapted = [adapter for adapter in adapters if adapter]
-    scale = adapted[0].scale
-    shared = all(np.array_equal(adapter.a, adapted[0].a) for adapter in adapted)
-    if not shared:
-        # a is [a_q a_k a_v] then, and each b lies in the rows of its own a.
-        for at, adapter in enumerate(adapters):
-            if adapter:
-                rank = _rank_of(np.moveaxis(adapter.a, -1, 0), adapter.b)
-                adapters[at] = adapter._replace(a=adapter.a[..., :rank], b=adapter.b[:rank])
-        adapted = [adapter for adapter in adapters if adapter]
-    a = adapted[0].a if shared else np.concatenate([adapter.a for adapter in adapted], -1)
-    bs, row = [], 0
-    for adapter, spec in zip(adapters, tensor.specs, strict=True):
-        b = np.zeros(low_rank(spec, a.shape[-1], 1.0).b.shape, np.float32)
+    """The adapter of a module from those of its leaves, of which some may have none. Components
+    that are zero in a and in b at the end are left out."""
+    ranks: dict[int, int] = {}
+    for index, adapter in enumerate(adapters):
         if adapter:
+            a_used = adapter.a.reshape(-1, len(adapter.b)).any(0)
+            b_used = adapter.b.reshape(len(adapter.b), -1).any(1)
+            ranks[index] = int(np.max(np.flatnonzero(a_used | b_used), initial=0)) + 1
+    adapted = [adapter for adapter in adapters if adapter]
+    shared = all(np.array_equal(adapter.a, adapted[0].a) for adapter in adapted)
+    if shared:
+        ranks = dict.fromkeys(ranks, max(ranks.values()))
+        a = adapted[0].a[..., : max(ranks.values())]
+    else:
+        # a is [a_q a_k a_v] then, and each b lies in the rows of its own a.
+        pairs = zip(adapted, ranks.values(), strict=True)
+        a = np.concatenate([adapter.a[..., :rank] for adapter, rank in pairs], -1)
+    scale = adapted[0].scale
+    bs, row = [], 0
+    for index, spec in enumerate(tensor.specs):
+        b = np.zeros(low_rank(spec, a.shape[-1], 1.0).b.shape, np.float32)
+        adapter = adapters[index]
+        if adapter:
+            rank = ranks[index]
             # One module has one scale: another leaf's goes into its b.
-            b[row : row + len(adapter.b)] = adapter.b * np.float32(adapter.scale / scale)
-            row += 0 if shared else len(adapter.b)
+            b[row : row + rank] = adapter.b[:rank] * np.float32(adapter.scale / scale)
+            row += 0 if shared else rank
         bs.append(b)
-    lora_a, lora_b = join_matrices(tensor, a, bs)
-    rank = _rank_of(lora_a, lora_b.T)
-    lora_a, lora_b = lora_a[:rank], np.ascontiguousarray(lora_b[:, :rank])
-    return PeftModule(tensor, lora_a, lora_b, _alpha_of(scale, rank))
-
-
-def _rank_of(a: np.ndarray, b: np.ndarray) -> int:
-    """The rank without the last components that are zero in both a [R, ...] and b [R, ...]; 1 at
-    the least."""
-    used = a.reshape(len(a), -1).any(1) | b.reshape(len(b), -1).any(1)
-    return int(np.max(np.flatnonzero(used), initial=0)) + 1
-
-
-def _alpha_of(scale: float, rank: int) -> float:
-    """The alpha with the fewest digits for which alpha / rank is the float32 `scale`."""
-    for digits in range(9):
-        alpha = round(scale * rank, digits)
-        if np.float32(alpha / rank) == np.float32(scale):
-            return int(alpha) if alpha == int(alpha) else alpha
-    return scale * rank
+    return PeftModule(tensor, *join_matrices(tensor, a, bs), scale)
 
 
 def _saved_tensors(
@@ -272,11 +266,9 @@ def _settings(
 ) -> dict[str, Any]:
     """What adapter_config.json says, but for the base and the dropout."""
     adapted = {**modules, **parameters}
-    ranks = {name: module.rank for name, module in adapted.items()}
-    alphas = {name: module.alpha for name, module in adapted.items()}
     # The most frequent ones are the default, and the others are patterns.
-    rank = Counter(ranks.values()).most_common(1)[0][0]
-    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    rank = Counter(module.rank for module in adapted.values()).most_common(1)[0][0]
+    alpha = Counter(module.alpha for module in adapted.values()).most_common(1)[0][0]
     # The whole of a head that peft takes whole.
     firsts = {name: name.split(".")[0] for name in saved}
     saved_modules = {
@@ -294,8 +286,8 @@ def _settings(
         "task_type": task,
         "r": rank,
         "lora_alpha": alpha,
-        "rank_pattern": _patterns(ranks, rank),
-        "alpha_pattern": _patterns(alphas, alpha),
+        "rank_pattern": {name: m.rank for name, m in adapted.items() if m.rank != rank},
+        "alpha_pattern": {name: m.alpha for name, m in adapted.items() if m.alpha != alpha},
         "target_modules": _targets(modules, layout.modules),
         "target_parameters": _targets(parameters, layout.parameters, names=2) or None,
         "modules_to_save": sorted(saved_modules) or None,
@@ -307,20 +299,6 @@ def _settings(
         "init_lora_weights": True,
         "inference_mode": True,
     }
-
-
-def _patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
-    """The values that are not the default: by the last name of a module where all with that name
-    have the same, and else by whole names."""
-    values_of: dict[str, set[float]] = {}
-    for name, value in values.items():
-        values_of.setdefault(name.rpartition(".")[2], set()).add(value)
-    patterns = {}
-    for name, value in values.items():
-        last = name.rpartition(".")[2]
-        if value != default:
-            patterns[last if len(values_of[last]) == 1 else name] = value
-    return patterns
 
 
 def _targets(adapted: Iterable[str], modules: Iterable[str], names: int = 1) -> list[str]:
