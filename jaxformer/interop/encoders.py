@@ -9,15 +9,7 @@ from jaxformer.interop.family import Copies, Copy, Family
 from jaxformer.interop.fields import FULL, SLIDING, ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.tensor_table import (
-    QKV,
-    STACKED,
-    TensorRow,
-    linear,
-    norm,
-    output,
-    projections,
-)
+from jaxformer.interop.tensor_table import TensorRow, block, linear, norm, output, projections
 from jaxformer.layers.pattern import layer_configs
 
 # BERT (arXiv:1810.04805), and RoBERTa (arXiv:1907.11692): BERT without next sentences, whose
@@ -59,22 +51,54 @@ def shared_fields(**default: int) -> tuple[KeyMapping, ...]:
     )
 
 
-def trunk(base: str) -> tuple[TensorRow, ...]:
-    """All but the heads; `base` is the prefix of the names."""
-    layer = base + ".encoder.layer.{}."
+def classes_of(name: str) -> dict[str, ConfigFields]:
+    """The classes that all these families have; `name` begins their names."""
+    return {
+        f"{name}ForMaskedLM": {"head": "masked"},
+        f"{name}ForSequenceClassification": {"head": "classes"},
+        f"{name}ForTokenClassification": {"head": "tags"},
+        f"{name}Model": {"head": "none"},
+    }
+
+
+def embeddings(base: str) -> tuple[TensorRow, ...]:
+    """The tables below `base` and their norm."""
     return (
         TensorRow(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
         TensorRow(f"{base}.embeddings.position_embeddings.weight", "embed.positions"),
         TensorRow(f"{base}.embeddings.token_type_embeddings.weight", "embed.types"),
         *norm(f"{base}.embeddings.LayerNorm", "embed.norm"),
-        *linear(layer + "attention.self.query", "blocks.attention.q"),
-        *linear(layer + "attention.self.key", "blocks.attention.k"),
-        *linear(layer + "attention.self.value", "blocks.attention.v"),
-        *linear(layer + "attention.output.dense", "blocks.attention.out"),
-        *norm(layer + "attention.output.LayerNorm", "blocks.attention_norm"),
-        *linear(layer + "intermediate.dense", "blocks.ffn.up"),
-        *linear(layer + "output.dense", "blocks.ffn.down"),
-        *norm(layer + "output.LayerNorm", "blocks.ffn_norm"),
+    )
+
+
+def masked_head(
+    config: ModelConfig, base: str, dense: str, norm_name: str
+) -> tuple[TensorRow, ...]:
+    """The layer and the norm below `base` before the output layer, whose bias has two places."""
+    return (
+        *linear(f"{base}.{dense}", "head.dense"),
+        *norm(f"{base}.{norm_name}", "head.norm"),
+        TensorRow(f"{base}.decoder.weight", "head.weight"),
+        TensorRow(f"{base}.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
+    )
+
+
+def trunk(base: str) -> tuple[TensorRow, ...]:
+    """All but the heads; `base` is the prefix of the names."""
+    layer = base + ".encoder.layer.{}."
+    return (
+        *embeddings(base),
+        *block(
+            layer,
+            q="attention.self.query",
+            k="attention.self.key",
+            v="attention.self.value",
+            out="attention.output.dense",
+            attention_norm="attention.output.LayerNorm",
+            up="intermediate.dense",
+            down="output.dense",
+            ffn_norm="output.LayerNorm",
+        ),
     )
 
 
@@ -93,10 +117,7 @@ BUFFERS = (r"embeddings\.(position_ids|token_type_ids)$",)
 
 def bert_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     masked = (
-        *linear("cls.predictions.transform.dense", "head.dense"),
-        *norm("cls.predictions.transform.LayerNorm", "head.norm"),
-        TensorRow("cls.predictions.decoder.weight", "head.weight"),
-        TensorRow(f"cls.predictions.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
+        *masked_head(config, "cls.predictions", "transform.dense", "transform.LayerNorm"),
         *output("cls.seq_relationship", "next_sentence"),
     )
     classes = output("classifier", "head")
@@ -123,13 +144,7 @@ def masked_copies(head: str, embedding: str) -> Copies:
 WITH_POOLER = ("BertForPreTraining", "BertForSequenceClassification", "BertModel")
 BERT = Family(
     "bert",
-    {
-        "BertForPreTraining": {"head": "masked", "next_sentence": True},
-        "BertForMaskedLM": {"head": "masked"},
-        "BertForSequenceClassification": {"head": "classes"},
-        "BertForTokenClassification": {"head": "tags"},
-        "BertModel": {"head": "none"},
-    },
+    {"BertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Bert")},
     (
         *shared_fields(),
         fields.Key("max_position_embeddings", "max_length", 512),
@@ -162,34 +177,26 @@ class OffsetPositions(KeyMapping):
         return {"pad_token_id": config.position_offset - 1, "max_position_embeddings": table_rows}
 
 
+def roberta_heads(config: ModelConfig, base: str) -> tuple[TensorRow, ...]:
+    pooler = linear(f"{base}.pooler.dense", "pooler.dense")
+    if config.output == "masked":
+        return *pooler, *masked_head(config, "lm_head", "dense", "layer_norm")
+    if config.output == "classes":
+        dense = linear("classifier.dense", "pooler.dense")
+        return *dense, *output("classifier.out_proj", "head")
+    return (*pooler, *output("classifier", "head")) if config.output == "tags" else pooler
+
+
 def roberta_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    masked = (
-        *linear("lm_head.dense", "head.dense"),
-        *norm("lm_head.layer_norm", "head.norm"),
-        TensorRow("lm_head.decoder.weight", "head.weight"),
-        TensorRow(f"lm_head.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
-    )
-    pooler = linear("roberta.pooler.dense", "pooler.dense")
-    dense = linear("classifier.dense", "pooler.dense")
-    heads = {
-        "masked": (*pooler, *masked),
-        "classes": (*dense, *output("classifier.out_proj", "head")),
-        "tags": (*pooler, *output("classifier", "head")),
-    }
-    head = heads.get(config.output, pooler)
-    return named_in_class("roberta", config, (*trunk("roberta"), *head))
+    tensor_rows = (*trunk("roberta"), *roberta_heads(config, "roberta"))
+    return named_in_class("roberta", config, tensor_rows)
 
 
 def roberta_like(model_type: str, name: str, vocab_size: int) -> Family:
     """A family with the tensors of RoBERTa; `name` begins the names of its classes."""
     return Family(
         model_type,
-        {
-            f"{name}ForMaskedLM": {"head": "masked"},
-            f"{name}ForSequenceClassification": {"head": "classes"},
-            f"{name}ForTokenClassification": {"head": "tags"},
-            f"{name}Model": {"head": "none"},
-        },
+        classes_of(name),
         (
             *shared_fields(vocab_size=vocab_size),
             OffsetPositions(),
@@ -215,17 +222,18 @@ def distilbert_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     base = "distilbert"
     layer = base + ".transformer.layer.{}."
     layers = (
-        TensorRow(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
-        TensorRow(f"{base}.embeddings.position_embeddings.weight", "embed.positions"),
-        *norm(f"{base}.embeddings.LayerNorm", "embed.norm"),
-        *linear(layer + "attention.q_lin", "blocks.attention.q"),
-        *linear(layer + "attention.k_lin", "blocks.attention.k"),
-        *linear(layer + "attention.v_lin", "blocks.attention.v"),
-        *linear(layer + "attention.out_lin", "blocks.attention.out"),
-        *norm(layer + "sa_layer_norm", "blocks.attention_norm"),
-        *linear(layer + "ffn.lin1", "blocks.ffn.up"),
-        *linear(layer + "ffn.lin2", "blocks.ffn.down"),
-        *norm(layer + "output_layer_norm", "blocks.ffn_norm"),
+        *embeddings(base),
+        *block(
+            layer,
+            q="attention.q_lin",
+            k="attention.k_lin",
+            v="attention.v_lin",
+            out="attention.out_lin",
+            attention_norm="sa_layer_norm",
+            up="ffn.lin1",
+            down="ffn.lin2",
+            ffn_norm="output_layer_norm",
+        ),
     )
     masked = (
         *linear("vocab_transform", "head.dense"),
@@ -246,12 +254,7 @@ def masked_tied_copy(head: str, embedding: str) -> Copies:
 
 DISTILBERT = Family(
     "distilbert",
-    {
-        "DistilBertForMaskedLM": {"head": "masked"},
-        "DistilBertForSequenceClassification": {"head": "classes"},
-        "DistilBertForTokenClassification": {"head": "tags"},
-        "DistilBertModel": {"head": "none"},
-    },
+    classes_of("DistilBert"),
     (
         ENCODER,
         fields.Constant(norm_eps=1e-12, pooler_activation="relu"),
@@ -317,26 +320,23 @@ def albert_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     base = "albert"
     group = f"{base}.encoder.albert_layer_groups.{{}}.albert_layers.0."
     trunk = (
-        TensorRow(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
-        TensorRow(f"{base}.embeddings.position_embeddings.weight", "embed.positions"),
-        TensorRow(f"{base}.embeddings.token_type_embeddings.weight", "embed.types"),
-        *norm(f"{base}.embeddings.LayerNorm", "embed.norm"),
+        *embeddings(base),
         *linear(f"{base}.encoder.embedding_hidden_mapping_in", "embed.projection"),
-        *linear(group + "attention.query", "blocks.attention.q"),
-        *linear(group + "attention.key", "blocks.attention.k"),
-        *linear(group + "attention.value", "blocks.attention.v"),
-        *linear(group + "attention.dense", "blocks.attention.out"),
-        *norm(group + "attention.LayerNorm", "blocks.attention_norm"),
-        *linear(group + "ffn", "blocks.ffn.up"),
-        *linear(group + "ffn_output", "blocks.ffn.down"),
-        *norm(group + "full_layer_layer_norm", "blocks.ffn_norm"),
+        *block(
+            group,
+            q="attention.query",
+            k="attention.key",
+            v="attention.value",
+            out="attention.dense",
+            attention_norm="attention.LayerNorm",
+            up="ffn",
+            down="ffn_output",
+            ffn_norm="full_layer_layer_norm",
+        ),
         *linear(f"{base}.pooler", "pooler.dense"),
     )
     masked = (
-        *linear("predictions.dense", "head.dense"),
-        *norm("predictions.LayerNorm", "head.norm"),
-        TensorRow("predictions.decoder.weight", "head.weight"),
-        TensorRow(f"predictions.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
+        *masked_head(config, "predictions", "dense", "LayerNorm"),
         *output("sop_classifier.classifier", "next_sentence"),
     )
     classes = output("classifier", "head")
@@ -347,13 +347,7 @@ def albert_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
 ALBERT_WITH_POOLER = ("AlbertForPreTraining", "AlbertForSequenceClassification", "AlbertModel")
 ALBERT = Family(
     "albert",
-    {
-        "AlbertForPreTraining": {"head": "masked", "next_sentence": True},
-        "AlbertForMaskedLM": {"head": "masked"},
-        "AlbertForSequenceClassification": {"head": "classes"},
-        "AlbertForTokenClassification": {"head": "tags"},
-        "AlbertModel": {"head": "none"},
-    },
+    {"AlbertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Albert")},
     (
         *shared_fields(**ALBERT_SIZES),
         NarrowEmbedding("embedding_size", "embedding_width", 128),
@@ -410,11 +404,8 @@ def electra_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
 ELECTRA = Family(
     "electra",
     {
-        "ElectraForMaskedLM": {"head": "masked"},
+        **classes_of("Electra"),
         "ElectraForPreTraining": {"head": "tags", "class_head": "dense", "n_classes": 1},
-        "ElectraForSequenceClassification": {"head": "classes"},
-        "ElectraForTokenClassification": {"head": "tags"},
-        "ElectraModel": {"head": "none"},
     },
     (
         *shared_fields(hidden_size=256, num_attention_heads=4, intermediate_size=1024),
@@ -445,43 +436,26 @@ def mpnet_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     base = "mpnet"
     layer = base + ".encoder.layer.{}."
     trunk = (
-        TensorRow(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
-        TensorRow(f"{base}.embeddings.position_embeddings.weight", "embed.positions"),
-        *norm(f"{base}.embeddings.LayerNorm", "embed.norm"),
+        *embeddings(base),
         TensorRow(f"{base}.encoder.relative_attention_bias.weight", "relative_bias"),
-        *linear(layer + "attention.attn.q", "blocks.attention.q"),
-        *linear(layer + "attention.attn.k", "blocks.attention.k"),
-        *linear(layer + "attention.attn.v", "blocks.attention.v"),
-        *linear(layer + "attention.attn.o", "blocks.attention.out"),
-        *norm(layer + "attention.LayerNorm", "blocks.attention_norm"),
-        *linear(layer + "intermediate.dense", "blocks.ffn.up"),
-        *linear(layer + "output.dense", "blocks.ffn.down"),
-        *norm(layer + "output.LayerNorm", "blocks.ffn_norm"),
+        *block(
+            layer,
+            q="attention.attn.q",
+            k="attention.attn.k",
+            v="attention.attn.v",
+            out="attention.attn.o",
+            attention_norm="attention.LayerNorm",
+            up="intermediate.dense",
+            down="output.dense",
+            ffn_norm="output.LayerNorm",
+        ),
     )
-    masked = (
-        *linear("lm_head.dense", "head.dense"),
-        *norm("lm_head.layer_norm", "head.norm"),
-        TensorRow("lm_head.decoder.weight", "head.weight"),
-        TensorRow(f"lm_head.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
-    )
-    pooler = linear(f"{base}.pooler.dense", "pooler.dense")
-    dense = linear("classifier.dense", "pooler.dense")
-    heads = {
-        "masked": (*pooler, *masked),
-        "classes": (*dense, *output("classifier.out_proj", "head")),
-        "tags": (*pooler, *output("classifier", "head")),
-    }
-    return named_in_class(base, config, (*trunk, *heads.get(config.output, pooler)))
+    return named_in_class(base, config, (*trunk, *roberta_heads(config, base)))
 
 
 MPNET = Family(
     "mpnet",
-    {
-        "MPNetForMaskedLM": {"head": "masked"},
-        "MPNetForSequenceClassification": {"head": "classes"},
-        "MPNetForTokenClassification": {"head": "tags"},
-        "MPNetModel": {"head": "none"},
-    },
+    classes_of("MPNet"),
     (
         ENCODER,
         fields.Constant(
@@ -528,13 +502,16 @@ def stored_rows() -> tuple[TensorRow, ...]:
     layer = BASE + ".encoder.layers.{}."
     return (
         *norm(f"{BASE}.emb_ln", "embed.norm"),
-        *linear(layer + "attn.Wqkv", QKV, STACKED),
-        *linear(layer + "attn.out_proj", "blocks.attention.out"),
-        *norm(layer + "norm1", "blocks.attention_norm"),
-        *linear(layer + "mlp.fc12", "blocks.ffn.gate"),
-        *linear(layer + "mlp.fc11", "blocks.ffn.up"),
-        *linear(layer + "mlp.fc2", "blocks.ffn.down"),
-        *norm(layer + "norm2", "blocks.ffn_norm"),
+        *block(
+            layer,
+            qkv="attn.Wqkv",
+            out="attn.out_proj",
+            attention_norm="norm1",
+            gate="mlp.fc12",
+            up="mlp.fc11",
+            down="mlp.fc2",
+            ffn_norm="norm2",
+        ),
     )
 
 
@@ -543,15 +520,18 @@ def module_rows() -> tuple[TensorRow, ...]:
     layer = BASE + ".layers.{}."
     return (
         *norm(f"{BASE}.embeddings.LayerNorm", "embed.norm"),
-        *linear(layer + "self_attn.q_proj", "blocks.attention.q"),
-        *linear(layer + "self_attn.k_proj", "blocks.attention.k"),
-        *linear(layer + "self_attn.v_proj", "blocks.attention.v"),
-        *linear(layer + "self_attn.o_proj", "blocks.attention.out"),
-        *norm(layer + "post_attention_layernorm", "blocks.attention_norm"),
-        *linear(layer + "mlp.gate_proj", "blocks.ffn.gate"),
-        *linear(layer + "mlp.up_proj", "blocks.ffn.up"),
-        *linear(layer + "mlp.down_proj", "blocks.ffn.down"),
-        *norm(layer + "post_mlp_layernorm", "blocks.ffn_norm"),
+        *block(
+            layer,
+            q="self_attn.q_proj",
+            k="self_attn.k_proj",
+            v="self_attn.v_proj",
+            out="self_attn.o_proj",
+            attention_norm="post_attention_layernorm",
+            gate="mlp.gate_proj",
+            up="mlp.up_proj",
+            down="mlp.down_proj",
+            ffn_norm="post_mlp_layernorm",
+        ),
     )
 
 
@@ -562,12 +542,7 @@ def with_ends(config: ModelConfig, layers: tuple[TensorRow, ...]) -> tuple[Tenso
         *layers,
         *linear(f"{BASE}.pooler.dense", "pooler.dense"),
     )
-    masked = (
-        *linear("cls.predictions.transform.dense", "head.dense"),
-        *norm("cls.predictions.transform.layer_norm", "head.norm"),
-        TensorRow("cls.predictions.decoder.weight", "head.weight"),
-        TensorRow(f"cls.predictions.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
-    )
+    masked = masked_head(config, "cls.predictions", "transform.dense", "transform.layer_norm")
     classes = output("classifier", "head")
     head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
     return named_in_class(BASE, config, (*trunk, *head))
@@ -575,12 +550,7 @@ def with_ends(config: ModelConfig, layers: tuple[TensorRow, ...]) -> tuple[Tenso
 
 NOMIC_BERT = Family(
     "nomic_bert",
-    {
-        "NomicBertForMaskedLM": {"head": "masked"},
-        "NomicBertForSequenceClassification": {"head": "classes"},
-        "NomicBertForTokenClassification": {"head": "tags"},
-        "NomicBertModel": {"head": "none"},
-    },
+    classes_of("NomicBert"),
     (
         fields.Constant(
             family="encoder", norm="layer", norm_placement="post", bias="norm", embedding_norm=True
@@ -654,12 +624,15 @@ def modernbert_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     trunk = (
         TensorRow("model.embeddings.tok_embeddings.weight", "embed.tokens"),
         *norm("model.embeddings.norm", "embed.norm"),
-        *norm(layer + "attn_norm", "blocks.attention_norm"),
-        *linear(layer + "attn.Wqkv", QKV, STACKED),
-        *linear(layer + "attn.Wo", "blocks.attention.out"),
-        *norm(layer + "mlp_norm", "blocks.ffn_norm"),
-        *linear(layer + "mlp.Wi", ("blocks.ffn.gate", "blocks.ffn.up"), STACKED),
-        *linear(layer + "mlp.Wo", "blocks.ffn.down"),
+        *block(
+            layer,
+            attention_norm="attn_norm",
+            qkv="attn.Wqkv",
+            out="attn.Wo",
+            ffn_norm="mlp_norm",
+            gate_up="mlp.Wi",
+            down="mlp.Wo",
+        ),
         *norm("model.final_norm", "final_norm"),
     )
     masked = (
@@ -682,12 +655,7 @@ def _dense(path: str) -> tuple[TensorRow, ...]:
 
 MODERNBERT = Family(
     "modernbert",
-    {
-        "ModernBertForMaskedLM": {"head": "masked"},
-        "ModernBertForSequenceClassification": {"head": "classes"},
-        "ModernBertForTokenClassification": {"head": "tags"},
-        "ModernBertModel": {"head": "none"},
-    },
+    classes_of("ModernBert"),
     (
         fields.Constant(
             family="encoder",
@@ -819,27 +787,22 @@ def deberta_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     base = "deberta"
     layer = base + ".encoder.layer.{}."
     trunk = (
-        TensorRow(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
-        TensorRow(f"{base}.embeddings.position_embeddings.weight", "embed.positions"),
-        TensorRow(f"{base}.embeddings.token_type_embeddings.weight", "embed.types"),
-        *norm(f"{base}.embeddings.LayerNorm", "embed.norm"),
+        *embeddings(base),
         TensorRow(f"{base}.encoder.rel_embeddings.weight", "relative_embedding"),
         *norm(f"{base}.encoder.LayerNorm", "relative_norm"),
-        *linear(layer + "attention.self.query_proj", "blocks.attention.q"),
-        *linear(layer + "attention.self.key_proj", "blocks.attention.k"),
-        *linear(layer + "attention.self.value_proj", "blocks.attention.v"),
-        *linear(layer + "attention.output.dense", "blocks.attention.out"),
-        *norm(layer + "attention.output.LayerNorm", "blocks.attention_norm"),
-        *linear(layer + "intermediate.dense", "blocks.ffn.up"),
-        *linear(layer + "output.dense", "blocks.ffn.down"),
-        *norm(layer + "output.LayerNorm", "blocks.ffn_norm"),
+        *block(
+            layer,
+            q="attention.self.query_proj",
+            k="attention.self.key_proj",
+            v="attention.self.value_proj",
+            out="attention.output.dense",
+            attention_norm="attention.output.LayerNorm",
+            up="intermediate.dense",
+            down="output.dense",
+            ffn_norm="output.LayerNorm",
+        ),
     )
-    masked = (
-        *linear("cls.predictions.transform.dense", "head.dense"),
-        *norm("cls.predictions.transform.LayerNorm", "head.norm"),
-        TensorRow("cls.predictions.decoder.weight", "head.weight"),
-        TensorRow(f"cls.predictions.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
-    )
+    masked = masked_head(config, "cls.predictions", "transform.dense", "transform.LayerNorm")
     classes = output("classifier", "head")
     heads = {
         "masked": masked,
@@ -857,12 +820,7 @@ PUBLISHED_HEAD = (
 POOLER_ACTIVATIONS: Mapping[Any, Any] = {"gelu": "gelu", "tanh": "tanh", "relu": "relu"}
 DEBERTA = Family(
     "deberta-v2",
-    {
-        "DebertaV2ForMaskedLM": {"head": "masked"},
-        "DebertaV2ForSequenceClassification": {"head": "classes"},
-        "DebertaV2ForTokenClassification": {"head": "tags"},
-        "DebertaV2Model": {"head": "none"},
-    },
+    classes_of("DebertaV2"),
     (
         fields.Constant(
             family="encoder", norm="layer", norm_placement="post", bias="all", embedding_norm=True
@@ -926,11 +884,14 @@ def clip_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     trunk = (
         TensorRow(base + "embeddings.token_embedding.weight", "embed.tokens"),
         TensorRow(base + "embeddings.position_embedding.weight", "embed.positions"),
-        *norm(layer + "layer_norm1", "blocks.attention_norm"),
         *projections(layer + "self_attn", "out_proj"),
-        *norm(layer + "layer_norm2", "blocks.ffn_norm"),
-        *linear(layer + "mlp.fc1", "blocks.ffn.up"),
-        *linear(layer + "mlp.fc2", "blocks.ffn.down"),
+        *block(
+            layer,
+            attention_norm="layer_norm1",
+            ffn_norm="layer_norm2",
+            up="mlp.fc1",
+            down="mlp.fc2",
+        ),
         *norm(base + "final_layer_norm", "final_norm"),
     )
     if config.output == "none":

@@ -27,12 +27,11 @@ from jaxformer.interop.llama import (
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.tensor_files import Mxfp4Files
 from jaxformer.interop.tensor_table import (
+    BY_HEAD,
     CONV,
-    HEADS_STACKED,
     INTERLEAVED,
     LINEAR,
     SAME,
-    STACKED,
     TensorRow,
     linear,
     norm,
@@ -222,12 +221,12 @@ SHARED = ("blocks.experts.shared.gate", "blocks.experts.shared.up")
 GRANITE_ROWS = (
     *ROUTED_TRUNK,
     TensorRow(SPARSE + "router.layer.weight", f"{EXPERT_BLOCKS}router", LINEAR),
-    TensorRow(SPARSE + "input_linear.weight", GATE_UP, STACKED),
+    TensorRow(SPARSE + "input_linear.weight", GATE_UP, LINEAR),
     TensorRow(SPARSE + "output_linear.weight", f"{EXPERT_BLOCKS}down", LINEAR),
 )
 GRANITE_SHARED_ROWS = (
     *GRANITE_ROWS,
-    *linear(LAYER + "shared_mlp.input_linear", SHARED, STACKED),
+    *linear(LAYER + "shared_mlp.input_linear", SHARED),
     *linear(LAYER + "shared_mlp.output_linear", "blocks.experts.shared.down"),
 )
 GRANITE_KEYS = (
@@ -335,13 +334,10 @@ DEEPSEEK_ROWS = (
     *linear(
         LAYER + "self_attn.kv_a_proj_with_mqa",
         (f"{LATENT_BLOCKS}kv_down", f"{LATENT_BLOCKS}k_rope"),
-        STACKED,
     ),
     TensorRow(LAYER + "self_attn.kv_a_layernorm.weight", f"{LATENT_BLOCKS}kv_down_norm"),
     TensorRow(
-        LAYER + "self_attn.kv_b_proj.weight",
-        (f"{LATENT_BLOCKS}k", f"{LATENT_BLOCKS}v"),
-        HEADS_STACKED,
+        LAYER + "self_attn.kv_b_proj.weight", (f"{LATENT_BLOCKS}k", f"{LATENT_BLOCKS}v"), BY_HEAD
     ),
     *linear(LAYER + "self_attn.o_proj", f"{LATENT_BLOCKS}out"),
     TensorRow(LAYER + "mlp.gate.e_score_correction_bias", f"{EXPERT_BLOCKS}router_bias"),

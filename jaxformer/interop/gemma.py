@@ -4,7 +4,7 @@ from jaxformer.interop import fields
 from jaxformer.interop.fields import Windows
 from jaxformer.interop.llama import ATTENTION_BIAS, HEAD_NORM, LAYER, ROWS, TRUNK, llama_like, sizes
 from jaxformer.interop.rope import Rope
-from jaxformer.interop.tensor_table import norm
+from jaxformer.interop.tensor_table import block
 
 # Gemma (arXiv:2403.08295): norms by 1 + weight, a scaled embedding, and wide heads.
 GEMMA1_SIZES = {
@@ -55,10 +55,13 @@ GEMMA_SIZES = {
 }
 GEMMA_ROWS = (
     *TRUNK,
-    *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
-    *norm(LAYER + "post_attention_layernorm", "blocks.attention_output_norm"),
-    *norm(LAYER + "pre_feedforward_layernorm", "blocks.ffn_norm"),
-    *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
+    *block(
+        LAYER,
+        attention_norm="input_layernorm",
+        attention_output_norm="post_attention_layernorm",
+        ffn_norm="pre_feedforward_layernorm",
+        ffn_output_norm="post_feedforward_layernorm",
+    ),
 )
 GEMMA_BLOCK = (
     fields.DivisibleHeads(),

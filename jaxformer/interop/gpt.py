@@ -11,10 +11,10 @@ from jaxformer.interop.llama import ATTENTION, INV_FREQ
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.tensor_table import (
     BY_HEAD,
-    BY_KEY_HEAD,
     CONV,
     QKV,
     TensorRow,
+    block,
     linear,
     norm,
     output,
@@ -47,12 +47,16 @@ GPT2_LAYER = "transformer.h.{}."
 GPT2_ROWS = (
     TensorRow("transformer.wte.weight", "embed.tokens"),
     TensorRow("transformer.wpe.weight", "embed.positions"),
-    *norm(GPT2_LAYER + "ln_1", "blocks.attention_norm"),
-    *linear(GPT2_LAYER + "attn.c_attn", QKV, CONV),
-    *linear(GPT2_LAYER + "attn.c_proj", "blocks.attention.out", CONV),
-    *norm(GPT2_LAYER + "ln_2", "blocks.ffn_norm"),
-    *linear(GPT2_LAYER + "mlp.c_fc", "blocks.ffn.up", CONV),
-    *linear(GPT2_LAYER + "mlp.c_proj", "blocks.ffn.down", CONV),
+    *block(
+        GPT2_LAYER,
+        CONV,
+        attention_norm="ln_1",
+        qkv="attn.c_attn",
+        out="attn.c_proj",
+        ffn_norm="ln_2",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+    ),
     *norm("transformer.ln_f", "final_norm"),
     TensorRow("lm_head.weight", "head.weight"),
 )
@@ -95,12 +99,15 @@ NEOX_FIELDS = (
 NEOX_LAYER = "gpt_neox.layers.{}."
 NEOX_ROWS = (
     TensorRow("gpt_neox.embed_in.weight", "embed.tokens"),
-    *norm(NEOX_LAYER + "input_layernorm", "blocks.attention_norm"),
     *linear(NEOX_LAYER + "attention.query_key_value", QKV, BY_HEAD),
-    *linear(NEOX_LAYER + "attention.dense", "blocks.attention.out"),
-    *norm(NEOX_LAYER + "post_attention_layernorm", "blocks.ffn_norm"),
-    *linear(NEOX_LAYER + "mlp.dense_h_to_4h", "blocks.ffn.up"),
-    *linear(NEOX_LAYER + "mlp.dense_4h_to_h", "blocks.ffn.down"),
+    *block(
+        NEOX_LAYER,
+        attention_norm="input_layernorm",
+        out="attention.dense",
+        ffn_norm="post_attention_layernorm",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+    ),
     *norm("gpt_neox.final_layer_norm", "final_norm"),
     TensorRow("embed_out.weight", "head.weight"),
 )
@@ -143,12 +150,15 @@ BLOOM_LAYER = "transformer.h.{}."
 BLOOM_ROWS = (
     TensorRow("transformer.word_embeddings.weight", "embed.tokens"),
     *norm("transformer.word_embeddings_layernorm", "embed.norm"),
-    *norm(BLOOM_LAYER + "input_layernorm", "blocks.attention_norm"),
     *linear(BLOOM_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
-    *linear(BLOOM_LAYER + "self_attention.dense", "blocks.attention.out"),
-    *norm(BLOOM_LAYER + "post_attention_layernorm", "blocks.ffn_norm"),
-    *linear(BLOOM_LAYER + "mlp.dense_h_to_4h", "blocks.ffn.up"),
-    *linear(BLOOM_LAYER + "mlp.dense_4h_to_h", "blocks.ffn.down"),
+    *block(
+        BLOOM_LAYER,
+        attention_norm="input_layernorm",
+        out="self_attention.dense",
+        ffn_norm="post_attention_layernorm",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+    ),
     *norm("transformer.ln_f", "final_norm"),
     TensorRow("lm_head.weight", "head.weight"),
 )
@@ -207,10 +217,8 @@ GPTJ_FIELDS = (
 
 GPTJ_ROWS = (
     TensorRow("transformer.wte.weight", "embed.tokens"),
-    *norm(GPT2_LAYER + "ln_1", "blocks.attention_norm"),
     *projections(GPT2_LAYER + "attn", "out_proj"),
-    *linear(GPT2_LAYER + "mlp.fc_in", "blocks.ffn.up"),
-    *linear(GPT2_LAYER + "mlp.fc_out", "blocks.ffn.down"),
+    *block(GPT2_LAYER, attention_norm="ln_1", up="mlp.fc_in", down="mlp.fc_out"),
     *norm("transformer.ln_f", "final_norm"),
     *output("lm_head", "head"),
 )
@@ -291,11 +299,8 @@ GPT_NEO_FIELDS = (
 GPT_NEO_ROWS = (
     TensorRow("transformer.wte.weight", "embed.tokens"),
     TensorRow("transformer.wpe.weight", "embed.positions"),
-    *norm(GPT2_LAYER + "ln_1", "blocks.attention_norm"),
     *projections(GPT2_LAYER + "attn.attention", "out_proj"),
-    *norm(GPT2_LAYER + "ln_2", "blocks.ffn_norm"),
-    *linear(GPT2_LAYER + "mlp.c_fc", "blocks.ffn.up"),
-    *linear(GPT2_LAYER + "mlp.c_proj", "blocks.ffn.down"),
+    *block(GPT2_LAYER, attention_norm="ln_1", ffn_norm="ln_2", up="mlp.c_fc", down="mlp.c_proj"),
     *norm("transformer.ln_f", "final_norm"),
     TensorRow("lm_head.weight", "head.weight"),
 )
@@ -339,11 +344,14 @@ OPT_LAYER = "model.decoder.layers.{}."
 OPT_ROWS = (
     TensorRow("model.decoder.embed_tokens.weight", "embed.tokens"),
     TensorRow("model.decoder.embed_positions.weight", "embed.positions"),
-    *norm(OPT_LAYER + "self_attn_layer_norm", "blocks.attention_norm"),
     *projections(OPT_LAYER + "self_attn", "out_proj"),
-    *norm(OPT_LAYER + "final_layer_norm", "blocks.ffn_norm"),
-    *linear(OPT_LAYER + "fc1", "blocks.ffn.up"),
-    *linear(OPT_LAYER + "fc2", "blocks.ffn.down"),
+    *block(
+        OPT_LAYER,
+        attention_norm="self_attn_layer_norm",
+        ffn_norm="final_layer_norm",
+        up="fc1",
+        down="fc2",
+    ),
     *norm("model.decoder.final_layer_norm", "final_norm"),
     TensorRow("lm_head.weight", "head.weight"),
 )
@@ -431,10 +439,10 @@ FALCON_FIELDS = (
 FALCON_LAYER = "transformer.h.{}."
 FALCON_TRUNK = (
     TensorRow("transformer.word_embeddings.weight", "embed.tokens"),
-    *linear(FALCON_LAYER + "self_attention.query_key_value", QKV, BY_KEY_HEAD),
-    *linear(FALCON_LAYER + "self_attention.dense", "blocks.attention.out"),
-    *linear(FALCON_LAYER + "mlp.dense_h_to_4h", "blocks.ffn.up"),
-    *linear(FALCON_LAYER + "mlp.dense_4h_to_h", "blocks.ffn.down"),
+    *linear(FALCON_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
+    *block(
+        FALCON_LAYER, out="self_attention.dense", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"
+    ),
     *norm("transformer.ln_f", "final_norm"),
     TensorRow("lm_head.weight", "head.weight"),
 )
@@ -523,12 +531,15 @@ MPT_FIELDS = (
 MPT_LAYER = "transformer.blocks.{}."
 MPT_ROWS = (
     TensorRow("transformer.wte.weight", "embed.tokens"),
-    *norm(MPT_LAYER + "norm_1", "blocks.attention_norm"),
-    *linear(MPT_LAYER + "attn.Wqkv", QKV),
-    *linear(MPT_LAYER + "attn.out_proj", "blocks.attention.out"),
-    *norm(MPT_LAYER + "norm_2", "blocks.ffn_norm"),
-    *linear(MPT_LAYER + "ffn.up_proj", "blocks.ffn.up"),
-    *linear(MPT_LAYER + "ffn.down_proj", "blocks.ffn.down"),
+    *block(
+        MPT_LAYER,
+        attention_norm="norm_1",
+        qkv="attn.Wqkv",
+        out="attn.out_proj",
+        ffn_norm="norm_2",
+        up="ffn.up_proj",
+        down="ffn.down_proj",
+    ),
     *norm("transformer.norm_f", "final_norm"),
     TensorRow("lm_head.weight", "head.weight"),
 )

@@ -11,15 +11,7 @@ from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys, Windows
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.rope import ORIGINAL, Length, Rope, TemperedRope
 from jaxformer.interop.tensor_files import TensorFiles
-from jaxformer.interop.tensor_table import (
-    AS_STORED,
-    QKV,
-    STACKED,
-    TensorRow,
-    linear,
-    norm,
-    projections,
-)
+from jaxformer.interop.tensor_table import AS_STORED, TensorRow, block, norm, projections
 
 ATTENTION, FFN = frozenset({"qkv", "out"}), frozenset({"ffn"})
 LAYER = "model.layers.{}."
@@ -30,16 +22,13 @@ TRUNK = (
     *projections(LAYER + "self_attn", "o_proj"),
     TensorRow(LAYER + "self_attn.q_norm.weight", "blocks.attention.q_norm"),
     TensorRow(LAYER + "self_attn.k_norm.weight", "blocks.attention.k_norm"),
-    *linear(LAYER + "mlp.gate_proj", "blocks.ffn.gate"),
-    *linear(LAYER + "mlp.up_proj", "blocks.ffn.up"),
-    *linear(LAYER + "mlp.down_proj", "blocks.ffn.down"),
+    *block(LAYER, gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
     *norm("model.norm", "final_norm"),
     TensorRow("lm_head.weight", "head.weight"),
 )
 ROWS = (
     *TRUNK,
-    *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
-    *norm(LAYER + "post_attention_layernorm", "blocks.ffn_norm"),
+    *block(LAYER, attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
 )
 
 # Key, field, and the default of Llama.
@@ -219,8 +208,7 @@ STABLELM = llama_like(
 # Starcoder2 (arXiv:2402.19173): layer norms, biases, and a feed-forward layer without a gate.
 STARCODER2_ROWS = (
     *(row for row in ROWS if ".mlp." not in row.hf),
-    *linear(LAYER + "mlp.c_fc", "blocks.ffn.up"),
-    *linear(LAYER + "mlp.c_proj", "blocks.ffn.down"),
+    *block(LAYER, up="mlp.c_fc", down="mlp.c_proj"),
 )
 STARCODER2_SIZES = {
     "vocab_size": 49152,
@@ -257,8 +245,7 @@ STARCODER2 = llama_like(
 SEPARATE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 PHI3_ROWS = (
     *(row for row in ROWS if row.hf.split(".")[-2] not in SEPARATE),
-    *linear(LAYER + "self_attn.qkv_proj", QKV, STACKED),
-    *linear(LAYER + "mlp.gate_up_proj", ("blocks.ffn.gate", "blocks.ffn.up"), STACKED),
+    *block(LAYER, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
 )
 PHI3_SIZES = {
     "vocab_size": 32064,
@@ -345,8 +332,11 @@ SMOLLM3 = llama_like(
 # 3 (arXiv:2512.13961): the same with windows, whose layers are not scaled.
 OLMO2_ROWS = (
     *TRUNK,
-    *norm(LAYER + "post_attention_layernorm", "blocks.attention_output_norm"),
-    *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
+    *block(
+        LAYER,
+        attention_output_norm="post_attention_layernorm",
+        ffn_output_norm="post_feedforward_layernorm",
+    ),
 )
 OLMO2_KEYS = (
     *sizes(vocab_size=50304, rms_norm_eps=1e-5),
@@ -450,11 +440,14 @@ COHERE = llama_like(
 # GLM-4 (arXiv:2406.12793), as of GLM-4-0414: norms before and after each sublayer.
 GLM4_ROWS = (
     *(row for row in TRUNK if row.hf.split(".")[-2] not in ("gate_proj", "up_proj")),
-    *linear(LAYER + "mlp.gate_up_proj", ("blocks.ffn.gate", "blocks.ffn.up"), STACKED),
-    *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
-    *norm(LAYER + "post_self_attn_layernorm", "blocks.attention_output_norm"),
-    *norm(LAYER + "post_attention_layernorm", "blocks.ffn_norm"),
-    *norm(LAYER + "post_mlp_layernorm", "blocks.ffn_output_norm"),
+    *block(
+        LAYER,
+        gate_up="mlp.gate_up_proj",
+        attention_norm="input_layernorm",
+        attention_output_norm="post_self_attn_layernorm",
+        ffn_norm="post_attention_layernorm",
+        ffn_output_norm="post_mlp_layernorm",
+    ),
 )
 GLM4 = llama_like(
     "glm4",

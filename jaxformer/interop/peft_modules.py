@@ -31,7 +31,6 @@ from jaxformer.interop.tensor_table import (
     INTERLEAVED,
     LINEAR,
     SAME,
-    STACKED,
     Tensor,
     TensorRow,
     Transform,
@@ -52,10 +51,10 @@ SCORE = "score"  # the output layer of a decoder's class head in transformers, w
 # name of the feed-forward, that of the router in it, and the order of gates and ups, and of downs.
 ROUTED = {
     **dict.fromkeys(
-        ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3"), ("mlp", "gate", STACKED, LINEAR)
+        ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3"), ("mlp", "gate", LINEAR, LINEAR)
     ),
     **dict.fromkeys(
-        ("granitemoe", "granitemoeshared"), ("block_sparse_moe", "router", STACKED, LINEAR)
+        ("granitemoe", "granitemoeshared"), ("block_sparse_moe", "router", LINEAR, LINEAR)
     ),
     "gpt_oss": ("mlp", "router", INTERLEAVED, CONV),
 }

@@ -43,117 +43,58 @@ def _reshaped(shape: Callable[[LayerSpecs], tuple[int, ...]]) -> Transform:
     )
 
 
-def _one_below_another() -> Transform:
-    """The matrices [out, in] of several leaves, whose numbers of outputs may differ."""
-
-    def each(specs: LayerSpecs) -> list[LayerSpecs]:
-        return [[spec] for spec in specs]
-
-    def shape(specs: LayerSpecs) -> tuple[int, ...]:
-        shapes = [LINEAR.shape(one) for one in each(specs)]
-        return (sum(first for first, *_ in shapes), *shapes[0][1:])
-
-    def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
-        ends = np.cumsum([LINEAR.shape(one)[0] for one in each(specs)])
-        matrices = np.split(tensor, ends[:-1])
-        return [LINEAR.split(*pair)[0] for pair in zip(matrices, each(specs), strict=True)]
-
-    def join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
-        pairs = zip(leaves, each(specs), strict=True)
-        return np.concatenate([LINEAR.join([leaf], one) for leaf, one in pairs])
-
-    return Transform(shape, split, join)
-
-
-def _of_heads() -> Transform:
-    """The matrices [out, in] of several leaves [I, N, H], of each head one below another. Their
-    widths H may differ."""
+def _rows_of_leaves(groups: Callable[[Spec], int]) -> Transform:
+    """The matrices [out, in] of one leaf, or of several below one another: first the rows of each
+    in the first group, then of each in the second, and so on. `groups` is their number, from the
+    last leaf. Leaves [I..., O...] have the same inputs; biases have none."""
 
     def shape(specs: LayerSpecs) -> tuple[int, ...]:
-        inputs, heads, _ = specs[0].shape
-        return heads * sum(spec.shape[-1] for spec in specs), inputs
-
-    def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
-        inputs, heads, _ = specs[0].shape
-        leaf = tensor.reshape(heads, -1, inputs).transpose(2, 0, 1)
-        ends = np.cumsum([spec.shape[-1] for spec in specs])
-        return np.split(leaf, ends[:-1], axis=2)
-
-    def join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
-        return np.concatenate(leaves, axis=2).transpose(1, 2, 0).reshape(shape(specs))
-
-    return Transform(shape, split, join)
-
-
-def _of_groups() -> Transform:
-    """The matrices [out, in] of queries [I, N, H], keys and values [I, K, H], of each key head one
-    below another: its N / K queries, its key and its value. Biases have no I."""
-
-    def shape(specs: LayerSpecs) -> tuple[int, ...]:
-        outputs = sum(math.prod(spec.shape[-2:]) for spec in specs)
+        outputs = sum(map(_outputs, specs))
         return (outputs, specs[0].fan_in) if specs[0].is_matrix else (outputs,)
 
     def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
-        kv_heads, width = specs[1].shape[-2:]
-        # [K, N / K + 2, H, I], or without I.
-        groups = tensor.reshape(kv_heads, -1, width, *tensor.shape[1:])
-        leaves = [groups[:, :-2], groups[:, -2:-1], groups[:, -1:]]
-        leaves = [leaf.reshape(-1, width, *tensor.shape[1:]) for leaf in leaves]
-        return [leaf.transpose(2, 0, 1) if leaf.ndim == 3 else leaf for leaf in leaves]
+        count = groups(specs[-1])
+        inputs = tensor.shape[1:]
+        by_group = tensor.reshape(count, -1, *inputs)
+        ends = np.cumsum([_outputs(spec) // count for spec in specs])
+        parts = np.split(by_group, ends[:-1], axis=1)
+        matrices = [part.reshape(-1, *inputs).T for part in parts]
+        return [matrix.reshape(spec.shape) for matrix, spec in zip(matrices, specs, strict=True)]
 
     def join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
-        kv_heads, width = specs[1].shape[-2:]
-        rows = [leaf.transpose(1, 2, 0) if leaf.ndim == 3 else leaf for leaf in leaves]
-        groups = [leaf.reshape(kv_heads, -1, width, *leaf.shape[2:]) for leaf in rows]
-        return np.concatenate(groups, axis=1).reshape(shape(specs))
+        count = groups(specs[-1])
+        inputs = shape(specs)[1:]
+        matrices = [leaf.reshape(*inputs, -1).T for leaf in leaves]
+        by_group = [matrix.reshape(count, -1, *inputs) for matrix in matrices]
+        return np.concatenate(by_group, axis=1).reshape(shape(specs))
 
     return Transform(shape, split, join)
 
 
-def _ordered(order: str) -> Transform:
-    """Leaves with their axes in another order, as a matrix of inputs and outputs.
+def _outputs(spec: Spec) -> int:
+    return math.prod(spec.shape) // (spec.fan_in if spec.is_matrix else 1)
 
-    The axes are P parts (queries, keys and values, or one leaf), I inputs, and outputs of N heads
-    with H numbers each (N is 1 without heads). Leaves are [I, N, H]; their biases have no I.
-    """
 
-    def sizes(specs: LayerSpecs) -> dict[str, int]:
-        inputs, width = specs[0].fan_in, specs[0].shape[-1]
-        heads = math.prod(specs[0].shape) // (inputs * width)
-        return {"P": len(specs), "I": inputs, "N": heads, "H": width}
-
-    def shape(specs: LayerSpecs) -> tuple[int, ...]:
-        size = sizes(specs)
-        outputs = size["P"] * size["N"] * size["H"]
-        if not specs[0].is_matrix:
-            return (outputs,)
-        return (size["I"], outputs) if order[0] == "I" else (outputs, size["I"])
-
-    def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
-        size = sizes(specs)
-        axes = tensor.reshape([size[axis] for axis in order])
-        leaves = axes.transpose([order.index(axis) for axis in "PINH"])  # [P, I, N, H]
-        return [leaf.reshape(spec.shape) for leaf, spec in zip(leaves, specs, strict=True)]
-
-    def join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
-        size = sizes(specs)
-        stacked = np.stack(leaves).reshape([size[axis] for axis in "PINH"])
-        return stacked.transpose(["PINH".index(axis) for axis in order]).reshape(shape(specs))
-
-    return Transform(shape, split, join)
+def _transposed(transform: Transform) -> Transform:
+    """The same as [in, out]; biases are as they were."""
+    return Transform(
+        lambda specs: transform.shape(specs)[::-1],
+        lambda tensor, specs: transform.split(tensor.T, specs),
+        lambda leaves, specs: np.ascontiguousarray(transform.join(leaves, specs).T),
+    )
 
 
 SAME = _reshaped(_flat_shape)
 AS_STORED = _reshaped(lambda specs: specs[0].shape)  # vectors of each head as a matrix
 AS_ROW = _reshaped(lambda specs: (1, *specs[0].shape))  # a vector as a matrix of one row
-LINEAR = _ordered("PNHI")  # torch.nn.Linear: [out, in]
-CONV = _ordered("IPNH")  # GPT-2's Conv1D: [in, out]; several leaves side by side
-BY_HEAD = _ordered("NPHI")  # GPT-NeoX and BLOOM: [out, in] with the parts of each head together
-INTERLEAVED = _ordered("INHP")  # gpt-oss: [in, out], the numbers of gate and up in turn
-IN_TURN = _ordered("NHPI")  # its transpose
-HEADS_STACKED = _of_heads()  # DeepSeek-V3: [out, in] of each head's keys and values
-BY_KEY_HEAD = _of_groups()  # Falcon: [out, in] of each key head's queries, key and value
-STACKED = _one_below_another()  # Phi-3: [out, in] of queries, keys and values, or of gate and up
+# torch.nn.Linear: [out, in]; of Phi-3 also queries, keys and values, or gate and up.
+LINEAR = _rows_of_leaves(lambda last: 1)
+CONV = _transposed(LINEAR)  # GPT-2's Conv1D: [in, out]
+# [out, in], of each key head its queries, key and value (GPT-NeoX, BLOOM, Falcon), or its key and
+# value (DeepSeek-V3).
+BY_HEAD = _rows_of_leaves(lambda last: last.shape[-2])
+IN_TURN = _rows_of_leaves(_outputs)  # [out, in], the rows of gate and up in turn
+INTERLEAVED = _transposed(IN_TURN)  # gpt-oss: [in, out]
 
 
 class TensorRow(NamedTuple):
@@ -204,6 +145,22 @@ def norm(hf: str, path: str) -> tuple[TensorRow, ...]:
 
 
 QKV = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
+FUSED = {"qkv": QKV, "gate_up": ("blocks.ffn.gate", "blocks.ffn.up")}
+
+
+def block(prefix: str, transform: Transform = LINEAR, **modules: str) -> tuple[TensorRow, ...]:
+    """The rows of a layer: the name below `prefix` of the module of each leaf of attention and
+    feed-forward (q, k, v, out, gate, up, down; qkv and gate_up are several in one), and of each
+    norm."""
+    pairs = []
+    for leaf, name in modules.items():
+        if leaf.endswith("norm"):
+            pairs.append(norm(prefix + name, f"blocks.{leaf}"))
+        else:
+            sublayer = "attention" if leaf in ("q", "k", "v", "out") else "ffn"
+            leaves = FUSED.get(leaf, f"blocks.{sublayer}.{leaf}")
+            pairs.append(linear(prefix + name, leaves, transform))
+    return tuple(itertools.chain.from_iterable(pairs))
 
 
 @dataclass(frozen=True)
