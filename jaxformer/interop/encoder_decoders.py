@@ -7,20 +7,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop import fields
 from jaxformer.interop.family import Copy, Family, tied_copy
 from jaxformer.interop.fields import (
     GATED_NAMES,
     PLAIN,
+    AliasKey,
     Choice,
     ConfigFields,
     Constant,
     Dropout,
+    FixedKey,
     IgnoredKeys,
     Key,
     KeyMapping,
     Keys,
+    KeyTable,
+    Present,
     Windows,
+    tied,
 )
 from jaxformer.interop.gemma import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS
 from jaxformer.interop.hf_config import HFConfig
@@ -39,28 +43,28 @@ def bart_shared_fields(
 ) -> tuple[KeyMapping, ...]:
     """The keys of all, with the defaults of vocab_size, activation_function and scale_embedding."""
     return (
-        fields.Constant(family="encoder_decoder", norm="layer", bias="all"),
-        fields.Key("vocab_size", "vocab_size", vocab_size),
-        fields.Key("d_model", "d_model", 1024),
-        fields.Key("encoder_layers", "n_encoder_layers", 12),
-        fields.Key("decoder_layers", "n_layers", 12),
+        Constant(family="encoder_decoder", norm="layer", bias="all"),
+        Key("vocab_size", "vocab_size", vocab_size),
+        Key("d_model", "d_model", 1024),
+        Key("encoder_layers", "n_encoder_layers", 12),
+        Key("decoder_layers", "n_layers", 12),
         # Sizes that config.json has for each stack, and that have to be equal here.
-        fields.Key("encoder_ffn_dim", "d_ff", 4096),
-        fields.AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", checked=True, default=4096),
-        fields.Key("encoder_attention_heads", "n_heads", 16),
-        fields.AliasKey(
+        Key("encoder_ffn_dim", "d_ff", 4096),
+        AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", checked=True, default=4096),
+        Key("encoder_attention_heads", "n_heads", 16),
+        AliasKey(
             "decoder_attention_heads",
             "encoder_attention_heads",
             "n_heads",
             checked=True,
             default=16,
         ),
-        fields.Key("max_position_embeddings", "max_length", 1024),
-        fields.Choice("activation_function", "activation", fields.PLAIN, activation),
-        fields.Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, scaled),
-        fields.tied(True),
-        fields.Dropout("dropout attention_dropout"),
-        fields.IgnoredKeys(
+        Key("max_position_embeddings", "max_length", 1024),
+        Choice("activation_function", "activation", PLAIN, activation),
+        Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, scaled),
+        tied(True),
+        Dropout("dropout attention_dropout"),
+        IgnoredKeys(
             "encoder_layerdrop decoder_layerdrop activation_dropout classifier_dropout"
             " classif_dropout init_std num_hidden_layers hidden_size num_attention_heads"
             " extra_pos_embeddings force_bos_token_to_be_generated add_bias_logits"
@@ -73,23 +77,17 @@ def placed_norms(placement: str) -> tuple[KeyMapping, ...]:
     """Norms before the sublayers and at the end of each stack ("pre"), or after the sums ("post"),
     with the keys that the first versions of transformers with these models wrote."""
     keys, is_pre = ("normalize_before", "add_final_layer_norm"), placement == "pre"
-    return (
-        fields.Constant(norm_placement=placement),
-        *(fields.FixedKey(key, (is_pre,)) for key in keys),
-    )
+    return (Constant(norm_placement=placement), *(FixedKey(key, (is_pre,)) for key in keys))
 
 
-def with_bias(name: str) -> fields.Present:
+def with_bias(name: str) -> Present:
     """The bias of the logits, which the class `name` has."""
-    return fields.Present("final_logits_bias", "head_bias", (name,))
+    return Present("final_logits_bias", "head_bias", (name,))
 
 
 def normed_embeddings(is_normed: bool) -> tuple[KeyMapping, ...]:
     """Whether the embeddings have a norm, which files state too."""
-    return (
-        fields.Constant(embedding_norm=is_normed),
-        fields.FixedKey("normalize_embedding", (is_normed,)),
-    )
+    return (Constant(embedding_norm=is_normed), FixedKey("normalize_embedding", (is_normed,)))
 
 
 def bart_stack(side: str, prefix: str) -> tuple[TensorRow, ...]:
@@ -122,8 +120,8 @@ BART_ROWS = (
 )
 REPEATED = tuple(f"model.{side}.embed_tokens.weight" for side in STACKS)
 
-LEARNED = fields.Constant(positions="learned", position_offset=2)
-SINUSOIDAL = fields.Constant(positions="sinusoidal", sinusoids="half")  # sines first
+LEARNED = Constant(positions="learned", position_offset=2)
+SINUSOIDAL = Constant(positions="sinusoidal", sinusoids="half")  # sines first
 # Sinusoids that some files hold; they are computed.
 TABLES = r"(en|de)coder\.embed_positions\.weights?$"
 
@@ -175,8 +173,8 @@ MARIAN = bart_like(
         *normed_embeddings(False),
         with_bias("MarianMTModel"),
         SINUSOIDAL,
-        fields.FixedKey("share_encoder_decoder_embeddings", (True,)),
-        fields.AliasKey("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),
+        FixedKey("share_encoder_decoder_embeddings", (True,)),
+        AliasKey("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),
     ),
     "sinusoidal positions; encoders and decoders of different depth; scaled embedding",
     base="MarianModel",
@@ -243,7 +241,7 @@ M2M100 = bart_like(
         *placed_norms("pre"),
         *normed_embeddings(False),
         SINUSOIDAL,
-        fields.Constant(sinusoids="half_closed"),
+        Constant(sinusoids="half_closed"),
         PositionsAfterPadding(),
     ),
     "M2M100 and NLLB: norms before the sublayers; sinusoidal positions behind that of padding;"
@@ -442,15 +440,15 @@ UMT5_ENCODER = encoder_like(
 
 # The keys of one stack, in a table of its own; dropout and ties are those of the model.
 STACK_KEYS = (
-    *(row for row in GEMMA2_SIZES if not isinstance(row, fields.Dropout)),
+    *(row for row in GEMMA2_SIZES if not isinstance(row, Dropout)),
     *GEMMA_BLOCK,
     *GEMMA2_CAPS,
     Rope(),
     Windows(GEMMA_LAYERS, every=2),
-    fields.IgnoredKeys("dropout_rate tie_word_embeddings"),
+    IgnoredKeys("dropout_rate tie_word_embeddings"),
 )
-ENCODER, DECODER = (fields.KeyTable(side, STACK_KEYS) for side in ("encoder", "decoder"))
-KEY_OF_FIELD = {row.field: row.hf for row in STACK_KEYS if isinstance(row, fields.Key)}
+ENCODER, DECODER = (KeyTable(side, STACK_KEYS) for side in ("encoder", "decoder"))
+KEY_OF_FIELD = {row.field: row.hf for row in STACK_KEYS if isinstance(row, Key)}
 
 
 class BothStacks(KeyMapping):
@@ -521,13 +519,13 @@ T5GEMMA = Family(
     "t5gemma",
     {"T5GemmaForConditionalGeneration": {}},
     (
-        fields.Constant(family="encoder_decoder", source_embedding="separate"),
+        Constant(family="encoder_decoder", source_embedding="separate"),
         BothStacks(),
         # The tables of the stacks have it.
-        fields.AliasKey("vocab_size", "decoder.vocab_size", "vocab_size"),
-        fields.Dropout("dropout_rate attention_dropout"),
-        fields.IgnoredKeys("classifier_dropout_rate"),
-        fields.tied(True),
+        AliasKey("vocab_size", "decoder.vocab_size", "vocab_size"),
+        Dropout("dropout_rate attention_dropout"),
+        IgnoredKeys("classifier_dropout_rate"),
+        tied(True),
     ),
     lambda config: T5GEMMA_ROWS,
     prefix="model.",

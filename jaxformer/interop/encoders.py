@@ -4,9 +4,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop import fields
 from jaxformer.interop.family import Copies, Copy, Family
-from jaxformer.interop.fields import FULL, SLIDING, ConfigFields, KeyMapping, Keys
+from jaxformer.interop.fields import (
+    FULL,
+    GATED_NAMES,
+    MOST_LAYERS,
+    PLAIN,
+    SLIDING,
+    Choice,
+    ClassCount,
+    ConfigFields,
+    Constant,
+    DivisibleHeads,
+    Dropout,
+    FixedKey,
+    IgnoredKeys,
+    Key,
+    KeyMapping,
+    Keys,
+    Present,
+    tied,
+)
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.tensor_table import TensorRow, block, linear, norm, output, projections
@@ -16,7 +34,7 @@ from jaxformer.layers.pattern import layer_configs
 # positions start after the id of the padding token. DistilBERT (arXiv:1910.01108) has neither
 # token types nor a pooler beside its class head; XLM-RoBERTa (arXiv:1911.02116) is RoBERTa.
 
-ENCODER = fields.Constant(
+ENCODER = Constant(
     family="encoder",
     norm="layer",
     norm_placement="post",
@@ -40,14 +58,14 @@ def shared_fields(**default: int) -> tuple[KeyMapping, ...]:
     """The keys of all these families; `default` has a family's own defaults."""
     return (
         ENCODER,
-        *(fields.Key(hf, field, default.get(hf, usual)) for hf, field, usual in BERT_SIZE_KEYS),
-        fields.Key("type_vocab_size", "token_types", 2),
-        fields.Key("layer_norm_eps", "norm_eps", 1e-12),
-        fields.FixedKey("position_embedding_type", ("absolute",)),
-        fields.tied(True),
-        fields.ClassCount(),
-        fields.Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
-        fields.IgnoredKeys("classifier_dropout gradient_checkpointing"),
+        *(Key(hf, field, default.get(hf, usual)) for hf, field, usual in BERT_SIZE_KEYS),
+        Key("type_vocab_size", "token_types", 2),
+        Key("layer_norm_eps", "norm_eps", 1e-12),
+        FixedKey("position_embedding_type", ("absolute",)),
+        tied(True),
+        ClassCount(),
+        Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
+        IgnoredKeys("classifier_dropout gradient_checkpointing"),
     )
 
 
@@ -147,10 +165,10 @@ BERT = Family(
     {"BertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Bert")},
     (
         *shared_fields(),
-        fields.Key("max_position_embeddings", "max_length", 512),
-        fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu"),
-        fields.Present("bert.pooler.dense.weight", "pooler", WITH_POOLER),
-        fields.Present("cls.seq_relationship.weight", "next_sentence", ("BertForPreTraining",)),
+        Key("max_position_embeddings", "max_length", 512),
+        Choice("hidden_act", "activation", PLAIN, "gelu"),
+        Present("bert.pooler.dense.weight", "pooler", WITH_POOLER),
+        Present("cls.seq_relationship.weight", "next_sentence", ("BertForPreTraining",)),
     ),
     bert_rows,
     prefix="bert.",
@@ -201,9 +219,9 @@ def roberta_like(model_type: str, name: str, vocab_size: int) -> Family:
             *shared_fields(vocab_size=vocab_size),
             OffsetPositions(),
             # The masked head always has this one.
-            fields.FixedKey("hidden_act", ("gelu",)),
-            fields.Constant(activation="gelu"),
-            fields.Present("roberta.pooler.dense.weight", "pooler", (f"{name}Model",)),
+            FixedKey("hidden_act", ("gelu",)),
+            Constant(activation="gelu"),
+            Present("roberta.pooler.dense.weight", "pooler", (f"{name}Model",)),
         ),
         roberta_rows,
         prefix="roberta.",
@@ -257,19 +275,19 @@ DISTILBERT = Family(
     classes_of("DistilBert"),
     (
         ENCODER,
-        fields.Constant(norm_eps=1e-12, pooler_activation="relu"),
-        fields.Key("vocab_size", "vocab_size", 30522),
-        fields.Key("dim", "d_model", 768),
-        fields.Key("n_layers", "n_layers", 6),
-        fields.Key("n_heads", "n_heads", 12),
-        fields.Key("hidden_dim", "d_ff", 3072),
-        fields.Key("max_position_embeddings", "max_length", 512),
-        fields.Choice("activation", "activation", fields.PLAIN, "gelu"),
-        fields.tied(True),
-        fields.ClassCount(),
-        fields.Dropout("dropout attention_dropout"),
+        Constant(norm_eps=1e-12, pooler_activation="relu"),
+        Key("vocab_size", "vocab_size", 30522),
+        Key("dim", "d_model", 768),
+        Key("n_layers", "n_layers", 6),
+        Key("n_heads", "n_heads", 12),
+        Key("hidden_dim", "d_ff", 3072),
+        Key("max_position_embeddings", "max_length", 512),
+        Choice("activation", "activation", PLAIN, "gelu"),
+        tied(True),
+        ClassCount(),
+        Dropout("dropout attention_dropout"),
         # The positions are stored, also where they began as sinusoids.
-        fields.IgnoredKeys("sinusoidal_pos_embds qa_dropout seq_classif_dropout tie_weights_"),
+        IgnoredKeys("sinusoidal_pos_embds qa_dropout seq_classif_dropout tie_weights_"),
     ),
     distilbert_rows,
     prefix="distilbert.",
@@ -292,7 +310,7 @@ ALBERT_SIZES = {
 }
 
 
-class NarrowEmbedding(fields.Key):
+class NarrowEmbedding(Key):
     """The width of the embeddings, which the matrix that projects them has to differ from: there it
     is also of a model with one width."""
 
@@ -303,7 +321,7 @@ class NarrowEmbedding(fields.Key):
         return super().read(hf)
 
 
-class LayerGroups(fields.Key):
+class LayerGroups(Key):
     """The number of groups, which has to divide that of the layers."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
@@ -352,16 +370,14 @@ ALBERT = Family(
         *shared_fields(**ALBERT_SIZES),
         NarrowEmbedding("embedding_size", "embedding_width", 128),
         LayerGroups("num_hidden_groups", "layer_groups", 1),
-        fields.FixedKey("inner_group_num", (1,)),
-        fields.Key("max_position_embeddings", "max_length", 512),
-        fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu_new"),
-        fields.Present("albert.pooler.weight", "pooler", ALBERT_WITH_POOLER),
-        fields.Present(
-            "sop_classifier.classifier.weight", "next_sentence", ("AlbertForPreTraining",)
-        ),
+        FixedKey("inner_group_num", (1,)),
+        Key("max_position_embeddings", "max_length", 512),
+        Choice("hidden_act", "activation", PLAIN, "gelu_new"),
+        Present("albert.pooler.weight", "pooler", ALBERT_WITH_POOLER),
+        Present("sop_classifier.classifier.weight", "next_sentence", ("AlbertForPreTraining",)),
         # Of dropout, and of versions that no code reads.
-        fields.IgnoredKeys("classifier_dropout_prob down_scale_factor gap_size net_structure_type"),
-        fields.IgnoredKeys("num_memory_blocks"),
+        IgnoredKeys("classifier_dropout_prob down_scale_factor gap_size net_structure_type"),
+        IgnoredKeys("num_memory_blocks"),
     ),
     albert_rows,
     prefix="albert.",
@@ -409,12 +425,12 @@ ELECTRA = Family(
     },
     (
         *shared_fields(hidden_size=256, num_attention_heads=4, intermediate_size=1024),
-        fields.Key("embedding_size", "embedding_width", 128),
-        fields.Key("max_position_embeddings", "max_length", 512),
+        Key("embedding_size", "embedding_width", 128),
+        Key("max_position_embeddings", "max_length", 512),
         # Its heads always have this one.
-        fields.FixedKey("hidden_act", ("gelu",)),
-        fields.Constant(activation="gelu", pooler_activation="gelu"),
-        fields.IgnoredKeys("summary_type summary_use_proj summary_activation summary_last_dropout"),
+        FixedKey("hidden_act", ("gelu",)),
+        Constant(activation="gelu", pooler_activation="gelu"),
+        IgnoredKeys("summary_type summary_use_proj summary_activation summary_last_dropout"),
     ),
     electra_rows,
     prefix="electra.",
@@ -458,7 +474,7 @@ MPNET = Family(
     classes_of("MPNet"),
     (
         ENCODER,
-        fields.Constant(
+        Constant(
             positions="t5",
             position_embedding="learned",
             relative_buckets=32,
@@ -466,20 +482,20 @@ MPNET = Family(
             activation="gelu",
         ),
         *(
-            fields.Key(hf, field, 30527 if hf == "vocab_size" else usual)
+            Key(hf, field, 30527 if hf == "vocab_size" else usual)
             for hf, field, usual in BERT_SIZE_KEYS
         ),
-        fields.Key("layer_norm_eps", "norm_eps", 1e-12),
-        fields.FixedKey("relative_attention_num_buckets", (32,)),
-        fields.FixedKey("pad_token_id", (1,)),
+        Key("layer_norm_eps", "norm_eps", 1e-12),
+        FixedKey("relative_attention_num_buckets", (32,)),
+        FixedKey("pad_token_id", (1,)),
         OffsetPositions(),
         # The masked head always has this one.
-        fields.FixedKey("hidden_act", ("gelu",)),
-        fields.tied(True),
-        fields.ClassCount(),
-        fields.Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
-        fields.Present("mpnet.pooler.dense.weight", "pooler", ("MPNetModel",)),
-        fields.IgnoredKeys("gradient_checkpointing"),
+        FixedKey("hidden_act", ("gelu",)),
+        tied(True),
+        ClassCount(),
+        Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
+        Present("mpnet.pooler.dense.weight", "pooler", ("MPNetModel",)),
+        IgnoredKeys("gradient_checkpointing"),
     ),
     mpnet_rows,
     prefix="mpnet.",
@@ -552,26 +568,26 @@ NOMIC_BERT = Family(
     "nomic_bert",
     classes_of("NomicBert"),
     (
-        fields.Constant(
+        Constant(
             family="encoder", norm="layer", norm_placement="post", bias="norm", embedding_norm=True
         ),
         *(
-            fields.Key(hf, field, 30528 if hf == "vocab_size" else usual)
+            Key(hf, field, 30528 if hf == "vocab_size" else usual)
             for hf, field, usual in BERT_SIZE_KEYS
         ),
-        fields.Key("head_dim", "head_dim"),
-        fields.Key("type_vocab_size", "token_types", 2),
-        fields.Key("layer_norm_eps", "norm_eps", 1e-12),
-        fields.Choice("hidden_act", "activation", fields.GATED_NAMES, "silu"),
+        Key("head_dim", "head_dim"),
+        Key("type_vocab_size", "token_types", 2),
+        Key("layer_norm_eps", "norm_eps", 1e-12),
+        Choice("hidden_act", "activation", GATED_NAMES, "silu"),
         Length(2048),
         Rope(theta=("rope_theta", 1000.0)),
-        fields.tied(True),
-        fields.ClassCount(),
-        fields.Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
-        fields.Present(
+        tied(True),
+        ClassCount(),
+        Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
+        Present(
             "nomic_bert.pooler.dense.weight", "pooler", ("NomicBertForSequenceClassification",)
         ),
-        fields.IgnoredKeys("classifier_dropout default_theta"),
+        IgnoredKeys("classifier_dropout default_theta"),
     ),
     lambda config: with_ends(config, stored_rows()),
     prefix="nomic_bert.",
@@ -597,8 +613,8 @@ class LocalWindows(KeyMapping):
     def read(self, hf: HFConfig) -> ConfigFields:
         layers = hf.number("num_hidden_layers", MODERNBERT_DEPTH)
         every = hf.number("global_attn_every_n_layers", 3)
-        if not isinstance(layers, int) or layers > fields.MOST_LAYERS:
-            raise hf.unsupported("num_hidden_layers", layers, [f"1 to {fields.MOST_LAYERS}"])
+        if not isinstance(layers, int) or layers > MOST_LAYERS:
+            raise hf.unsupported("num_hidden_layers", layers, [f"1 to {MOST_LAYERS}"])
         if not isinstance(every, int) or every < 1:
             raise hf.unsupported("global_attn_every_n_layers", every, ["a number above 0"])
         kinds = hf.get("layer_types") or [SLIDING if i % every else FULL for i in range(layers)]
@@ -657,7 +673,7 @@ MODERNBERT = Family(
     "modernbert",
     classes_of("ModernBert"),
     (
-        fields.Constant(
+        Constant(
             family="encoder",
             norm="layer",
             embedding_norm=True,
@@ -667,13 +683,13 @@ MODERNBERT = Family(
             class_head="dense_norm",
             pooler_activation="gelu",
         ),
-        fields.DivisibleHeads(),
-        fields.Key("vocab_size", "vocab_size", 50368),
-        fields.Key("hidden_size", "d_model", 768),
-        fields.Key("num_hidden_layers", "n_layers", MODERNBERT_DEPTH),
-        fields.Key("num_attention_heads", "n_heads", 12),
-        fields.Key("intermediate_size", "d_ff", 1152),
-        fields.Key("norm_eps", "norm_eps", 1e-5),
+        DivisibleHeads(),
+        Key("vocab_size", "vocab_size", 50368),
+        Key("hidden_size", "d_model", 768),
+        Key("num_hidden_layers", "n_layers", MODERNBERT_DEPTH),
+        Key("num_attention_heads", "n_heads", 12),
+        Key("intermediate_size", "d_ff", 1152),
+        Key("norm_eps", "norm_eps", 1e-5),
         Length(8192),
         Rope(
             theta=("global_rope_theta", 160_000.0),
@@ -681,19 +697,19 @@ MODERNBERT = Family(
             kinds=("default",),
         ),
         LocalWindows(),
-        *(fields.FixedKey(f"{name}_activation", ("gelu",)) for name in ("hidden", "classifier")),
-        *(fields.FixedKey(f"{name}_bias", (False,)) for name in ("norm", "attention", "mlp")),
-        fields.FixedKey("classifier_bias", (False,)),
-        fields.FixedKey("decoder_bias", (True,)),
-        fields.tied(True),
-        fields.Dropout("attention_dropout embedding_dropout mlp_dropout"),
-        fields.ClassCount(),
-        fields.Choice("classifier_pooling", "pooling", {"cls": "first", "mean": "mean"}, "cls"),
+        *(FixedKey(f"{name}_activation", ("gelu",)) for name in ("hidden", "classifier")),
+        *(FixedKey(f"{name}_bias", (False,)) for name in ("norm", "attention", "mlp")),
+        FixedKey("classifier_bias", (False,)),
+        FixedKey("decoder_bias", (True,)),
+        tied(True),
+        Dropout("attention_dropout embedding_dropout mlp_dropout"),
+        ClassCount(),
+        Choice("classifier_pooling", "pooling", {"cls": "first", "mean": "mean"}, "cls"),
         # Of training, of kernels, and two that are read by no layer.
-        fields.IgnoredKeys("classifier_dropout sparse_prediction sparse_pred_ignore_index"),
-        fields.IgnoredKeys("initializer_cutoff_factor deterministic_flash_attn reference_compile"),
-        fields.IgnoredKeys("repad_logits_with_grad layer_norm_eps position_embedding_type"),
-        fields.IgnoredKeys("cls_token_id"),
+        IgnoredKeys("classifier_dropout sparse_prediction sparse_pred_ignore_index"),
+        IgnoredKeys("initializer_cutoff_factor deterministic_flash_attn reference_compile"),
+        IgnoredKeys("repad_logits_with_grad layer_norm_eps position_embedding_type"),
+        IgnoredKeys("cls_token_id"),
     ),
     modernbert_rows,
     prefix="model.",
@@ -822,22 +838,22 @@ DEBERTA = Family(
     "deberta-v2",
     classes_of("DebertaV2"),
     (
-        fields.Constant(
+        Constant(
             family="encoder", norm="layer", norm_placement="post", bias="all", embedding_norm=True
         ),
-        *(fields.Key(hf, field, DEBERTA_SIZES[hf]) for hf, field, _ in BERT_SIZE_KEYS),
-        fields.DivisibleHeads(),
-        fields.Key("type_vocab_size", "token_types", 0),
-        fields.Key("layer_norm_eps", "norm_eps", 1e-7),
+        *(Key(hf, field, DEBERTA_SIZES[hf]) for hf, field, _ in BERT_SIZE_KEYS),
+        DivisibleHeads(),
+        Key("type_vocab_size", "token_types", 0),
+        Key("layer_norm_eps", "norm_eps", 1e-7),
         DisentangledPositions(),
-        fields.FixedKey("conv_kernel_size", (0,)),
-        fields.FixedKey("legacy", (True, False)),
-        fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu"),
-        fields.Choice("pooler_hidden_act", "pooler_activation", POOLER_ACTIVATIONS, "gelu"),
-        fields.tied(True),
-        fields.ClassCount(),
-        fields.Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
-        fields.IgnoredKeys("pooler_dropout cls_dropout conv_act conv_groups summary_type"),
+        FixedKey("conv_kernel_size", (0,)),
+        FixedKey("legacy", (True, False)),
+        Choice("hidden_act", "activation", PLAIN, "gelu"),
+        Choice("pooler_hidden_act", "pooler_activation", POOLER_ACTIVATIONS, "gelu"),
+        tied(True),
+        ClassCount(),
+        Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
+        IgnoredKeys("pooler_dropout cls_dropout conv_act conv_groups summary_type"),
     ),
     deberta_rows,
     prefix="deberta.",
@@ -853,28 +869,28 @@ DEBERTA = Family(
 # projection of the last token of a text, which is its EOS.
 
 
-class ProjectionWidth(fields.Key):
+class ProjectionWidth(Key):
     """The width of the vector of a text, which a model without the projection states too."""
 
-    def write(self, config: ModelConfig) -> fields.Keys:
+    def write(self, config: ModelConfig) -> Keys:
         return {self.hf: config.projection_width or config.d_model}
 
 
 CLIP_FIELDS = (
-    fields.Constant(norm="layer", bias="all", positions="learned", pooling="last"),
-    fields.DivisibleHeads(),
-    fields.Key("vocab_size", "vocab_size", 49408),
-    fields.Key("hidden_size", "d_model", 512),
-    fields.Key("intermediate_size", "d_ff", 2048),
-    fields.Key("num_hidden_layers", "n_layers", 12),
-    fields.Key("num_attention_heads", "n_heads", 8),
-    fields.Key("max_position_embeddings", "max_length", 77),
+    Constant(norm="layer", bias="all", positions="learned", pooling="last"),
+    DivisibleHeads(),
+    Key("vocab_size", "vocab_size", 49408),
+    Key("hidden_size", "d_model", 512),
+    Key("intermediate_size", "d_ff", 2048),
+    Key("num_hidden_layers", "n_layers", 12),
+    Key("num_attention_heads", "n_heads", 8),
+    Key("max_position_embeddings", "max_length", 77),
     ProjectionWidth("projection_dim", "projection_width", 512),
-    fields.Key("layer_norm_eps", "norm_eps", 1e-5),
-    fields.Choice("hidden_act", "activation", fields.PLAIN, "quick_gelu"),
-    fields.Dropout("attention_dropout"),
+    Key("layer_norm_eps", "norm_eps", 1e-5),
+    Choice("hidden_act", "activation", PLAIN, "quick_gelu"),
+    Dropout("attention_dropout"),
     # Older files have it, and it is of no layer.
-    fields.IgnoredKeys("initializer_factor dropout"),
+    IgnoredKeys("initializer_factor dropout"),
 )
 
 

@@ -6,9 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys, Windows
+from jaxformer.interop.fields import (
+    AliasKey,
+    Biases,
+    Choice,
+    ConfigFields,
+    Constant,
+    Dropout,
+    FixedKey,
+    IgnoredKeys,
+    Key,
+    KeyMapping,
+    Keys,
+    OptionalKey,
+    Windows,
+    tied,
+)
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import (
     ATTENTION,
@@ -114,23 +128,21 @@ def routed(
     names = {"num_experts", "num_local_experts"} - {number[0]}
     return (
         # transformers has no z-loss in these models.
-        fields.Constant(feed_forward="experts", router_z_loss=0.0, **constants),
-        fields.Key(number[0], "n_experts", number[1], instead=names.pop()),
-        fields.Key("num_experts_per_tok", "experts_per_token", chosen),
+        Constant(feed_forward="experts", router_z_loss=0.0, **constants),
+        Key(number[0], "n_experts", number[1], instead=names.pop()),
+        Key("num_experts_per_tok", "experts_per_token", chosen),
         BalanceLoss(loss, chosen),
-        fields.IgnoredKeys("output_router_logits"),
+        IgnoredKeys("output_router_logits"),
     )
 
 
 def expert_sizes(width: int, without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
     """The keys of `sizes`, but intermediate_size is the width of an expert."""
     usual = sizes(f"intermediate_size {without}", **default)
-    return (*usual, fields.Key("intermediate_size", "expert_ff", width))
+    return (*usual, Key("intermediate_size", "expert_ff", width))
 
 
-RENORMALIZED = fields.Choice(
-    "norm_topk_prob", "router_renormalize", {True: True, False: False}, False
-)
+RENORMALIZED = Choice("norm_topk_prob", "router_renormalize", {True: True, False: False}, False)
 
 # Mixtral (arXiv:2401.04088).
 MIXTRAL = llama_like(
@@ -147,8 +159,8 @@ MIXTRAL = llama_like(
         Rope(theta=("rope_theta", 1_000_000.0)),
         Windows(32, kinds=False, default_window=None),
         # Noise on the input of the experts in training, and not on the logits of the router.
-        fields.FixedKey("router_jitter_noise", (0.0, None)),
-        fields.tied(False),
+        FixedKey("router_jitter_noise", (0.0, None)),
+        tied(False),
     ),
     covers="one tensor for each expert; windows",
 )
@@ -169,7 +181,7 @@ QWEN3_MOE = llama_like(
     QWEN_ROWS,
     (
         *sizes(**QWEN_MOE_SIZES),
-        fields.Key("moe_intermediate_size", "expert_ff", 768),
+        Key("moe_intermediate_size", "expert_ff", 768),
         *routed(("num_experts", 128), 8),
         SparseLayers(),
         RENORMALIZED,
@@ -178,10 +190,10 @@ QWEN3_MOE = llama_like(
         SILU,
         Rope(),
         # With windows every layer has one in transformers, whatever max_window_layers says.
-        fields.FixedKey("use_sliding_window", (False, None)),
-        fields.IgnoredKeys("sliding_window max_window_layers"),
+        FixedKey("use_sliding_window", (False, None)),
+        IgnoredKeys("sliding_window max_window_layers"),
         ATTENTION_BIAS,
-        fields.tied(False),
+        tied(False),
     ),
     covers="one tensor for each expert; layers without experts; query-key norms",
 )
@@ -207,9 +219,9 @@ OLMOE = llama_like(
         RMS,
         SILU,
         Rope(),
-        fields.FixedKey("clip_qkv", (None,)),
+        FixedKey("clip_qkv", (None,)),
         ATTENTION_BIAS,
-        fields.tied(False),
+        tied(False),
     ),
     covers="one tensor for each expert; query-key norms over all heads",
 )
@@ -237,7 +249,7 @@ GRANITE_KEYS = (
     SILU,
     Rope(),
     ATTENTION_BIAS,
-    fields.tied(False),
+    tied(False),
 )
 GRANITE_MOE = llama_like(
     "granitemoe",
@@ -250,7 +262,7 @@ GRANITE_MOE_SHARED = llama_like(
     "granitemoeshared",
     "GraniteMoeShared",
     GRANITE_SHARED_ROWS,
-    (*GRANITE_KEYS, fields.Key("shared_intermediate_size", "shared_ff", 0)),
+    (*GRANITE_KEYS, Key("shared_intermediate_size", "shared_ff", 0)),
     covers="as granitemoe, with a shared expert",
 )
 
@@ -295,17 +307,17 @@ GPT_OSS = llama_like(
     (
         *expert_sizes(2880, **GPT_OSS_SIZES),
         *routed(("num_local_experts", 128), 4, router_bias="learned", attention_sinks=True),
-        fields.Constant(activation="swiglu_clamped"),
-        fields.FixedKey("hidden_act", ("silu",)),
-        fields.FixedKey("swiglu_limit", (7.0,)),
-        fields.FixedKey("swiglu_alpha", (1.702,)),
+        Constant(activation="swiglu_clamped"),
+        FixedKey("hidden_act", ("silu",)),
+        FixedKey("swiglu_limit", (7.0,)),
+        FixedKey("swiglu_alpha", (1.702,)),
         RMS,
         Rope(theta=("rope_theta", 150_000.0), otherwise=GPT_OSS_YARN),
         Windows(GPT_OSS_LAYERS, every=2, default_window=128),
-        fields.Biases({"attention_bias": (ATTENTION, True)}, always=FFN),
+        Biases({"attention_bias": (ATTENTION, True)}, always=FFN),
         # Of the published files, which transformers does not read.
-        fields.IgnoredKeys("experts_per_token initial_context_length"),
-        fields.tied(False),
+        IgnoredKeys("experts_per_token initial_context_length"),
+        tied(False),
     ),
     packed={"mxfp4": Mxfp4Files},
     covers="sinks; clamped activation; biases of experts and router; windows; MXFP4 weights",
@@ -463,52 +475,50 @@ class PredictedAhead(KeyMapping):
 
 
 DEEPSEEK_SIZES = (
-    fields.Key("vocab_size", "vocab_size", 129280),
-    fields.Key("hidden_size", "d_model", 7168),
-    fields.Key("num_hidden_layers", "n_layers", DEEPSEEK_LAYERS),
-    fields.Key("num_attention_heads", "n_heads", 128),
-    fields.AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", True, 128),
-    fields.Key("intermediate_size", "d_ff", 18432),
-    fields.Key("rms_norm_eps", "norm_eps", 1e-6),
-    fields.Key("kv_lora_rank", "kv_rank", 512),
-    fields.OptionalKey("q_lora_rank", "query_rank", 1536),
-    fields.Key("v_head_dim", "value_dim", 128),
+    Key("vocab_size", "vocab_size", 129280),
+    Key("hidden_size", "d_model", 7168),
+    Key("num_hidden_layers", "n_layers", DEEPSEEK_LAYERS),
+    Key("num_attention_heads", "n_heads", 128),
+    AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", True, 128),
+    Key("intermediate_size", "d_ff", 18432),
+    Key("rms_norm_eps", "norm_eps", 1e-6),
+    Key("kv_lora_rank", "kv_rank", 512),
+    OptionalKey("q_lora_rank", "query_rank", 1536),
+    Key("v_head_dim", "value_dim", 128),
     Length(4096),
-    fields.Dropout("attention_dropout"),
+    Dropout("attention_dropout"),
 )
 DEEPSEEK_EXPERTS = (
-    fields.Constant(router="sigmoid", router_bias="balanced", router_balance_loss=0.0),
-    fields.Key("n_routed_experts", "n_experts", 256, instead="num_local_experts"),
-    fields.Key("num_experts_per_tok", "experts_per_token", 8),
-    fields.Key("moe_intermediate_size", "expert_ff", 2048),
+    Constant(router="sigmoid", router_bias="balanced", router_balance_loss=0.0),
+    Key("n_routed_experts", "n_experts", 256, instead="num_local_experts"),
+    Key("num_experts_per_tok", "experts_per_token", 8),
+    Key("moe_intermediate_size", "expert_ff", 2048),
     SharedExperts(),
-    fields.Key("n_group", "router_groups", 8),
-    fields.Key("topk_group", "router_top_groups", 4),
-    fields.Choice("norm_topk_prob", "router_renormalize", {True: True, False: False}, True),
-    fields.Key("routed_scaling_factor", "router_scale", 2.5),
+    Key("n_group", "router_groups", 8),
+    Key("topk_group", "router_top_groups", 4),
+    Choice("norm_topk_prob", "router_renormalize", {True: True, False: False}, True),
+    Key("routed_scaling_factor", "router_scale", 2.5),
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     {"DeepseekV3ForCausalLM": {}},
     (
-        fields.Constant(mixer="latent"),
+        Constant(mixer="latent"),
         *DEEPSEEK_SIZES,
         LatentHeads(),
         DenseLayers(DEEPSEEK_EXPERTS),
         RMS,
         SILU,
         LatentRope(),
-        fields.Choice(
-            "rope_interleave", "rope_pairing", {True: "interleaved", False: "half"}, True
-        ),
+        Choice("rope_interleave", "rope_pairing", {True: "interleaved", False: "half"}, True),
         ATTENTION_BIAS,
         PredictedAhead(),
         # Of the published files, whose keys transformers does not read.
-        fields.FixedKey("scoring_func", ("sigmoid",)),
-        fields.FixedKey("topk_method", ("noaux_tc",)),
-        fields.FixedKey("moe_layer_freq", (1,)),
-        fields.IgnoredKeys("aux_loss_alpha seq_aux ep_size output_router_logits"),
-        fields.tied(False),
+        FixedKey("scoring_func", ("sigmoid",)),
+        FixedKey("topk_method", ("noaux_tc",)),
+        FixedKey("moe_layer_freq", (1,)),
+        IgnoredKeys("aux_loss_alpha seq_aux ep_size output_router_logits"),
+        tied(False),
     ),
     deepseek_rows,
     prefix="model.",

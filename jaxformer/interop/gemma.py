@@ -1,7 +1,17 @@
 """Gemma 1, 2 and 3: decoders with the tensors of Llama, whose norms multiply by 1 + weight."""
 
-from jaxformer.interop import fields
-from jaxformer.interop.fields import Windows
+from jaxformer.interop.fields import (
+    GATED_NAMES,
+    Choice,
+    Constant,
+    DivisibleHeads,
+    FixedKey,
+    IgnoredKeys,
+    OptionalKey,
+    Scale,
+    Windows,
+    tied,
+)
 from jaxformer.interop.llama import ATTENTION_BIAS, HEAD_NORM, LAYER, ROWS, TRUNK, llama_like, sizes
 from jaxformer.interop.rope import Rope
 from jaxformer.interop.tensor_table import block
@@ -17,26 +27,23 @@ GEMMA1_SIZES = {
     "head_dim": 256,
     "max_position_embeddings": 8192,
 }
-ONE_SIDED = fields.FixedKey("use_bidirectional_attention", (False, None))
+ONE_SIDED = FixedKey("use_bidirectional_attention", (False, None))
 GEMMA1 = llama_like(
     "gemma",
     "Gemma",
     ROWS,
     (
         *sizes(**GEMMA1_SIZES),
-        fields.Constant(norm="rms1p", embedding_scale="sqrt"),
+        Constant(norm="rms1p", embedding_scale="sqrt"),
         # In files "gelu" stands for the approximation that the models were trained with.
-        fields.Choice(
-            "hidden_act",
-            "activation",
-            {**fields.GATED_NAMES, "gelu": "geglu_tanh"},
-            "gelu_pytorch_tanh",
+        Choice(
+            "hidden_act", "activation", {**GATED_NAMES, "gelu": "geglu_tanh"}, "gelu_pytorch_tanh"
         ),
-        fields.IgnoredKeys("hidden_activation"),
+        IgnoredKeys("hidden_activation"),
         Rope(),
         ATTENTION_BIAS,
         ONE_SIDED,
-        fields.tied(True),
+        tied(True),
     ),
     covers='Gemma 1: `hidden_act="gelu"` is the approximation, as in transformers 5;'
     " biases by flag",
@@ -64,18 +71,18 @@ GEMMA_ROWS = (
     ),
 )
 GEMMA_BLOCK = (
-    fields.DivisibleHeads(),
-    fields.Constant(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
-    fields.Choice("hidden_activation", "activation", fields.GATED_NAMES, "gelu_pytorch_tanh"),
-    fields.IgnoredKeys("hidden_act"),
+    DivisibleHeads(),
+    Constant(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
+    Choice("hidden_activation", "activation", GATED_NAMES, "gelu_pytorch_tanh"),
+    IgnoredKeys("hidden_act"),
     ATTENTION_BIAS,
-    fields.Scale("query_pre_attn_scalar", 256),
+    Scale("query_pre_attn_scalar", 256),
 )
-GEMMA = (*GEMMA_BLOCK, ONE_SIDED, fields.tied(True))
+GEMMA = (*GEMMA_BLOCK, ONE_SIDED, tied(True))
 GEMMA2_SIZES = sizes(vocab_size=256000, max_position_embeddings=8192, **GEMMA_SIZES)
 GEMMA2_CAPS = (
-    fields.OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
-    fields.OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
+    OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
+    OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
 )
 
 GEMMA2 = llama_like(
@@ -94,8 +101,8 @@ GEMMA3 = llama_like(
         *GEMMA,
         HEAD_NORM,
         # transformers does not apply it.
-        fields.FixedKey("attn_logit_softcapping", (None,)),
-        fields.OptionalKey("final_logit_softcapping", "logit_soft_cap"),
+        FixedKey("attn_logit_softcapping", (None,)),
+        OptionalKey("final_logit_softcapping", "logit_soft_cap"),
         Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
         Windows(GEMMA_LAYERS, every=6, period="sliding_window_pattern"),
     ),

@@ -3,9 +3,25 @@
 from dataclasses import dataclass
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
+from jaxformer.interop.fields import (
+    MOST_LAYERS,
+    PLAIN,
+    AliasKey,
+    Biases,
+    Choice,
+    ConfigFields,
+    Constant,
+    DivisibleHeads,
+    Dropout,
+    FixedKey,
+    IgnoredKeys,
+    Key,
+    KeyMapping,
+    Keys,
+    KeyTable,
+    tied,
+)
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import ATTENTION, INV_FREQ
 from jaxformer.interop.rope import Length, Rope
@@ -24,23 +40,23 @@ from jaxformer.layers.pattern import layer_configs
 
 # GPT-2 (Radford et al. 2019).
 GPT2_FIELDS = (
-    fields.Constant(norm="layer", bias="all", positions="learned"),
-    fields.Key("vocab_size", "vocab_size", 50257),
-    fields.Key("n_positions", "max_length", 1024),
-    fields.Key("n_embd", "d_model", 768),
-    fields.Key("n_layer", "n_layers", 12),
-    fields.Key("n_head", "n_heads", 12),
-    fields.Key("n_inner", "d_ff"),
-    fields.Key("layer_norm_epsilon", "norm_eps", 1e-5),
-    fields.Choice("activation_function", "activation", fields.PLAIN, "gelu_new"),
-    fields.Choice("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
-    fields.FixedKey("scale_attn_by_inverse_layer_idx", (False,)),
-    fields.tied(True),
-    fields.Dropout("resid_pdrop embd_pdrop attn_pdrop"),
+    Constant(norm="layer", bias="all", positions="learned"),
+    Key("vocab_size", "vocab_size", 50257),
+    Key("n_positions", "max_length", 1024),
+    Key("n_embd", "d_model", 768),
+    Key("n_layer", "n_layers", 12),
+    Key("n_head", "n_heads", 12),
+    Key("n_inner", "d_ff"),
+    Key("layer_norm_epsilon", "norm_eps", 1e-5),
+    Choice("activation_function", "activation", PLAIN, "gelu_new"),
+    Choice("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
+    FixedKey("scale_attn_by_inverse_layer_idx", (False,)),
+    tied(True),
+    Dropout("resid_pdrop embd_pdrop attn_pdrop"),
     # Read by llama.cpp's converter.
-    fields.AliasKey("n_ctx", "n_positions", "max_length"),
-    fields.IgnoredKeys("reorder_and_upcast_attn summary_type summary_use_proj summary_activation"),
-    fields.IgnoredKeys("summary_proj_to_labels summary_first_dropout"),
+    AliasKey("n_ctx", "n_positions", "max_length"),
+    IgnoredKeys("reorder_and_upcast_attn summary_type summary_use_proj summary_activation"),
+    IgnoredKeys("summary_proj_to_labels summary_first_dropout"),
 )
 
 GPT2_LAYER = "transformer.h.{}."
@@ -75,25 +91,23 @@ GPT2 = Family(
 
 # GPT-NeoX (arXiv:2204.06745), also the architecture of Pythia.
 NEOX_FIELDS = (
-    fields.Constant(norm="layer"),
-    fields.DivisibleHeads(),
-    fields.Key("vocab_size", "vocab_size", 50432),
-    fields.Key("hidden_size", "d_model", 6144),
-    fields.Key("num_hidden_layers", "n_layers", 44),
-    fields.Key("num_attention_heads", "n_heads", 64),
-    fields.Key("intermediate_size", "d_ff", 24576),
-    fields.Key("layer_norm_eps", "norm_eps", 1e-5),
+    Constant(norm="layer"),
+    DivisibleHeads(),
+    Key("vocab_size", "vocab_size", 50432),
+    Key("hidden_size", "d_model", 6144),
+    Key("num_hidden_layers", "n_layers", 44),
+    Key("num_attention_heads", "n_heads", 64),
+    Key("intermediate_size", "d_ff", 24576),
+    Key("layer_norm_eps", "norm_eps", 1e-5),
     Length(2048),
-    fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu"),
-    fields.Choice(
-        "use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True
-    ),
+    Choice("hidden_act", "activation", PLAIN, "gelu"),
+    Choice("use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True),
     Rope(theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25)),
-    fields.AliasKey("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
-    fields.AliasKey("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
-    fields.Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
-    fields.tied(False),
-    fields.Dropout("attention_dropout hidden_dropout"),
+    AliasKey("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
+    AliasKey("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
+    Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
+    tied(False),
+    Dropout("attention_dropout hidden_dropout"),
 )
 
 NEOX_LAYER = "gpt_neox.layers.{}."
@@ -126,24 +140,22 @@ GPT_NEOX = Family(
 
 # BLOOM (arXiv:2211.05100): ALiBi, and a norm after the embedding.
 BLOOM_FIELDS = (
-    fields.Constant(
+    Constant(
         norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"
     ),
-    fields.Key("vocab_size", "vocab_size", 250880),
-    fields.Key("hidden_size", "d_model", 64, instead="n_embed"),
-    fields.Key("n_layer", "n_layers", 2, instead="num_hidden_layers"),
-    fields.Key("n_head", "n_heads", 8, instead="num_attention_heads"),
-    fields.Key("layer_norm_epsilon", "norm_eps", 1e-5),
-    fields.Key("seq_length", "max_length", 2048),
-    fields.FixedKey("apply_residual_connection_post_layernorm", (False,)),
-    fields.tied(True),
-    fields.Dropout("hidden_dropout attention_dropout"),
+    Key("vocab_size", "vocab_size", 250880),
+    Key("hidden_size", "d_model", 64, instead="n_embed"),
+    Key("n_layer", "n_layers", 2, instead="num_hidden_layers"),
+    Key("n_head", "n_heads", 8, instead="num_attention_heads"),
+    Key("layer_norm_epsilon", "norm_eps", 1e-5),
+    Key("seq_length", "max_length", 2048),
+    FixedKey("apply_residual_connection_post_layernorm", (False,)),
+    tied(True),
+    Dropout("hidden_dropout attention_dropout"),
     # It would leave out biases with pretraining_tp > 1.
-    fields.FixedKey("slow_but_exact", (False,)),
-    fields.IgnoredKeys(
-        "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"
-    ),
-    fields.IgnoredKeys("pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"),
+    FixedKey("slow_but_exact", (False,)),
+    IgnoredKeys("attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"),
+    IgnoredKeys("pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"),
 )
 
 BLOOM_LAYER = "transformer.h.{}."
@@ -197,22 +209,22 @@ class RotaryWidth(KeyMapping):
 
 # GPT-J (Wang and Komatsuzaki 2021): attention and feed-forward read the same norm.
 GPTJ_FIELDS = (
-    fields.Constant(norm="layer", bias="ffn_norm", residual="parallel_shared", head_bias=True),
-    fields.Constant(positions="rope", rope_pairing="interleaved", rope_theta=10_000.0),
-    fields.Key("vocab_size", "vocab_size", 50400),
-    fields.Key("n_positions", "max_length", 2048),
-    fields.Key("n_embd", "d_model", 4096),
-    fields.Key("n_layer", "n_layers", 28),
-    fields.Key("n_head", "n_heads", 16),
-    fields.Key("n_inner", "d_ff"),
-    fields.Key("layer_norm_epsilon", "norm_eps", 1e-5),
+    Constant(norm="layer", bias="ffn_norm", residual="parallel_shared", head_bias=True),
+    Constant(positions="rope", rope_pairing="interleaved", rope_theta=10_000.0),
+    Key("vocab_size", "vocab_size", 50400),
+    Key("n_positions", "max_length", 2048),
+    Key("n_embd", "d_model", 4096),
+    Key("n_layer", "n_layers", 28),
+    Key("n_head", "n_heads", 16),
+    Key("n_inner", "d_ff"),
+    Key("layer_norm_epsilon", "norm_eps", 1e-5),
     RotaryWidth("rotary_dim", 64, ("n_embd", 4096), ("n_head", 16)),
-    fields.Choice("activation_function", "activation", fields.PLAIN, "gelu_new"),
-    fields.FixedKey("scale_attn_weights", (True,)),
-    fields.tied(False),
-    fields.Dropout("resid_pdrop embd_pdrop attn_pdrop"),
-    fields.IgnoredKeys("rotary summary_type summary_use_proj summary_activation"),
-    fields.IgnoredKeys("summary_proj_to_labels summary_first_dropout"),
+    Choice("activation_function", "activation", PLAIN, "gelu_new"),
+    FixedKey("scale_attn_weights", (True,)),
+    tied(False),
+    Dropout("resid_pdrop embd_pdrop attn_pdrop"),
+    IgnoredKeys("rotary summary_type summary_use_proj summary_activation"),
+    IgnoredKeys("summary_proj_to_labels summary_first_dropout"),
 )
 
 GPTJ_ROWS = (
@@ -270,7 +282,7 @@ def _repeated(stated: object) -> list[str]:
         is_pair = isinstance(entry, list) and len(entry) == 2
         if not is_pair or not isinstance(entry[0], list) or type(entry[1]) is not int:
             return []
-        if not 0 < entry[1] * len(entry[0]) <= fields.MOST_LAYERS:
+        if not 0 < entry[1] * len(entry[0]) <= MOST_LAYERS:
             return []
         kinds += [str(kind) for kind in entry[0]] * entry[1]
     return kinds
@@ -278,22 +290,22 @@ def _repeated(stated: object) -> list[str]:
 
 # GPT-Neo (Black et al. 2021): every second layer has a window, and scores are not scaled.
 GPT_NEO_FIELDS = (
-    fields.Constant(norm="layer", bias="all_but_qkv", positions="learned", attention_scale=1.0),
-    fields.Key("vocab_size", "vocab_size", 50257),
-    fields.Key("max_position_embeddings", "max_length", 2048),
-    fields.Key("hidden_size", "d_model", 2048),
-    fields.Key("num_layers", "n_layers", 24),
-    fields.Key("num_heads", "n_heads", 16),
-    fields.Key("intermediate_size", "d_ff"),
-    fields.Key("layer_norm_epsilon", "norm_eps", 1e-5),
+    Constant(norm="layer", bias="all_but_qkv", positions="learned", attention_scale=1.0),
+    Key("vocab_size", "vocab_size", 50257),
+    Key("max_position_embeddings", "max_length", 2048),
+    Key("hidden_size", "d_model", 2048),
+    Key("num_layers", "n_layers", 24),
+    Key("num_heads", "n_heads", 16),
+    Key("intermediate_size", "d_ff"),
+    Key("layer_norm_epsilon", "norm_eps", 1e-5),
     LocalLayers(),
-    fields.Choice("activation_function", "activation", fields.PLAIN, "gelu_new"),
-    fields.tied(True),
-    fields.Dropout("resid_dropout embed_dropout attention_dropout"),
+    Choice("activation_function", "activation", PLAIN, "gelu_new"),
+    tied(True),
+    Dropout("resid_dropout embed_dropout attention_dropout"),
     # It repeats attention_types.
-    fields.IgnoredKeys("attention_layers"),
-    fields.IgnoredKeys("summary_type summary_use_proj summary_activation summary_first_dropout"),
-    fields.IgnoredKeys("summary_proj_to_labels"),
+    IgnoredKeys("attention_layers"),
+    IgnoredKeys("summary_type summary_use_proj summary_activation summary_first_dropout"),
+    IgnoredKeys("summary_proj_to_labels"),
 )
 
 GPT_NEO_ROWS = (
@@ -319,25 +331,23 @@ GPT_NEO = Family(
 
 # OPT (arXiv:2205.01068).
 OPT_FIELDS = (
-    fields.Constant(norm="layer", norm_eps=1e-5, positions="learned", position_offset=2),
-    fields.Key("vocab_size", "vocab_size", 50272),
-    fields.Key("max_position_embeddings", "max_length", 2048),
-    fields.Key("hidden_size", "d_model", 768),
-    fields.Key("num_hidden_layers", "n_layers", 12),
-    fields.Key("num_attention_heads", "n_heads", 12),
-    fields.Key("ffn_dim", "d_ff", 3072),
-    fields.Choice("activation_function", "activation", fields.PLAIN, "relu"),
-    fields.Choice("do_layer_norm_before", "norm_placement", {True: "pre", False: "post"}, True),
-    fields.Biases(
-        {"enable_bias": (frozenset({"qkv", "out", "ffn"}), True)}, always=frozenset({"norm"})
-    ),
+    Constant(norm="layer", norm_eps=1e-5, positions="learned", position_offset=2),
+    Key("vocab_size", "vocab_size", 50272),
+    Key("max_position_embeddings", "max_length", 2048),
+    Key("hidden_size", "d_model", 768),
+    Key("num_hidden_layers", "n_layers", 12),
+    Key("num_attention_heads", "n_heads", 12),
+    Key("ffn_dim", "d_ff", 3072),
+    Choice("activation_function", "activation", PLAIN, "relu"),
+    Choice("do_layer_norm_before", "norm_placement", {True: "pre", False: "post"}, True),
+    Biases({"enable_bias": (frozenset({"qkv", "out", "ffn"}), True)}, always=frozenset({"norm"})),
     # Embeddings of another width than the model, as in OPT-350m, have two matrices beside them.
-    fields.AliasKey("word_embed_proj_dim", "hidden_size", "d_model", checked=True, default=768),
-    fields.FixedKey("_remove_final_layer_norm", (False,)),
-    fields.FixedKey("layer_norm_elementwise_affine", (True,)),
-    fields.tied(True),
-    fields.Dropout("dropout attention_dropout"),
-    fields.IgnoredKeys("activation_dropout layerdrop init_std"),
+    AliasKey("word_embed_proj_dim", "hidden_size", "d_model", checked=True, default=768),
+    FixedKey("_remove_final_layer_norm", (False,)),
+    FixedKey("layer_norm_elementwise_affine", (True,)),
+    tied(True),
+    Dropout("dropout attention_dropout"),
+    IgnoredKeys("activation_dropout layerdrop init_std"),
 )
 
 OPT_LAYER = "model.decoder.layers.{}."
@@ -416,24 +426,24 @@ class FalconBlocks(KeyMapping):
 
 # Falcon (arXiv:2311.16867).
 FALCON_FIELDS = (
-    fields.Constant(norm="layer"),
-    fields.DivisibleHeads(),
-    fields.Key("vocab_size", "vocab_size", 65024),
-    fields.Key("hidden_size", "d_model", 4544, instead="n_embed"),
-    fields.Key("num_hidden_layers", "n_layers", 32),
-    fields.Key("num_attention_heads", "n_heads", FALCON_HEADS),
-    fields.Key("ffn_hidden_size", "d_ff"),
-    fields.Key("layer_norm_epsilon", "norm_eps", 1e-5),
+    Constant(norm="layer"),
+    DivisibleHeads(),
+    Key("vocab_size", "vocab_size", 65024),
+    Key("hidden_size", "d_model", 4544, instead="n_embed"),
+    Key("num_hidden_layers", "n_layers", 32),
+    Key("num_attention_heads", "n_heads", FALCON_HEADS),
+    Key("ffn_hidden_size", "d_ff"),
+    Key("layer_norm_epsilon", "norm_eps", 1e-5),
     FalconBlocks(),
-    fields.Choice("activation", "activation", fields.PLAIN, "gelu"),
-    fields.Biases({"bias": (frozenset({"qkv", "out", "ffn"}), False)}, always=frozenset({"norm"})),
+    Choice("activation", "activation", PLAIN, "gelu"),
+    Biases({"bias": (frozenset({"qkv", "out", "ffn"}), False)}, always=frozenset({"norm"})),
     # transformers 5 adds ALiBi once or twice, depending on the kernel, rounded to bfloat16.
-    fields.FixedKey("alibi", (False, None)),
+    FixedKey("alibi", (False, None)),
     Length(2048),
     Rope(),
-    fields.tied(True),
-    fields.Dropout("attention_dropout hidden_dropout"),
-    fields.IgnoredKeys("apply_residual_connection_post_layernorm ff_factor rotary"),
+    tied(True),
+    Dropout("attention_dropout hidden_dropout"),
+    IgnoredKeys("apply_residual_connection_post_layernorm ff_factor rotary"),
 )
 
 FALCON_LAYER = "transformer.h.{}."
@@ -497,35 +507,35 @@ class SoftmaxScale(KeyMapping):
 # MPT (MosaicML 2023). transformers computes all as one kind: with ALiBi, without biases, with a
 # feed-forward of four times the width, whatever other keys say.
 MPT_FIELDS = (
-    fields.Constant(norm="layer", positions="alibi", activation="gelu"),
-    fields.Key("vocab_size", "vocab_size", 50368),
-    fields.Key("d_model", "d_model", 2048),
-    fields.Key("n_layers", "n_layers", 24),
-    fields.Key("n_heads", "n_heads", 16),
-    fields.Key("max_seq_len", "max_length", 2048),
-    fields.Key("layer_norm_epsilon", "norm_eps", 1e-5),
-    fields.KeyTable(
+    Constant(norm="layer", positions="alibi", activation="gelu"),
+    Key("vocab_size", "vocab_size", 50368),
+    Key("d_model", "d_model", 2048),
+    Key("n_layers", "n_layers", 24),
+    Key("n_heads", "n_heads", 16),
+    Key("max_seq_len", "max_length", 2048),
+    Key("layer_norm_epsilon", "norm_eps", 1e-5),
+    KeyTable(
         "attn_config",
         (
             SoftmaxScale(),
-            fields.FixedKey("alibi", (True,)),
-            fields.FixedKey("alibi_bias_max", (8,)),
-            fields.FixedKey("clip_qkv", (None, 0)),
-            fields.FixedKey("qk_ln", (False,)),
-            fields.FixedKey("prefix_lm", (False,)),
-            fields.FixedKey("attn_type", ("multihead_attention",)),
-            fields.FixedKey("attn_uses_sequence_id", (False,)),
+            FixedKey("alibi", (True,)),
+            FixedKey("alibi_bias_max", (8,)),
+            FixedKey("clip_qkv", (None, 0)),
+            FixedKey("qk_ln", (False,)),
+            FixedKey("prefix_lm", (False,)),
+            FixedKey("attn_type", ("multihead_attention",)),
+            FixedKey("attn_uses_sequence_id", (False,)),
             # A rate that transformers 5 takes as a whole number alone.
-            fields.IgnoredKeys("attn_pdrop attn_impl"),
+            IgnoredKeys("attn_pdrop attn_impl"),
         ),
     ),
-    fields.FixedKey("expansion_ratio", (4,)),
-    fields.FixedKey("no_bias", (True,)),
-    fields.FixedKey("logit_scale", (None,)),
-    fields.tied(True),
-    fields.Dropout("resid_pdrop emb_pdrop"),
-    fields.IgnoredKeys("init_device learned_pos_emb embedding_fraction norm_type init_config"),
-    fields.IgnoredKeys("tokenizer_name verbose"),
+    FixedKey("expansion_ratio", (4,)),
+    FixedKey("no_bias", (True,)),
+    FixedKey("logit_scale", (None,)),
+    tied(True),
+    Dropout("resid_pdrop emb_pdrop"),
+    IgnoredKeys("init_device learned_pos_emb embedding_fraction norm_type init_config"),
+    IgnoredKeys("tokenizer_name verbose"),
 )
 
 MPT_LAYER = "transformer.blocks.{}."

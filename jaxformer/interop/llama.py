@@ -5,9 +5,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys, Windows
+from jaxformer.interop.fields import (
+    GATED_NAMES,
+    PLAIN,
+    Biases,
+    Choice,
+    ConfigFields,
+    Constant,
+    DivisibleHeads,
+    Dropout,
+    IgnoredKeys,
+    Key,
+    KeyMapping,
+    Keys,
+    RotatedLayers,
+    Windows,
+    tied,
+)
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.rope import ORIGINAL, Length, Rope, TemperedRope
 from jaxformer.interop.tensor_files import TensorFiles
@@ -49,14 +64,14 @@ def sizes(without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
     family's own defaults."""
     keys = [row for row in SIZE_KEYS if row[0] not in without.split()]
     return (
-        *(fields.Key(hf, field, default.get(hf, usual)) for hf, field, usual in keys),
+        *(Key(hf, field, default.get(hf, usual)) for hf, field, usual in keys),
         Length(int(default.get("max_position_embeddings", 2048))),
-        fields.Dropout("attention_dropout"),
+        Dropout("attention_dropout"),
     )
 
 
-SILU = fields.Choice("hidden_act", "activation", fields.GATED_NAMES, "silu")
-ATTENTION_BIAS = fields.Biases({"attention_bias": (ATTENTION, False)})
+SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
+ATTENTION_BIAS = Biases({"attention_bias": (ATTENTION, False)})
 INV_FREQ = r"rotary_emb\.inv_freq$"
 
 
@@ -86,28 +101,28 @@ def llama_like(
     )
 
 
-RMS = fields.Constant(norm="rms")
-BIAS_FLAGS = fields.Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)})
+RMS = Constant(norm="rms")
+BIAS_FLAGS = Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)})
 LLAMA = llama_like(
     "llama",
     "Llama",
     ROWS,
-    (*sizes(), fields.DivisibleHeads(), RMS, SILU, Rope(), BIAS_FLAGS, fields.tied(False)),
+    (*sizes(), DivisibleHeads(), RMS, SILU, Rope(), BIAS_FLAGS, tied(False)),
     covers="RoPE default, linear, dynamic, YaRN and llama3; biases by flag; explicit head widths",
 )
 
 # Granite (arXiv:2405.04324): Llama with multipliers.
 MULTIPLIERS = (
-    fields.Key("embedding_multiplier", "embedding_multiplier", 1.0),
-    fields.Key("residual_multiplier", "residual_multiplier", 1.0),
-    fields.Key("logits_scaling", "logit_divisor", 1.0),
-    fields.Key("attention_multiplier", "attention_scale", 1.0),
+    Key("embedding_multiplier", "embedding_multiplier", 1.0),
+    Key("residual_multiplier", "residual_multiplier", 1.0),
+    Key("logits_scaling", "logit_divisor", 1.0),
+    Key("attention_multiplier", "attention_scale", 1.0),
 )
 GRANITE = llama_like(
     "granite",
     "Granite",
     ROWS,
-    (*sizes(), *MULTIPLIERS, RMS, SILU, Rope(), BIAS_FLAGS, fields.tied(False)),
+    (*sizes(), *MULTIPLIERS, RMS, SILU, Rope(), BIAS_FLAGS, tied(False)),
     covers="multipliers; biases by flag",
 )
 
@@ -119,14 +134,14 @@ MISTRAL = llama_like(
     "mistral",
     "Mistral",
     ROWS,
-    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32, kinds=False), fields.tied(False)),
+    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32, kinds=False), tied(False)),
     covers="windows; explicit head widths",
 )
 MINISTRAL = llama_like(
     "ministral",
     "Ministral",
     ROWS,
-    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32), fields.tied(False)),
+    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32), tied(False)),
     covers="windows by layer; explicit head widths",
 )
 
@@ -161,13 +176,13 @@ MINISTRAL3 = llama_like(
         SILU,
         TemperedRope(otherwise=MINISTRAL3_YARN),
         Windows(34, kinds=False, default_window=None),
-        fields.tied(False),
+        tied(False),
     ),
     covers="the text model: scores that grow with the position; YaRN; windows",
 )
 
 # StableLM (arXiv:2402.17834): layer norms, and RoPE of a quarter of a head.
-LAYER_NORM = fields.Constant(norm="layer")
+LAYER_NORM = Constant(norm="layer")
 STABLELM_SIZES = {
     "vocab_size": 50304,
     "hidden_size": 2560,
@@ -190,16 +205,16 @@ STABLELM = llama_like(
     (
         # The width of a head follows from the two others.
         *sizes("head_dim rms_norm_eps", **STABLELM_SIZES),
-        fields.Key("layer_norm_eps", "norm_eps", 1e-5),
-        fields.Dropout("hidden_dropout"),
-        fields.DivisibleHeads(),
+        Key("layer_norm_eps", "norm_eps", 1e-5),
+        Dropout("hidden_dropout"),
+        DivisibleHeads(),
         LAYER_NORM,
         SILU,
         Rope(fraction=("partial_rotary_factor", 0.25)),
-        fields.Biases({"use_qkv_bias": (frozenset({"qkv"}), False)}, always=frozenset({"norm"})),
-        fields.Choice("qk_layernorm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
-        fields.Choice("use_parallel_residual", "residual", ONE_NORM, False),
-        fields.tied(False),
+        Biases({"use_qkv_bias": (frozenset({"qkv"}), False)}, always=frozenset({"norm"})),
+        Choice("qk_layernorm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
+        Choice("use_parallel_residual", "residual", ONE_NORM, False),
+        tied(False),
     ),
     covers="StableLM 2 too: layer norms; rotated part of a head; biases of queries, keys and values"
     " by flag; norms of queries and keys; sublayers in parallel behind one norm",
@@ -225,17 +240,17 @@ STARCODER2 = llama_like(
     STARCODER2_ROWS,
     (
         *sizes("rms_norm_eps", **STARCODER2_SIZES),
-        fields.Key("norm_epsilon", "norm_eps", 1e-5),
-        fields.Dropout("residual_dropout embedding_dropout"),
+        Key("norm_epsilon", "norm_eps", 1e-5),
+        Dropout("residual_dropout embedding_dropout"),
         LAYER_NORM,
-        fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu_pytorch_tanh"),
+        Choice("hidden_act", "activation", PLAIN, "gelu_pytorch_tanh"),
         Rope(),
         Windows(30, kinds=False, default_window=None),
-        fields.Biases({"use_bias": (ATTENTION | FFN, True)}, always=frozenset({"norm"})),
+        Biases({"use_bias": (ATTENTION | FFN, True)}, always=frozenset({"norm"})),
         # Of the published files, which transformers does not read.
-        fields.IgnoredKeys("attention_softmax_in_fp32 scale_attention_softmax_in_fp32"),
-        fields.IgnoredKeys("layer_norm_epsilon mlp_type norm_type scale_attn_weights"),
-        fields.tied(True),
+        IgnoredKeys("attention_softmax_in_fp32 scale_attention_softmax_in_fp32"),
+        IgnoredKeys("layer_norm_epsilon mlp_type norm_type scale_attn_weights"),
+        tied(True),
     ),
     covers="layer norms with and without biases of matrices; windows",
 )
@@ -261,8 +276,8 @@ PHI3 = llama_like(
     (
         # The width of a head follows from the two others.
         *sizes("head_dim", **PHI3_SIZES),
-        fields.Dropout("resid_pdrop embd_pdrop"),
-        fields.IgnoredKeys("full_attn_mod interpolate_factor"),
+        Dropout("resid_pdrop embd_pdrop"),
+        IgnoredKeys("full_attn_mod interpolate_factor"),
         RMS,
         SILU,
         Rope(
@@ -271,7 +286,7 @@ PHI3 = llama_like(
             kinds=("default", "longrope"),
         ),
         Windows(32, kinds=False, default_window=None),
-        fields.tied(False),
+        tied(False),
     ),
     covers="Phi-3.5 and Phi-4 mini too: LongRoPE; rotated part of a head; fused matrices; windows",
 )
@@ -284,13 +299,13 @@ QWEN_SIZES = {
     "intermediate_size": 22016,
     "max_position_embeddings": 32768,
 }
-QWEN = (RMS, SILU, Rope(), Windows(32, switch=True), fields.tied(False))
-HEAD_NORM = fields.Constant(query_key_norm="head")
+QWEN = (RMS, SILU, Rope(), Windows(32, switch=True), tied(False))
+HEAD_NORM = Constant(query_key_norm="head")
 QWEN2 = llama_like(
     "qwen2",
     "Qwen2",
     ROWS,
-    (*sizes(**QWEN_SIZES), *QWEN, fields.Constant(bias="qkv")),
+    (*sizes(**QWEN_SIZES), *QWEN, Constant(bias="qkv")),
     covers="biases of queries, keys and values; windows by layer",
 )
 QWEN3 = llama_like(
@@ -319,11 +334,11 @@ SMOLLM3 = llama_like(
         RMS,
         SILU,
         Rope(theta=("rope_theta", 2_000_000.0)),
-        fields.RotatedLayers(36, switch=True, default_window=None),
+        RotatedLayers(36, switch=True, default_window=None),
         # Of the published files, which transformers does not read.
-        fields.IgnoredKeys("max_window_layers"),
+        IgnoredKeys("max_window_layers"),
         BIAS_FLAGS,
-        fields.tied(True),
+        tied(True),
     ),
     covers="layers without positions; windows by layer; biases by flag",
 )
@@ -340,10 +355,10 @@ OLMO2_ROWS = (
 )
 OLMO2_KEYS = (
     *sizes(vocab_size=50304, rms_norm_eps=1e-5),
-    fields.Constant(norm="rms", norm_placement="output", query_key_norm="width"),
+    Constant(norm="rms", norm_placement="output", query_key_norm="width"),
     SILU,
     ATTENTION_BIAS,
-    fields.tied(False),
+    tied(False),
 )
 OLMO2 = llama_like(
     "olmo2",
@@ -361,7 +376,7 @@ OLMO3 = llama_like(
         *OLMO2_KEYS,
         Rope(theta=OLMO3_THETA, local=OLMO3_THETA),
         # Written for older readers beside rope_parameters.
-        fields.IgnoredKeys("rope_theta"),
+        IgnoredKeys("rope_theta"),
         Windows(32, every=4),
     ),
     covers="as olmo2, with windows by layer, whose RoPE has a base of its own and no scaling",
@@ -371,7 +386,7 @@ OLMO3 = llama_like(
 # Command R of Cohere and GLM-4: decoders with the tensors of Llama whose RoPE rotates neighboring
 # dimensions.
 
-INTERLEAVED_PAIRS = fields.Constant(rope_pairing="interleaved")
+INTERLEAVED_PAIRS = Constant(rope_pairing="interleaved")
 
 
 @dataclass(frozen=True)
@@ -421,17 +436,17 @@ COHERE = llama_like(
     (
         # The width of a head follows from the two others.
         *(row for row in COHERE_SIZES if getattr(row, "field", "") not in ("head_dim", "norm_eps")),
-        fields.DivisibleHeads(),
-        fields.Constant(norm="layer", residual="parallel_shared"),
-        fields.Key("layer_norm_eps", "norm_eps", 1e-5),
+        DivisibleHeads(),
+        Constant(norm="layer", residual="parallel_shared"),
+        Key("layer_norm_eps", "norm_eps", 1e-5),
         LogitFactor("logit_scale", 0.0625),
         SILU,
         Rope(theta=("rope_theta", 500_000.0)),
         INTERLEAVED_PAIRS,
         ATTENTION_BIAS,
-        fields.Choice("use_qk_norm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
-        fields.IgnoredKeys("model_max_length"),
-        fields.tied(True),
+        Choice("use_qk_norm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
+        IgnoredKeys("model_max_length"),
+        tied(True),
     ),
     covers="Command R and R+: one norm for attention and feed-forward; norms of queries and keys;"
     " factor of the logits; interleaved RoPE",
@@ -465,12 +480,12 @@ GLM4 = llama_like(
             rms_norm_eps=1.5625e-7,
         ),
         RMS,
-        fields.Constant(norm_placement="sandwich"),
+        Constant(norm_placement="sandwich"),
         SILU,
         Rope(fraction=("partial_rotary_factor", 0.5)),
         INTERLEAVED_PAIRS,
-        fields.Biases({"attention_bias": (frozenset({"qkv"}), True)}),
-        fields.tied(False),
+        Biases({"attention_bias": (frozenset({"qkv"}), True)}),
+        tied(False),
     ),
     covers="GLM-4-0414: norms before and after each sublayer; rotated part of a head; interleaved"
     " RoPE; biases of queries, keys and values",
