@@ -1,5 +1,6 @@
 """GPT-2, GPT-NeoX, BLOOM, GPT-J, GPT-Neo and OPT: decoders with layer norms and biases."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxformer.config.model import ModelConfig
@@ -33,10 +34,37 @@ from jaxformer.interop.tensor_table import (
     block,
     linear,
     norm,
-    output,
     projections,
 )
 from jaxformer.layers.pattern import layer_configs
+
+
+def gpt_like(
+    model_type: str,
+    name: str,
+    mappings: Sequence[KeyMapping],
+    rows: tuple[TensorRow, ...],
+    embedding: str,
+    head: str = "lm_head.weight",
+    base: str = "",
+    ignored: tuple[str, ...] = (),
+    covers: str = "",
+) -> Family:
+    """A family whose class is `name`, and `base` without a head. `rows` are all but those of the
+    tensors `embedding`, whose first part all names of the base begin with, and `head`."""
+    ends = TensorRow(embedding, "embed.tokens"), TensorRow(head, "head.weight")
+    return Family(
+        model_type,
+        {name: {}},
+        mappings,
+        lambda config: (*ends, *rows),
+        prefix=embedding.split(".")[0] + ".",
+        bases=(base,) if base else (),
+        copies=tied_copy(head, embedding),
+        ignored=ignored,
+        covers=covers,
+    )
+
 
 # GPT-2 (Radford et al. 2019).
 GPT2_FIELDS = (
@@ -61,7 +89,6 @@ GPT2_FIELDS = (
 
 GPT2_LAYER = "transformer.h.{}."
 GPT2_ROWS = (
-    TensorRow("transformer.wte.weight", "embed.tokens"),
     TensorRow("transformer.wpe.weight", "embed.positions"),
     *block(
         GPT2_LAYER,
@@ -74,17 +101,15 @@ GPT2_ROWS = (
         down="mlp.c_proj",
     ),
     *norm("transformer.ln_f", "final_norm"),
-    TensorRow("lm_head.weight", "head.weight"),
 )
 
-GPT2 = Family(
+GPT2 = gpt_like(
     "gpt2",
-    {"GPT2LMHeadModel": {}},
+    "GPT2LMHeadModel",
     GPT2_FIELDS,
-    lambda config: GPT2_ROWS,
-    prefix="transformer.",
-    bases=("GPT2Model",),
-    copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
+    GPT2_ROWS,
+    "transformer.wte.weight",
+    base="GPT2Model",
     ignored=(r"\.attn\.(masked_)?bias$",),
     covers="learned positions; scale of scores by width and by layer",
 )
@@ -112,7 +137,6 @@ NEOX_FIELDS = (
 
 NEOX_LAYER = "gpt_neox.layers.{}."
 NEOX_ROWS = (
-    TensorRow("gpt_neox.embed_in.weight", "embed.tokens"),
     *linear(NEOX_LAYER + "attention.query_key_value", QKV, BY_HEAD),
     *block(
         NEOX_LAYER,
@@ -123,17 +147,16 @@ NEOX_ROWS = (
         down="mlp.dense_4h_to_h",
     ),
     *norm("gpt_neox.final_layer_norm", "final_norm"),
-    TensorRow("embed_out.weight", "head.weight"),
 )
 
-GPT_NEOX = Family(
+GPT_NEOX = gpt_like(
     "gpt_neox",
-    {"GPTNeoXForCausalLM": {}},
+    "GPTNeoXForCausalLM",
     NEOX_FIELDS,
-    lambda config: NEOX_ROWS,
-    prefix="gpt_neox.",
-    bases=("GPTNeoXModel",),
-    copies=tied_copy("embed_out.weight", "gpt_neox.embed_in.weight"),
+    NEOX_ROWS,
+    "gpt_neox.embed_in.weight",
+    head="embed_out.weight",
+    base="GPTNeoXModel",
     ignored=(r"\.attention\.(masked_)?bias$", INV_FREQ),
     covers="Pythia too: sublayers in parallel or in turn; rotated part of a head",
 )
@@ -160,7 +183,6 @@ BLOOM_FIELDS = (
 
 BLOOM_LAYER = "transformer.h.{}."
 BLOOM_ROWS = (
-    TensorRow("transformer.word_embeddings.weight", "embed.tokens"),
     *norm("transformer.word_embeddings_layernorm", "embed.norm"),
     *linear(BLOOM_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
     *block(
@@ -172,17 +194,15 @@ BLOOM_ROWS = (
         down="mlp.dense_4h_to_h",
     ),
     *norm("transformer.ln_f", "final_norm"),
-    TensorRow("lm_head.weight", "head.weight"),
 )
 
-BLOOM = Family(
+BLOOM = gpt_like(
     "bloom",
-    {"BloomForCausalLM": {}},
+    "BloomForCausalLM",
     BLOOM_FIELDS,
-    lambda config: BLOOM_ROWS,
-    prefix="transformer.",
-    bases=("BloomModel",),
-    copies=tied_copy("lm_head.weight", "transformer.word_embeddings.weight"),
+    BLOOM_ROWS,
+    "transformer.word_embeddings.weight",
+    base="BloomModel",
     covers="ALiBi for any number of heads; norm of the embedding",
 )
 
@@ -228,20 +248,18 @@ GPTJ_FIELDS = (
 )
 
 GPTJ_ROWS = (
-    TensorRow("transformer.wte.weight", "embed.tokens"),
     *projections(GPT2_LAYER + "attn", "out_proj"),
     *block(GPT2_LAYER, attention_norm="ln_1", up="mlp.fc_in", down="mlp.fc_out"),
     *norm("transformer.ln_f", "final_norm"),
-    *output("lm_head", "head"),
+    TensorRow("lm_head.bias", "head.bias"),
 )
 
-GPTJ = Family(
+GPTJ = gpt_like(
     "gptj",
-    {"GPTJForCausalLM": {}},
+    "GPTJForCausalLM",
     GPTJ_FIELDS,
-    lambda config: GPTJ_ROWS,
-    prefix="transformer.",
-    copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
+    GPTJ_ROWS,
+    "transformer.wte.weight",
     ignored=(r"\.attn\.(masked_)?bias$",),
     covers="one norm for attention and feed-forward; interleaved RoPE of part of a head",
 )
@@ -309,22 +327,19 @@ GPT_NEO_FIELDS = (
 )
 
 GPT_NEO_ROWS = (
-    TensorRow("transformer.wte.weight", "embed.tokens"),
     TensorRow("transformer.wpe.weight", "embed.positions"),
     *projections(GPT2_LAYER + "attn.attention", "out_proj"),
     *block(GPT2_LAYER, attention_norm="ln_1", ffn_norm="ln_2", up="mlp.c_fc", down="mlp.c_proj"),
     *norm("transformer.ln_f", "final_norm"),
-    TensorRow("lm_head.weight", "head.weight"),
 )
 
-GPT_NEO = Family(
+GPT_NEO = gpt_like(
     "gpt_neo",
-    {"GPTNeoForCausalLM": {}},
+    "GPTNeoForCausalLM",
     GPT_NEO_FIELDS,
-    lambda config: GPT_NEO_ROWS,
-    prefix="transformer.",
-    bases=("GPTNeoModel",),
-    copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
+    GPT_NEO_ROWS,
+    "transformer.wte.weight",
+    base="GPTNeoModel",
     ignored=(r"\.attn\.attention\.(masked_)?bias$",),
     covers="learned positions; windows by layer; scores that are not scaled",
 )
@@ -352,7 +367,6 @@ OPT_FIELDS = (
 
 OPT_LAYER = "model.decoder.layers.{}."
 OPT_ROWS = (
-    TensorRow("model.decoder.embed_tokens.weight", "embed.tokens"),
     TensorRow("model.decoder.embed_positions.weight", "embed.positions"),
     *projections(OPT_LAYER + "self_attn", "out_proj"),
     *block(
@@ -363,17 +377,15 @@ OPT_ROWS = (
         down="fc2",
     ),
     *norm("model.decoder.final_layer_norm", "final_norm"),
-    TensorRow("lm_head.weight", "head.weight"),
 )
 
-OPT = Family(
+OPT = gpt_like(
     "opt",
-    {"OPTForCausalLM": {}},
+    "OPTForCausalLM",
     OPT_FIELDS,
-    lambda config: OPT_ROWS,
-    prefix="model.",
-    bases=("OPTModel",),
-    copies=tied_copy("lm_head.weight", "model.decoder.embed_tokens.weight"),
+    OPT_ROWS,
+    "model.decoder.embed_tokens.weight",
+    base="OPTModel",
     covers="norms before or after; learned positions with an offset; biases by flag;"
     " `word_embed_proj_dim` of another width than the model (OPT-350m) is refused",
 )
@@ -540,7 +552,6 @@ MPT_FIELDS = (
 
 MPT_LAYER = "transformer.blocks.{}."
 MPT_ROWS = (
-    TensorRow("transformer.wte.weight", "embed.tokens"),
     *block(
         MPT_LAYER,
         attention_norm="norm_1",
@@ -551,15 +562,13 @@ MPT_ROWS = (
         down="ffn.down_proj",
     ),
     *norm("transformer.norm_f", "final_norm"),
-    TensorRow("lm_head.weight", "head.weight"),
 )
-MPT = Family(
+MPT = gpt_like(
     "mpt",
-    {"MptForCausalLM": {}},
+    "MptForCausalLM",
     MPT_FIELDS,
-    lambda config: MPT_ROWS,
-    prefix="transformer.",
-    bases=("MptModel",),
-    copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
+    MPT_ROWS,
+    "transformer.wte.weight",
+    base="MptModel",
     covers="ALiBi; layer norms without biases; queries, keys and values in one matrix",
 )
