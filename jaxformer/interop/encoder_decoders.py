@@ -24,6 +24,7 @@ from jaxformer.interop.fields import (
     KeyTable,
     Present,
     Windows,
+    keys,
     tied,
 )
 from jaxformer.interop.gemma import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS
@@ -44,14 +45,13 @@ def bart_shared_fields(
     """The keys of all, with the defaults of vocab_size, activation_function and scale_embedding."""
     return (
         Constant(family="encoder_decoder", norm="layer", bias="all"),
-        Key("vocab_size", "vocab_size", vocab_size),
-        Key("d_model", "d_model", 1024),
+        *keys(vocab_size=vocab_size, d_model=1024),
         Key("encoder_layers", "n_encoder_layers", 12),
-        Key("decoder_layers", "n_layers", 12),
+        *keys(decoder_layers=12),
         # Sizes that config.json has for each stack, and that have to be equal here.
-        Key("encoder_ffn_dim", "d_ff", 4096),
+        *keys(encoder_ffn_dim=4096),
         AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", checked=True, default=4096),
-        Key("encoder_attention_heads", "n_heads", 16),
+        *keys(encoder_attention_heads=16),
         AliasKey(
             "decoder_attention_heads",
             "encoder_attention_heads",
@@ -59,7 +59,7 @@ def bart_shared_fields(
             checked=True,
             default=16,
         ),
-        Key("max_position_embeddings", "max_length", 1024),
+        *keys(max_position_embeddings=1024),
         Choice("activation_function", "activation", PLAIN, activation),
         Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, scaled),
         tied(True),
@@ -281,18 +281,16 @@ class T5Head(KeyMapping):
         return keys
 
 
-# Key, field, and the default of T5.
-T5_SIZE_KEYS = (
-    ("vocab_size", "vocab_size", 32128),
-    ("d_model", "d_model", 512),
-    ("d_kv", "head_dim", 64),
-    ("d_ff", "d_ff", 2048),
-    ("num_heads", "n_heads", 8),
-    ("relative_attention_num_buckets", "relative_buckets", 32),
-    ("relative_attention_max_distance", "relative_distance", 128),
-    ("layer_norm_epsilon", "norm_eps", 1e-6),
-    ("n_positions", "max_length", 512),
-)
+# The defaults of T5.
+T5_SIZES: Mapping[str, float] = {
+    "vocab_size": 32128,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_heads": 8,
+    "layer_norm_epsilon": 1e-6,
+    "n_positions": 512,
+}
 T5_DEPTH = 6
 
 
@@ -300,7 +298,9 @@ def t5_shared_fields(activation: str, default: Mapping[str, int]) -> tuple[KeyMa
     """The keys of a model with one stack or two; `default` has the sizes that are not T5's."""
     return (
         Constant(norm="rms", positions="t5", attention_scale=1.0),
-        *(Key(hf, field, default.get(hf, usual)) for hf, field, usual in T5_SIZE_KEYS),
+        *keys(**{**T5_SIZES, **default}),
+        Key("relative_attention_num_buckets", "relative_buckets", 32),
+        Key("relative_attention_max_distance", "relative_distance", 128),
         Choice("feed_forward_proj", "activation", T5_FEED_FORWARD, activation),
         Dropout("dropout_rate"),
         IgnoredKeys("initializer_factor dense_act_fn is_gated_act classifier_dropout"),

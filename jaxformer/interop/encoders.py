@@ -23,6 +23,8 @@ from jaxformer.interop.fields import (
     KeyMapping,
     Keys,
     Present,
+    fixed,
+    keys,
     tied,
 )
 from jaxformer.interop.hf_config import HFConfig
@@ -44,23 +46,22 @@ ENCODER = Constant(
 )
 
 
-# Key, field, and the default of BERT.
-BERT_SIZE_KEYS = (
-    ("vocab_size", "vocab_size", 30522),
-    ("hidden_size", "d_model", 768),
-    ("num_hidden_layers", "n_layers", 12),
-    ("num_attention_heads", "n_heads", 12),
-    ("intermediate_size", "d_ff", 3072),
-)
+# The defaults of BERT.
+BERT_SIZES: Mapping[str, int] = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+}
 
 
 def shared_fields(**default: int) -> tuple[KeyMapping, ...]:
     """The keys of all these families; `default` has a family's own defaults."""
     return (
         ENCODER,
-        *(Key(hf, field, default.get(hf, usual)) for hf, field, usual in BERT_SIZE_KEYS),
-        Key("type_vocab_size", "token_types", 2),
-        Key("layer_norm_eps", "norm_eps", 1e-12),
+        *keys(**{**BERT_SIZES, **default}),
+        *keys(type_vocab_size=2, layer_norm_eps=1e-12),
         FixedKey("position_embedding_type", ("absolute",)),
         tied(True),
         ClassCount(),
@@ -165,7 +166,7 @@ BERT = Family(
     {"BertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Bert")},
     (
         *shared_fields(),
-        Key("max_position_embeddings", "max_length", 512),
+        *keys(max_position_embeddings=512),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Present("bert.pooler.dense.weight", "pooler", WITH_POOLER),
         Present("cls.seq_relationship.weight", "next_sentence", ("BertForPreTraining",)),
@@ -276,12 +277,14 @@ DISTILBERT = Family(
     (
         ENCODER,
         Constant(norm_eps=1e-12, pooler_activation="relu"),
-        Key("vocab_size", "vocab_size", 30522),
-        Key("dim", "d_model", 768),
-        Key("n_layers", "n_layers", 6),
-        Key("n_heads", "n_heads", 12),
-        Key("hidden_dim", "d_ff", 3072),
-        Key("max_position_embeddings", "max_length", 512),
+        *keys(
+            vocab_size=30522,
+            dim=768,
+            n_layers=6,
+            n_heads=12,
+            hidden_dim=3072,
+            max_position_embeddings=512,
+        ),
         Choice("activation", "activation", PLAIN, "gelu"),
         tied(True),
         ClassCount(),
@@ -371,7 +374,7 @@ ALBERT = Family(
         NarrowEmbedding("embedding_size", "embedding_width", 128),
         LayerGroups("num_hidden_groups", "layer_groups", 1),
         FixedKey("inner_group_num", (1,)),
-        Key("max_position_embeddings", "max_length", 512),
+        *keys(max_position_embeddings=512),
         Choice("hidden_act", "activation", PLAIN, "gelu_new"),
         Present("albert.pooler.weight", "pooler", ALBERT_WITH_POOLER),
         Present("sop_classifier.classifier.weight", "next_sentence", ("AlbertForPreTraining",)),
@@ -426,7 +429,7 @@ ELECTRA = Family(
     (
         *shared_fields(hidden_size=256, num_attention_heads=4, intermediate_size=1024),
         Key("embedding_size", "embedding_width", 128),
-        Key("max_position_embeddings", "max_length", 512),
+        *keys(max_position_embeddings=512),
         # Its heads always have this one.
         FixedKey("hidden_act", ("gelu",)),
         Constant(activation="gelu", pooler_activation="gelu"),
@@ -481,13 +484,9 @@ MPNET = Family(
             relative_distance=128,
             activation="gelu",
         ),
-        *(
-            Key(hf, field, 30527 if hf == "vocab_size" else usual)
-            for hf, field, usual in BERT_SIZE_KEYS
-        ),
-        Key("layer_norm_eps", "norm_eps", 1e-12),
-        FixedKey("relative_attention_num_buckets", (32,)),
-        FixedKey("pad_token_id", (1,)),
+        *keys(**{**BERT_SIZES, "vocab_size": 30527}),
+        *keys(layer_norm_eps=1e-12),
+        *fixed(relative_attention_num_buckets=32, pad_token_id=1),
         OffsetPositions(),
         # The masked head always has this one.
         FixedKey("hidden_act", ("gelu",)),
@@ -571,13 +570,8 @@ NOMIC_BERT = Family(
         Constant(
             family="encoder", norm="layer", norm_placement="post", bias="norm", embedding_norm=True
         ),
-        *(
-            Key(hf, field, 30528 if hf == "vocab_size" else usual)
-            for hf, field, usual in BERT_SIZE_KEYS
-        ),
-        Key("head_dim", "head_dim"),
-        Key("type_vocab_size", "token_types", 2),
-        Key("layer_norm_eps", "norm_eps", 1e-12),
+        *keys(**{**BERT_SIZES, "vocab_size": 30528}),
+        *keys(head_dim=None, type_vocab_size=2, layer_norm_eps=1e-12),
         Choice("hidden_act", "activation", GATED_NAMES, "silu"),
         Length(2048),
         Rope(theta=("rope_theta", 1000.0)),
@@ -684,12 +678,14 @@ MODERNBERT = Family(
             pooler_activation="gelu",
         ),
         DivisibleHeads(),
-        Key("vocab_size", "vocab_size", 50368),
-        Key("hidden_size", "d_model", 768),
-        Key("num_hidden_layers", "n_layers", MODERNBERT_DEPTH),
-        Key("num_attention_heads", "n_heads", 12),
-        Key("intermediate_size", "d_ff", 1152),
-        Key("norm_eps", "norm_eps", 1e-5),
+        *keys(
+            vocab_size=50368,
+            hidden_size=768,
+            num_hidden_layers=MODERNBERT_DEPTH,
+            num_attention_heads=12,
+            intermediate_size=1152,
+            norm_eps=1e-5,
+        ),
         Length(8192),
         Rope(
             theta=("global_rope_theta", 160_000.0),
@@ -699,8 +695,7 @@ MODERNBERT = Family(
         LocalWindows(),
         *(FixedKey(f"{name}_activation", ("gelu",)) for name in ("hidden", "classifier")),
         *(FixedKey(f"{name}_bias", (False,)) for name in ("norm", "attention", "mlp")),
-        FixedKey("classifier_bias", (False,)),
-        FixedKey("decoder_bias", (True,)),
+        *fixed(classifier_bias=False, decoder_bias=True),
         tied(True),
         Dropout("attention_dropout embedding_dropout mlp_dropout"),
         ClassCount(),
@@ -841,10 +836,9 @@ DEBERTA = Family(
         Constant(
             family="encoder", norm="layer", norm_placement="post", bias="all", embedding_norm=True
         ),
-        *(Key(hf, field, DEBERTA_SIZES[hf]) for hf, field, _ in BERT_SIZE_KEYS),
+        *keys(**DEBERTA_SIZES),
         DivisibleHeads(),
-        Key("type_vocab_size", "token_types", 0),
-        Key("layer_norm_eps", "norm_eps", 1e-7),
+        *keys(type_vocab_size=0, layer_norm_eps=1e-7),
         DisentangledPositions(),
         FixedKey("conv_kernel_size", (0,)),
         FixedKey("legacy", (True, False)),
@@ -879,14 +873,16 @@ class ProjectionWidth(Key):
 CLIP_FIELDS = (
     Constant(norm="layer", bias="all", positions="learned", pooling="last"),
     DivisibleHeads(),
-    Key("vocab_size", "vocab_size", 49408),
-    Key("hidden_size", "d_model", 512),
-    Key("intermediate_size", "d_ff", 2048),
-    Key("num_hidden_layers", "n_layers", 12),
-    Key("num_attention_heads", "n_heads", 8),
-    Key("max_position_embeddings", "max_length", 77),
+    *keys(
+        vocab_size=49408,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        max_position_embeddings=77,
+    ),
     ProjectionWidth("projection_dim", "projection_width", 512),
-    Key("layer_norm_eps", "norm_eps", 1e-5),
+    *keys(layer_norm_eps=1e-5),
     Choice("hidden_act", "activation", PLAIN, "quick_gelu"),
     Dropout("attention_dropout"),
     # Older files have it, and it is of no layer.

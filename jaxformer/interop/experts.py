@@ -21,6 +21,8 @@ from jaxformer.interop.fields import (
     Keys,
     OptionalKey,
     Windows,
+    fixed,
+    keys,
     tied,
 )
 from jaxformer.interop.hf_config import HFConfig
@@ -308,9 +310,7 @@ GPT_OSS = llama_like(
         *expert_sizes(2880, **GPT_OSS_SIZES),
         *routed(("num_local_experts", 128), 4, router_bias="learned", attention_sinks=True),
         Constant(activation="swiglu_clamped"),
-        FixedKey("hidden_act", ("silu",)),
-        FixedKey("swiglu_limit", (7.0,)),
-        FixedKey("swiglu_alpha", (1.702,)),
+        *fixed(hidden_act="silu", swiglu_limit=7.0, swiglu_alpha=1.702),
         RMS,
         Rope(theta=("rope_theta", 150_000.0), otherwise=GPT_OSS_YARN),
         Windows(GPT_OSS_LAYERS, every=2, default_window=128),
@@ -475,13 +475,14 @@ class PredictedAhead(KeyMapping):
 
 
 DEEPSEEK_SIZES = (
-    Key("vocab_size", "vocab_size", 129280),
-    Key("hidden_size", "d_model", 7168),
-    Key("num_hidden_layers", "n_layers", DEEPSEEK_LAYERS),
-    Key("num_attention_heads", "n_heads", 128),
+    *keys(
+        vocab_size=129280,
+        hidden_size=7168,
+        num_hidden_layers=DEEPSEEK_LAYERS,
+        num_attention_heads=128,
+    ),
     AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", True, 128),
-    Key("intermediate_size", "d_ff", 18432),
-    Key("rms_norm_eps", "norm_eps", 1e-6),
+    *keys(intermediate_size=18432, rms_norm_eps=1e-6),
     Key("kv_lora_rank", "kv_rank", 512),
     OptionalKey("q_lora_rank", "query_rank", 1536),
     Key("v_head_dim", "value_dim", 128),
@@ -514,9 +515,7 @@ DEEPSEEK_V3 = Family(
         ATTENTION_BIAS,
         PredictedAhead(),
         # Of the published files, whose keys transformers does not read.
-        FixedKey("scoring_func", ("sigmoid",)),
-        FixedKey("topk_method", ("noaux_tc",)),
-        FixedKey("moe_layer_freq", (1,)),
+        *fixed(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
         IgnoredKeys("aux_loss_alpha seq_aux ep_size output_router_logits"),
         tied(False),
     ),

@@ -80,6 +80,30 @@ class Key(KeyMapping):
         return {self.hf: getattr(config, self.field)}
 
 
+# The keys that a field usually has.
+USUAL_KEYS = by_hf_name(
+    {
+        "vocab_size": "vocab_size",
+        "d_model": "d_model hidden_size n_embd dim",
+        "n_layers": "n_layers num_hidden_layers n_layer num_layers decoder_layers",
+        "n_heads": "n_heads num_attention_heads n_head num_heads encoder_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim d_kv",
+        "d_ff": (
+            "d_ff intermediate_size n_inner ffn_dim ffn_hidden_size hidden_dim encoder_ffn_dim"
+        ),
+        "max_length": "max_position_embeddings n_positions max_seq_len seq_length",
+        "norm_eps": "norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon rms_norm_eps",
+        "token_types": "type_vocab_size",
+    }
+)
+
+
+def keys(**defaults: float | None) -> tuple[Key, ...]:
+    """The keys of these names, each with its usual field, and their defaults."""
+    return tuple(Key(hf, USUAL_KEYS[hf], default) for hf, default in defaults.items())
+
+
 class OptionalKey(Key):
     """A number that is `null` where it is 0 here, such as a soft cap."""
 
@@ -123,6 +147,11 @@ class FixedKey(KeyMapping):
 
     def write(self, config: ModelConfig) -> Keys:
         return {self.hf: self.allowed[0]}
+
+
+def fixed(**values: Any) -> tuple[FixedKey, ...]:
+    """Keys with one supported value each."""
+    return tuple(FixedKey(hf, (value,)) for hf, value in values.items())
 
 
 @dataclass(frozen=True)

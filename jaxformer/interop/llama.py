@@ -21,6 +21,7 @@ from jaxformer.interop.fields import (
     Keys,
     RotatedLayers,
     Windows,
+    keys,
     tied,
 )
 from jaxformer.interop.hf_config import HFConfig
@@ -46,28 +47,27 @@ ROWS = (
     *block(LAYER, attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
 )
 
-# Key, field, and the default of Llama.
-SIZE_KEYS = (
-    ("vocab_size", "vocab_size", 32000),
-    ("hidden_size", "d_model", 4096),
-    ("num_hidden_layers", "n_layers", 32),
-    ("num_attention_heads", "n_heads", 32),
-    ("num_key_value_heads", "n_kv_heads", None),
-    ("head_dim", "head_dim", None),
-    ("intermediate_size", "d_ff", 11008),
-    ("rms_norm_eps", "norm_eps", 1e-6),
-)
+# The defaults of Llama.
+SIZES: Mapping[str, float | None] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "intermediate_size": 11008,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def sizes(without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
     """The keys of all these families but those of `without`, separated by spaces; `default` has a
     family's own defaults."""
-    keys = [row for row in SIZE_KEYS if row[0] not in without.split()]
-    return (
-        *(Key(hf, field, default.get(hf, usual)) for hf, field, usual in keys),
-        Length(int(default.get("max_position_embeddings", 2048))),
-        Dropout("attention_dropout"),
-    )
+    length = default.pop("max_position_embeddings", 2048)
+    defaults = {**SIZES, **default}
+    for hf in without.split():
+        defaults.pop(hf)
+    return (*keys(**defaults), Length(int(length)), Dropout("attention_dropout"))
 
 
 SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
@@ -205,7 +205,7 @@ STABLELM = llama_like(
     (
         # The width of a head follows from the two others.
         *sizes("head_dim rms_norm_eps", **STABLELM_SIZES),
-        Key("layer_norm_eps", "norm_eps", 1e-5),
+        *keys(layer_norm_eps=1e-5),
         Dropout("hidden_dropout"),
         DivisibleHeads(),
         LAYER_NORM,
@@ -240,7 +240,7 @@ STARCODER2 = llama_like(
     STARCODER2_ROWS,
     (
         *sizes("rms_norm_eps", **STARCODER2_SIZES),
-        Key("norm_epsilon", "norm_eps", 1e-5),
+        *keys(norm_epsilon=1e-5),
         Dropout("residual_dropout embedding_dropout"),
         LAYER_NORM,
         Choice("hidden_act", "activation", PLAIN, "gelu_pytorch_tanh"),
@@ -422,6 +422,8 @@ COHERE_ROWS = (
     *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
 )
 COHERE_SIZES = sizes(
+    # The width of a head follows from the two others.
+    "head_dim rms_norm_eps",
     vocab_size=256000,
     hidden_size=8192,
     num_hidden_layers=40,
@@ -434,11 +436,10 @@ COHERE = llama_like(
     "Cohere",
     COHERE_ROWS,
     (
-        # The width of a head follows from the two others.
-        *(row for row in COHERE_SIZES if getattr(row, "field", "") not in ("head_dim", "norm_eps")),
+        *COHERE_SIZES,
         DivisibleHeads(),
         Constant(norm="layer", residual="parallel_shared"),
-        Key("layer_norm_eps", "norm_eps", 1e-5),
+        *keys(layer_norm_eps=1e-5),
         LogitFactor("logit_scale", 0.0625),
         SILU,
         Rope(theta=("rope_theta", 500_000.0)),
