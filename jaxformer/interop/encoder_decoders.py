@@ -24,6 +24,7 @@ from jaxformer.interop.fields import (
     KeyTable,
     Present,
     Windows,
+    fixed,
     keys,
     tied,
 )
@@ -37,57 +38,6 @@ from jaxformer.interop.tensor_table import AS_ROW, LINEAR, TensorRow, linear, no
 # Pegasus (arXiv:1912.08777), mBART (arXiv:2001.08210), and M2M100 (arXiv:2010.11125) with NLLB.
 
 STACKS = ("encoder", "decoder")
-
-
-def bart_shared_fields(
-    vocab_size: int, activation: str = "gelu", scaled: bool = False
-) -> tuple[KeyMapping, ...]:
-    """The keys of all, with the defaults of vocab_size, activation_function and scale_embedding."""
-    return (
-        Constant(family="encoder_decoder", norm="layer", bias="all"),
-        *keys(vocab_size=vocab_size, d_model=1024),
-        Key("encoder_layers", "n_encoder_layers", 12),
-        *keys(decoder_layers=12),
-        # Sizes that config.json has for each stack, and that have to be equal here.
-        *keys(encoder_ffn_dim=4096),
-        AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", checked=True, default=4096),
-        *keys(encoder_attention_heads=16),
-        AliasKey(
-            "decoder_attention_heads",
-            "encoder_attention_heads",
-            "n_heads",
-            checked=True,
-            default=16,
-        ),
-        *keys(max_position_embeddings=1024),
-        Choice("activation_function", "activation", PLAIN, activation),
-        Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, scaled),
-        tied(True),
-        Dropout("dropout attention_dropout"),
-        IgnoredKeys(
-            "encoder_layerdrop decoder_layerdrop activation_dropout classifier_dropout"
-            " classif_dropout init_std num_hidden_layers hidden_size num_attention_heads"
-            " extra_pos_embeddings force_bos_token_to_be_generated add_bias_logits"
-            " gradient_checkpointing static_position_embeddings"
-        ),
-    )
-
-
-def placed_norms(placement: str) -> tuple[KeyMapping, ...]:
-    """Norms before the sublayers and at the end of each stack ("pre"), or after the sums ("post"),
-    with the keys that the first versions of transformers with these models wrote."""
-    keys, is_pre = ("normalize_before", "add_final_layer_norm"), placement == "pre"
-    return (Constant(norm_placement=placement), *(FixedKey(key, (is_pre,)) for key in keys))
-
-
-def with_bias(name: str) -> Present:
-    """The bias of the logits, which the class `name` has."""
-    return Present("final_logits_bias", "head_bias", (name,))
-
-
-def normed_embeddings(is_normed: bool) -> tuple[KeyMapping, ...]:
-    """Whether the embeddings have a norm, which files state too."""
-    return (Constant(embedding_norm=is_normed), FixedKey("normalize_embedding", (is_normed,)))
 
 
 def bart_stack(side: str, prefix: str) -> tuple[TensorRow, ...]:
@@ -129,22 +79,59 @@ TABLES = r"(en|de)coder\.embed_positions\.weights?$"
 def bart_like(
     model_type: str,
     name: str,
-    keys: tuple[KeyMapping, ...],
+    *more: KeyMapping,
+    norms: str,
+    normed_embedding: bool,
     covers: str,
-    base: str,
+    model: str = "ForConditionalGeneration",
+    vocab_size: int = 50265,
+    activation: str = "gelu",
+    scaled: bool = False,
+    head_bias: bool = True,
     computed: Callable[[ModelConfig], Mapping[str, np.ndarray]] = lambda config: {},
 ) -> Family:
-    """A family with the tensors of BART; `name` is its class, and `base` that without a head.
-    `covers` and `computed` are as in `Family`."""
+    """A family with the tensors of BART, and the keys `more` beside those of all.
+
+    Its class is `name` + `model`, with `head_bias` a bias of the logits. `norms` are before the
+    sublayers and at the end of each stack ("pre"), or after the sums ("post"). `vocab_size`,
+    `activation` and `scaled` are the defaults of vocab_size, activation_function and
+    scale_embedding; `covers` and `computed` are as in `Family`.
+    """
+    is_pre = norms == "pre"
+    keys_of_all = (
+        Constant(family="encoder_decoder", norm="layer", bias="all"),
+        Constant(norm_placement=norms, embedding_norm=normed_embedding),
+        *keys(vocab_size=vocab_size, d_model=1024, decoder_layers=12, encoder_ffn_dim=4096),
+        *keys(encoder_attention_heads=16, max_position_embeddings=1024),
+        Key("encoder_layers", "n_encoder_layers", 12),
+        # Sizes that config.json has for each stack, and that have to be equal here.
+        AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", True, 4096),
+        AliasKey("decoder_attention_heads", "encoder_attention_heads", "n_heads", True, 16),
+        Choice("activation_function", "activation", PLAIN, activation),
+        Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, scaled),
+        # Of the first versions of transformers with these models.
+        *fixed(normalize_before=is_pre, add_final_layer_norm=is_pre),
+        *fixed(normalize_embedding=normed_embedding),
+        tied(True),
+        Dropout("dropout attention_dropout"),
+        IgnoredKeys(
+            "encoder_layerdrop decoder_layerdrop activation_dropout classifier_dropout"
+            " classif_dropout init_std num_hidden_layers hidden_size num_attention_heads"
+            " extra_pos_embeddings force_bos_token_to_be_generated add_bias_logits"
+            " gradient_checkpointing static_position_embeddings"
+        ),
+    )
+    if head_bias:
+        more += (Present("final_logits_bias", "head_bias", (name + model,)),)
     return Family(
         model_type,
-        {name: {}},
-        keys,
+        {name + model: {}},
+        (*keys_of_all, *more),
         lambda config: BART_ROWS,
         prefix="model.",
-        bases=(base,),
+        bases=(f"{name}Model",),
         copies=tied_copy("lm_head.weight", "model.shared.weight", *REPEATED),
-        ignored=() if LEARNED in keys else (TABLES,),
+        ignored=() if LEARNED in more else (TABLES,),
         computed=computed,
         covers=covers,
     )
@@ -152,32 +139,24 @@ def bart_like(
 
 BART = bart_like(
     "bart",
-    "BartForConditionalGeneration",
-    (
-        *bart_shared_fields(50265),
-        *placed_norms("post"),
-        *normed_embeddings(True),
-        with_bias("BartForConditionalGeneration"),
-        LEARNED,
-    ),
-    "encoders and decoders of different depth; scaled embedding",
-    base="BartModel",
+    "Bart",
+    LEARNED,
+    norms="post",
+    normed_embedding=True,
+    covers="encoders and decoders of different depth; scaled embedding",
 )
 
 MARIAN = bart_like(
     "marian",
-    "MarianMTModel",
-    (
-        *bart_shared_fields(58101),
-        *placed_norms("post"),
-        *normed_embeddings(False),
-        with_bias("MarianMTModel"),
-        SINUSOIDAL,
-        FixedKey("share_encoder_decoder_embeddings", (True,)),
-        AliasKey("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),
-    ),
-    "sinusoidal positions; encoders and decoders of different depth; scaled embedding",
-    base="MarianModel",
+    "Marian",
+    SINUSOIDAL,
+    FixedKey("share_encoder_decoder_embeddings", (True,)),
+    AliasKey("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),
+    norms="post",
+    normed_embedding=False,
+    model="MTModel",
+    vocab_size=58101,
+    covers="sinusoidal positions; encoders and decoders of different depth; scaled embedding",
 )
 
 
@@ -192,31 +171,21 @@ def sinusoid_tables(config: ModelConfig) -> dict[str, np.ndarray]:
 
 PEGASUS = bart_like(
     "pegasus",
-    "PegasusForConditionalGeneration",
-    (
-        *bart_shared_fields(50265),
-        *placed_norms("pre"),
-        *normed_embeddings(False),
-        with_bias("PegasusForConditionalGeneration"),
-        SINUSOIDAL,
-    ),
-    "norms before the sublayers; sinusoidal positions; scaled embedding",
-    base="PegasusModel",
+    "Pegasus",
+    SINUSOIDAL,
+    norms="pre",
+    normed_embedding=False,
     computed=sinusoid_tables,
+    covers="norms before the sublayers; sinusoidal positions; scaled embedding",
 )
 
 MBART = bart_like(
     "mbart",
-    "MBartForConditionalGeneration",
-    (
-        *bart_shared_fields(50265),
-        *placed_norms("pre"),
-        *normed_embeddings(True),
-        with_bias("MBartForConditionalGeneration"),
-        LEARNED,
-    ),
-    "mBART-50 too: norms before the sublayers and of the embedding; tokens of languages",
-    base="MBartModel",
+    "MBart",
+    LEARNED,
+    norms="pre",
+    normed_embedding=True,
+    covers="mBART-50 too: norms before the sublayers and of the embedding; tokens of languages",
 )
 
 
@@ -235,18 +204,18 @@ class PositionsAfterPadding(KeyMapping):
 
 M2M100 = bart_like(
     "m2m_100",
-    "M2M100ForConditionalGeneration",
-    (
-        *bart_shared_fields(128112, activation="relu", scaled=True),
-        *placed_norms("pre"),
-        *normed_embeddings(False),
-        SINUSOIDAL,
-        Constant(sinusoids="half_closed"),
-        PositionsAfterPadding(),
-    ),
-    "M2M100 and NLLB: norms before the sublayers; sinusoidal positions behind that of padding;"
-    " tokens of languages; NLLB-MoE is refused",
-    base="M2M100Model",
+    "M2M100",
+    SINUSOIDAL,
+    Constant(sinusoids="half_closed"),
+    PositionsAfterPadding(),
+    norms="pre",
+    normed_embedding=False,
+    vocab_size=128112,
+    activation="relu",
+    scaled=True,
+    head_bias=False,
+    covers="M2M100 and NLLB: norms before the sublayers; sinusoidal positions behind that of"
+    " padding; tokens of languages; NLLB-MoE is refused",
 )
 
 

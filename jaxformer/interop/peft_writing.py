@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,8 +132,12 @@ def save_adapter(
             " models."
         )
 
-    saved = _saved_tensors(layout, leaves, learned)
-    tensors = {PREFIX + name: tensor_of(tensor, leaves) for name, tensor in saved.items()}
+    saved_modules = _saved_modules(layout, leaves, learned)
+    tensors = {
+        PREFIX + name: tensor_of(tensor, leaves)
+        for name, tensor in layout.tensors.items()
+        if _is_in(name, saved_modules)
+    }
     names = {name: name for name in modules} | parameter_modules([*layout.parameters], parameters)
     for name, module in (modules | parameters).items():
         name_a, name_b = matrix_names(module.tensor)
@@ -142,7 +146,7 @@ def save_adapter(
     stored = {
         name: as_stored(name, value, jnp.dtype(dtype)) for name, value in sorted(tensors.items())
     }
-    settings = _settings(config, layout, modules, parameters, saved)
+    settings = _settings(config, layout, modules, parameters, saved_modules)
     settings["base_model_name_or_path"] = str(base) or None
     rates = [leaf.dropout for leaf in leaves.values() if isinstance(leaf, LowRank)]
     settings["lora_dropout"] = 0.0 if parameters else max(rates)
@@ -219,42 +223,42 @@ def _module_of(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule
     return PeftModule(tensor, *join_matrices(tensor, a, bs), scale)
 
 
-def _saved_tensors(
+def _saved_modules(
     layout: Layout, leaves: Mapping[str, Weight], learned: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """The tensors that are saved whole: those of the branches in `learned`, and of the module that
-    peft takes for the head of a classifier."""
-    of_learned = {
-        name: tensor
-        for name, tensor in layout.tensors.items()
-        if any(path.split(".")[0] in learned for path in tensor.paths)
-    }
+) -> set[str]:
+    """The modules that are saved whole: those of the branches in `learned`, and what peft takes for
+    the head of a classifier."""
+    modules = set()
     head = {n: t for n, t in layout.tensors.items() if n.split(".")[0] in HEAD_MODULES}
-    if any(isinstance(leaves[path], LowRank) for t in head.values() for path in t.paths):
-        # Adapted, and then not learned.
-        head = {}
-    has_score = f"{SCORE}.weight" in layout.tensors  # which has no bias
-    if has_score and head and np.any(np.asarray(leaves["head.bias"])):
+    # A head with an adapter has not learned itself.
+    if not any(isinstance(leaves[path], LowRank) for t in head.values() for path in t.paths):
+        modules = {name.split(".")[0] for name in head}
+    if SCORE in modules and np.any(np.asarray(leaves["head.bias"])):
         raise ConfigError(
             "head.bias is not zero, and the class head of a decoder has no bias in transformers:"
             " set it to zero, or merge the adapter (jf.merge) and save the run."
         )
-    repeated = [copy.name for copy in layout.copies]
-    saved = head | of_learned
-    for name, tensor in of_learned.items():
-        module = name.rpartition(".")[0]
-        in_module = [n for n in (*layout.tensors, *repeated) if n.startswith(f"{module}.")]
-        if missing := sorted({*in_module} - {*saved}):
-            raise ConfigError(
-                f"learned={list(learned)} saves {name}, and peft saves whole modules: {module} also"
-                f" has {missing[0]}. Save the merged model instead (jf.merge, jf.save_pretrained)."
-            )
-        if custom := [path for path in tensor.paths if is_custom(leaves[path])]:
-            raise ConfigError(
-                f"learned={list(learned)} saves {custom[0]}, which is no array but"
-                f" {type(leaves[custom[0]]).__name__}: leave it out."
-            )
-    return saved
+    for name, tensor in layout.tensors.items():
+        of_learned = [path for path in tensor.paths if path.split(".")[0] in learned]
+        if of_learned and name.split(".")[0] not in modules:
+            modules.add(name.rpartition(".")[0])
+        for path in of_learned:
+            if is_custom(leaves[path]):
+                raise ConfigError(
+                    f"learned={[*learned]} saves {path}, which is no array but"
+                    f" {type(leaves[path]).__name__}: leave it out."
+                )
+    repeated = [copy.name for copy in layout.copies if _is_in(copy.name, modules)]
+    if repeated:
+        raise ConfigError(
+            f"learned={[*learned]} saves {repeated[0]}, which the model has in several places, and"
+            " peft saves it in one. Save the merged model instead (jf.merge, jf.save_pretrained)."
+        )
+    return modules
+
+
+def _is_in(name: str, modules: Collection[str]) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)
 
 
 def _settings(
@@ -262,22 +266,17 @@ def _settings(
     layout: Layout,
     modules: Mapping[str, PeftModule],
     parameters: Mapping[str, PeftModule],
-    saved: Mapping[str, Tensor],
+    saved_modules: Collection[str],
 ) -> dict[str, Any]:
     """What adapter_config.json says, but for the base and the dropout."""
     adapted = {**modules, **parameters}
     # The most frequent ones are the default, and the others are patterns.
     rank = Counter(module.rank for module in adapted.values()).most_common(1)[0][0]
     alpha = Counter(module.alpha for module in adapted.values()).most_common(1)[0][0]
-    # The whole of a head that peft takes whole.
-    firsts = {name: name.split(".")[0] for name in saved}
-    saved_modules = {
-        firsts[name] if firsts[name] in HEAD_MODULES else name.rpartition(".")[0] for name in saved
-    }
     task = None
     if config.output == "language":
         task = TASKS.get(config.family)
-    elif saved_modules & {*HEAD_MODULES}:
+    elif {*saved_modules} & {*HEAD_MODULES}:
         # With the task of a classifier peft expects its head among the tensors.
         tasks = {head: task for task, head in TASKS_WITH_HEAD.items()}
         task = tasks.get(config.output)

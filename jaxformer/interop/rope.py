@@ -123,7 +123,10 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
     kind = "longrope" if kind == "su" else kind  # as in older files
     if kind not in allowed:
         raise hf.unsupported("rope_type", kind, allowed)
-    _refuse_unknown(hf, entry, kind)
+    read_keys = ROPE_KEYS | SCALING_KEYS[kind].keys() | ({*MSCALES} if kind == "yarn" else set())
+    for key, value in entry.items():
+        if key not in read_keys and value is not None:
+            raise hf.unsupported(f"rope_parameters.{key}", value, [None])
     length = hf.number("max_position_embeddings", 2048)
     original = hf.checked_number(ORIGINAL, entry.get(ORIGINAL) or length)
     factor = entry.get("factor")
@@ -179,14 +182,6 @@ def _entry_value(hf: HFConfig, key: str, value: Any, kind: type) -> float | bool
             raise hf.unsupported(key, value, ["a list of numbers"])
         return " ".join(str(float(hf.checked_number(key, number))) for number in value)
     return float(hf.checked_number(key, value))
-
-
-def _refuse_unknown(hf: HFConfig, entry: dict[str, Any], kind: str) -> None:
-    """ConfigError for a key of the scaling that nothing here reads."""
-    read_keys = ROPE_KEYS | SCALING_KEYS[kind].keys() | ({*MSCALES} if kind == "yarn" else set())
-    for key, value in entry.items():
-        if key not in read_keys and value is not None:
-            raise hf.unsupported(f"rope_parameters.{key}", value, [None])
 
 
 @dataclass(frozen=True)
