@@ -121,9 +121,15 @@ class ChatTemplate:
         """The text of a conversation, and the spans of it that are learned."""
         checked = checked_messages(messages)
         require_assistant(checked)
-        text, spans = self._rendered(checked, False)
+        turns = [i for i, message in enumerate(checked) if message["role"] == ASSISTANT]
+        cuts = [(len(checked), False)]
         if not self.has_blocks:
-            spans = self._turns(checked, text)
+            # For each turn the prompt for it, and the messages up to its end.
+            cuts += [cut for index in turns for cut in ((index, True), (index + 1, False))]
+        full_text, *texts = self._texts(checked, cuts)
+        text, spans = self._without_marks(full_text)
+        if not self.has_blocks:
+            spans = self._turns(turns, text, texts)
         if not spans:
             raise ConfigError(
                 f"{self.where} writes nothing of the assistant's turns inside of {GENERATION}, so"
@@ -133,7 +139,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The text of messages, with the beginning of an answer if `add_generation_prompt`."""
-        return self._rendered(messages, add_generation_prompt)[0]
+        text = self._texts(messages, [(len(messages), add_generation_prompt)])[0]
+        return self._without_marks(text)[0]
 
     def end_of_turn(self, messages: Sequence[Message]) -> int | None:
         """The special token with which the template ends an answer to `messages`; None where no
@@ -167,7 +174,7 @@ class ChatTemplate:
         return _digest(self.text, self._names)
 
     def _ask(self, when: str, rendering: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer of `chat_environment`; `rendering` are the variables of the template."""
+        """The answer of `chat_environment`; `rendering` are the messages, names and cuts."""
         question = {
             "template": self.text,
             "marks": self._marks,
@@ -184,19 +191,25 @@ class ChatTemplate:
                 " lists and objects"
             ) from None
 
-    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> Marked:
-        """The text of messages, and the spans of the generation blocks that are not empty."""
-        rendering = {
-            "messages": [*messages],
-            "add_generation_prompt": add_generation_prompt,
-            **self._names,
-        }
+    def _texts(self, messages: Sequence[Message], cuts: Sequence[tuple[int, bool]]) -> list[str]:
+        """The text, with marks, of each cut: so many of the messages, and whether with the
+        beginning of an answer."""
+        rendering = {"messages": [*messages], "names": self._names, "cuts": cuts}
         answer = self._ask(f"where {len(messages)} messages are rendered", rendering)
-        if "refused" in answer:
-            raise ConfigError(f"{self.where} refuses the messages: {answer['refused']}")
+        texts: list[str] = answer["texts"]
+        if len(texts) == len(cuts):
+            return texts
+        turn = ""
+        if texts:
+            count = cuts[len(texts)][0]
+            turn = f" (the first {count}, by which a turn is found). {BLOCKS_REMEDY}"
+        raise ConfigError(f"{self.where} refuses the messages: {answer['refused']}{turn}")
+
+    def _without_marks(self, marked: str) -> Marked:
+        """The text without its marks, and the spans of the generation blocks that are not empty."""
         begin_mark, end_mark = self._marks
         text, begins, spans = "", list[int](), list[Span]()
-        for piece in re.split(f"({begin_mark}|{end_mark})", answer["text"]):
+        for piece in re.split(f"({begin_mark}|{end_mark})", marked):
             if piece == begin_mark:
                 begins.append(len(text))
             elif piece != end_mark:
@@ -207,30 +220,18 @@ class ChatTemplate:
                     spans.append((begin, len(text)))
         return text, spans
 
-    def _turns(self, messages: list[Message], full_text: str) -> list[Span]:
+    def _turns(self, turns: list[int], full_text: str, texts: list[str]) -> list[Span]:
         """The spans of the assistant's turns in the text of all messages, each from the end of the
-        prompt for it to the special token that ends it."""
+        prompt for it to the special token that ends it. `texts` are of each turn the prompt, and
+        the messages up to its end."""
         spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            try:
-                prompt = self.render(messages[:index], True)
-                turn = self.render(messages[: index + 1])
-            except UnboundedTemplate:
-                raise
-            except ConfigError as error:
+        for index, prompt, turn in zip(turns, texts[::2], texts[1::2], strict=True):
+            if not (turn.startswith(prompt) and full_text.startswith(turn)):
                 raise ConfigError(
-                    f"{error} (these are the first {index} or {index + 1} of {len(messages)}, by"
-                    f" which a turn is found). {BLOCKS_REMEDY}"
-                ) from None
-            for prefix, whole in ((prompt, turn), (turn, full_text)):
-                if not whole.startswith(prefix):
-                    raise ConfigError(
-                        f"{self.where} renders message {index + 1} otherwise than at the beginning"
-                        " of what follows, or its prompt otherwise than before it, so that the"
-                        f" turns of the assistant cannot be told. {BLOCKS_REMEDY}"
-                    )
+                    f"{self.where} renders message {index + 1} otherwise than at the beginning of"
+                    " what follows, or its prompt otherwise than before it, so that the turns of"
+                    f" the assistant cannot be told. {BLOCKS_REMEDY}"
+                )
             content = turn[len(prompt) :].rstrip()
             ends_in_token = content.endswith(tuple(self._added))
             end = len(prompt) + len(content) if ends_in_token else len(turn)

@@ -42,12 +42,14 @@ class GenerationBlocks(Extension):
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Compiles the `template` of a question, and renders it with the variables `rendering`.
+    """Compiles the `template` of a question, and renders it.
 
     `marks` are put around what it writes in generation blocks, and `day` is what strftime_now
     shows, null for today. Without `rendering` the answer has `blocks`, which says whether the
     template has generation blocks, or the error `wrong` and its `line`, null where the error is in
-    no single line. With it, the answer has the `text`, or the reason `refused`.
+    no single line. With it (`messages`, the `names` of special tokens, and `cuts`) the answer has
+    `texts`: for each cut [count, prompt] that of the first `count` messages, with the beginning of
+    an answer if `prompt`. They end where the template refuses the messages, for `refused`.
     """
     try:
         template, has_blocks = compiled(
@@ -59,17 +61,26 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         raise
     except Exception as error:  # from Python's parser, as for a number with too many digits
         return {"wrong": _message(error).partition(";")[0], "line": None}
-    if question["rendering"] is None:
+    rendering, texts = question["rendering"], list[str]()
+    if rendering is None:
         return {"blocks": has_blocks}
-    try:
-        text = template.render(tools=None, documents=None, **question["rendering"])
-    except MemoryError:
-        raise
-    except Exception as error:  # raised by the template itself, or by whatever it calls
-        return {"refused": _message(error)}
-    if len(text) > LONGEST_RENDERED:
-        raise OutOfBounds(f"writes more than {LONGEST_RENDERED:,} characters")
-    return {"text": text}
+    for count, prompt in rendering["cuts"]:
+        try:
+            text = template.render(
+                messages=rendering["messages"][:count],
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **rendering["names"],
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # raised by the template itself, or by whatever it calls
+            return {"texts": texts, "refused": _message(error)}
+        if len(text) > LONGEST_RENDERED:
+            raise OutOfBounds(f"writes more than {LONGEST_RENDERED:,} characters")
+        texts.append(text)
+    return {"texts": texts}
 
 
 def _message(error: Exception) -> str:

@@ -59,7 +59,7 @@ def ones(names):
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 64])
-def test_what_is_written_is_read_back_bit_for_bit(tmp_path, limit):
+def test_what_is_written_is_read_back_bit_for_bit_and_by_torch(tmp_path, limit):
     tensors = awkward()
     paths = write(tmp_path, tensors, limit)
     files = TensorFiles(tmp_path)
@@ -70,23 +70,16 @@ def test_what_is_written_is_read_back_bit_for_bit(tmp_path, limit):
         if value.ndim:
             for rows in (slice(2, 5), slice(-2, None), slice(3, 3), slice(4, 1), slice(5, 99)):
                 assert same(files.read(name, rows), value[rows]), (name, rows)
-
-
-@pytest.mark.parametrize("limit", [1 << 30, 64])
-def test_the_library_of_torch_reads_what_is_written(tmp_path, limit):
-    tensors = awkward()
-    shards = [path for path in write(tmp_path, tensors, limit) if path.name != INDEX]
-    held = {path.name: load_file(path) for path in shards}
-    assert sum(map(len, held.values())) == len(tensors)
-    for file, part in held.items():
-        assert sum(tensors[name].nbytes for name in part) <= limit or len(part) == 1
-        for name, value in part.items():
+    for path in paths:
+        if path.name == INDEX:
+            continue
+        held = load_file(path)
+        assert sum(tensors[name].nbytes for name in held) <= limit or len(held) == 1
+        for name, value in held.items():
+            assert files.entries[name].file == path.name
             expected = tensors[name].astype(np.float64)
             assert (value.dtype == torch.bfloat16) == (tensors[name].dtype == BF16)
             np.testing.assert_array_equal(value.double().numpy(), expected)
-        if len(held) > 1:
-            weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
-            assert {name for name in weight_map if weight_map[name] == file} == {*part}
 
 
 def test_what_the_library_writes_is_read_whatever_its_name(tmp_path):
@@ -225,17 +218,10 @@ INVALID = "{p}, of .* bytes, is not a valid safetensors file .* Download"
 DAMAGE = {
     "empty": (lambda p: p.write_bytes(b""), INVALID),
     "cut in its data": (lambda p: p.write_bytes(p.read_bytes()[:165]), "165 bytes.*covered"),
-    "cut in its header": (lambda p: p.write_bytes(p.read_bytes()[:78]), INVALID),
-    "too long": (lambda p: p.write_bytes(p.read_bytes() + b"xx"), INVALID),
-    "a web page": (lambda p: p.write_text("<!DOCTYPE html><html>"), INVALID),
     "a pointer": (
         lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
         "{p} is a Git LFS pointer .*git lfs pull",
     ),
-    "a hostile length": (lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()), INVALID),
-    "a header that is a list": (lambda p: raw(p, [1], 0), INVALID),
-    "a shape that overflows": (lambda p: raw(p, {"a": row(0, 8, (1 << 40, 1 << 40))}, 8), INVALID),
-    "tensors that overlap": (lambda p: raw(p, {"a": row(0, 8), "b": row(4, 12)}, 12), INVALID),
     "an unknown dtype": (lambda p: raw(p, {"a": row(0, 8, dtype="Q9")}, 8), INVALID),
     "a missing shard": (lambda p: p.unlink(), "{p} cannot be read: No such file.* Download"),
 }
@@ -269,7 +255,6 @@ def test_a_dtype_that_is_no_float_is_listed_and_not_read(tmp_path, dtype):
     ("names", "message"),
     [
         (["pytorch_model.bin"], "only in pytorch_model.bin, .*a pickle runs code.*you trust"),
-        (["consolidated.00.pth", "x.pt"], "weights only in consolidated.00.pth, x.pt,"),
         (["tf_model.h5"], "only in tf_model.h5, and only safetensors are read"),
         ([], f"has no weights: neither {SINGLE}, nor {INDEX}"),
         (["1.safetensors", "2.safetensors"], "several files of weights .1.*, 2.* and no"),
@@ -290,21 +275,14 @@ def shard(number):
     ("text", "message"),
     [
         ('{"weight_map": ', "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
         ("version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
         ("[]", "holds no JSON object"),
-        ('{"weight_map": ["a"]}', "has no weight_map"),
         ('{"weight_map": {"a": 3}}', "has no weight_map"),
         ('{"weight_map": {"a": "../outside.safetensors"}}', "places .*: '../outside"),
-        ('{"weight_map": {"a": "/outside.safetensors"}}', "places .*: '/outside"),
         ('{"weight_map": {"a": "x.bin"}}', "places .*: 'x.bin'"),
         (
             json.dumps({"weight_map": {"a": shard(1), "b": shard(2), "d": shard(3)}}),
             rf"does not match [^$]*c in {shard(3)}: not in the index[^$]*d in .*: not in the file",
-        ),
-        (
-            json.dumps({"weight_map": {"a": shard(2), "b": shard(1), "c": shard(3)}}),
-            rf"does not match [^$]*a in {shard(1)}: not in the index[^$]*a in {shard(2)}: not in",
         ),
     ],
 )

@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "the first alone": (
         "{% if messages | length < 2 %}{{ raise_exception('too few') }}{% endif %}x",
         [USER, SAID],
-        r"too few \(these are the first 1 or 2 of 2, .* generation",
+        r"too few \(the first 1, .* generation",
     ),
     "empty blocks": (
         CHATML + "{% generation %}{% endgeneration %}",
