@@ -145,7 +145,7 @@ def norm(hf: str, path: str) -> tuple[TensorRow, ...]:
 
 
 QKV = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
-FUSED = {"qkv": QKV, "gate_up": ("blocks.ffn.gate", "blocks.ffn.up")}
+FUSED_LEAVES = {"qkv": QKV, "gate_up": ("blocks.ffn.gate", "blocks.ffn.up")}
 
 
 def block(prefix: str, transform: Transform = LINEAR, **modules: str) -> tuple[TensorRow, ...]:
@@ -158,7 +158,7 @@ def block(prefix: str, transform: Transform = LINEAR, **modules: str) -> tuple[T
             pairs.append(norm(prefix + name, f"blocks.{leaf}"))
         else:
             sublayer = "attention" if leaf in ("q", "k", "v", "out") else "ffn"
-            leaves = FUSED.get(leaf, f"blocks.{sublayer}.{leaf}")
+            leaves = FUSED_LEAVES.get(leaf, f"blocks.{sublayer}.{leaf}")
             pairs.append(linear(prefix + name, leaves, transform))
     return tuple(itertools.chain.from_iterable(pairs))
 
