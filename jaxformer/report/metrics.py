@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import re
-import reprlib
 import sys
 import time
 import warnings
@@ -181,39 +180,31 @@ def logged_lines(path: Path) -> Iterator[LoggedLine]:
             if number == len(lines):
                 return  # it is still being written
             entry = None
-        if fault := _fault(entry):
+        if not _is_line(entry):
             raise ConfigError(
-                f"{path}, line {number}, is not a JSON object with an integer step and numbers:"
-                f" {fault}. Correct or delete that line."
+                f"{path}, line {number}, is not a JSON object with an integer step and numbers, as"
+                " a run logs it. Correct or delete that line."
             )
         yield LoggedLine(raw, entry)
 
 
-def _fault(entry: Any) -> str:
-    """What is wrong with a line of metrics.jsonl; empty for one that `MetricsLog` writes."""
-    if not isinstance(entry, dict):
-        return "it is no object"
-    step, odd = entry.get("step"), entry.get("non_finite", {})
-    if type(step) is not int or not 0 <= step <= LARGEST_STEP:
-        return f"step is {_shown(step)}, not a whole number from 0 to {LARGEST_STEP}"
-    if not isinstance(odd, dict) or not all(map(_is_non_finite, odd.values())):
-        return f"non_finite is {_shown(odd)}, not names with one of {', '.join(NON_FINITE)} each"
+def _is_line(entry: Any) -> bool:
+    """Whether `MetricsLog` may have written a line."""
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+        return False
+    odd = entry.get("non_finite", {})
+    if not isinstance(odd, dict) or not all(str(text) in NON_FINITE for text in odd.values()):
+        return False
     for name, value in entry.items():
-        if name == "non_finite" or (value is None and name in odd):
-            continue
         if name in DIGITS:
-            if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{DIGITS[name]}}}", value):
-                return f"{name} is {_shown(value)}, not {DIGITS[name]} hexadecimal digits"
-            continue
-        if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
-            return f"{_shown(name)} is {_shown(value)}, not a finite number"
-    return ""
-
-
-def _is_non_finite(value: Any) -> bool:
-    return isinstance(value, str) and value in NON_FINITE
-
-
-def _shown(value: Any) -> str:
-    text = reprlib.repr(value)
-    return f"{text[:60]}..." if len(text) > 60 else text
+            digits = f"[0-9a-f]{{{DIGITS[name]}}}"
+            is_right = isinstance(value, str) and bool(re.fullmatch(digits, value))
+        elif value is None:
+            is_right = name in odd
+        elif type(value) in (int, float):
+            is_right = abs(value) <= LARGEST_NUMBER  # not of a NaN
+        else:
+            is_right = name == "non_finite"
+        if not is_right:
+            return False
+    return 0 <= entry["step"] <= LARGEST_STEP

@@ -29,7 +29,7 @@ from jaxformer.models.upcycling import (
 )
 from jaxformer.runs.added_tokens import new_rows_of, with_new_rows
 from jaxformer.runs.config import OWN
-from jaxformer.runs.loading import Loaded, labels_of, load_base, run_of
+from jaxformer.runs.loading import labels_of, load_base, run_of
 from jaxformer.runs.objectives import objective_specs
 from jaxformer.tokenizer import Tokenizer
 
@@ -155,7 +155,11 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
         config = dataclasses.replace(base.config, vocab_size=new_rows.vocab_size)
         base, added = dataclasses.replace(base, params=params, config=config), new_rows.sentence
     table = model_specs(run.model) | objective_specs(run.data.objective, run.model)
-    params, routers = _with_experts(base, run.model, mesh)
+    params, routers = base.params, set[str]()
+    is_dense = is_upcycled(run.model, base.config)
+    if is_dense and trunk_of(dense_of(run.model)) == trunk_of(base.config):
+        params = upcycle(params, run.model, lambda spec: placement(mesh, spec.shape, spec.axes))
+        routers = {path for path in rows(model_specs(run.model)) if ".experts.router" in path}
     # A quantized leaf is one.
     base_leaves, specs = flat_leaves(params, is_leaf=is_custom), rows(table)
     before = base.labels
@@ -193,12 +197,3 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
 
     upcycled = f"Upcycled: {upcycled_text(run.model)}" if routers else ""
     return WarmStart(map_specs(leaf, table), new, upcycled, added)
-
-
-def _with_experts(base: Loaded, model: ModelConfig, mesh: Mesh | None) -> tuple[Params, set[str]]:
-    """The params of a base, upcycled where the model has experts and the base has none, and the
-    paths of the routers, which it then has not."""
-    if not is_upcycled(model, base.config) or trunk_of(dense_of(model)) != trunk_of(base.config):
-        return base.params, set()
-    params = upcycle(base.params, model, lambda spec: placement(mesh, spec.shape, spec.axes))
-    return params, {path for path in rows(model_specs(model)) if ".experts.router" in path}

@@ -57,7 +57,10 @@ def text_rules(
             " repeat more than those of transformers.",
             stacklevel=4,
         )
-    words = _bad_words(stored, file)
+    listed = stored.get("bad_words_ids", [])
+    if not isinstance(listed, list) or not all(isinstance(word, list) and word for word in listed):
+        raise _malformed(file, "bad_words_ids", listed, "a list of lists of token ids")
+    words = [_ids({"bad_words_ids": word}, "bad_words_ids", file) for word in listed]
     # An end token is no bad word, as in transformers.
     tokens = [word[0] for word in words if len(word) == 1 and word[0] not in {*ends}]
     suppressed = [*_ids(stored, "suppress_tokens", file), *tokens]
@@ -79,14 +82,6 @@ def text_rules(
     if has_forced_token:
         rules["min_new_tokens"] = max(0, rules["min_new_tokens"] - 1)
     return {key: value for key, value in rules.items() if value not in ((), None, 0)}
-
-
-def _bad_words(stored: Mapping[str, Any], file: str) -> list[tuple[int, ...]]:
-    """The tokens of each bad word."""
-    words = stored.get("bad_words_ids", [])
-    if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
-        raise _malformed(file, "bad_words_ids", words, "a list of lists of token ids")
-    return [_ids({"bad_words_ids": word}, "bad_words_ids", file) for word in words]
 
 
 def _ids(stored: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:

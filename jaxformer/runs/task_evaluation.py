@@ -3,9 +3,8 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -27,17 +26,26 @@ class Tasks:
     """
 
     def __init__(self, names: str, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        harness = _harness()
+        try:
+            import lm_eval
+            import lm_eval.tasks
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "lm_eval":
+                raise
+            raise ConfigError(
+                "train.eval_tasks needs the evaluation harness, which is not installed: pip install"
+                ' "jaxformer[lm_eval]".'
+            ) from None
         specs = [name.strip() for name in names.split(",") if name.strip()]
         files = [name.endswith((".yaml", ".yml")) for name in specs]
         # The index of all tasks of the harness takes seconds.
-        self._manager = harness.tasks.TaskManager(include_defaults=not all(files))
+        self._manager = lm_eval.tasks.TaskManager(include_defaults=not all(files))
         self._specs = [
             str(Path(name).expanduser().absolute()) if is_file else name
             for name, is_file in zip(specs, files, strict=True)
         ]
         self._evaluate = functools.partial(
-            harness.simple_evaluate,
+            lm_eval.simple_evaluate,
             tasks=self._specs,
             task_manager=self._manager,
             bootstrap_iters=0,
@@ -86,7 +94,15 @@ class Tasks:
                 found = self._evaluate(self._model)
         finally:
             self._model.params = {}  # which the next step donates
-        return _numbers(found["results"]) if found else {}
+        numbers = {}
+        for task, metrics in found["results"].items() if found else ():
+            for name, value in metrics.items():
+                # The harness names a metric with its filter, as in "acc,none".
+                metric, _, filtered = name.partition(",")
+                if isinstance(value, int | float) and filtered and not metric.endswith("_stderr"):
+                    suffix = "" if filtered == "none" else f"/{filtered}"
+                    numbers[f"tasks/{task}/{metric}{suffix}"] = float(value)
+        return numbers
 
 
 @contextlib.contextmanager
@@ -99,30 +115,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _numbers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The metrics of all tasks, without their errors. The harness names a metric with its filter,
-    as in "acc,none"."""
-    numbers = {}
-    for task, metrics in results.items():
-        for name, value in metrics.items():
-            metric, _, filtered = name.partition(",")
-            if isinstance(value, int | float) and filtered and not metric.endswith("_stderr"):
-                suffix = "" if filtered == "none" else f"/{filtered}"
-                numbers[f"tasks/{task}/{metric}{suffix}"] = float(value)
-    return numbers
-
-
-def _harness() -> Any:
-    try:
-        import lm_eval
-        import lm_eval.tasks
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "lm_eval":
-            raise
-        raise ConfigError(
-            "train.eval_tasks needs the evaluation harness, which is not installed: pip install"
-            ' "jaxformer[lm_eval]".'
-        ) from None
-    return lm_eval

@@ -142,10 +142,10 @@ def _train(run: RunConfig, begin: float) -> Result:
                 if setup.reference and program is not None:
                     setup.reference.keep()
                 with doing("between two steps; the same command continues."):
-                    last = None
-                    while last is None:
+                    while True:
                         try:
                             state, last = _steps(setup, state, program, checkpoints, begin)
+                            break
                         except Diverged as error:
                             state = recovered(setup, error, checkpoints, log)
             except OutOfMemory as error:
@@ -157,21 +157,21 @@ def _train(run: RunConfig, begin: float) -> Result:
                 raise RunOutOfMemory(error, setup, saved, begun) from error.__cause__
         with doing("after the last step, which is saved; the same command shows the sample."):
             weights = evaluation_weights(state.params, state.optimizer)
-            finish(lambda: _close(setup, weights, last, begin, log), Diverged)
+
+            def close() -> None:
+                if not math.isfinite(last.get("val_loss", 0.0)):
+                    raise Diverged(
+                        f"all {run.train.steps} steps are done and saved, but the validation loss"
+                        f" is {last['val_loss']}: the model or its validation data is of no use."
+                    )
+                if jax.process_index() == 0:
+                    # Imported here, because no step needs plots and samples.
+                    from jaxformer.runs.closing import close_run
+
+                    log(close_run(setup, weights, last, time.monotonic() - begin))
+
+            finish(close, Diverged)
     return Result(weights, read_metrics(run.run.dir), located(run.run.dir))
-
-
-def _close(setup: RunSetup, params: Params, last: Evaluation, begin: float, log: Log) -> None:
-    if not math.isfinite(last.get("val_loss", 0.0)):
-        raise Diverged(
-            f"all {setup.run.train.steps} steps are done and saved, but the validation loss is"
-            f" {last['val_loss']}: the model or its validation data is of no use."
-        )
-    if jax.process_index() == 0:
-        # Imported here, because no step needs plots and samples.
-        from jaxformer.runs.closing import close_run
-
-        log(close_run(setup, params, last, time.monotonic() - begin))
 
 
 def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetup, TrainState, Any]:

@@ -47,9 +47,19 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
         if run.path.resolve() in read:
             continue
         read.add(run.path.resolve())
-        compared = _read(run)
-        if any("loss" in line or "val_loss" in line for line in compared.lines):
-            runs.append(compared)
+        config = read_config(run.path / "config.json")
+        settings = flat(config)
+        # Where a run is stored, its seed and how it is started are not compared, but what it starts
+        # from is.
+        for name in (*flat(config.run, "run."), *flat(config.launch, "launch.")):
+            del settings[name]
+        settings["run.init_from"] = config.run.init_from
+        for name, value in read_object(run.path / "data.json").items():
+            if name != "run_id":
+                settings[f"data.json: {name}"] = value
+        lines = read_metrics(run.path) if (run.path / FILE).exists() else []
+        if any("loss" in line or "val_loss" in line for line in lines):
+            runs.append(ComparedRun(run, settings, lines))
         else:
             notes.append(f"{run.path} has logged no loss yet and is left out.")
     if not runs:
@@ -59,21 +69,6 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
             f"There is no run with a logged loss in {folders}: give run directories.{reasons}"
         )
     return runs, notes
-
-
-def _read(run: ListedRun) -> ComparedRun:
-    config = read_config(run.path / "config.json")
-    settings = flat(config)
-    # Where a run is stored, its seed and how it is started are not compared, but what it starts
-    # from is.
-    for name in (*flat(config.run, "run."), *flat(config.launch, "launch.")):
-        del settings[name]
-    settings["run.init_from"] = config.run.init_from
-    for name, value in read_object(run.path / "data.json").items():
-        if name != "run_id":
-            settings[f"data.json: {name}"] = value
-    lines = read_metrics(run.path) if (run.path / FILE).exists() else []
-    return ComparedRun(run, settings, lines)
 
 
 def configurations(runs: Iterable[ComparedRun]) -> list[Configuration]:

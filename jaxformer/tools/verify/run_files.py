@@ -103,15 +103,9 @@ def read_run(path: str | Path) -> RunFiles:
 
 
 def compared_files(files: RunFiles) -> Iterator[Statement]:
-    """All that can be said without the data of the run, the cheapest first."""
-    yield _chain(files)
-    yield _tokenizer(files)
-    for step in saved_steps(files.folder):
-        yield _checkpoint(files, step)
-
-
-def _chain(files: RunFiles) -> Statement:
-    """Whether each line has the digest of the one before it, the first that of the run."""
+    """All that can be said without the data of the run: whether each line has the digest of the one
+    before it, the first that of the run; whether tokenizer.json holds the tokenizer that the run
+    was begun with; and the checkpoints."""
     before = first_digest(files.identity)
     broken = []
     for number, line in enumerate(files.lines, start=1):
@@ -122,24 +116,24 @@ def _chain(files: RunFiles) -> Statement:
         numbers = first_of([str(number) for number in broken], LISTED, ", ")
         what = "what data.json and the seed say" if broken == [1] else "the line before"
         text = f"lines that do not follow from {what}: {numbers} (counted from 1)."
-        return Statement(FILE, "NO", text)
-    if files.is_cut:
-        return Statement(FILE, "NO", f"the line after line {len(files.lines)} is incomplete.")
-    text = f"each of {len(files.lines)} lines follows from the one before."
-    return Statement(FILE, "equal", text)
-
-
-def _tokenizer(files: RunFiles) -> Statement:
-    """Whether tokenizer.json holds the tokenizer that the run was begun with."""
+        yield Statement(FILE, "NO", text)
+    elif files.is_cut:
+        yield Statement(FILE, "NO", f"the line after line {len(files.lines)} is incomplete.")
+    else:
+        text = f"each of {len(files.lines)} lines follows from the one before."
+        yield Statement(FILE, "equal", text)
     path = files.folder / "tokenizer.json"
     recorded = files.record.get("tokenizer")
     try:
         actual = Tokenizer.load(path).fingerprint()
     except ConfigError as error:
-        return Statement(path.name, "NO", str(error))
-    if actual != recorded:
-        return Statement(path.name, "NO", f"its fingerprint is {actual}, in data.json {recorded}.")
-    return Statement(path.name, "equal", f"its fingerprint is that of data.json, {actual}.")
+        yield Statement(path.name, "NO", str(error))
+    else:
+        is_same = actual == recorded
+        text = f"its fingerprint is {actual}, and that in data.json {recorded}."
+        yield Statement(path.name, "equal" if is_same else "NO", text)
+    for step in saved_steps(files.folder):
+        yield _checkpoint(files, step)
 
 
 def _checkpoint(files: RunFiles, step: int) -> Statement:
