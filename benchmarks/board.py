@@ -107,7 +107,6 @@ RECIPES = {
     "schedule-free adamw": Recipe(
         4e-3, {"optimizer.name": "schedule_free", "optimizer.schedule": "constant"}
     ),
-    "prodigy": Recipe(1.0, {"optimizer.name": "prodigy"}),
     "adafactor": Recipe(4e-3, {"optimizer.name": "adafactor"}),
 }
 

@@ -4,8 +4,8 @@ ends with an error under it.
     python benchmarks/gpu_deterministic.py
 
 Each case is a process of its own: a run that is stopped and continued, as it is, with
-train.deterministic, and with one flag of XLA at a time; and small programs under the flag of
-train.deterministic, from the smallest on, of which the first that fails is the one to report. The
+the flag of deterministic operations, and with one other flag of XLA at a time; and small programs
+under that flag, from the smallest on, of which the first that fails is the one to report. The
 end of the text that a failed case printed, its traceback, is kept.
 """
 
@@ -59,12 +59,9 @@ PROGRAMS = {
 }
 # A run that is continued: the settings beside those of the check, and flags of XLA.
 RUNS: dict[str, tuple[dict[str, object], str]] = {
-    "train.deterministic": ({"train.deterministic": True}, ""),
+    "flag: deterministic operations": ({}, FLAG),
     "as it is": ({}, ""),
-    "train.deterministic, attention by XLA": (
-        {"train.deterministic": True, "model.attention_kernel": "xla"},
-        "",
-    ),
+    "flag: deterministic operations, attention by XLA": ({"model.attention_kernel": "xla"}, FLAG),
     "flag: no autotuning": ({}, "--xla_gpu_autotune_level=0"),
     "flag: no nondeterministic kernels": ({}, "--xla_gpu_exclude_nondeterministic_ops=true"),
     "flag: no command buffers": ({}, "--xla_gpu_enable_command_buffer="),
@@ -120,7 +117,7 @@ def main() -> None:
     # This process only asks which device there is, and leaves its memory to the cases.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     result = gpu_facts(parser, options.smoke) | {"cases": {}}
-    first = "train.deterministic"
+    first = "flag: deterministic operations"
     rest = [name for name in RUNS if name != first]
     names = [first, *PROGRAMS, *rest]
     for name in [first, "product"] if options.smoke else names:

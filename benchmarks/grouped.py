@@ -89,7 +89,7 @@ def compile_table(targets: Sequence[str], asked: Sequence[str]) -> None:
     rows = []
     for target in targets:
         platform = parse_target(target).platform
-        able = [name for name, row in GROUPED_KERNELS.items() if platform in row.platforms]
+        able = [name for name in GROUPED_KERNELS if platform in GROUPED_KERNELS[name].platforms]
         for kernel in asked or able:
             counts = compiled_counts(target, kernel)
             ratio = counts.flops / sparse_flops(COMPILED)

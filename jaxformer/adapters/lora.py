@@ -1,13 +1,12 @@
 """LoRA (arXiv:2106.09685): which weights get a `LowRank` leaf, and of which rank and scale."""
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxformer.adapters.adapted_params import MakeLeaf, adapt_specs, frozen_specs
 from jaxformer.adapters.low_rank import LowRank, low_rank
-from jaxformer.arrays.params import Spec, Specs, is_target, rows
+from jaxformer.arrays.params import Spec, Specs, is_target, rows, unknown_target
 from jaxformer.files import ConfigError
 
 ByPattern = tuple[tuple[str, float], ...]
@@ -83,14 +82,7 @@ def targets_of(specs: Specs, adapter: LoRA) -> list[str]:
     for field, targets in targets_by_field.items():
         for target in targets:
             if not any(is_target(path, target) for path in matrices):
-                names = dict.fromkeys(name for path in matrices for name in path.split("."))
-                near = difflib.get_close_matches(target, [*names, *matrices], 3)
-                advice = f"The names are {', '.join(names)}."
-                if near:
-                    advice = f"Did you mean {' or '.join(near)}?"
-                raise ConfigError(
-                    f"LoRA: {field}: {target!r} fits no matrix of this model. {advice}"
-                )
+                raise unknown_target(f"LoRA: {field}", target, matrices, "matrix")
     paths = [p for p in matrices if any(is_target(p, target) for target in adapter.targets)]
     for path in paths:
         spec, rank = matrices[path], adapter.rank_of(path)

@@ -23,13 +23,13 @@ from jaxformer.adapters.code_sums import (
     inputs_first,
     looked_up,
 )
-from jaxformer.adapters.quantized import BLOCK, NF4_VALUES, Int8Weight, NF4Weight, contract_codes
-from jaxformer.arrays.params import RowGroups, lookup
+from jaxformer.adapters.quantized import BLOCK, NF4_VALUES, CodedWeight, Int8Weight, NF4Weight
+from jaxformer.arrays.params import RowGroups
 from jaxformer.arrays.sharding import Axes, constrain, explicit_axes
 
 
 @struct.dataclass
-class OutputMajorNF4:
+class OutputMajorNF4(CodedWeight):
     """The weight of an `NF4Weight` of axes [*inputs, *outputs], O a number of blocks: `codes` uint8
     [O / 64, 32, I] and `maxima` float32 [O / 64, I]. `size` is the shape of the weight, `dtype`
     that of the array that it stands for."""
@@ -38,7 +38,6 @@ class OutputMajorNF4:
     maxima: Any
     size: tuple[int, ...] = struct.field(pytree_node=False)
     dtype: str = struct.field(pytree_node=False)
-    trainable: ClassVar[bool] = False
     read_on: ClassVar[Platforms] = ("gpu", "tpu")
 
     @classmethod
@@ -56,10 +55,6 @@ class OutputMajorNF4:
     def shape(self) -> tuple[int, ...]:
         return self.size
 
-    @property
-    def ndim(self) -> int:
-        return len(self.size)
-
     def array(self) -> jax.Array:
         """The array that it stands for, that of the `NF4Weight` bit for bit."""
         codes = jnp.moveaxis(self.codes, -1, 0).reshape(-1, BLOCK // 2)
@@ -72,24 +67,6 @@ class OutputMajorNF4:
         rows = x.astype(jnp.float32)
         scales = (self.maxima[:, None, None] * row for row in rows)  # R of [O / 64, 1, 1, I]
         return jnp.stack([(values * scale).sum(-1).ravel() for scale in scales])
-
-    def contract(
-        self,
-        equation: str,
-        x: jax.Array,
-        *,
-        to: Axes | None,
-        dtype: Any,
-        groups: RowGroups | None = None,
-    ) -> jax.Array:
-        return contract_codes(self, equation, x, to=to, dtype=dtype, groups=groups)
-
-    def lookup(self, index: Any, to: Axes) -> jax.Array:
-        return lookup(self.array(), index, to)
-
-    def astype(self, dtype: Any) -> "OutputMajorNF4":
-        """The same codes, which then stand for an array of this dtype."""
-        return replace(self, dtype=str(jnp.dtype(dtype)))
 
 
 @struct.dataclass

@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from jaxformer.adapters.code_sums import (
     nf4_sums,
     reads_codes,
 )
-from jaxformer.arrays.params import CustomLeaf, RowGroups, Spec, contract, lookup, zeros
+from jaxformer.arrays.params import RowGroups, Spec, contract, lookup, zeros
 from jaxformer.arrays.sharding import Axes, constrain, explicit_axes, gathered, platform
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.settings import Table
@@ -102,24 +102,75 @@ def scaled_codes(blocks: jax.Array, values: np.ndarray) -> tuple[jax.Array, jax.
     return nearest(blocks * inverse[..., None], values), absmax
 
 
-class QuantizedLeaf(CustomLeaf, Protocol):
-    """A `CustomLeaf` of codes and scales."""
+class CodedWeight:
+    """A `CustomLeaf` of codes and scales: each kind has arrays, `shape`, and `dtype`, that
+    of the array that it stands for."""
 
     dtype: str
+    trainable: ClassVar[bool] = False
     read_on: ClassVar[Platforms]  # where products of few rows are made by `sums`
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
     def array(self) -> jax.Array:
-        """The array that it stands for."""
+        """The array that it stands for, in its dtype; codes and scales get no gradient through
+        it."""
+        raise NotImplementedError
 
     def sums(self, x: jax.Array) -> jax.Array:
         """x [R, I] times the array as a matrix [I, O], from its codes, where `reads_codes`."""
+        raise NotImplementedError
+
+    def lookup(self, index: Any, to: Axes) -> jax.Array:
+        """As `params.lookup` of the array."""
+        return lookup(self.array(), index, to)
+
+    def astype(self, dtype: Any) -> Self:
+        """The same codes, which then stand for an array of this dtype."""
+        return replace(self, dtype=str(jnp.dtype(dtype)))  # type: ignore[type-var]
+
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        *,
+        to: Axes | None,
+        dtype: Any,
+        groups: RowGroups | None = None,
+    ) -> jax.Array:
+        """As `params.contract` of the array, which is made again for the backward pass, once x is
+        there: the arrays of all layers are never in memory at once, nor is one made before a loop
+        over tokens. Few rows are multiplied from the codes where they are `read_on` the platform
+        (`code_sums.py`).
+
+        A CPU makes it once for both passes unless layers are scanned, since XLA drops the barrier
+        there before it would matter.
+        """
+        inputs = leading_inputs(equation)
+        if groups is None and reads_codes(x, self.shape, self.dtype, inputs, self.read_on):
+            sums = _from_codes(x.reshape(-1, math.prod(self.shape[:inputs])), self)
+            y = sums.reshape(*x.shape[: x.ndim - inputs], *self.shape[inputs:])
+            y = y.astype(dtype or x.dtype)
+            return constrain(y, to) if to else y
+
+        @jax.checkpoint
+        def product(x: jax.Array, leaf: CodedWeight) -> jax.Array:
+            # The barrier ties the leaf to x. Without it XLA could make the arrays of all layers
+            # first.
+            x, leaf = jax.lax.optimization_barrier((x, leaf))
+            return contract(equation, x, leaf.array(), to=to, dtype=dtype, groups=groups)
+
+        return product(x, self)
 
 
 @struct.dataclass
-class Int8Weight:
+class Int8Weight(CodedWeight):
     """codes * scale: `codes` int8 with the axes of the weight, `scale` float32 with one number for
     each output channel (for each row of a table that is looked up) and 1 for the other axes.
 
@@ -130,20 +181,13 @@ class Int8Weight:
     codes: Any
     scale: Any
     dtype: str = struct.field(pytree_node=False, default="float32")
-    trainable: ClassVar[bool] = False
     read_on: ClassVar[Platforms] = ("cpu", "gpu")
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.codes.shape)
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
     def array(self) -> jax.Array:
-        """The array that it stands for, in its dtype; codes and scale get no gradient through
-        it."""
         leaf = gathered(self)
         return _scaled(leaf.codes, leaf.scale, 127).astype(self.dtype)
 
@@ -160,7 +204,7 @@ class Int8Weight:
             # A head [V, D]: the sums read its codes as they are, since XLA fuses the transposition.
             turned = self.turned()
             return turned.contract(inputs_first(equation), x, to=to, dtype=dtype, groups=groups)
-        return contract_codes(self, equation, x, to=to, dtype=dtype, groups=groups)
+        return super().contract(equation, x, to=to, dtype=dtype, groups=groups)
 
     def turned(self) -> "Int8Weight":
         """The transposed matrix of a matrix [O, I]."""
@@ -177,13 +221,9 @@ class Int8Weight:
         scale = lookup(self.scale, index, (*to[:-1], width))
         return _scaled(codes, scale, 127).astype(self.dtype)
 
-    def astype(self, dtype: Any) -> "Int8Weight":
-        """The same codes, which then stand for an array of this dtype."""
-        return replace(self, dtype=str(jnp.dtype(dtype)))
-
 
 @struct.dataclass
-class NF4Weight:
+class NF4Weight(CodedWeight):
     """Values of NF4 times the absolute maximum of their block, each block 64 weights of the
     flattened weight (of one layer in a stack, and of one expert); the last is filled up with zeros.
 
@@ -201,20 +241,13 @@ class NF4Weight:
     mean: Any = None
     size: tuple[int, ...] = struct.field(pytree_node=False, default=())
     dtype: str = struct.field(pytree_node=False, default="float32")
-    trainable: ClassVar[bool] = False
     read_on: ClassVar[Platforms] = ("cpu",)  # elsewhere `OutputMajorNF4` takes its place
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.codes.shape[:-2], *self.size)
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
     def array(self) -> jax.Array:
-        """The array that it stands for, in its dtype; codes and maxima get no gradient through
-        it."""
         leaf = _replicated(self)
         values = _scaled(_nf4_values(leaf.codes), leaf.maxima()[..., None])  # [..., B, 64]
         flat = values.reshape(*values.shape[:-2], -1)[..., : math.prod(self.size)]
@@ -230,17 +263,6 @@ class NF4Weight:
         scale = jnp.repeat(self.nested, NESTED_BLOCK, -1)[..., : self.absmax.shape[-1]]
         return _scaled(values, scale) + self.mean[..., None]
 
-    def contract(
-        self,
-        equation: str,
-        x: jax.Array,
-        *,
-        to: Axes | None,
-        dtype: Any,
-        groups: RowGroups | None = None,
-    ) -> jax.Array:
-        return contract_codes(self, equation, x, to=to, dtype=dtype, groups=groups)
-
     def sums(self, x: jax.Array) -> jax.Array:
         return nf4_sums(x, self.codes, self.maxima(), NF4_VALUES)
 
@@ -248,7 +270,7 @@ class NF4Weight:
         """Rows of the array; only these are made where each is a number of blocks."""
         width = self.size[-1]
         if width % BLOCK or explicit_axes():
-            return lookup(self.array(), index, to)
+            return super().lookup(index, to)
         # The axis of the width is not split: a row's codes are fewer than its numbers.
         unsplit = (*to[:-1], None)
         codes = lookup(self.codes.reshape(-1, width // 2), index, unsplit)  # [..., W / 2]
@@ -257,46 +279,9 @@ class NF4Weight:
         rows = _scaled(blocks, maxima[..., None]).astype(self.dtype)
         return constrain(rows.reshape(*rows.shape[:-2], width), to)
 
-    def astype(self, dtype: Any) -> "NF4Weight":
-        """The same codes, which then stand for an array of this dtype."""
-        return replace(self, dtype=str(jnp.dtype(dtype)))
-
-
-def contract_codes(
-    leaf: QuantizedLeaf,
-    equation: str,
-    x: jax.Array,
-    *,
-    to: Axes | None,
-    dtype: Any,
-    groups: RowGroups | None,
-) -> jax.Array:
-    """As `params.contract` of the array of a leaf, which is made again for the backward pass, once
-    x is there: the arrays of all layers are never in memory at once, nor is one made before a loop
-    over tokens. Few rows are multiplied from the codes where the leaf is `read_on` the platform
-    (`code_sums.py`).
-
-    A CPU makes it once for both passes unless layers are scanned, since XLA drops the barrier there
-    before it would matter.
-    """
-
-    inputs = leading_inputs(equation)
-    if groups is None and reads_codes(x, leaf.shape, leaf.dtype, inputs, leaf.read_on):
-        sums = _from_codes(x.reshape(-1, math.prod(leaf.shape[:inputs])), leaf)
-        y = sums.reshape(*x.shape[: x.ndim - inputs], *leaf.shape[inputs:]).astype(dtype or x.dtype)
-        return constrain(y, to) if to else y
-
-    @jax.checkpoint
-    def product(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
-        # The barrier ties the leaf to x. Without it XLA could make the arrays of all layers first.
-        x, leaf = jax.lax.optimization_barrier((x, leaf))
-        return contract(equation, x, leaf.array(), to=to, dtype=dtype, groups=groups)
-
-    return product(x, leaf)
-
 
 @jax.custom_jvp
-def _from_codes(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
+def _from_codes(x: jax.Array, leaf: CodedWeight) -> jax.Array:
     return leaf.sums(x)
 
 
@@ -307,7 +292,7 @@ def _from_codes_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     x, leaf = primals
 
     @jax.checkpoint
-    def product(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
+    def product(x: jax.Array, leaf: CodedWeight) -> jax.Array:
         return (x @ leaf.array().reshape(x.shape[1], -1)).astype(jnp.float32)
 
     return _from_codes(x, leaf), product(tangents[0], leaf)
@@ -427,7 +412,7 @@ class Quantizer(NamedTuple):
     """What makes a leaf of a weight and its row, what makes the rows of that leaf's arrays, and
     whether `jf.quantize` makes one of the tables of tokens too: the embedding and the head."""
 
-    make: Callable[[jax.Array, Spec], QuantizedLeaf]
+    make: Callable[[jax.Array, Spec], CodedWeight]
     rows: Callable[[Spec], Any]
     of_tokens: bool = False
 

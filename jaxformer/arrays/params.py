@@ -4,6 +4,7 @@ A layer states its leaves once, as a nested dict of `Spec`. Initial values, shap
 counts, FLOPs and the weight-decay mask are tree maps over that table.
 """
 
+import difflib
 import fnmatch
 import functools
 import math
@@ -210,6 +211,20 @@ def is_target(path: str, target: str) -> bool:
     return target in path.split(".") or fnmatch.fnmatchcase(path, target)
 
 
+def unknown_target(
+    setting: str, target: str, paths: Collection[str], what: str, kinds: Collection[str] = ()
+) -> ConfigError:
+    """The error of a target that is none of `kinds`, and names none of the leaves of these paths,
+    each of which is a `what`."""
+    names = dict.fromkeys([*kinds, *(name for path in paths for name in path.split("."))])
+    near = difflib.get_close_matches(target, [*names, *paths], 3)
+    advice = f"Did you mean {' or '.join(near)}? " if near else ""
+    return ConfigError(
+        f"{setting}: {target!r} fits no {what} of this model. {advice}The names are"
+        f" {', '.join(names)}; a pattern fits whole paths, as in 'blocks.attention.[qv]'."
+    )
+
+
 def rows(specs: Specs, prefix: str = "") -> dict[str, Spec]:
     """Dotted path to spec, in the order of the table; in a custom leaf, in that of its tree."""
     specs_by_path: dict[str, Spec] = {}
@@ -368,19 +383,19 @@ _wide_product.defjvp(_wide_derivative, symbolic_zeros=True)
 def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str, str, str]:
     """The axes of x, of w and of the result; ValueError where they do not fit these shapes."""
     match = re.fullmatch(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]*)", equation)
-    if match is None:
-        raise ValueError(f"contract: the equation {equation!r} is not of the form 'BTD,DF->BTF'.")
-    left, right, out = match.groups()
-    shapes = f"the shapes {list(x)} and {list(w)}"
-    if (len(left), len(right)) != (len(x), len(w)):
-        raise ValueError(f"contract: {equation!r} does not fit {shapes}: one letter for each axis.")
-    if any(len(set(letters)) < len(letters) for letters in (left, right, out)):
-        raise ValueError(f"contract: {equation!r} names an axis twice in one of its parts.")
-    if not set(out) <= set(left + right):
-        raise ValueError(f"contract: the result of {equation!r} has an axis of neither x nor w.")
-    sizes = dict(zip(left, x, strict=True))
-    if any(sizes.get(letter, length) != length for letter, length in zip(right, w, strict=True)):
-        raise ValueError(f"contract: a shared axis of {equation!r} has two lengths in {shapes}.")
+    left, right, out = match.groups() if match else ("", "", "")
+    sizes = dict(zip(left + right, (*x, *w), strict=False))
+    fits = (
+        [sizes.get(letter) for letter in left] == [*x]
+        and [sizes.get(letter) for letter in right] == [*w]
+        and set(out) <= sizes.keys()
+        and all(len(set(letters)) == len(letters) for letters in (left, right, out))
+    )
+    if not fits:
+        raise ValueError(
+            f"contract: {equation!r} does not fit the shapes {list(x)} and {list(w)}: each axis has"
+            " a letter, once in a part, and a shared one has one length, as in 'BTD,DF->BTF'."
+        )
     return left, right, out
 
 

@@ -3,14 +3,16 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from jaxformer.config.settings import Bounds, Count, Rate, Section
+from jaxformer.config.settings import Bounds, Count, Rate, Section, parsed_groups, parts_of
+from jaxformer.files import ConfigError
 
 AdapterKind = Literal["none", "lora", "prompt", "prefix"]
 # Formats in which weights are loaded: int8 also that of the tables of tokens, int8_blocks that of
 # the blocks alone; nf4_double stores its scales in 8 bits too.
 Quantization = Literal["int8", "int8_blocks", "nf4", "nf4_double"]
 BaseWeights = Literal["float32", "int8", "nf4", "nf4_double"]
-OF_LORA = ("rank", "alpha", "targets", "dropout", "rslora", "ranks", "alphas")
+OF_LORA = ("rank", "alpha", "targets", "dropout", "rslora", "groups")
+LORA_WORDS = ("rank", "alpha")  # what a group of adapter.groups may give
 # Settings that a kind of adapter does not read.
 UNREAD = {
     "none": (*OF_LORA, "tokens", "base"),
@@ -45,20 +47,16 @@ class AdapterConfig(Section):
     """Fraction of what the matrices of LoRA read that is set to zero in training."""
     rslora: bool = False
     """Scale of LoRA alpha / sqrt(rank), which suits large ranks."""
-    ranks: str = ""
-    """Other ranks of some targets, for example 'ffn=4, blocks.attention.q=16'."""
-    alphas: str = ""
-    """Other alphas of some targets, for example 'ffn=8'."""
+    groups: str = ""
+    """Other ranks and alphas of some targets, the first that fits, for example 'ffn: rank 4,
+    blocks.attention.q: rank 16 alpha 8'."""
 
     def conflicts(self) -> list[str]:
         problems = []
-        for name in ("ranks", "alphas"):
-            for entry in parts_of(getattr(self, name)):
-                if not _is_pair(entry):
-                    problems.append(
-                        f"{name}={getattr(self, name)!r}: {entry!r} is not of the form"
-                        " target=number, as in 'ffn=4, blocks.attention.q=16'."
-                    )
+        try:
+            parsed_groups(self.groups, LORA_WORDS)
+        except ConfigError as error:
+            problems.append(str(error))
         for setting in fields(self):
             value = getattr(self, setting.name)
             if setting.name in UNREAD[self.kind] and value != setting.default:
@@ -70,23 +68,3 @@ class AdapterConfig(Section):
         if self.kind == "lora" and not parts_of(self.targets):
             problems.append("targets='' names no weights: give some, as in 'attention, ffn'.")
         return problems
-
-
-def parts_of(text: str) -> list[str]:
-    """The entries of a setting that are separated by commas."""
-    return [entry.strip() for entry in text.split(",") if entry.strip()]
-
-
-def _is_pair(entry: str) -> bool:
-    """Whether an entry is a target and a number above 0, as in "ffn=4"."""
-    target, equals, number = entry.rpartition("=")
-    try:
-        return bool(target.strip() and equals) and float(number) > 0
-    except ValueError:
-        return False
-
-
-def pairs_of(text: str) -> tuple[tuple[str, float], ...]:
-    """`"ffn=4, q=16"` as (("ffn", 4.0), ("q", 16.0))."""
-    pairs = (entry.rpartition("=") for entry in parts_of(text))
-    return tuple((target.strip(), float(number)) for target, _, number in pairs)

@@ -1,8 +1,7 @@
 """The settings of the optimizer and of its learning rate."""
 
-import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from jaxformer.config.settings import (
     Count,
@@ -13,21 +12,13 @@ from jaxformer.config.settings import (
     Section,
     TableAt,
     Volatile,
+    parsed_groups,
 )
 from jaxformer.files import ConfigError
 
 OptimizerName = Annotated[
     Literal[
-        "adamw",
-        "adafactor",
-        "lion",
-        "sgd",
-        "muon",
-        "normuon",
-        "soap",
-        "sophia",
-        "schedule_free",
-        "prodigy",
+        "adamw", "adafactor", "lion", "sgd", "muon", "normuon", "soap", "sophia", "schedule_free"
     ],
     TableAt("jaxformer.training.optimizers.rule_table.OPTIMIZERS"),
 ]
@@ -40,43 +31,8 @@ Moments = Annotated[
 ]
 
 
-class Group(NamedTuple):
-    """Leaves that a pattern names, and the factors of their learning rate and weight decay."""
-
-    pattern: str
-    rate: float = 1.0
-    decay: float = 1.0
-
-
-# The words of optimizer.groups, and the field of `Group` that each sets.
-FACTORS = {"lr": "rate", "decay": "decay"}
-
-
-def parsed_groups(text: str) -> list[Group]:
-    """The groups of optimizer.groups, as in "embed: lr 0.3, norm: lr 2 decay 0"."""
-    groups = []
-    for entry in filter(str.strip, text.split(",")):
-        pattern, _, settings = (piece.strip() for piece in entry.partition(":"))
-        words, numbers = settings.split()[::2], settings.split()[1::2]
-        factors = {FACTORS.get(w, ""): _factor(n) for w, n in zip(words, numbers, strict=False)}
-        complete = 0 < len(words) == len(numbers) == len(factors)
-        if not (pattern and complete and "" not in factors and None not in factors.values()):
-            raise ConfigError(
-                f"optimizer.groups: {entry.strip()!r} is not of the form 'PATTERN: lr FACTOR decay"
-                " FACTOR' with lr, decay or both, each with a finite factor of at least 0."
-                " Groups are separated by commas, as in 'embed: lr 0.3, norm: decay 0'."
-            )
-        groups.append(Group(pattern, **factors))  # type: ignore[arg-type]
-    return groups
-
-
-def _factor(text: str) -> float | None:
-    """A finite number of at least 0; None for any other text."""
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if 0 <= number < math.inf else None
+# What a group of optimizer.groups may give: factors of its learning rate and its weight decay.
+GROUP_WORDS = ("lr", "decay")
 
 
 @dataclass(frozen=True)
@@ -87,7 +43,7 @@ class OptimizerConfig(Section):
 
     name: OptimizerName = "adamw"
     """Rule of the update. muon and normuon update the matrices of the layers, and leave all other
-    parameters to AdamW. schedule_free wants schedule=constant, and prodigy learning_rate=1."""
+    parameters to AdamW. schedule_free wants schedule=constant."""
     learning_rate: NonNegative = 1e-3
     """Peak learning rate."""
     schedule: Schedule = "cosine"
@@ -132,7 +88,7 @@ class OptimizerConfig(Section):
 
     def conflicts(self) -> list[str]:
         try:
-            parsed_groups(self.groups)
+            parsed_groups(self.groups, GROUP_WORDS)
         except ConfigError as error:
-            return [str(error).removeprefix("optimizer.")]
+            return [str(error)]
         return []

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from jaxformer.config.settings import divisors
@@ -27,26 +28,95 @@ WIDTH_SETTINGS = (
     "embedding_width",
     "projection_width",
 )
-# Factors that follow the width, and the settings of the same factors as plain numbers.
-FACTOR_SETTINGS = {
-    "embedding_scale": "model.embedding_multiplier",
-    "logit_scale": "model.logit_divisor",
-}
 
-# Settings of the source of an encoder-decoder, and their defaults.
-SOURCE_SETTINGS = {"source_window": 0, "source_embedding": "shared"}
-EXCLUDED_PLACEMENTS = {"parallel": ("post",), "parallel_shared": ("post", "output")}
+
+ONE_SIDE = "a decoder sees one side only"
+NO_SOURCE = "other models have no source"
+OF_LATENT = "the other mixer has no latents"
+KEPT = "it names the points that are kept"
+WIDTH = "it changes with the width in a way of its own: give the number at all widths as"
+# For a setting and those of its values that serve: what needs one of them, a setting with one value
+# or, where none is named, with any but its default; and why.
+NEEDS = {
+    ("family", "decoder encoder_decoder"): {"output=language": "an encoder sees the next token"},
+    ("family", "encoder encoder_decoder"): {"pooling=first": "in a decoder it sees itself alone"},
+    ("family", "decoder encoder"): {"layer_groups": "layers share within one stack"},
+    ("family", "encoder"): {
+        "output=masked": ONE_SIDE,
+        "next_sentence": ONE_SIDE,
+        "pooler": "its first token sees all the others",
+    },
+    ("family", "encoder_decoder"): {
+        "n_encoder_layers": "set model.n_layers",
+        "source_window": NO_SOURCE,
+        "source_embedding": NO_SOURCE,
+    },
+    ("output", "language"): {
+        "family=encoder_decoder": "it writes its answer as text",
+        "head_bias": "the other heads always have a bias, or no matrix",
+    },
+    ("norm_placement", "pre sandwich output"): {"residual=parallel": "sublayers have one sum"},
+    ("norm_placement", "pre sandwich"): {
+        "residual=parallel_shared": "sublayers have one sum and one norm",
+        "unnormed_layers": "with the others no norm is before a mixer",
+    },
+    ("feed_forward", "experts"): {"n_experts": "the other has none"},
+    ("mixer", "latent"): {
+        "kv_rank": OF_LATENT,
+        "query_rank": OF_LATENT,
+        "rope_head_dim": OF_LATENT,
+    },
+    ("mixer", "attention"): {
+        "attention_temperature": "latents have no such factor",
+        "query_key_norm": "latents have norms of their own",
+        "positions=disentangled": "it multiplies keys",
+    },
+    ("positions", "rope learned alibi t5 disentangled none"): {
+        "position_embedding=learned": "the others are embedded too"
+    },
+    ("embedded_positions", "learned sinusoidal"): {
+        "position_offset": "the others are not embedded"
+    },
+    ("positions", "rope"): {
+        "position_pattern": "each layer rotates queries and keys or does not",
+        "rope_window_theta": "it is a base of RoPE",
+        "rope_scaling": "it scales the frequencies of RoPE",
+    },
+    ("remat", "names"): {"saved": KEPT, "offload": KEPT},
+    ("parametrization", "mup"): {"mup_base": "it has the widths that others follow"},
+    ("parametrization", "standard"): {
+        "embedding_scale": f"{WIDTH} model.embedding_multiplier",
+        "logit_scale": f"{WIDTH} model.logit_divisor",
+    },
+}
+# The settings behind properties.
+SETTING_OF = {"output": "head", "embedded_positions": "positions"}
 
 
 def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
-    heads = list(_heads(config))
-    rotation = [] if heads else [*_rotation(config)]
-    others = [*_family(config), *_source(config), *_embedding(config)]
-    others += [*_norms(config), *_positions(config), *_experts(config), *_latent(config)]
-    problems = [*heads, *rotation, *others]
+    if heads := [*_heads(config)]:
+        return heads
+    problems = [*_unmet(config), *_positions(config), *_experts(config)]
+    problems += [*_latent(config), *_others(config)]
     # What is wrong with this model is wrong with its base too, and is said once.
-    return problems or [*_parametrization(config)]
+    if problems or config.parametrization != "mup":
+        return problems
+    return [*_base(config)]
+
+
+def _unmet(config: Any) -> Iterator[str]:
+    defaults = {field.name: field.default for field in fields(config)}
+    for (other, allowed), needed_by in NEEDS.items():
+        if getattr(config, other) in allowed.split():
+            continue
+        for condition, why in needed_by.items():
+            setting, _, value = condition.partition("=")
+            current = getattr(config, setting)
+            if current == value if value else current != defaults[setting]:
+                name, needed = SETTING_OF.get(setting, setting), SETTING_OF.get(other, other)
+                values = " or ".join(map(repr, allowed.split()))
+                yield f"{name}={current!r} needs model.{needed}={values}: {why}."
 
 
 def _heads(config: Any) -> Iterator[str]:
@@ -56,6 +126,7 @@ def _heads(config: Any) -> Iterator[str]:
             f"d_model={width} is not divisible by model.n_heads={heads}: choose heads that divide"
             f" it ({divisors(width)}), or set model.head_dim."
         )
+        return
     if heads % config.kv_heads:
         yield (
             f"n_heads={heads} is not divisible by model.n_kv_heads={kv_heads}: every key head"
@@ -63,74 +134,49 @@ def _heads(config: Any) -> Iterator[str]:
         )
 
 
-def _rotation(config: Any) -> Iterator[str]:
+def _positions(config: Any) -> Iterator[str]:
+    positions, scaling, pattern = config.positions, config.rope_scaling, config.window_pattern
+    theta, factor = config.rope_window_theta, config.rope_factor
+    distance, buckets = config.relative_distance, config.relative_buckets
     width, fraction = config.rope_head_dim or config.head_width, config.rope_fraction
-    rotates_pairs = 0 < config.rotated_width <= width // 2 * 2
-    if config.positions == "rope" and not rotates_pairs:
+    if positions == "rope" and not 0 < config.rotated_width <= width // 2 * 2:
         name = "rope_head_dim" if config.rope_head_dim else "head_dim"
         yield (
             f"{name}={width} with model.rope_fraction={fraction:g} leaves RoPE no whole pairs of"
             f" dimensions: choose an even {name}, a larger fraction or another model.positions."
         )
-
-
-def _family(config: Any) -> Iterator[str]:
-    family, output, layers = config.family, config.output, config.n_encoder_layers
-    if family == "encoder" and output == "language":
-        yield "head='language' needs another model.family: an encoder sees the next token."
-    if family != "encoder" and output == "masked":
-        yield "head='masked' needs model.family='encoder': a decoder sees one side only."
-    for name in config.second_heads if family != "encoder" else ():
-        yield f"{name} needs model.family='encoder': a decoder sees one side only."
-    if family != "encoder" and config.pooler:
-        yield "pooler=True needs model.family='encoder': its first token sees all the others."
-    if family == "encoder_decoder" and output != "language":
-        yield f"head={output!r} needs another model.family: this one writes its answer as text."
-    if family == "decoder" and config.pooling == "first":
-        yield "pooling='first' needs model.family='encoder': in a decoder it sees itself alone."
-    if family != "encoder_decoder" and layers > 0:
-        yield f"n_encoder_layers={layers} needs model.family='encoder_decoder': set n_layers."
-    yield from _groups(config)
-    yield from _points(config)
-    if config.norm_placement in EXCLUDED_PLACEMENTS.get(config.residual, ()):
-        yield f"residual={config.residual!r} has one sum or norm for all sublayers: use pre-norms."
-    if config.head_bias and output != "language":
-        yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
-
-
-def _groups(config: Any) -> Iterator[str]:
-    groups, layers = config.layer_groups, config.n_layers
-    if groups and layers % groups:
+    if not pattern or not set(pattern) <= {"w", "f"}:
+        yield f"window_pattern={pattern!r} must be letters w (window) and f (full), as in 'wwf'."
+    if not config.position_pattern or not set(config.position_pattern) <= {"p", "n"}:
         yield (
-            f"layer_groups={groups} must divide model.n_layers={layers}: choose one of"
-            f" {divisors(layers)}."
+            f"position_pattern={config.position_pattern!r} must be letters p (positions) and n"
+            " (none), as in 'ppn'."
         )
-    if groups and config.family == "encoder_decoder":
-        yield f"layer_groups={groups} needs a model.family with one stack: decoder or encoder."
-
-
-def _source(config: Any) -> Iterator[str]:
-    for name, default in SOURCE_SETTINGS.items():
-        if getattr(config, name) != default and config.family != "encoder_decoder":
-            yield f"{name} needs model.family='encoder_decoder': other models have no source."
-
-
-def _embedding(config: Any) -> Iterator[str]:
-    width, d_model = config.embedded_width, config.d_model
-    if width != d_model and config.tied_head and config.output == "language":
+    if theta and (not config.window or theta < 1):
+        yield f"rope_window_theta={theta:g} must be at least 1, and needs a model.window."
+    if (factor != 1) == (scaling == "none"):
+        yield f"rope_factor={factor:g} with rope_scaling={scaling!r}: set both, the factor above 1."
+    fast, slow = config.fast_rotations, config.rope_slow
+    if scaling == "yarn" and not (fast > slow > 0 and config.rope_theta > 1):
         yield (
-            f"embedding_width={width} with model.tied_head=True needs model.head='masked': the rows"
-            f" of the language head are d_model={d_model} wide."
+            f"rope_scaling='yarn' needs model.rope_fast={fast:g} above model.rope_slow={slow:g},"
+            f" that above 0, and model.rope_theta={config.rope_theta:g} above 1."
         )
-    if config.position_embedding == "learned" and config.positions == "sinusoidal":
-        yield "position_embedding='learned' needs model.positions that are not embedded too."
-
-
-def _norms(config: Any) -> Iterator[str]:
-    if config.unnormed_layers and config.norm_placement not in ("pre", "sandwich"):
+    if scaling == "longrope":
+        pairs = -(-config.rotated_width // 2)
+        for name in ("rope_short_factor", "rope_long_factor"):
+            numbers = numbers_of(getattr(config, name))
+            if len(numbers) != pairs or not all(0 < number < math.inf for number in numbers):
+                yield (
+                    f"{name}={getattr(config, name)!r} must be {pairs} numbers above 0 with"
+                    " rope_scaling='longrope': one for each pair of dimensions that RoPE rotates."
+                )
+        if config.original_length < 2:
+            yield f"rope_original_length={config.original_length} must be 2 or more for 'longrope'."
+    nearest = {"t5": buckets // 2, "disentangled": buckets // 2 + 1}.get(positions, 0)
+    if distance <= nearest:
         yield (
-            f"unnormed_layers={config.unnormed_layers} needs model.norm_placement='pre' or"
-            f" 'sandwich': with {config.norm_placement!r} no norm is before a mixer."
+            f"relative_distance={distance} must be above {nearest} with relative_buckets={buckets}."
         )
 
 
@@ -140,8 +186,6 @@ def _experts(config: Any) -> Iterator[str]:
     if not pattern or not set(pattern) <= {"e", "d"}:
         yield f"expert_pattern={pattern!r} must be letters e (experts) and d (dense), as in 'de'."
     if config.feed_forward != "experts":
-        if number:
-            yield f"n_experts={number} needs model.feed_forward='experts'."
         return
     if not number:
         yield "feed_forward='experts' needs model.n_experts, their number."
@@ -171,9 +215,6 @@ def _experts(config: Any) -> Iterator[str]:
 def _latent(config: Any) -> Iterator[str]:
     width, rotated, kv_heads = config.head_width, config.rope_head_dim, config.n_kv_heads
     if config.mixer != "latent":
-        for name in ("kv_rank", "query_rank", "rope_head_dim"):
-            if getattr(config, name):
-                yield f"{name}={getattr(config, name)} needs model.mixer='latent'."
         return
     if not config.kv_rank:
         yield "mixer='latent' needs model.kv_rank, the width of what all keys and values are of."
@@ -188,24 +229,28 @@ def _latent(config: Any) -> Iterator[str]:
             f"n_kv_heads={kv_heads} needs model.mixer='attention': with 'latent' each head has keys"
             " of its own, so set it to 0."
         )
-    if config.attention_temperature:
-        yield "attention_temperature needs model.mixer='attention': 'latent' has no such factor."
-    if config.positions == "disentangled":
-        yield "positions='disentangled' needs model.mixer='attention', whose keys it multiplies."
-    if config.query_key_norm != "none":
+
+
+def _others(config: Any) -> Iterator[str]:
+    groups, layers, width = config.layer_groups, config.n_layers, config.embedded_width
+    if groups and layers % groups:
         yield (
-            f"query_key_norm={config.query_key_norm!r} needs model.mixer='attention': 'latent' has"
-            " norms of its latents."
+            f"layer_groups={groups} must divide model.n_layers={layers}: choose one of"
+            f" {divisors(layers)}."
         )
+    if width != config.d_model and config.tied_head and config.output == "language":
+        yield (
+            f"embedding_width={width} with model.tied_head=True needs model.head='masked': the rows"
+            f" of the language head are d_model={config.d_model} wide."
+        )
+    for name, allowed in (("saved", (*POINTS, "none")), ("offload", (*POINTS, "input"))):
+        names = names_of(getattr(config, name))
+        if not set(names) <= set(allowed):
+            yield f"{name}={' '.join(names)!r} must be names of {' '.join(allowed)}."
 
 
-def _parametrization(config: Any) -> Iterator[str]:
-    text, is_mup = config.mup_base, config.parametrization == "mup"
-    if not is_mup and text:
-        yield f"mup_base={text!r} needs model.parametrization='mup'."
-    if not is_mup:
-        return
-    widths = widths_of(text)
+def _base(config: Any) -> Iterator[str]:
+    text, widths = config.mup_base, widths_of(config.mup_base)
     if "d_model" not in widths or not {*widths} <= {*WIDTH_SETTINGS} or 0 in widths.values():
         yield (
             f"mup_base={text!r} must be widths of the model that learning rates are found at, with"
@@ -213,13 +258,6 @@ def _parametrization(config: Any) -> Iterator[str]:
             f" {', '.join(WIDTH_SETTINGS[1:])} are not as here, as in 'd_model=64 n_heads=4'."
         )
         return
-    for name, value in {"embedding_scale": "sqrt", "logit_scale": "rsqrt"}.items():
-        if getattr(config, name) == value:
-            yield (
-                f"{name}={value!r} changes with the width in a way of its own, which"
-                f" parametrization='mup' excludes: set it to 'none', and the number to use at all"
-                f" widths as {FACTOR_SETTINGS[name]}."
-            )
     try:
         config.base_model  # noqa: B018
     except ConfigError as error:
@@ -245,67 +283,3 @@ def numbers_of(text: str) -> tuple[float, ...]:
         return tuple(map(float, names_of(text)))
     except ValueError:
         return ()
-
-
-def _points(config: Any) -> Iterator[str]:
-    for name, allowed in (("saved", (*POINTS, "none")), ("offload", (*POINTS, "input"))):
-        names = names_of(getattr(config, name))
-        if names and not (config.remat == "names" and set(names) <= set(allowed)):
-            yield (
-                f"{name}={' '.join(names)!r} needs remat='names', and names of {' '.join(allowed)}."
-            )
-
-
-def _positions(config: Any) -> Iterator[str]:
-    positions, scaling, pattern = config.positions, config.rope_scaling, config.window_pattern
-    rope, offset, theta = positions == "rope", config.position_offset, config.rope_window_theta
-    factor, distance = config.rope_factor, config.relative_distance
-    buckets = config.relative_buckets
-    if not pattern or not set(pattern) <= {"w", "f"}:
-        yield f"window_pattern={pattern!r} must be letters w (window) and f (full), as in 'wwf'."
-    layers = config.position_pattern
-    if layers != "p" and not (rope and layers and set(layers) <= {"p", "n"}):
-        yield (
-            f"position_pattern={layers!r} must be letters p (positions) and n (none), and needs"
-            f" model.positions='rope', not {positions!r}: each layer rotates queries and keys."
-        )
-    if offset > 0 and config.embedded_positions not in ("learned", "sinusoidal"):
-        yield (
-            f"position_offset={offset} needs model.positions='learned' or 'sinusoidal', not"
-            f" {positions!r}."
-        )
-    if theta > 0 and (not rope or not config.window or theta < 1):
-        yield (
-            f"rope_window_theta={theta:g} must be at least 1, and needs model.positions='rope' and"
-            " a model.window."
-        )
-    if scaling != "none" and not rope:
-        yield f"rope_scaling={scaling!r} needs model.positions='rope', not {positions!r}."
-    if (factor != 1) == (scaling == "none"):
-        yield f"rope_factor={factor:g} with rope_scaling={scaling!r}: set both, the factor above 1."
-    fast, slow = config.fast_rotations, config.rope_slow
-    if scaling == "yarn" and not (fast > slow > 0 and config.rope_theta > 1):
-        yield (
-            f"rope_scaling='yarn' needs model.rope_fast={fast:g} above model.rope_slow={slow:g},"
-            f" that above 0, and model.rope_theta={config.rope_theta:g} above 1."
-        )
-    if scaling == "longrope":
-        yield from _longrope(config)
-    nearest = {"t5": buckets // 2, "disentangled": buckets // 2 + 1}.get(positions, 0)
-    if distance <= nearest:
-        yield (
-            f"relative_distance={distance} must be above {nearest} with relative_buckets={buckets}."
-        )
-
-
-def _longrope(config: Any) -> Iterator[str]:
-    pairs = -(-config.rotated_width // 2)
-    for name in ("rope_short_factor", "rope_long_factor"):
-        numbers = numbers_of(getattr(config, name))
-        if len(numbers) != pairs or not all(0 < number < math.inf for number in numbers):
-            yield (
-                f"{name}={getattr(config, name)!r} must be {pairs} numbers above 0 with"
-                " rope_scaling='longrope': one for each pair of dimensions that RoPE rotates."
-            )
-    if config.original_length < 2:
-        yield f"rope_original_length={config.original_length} must be 2 or more for 'longrope'."

@@ -172,6 +172,35 @@ def divisors(number: int) -> str:
     return ", ".join(map(str, sorted({*small, *(number // n for n in small)})))
 
 
+def parts_of(text: str) -> list[str]:
+    """The entries of a setting that are separated by commas."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def parsed_groups(text: str, words: tuple[str, ...]) -> list[tuple[str, dict[str, float]]]:
+    """The numbers of a setting groups by pattern, for "embed: lr 0.3, norm: lr 2 decay 0" as
+    [("embed", {"lr": 0.3}), ("norm", {"lr": 2.0, "decay": 0.0})]. `words` are those that it
+    knows."""
+    groups = []
+    for entry in parts_of(text):
+        pattern, _, stated = entry.partition(":")
+        pieces = stated.split()
+        try:
+            numbers = dict(zip(pieces[::2], map(float, pieces[1::2]), strict=True))
+        except ValueError:
+            numbers = {}
+        complete = pattern.strip() and numbers and len(pieces) == 2 * len(numbers)
+        known = set(numbers) <= {*words}
+        if not (complete and known and all(0 <= n < math.inf for n in numbers.values())):
+            raise ConfigError(
+                f"groups: {entry!r} is not of the form 'PATTERN: {words[0]} NUMBER {words[1]}"
+                f" NUMBER', with one of the two or both, and finite numbers of at least 0. Groups"
+                f" are separated by commas, as in 'embed: {words[0]} 2, ffn: {words[1]} 1'."
+            )
+        groups.append((pattern.strip(), numbers))
+    return groups
+
+
 def step_range(text: str, name: str) -> range:
     """The steps, counted from 1, of a slice as in Python or of a single number; none for ""."""
     if not text:

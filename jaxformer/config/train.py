@@ -1,6 +1,5 @@
 """The settings of training, of the device mesh, and of how several processes join."""
 
-import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
@@ -20,8 +19,6 @@ from jaxformer.config.settings import (
 
 # Which weights of a run are read: auto is the average where the run keeps one.
 Weights = Literal["auto", "trained", "average"]
-# Options of XLA, maybe after auto, or auto or none alone.
-STATED_OPTIONS = r"none|auto|(auto )?[a-z]\w*=\S+( [a-z]\w*=\S+)*"
 
 
 @dataclass(frozen=True)
@@ -59,13 +56,6 @@ class TrainConfig(Section):
     average_from: Natural = 0
     """Number of steps before the average of train.ema begins. Until then it is the weights
     themselves."""
-    deterministic: Volatile[bool] = False
-    """Whether XLA adds in a fixed order on a GPU (--xla_gpu_deterministic_ops), so that a resumed
-    run there is bitwise the uninterrupted one; steps may be slower. No effect on CPU and TPU."""
-    compiler_options: Volatile[str] = "auto"
-    """Options of XLA for the program of a step, separated by spaces: auto, those that
-    jaxformer/training/compiler_options.py has for these devices; none; or name=value, of which auto
-    before them keeps the others."""
     log_every: Volatile[Count] = 10
     """Number of steps between lines of metrics.jsonl."""
     eval_every: Volatile[Natural] = 200
@@ -101,20 +91,7 @@ class TrainConfig(Section):
         """The number of microbatches; 1 for an "auto" that `runs/selection.py` has not resolved."""
         return 1 if self.microbatches == "auto" else self.microbatches
 
-    @property
-    def stated_options(self) -> tuple[dict[str, str], bool]:
-        """The options of `compiler_options` by name, and whether those of the table apply too."""
-        words = self.compiler_options.split()
-        named = [word for word in words if "=" in word]
-        return dict(word.split("=", 1) for word in named), words[0] == "auto"
-
     def conflicts(self) -> list[str]:
-        if not re.fullmatch(STATED_OPTIONS, self.compiler_options):
-            return [
-                f"compiler_options={self.compiler_options!r} is neither auto, nor none, nor options"
-                " of XLA as name=value without dashes, separated by spaces, maybe after auto, as in"
-                " 'auto xla_tpu_scoped_vmem_limit_kib=65536'."
-            ]
         every = self.eval_tasks_every
         if every and (not self.eval_every or every % self.eval_every):
             return [

@@ -94,15 +94,12 @@ def blocked_attention(
     return _attention(q, k, v, Extra(scoring.bias, scoring.sinks), coordinates, key, static)
 
 
-def _heads_first(
-    q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[B, T, N, H] to [B, K, G, T, H], and [B, S, K, H] to [B, K, S, H]."""
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    return jnp.moveaxis(grouped, 1, 3), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+def query_groups(q: jax.Array, key_heads: int) -> jax.Array:
+    """[B, T, N, H] to [B, K, G, T, H]."""
+    return jnp.moveaxis(q.reshape(*q.shape[:2], key_heads, -1, q.shape[3]), 1, 3)
 
 
-def _heads_last(x: jax.Array) -> jax.Array:
+def heads_last(x: jax.Array) -> jax.Array:
     """[B, K, G, T, H] to [B, T, N, H]."""
     b, k, g, t, h = x.shape
     return jnp.moveaxis(x, 3, 1).reshape(b, t, k * g, h)
@@ -138,21 +135,25 @@ def _layout(
     )
 
 
-def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def grouped_product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
-def _scores(
-    queries: jax.Array, keys: jax.Array, bias: jax.Array | None, static: Static
+def scores_of(
+    queries: jax.Array,
+    keys: jax.Array,
+    scale: float,
+    soft_cap: float,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The scores [B, K, G, rows, keys] of a block, float32, and tanh(score / cap) with a soft-cap.
 
     `bias` is that of the block, [B or 1, K, G, rows, keys].
     """
-    scores, bent = _product("BKGTH,BKSH->BKGTS", queries, keys) * static.scale, None
-    if static.soft_cap:
-        bent = jnp.tanh(scores / static.soft_cap)
-        scores = static.soft_cap * bent
+    scores, bent = grouped_product("BKGTH,BKSH->BKGTS", queries, keys) * scale, None
+    if soft_cap:
+        bent = jnp.tanh(scores / soft_cap)
+        scores = soft_cap * bent
     return (scores if bias is None else scores + bias), bent
 
 
@@ -195,13 +196,16 @@ def _forward(
     key: jax.Array | None,
     static: Static,
 ) -> tuple[jax.Array, Any]:
-    queries, keys, values = _heads_first(q, k, v)  # [B, K, G, T, H], [B, K, S, H], [B, K, S, W]
+    queries = query_groups(q, k.shape[2])  # [B, K, G, T, H]
+    keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, K, S, H], [B, K, S, W]
     lowest, least = jnp.finfo(jnp.float32).min, jnp.finfo(jnp.float32).tiny
     sinks = _sinks(extra, k.shape[2])
     outs, log_sums = [], []
     for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
         bias = _bias_of_block(extra, k.shape[2], rows, seen)
-        scores, _ = _scores(queries[..., rows, :], keys[..., seen, :], bias, static)
+        scores, _ = scores_of(
+            queries[..., rows, :], keys[..., seen, :], static.scale, static.soft_cap, bias
+        )
         # Subtracting the maximum of a row keeps exp finite; a fully masked row has no weights, and
         # its total is kept above 0 so that it gives 0 / tiny = 0.
         top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=lowest)
@@ -215,9 +219,9 @@ def _forward(
         # The total is that of the weights before dropout.
         total = jnp.maximum(total, least)
         weights = dropped(weights, static.dropout, _key_of_block(key, rows))
-        outs.append(_product("BKGTS,BKSH->BKGTH", weights, values[..., seen, :]) / total)
+        outs.append(grouped_product("BKGTS,BKSH->BKGTH", weights, values[..., seen, :]) / total)
         log_sums.append(top + jnp.log(total))  # [B, K, G, rows, 1]
-    out = _heads_last(jnp.concatenate(outs, axis=-2)).astype(q.dtype)
+    out = heads_last(jnp.concatenate(outs, axis=-2)).astype(q.dtype)
     # The name lets a policy of `model.remat` save them instead of running the kernel twice.
     out = checkpoint_name(out, "attention")
     log_sum = checkpoint_name(jnp.concatenate(log_sums, axis=-2), "attention")
@@ -236,8 +240,8 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         # AMD EPYC the small train step is 1.01 times as fast as with q, k and v, in the same
         # memory.
         k = k + (d_out[:, :1, :1, :1] * 0).astype(k.dtype)
-    queries, keys, values = _heads_first(q, k, v)
-    d_outs, outs = (_heads_first(a, k, v)[0] for a in (d_out, out))
+    queries, d_outs, outs = (query_groups(a, k.shape[2]) for a in (q, d_out, out))
+    keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     # The softmax's gradient is weights * (d_weights - inner), where inner is the sum of
     # weights * d_weights over the keys, which equals the sum of d_out * out over H; with dropout
     # too, which scales or zeroes a weight and its gradient alike.
@@ -248,10 +252,10 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         qs, ds = queries[..., rows, :], d_outs[..., rows, :]
         ks, vs = keys[..., seen, :], values[..., seen, :]
         bias = _bias_of_block(extra, k.shape[2], rows, seen)
-        scores, bent = _scores(qs, ks, bias, static)
+        scores, bent = scores_of(qs, ks, static.scale, static.soft_cap, bias)
         weights = jnp.where(mask, jnp.exp(scores - log_sums[..., rows, :]), 0)
         drop = functools.partial(dropped, rate=static.dropout, key=_key_of_block(key, rows))
-        d_weights = drop(_product("BKGTH,BKSH->BKGTS", ds, vs))
+        d_weights = drop(grouped_product("BKGTH,BKSH->BKGTS", ds, vs))
         d_scores = weights * (d_weights - inner[..., rows, :])
         # Keys beyond this block's end have no gradient from it: zeros up to S.
         beyond = keys.shape[2] - seen.stop
@@ -263,11 +267,11 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         if bent is not None:
             d_scores = d_scores * (1 - jnp.square(bent))
         d_scores = d_scores * static.scale
-        d_queries.append(_product("BKGTS,BKSH->BKGTH", d_scores, ks))
+        d_queries.append(grouped_product("BKGTS,BKSH->BKGTH", d_scores, ks))
         padding = ((0, 0), (0, 0), (0, beyond), (0, 0))
-        d_values += jnp.pad(_product("BKGTS,BKGTH->BKSH", drop(weights), ds), padding)
-        d_keys += jnp.pad(_product("BKGTS,BKGTH->BKSH", d_scores, qs), padding)
-    d_q = _heads_last(jnp.concatenate(d_queries, axis=-2)).astype(q.dtype)
+        d_values += jnp.pad(grouped_product("BKGTS,BKGTH->BKSH", drop(weights), ds), padding)
+        d_keys += jnp.pad(grouped_product("BKGTS,BKGTH->BKSH", d_scores, qs), padding)
+    d_q = heads_last(jnp.concatenate(d_queries, axis=-2)).astype(q.dtype)
     d_k, d_v = jnp.swapaxes(d_keys, 1, 2), jnp.swapaxes(d_values, 1, 2)
     d_extra = Extra(None, None)
     if extra.bias is not None:

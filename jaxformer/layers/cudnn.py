@@ -75,6 +75,19 @@ def lacks_packed_rows() -> str:
 
 
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    """q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] -> [B, T, N, W], in 16 bits, W at most H."""
+    width, value_width = q.shape[-1], v.shape[-1]
+    if value_width == width:
+        return attention_of_one_width(q, k, v, mask)
+    # Zeros in further dimensions of values change no others. Compiled for an H100, a step with
+    # heads of 96 and values of 64 has a bound of 51 ms, and of 139 ms with blocked attention.
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, width - value_width)))
+    return attention_of_one_width(q, k, v, mask)[..., :value_width]
+
+
+def attention_of_one_width(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
+) -> jax.Array:
     """q [B, T, N, H], k [B, S, K, H], v [B, S, K, H] -> [B, T, N, H], in 16 bits.
 
     The bias of the scores, float32, is rounded to 16 bits: in bfloat16 by 2^-9 of itself at most,

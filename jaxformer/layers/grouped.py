@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config.settings import Table
+from jaxformer.config.settings import ImportedRow, Table
 from jaxformer.config.variants import ExpertKernel
 from jaxformer.files import ConfigError
 
@@ -87,7 +87,7 @@ def _ragged_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot_general(x, dy, sizes, dimensions)
 
 
-class _Blocks(NamedTuple):
+class BlocksOfRows(NamedTuple):
     """Groups cut into blocks of `rows` rows, the last of a group maybe shorter: how many there are,
     and for each its group, its first row, and how many of its rows are of the group."""
 
@@ -98,7 +98,7 @@ class _Blocks(NamedTuple):
     real: jax.Array
 
 
-def _blocks(m: int, sizes: jax.Array, least: int = 8, most: int = 512) -> _Blocks:
+def row_blocks(m: int, sizes: jax.Array, least: int = 8, most: int = 512) -> BlocksOfRows:
     """Blocks of about the mean size of a group, of `least` to `most` rows."""
     groups = len(sizes)
     rows = min(max(1 << (max(m // groups, 1) - 1).bit_length(), least), most)
@@ -109,13 +109,15 @@ def _blocks(m: int, sizes: jax.Array, least: int = 8, most: int = 512) -> _Block
     group = jnp.minimum(after_group, groups - 1)
     in_group = (index - (ends - counts)[group]) * rows
     first = (jnp.cumsum(sizes) - sizes)[group]
-    return _Blocks(rows, ends[-1], group, first + in_group, jnp.clip(sizes[group] - in_group, 0))
+    return BlocksOfRows(
+        rows, ends[-1], group, first + in_group, jnp.clip(sizes[group] - in_group, 0)
+    )
 
 
 def _loop(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
     """A loop over blocks of rows of one group. A block writes all its rows, those that are not of
     its group as 0, and the next group then writes over those of its own."""
-    blocks, width = _blocks(len(x), sizes), w.shape[1 if transposed else 2]
+    blocks, width = row_blocks(len(x), sizes), w.shape[1 if transposed else 2]
     padded = jnp.pad(x, ((0, blocks.rows), (0, 0)))
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
@@ -131,7 +133,7 @@ def _loop(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False
 
 
 def _loop_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
-    blocks = _blocks(len(x), sizes)
+    blocks = row_blocks(len(x), sizes)
     x, dy = (jnp.pad(array, ((0, blocks.rows), (0, 0))) for array in (x, dy))
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -151,41 +153,14 @@ def _loop_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, blocks.number, add, total).astype(x.dtype)
 
 
-def _megablox(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
-    # Imported here and below, so that other platforms do not load Pallas.
-    from jaxformer.layers.grouped_pallas import tpu_product
-
-    return tpu_product(x, w, sizes, transposed)
-
-
-def _megablox_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
-    from jaxformer.layers.grouped_pallas import tpu_outer
-
-    return tpu_outer(x, dy, sizes)
-
-
-def _triton(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
-    from jaxformer.layers.grouped_pallas import gpu_product
-
-    # The rows after the last group are a group more.
-    all_sizes = jnp.append(sizes, len(x) - sizes.sum(dtype=sizes.dtype))
-    return gpu_product(x, w, _blocks(len(x), all_sizes, 16, 128), transposed)
-
-
-def _triton_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
-    from jaxformer.layers.grouped_pallas import gpu_outer
-
-    return gpu_outer(x, dy, sizes)
-
-
 GROUPED_KERNELS: Table[GroupedRow] = Table(
     ExpertKernel,
     {
         "xla": GroupedRow(_dense, _dense_outer, "all rows times each expert"),
         "loop": GroupedRow(_loop, _loop_outer, "a loop over blocks of rows of one expert"),
         "ragged": GroupedRow(_ragged, _ragged_outer, "XLA's ragged product"),
-        "tpu": GroupedRow(_megablox, _megablox_outer, "Pallas megablox", ("tpu",)),
-        "gpu": GroupedRow(_triton, _triton_outer, "Pallas kernels by Triton", ("gpu",), (8, 0)),
+        "tpu": ImportedRow("jaxformer.layers.grouped_pallas:MEGABLOX"),
+        "gpu": ImportedRow("jaxformer.layers.grouped_pallas:TRITON"),
     },
     besides=("auto",),
 )

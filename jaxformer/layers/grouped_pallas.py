@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxformer.arrays.sharding import platform
+from jaxformer.layers.grouped import GroupedRow, row_blocks
 
 # A TPU has vector registers of 8 x 128 floats, and blocks are multiples of that or all of an axis.
 LANES, SUBLANES = 128, 16
@@ -20,9 +21,6 @@ LANES, SUBLANES = 128, 16
 VECTOR_MEMORY = 12 * 2**20
 # The border of a group costs one tile of rows more, and there are at least so many for each group.
 TILES_OF_GROUP = 12
-# Blocks of rows of one group: their length, their number, and for each its group, its first row and
-# how many of its rows are of the group.
-BlocksOfRows = tuple[int, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def _halves(size: int) -> list[int]:
@@ -163,13 +161,14 @@ def _store(ref: Any, start: tuple[Any, ...], values: jax.Array, end: Any) -> Non
     triton.store(block, values.astype(ref.dtype), mask=inside)
 
 
-def gpu_product(x: jax.Array, w: jax.Array, blocks: BlocksOfRows, transposed: bool) -> jax.Array:
+def gpu_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
     """x [M, A], w [E, A, B] (transposed: [E, B, A]) -> [M, B].
 
-    A program of the grid has a block of rows of one group, and stores those alone. Rows of group E,
-    which has no matrix, are 0.
+    A program of the grid has a block of rows of one group, and stores those alone. The rows after
+    the last group are group E, which has no matrix, and are 0.
     """
-    rows, _, group, start, real = blocks
+    all_sizes = jnp.append(sizes, len(x) - sizes.sum(dtype=sizes.dtype))
+    rows, _, group, start, real = row_blocks(len(x), all_sizes, 16, 128)
     depth, width = x.shape[1], w.shape[1 if transposed else 2]
     tiles = _gpu_tiles(rows, depth, width, x.dtype)
 
@@ -242,3 +241,7 @@ def gpu_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
         interpret=platform() == "cpu",
     )(jnp.cumsum(sizes), sizes, x, dy)
     return dw
+
+
+MEGABLOX = GroupedRow(tpu_product, tpu_outer, "Pallas megablox", ("tpu",))
+TRITON = GroupedRow(gpu_product, gpu_outer, "Pallas kernels by Triton", ("gpu",), (8, 0))

@@ -8,10 +8,9 @@ for a training run and gives the reason.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxformer.arrays.sharding import free_axes
 from jaxformer.config.model import ModelConfig
@@ -19,54 +18,12 @@ from jaxformer.config.settings import Table
 from jaxformer.config.variants import BIASED_SCORES, AttentionKernel
 from jaxformer.files import ConfigError
 from jaxformer.layers.blocked import blocked_attention
+from jaxformer.layers.cudnn import cudnn_attention, lacks_packed_rows
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.exchange import CONTEXT, Exchange, Kernel, exchange_of, on_each_device, placed
 from jaxformer.layers.masks import AttentionMask
-
-
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    # Imported here, so that other platforms do not load it.
-    from jaxformer.layers.cudnn import cudnn_attention
-
-    width, value_width = q.shape[-1], v.shape[-1]
-    if value_width == width:
-        return cudnn_attention(q, k, v, mask)
-    # Zeros in further dimensions of values change no others. Compiled for an H100, a step with
-    # heads of 96 and values of 64 has a bound of 51 ms, and of 139 ms with blocked attention.
-    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, width - value_width)))
-    return cudnn_attention(q, k, v, mask)[..., :value_width]
-
-
-def _splash(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    from jaxformer.layers.pallas import splash_attention
-
-    return splash_attention(q, k, v, mask)
-
-
-def _splash_on_mesh(run: Kernel, *inputs: Any) -> jax.Array:
-    from jaxformer.layers.pallas import splash_on_mesh
-
-    return splash_on_mesh(run, *inputs)
-
-
-def _flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    from jaxformer.layers.pallas import flash_attention
-
-    return flash_attention(q, k, v, mask)
-
-
-def _ring(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    # Imported here, so that runs whose rows are not divided do not load it.
-    from jaxformer.layers.ring import ring_attention
-
-    return ring_attention(q, k, v, mask)
-
-
-def _around_ring(run: Kernel, *inputs: Any) -> jax.Array:
-    from jaxformer.layers.ring import around_ring
-
-    return around_ring(run, *inputs)
-
+from jaxformer.layers.pallas import flash_attention, splash_attention, splash_on_mesh
+from jaxformer.layers.ring import around_ring, ring_attention
 
 HOPPER = (9, 0)
 # The log-sum-exp of packed rows has, for each token and head, as many floats as a row may have
@@ -256,11 +213,7 @@ def _cudnn_device(case: Case) -> str:
         return f"its head width is a multiple of 8 up to 256, not {case.model.head_width}"
     if case.segments > 1 and case.capability < HOPPER:
         return "it takes packed rows from compute capability 9.0 (Hopper) on"
-    if case.segments > 1:
-        from jaxformer.layers.cudnn import lacks_packed_rows
-
-        return lacks_packed_rows()
-    return ""
+    return lacks_packed_rows() if case.segments > 1 else ""
 
 
 def _tpu_device(case: Case) -> str:
@@ -271,17 +224,19 @@ def _tpu_device(case: Case) -> str:
 KERNELS: Table[KernelRow] = Table(
     AttentionKernel,
     {
-        "cudnn": KernelRow(_cudnn, "cuDNN attention", CUDNN, _cudnn_device, on_each_device),
+        "cudnn": KernelRow(
+            cudnn_attention, "cuDNN attention", CUDNN, _cudnn_device, on_each_device
+        ),
         "tpu": KernelRow(
-            _splash,
+            splash_attention,
             "Pallas splash attention",
             (EVERY - {"divided queries"}) | {"score bias", "short pieces"},
             _tpu_device,
-            _splash_on_mesh,
+            splash_on_mesh,
             balanced=("gather",),
         ),
         "flash": KernelRow(
-            _flash,
+            flash_attention,
             "Pallas flash attention",
             EVERY | {"soft-cap", "sinks", "window", "value width", "any length"},
             _tpu_device,
@@ -293,10 +248,10 @@ KERNELS: Table[KernelRow] = Table(
             frozenset({"divided queries"}),
         ),
         "ring": KernelRow(
-            _ring,
+            ring_attention,
             "ring attention over mesh.context",
             frozenset({"dropout", "leading", "score bias", "one device"}),
-            on_mesh=_around_ring,
+            on_mesh=around_ring,
             balanced=("heads", "gather"),
         ),
         "xla": KernelRow(plain, "plain XLA attention"),

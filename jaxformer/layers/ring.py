@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxformer.arrays.sharding import activation, free_axes
+from jaxformer.layers.blocked import grouped_product, heads_last, query_groups, scores_of
 from jaxformer.layers.exchange import BY_TOKENS, CONTEXT, Kernel, mask_of_device, repeated
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
 
@@ -130,7 +131,7 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
     # The barrier makes the masks depend on the queries. Otherwise JAX computes those of all pairs
     # of blocks before a scan over layers, and stores them.
     queries, keys = jax.lax.optimization_barrier((queries, keys))
-    q = _heads_first(queries.q, keys.k.shape[2])  # [B, K, G, T, H]
+    q = query_groups(queries.q, keys.k.shape[2])  # [B, K, G, T, H]
     shape, width = q.shape[:-1], keys.v.shape[-1]
     running = Running(
         jnp.zeros((*shape, width), jnp.float32),
@@ -171,7 +172,7 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
     (split, _), _ = jax.lax.scan(step, (split, keys), length=ring.devices)
     running = Running(*(_joined(x, 3) for x in split))
     total = jnp.where(running.total == 0, 1, running.total)
-    out = _heads_last(running.out / total).astype(queries.q.dtype)
+    out = heads_last(running.out / total).astype(queries.q.dtype)
     out = checkpoint_name(out, "attention")
     log_sum = checkpoint_name(running.largest + jnp.log(total), "attention")
     return out, (queries, keys, out, log_sum)
@@ -180,7 +181,7 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
 def _backward(ring: Ring, saved: Any, d_out: jax.Array) -> tuple[Queries, PassedKeys]:
     queries, keys, out, log_sum = saved
     heads = keys.k.shape[2]
-    q, d_outs, outs = (_heads_first(x, heads) for x in (queries.q, d_out, out))
+    q, d_outs, outs = (query_groups(x, heads) for x in (queries.q, d_out, out))
     # The sum of weights * d_weights over the keys is that of d_out * out over the width.
     inner = jnp.sum(d_outs.astype(jnp.float32) * outs, axis=-1, keepdims=True)
     blocks = _query_blocks(queries, q)
@@ -216,7 +217,7 @@ def _backward(ring: Ring, saved: Any, d_out: jax.Array) -> tuple[Queries, Passed
     d_keys = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (of_keys.k, of_keys.v))
     d_q = jnp.zeros(blocks.q.shape, jnp.float32)
     (d_q, _, (d_k, d_v)), _ = jax.lax.scan(step, (d_q, keys, d_keys), length=ring.devices)
-    d_q = _heads_last(_joined(d_q, 3)).astype(queries.q.dtype)
+    d_q = heads_last(_joined(d_q, 3)).astype(queries.q.dtype)
     d_k, d_v = (jnp.swapaxes(_joined(x, 2), 1, 2).astype(keys.k.dtype) for x in (d_k, d_v))
     d_sinks = None if queries.sinks is None else _sink_gradients(queries.sinks, log_sum, inner)
     # Positions and segments have no gradient.
@@ -255,24 +256,15 @@ def _allowed(block: Any, key_block: Any, ring: Ring) -> jax.Array:
     return jnp.ones(shape, bool) if allowed is None else allowed
 
 
-def _scores(q: jax.Array, k: jax.Array, ring: Ring) -> tuple[jax.Array, jax.Array | None]:
-    """The scores [B, K, G, queries, keys], float32, and tanh(score / cap) with a soft-cap."""
-    scores = _product("BKGTH,BKSH->BKGTS", q, k) * ring.scale
-    if not ring.soft_cap:
-        return scores, None
-    bent = jnp.tanh(scores / ring.soft_cap)
-    return ring.soft_cap * bent, bent
-
-
 def _added(running: Running, block: Any, key_block: Any, allowed: jax.Array, ring: Ring) -> Running:
     """The running output of a block of queries with a block of keys."""
     allowed = allowed[:, None, None]
-    scores, _ = _scores(block.q, key_block.k, ring)
+    scores, _ = scores_of(block.q, key_block.k, ring.scale, ring.soft_cap)
     scores = jnp.where(allowed, scores, LEAST)
     largest = jnp.maximum(running.largest, jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.where(allowed, jnp.exp(scores - largest), 0)
     shrink = jnp.exp(running.largest - largest)
-    out = _product("BKGTS,BKSH->BKGTH", weights, key_block.v)
+    out = grouped_product("BKGTS,BKSH->BKGTH", weights, key_block.v)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return Running(running.out * shrink + out, largest, running.total * shrink + total)
 
@@ -289,20 +281,16 @@ def _gradients(
     """The gradients of a block of queries, and of a block of keys and values, with what this pair
     of blocks adds to them. `rows` are d_out, the log-sum-exp and the inner sum of the queries."""
     (d_out, log_sum, inner), (d_k, d_v) = rows, d_block
-    scores, bent = _scores(block.q, key_block.k, ring)
+    scores, bent = scores_of(block.q, key_block.k, ring.scale, ring.soft_cap)
     weights = jnp.where(allowed[:, None, None], jnp.exp(scores - log_sum), 0)
-    d_weights = _product("BKGTH,BKSH->BKGTS", d_out, key_block.v)
+    d_weights = grouped_product("BKGTH,BKSH->BKGTS", d_out, key_block.v)
     d_scores = weights * (d_weights - inner) * ring.scale
     if bent is not None:
         d_scores = d_scores * (1 - jnp.square(bent))
-    d_q = d_q + _product("BKGTS,BKSH->BKGTH", d_scores, key_block.k)
-    d_k = d_k + _product("BKGTS,BKGTH->BKSH", d_scores, block.q)
-    d_v = d_v + _product("BKGTS,BKGTH->BKSH", weights, d_out)
+    d_q = d_q + grouped_product("BKGTS,BKSH->BKGTH", d_scores, key_block.k)
+    d_k = d_k + grouped_product("BKGTS,BKGTH->BKSH", d_scores, block.q)
+    d_v = d_v + grouped_product("BKGTS,BKGTH->BKSH", weights, d_out)
     return d_q, (d_k, d_v)
-
-
-def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
 def _query_blocks(queries: Queries, q: jax.Array) -> Queries:
@@ -342,14 +330,3 @@ def _joined(x: jax.Array, axis: int) -> jax.Array:
     """The inverse of `_split`."""
     blocks = jnp.moveaxis(x, 0, axis)
     return blocks.reshape(*blocks.shape[:axis], -1, *blocks.shape[axis + 2 :])
-
-
-def _heads_first(x: jax.Array, heads: int) -> jax.Array:
-    """[B, T, N, H] to [B, K, G, T, H]."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], heads, -1, x.shape[3]), 1, 3)
-
-
-def _heads_last(x: jax.Array) -> jax.Array:
-    """[B, K, G, T, H] to [B, T, N, H]."""
-    b, k, g, t, h = x.shape
-    return jnp.moveaxis(x, 3, 1).reshape(b, t, k * g, h)

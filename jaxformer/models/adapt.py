@@ -9,8 +9,9 @@ from jaxformer.adapters.lora import LoRA, adapted_specs, targets_of
 from jaxformer.adapters.low_rank import learned_rows
 from jaxformer.adapters.virtual_tokens import PrefixTuning, PromptTuning, has_virtual, virtual_specs
 from jaxformer.arrays.params import Params, Specs, rows
-from jaxformer.config.adapter import AdapterConfig, Quantization, pairs_of, parts_of
+from jaxformer.config.adapter import LORA_WORDS, AdapterConfig, Quantization
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import parsed_groups, parts_of
 from jaxformer.files import ConfigError
 from jaxformer.models.transformer import check_model, specs, without_objective
 
@@ -97,14 +98,19 @@ def adapter_of(settings: AdapterConfig) -> Adapter:
         return PromptTuning(settings.tokens)
     if settings.kind == "prefix":
         return PrefixTuning(settings.tokens)
+    groups = parsed_groups(settings.groups, LORA_WORDS)
+    ranks, alphas = (
+        {pattern: numbers[word] for pattern, numbers in groups if word in numbers}
+        for word in LORA_WORDS
+    )
     return LoRA(
         rank=settings.rank,
         alpha=settings.alpha,
         targets=tuple(parts_of(settings.targets)),
         dropout=settings.dropout,
         rslora=settings.rslora,
-        ranks=pairs_of(settings.ranks),
-        alphas=pairs_of(settings.alphas),
+        ranks=tuple(ranks.items()),
+        alphas=tuple(alphas.items()),
     )
 
 

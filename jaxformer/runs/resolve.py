@@ -177,7 +177,7 @@ class Resolved:
             seed=self.run.run.seed,
             schedules={"learning_rate": self.schedule},
             rowwise=self.is_rowwise,
-        ).with_options(*train.stated_options)
+        )
 
 
 def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:

@@ -67,7 +67,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     lines["memory"] = memory
     lines["FLOPs"] = flops
     lines["attention"] = setup.kernel
-    if options := option_lines(setup.mesh, *train.stated_options):
+    if options := option_lines(setup.mesh):
         lines["compiler"] = options
     asked, adapter = setup.asked.model, setup.asked.adapter
     rates = {"model.dropout": asked.dropout, "adapter.dropout": adapter.dropout}

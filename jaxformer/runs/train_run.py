@@ -47,7 +47,6 @@ from jaxformer.runs.rollback import batches_of, recovered
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state
 from jaxformer.runs.summary import summary
-from jaxformer.training.deterministic import require_deterministic
 from jaxformer.training.loop import BAD_STEPS, Advance, Diverged, Hook, Interrupted, SkipSteps, fit
 from jaxformer.training.program import Metrics
 from jaxformer.training.spikes import SpikeLimit
@@ -87,7 +86,7 @@ class RunOutOfMemory(OutOfMemory):
     """
 
     def __init__(self, error: OutOfMemory, setup: RunSetup, saved: int | None, begun: bool) -> None:
-        super().__init__(str(error), error.shortage)
+        super().__init__(error.place, error.text)
         self.setup, self.saved, self.begun = setup, saved, begun
 
 
@@ -103,8 +102,6 @@ def train(run: RunConfig) -> Result:
     the state saved.
     """
     begin = time.monotonic()
-    if run.train.deterministic:
-        require_deterministic()
     log: Log = _ignore if run.run.progress == "none" else _print
     with joined(run.launch, log, expected=(Diverged, OutOfMemory), agreed=(Interrupted,)):
         return _train(dataclasses.replace(run, launch=LaunchConfig()), begin)

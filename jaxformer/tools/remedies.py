@@ -5,7 +5,7 @@ from jaxformer.runs.train_run import RunOutOfMemory
 
 
 def advice(error: RunOutOfMemory) -> str:
-    """What is printed below the sentence of a shortage: the remedies, and what they mean for the
+    """What is printed below the message: the remedies, and what they mean for the
     run directory."""
     run_dir = error.setup.run.run.dir
     remedies = remedies_of(error)
@@ -30,17 +30,17 @@ def advice(error: RunOutOfMemory) -> str:
 def remedies_of(error: RunOutOfMemory) -> dict[str, str]:
     """By arguments of the command line, how a run needs less with them: recomputing, fewer rows at
     a time, and a state that is split over the devices."""
-    setup, shortage = error.setup, error.shortage
-    if shortage.on_chip and "experts" in shortage.place:
+    setup = error.setup
+    if error.on_chip and "experts" in error.place:
         return {"--model.expert_kernel ragged": "experts without a Pallas kernel"}
-    if shortage.on_chip:
+    if error.on_chip:
         return {"--model.attention_kernel xla": "attention without a fused kernel"}
     remedies: dict[str, str] = {}
     train, devices = setup.run.train, batch_devices(setup.mesh)
     rows = train.batch_size // train.n_microbatches
     can_halve = rows % (2 * devices) == 0
     # A training step stores activations for its backward pass.
-    is_step = shortage.place.startswith(("compiling", "step"))
+    is_step = error.place.startswith(("compiling", "step"))
     if is_step and setup.run.model.remat != "full":
         remedies["--model.remat full"] = "activations recomputed instead of stored"
     if is_step and can_halve:
@@ -48,7 +48,7 @@ def remedies_of(error: RunOutOfMemory) -> dict[str, str]:
         where = ", in another run.dir" if error.begun or error.saved is not None else ""
         effect = f"activations of {rows // 2} rows at a time instead of {rows}{where}"
         remedies[f"--train.microbatches {2 * train.n_microbatches}"] = effect
-    if "evaluation" in shortage.place and can_halve:
+    if "evaluation" in error.place and can_halve:
         remedies[f"--train.batch_size {train.batch_size // 2}"] = "half as many rows"
     if setup.mesh.shape["data"] > 1:
         settings = f"--mesh.data 1 --mesh.fsdp {devices}"

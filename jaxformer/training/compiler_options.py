@@ -7,7 +7,6 @@ the version of libtpu: an option is tried first, with a program that does nothin
 import functools
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -16,10 +15,6 @@ from jax.sharding import AbstractMesh
 
 from jaxformer.arrays.mesh import AnyMesh, replicated
 from jaxformer.arrays.sharding import PARAMETERS, platform
-from jaxformer.files import ConfigError
-
-OptionValues = Mapping[str, int | str]
-NO_OPTIONS: OptionValues = MappingProxyType({})
 
 
 class OptionRow(NamedTuple):
@@ -56,27 +51,21 @@ COMPILER_OPTIONS = (
 )
 
 
-def compiler_options(
-    mesh: AnyMesh | None = None, stated: OptionValues = NO_OPTIONS, table: bool = True
-) -> dict[str, int | str]:
-    """The options for the devices of a mesh (None: the default device): `stated`, which the
-    compiler must have, and with `table` the rows that apply and that it has, except those that
-    XLA_FLAGS or LIBTPU_INIT_ARGS names."""
-    accepted = {name: _accepted(mesh, name, value) for name, value in stated.items()}
-    rows = {row.name: row.value for row in rows_for(mesh) if table}
-    unknown = refused_options(mesh)
-    return {name: rows[name] for name in rows if name not in unknown} | accepted
+def compiler_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
+    """The options for the devices of a mesh (None: the default device): the rows that apply and
+    that its compiler has, except those that XLA_FLAGS or LIBTPU_INIT_ARGS names."""
+    return {row.name: row.value for row in rows_for(mesh) if not _is_refused(mesh, row)}
 
 
-def _accepted(mesh: AnyMesh | None, name: str, value: int | str) -> int | str:
-    """A stated value as the compiler takes it: libtpu reads a bool as true, XLA as True."""
-    message = refusal(mesh, name, value)
-    if message and value in ("true", "false"):
-        value = str(value).capitalize()
-        message = refusal(mesh, name, value)
-    if message:
-        raise ConfigError(f"the compiler option {name}={value} is refused: {message}")
-    return value
+def option_lines(mesh: AnyMesh | None = None) -> list[str]:
+    """A line for each of `compiler_options`, and one for each row that the compiler does not
+    have."""
+    return [
+        f"{row.name} is left out: this compiler does not have it"
+        if _is_refused(mesh, row)
+        else f"{row.name}={row.value} ({row.effect})"
+        for row in rows_for(mesh)
+    ]
 
 
 def rows_for(mesh: AnyMesh | None) -> list[OptionRow]:
@@ -87,41 +76,24 @@ def rows_for(mesh: AnyMesh | None) -> list[OptionRow]:
     return [row for row in COMPILER_OPTIONS if row.name not in named and row.applies(on, sizes)]
 
 
-def refused_options(mesh: AnyMesh | None) -> list[str]:
-    """The names of the rows for a mesh that its compiler does not have. The one for CPUs, which
-    comes with jaxlib, is not asked."""
-    rows = rows_for(mesh) if platform(mesh) != "cpu" else []
-    return [row.name for row in rows if refusal(mesh, row.name, row.value)]
-
-
-def option_lines(
-    mesh: AnyMesh | None = None, stated: OptionValues = NO_OPTIONS, table: bool = True
-) -> list[str]:
-    """A line for each of `compiler_options`, and one for each row that the compiler does not
-    have."""
-    effects = {(row.name, row.value): f" ({row.effect})" for row in COMPILER_OPTIONS}
-    values = compiler_options(mesh, stated, table)
-    absent = [name for name in refused_options(mesh) if table and name not in values]
-    return [
-        *(f"{name}={value}{effects.get((name, value), '')}" for name, value in values.items()),
-        *(f"{name} is left out: this compiler does not have it" for name in absent),
-    ]
+def _is_refused(mesh: AnyMesh | None, row: OptionRow) -> bool:
+    # The compiler for CPUs, which comes with jaxlib, is not asked, and an abstract mesh has none.
+    if platform(mesh) == "cpu" or isinstance(mesh, AbstractMesh):
+        return False
+    return refuses(mesh, row.name, row.value)
 
 
 @functools.cache
-def refusal(mesh: AnyMesh | None, name: str, value: int | str) -> str:
-    """What the compiler for the devices of a mesh says against an option; empty if it takes it. An
-    abstract mesh has no compiler."""
-    if isinstance(mesh, AbstractMesh):
-        return ""
+def refuses(mesh: AnyMesh | None, name: str, value: int | str) -> bool:
+    """Whether the compiler for the devices of a mesh has no such option."""
     where = None if mesh is None else replicated(mesh)
     try:
         jax.jit(
             lambda: jnp.float32(0), out_shardings=where, compiler_options={name: value}
         ).lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        return str(error).partition("\n")[0]
-    return ""
+    except jax.errors.JaxRuntimeError:
+        return True
+    return False
 
 
 def keep_compiled(folder: str, named: bool = False) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import platform
-from jaxformer.training.compiler_options import NO_OPTIONS, OptionValues, compiler_options
+from jaxformer.training.compiler_options import compiler_options
 from jaxformer.training.state import TrainState, merged, mesh_of, on_mesh, split_frozen
 
 # Platforms by the names that lowering uses.
@@ -29,13 +29,8 @@ class Step:
     them: they are neither donated nor copied, and the new state has the arrays of the old one.
     """
 
-    def __init__(
-        self,
-        advance: Callable[..., tuple[TrainState, Metrics]],
-        options: OptionValues = NO_OPTIONS,
-        table: bool = True,
-    ) -> None:
-        self._advance, self._options, self._table = advance, options, table
+    def __init__(self, advance: Callable[..., tuple[TrainState, Metrics]]) -> None:
+        self._advance = advance
         self._programs: dict[Any, Any] = {}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -46,15 +41,10 @@ class Step:
         with on_mesh(mesh_of(state)):
             return _called(self._program(state), state, batch)
 
-    def with_options(self, options: OptionValues, table: bool = True) -> "Step":
-        """The same step compiled with these options of XLA, by name, besides those of the table
-        for its devices (`compiler_options`), or with `table` False in their place."""
-        return Step(self._advance, options, table)
-
     def observing(self, observe: Observe) -> "Step":
         """The same step with further metrics, from its number (int32, counted from 0), its gradient
         before any clipping and its update, both with None for the leaves that do not learn."""
-        return Step(functools.partial(self._advance, observe=observe), self._options, self._table)
+        return Step(functools.partial(self._advance, observe=observe))
 
     def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> "LoweredStep":
         """The step lowered ahead of time, for arrays or `jax.ShapeDtypeStruct`s with their
@@ -82,7 +72,7 @@ class Step:
                 donate_argnums=0,
                 in_shardings=(moving, still, None),
                 out_shardings=(moving, None),
-                compiler_options=compiler_options(mesh_of(state), self._options, self._table),
+                compiler_options=compiler_options(mesh_of(state)),
             )
         return self._programs[key]
 

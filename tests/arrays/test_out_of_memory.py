@@ -11,7 +11,7 @@ import pytest
 from tiny_run import line, logged, saved, train_here, write_text
 
 import jaxformer as jf
-from jaxformer.arrays.out_of_memory import is_out_of_memory, shortage_of
+from jaxformer.arrays.out_of_memory import is_out_of_memory, memory_of
 from jaxformer.runs import kernel_check, states
 from jaxformer.runs import train_run as composer
 from jaxformer.tools import remedies
@@ -38,13 +38,14 @@ GPU_REQUEST = (
 GPU_SHARED = (
     "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 147968, available: 101376"
 )
-FIGURES: dict[str, tuple[float | None, int | None, float | None, bool]] = {
-    TPU: (40 * GIB, None, 15.75 * GIB, False),
-    OLDER_TPU: (21.95 * GIB, None, 15.48 * GIB, False),
-    VMEM: (17.5 * 2**20, None, 16 * 2**20, True),
-    GPU: (None, 4770354232, None, False),
-    GPU_REQUEST: (None, 176 * 2**20, None, False),
-    GPU_SHARED: (147968, None, 101376, True),
+# Whether a kernel does not fit in the memory beside the processors.
+ON_CHIP = {
+    TPU: False,
+    OLDER_TPU: False,
+    VMEM: True,
+    GPU: False,
+    GPU_REQUEST: False,
+    GPU_SHARED: True,
 }
 
 
@@ -52,19 +53,12 @@ def error_of(text: str) -> jax.errors.JaxRuntimeError:
     return jax.errors.JaxRuntimeError(text)
 
 
-@pytest.mark.parametrize("text", FIGURES)
-def test_the_figures_of_an_error_are_read(text: str) -> None:
-    assert is_out_of_memory(error_of(text))
-    found = shortage_of(error_of(text), "the step")
-    needed, asked, available, on_chip = FIGURES[text]
-    assert (found.needed, found.asked) == (needed and round(needed), asked)
-    assert (found.available, found.on_chip) == (available and round(available), on_chip)
-
-
-def test_the_allocator_of_this_device_is_understood() -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        jnp.zeros(2**44, jnp.float32).block_until_ready()
-    assert shortage_of(caught.value, "the state").asked == 2**46
+@pytest.mark.parametrize("text", ON_CHIP)
+def test_the_error_of_a_compiler_or_allocator_is_named(text: str) -> None:
+    with pytest.raises(jf.OutOfMemory) as caught, memory_of("the step"):
+        raise error_of(text)
+    assert str(caught.value) == f"the step: {text.splitlines()[0]}"
+    assert caught.value.on_chip == ON_CHIP[text]
 
 
 def test_other_errors_are_no_lack_of_memory() -> None:
@@ -110,10 +104,7 @@ def test_a_step_that_does_not_compile_leaves_the_directory_to_other_settings(
         replace(patched, Step, "lower", TPU)
         assert train_here(line(run_dir, text, changes)) == 1
     error = capsys.readouterr().err
-    assert error.startswith(
-        "out of memory: compiling the step: it needs 40.0 GiB, and the memory of a device is 15.8"
-        " GiB.\n"
-    )
+    assert error.startswith(f"out of memory: compiling the step: {TPU}\n")
     assert "Traceback" not in error and "--model.remat full" in error
     assert "--train.microbatches 4" in error and "another run.dir" not in error
     assert "`jaxformer plan CONFIG`" in error
@@ -134,7 +125,7 @@ def test_a_step_that_runs_out_continues_from_its_checkpoint(
         )
         assert train_here(line(run_dir, text, changes)) == 1
     error = capsys.readouterr().err
-    assert error.startswith("out of memory: step 4: an allocation of 4.4 GiB failed.\n")
+    assert error.startswith(f"out of memory: step 4: {GPU}\n")
     micro = next(line for line in error.splitlines() if "train.microbatches" in line)
     remat = next(line for line in error.splitlines() if "model.remat" in line)
     assert micro.endswith(", in another run.dir") and "run.dir" not in remat
@@ -158,9 +149,7 @@ def test_an_evaluation_names_itself_and_what_helps_it(
     monkeypatch.setattr(composer, "make_evaluation", evaluation)
     assert train_here(line(tmp_path / "run", text, SMALL | {"train.eval_every": 2})) == 1
     error = capsys.readouterr().err
-    assert error.startswith(
-        "out of memory: the evaluation after step 2: an allocation of 64.0 TiB failed."
-    )
+    assert error.startswith("out of memory: the evaluation after step 2: RESOURCE_EXHAUSTED")
     assert "train.batch_size" in error and "microbatches" not in error and "remat" not in error
 
 
@@ -175,13 +164,13 @@ def test_the_initial_state_and_the_check_of_the_kernel_are_named(
         replace(patched, states, "init_state", GPU_REQUEST)
         with pytest.raises(jf.OutOfMemory) as caught:
             jf.train(run)
-    assert caught.value.place == "the initial state" and caught.value.asked == 176 * 2**20
+    assert caught.value.place == "the initial state"
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
     # Which a start on a CPU leaves out.
     monkeypatch.setattr(composer, "platform", lambda mesh: "gpu")
     prove = failing(VMEM)(kernel_check.prove_attention)
     monkeypatch.setitem(kernel_check.PROOFS, "attention_kernel", prove)
-    with pytest.raises(jf.OutOfMemory, match="on-chip memory") as caught:
+    with pytest.raises(jf.OutOfMemory, match="vmem") as caught:
         jf.train(run)
     assert caught.value.place == "the check of model.attention_kernel"
     assert "--model.attention_kernel xla" in remedies.advice(caught.value)

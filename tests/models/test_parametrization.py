@@ -214,7 +214,7 @@ def test_a_base_with_other_parameters_is_refused():
         specs(config)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adafactor", "soap", "prodigy"])
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "soap"])
 def test_a_rule_without_a_factor_of_the_width_is_refused(name):
     with pytest.raises(ConfigError, match=f"optimizer.name='{name}' has no rule by which .*adamw"):
         make_optimizer(OptimizerConfig(name=name), lambda step: 0.1, specs(mup(**WIDER)))

@@ -28,7 +28,7 @@ ADAPTER = PLAIN | {
     "adapter.kind": "lora",
     "adapter.rank": 2,
     "adapter.targets": "attention, ffn",
-    "adapter.ranks": "ffn=3",
+    "adapter.groups": "ffn: rank 3",
     "adapter.dropout": 0.1,
     "model.dropout": 0.0,
     "train.checkpoint_every": 4,
@@ -200,7 +200,7 @@ def base_of_experts(tmp_path_factory):
 def test_a_run_over_quantized_experts_resumes_bitwise(base_of_experts, tmp_path, capsys):
     """Their codes are of each expert, the router and its bias stay as they were, and the memory
     that is printed is that of the codes."""
-    targets = {"adapter.targets": "experts, attention", "adapter.ranks": "router=1"}
+    targets = {"adapter.targets": "experts, attention", "adapter.groups": "router: rank 1"}
 
     def run(name, steps):
         changes = {"adapter.base": "nf4", "train.steps": steps, "train.checkpoint_every": 2}

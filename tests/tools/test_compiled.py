@@ -237,7 +237,9 @@ def test_the_step_of_a_config_compiles(name: str, target: str, tmp_path: Path) -
 
 @pytest.mark.compile
 @pytest.mark.timeout(3600)
-def test_a_step_on_tpus_gathers_weights_whole_and_casts_them_in_the_loop(tmp_path: Path) -> None:
+def test_a_step_on_tpus_gathers_weights_whole_and_casts_them_in_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the option of the table the pieces of a weight are passed on during its product; and
     no program holds the weights of all layers in two dtypes."""
     try:
@@ -246,12 +248,13 @@ def test_a_step_on_tpus_gathers_weights_whole_and_casts_them_in_the_loop(tmp_pat
         pytest.skip(str(missing))
     changes = ["mesh.fsdp=4", "train.batch_size=4", "train.microbatches=1", "model.n_layers=3"]
     reports, programs, path = [], [], tmp_path / "program"
-    for setting in ("none", "auto"):
-        chosen = [*changes, "model.layer_loop=scan", f"train.compiler_options={setting}"]
-        run = jf.load_config(CONFIGS / "llama_1b.py", chosen)
+    run = jf.load_config(CONFIGS / "llama_1b.py", [*changes, "model.layer_loop=scan"])
+    option = "xla_tpu_enable_windowed_einsum_for_all_gather"
+    for named in (f"--{option}=true", ""):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", named)
         reports.append(compiled_report(run, "v5e:2x2", hlo=path))
         programs.append(count(path.read_text()))
-    assert reports[1].options[0].startswith("xla_tpu_enable_windowed_einsum_for_all_gather=false")
+    assert reports[1].options[0].startswith(f"{option}=false")
     assert reports[0].options == []
     without, with_option = programs
 

@@ -13,7 +13,7 @@ import jaxformer as jf
 from jaxformer.arrays.params import Spec, normal, ones, rows
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.files import ConfigError
-from jaxformer.training.optimizers.groups import group_lines, leaf_factors
+from jaxformer.training.optimizers.groups import group_lines, leaf_groups
 from jaxformer.training.optimizers.rule_table import OPTIMIZERS, unread
 from jaxformer.training.optimizers.run_optimizer import decay_groups, decay_mask, make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
@@ -273,54 +273,6 @@ def test_schedule_free_without_an_average_is_refused():
         make_optimizer(config_of(name="schedule_free", b1=0.0), lambda step: 0.1, TABLE)
 
 
-def test_prodigy_estimates_the_learning_rate_as_its_formula_in_numpy():
-    settings = {"learning_rate": 3.0, "warmup_steps": 0, "schedule": "constant"}
-    config = config_of(name="prodigy", weight_decay=0.3, **settings)
-    b1, b2, eps, q = config.b1, config.b2, config.eps, config.b2**0.5
-    # Weights that begin at 0, so that steps of the size of the first estimate are not rounded, and
-    # gradients that always point the same way, so that the estimate grows.
-    start = jax.tree.map(np.zeros_like, random_trees(1)[0])
-    gradients = [random_trees(1, seed=1)[0]] * STEPS
-    moves = trained(config, start=start, gradients=gradients)
-    w = {name: leaf.astype("d") for name, leaf in start.items()}
-    m, v, s = (dict.fromkeys(w, 0) for _ in range(3))
-    d, r = 1e-6, 0.0
-    for step, gradient in enumerate(gradients):
-        rate = float(make_schedule(config, STEPS)(step))
-        apart = sum(np.vdot(g.astype("d"), start[name] - w[name]) for name, g in gradient.items())
-        r = q * r + (1 - q) * d**2 * rate * apart
-        for name, g in gradient.items():
-            m[name] = b1 * m[name] + (1 - b1) * d * g.astype("d")
-            v[name] = b2 * v[name] + (1 - b2) * d**2 * g.astype("d") ** 2
-            s[name] = q * s[name] + (1 - q) * d**2 * rate * g.astype("d")
-            decay = 0.3 * w[name] if name != "vector" else 0
-            w[name] = w[name] - rate * d * (m[name] / (np.sqrt(v[name]) + d * eps) + decay)
-        d = max(d, r / sum(np.abs(leaf).sum() for leaf in s.values()))
-        for name in w:
-            np.testing.assert_allclose(moves[step][name], w[name], rtol=1e-4, err_msg=name)
-    assert d > 1.5e-6
-
-
-def test_the_estimate_of_prodigy_grows_until_it_fits_the_problem():
-    """The minimum of |w - 3| from 0; and without a gradient nothing moves."""
-    table = {"w": Spec((1, 1), ("embed", "mlp"), normal(1.0), inputs=("embed",))}
-    config = config_of(name="prodigy", learning_rate=1.0, weight_decay=0.0)
-    optimizer = make_optimizer(config, lambda step: 1.0, table)
-
-    def step(carry, _):
-        params, state = carry
-        gradient = jax.tree.map(lambda w: jnp.sign(w - 3), params)
-        updates, state = optimizer.update(gradient, state, params)
-        return (jax.tree.map(jnp.add, params, updates), state), params["w"]
-
-    start = {"w": jnp.zeros((1, 1))}
-    _, seen = jax.lax.scan(step, (start, optimizer.init(start)), length=400)
-    assert float(abs(seen[5]).max()) < 1e-3 and abs(float(seen[-50:].mean()) - 3) < 1
-    still = [jax.tree.map(np.zeros_like, tree) for tree in random_trees(STEPS)]
-    after = trained(config, gradients=still)[-1]
-    np.testing.assert_array_equal(after["vector"], random_trees(1)[0]["vector"])
-
-
 @pytest.mark.parametrize("name, formula", [("adamw", adam), ("sgd", momentum)])
 def test_a_cautious_update_moves_only_where_the_gradient_does(name, formula):
     config = config_of(name=name, cautious=True, weight_decay=0.0)
@@ -355,7 +307,7 @@ def test_a_group_multiplies_the_rate_and_the_decay_of_its_leaves_and_of_no_other
 def test_the_groups_name_kinds_names_and_patterns_of_paths():
     specs = jf.specs(model("gpt2"))
     config = OptimizerConfig(groups="lookup: lr 0.3, norm: decay 0, attention: lr 2, *.up: decay 3")
-    factors = leaf_factors(config, specs)
+    factors = leaf_groups(config, specs)
     assert factors["embed"]["tokens"].rate == 0.3
     attention = factors["blocks"]["attention"]
     assert attention["q"].rate == 2 and attention["q"].decay == 1 and attention["q_bias"].decay == 0
@@ -378,13 +330,13 @@ def test_a_group_without_decay_is_in_the_mask_and_in_the_counts():
 @pytest.mark.parametrize(
     "groups, message",
     [
-        ("embd: lr 2", "'embd' fits no leaf .* Did you mean embed.* The kinds are matrix, lookup"),
+        ("embd: lr 2", "'embd' fits no leaf .* Did you mean embed.* The names are matrix, lookup"),
         ("attention: lr 2, q: lr 3", "blocks.attention.q is in two groups, 'attention' and 'q'"),
     ],
 )
 def test_a_pattern_that_fits_no_leaf_or_one_of_another_group_is_refused(groups, message):
     with pytest.raises(ConfigError, match=message):
-        leaf_factors(OptimizerConfig(groups=groups), jf.specs(model("gpt2")))
+        leaf_groups(OptimizerConfig(groups=groups), jf.specs(model("gpt2")))
 
 
 class Recorder:

@@ -31,7 +31,6 @@ from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data
 from jaxformer.tools.plan.memory import capacity_of
 from jaxformer.tools.plan.targets import Target, cudnn_of, parse_target, require_compiler
 from jaxformer.training.compiler_options import option_lines
-from jaxformer.training.deterministic import FLAG
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Of the process that compiles: no device, the compiler's defaults and warnings, and no program from
@@ -147,8 +146,6 @@ def compiled_report(
     request = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
     command = [sys.executable, "-m", "jaxformer.tools.plan.compiled"]
     environment = os.environ | ENVIRONMENT
-    if run.train.deterministic:
-        environment["XLA_FLAGS"] = FLAG
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
@@ -206,7 +203,7 @@ def compile_for_target(
         needed=needed,
         model_flops=model_flops(resolved) / mesh.size,
         seconds=time.perf_counter() - begin,
-        options=option_lines(mesh, *resolved.run.train.stated_options),
+        options=option_lines(mesh),
         **found,
     )
 

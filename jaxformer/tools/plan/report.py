@@ -89,7 +89,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
             f" time{tokens}"
         ),
     }
-    if lines := option_lines(planned.mesh, *run.train.stated_options):
+    if lines := option_lines(planned.mesh):
         head["compiler"] = lines
     if planned.notes:
         head["assumed"] = list(planned.notes)
@@ -190,7 +190,7 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
         "mesh": dict(planned.mesh.shape),
         "attention": planned.kernel,
         "exchange": planned.exchange,
-        "compiler_options": compiler_options(planned.mesh, *planned.run.train.stated_options),
+        "compiler_options": compiler_options(planned.mesh),
         "packed": planned.packed,
         "assumed": list(planned.notes),
         "parameters": parameters_by_part(planned),

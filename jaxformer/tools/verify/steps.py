@@ -30,7 +30,6 @@ from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import compile_step
 from jaxformer.tools.verify.run_files import Statement, Verdict
-from jaxformer.training.deterministic import require_deterministic
 from jaxformer.training.state import TrainState, on_mesh
 
 # The largest difference of a figure, relative to the logged one, that is called rounding, by the
@@ -55,8 +54,6 @@ def setup_of_run(
         mesh=dataclasses.replace(run.mesh, **(mesh or {})),
         data=dataclasses.replace(run.data, cache_dir=str(cache_dir or own_cache())),
     )
-    if run.train.deterministic:
-        require_deterministic()
     return make_setup(run, log)
 
 

@@ -19,7 +19,6 @@ def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation
     return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
 
 
-LEARNING_RATE_FREE = "jaxformer.training.optimizers.learning_rate_free"
 OPTIMIZERS: Table[UpdateRule] = Table(
     OptimizerName,
     {
@@ -41,8 +40,7 @@ OPTIMIZERS: Table[UpdateRule] = Table(
         "normuon": ImportedRow("jaxformer.training.optimizers.muon:normuon"),
         "soap": ImportedRow("jaxformer.training.optimizers.soap:soap"),
         "sophia": ImportedRow("jaxformer.training.optimizers.sophia:sophia"),
-        "schedule_free": ImportedRow(f"{LEARNING_RATE_FREE}:schedule_free"),
-        "prodigy": ImportedRow(f"{LEARNING_RATE_FREE}:prodigy"),
+        "schedule_free": ImportedRow("jaxformer.training.optimizers.schedule_free:schedule_free"),
     },
 )
 

@@ -10,7 +10,7 @@ import optax
 from jaxformer.arrays.params import Spec, Specs, map_specs
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.files import ConfigError
-from jaxformer.training.optimizers.groups import Factors, leaf_factors
+from jaxformer.training.optimizers.groups import Group, leaf_groups
 from jaxformer.training.optimizers.rule_table import OPTIMIZERS, require_moments
 from jaxformer.training.optimizers.update_rule import map_arrays
 
@@ -20,7 +20,7 @@ Mask = dict[str, Any]
 def decay_mask(config: OptimizerConfig, specs: Specs) -> Mask:
     """True for every leaf that decays: the matrices (and embeddings), or all, except those that
     move by a `Spec.sign_rate` and those of a group that does not decay."""
-    decays: Mask = jax.tree.map(lambda factors: factors.decay > 0, leaf_factors(config, specs))
+    decays: Mask = jax.tree.map(lambda factors: factors.decay > 0, leaf_groups(config, specs))
     return decays
 
 
@@ -44,7 +44,7 @@ def make_optimizer(
 
     `seed` is that of the rounding of optimizer.moments.
     """
-    factors, row = leaf_factors(config, specs), OPTIMIZERS[config.name]
+    factors, row = leaf_groups(config, specs), OPTIMIZERS[config.name]
     rule = row.rule(scaled_eps(config, specs), specs)
     if config.moments != "float32":
         # Imported here, because only runs that round read it.
@@ -99,10 +99,10 @@ def scaled_eps(config: OptimizerConfig, specs: Specs) -> OptimizerConfig:
 
 def weight_decay(config: OptimizerConfig, factors: Any) -> optax.GradientTransformation:
     """Adds the decay of every leaf to its update, before the learning rate multiplies both
-    (arXiv:1711.05101). `factors` are those of `leaf_factors`."""
+    (arXiv:1711.05101). `factors` are those of `leaf_groups`."""
 
-    def add(factors_of_leaf: Factors, update: jax.Array, parameter: jax.Array) -> jax.Array:
-        amount = config.weight_decay * factors_of_leaf.decay
+    def add(group: Group, update: jax.Array, parameter: jax.Array) -> jax.Array:
+        amount = config.weight_decay * group.decay
         return update + amount * parameter if amount else update
 
     return optax.stateless(lambda updates, params: map_arrays(add, factors, updates, params))

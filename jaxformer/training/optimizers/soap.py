@@ -1,6 +1,7 @@
 """SOAP (arXiv:2409.11321): Adam in the eigenbasis of Shampoo's preconditioners."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,17 +17,15 @@ BASIS_EVERY = 10
 
 
 class SoapState(NamedTuple):
-    """The number of steps, the means of the gradient and, in the basis, of its square; and for each
-    side of a matrix its `factor`, L or R of the paper, with the `basis` of its eigenvectors. These
-    are None for a side that is longer than optimizer.soap_max_side."""
+    """The number of steps, the means of the gradient and, in the basis, of its square; and for the
+    left and the right side of a matrix its factor, L and R of the paper, with the basis of its
+    eigenvectors. These are None for a side that is longer than optimizer.soap_max_side."""
 
     steps: jax.Array
     mu: Any
     nu: Any
-    left_factor: Any
-    right_factor: Any
-    left_basis: Any
-    right_basis: Any
+    factors: tuple[Any, Any]
+    bases: tuple[Any, Any]
 
 
 def _soap(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
@@ -35,6 +34,13 @@ def _soap(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     return optax.partition(
         rules, map_specs(lambda _, spec: "soap" if spec.is_matrix else "adam", specs)
     )
+
+
+# The products with the left and the right basis, into the eigenbasis and back.
+INTO = ("bmi,bmn->bin", "bmn,bnj->bmj")
+BACK = ("bmi,bin->bmn", "bmj,bnj->bmn")
+# G G^T and G^T G.
+SQUARES = ("bmn,bkn->bmk", "bmn,bmk->bnk")
 
 
 def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
@@ -46,91 +52,77 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
     The first step moves nothing: it makes L and R, and their eigenvectors.
     """
     b1, b2, eps = config.b1, config.b2, config.eps
-    longest = config.soap_max_side
+
+    def zeros(spec: Spec, side: int) -> NamedAxes | None:
+        """Zeros for a factor [batch, *side, length], divided along the axes it belongs to."""
+        length = math.prod(spec.shape[i] for i in matrix_axes(spec)[side])
+        if length > config.soap_max_side:
+            return None
+        axes = (*matrix_axes(spec).batch, *matrix_axes(spec)[side])
+        shape = (*(spec.shape[i] for i in axes), length)
+        return NamedAxes(jnp.zeros(shape), (*(spec.axes[i] for i in axes), None))
 
     def init(params: Any) -> SoapState:
-        moments = (optax.tree.zeros_like(params) for _ in range(2))
-        # Arrays of their own for the bases, because a step donates all of them.
-        factors = (
-            map_arrays(lambda spec, _, of=of: _zeros(spec, of(spec), longest), specs, params)
-            for of in (_left, _right, _left, _right)
+        mu, nu = (optax.tree.zeros_like(params) for _ in range(2))
+        # Arrays of their own for the bases, because a step donates all of them. The sides of
+        # `MatrixAxes` are its entries 1 and 2.
+        left, right, left_basis, right_basis = (
+            map_arrays(lambda spec, _, side=side: zeros(spec, side), specs, params)
+            for side in (1, 2, 1, 2)
         )
-        return SoapState(jnp.int32(0), *moments, *factors)
+        return SoapState(jnp.int32(0), mu, nu, (left, right), (left_basis, right_basis))
 
     def update(updates: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
-        steps, bases = state.steps, (state.left_basis, state.right_basis)
-        gradients = map_arrays(_rotated, specs, updates, *bases)
+        steps = state.steps
+        gradients = map_arrays(_rotated(INTO), specs, updates, *state.bases)
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment(gradients, state.nu, b2, 2)
         mu, nu = optax.tree.where(steps > 0, (mu, nu), (state.mu, state.nu))
         number = jnp.maximum(steps, 1)
-        means = map_arrays(_rotated, specs, optax.tree.bias_correction(mu, b1, number), *bases)
+        mean = optax.tree.bias_correction(mu, b1, number)
+        means = map_arrays(_rotated(INTO), specs, mean, *state.bases)
         squares = optax.tree.bias_correction(nu, b2, number)
         directions = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), means, squares)
-        directions = map_arrays(_rotated_back, specs, directions, *bases)
-        left, right = (
-            jax.tree.map(lambda new, old: (1 - b2) * new + b2 * old, products, means_before)
-            for products, means_before in (
-                (map_arrays(_left_product, specs, updates, state.left_factor), state.left_factor),
-                (
-                    map_arrays(_right_product, specs, updates, state.right_factor),
-                    state.right_factor,
-                ),
-            )
+        directions = map_arrays(_rotated(BACK), specs, directions, *state.bases)
+        factors = list[Any]()
+        bases = list[Any]()
+        for equation, before, basis in zip(SQUARES, state.factors, state.bases, strict=True):
+            products = map_arrays(_product(equation), specs, updates, before)
+            factor = jax.tree.map(lambda new, old: (1 - b2) * new + b2 * old, products, before)
+            factors.append(factor)
+            bases.append(_next_bases(factor, basis, steps))
+        after = SoapState(
+            optax.safe_increment(steps),
+            mu,
+            nu,
+            factors=(factors[0], factors[1]),
+            bases=(bases[0], bases[1]),
         )
-        left_basis = _next_bases(left, state.left_basis, steps)
-        right_basis = _next_bases(right, state.right_basis, steps)
-        steps = optax.safe_increment(steps)
-        return directions, SoapState(steps, mu, nu, left, right, left_basis, right_basis)
+        return directions, after
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
-def _left(spec: Spec) -> tuple[int, ...]:
-    return matrix_axes(spec).left
+def _rotated(equations: tuple[str, str]) -> Callable[..., jax.Array]:
+    """Each matrix X of a leaf by its bases: Q_L^T X Q_R with `INTO`, Q_L X Q_R^T with `BACK`."""
+
+    def rotated(spec: Spec, leaf: jax.Array, left: Any, right: Any) -> jax.Array:
+        x = matrix_axes(spec).matrices(leaf)
+        x = x if left is None else jnp.einsum(equations[0], _square(left), x)
+        x = x if right is None else jnp.einsum(equations[1], x, _square(right))
+        return matrix_axes(spec).leaf(x, leaf.shape)
+
+    return rotated
 
 
-def _right(spec: Spec) -> tuple[int, ...]:
-    return matrix_axes(spec).right
+def _product(equation: str) -> Callable[..., NamedAxes | None]:
+    """The product of a gradient with itself, as its factor is stored."""
 
+    def product(spec: Spec, gradient: jax.Array, factor: NamedAxes | None) -> NamedAxes | None:
+        g = matrix_axes(spec).matrices(gradient)
+        return _like(factor, jnp.einsum(equation, g, g)) if factor else None
 
-def _zeros(spec: Spec, side: tuple[int, ...], longest: int) -> NamedAxes | None:
-    """Zeros for a factor [batch, *side, length], divided along the axes it belongs to; None for a
-    side that is too long."""
-    length = math.prod(spec.shape[i] for i in side)
-    if length > longest:
-        return None
-    axes = (*matrix_axes(spec).batch, *side)
-    shape = (*(spec.shape[i] for i in axes), length)
-    return NamedAxes(jnp.zeros(shape), (*(spec.axes[i] for i in axes), None))
-
-
-def _rotated(spec: Spec, leaf: jax.Array, left: Any, right: Any) -> jax.Array:
-    """Q_L^T X Q_R of each matrix X of a leaf."""
-    x = matrix_axes(spec).matrices(leaf)
-    x = x if left is None else jnp.einsum("bmi,bmn->bin", _square(left), x)
-    x = x if right is None else jnp.einsum("bmn,bnj->bmj", x, _square(right))
-    return matrix_axes(spec).leaf(x, leaf.shape)
-
-
-def _rotated_back(spec: Spec, leaf: jax.Array, left: Any, right: Any) -> jax.Array:
-    """Q_L X Q_R^T of each matrix X of a leaf."""
-    x = matrix_axes(spec).matrices(leaf)
-    x = x if left is None else jnp.einsum("bmi,bin->bmn", _square(left), x)
-    x = x if right is None else jnp.einsum("bmj,bnj->bmn", x, _square(right))
-    return matrix_axes(spec).leaf(x, leaf.shape)
-
-
-def _left_product(spec: Spec, gradient: jax.Array, factor: NamedAxes | None) -> NamedAxes | None:
-    """G G^T, as the factor L is stored."""
-    g = matrix_axes(spec).matrices(gradient)
-    return _like(factor, jnp.einsum("bmn,bkn->bmk", g, g)) if factor else None
-
-
-def _right_product(spec: Spec, gradient: jax.Array, factor: NamedAxes | None) -> NamedAxes | None:
-    """G^T G, as the factor R is stored."""
-    g = matrix_axes(spec).matrices(gradient)
-    return _like(factor, jnp.einsum("bmn,bmk->bnk", g, g)) if factor else None
+    return product
 
 
 def _like(factor: NamedAxes, matrices: jax.Array) -> NamedAxes:
