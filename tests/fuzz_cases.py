@@ -73,11 +73,11 @@ class Template:
 # What a command line reads: the flags with which it may go wrong, and what comes before them.
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "train": (["train", "tiny.py", "--run.dir", "new"], []),
-    "plan": (["plan", "tiny.py"], ["device", "devices", "tokens", "compile"]),
+    "plan": (["plan", "tiny.py"], ["device", "devices", "compile"]),
     "prepare": (["prepare", "tiny.py"], ["output", "shard"]),
     "sample": (
         ["sample", "run", "--prompt", "the cat", "--max_new_tokens", "4"],
-        *[["prompt", "max_new_tokens", "beyond", "temperature", "top_k", "top_p", "beams"]],
+        *[["prompt", "max_new_tokens", "min_p", "temperature", "top_k", "top_p", "beams"]],
     ),
     "sample more": (
         ["sample", "hf", "--prompt", "a", "--max_new_tokens", "2"],
@@ -87,10 +87,10 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ["evaluate", "run", "--data.cache_dir", "cache"],
         ["data.validation", "data.objective", "beams", "length_penalty", "output", "step"],
     ),
-    "convert": (["convert", "run", "other"], ["dtype", "shard_size", "architecture", "step"]),
+    "convert": (["convert", "run", "other"], ["dtype", "architecture", "step"]),
     "attention": (
         ["attention", "run", "--prompt", "the cat"],
-        ["prompt", "pair", "target", "beams", "layers", "output", "figure", "step"],
+        ["prompt", "pair", "target", "beams", "layers", "output", "step"],
     ),
     "tokenizer train": (
         ["tokenizer", "train", "text.txt", "--vocab_size", "300", "--output", "made"],

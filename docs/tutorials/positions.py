@@ -47,7 +47,6 @@ import numpy as np
 import optax
 
 import jaxformer as jf
-from jaxformer.generation.slide import slide_tokens
 
 SCHEMES = ("learned", "sinusoidal", "rope", "alibi", "t5", "none")
 
@@ -140,8 +139,7 @@ assert refused
 
 # %% [markdown]
 # Generation is bounded by `max_length` for every scheme. To write on, the newest part of the text
-# can be read again, at positions from 0: `slide_tokens` does this whenever the context is full, and
-# `jaxformer sample RUN --beyond slide` on the command line.
+# can be read again, at positions from 0, whenever the context is full:
 
 # %%
 prompt = np.frombuffer(b"def ", np.uint8).astype(int).tolist()
@@ -154,10 +152,13 @@ except jf.ConfigError as error:
     print("ConfigError:", error)
 assert refused
 
-parts = slide_tokens(params["learned"], model("learned"), prompt, 200, key=key, temperature=0.7)
-written = np.concatenate([*parts], axis=1)[0]
-print(bytes(prompt + written.tolist()).decode("utf-8", "replace"))
-assert len(written) == 200
+text = prompt
+while len(text) < 200:
+    window, key = text[-TRAINED * 3 // 4 :], jax.random.fold_in(key, len(text))
+    settings = {"key": key, "temperature": 0.7, "max_new_tokens": TRAINED - len(window)}
+    new = jf.generate(params["learned"], model("learned"), [window], **settings)
+    text = text + new[0].tolist()
+print(bytes(text).decode("utf-8", "replace"))
 
 
 # %%

@@ -2,7 +2,7 @@
 and the message of a mistake come at once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -18,9 +18,11 @@ from jaxformer.runs.config import parse_arguments
 
 QUANTIZATIONS = "{" + ",".join(choices(Quantization)) + "}"
 ConfigArgumentsT = TypeVar("ConfigArgumentsT", bound="ConfigArguments")
-OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+RunPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+OptionalPath = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
+OptionalText = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
 OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
-AnyTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")]
+OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class ConfigArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class StepArguments:
-    step: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    step: OptionalInt = None
     """Step of the checkpoint of a run to load. If not given, the newest checkpoint is loaded."""
     weights: Weights = "auto"
     """Weights of a run: those trained, or their average (train.ema, schedule-free optimizers); auto
@@ -45,7 +47,7 @@ class StepArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments(StepArguments):
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    path: RunPath
     """Run directory, or a directory with a Hugging Face model or an adapter of peft."""
     quantize: Annotated[Quantization | None, tyro.conf.arg(metavar=QUANTIZATIONS)] = None
     """Quantize the matrices of the blocks while the model is loaded: int8 takes a byte a weight,
@@ -83,73 +85,16 @@ class ShapesArguments(ConfigArguments):
     run. Read from a trace of the program; makes no array and needs no data."""
 
     reads_weights: ClassVar[bool] = False
-    format: Literal["table", "json", "markdown"] = "table"
-    """How to print it."""
+    json: bool = False
+    """Print JSON instead of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuleArguments:
-    """What is not given is as generation_config.json of the model says, or off."""
+class SampleArguments(ModelArguments):
+    """Continues a prompt (decoder), or writes the target of a source (encoder-decoder). Rules that
+    are not given are as generation_config.json of the model says."""
 
-    min_p: OptionalFloat = None
-    """Sample from tokens with at least this share of the largest probability."""
-    typical_p: OptionalFloat = None
-    """Sample from the tokens of most typical information whose probabilities add up to this."""
-    repetition_penalty: OptionalFloat = None
-    """Divide the logits of tokens of the text and the prompt by this, where they are above 0, and
-    multiply them with it below 0; if not given, as the files of the model say."""
-    presence_penalty: OptionalFloat = None
-    """Subtract this from the logits of every token that was written."""
-    frequency_penalty: OptionalFloat = None
-    """Subtract this from the logits of a token each time that it was written."""
-    no_repeat_ngram_size: OptionalInt = None
-    """Write no sequence of so many tokens twice; if not given, as the files of the model say."""
-    min_new_tokens: OptionalInt = None
-    """Write no end token before so many tokens; if not given, as the files of the model say."""
-    bad_words: AnyTexts = ()
-    """Texts that are not written, each as the tokenizer encodes it, also after a space."""
-    stop_strings: AnyTexts = ()
-    """End the text before the first of these texts."""
-
-    def rules(self, encode: Callable[[str], list[int]]) -> dict[str, Any]:
-        """The rules that are given, as keywords of `jf.generate`; `encode` gives the tokens of a
-        text. stop_strings need a tokenizer beside them."""
-        names = [field.name for field in fields(RuleArguments)]
-        values = {name: getattr(self, name) for name in names}
-        rules = {name: value for name, value in values.items() if value not in (None, ())}
-        if self.bad_words:
-            spellings = [text for word in self.bad_words for text in (word, f" {word}")]
-            rules["bad_words"] = tuple(dict.fromkeys(tuple(encode(text)) for text in spellings))
-        return rules
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchArguments(RuleArguments):
-    """The settings of a beam search beside its width."""
-
-    length_penalty: float = 0.6
-    """Length penalty of the beam search; 0 prefers short texts."""
-    length_divisor: Literal["gnmt", "tokens"] = "gnmt"
-    """What the length penalty is a power of: (5 + tokens) / 6, or tokens, as in transformers."""
-    early_stopping: Literal["never", "on", "off"] = "never"
-    """When a beam search with as many finished texts as beams ends: never before the best texts are
-    certain, at once (on), or when no unfinished text would win if it ended here (off)."""
-
-    def search(self) -> dict[str, Any]:
-        """These settings, as keywords of `jf.beam_search`."""
-        early = {"never": "never", "on": True, "off": False}[self.early_stopping]
-        return {
-            "length_penalty": self.length_penalty,
-            "length_divisor": self.length_divisor,
-            "early_stopping": early,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleArguments(ModelArguments, SearchArguments):
-    """Continues a prompt (decoder), or writes the target of a source (encoder-decoder)."""
-
-    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    prompt: OptionalText = None
     """Text to continue, or source. If not given, a decoder starts a new text."""
     prompts: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File with a prompt a line, or .jsonl with {"prompt": ...} a line, whose texts are printed as
@@ -163,27 +108,28 @@ class SampleArguments(ModelArguments, SearchArguments):
     """With --chat: the message of the system before the conversation."""
     max_new_tokens: int = 256
     """Maximum number of new tokens."""
-    beyond: Literal["stop", "slide"] = "stop"
-    """At the end of the context: stop, or slide, with which a decoder continues from the newest
-    three quarters of it."""
     temperature: float = 0.8
     """Sampling temperature; 0 is greedy."""
     top_k: int = 50
     """Sample from the k most likely tokens; 0 samples from all."""
     top_p: float = 1.0
     """Sample from the most likely tokens whose probabilities add up to this."""
+    min_p: OptionalFloat = None
+    """Sample from tokens with at least this share of the largest probability."""
+    repetition_penalty: OptionalFloat = None
+    """Divide the logits of tokens of the text and the prompt by this, where they are above 0, and
+    multiply them with it below 0."""
+    no_repeat_ngram_size: OptionalInt = None
+    """Write no sequence of so many tokens twice."""
+    stop_strings: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")] = ()
+    """End the text before the first of these texts."""
     beams: int = 0
     """Beam width; 0 samples instead."""
+    length_penalty: float = 0.6
+    """Length penalty of the beam search; 0 prefers short texts."""
     n: int = 1
     """Number of texts to write for the prompt, which is read once."""
-    draft: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
-    """Smaller model with the same tokenizer, which proposes tokens that the model reads at once.
-    The distribution of the text stays that of the model."""
-    lookup: bool = False
-    """Propose tokens by looking up in the text what followed the newest ones, without a draft."""
-    ahead: int = 4
-    """With --draft or --lookup: number of tokens that are proposed at a time."""
-    seed: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    seed: OptionalInt = None
     """Random seed. If not given, each call samples another text."""
 
 
@@ -199,20 +145,16 @@ class PredictArguments(ModelArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedArguments(ModelArguments):
-    """Prints the vector of each text as a line of JSON, or writes the vectors of all to a file."""
+    """Prints the vector of each text, of length 1, as a line of JSON."""
 
-    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    prompt: OptionalText = None
     """Text to read. If not given, each line of standard input is one."""
     pooling: Literal["auto", "mean", "first", "last"] = "auto"
     """What of a text its vector is; auto is what model.pooling says, or the mean."""
-    normalize: Literal["on", "off"] = "on"
-    """Whether vectors have length 1."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH.npy")] = None
-    """File of NumPy for all vectors, float32, in place of the lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArguments(ModelArguments, SearchArguments):
+class EvaluateArguments(ModelArguments):
     """Prints the loss of a model, with perplexity and bits per byte or with accuracy; with
     --quantize also that of the quantized model, and with --beams the BLEU of its translations."""
 
@@ -228,10 +170,12 @@ class EvaluateArguments(ModelArguments, SearchArguments):
     beams: int = 0
     """Beam width for translating the sources, which are compared with the targets; 0 translates
     nothing."""
+    length_penalty: float = 0.6
+    """Length penalty of the beam search; 0 prefers short texts."""
     bleu_tokenizer: str = "13a"
     """Tokenizer of sacrebleu that splits translations and targets for BLEU, such as 13a, intl, zh,
     ja-mecab, ko-mecab or char."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    output: OptionalPath = None
     """Text file for the translations, one per line."""
 
 
@@ -253,8 +197,6 @@ class ConvertArguments(StepArguments):
     """Compare the logits of both models on the same tokens (needs transformers)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights of the Hugging Face model."""
-    shard_size: str = "5G"
-    """Maximum size of a weight file in bytes, for example 500M or 5G."""
     architecture: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Architecture of the Hugging Face model, for example MistralForCausalLM. If not given, the
     simplest one that computes the same."""
@@ -313,7 +255,7 @@ class EncodeArguments(TokenizerArguments):
 
     file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = "-"
     """UTF-8 text, plain, .gz or .zst; - is standard input."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    output: OptionalPath = None
     """.npy file for the ids, uint16 or uint32, instead of standard output."""
 
 
@@ -333,7 +275,7 @@ class AttentionArguments(ModelArguments):
 
     prompt: str
     """Text to read; for an encoder-decoder, the source."""
-    target: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    target: OptionalText = None
     """Target of an encoder-decoder. If not given, the one that the model writes."""
     pair: str = ""
     """Second text of an encoder that reads two."""
@@ -378,17 +320,17 @@ class VerifyArguments:
     masks, kernels and mesh compute what they should. Writes nothing in the run directory. The exit
     status is 1 if something is not so."""
 
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    path: RunPath
     """Run directory."""
-    data: Annotated[int | None, tyro.conf.arg(name="mesh.data", metavar="INT")] = None
+    data: Annotated[OptionalInt, tyro.conf.arg(name="mesh.data")] = None
     """Size of that axis of the mesh, if not the run's; 0 uses the devices that are left."""
-    fsdp: Annotated[int | None, tyro.conf.arg(name="mesh.fsdp", metavar="INT")] = None
+    fsdp: Annotated[OptionalInt, tyro.conf.arg(name="mesh.fsdp")] = None
     """Size of that axis of the mesh, if not the run's."""
-    expert: Annotated[int | None, tyro.conf.arg(name="mesh.expert", metavar="INT")] = None
+    expert: Annotated[OptionalInt, tyro.conf.arg(name="mesh.expert")] = None
     """Size of that axis of the mesh, if not the run's."""
-    context: Annotated[int | None, tyro.conf.arg(name="mesh.context", metavar="INT")] = None
+    context: Annotated[OptionalInt, tyro.conf.arg(name="mesh.context")] = None
     """Size of that axis of the mesh, if not the run's."""
-    tensor: Annotated[int | None, tyro.conf.arg(name="mesh.tensor", metavar="INT")] = None
+    tensor: Annotated[OptionalInt, tyro.conf.arg(name="mesh.tensor")] = None
     """Size of that axis of the mesh, if not the run's."""
     cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
     """Directory in which tokenized text is stored and found again. If empty, that of the

@@ -14,7 +14,6 @@ from jaxformer.cli.arguments import AttentionArguments, check_output
 from jaxformer.cli.prompting import (
     Model,
     check_size,
-    new_tokens,
     open_model,
     row_of,
     start_of,
@@ -24,6 +23,7 @@ from jaxformer.cli.prompting import (
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, write_text
 from jaxformer.generation.beam import BeamSteps, beam_search_steps
+from jaxformer.generation.decode import generate
 from jaxformer.layers.block import MIXERS
 from jaxformer.tokenizer.pieces import character_groups
 from jaxformer.tools.attention_page import (
@@ -47,9 +47,6 @@ SHOWN_BEAMS = 24  # candidates of a beam search shown of each step, and those th
 def run(args: AttentionArguments) -> int:
     check_output(args.output)
     model = open_model(args)
-    if args.pair and model.config.family != "encoder":
-        family = model.config.family
-        raise ConfigError(f"--pair needs an encoder, but {args.path} has model.family={family!r}.")
     inputs, beams = _inputs(model, args)
     compute = jax.jit(attention_maps, static_argnums=1, static_argnames="layers")
     rows = {name: row[None] for name, row in inputs.items()}  # [1, T]
@@ -59,7 +56,11 @@ def run(args: AttentionArguments) -> int:
         axis_rows["source"] = inputs["source"]
     texts, groups = {}, {}
     for axis, row in axis_rows.items():
-        texts[axis], groups[axis] = _texts(model, row, args.padding if axis == "source" else 0)
+        padding = args.padding if axis == "source" else 0
+        ids = row[: len(row) - padding].tolist()
+        texts[axis] = [model.tokenizer.shown(token) for token in ids] + [PADDING] * padding
+        # Runs of tokens that share characters.
+        groups[axis] = character_groups([model.tokenizer.raw(token) for token in ids])
     maps = {}
     for kind in ("encoder", "decoder", "cross"):
         weights = getattr(attention, kind)  # [L, 1, N, queries, keys]
@@ -67,10 +68,12 @@ def run(args: AttentionArguments) -> int:
             # Virtual tokens, which come first, are not shown.
             queries, keys = (len(texts[axis]) for axis in AXES[kind])
             maps[kind] = np.asarray(weights)[:, 0, :, -queries:, -keys:]
-    candidates = _candidates(model, np.asarray(attention.logits[0]))
+    logits, candidates = attention.logits[0], []
     # --layers may name layers that only the encoder has.
     if "target" in texts and "decoder" not in maps:
-        candidates, beams = [], []
+        beams = []
+    elif logits.ndim == 2 and model.config.output != "none":
+        candidates = _choices(model, *map(np.asarray, _likeliest(logits)))
     walkthrough = walkthrough_of(model, rows, args.layers, beams)
     page = attention_page(
         maps,
@@ -89,26 +92,28 @@ def run(args: AttentionArguments) -> int:
     return 0
 
 
-def _texts(
-    model: Model, row: np.ndarray, padding: int
-) -> tuple[list[str], list[tuple[int, int, str]]]:
-    """The texts of tokens [T], of which the last `padding` are padding, and the runs of tokens that
-    share characters."""
-    ids = row[: len(row) - padding].tolist()
-    texts = [model.tokenizer.shown(token) for token in ids] + [PADDING] * padding
-    return texts, character_groups([model.tokenizer.raw(token) for token in ids])
-
-
 def _inputs(
     model: Model, args: AttentionArguments
 ) -> tuple[dict[str, np.ndarray], list[list[BeamCandidate]]]:
     """What the model reads [T], by the names of `jf.forward`, and the beams that wrote the target.
     Raises ConfigError for more than a page shows."""
-    _check_options(model, args)
     config, limit = model.config, min(MAX_TOKENS, model.context())
+    if (args.target is not None or args.beams) and config.family != "encoder_decoder":
+        raise ConfigError(
+            f"--target and --beams need an encoder-decoder, but {args.path} has"
+            f" model.family={config.family!r}."
+        )
+    if args.target is not None and args.beams:
+        raise ConfigError("--beams searches for a target, and --target gives one: leave one out.")
+    if args.padding < 0 or (args.padding and config.family == "decoder"):
+        raise ConfigError(
+            f"--padding {args.padding} must be 0 or more, and needs an encoder: {args.path} has"
+            f" model.family={config.family!r}."
+        )
     rows: dict[str, list[int]]
     beams: list[list[BeamCandidate]] = []
     start, source = start_of(model, args.prompt)
+    padded_names, segment_ids = ["source"], "source_segment_ids"
     if config.family == "encoder_decoder":
         source_limit = min(MAX_TOKENS, model.context(source=True))
         check_size(len(source) + args.padding, source_limit, "on a page")
@@ -122,39 +127,13 @@ def _inputs(
     else:
         row = row_of(model, args.prompt, args.pair)
         rows = {name: row[name].tolist() for name in ("tokens", "token_types") if name in row}
-    check_size(len(rows["tokens"]), limit, "on a page")
+        padded_names, segment_ids = [*rows], "segment_ids"
     if args.padding:
-        rows = _padded(rows, args.padding)
-        check_size(len(rows["tokens"]), limit, "on a page")
+        rows[segment_ids] = [1] * len(rows[padded_names[0]]) + [0] * args.padding
+        for name in padded_names:
+            rows[name] = rows[name] + [0] * args.padding
+    check_size(len(rows["tokens"]), limit, "on a page")
     return {name: np.array(row, np.int32) for name, row in rows.items()}, beams
-
-
-def _check_options(model: Model, args: AttentionArguments) -> None:
-    """Raises ConfigError for options that do not fit the model."""
-    config = model.config
-    if (args.target is not None or args.beams) and config.family != "encoder_decoder":
-        raise ConfigError(
-            f"--target and --beams need an encoder-decoder, but {args.path} has"
-            f" model.family={config.family!r}."
-        )
-    if args.target is not None and args.beams:
-        raise ConfigError("--beams searches for a target, and --target gives one: leave one out.")
-    if args.padding < 0 or (args.padding and config.family == "decoder"):
-        raise ConfigError(
-            f"--padding {args.padding} must be 0 or more, and needs an encoder: {args.path} has"
-            f" model.family={config.family!r}."
-        )
-
-
-def _padded(rows: dict[str, list[int]], padding: int) -> dict[str, list[int]]:
-    """Rows with padding after the source, or after the tokens of an encoder, and their segment
-    ids."""
-    if "source" in rows:
-        names, read, segment_ids = ["source"], rows["source"], "source_segment_ids"
-    else:
-        names, read, segment_ids = list(rows), rows["tokens"], "segment_ids"
-    padded = {name: rows[name] + [0] * padding for name in names}
-    return rows | padded | {segment_ids: [1] * len(read) + [0] * padding}
 
 
 def _target(
@@ -162,11 +141,11 @@ def _target(
 ) -> tuple[list[int], list[list[BeamCandidate]]]:
     """The tokens that the model writes for a source, without the end token, and for each token of
     the target the candidates of a beam search, if there is one."""
+    rules = model.writing_rules() | {"source": [source]}
     if not beams:
-        pieces = new_tokens(model, start, source, count, 0, temperature=0.0, key=jax.random.key(0))
-        made = np.concatenate([*pieces], axis=1)[0].tolist()
-        return model.before_end(made), []
-    rules = model.writing_rules() | {"source": [source], "beams": beams, "keep": 1}
+        made = generate(model.params, model.config, [start], count, temperature=0.0, **rules)
+        return model.before_end(made[0].tolist()), []
+    rules |= {"beams": beams, "keep": 1}
     texts, steps = beam_search_steps(model.params, model.config, [start], count, **rules)
     best = np.asarray(texts.tokens[0, 0]).tolist()
     ids = model.before_end(best)
@@ -178,18 +157,13 @@ def _target(
     return ids, candidates[:length]
 
 
-def _candidates(model: Model, logits: np.ndarray) -> list[Choices]:
-    """The most likely (text, probability) at each row of the logits [T, V]; none for the class of
-    a text [C]."""
-    if logits.ndim == 1 or model.config.output == "none":
-        return []
-    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
-    probabilities /= probabilities.sum(-1, keepdims=True)  # [T, V]
-    likeliest = np.argsort(-probabilities, axis=-1, kind="stable")[:, :SHOWN_PER_STEP]
-    return _choices(model, likeliest, np.take_along_axis(probabilities, likeliest, axis=-1))
+def _likeliest(logits: jax.Array) -> Sequence[jax.Array]:
+    """The probabilities [T, k] of the likeliest entries of logits [T, V], and these entries."""
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    return jax.lax.top_k(probabilities, min(SHOWN_PER_STEP, probabilities.shape[-1]))
 
 
-def _choices(model: Model, entries: np.ndarray, probabilities: np.ndarray) -> list[Choices]:
+def _choices(model: Model, probabilities: np.ndarray, entries: np.ndarray) -> list[Choices]:
     """The texts of entries of the logits [T, k], which are tokens or classes, each with its
     probability."""
     over_tokens = model.config.output in ("language", "masked")
@@ -288,15 +262,13 @@ def lens_of(
         captured = inspect(params, config, capture=names, **rows).values
         streams = jnp.stack([captured[name] for name in names])  # [L, 1, T, D]
 
-        def of_layer(x: jax.Array) -> Sequence[jax.Array]:
-            probabilities = jax.nn.softmax(logit_lens(params, config, x)[0, -length:], axis=-1)
-            return jax.lax.top_k(probabilities, min(SHOWN_PER_STEP, probabilities.shape[-1]))
-
         # One layer at a time: the logits of all layers may not fit.
-        return jax.lax.map(of_layer, streams)
+        return jax.lax.map(
+            lambda x: _likeliest(logit_lens(params, config, x)[0, -length:]), streams
+        )
 
     probabilities, tokens = map(np.asarray, jax.jit(likeliest)(model.params, rows))  # [L, T, k]
-    return [_choices(model, *layer) for layer in zip(tokens, probabilities, strict=True)]
+    return [_choices(model, *layer) for layer in zip(probabilities, tokens, strict=True)]
 
 
 # Beams

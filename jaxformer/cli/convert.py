@@ -3,7 +3,6 @@ directory to a run, or an adapter to peft's format or into its model."""
 
 import contextlib
 import dataclasses
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,115 +21,78 @@ from jaxformer.interop.peft_writing import save_adapter
 from jaxformer.interop.pretrained import save_pretrained
 from jaxformer.report import human_count
 from jaxformer.runs.loading import Loaded, load, run_of, save_run
-from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
 CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
-UNFINISHED = ".unfinished"  # in a target while it is written
-# Patterns of the names of all other files that a conversion writes.
-WRITTEN_NAMES = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "checkpoints",
-    "config.json",
-    "data.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "reference.json",
-    "rollbacks.json",
-    *TOKENIZER_FILES,
-    "*.tmp",
-    ".model-drafts-*",
-)
-SIZE_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+UNFINISHED = ".unfinished"  # the folder in a target in which its files are written
 
 
 def run(args: ConvertArguments) -> int:
-    limit = _bytes(args.shard_size)
     if args.verify:
         require_transformers()
     target = args.target
     to_run = is_pretrained(args.source) and not is_adapter(args.source)
     with store_errors(target, "read"):
-        require_empty(target)
-    if is_remote(target) and not to_run:
-        return _into_store(args)
+        if not is_remote(target):
+            # What a conversion that was killed has left.
+            shutil.rmtree(target / UNFINISHED, ignore_errors=True)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ConfigError(f"{target} is not empty: choose a new directory.")
     model = load(args.source, args.step, weights=args.weights)
-    has_adapter = _has_adapter(model)
-    if has_adapter:
-        model = _merged(model, args)
-    elif args.merge:
+    has_adapter = any(map(is_adapted, jax.tree.leaves(model.params, is_leaf=is_adapted)))
+    if args.merge and not has_adapter:
         raise ConfigError(f"{args.source} has no adapter to merge: leave out --merge.")
-    with complete_or_empty(target):
+    if args.merge:
+        model = dataclasses.replace(model, params=merge(model.params))
+    with complete_or_empty(target, to_run) as folder:
         if has_adapter and not args.merge:
-            _write_adapter(model, args)
+            _write_adapter(model, args, folder)
         elif to_run:
-            _write_run(model, args)
+            save_run(folder, model, args.source, target)
+            use = "to sample from or to fine-tune (--run.init_from)"
+            print(
+                f"{target}: a run of {model.config.family} {_size(model)},"
+                f" {use if model.tokenizer else 'without a tokenizer'}"
+            )
         else:
-            _write_pretrained(model, args, limit)
-    return _verified(model, args.source if to_run else target, args) if args.verify else 0
-
-
-def _into_store(args: ConvertArguments) -> int:
-    """Converts into a temporary folder, and puts its files into the target, which is a URL."""
-    local = LocalFolder(args.target)
-    status = run(dataclasses.replace(args, target=local.path))
-    local.close()
-    print(f"{args.target}: has these files now")
-    return status
-
-
-def require_empty(target: Path) -> None:
-    """Raises ConfigError unless the target is new or empty. What a conversion that was killed has
-    left in it is removed first."""
-    if target.is_dir() and (target / UNFINISHED).is_file():
-        _remove_written(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is not empty: choose a new directory.")
+            _write_pretrained(model, args, folder)
+        if args.verify:
+            return _verified(model, args, args.source if to_run else folder)
+    return 0
 
 
 @contextlib.contextmanager
-def complete_or_empty(target: Path) -> Iterator[None]:
-    """Marks the target as unfinished in this block, and removes what an error or a signal has left
-    of it."""
+def complete_or_empty(target: Path, to_run: bool) -> Iterator[Path]:
+    """The folder to write in this block, whose files are moved to the target at its end. An error
+    or a signal leaves none of them."""
     if is_remote(target):
-        # The config.json of a run is written last, and without it there is no run.
-        yield
+        if to_run:
+            # The config.json of a run is written last, and without it there is no run.
+            yield target
+        else:
+            local = LocalFolder(target)
+            yield local.path
+            local.close()
         return
-    new = not target.exists()
+    is_new = not target.exists()
+    folder = target / UNFINISHED
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        (target / UNFINISHED).touch()
+        folder.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(
             f"{target} cannot be written ({error.strerror}): choose another directory."
         ) from error
     try:
-        yield
-        (target / UNFINISHED).unlink()
-    except BaseException:
-        _remove_written(target)
-        if new:
-            with contextlib.suppress(OSError):
+        yield folder
+        for entry in folder.iterdir():
+            entry.rename(target / entry.name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # it has the files
                 target.rmdir()
-        raise
 
 
-def _remove_written(target: Path) -> None:
-    for entry in target.iterdir():
-        if entry.name != UNFINISHED and any(map(entry.match, WRITTEN_NAMES)):
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    # The mark goes last, so that a process that is killed here leaves it for the next one.
-    (target / UNFINISHED).unlink()
-
-
-def _has_adapter(model: Loaded) -> bool:
-    return any(map(is_adapted, jax.tree.leaves(model.params, is_leaf=is_adapted)))
-
-
-def _merged(model: Loaded, args: ConvertArguments) -> Loaded:
-    """A model with an adapter, merged where --merge says so."""
-    if args.merge:
-        return dataclasses.replace(model, params=merge(model.params))
+def _write_adapter(model: Loaded, args: ConvertArguments, folder: Path) -> None:
     if args.verify:
         raise ConfigError(
             f"--verify compares whole models, and {args.source} has an adapter: add"
@@ -141,13 +103,9 @@ def _merged(model: Loaded, args: ConvertArguments) -> Loaded:
             f"{args.source} has added {', '.join(added)} to the vocabulary of its base, which an"
             " adapter of peft cannot say: add --merge, which writes the whole model."
         )
-    return model
-
-
-def _write_adapter(model: Loaded, args: ConvertArguments) -> None:
     base = located(model.base).absolute() if model.base else ""
     save_adapter(
-        args.target,
+        folder,
         model.params,
         model.config,
         base=base,
@@ -156,32 +114,22 @@ def _write_adapter(model: Loaded, args: ConvertArguments) -> None:
         dtype=args.dtype,
     )
     if model.tokenizer is not None:
-        model.tokenizer.save(args.target / "tokenizer.json")
+        model.tokenizer.save(folder / "tokenizer.json")
     over_base = f" over {base}" if base else ""
     print(f"{args.target}: an adapter of peft{over_base}, {args.dtype}")
 
 
-def _write_run(model: Loaded, args: ConvertArguments) -> None:
-    save_run(args.target, model, args.source)
-    use = "to sample from or to fine-tune (--run.init_from)"
-    print(
-        f"{args.target}: a run of {model.config.family} {_size(model)},"
-        f" {use if model.tokenizer else 'without a tokenizer'}"
-    )
-
-
-def _write_pretrained(model: Loaded, args: ConvertArguments, limit: int) -> None:
+def _write_pretrained(model: Loaded, args: ConvertArguments, folder: Path) -> None:
     files = save_pretrained(
-        args.target,
+        folder,
         model.params,
         model.config,
         model.tokenizer,
-        shard_bytes=limit,
         architecture=args.architecture,
         dtype=args.dtype,
         labels=model.labels,
     )
-    kind = read_object(args.target / "config.json")["architectures"][0]
+    kind = read_object(folder / "config.json")["architectures"][0]
     count = sum(file.suffix == ".safetensors" for file in files)
     in_files = f"in {count} files" if count > 1 else f"in {count} file"
     print(f"{args.target}: {kind} {_size(model)}, {args.dtype}, {in_files}")
@@ -191,14 +139,7 @@ def _size(model: Loaded) -> str:
     return f"of {human_count(sum(leaf.size for leaf in jax.tree.leaves(model.params)))} parameters"
 
 
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)i?B?", text.strip(), re.IGNORECASE)
-    if not match or not float(match[1]):
-        raise ConfigError(f"--shard_size {text!r} is no number of bytes: write it as 500M or 5G.")
-    return int(float(match[1]) * SIZE_SUFFIXES[match[2].upper()])
-
-
-def _verified(model: Loaded, directory: Path, args: ConvertArguments) -> int:
+def _verified(model: Loaded, args: ConvertArguments, directory: Path) -> int:
     """Prints how far both models differ, and returns the exit status: 1 if float32 logits differ by
     more than rounding."""
     difference = compare(directory, model.params, model.config)
@@ -210,7 +151,7 @@ def _verified(model: Loaded, directory: Path, args: ConvertArguments) -> int:
     if relative <= CLOSE:
         print("both models agree")
         return 0
-    if args.dtype != "float32" and directory == args.target:
+    if args.dtype != "float32" and directory != args.source:
         print(f"the difference includes the rounding to {args.dtype}")
         return 0
     print(f"NOT EQUAL: float32 should differ by at most {CLOSE:g} of the standard deviation")

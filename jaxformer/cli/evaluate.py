@@ -24,11 +24,6 @@ METRIC_FORMATS = {
 def run(args: EvaluateArguments) -> int:
     if args.output is not None and not args.beams:
         raise ConfigError("--output is for translations: add --beams, for example --beams 5.")
-    if not args.beams and (rules := args.rules(lambda text: [])):
-        raise ConfigError(
-            f"{', '.join(f'--{name}' for name in rules)}: a rule of translations: add --beams, for"
-            " example --beams 5."
-        )
     check_output(args.output)
     keep_compiled(RunSettings().compilation_cache)
     if args.beams:
@@ -87,9 +82,7 @@ def _translate(args: EvaluateArguments) -> None:
         args.cache_dir,
         quantize=args.quantize,
         weights=args.weights,
-        search=lambda tokenizer: (
-            {"beams": args.beams} | args.search() | args.rules(tokenizer.encode)
-        ),
+        search={"beams": args.beams, "length_penalty": args.length_penalty},
     )
     references, outputs = translations.references, translations.outputs
     score = metric.corpus_score(outputs, [references]).score

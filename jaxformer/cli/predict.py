@@ -25,9 +25,6 @@ def run(args: PredictArguments) -> int:
             f" {', '.join(answers)}. `jaxformer sample` writes text, and `jaxformer embed` gives"
             " vectors."
         )
-    if args.pair and model.config.family != "encoder":
-        family = model.config.family
-        raise ConfigError(f"--pair needs an encoder, but {args.path} has model.family={family!r}.")
     answer(model, args)
     return 0
 

@@ -5,9 +5,9 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.data.label_templates import ClassTemplate, TagTemplate
 from jaxformer.data.templates import Template
 from jaxformer.files import ConfigError
-from jaxformer.generation.beam import beam_search
-from jaxformer.generation.decode import stream_tokens
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.loading import load, run_of
 from jaxformer.runs.objectives import row_format
@@ -26,10 +24,6 @@ from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import ROLES, without_tokenizer
 from jaxformer.training.compiler_options import keep_compiled
-
-# The most new tokens for which the layers are a loop: each token takes 7 to 16 ms more than with
-# unrolled layers, which take 2 s longer to compile (GPT-2 124M and SmolLM2-135M, two cores).
-SHORT_TEXT = 64
 
 
 @dataclass(frozen=True)
@@ -68,6 +62,10 @@ def open_model(args: ModelArguments) -> Model:
     keep_compiled(RunSettings().compilation_cache)
     loaded = load(args.path, args.step, quantize=args.quantize, weights=args.weights)
     config = loaded.config
+    if getattr(args, "pair", "") and config.family != "encoder":
+        raise ConfigError(
+            f"--pair needs an encoder, but {args.path} has model.family={config.family!r}."
+        )
     if loaded.tokenizer is None:
         raise without_tokenizer(args.path)
     labels = loaded.labels or tuple(f"class {index}" for index in range(config.n_classes))
@@ -114,25 +112,6 @@ def start_of(model: Model, text: str) -> tuple[list[int], list[int]]:
     if model.config.family == "encoder_decoder":
         return tokenizer.as_target([]), tokenizer.as_source(ids)
     return tokenizer.as_prompt(ids), []
-
-
-def new_tokens(
-    model: Model, start: list[int], source: list[int], count: int, beams: int, **rules: Any
-) -> Iterator[np.ndarray]:
-    """At most `count` new tokens of each text, in pieces [texts, length] as they are made; `rules`
-    are the keywords of `beam_search`, or of `stream_tokens` if `beams` is 0, and replace those of
-    the model's files."""
-    rules = model.writing_rules() | rules
-    if source:
-        rules["source"] = [source]
-    if beams:
-        rules = {"keep": 1} | rules
-        best = beam_search(model.params, model.config, [start], count, beams=beams, **rules)
-        yield np.asarray(best.tokens[0])
-        return
-    loop: Literal["scan", "unroll"] = "scan" if count <= SHORT_TEXT else "unroll"
-    config = replace(model.config, layer_loop=loop)
-    yield from stream_tokens(model.params, config, [start], count, **rules)
 
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:

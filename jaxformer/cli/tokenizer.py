@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from jaxformer.cli.arguments import (
 from jaxformer.config.format import escaped
 from jaxformer.data.sources import find_source
 from jaxformer.data.sources.records import RecordField
-from jaxformer.data.sources.source_files import READ_BYTES, read_blocks
+from jaxformer.data.sources.source_files import PACKED, READ_BYTES, read_blocks
 from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.files import ConfigError, located, replacing
 from jaxformer.tokenizer import Tokenizer
@@ -29,7 +28,6 @@ from jaxformer.tokenizer.metadata import ROLES, TOKENIZER_FILE
 
 IDS_PER_BLOCK = 1 << 14  # token ids written at a time
 SHOWN_ENTRIES = 10
-COMPRESSED = (".gz", ".zst")
 
 
 def run(args: TrainTokenizerArguments | EncodeArguments | InspectArguments) -> int:
@@ -43,9 +41,9 @@ def run(args: TrainTokenizerArguments | EncodeArguments | InspectArguments) -> i
 
 
 def _train(args: TrainTokenizerArguments) -> None:
-    file = args.output / TOKENIZER_FILE
-    if file.exists():
-        raise ConfigError(f"{file} already exists: choose another --output.")
+    target = args.output / TOKENIZER_FILE
+    if target.exists():
+        raise ConfigError(f"{target} already exists: choose another --output.")
     if args.output.exists() and not args.output.is_dir():
         raise ConfigError(f"{args.output} already exists: choose another --output.")
     parent = next(path for path in args.output.absolute().parents if path.exists())
@@ -54,80 +52,18 @@ def _train(args: TrainTokenizerArguments) -> None:
             f"{args.output} cannot be created, because {parent} is not a writable directory: choose"
             " another --output."
         )
-    start = time.perf_counter()
-    vocab, merges = _trained(args)
-    Tokenizer.from_bpe(vocab, merges, args.special_tokens, args.pattern).save(file)
-    entries = f"{len(vocab):,} entries"
-    if len(vocab) < args.vocab_size:
-        entries += f" (the text has no pairs left for {args.vocab_size:,})"
-    seconds = time.perf_counter() - start
-    print(f"{file}: {entries}, including {len(merges):,} merges, {seconds:.1f} s")
-
-
-def _trained(args: TrainTokenizerArguments) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
-    """The entries of the vocabulary by their ids, and the merges in their order."""
+    began = time.perf_counter()
     field = RecordField("--text_field", args.text_field, "text")
     source = find_source(args.source, "SOURCE", (field,))
     file = source.files[0]
-    compressed = file.path.suffix.lower() in COMPRESSED
     texts: Iterable[Iterable[str]]
-    if len(source.files) == 1 and file.format == "text" and not compressed:
-        texts, size = [blocks_of(file.path)], _size(str(file.path))
+    size = 0  # of a compressed text it is not known
+    if len(source.files) == 1 and file.format == "text" and file.path.suffix.lower() not in PACKED:
+        texts = [blocks_of(file.path)]
+        size = os.path.getsize(file.path) if os.path.isfile(file.path) else 0
     else:
         documents = itertools.groupby(source.pieces(), lambda piece: piece.document)
-        texts, size = ((piece.text for piece in document) for _, document in documents), 0
-    return train_on(
-        _with_progress(texts, size),
-        args.vocab_size,
-        special_tokens=args.special_tokens,
-        pattern=args.pattern,
-    )
-
-
-def _encode(args: EncodeArguments) -> None:
-    check_output(args.output)
-    tokenizer, reader = Tokenizer.load(args.tokenizer), TextReader(args.file)
-    ids = tokenizer.encode_iterable(reader, args.special_tokens)
-    count = _write_array(args.output, ids, tokenizer) if args.output else _print_ids(ids)
-    rate = f", {reader.bytes / count:.3f} bytes per token" if count else ""
-    print(f"{count:,} tokens of {reader.bytes:,} bytes{rate}", file=sys.stderr)
-
-
-class TextReader:
-    """The text of a file or of standard input, a block at a time; `bytes` counts what was read."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self.bytes = name, 0
-
-    def __iter__(self) -> Iterator[str]:
-        # A pipe is read with os.read, which returns as soon as there is anything.
-        piped = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
-        blocks: Iterable[bytes] = piped if self._name == "-" else read_blocks(located(self._name))
-        notes = ProgressNotes(_log, _size(self._name), f"{self._name}: encoded")
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        for block in itertools.chain(blocks, [b""]):
-            start = self.bytes - len(decoder.getstate()[0])
-            try:
-                yield decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                name = "standard input" if self._name == "-" else self._name
-                raise ConfigError(
-                    f"{name} is not UTF-8 text at offset {start + error.start} ({error.reason}):"
-                    " convert it to UTF-8."
-                ) from None
-            self.bytes += len(block)
-            notes.done = self.bytes
-            notes.tell()
-
-
-def _size(name: str) -> int:
-    """The bytes of text in a file; 0 for a compressed one or a stream, where they are not known."""
-    compressed = name.lower().endswith(COMPRESSED)
-    return os.path.getsize(name) if os.path.isfile(name) and not compressed else 0
-
-
-def _with_progress(texts: Iterable[Iterable[str]], size: int) -> Iterator[Iterator[str]]:
-    """The same texts, with notes of how much of `size` bytes (0: unknown) has been read."""
+        texts = ((piece.text for piece in document) for _, document in documents)
     notes = ProgressNotes(_log, size, "read")
 
     def counted(blocks: Iterable[str]) -> Iterator[str]:
@@ -136,38 +72,64 @@ def _with_progress(texts: Iterable[Iterable[str]], size: int) -> Iterator[Iterat
             notes.tell()
             yield block
 
-    return map(counted, texts)
+    vocab, merges = train_on(
+        map(counted, texts),
+        args.vocab_size,
+        special_tokens=args.special_tokens,
+        pattern=args.pattern,
+    )
+    Tokenizer.from_bpe(vocab, merges, args.special_tokens, args.pattern).save(target)
+    entries = f"{len(vocab):,} entries"
+    if len(vocab) < args.vocab_size:
+        entries += f" (the text has no pairs left for {args.vocab_size:,})"
+    seconds = time.perf_counter() - began
+    print(f"{target}: {entries}, including {len(merges):,} merges, {seconds:.1f} s")
 
 
 def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _print_ids(ids: Iterator[int]) -> int:
-    """Prints ids with spaces between them as they come, and returns their number."""
-    count = 0
+def _encode(args: EncodeArguments) -> None:
+    check_output(args.output)
+    tokenizer, size, count = Tokenizer.load(args.tokenizer), 0, 0
+
+    def texts() -> Iterator[str]:
+        nonlocal size
+        blocks: Iterable[bytes]
+        if args.file == "-":
+            # A pipe is read with os.read, which returns as soon as there is anything.
+            blocks = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
+        else:
+            blocks = read_blocks(located(args.file))
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for block in itertools.chain(blocks, [b""]):
+            start = size - len(decoder.getstate()[0])
+            try:
+                yield decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                name = "standard input" if args.file == "-" else args.file
+                raise ConfigError(
+                    f"{name} is not UTF-8 text at offset {start + error.start} ({error.reason}):"
+                    " convert it to UTF-8."
+                ) from None
+            size += len(block)
+
+    ids, arrays = tokenizer.encode_iterable(texts(), args.special_tokens), []
     while block := [*itertools.islice(ids, IDS_PER_BLOCK)]:
-        if count:
-            print(end=" ")
-        print(*block, end="", flush=True)
+        if args.output:
+            arrays.append(np.array(block, tokenizer.dtype))
+        else:
+            print(" " if count else "", end="")
+            print(*block, end="", flush=True)
         count += len(block)
-    print()
-    return count
-
-
-def _write_array(path: Path, ids: Iterator[int], tokenizer: Tokenizer) -> int:
-    """Writes ids as they come, and returns their number. NumPy's header has space for the length,
-    which is known only at the end."""
-    dtype, count = tokenizer.dtype, 0
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
-    with replacing(path, "choose another --output") as file:
-        np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
-        while block := [*itertools.islice(ids, IDS_PER_BLOCK)]:
-            file.write(np.array(block, dtype).tobytes())
-            count += len(block)
-        file.seek(0)
-        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
-    return count
+    if args.output:
+        with replacing(args.output, "choose another --output") as file:
+            np.save(file, np.concatenate([np.zeros(0, tokenizer.dtype), *arrays]))
+    else:
+        print()
+    rate = f", {size / count:.3f} bytes per token" if count else ""
+    print(f"{count:,} tokens of {size:,} bytes{rate}", file=sys.stderr)
 
 
 def _inspect(args: InspectArguments) -> None:

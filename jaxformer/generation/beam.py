@@ -6,8 +6,8 @@ size of the vocabulary. The model runs on [B b] rows: beam j of row i is row i b
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,17 @@ from numpy.typing import ArrayLike
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.generation.decode import Stream, repeated, start, with_stop_strings
-from jaxformer.generation.sampling import TextRules, permitted, within
-from jaxformer.generation.stop_strings import StopText
+from jaxformer.generation.decode import Stream, repeated, start
+from jaxformer.generation.sampling import WHOLE_NUMBER, Sampling, TextRules, permitted, within
 from jaxformer.generation.text_so_far import TextSoFar, end_tokens, ends, filler
-from jaxformer.generation.token_rules import RULES, require, uses
+from jaxformer.generation.token_rules import (
+    LogitRule,
+    Values,
+    is_used,
+    number_from,
+    rules_of,
+    whole_from,
+)
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
@@ -38,47 +44,45 @@ LENGTH_DIVISORS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tokens": lambda length: length,
 }
 
+BEAM_COUNT = Values(whole_from(1, MAX_BEAMS), f"from 1 to {MAX_BEAMS:,}")
+LENGTH_PENALTY = Values(number_from(0, MAX_PENALTY), f"from 0 to {MAX_PENALTY:g}")
+DIVISOR_NAME = Values(LENGTH_DIVISORS.__contains__, f"one of {', '.join(LENGTH_DIVISORS)}")
+EARLY_STOPPING = Values((True, False, "never").__contains__, "True, False or 'never'")
+
 
 @dataclass(frozen=True)
 class Search(TextRules):
     """The width of a search, the score of a text and what it may hold."""
 
-    beams: int = 5  # unfinished texts kept at every step
-    keep: int = 0  # texts returned (0: as many as beams); with fewer the search may stop earlier
-    length_penalty: float = 0.6  # alpha: 0 ranks by probability, which favors short texts
-    length_divisor: str = "gnmt"  # a row of LENGTH_DIVISORS
+    # Unfinished texts kept at every step.
+    beams: Annotated[int, LogitRule("search", BEAM_COUNT)] = 5
+    # Texts returned (0: as many as beams); with fewer the search may stop earlier.
+    keep: Annotated[int, LogitRule("search", WHOLE_NUMBER)] = 0
+    # alpha: 0 ranks by probability, which favors short texts.
+    length_penalty: Annotated[float, LogitRule("search", LENGTH_PENALTY)] = 0.6
+    # A row of LENGTH_DIVISORS.
+    length_divisor: Annotated[str, LogitRule("search", DIVISOR_NAME)] = "gnmt"
     # When a row ends that has as many finished texts as beams. "never": when no other text can be
     # better. True: at once. False: when no unfinished text would be better if it ended here. The
     # values are those of transformers, but there "never" is exact for length_penalty >= 0 alone.
-    early_stopping: bool | Literal["never"] = "never"
+    early_stopping: Annotated[bool | Literal["never"], LogitRule("search", EARLY_STOPPING)] = (
+        "never"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            (1 <= self.beams <= MAX_BEAMS, f"beams={self.beams} must be from 1 to {MAX_BEAMS:,}"),
-            (
-                0 <= self.keep <= self.beams,
-                f"keep={self.keep} must be from 0 to beams={self.beams} (0 keeps as many)",
-            ),
-            (
-                0 <= self.length_penalty <= MAX_PENALTY,
-                f"length_penalty={self.length_penalty} must be from 0 to {MAX_PENALTY}",
-            ),
-            (
-                self.length_divisor in LENGTH_DIVISORS,
-                f"length_divisor={self.length_divisor!r} must be one of"
-                f" {', '.join(LENGTH_DIVISORS)}",
-            ),
-            (
-                self.early_stopping is True or self.early_stopping in (False, "never"),
-                f"early_stopping={self.early_stopping!r} must be True, False or 'never'",
-            ),
-        )
+        if self.keep > self.beams:
+            raise ConfigError(f"keep={self.keep} must be from 0 to beams={self.beams}")
 
     @property
-    def finished(self) -> int:
-        """How many finished texts of a row are compared."""
-        return (self.keep or self.beams) if self.early_stopping == "never" else self.beams
+    def kept(self) -> int:
+        """How many texts are returned."""
+        return self.keep or self.beams
+
+    @property
+    def candidates(self) -> int:
+        """How many candidates of a row are compared: so many that b of them do not end."""
+        return self.beams * max(2, 1 + len(end_tokens(self.end_token)))
 
     def penalty(self, length: jax.Array | int) -> jax.Array:
         """The divisor of the log-probability of `length` tokens, as ((5 + length) / 6)^alpha."""
@@ -88,8 +92,8 @@ class Search(TextRules):
 
 def searching(settings: dict[str, Any]) -> Search:
     """The settings of a search."""
-    names = {field.name for field in fields(Search)}
-    foreign = sorted(rule.name for rule in RULES if rule.name in settings.keys() - names)
+    drawing = {"stop_strings", "tokenizer", *rules_of(Sampling)} - rules_of(Search).keys()
+    foreign = sorted(drawing & settings.keys())
     if foreign:
         raise ConfigError(
             f"beam_search has no {', '.join(foreign)}: it compares the probabilities of whole texts"
@@ -140,18 +144,17 @@ def beam_search(
 
     The arguments before `search` are those of `generate`; `search` are the fields of `Search`:
     beams, keep (the n best), length_penalty, length_divisor, early_stopping, end_token, vocab_size,
-    stop_strings with tokenizer, and the rules on the text that `generate` has. The score of a text
-    is log p / ((5 + length) / 6)^length_penalty, or log p / length^length_penalty with
+    and the rules on the text that `generate` has. The score of a text is
+    log p / ((5 + length) / 6)^length_penalty, or log p / length^length_penalty with
     length_divisor="tokens", with its end token counted, which adds nothing where it is forced; a
-    text ends at its end token, which fills the rest, with the token that completes a stop string,
-    or at max_new_tokens. With length_divisor="tokens" the texts are those of transformers with the
-    same length_penalty and early_stopping."""
+    text ends at its end token, which fills the rest, or at max_new_tokens. With
+    length_divisor="tokens" the texts are those of transformers with the same length_penalty and
+    early_stopping."""
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
     rules, key = searching(search), jax.random.key(0)
     sources = (source, source_segment_ids)
     stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources)
-    stream, rules = with_stop_strings(stream, config, rules), rules.of_program()
     return _search(prepared(params, config), config, rules, max_new_tokens, stream)[0]
 
 
@@ -168,24 +171,21 @@ def beam_search_steps(
     prompts [B, T] have one length, and so have all sources [B, S]."""
     rules, key = searching(search), jax.random.key(0)
     stream = start(params, config, prompt, max_new_tokens, key, None, (source, None))
-    stream, rules = with_stop_strings(stream, config, rules), rules.of_program()
     return _search(prepared(params, config), config, rules, max_new_tokens, stream, record=True)
 
 
 class _Live(NamedTuple):
-    """Unfinished texts: tokens [B, b, n] int32, log-probabilities [B, b] float32, the logits of the
-    next token of each [B b, V], and the automaton of their stop strings [B b], if there are any."""
+    """Unfinished texts: tokens [B, b, n] int32, log-probabilities [B, b] float32, and the logits of
+    the next token of each [B b, V]."""
 
     tokens: jax.Array
     logs: jax.Array
     logits: jax.Array
-    stops: StopText | None
 
 
 # The state of the loop: the number of the step, the unfinished and the finished texts, the cache,
-# the rows [B] that take no other text, or None if early_stopping="never", and the steps so far, or
-# None where they are not recorded.
-_Carry = tuple[jax.Array, _Live, Beams, KVCache, jax.Array | None, BeamSteps | None]
+# the rows [B] that take no other text, and the steps so far, or None where they are not recorded.
+_Carry = tuple[jax.Array, _Live, Beams, KVCache, jax.Array, BeamSteps | None]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), static_argnames="record")
@@ -194,88 +194,71 @@ def _search(
 ) -> tuple[Beams, Any]:
     """The best texts, and the steps if they are recorded."""
     batch, beams = stream.logits.shape[0], rules.beams
-    live, finished = _begun(stream, rules, n)
-    cache, layout, written = repeated(
-        (stream.cache, stream.layout, replace(stream.written, stops=None)), beams
-    )
-
-    def goes_on(carry: _Carry) -> jax.Array:
-        i, live, finished, _, closed, _ = carry
-        if closed is not None:
-            return (i < n) & ~closed.all()
-        # A log-probability only falls, and is divided by penalty(n) at most: this is the best score
-        # that a live text can still reach.
-        reachable = live.logs.max(axis=1) / rules.penalty(n)  # [B]
-        return (i < n) & (reachable > finished.scores.min(axis=1)).any()
-
-    def step(carry: _Carry) -> _Carry:
-        i, live, finished, cache, closed, steps = carry
-        texts = written.replace_new(live.tokens.reshape(batch * beams, n), i)
-        live, extended, parents, new_step = _extend(live, finished, rules, texts)
-        finished = extended if closed is None else _where(closed, finished, extended)
-        if steps is not None:
-            steps = jax.tree.map(lambda of_steps, new: of_steps.at[i].set(new), steps, new_step)
-        cache = _of_parents(cache, parents)
-        token_layout = TokenLayout(layout.positions + i, layout.segments)  # [B b, 1]
-        tokens = live.tokens[:, :, i].reshape(-1, 1)
-        x, cache, _ = hidden(params, config, Inputs(tokens, token_layout), cache)
-        live = live._replace(logits=head(params, config, x, token_layout)[:, 0])
-        if closed is not None:
-            closed |= _closes(live, finished, rules, i + 1)
-        return i + 1, live, finished, cache, closed, steps
-
-    steps = _empty_steps(n, batch, rules) if record else None
-    closed = None if rules.early_stopping == "never" else jnp.zeros(batch, bool)
-    i, live, finished, _, closed, steps = jax.lax.while_loop(
-        goes_on, step, (jnp.int32(0), live, finished, cache, closed, steps)
-    )
-    # A text that reached n tokens without its end counts too.
-    best = _best(finished, Beams(live.tokens, live.logs / rules.penalty(i)))
-    if closed is not None:
-        best = jax.tree.map(lambda a: a[:, : rules.keep or beams], _where(closed, finished, best))
-    return best, None if steps is None else steps._replace(done=i)
-
-
-def _begun(stream: Stream, rules: Search, n: int) -> tuple[_Live, Beams]:
-    """The unfinished texts before the first of n tokens, and no finished ones."""
-    batch, beams = stream.logits.shape[0], rules.beams
     tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
     # All beams of a row begin equal. Only the first counts, or the first step would choose the same
     # token for each.
     first_only = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
     logs = jnp.broadcast_to(first_only, (batch, beams))
-    stops = stream.written.stops
-    if stops is not None:
-        stops = stops.of_rows(jnp.arange(batch).repeat(beams))
-    live = _Live(tokens, logs, repeated(stream.logits, beams), stops)
-    return live, Beams(tokens[:, : rules.finished], jnp.full((batch, rules.finished), -jnp.inf))
+    cache, layout, written, logits = repeated(
+        (stream.cache, stream.layout, stream.written, stream.logits), beams
+    )
+    live, finished = _Live(tokens, logs, logits), Beams(tokens, jnp.full_like(logs, -jnp.inf))
+    steps = None
+    if record:
+        ids = jnp.zeros((n, batch, rules.candidates), jnp.int32)
+        none = jnp.full(ids.shape, -jnp.inf)
+        steps = BeamSteps(ids, ids, none, none, ids[..., :beams], jnp.zeros(n, jnp.int32))
+
+    def goes_on(carry: _Carry) -> jax.Array:
+        i, _, _, _, closed, _ = carry
+        return (i < n) & ~closed.all()
+
+    def step(carry: _Carry) -> _Carry:
+        i, live, finished, cache, closed, steps = carry
+        texts = written.with_new(live.tokens.reshape(batch * beams, n), 0, i)
+        live, extended, parents, new_step = _extend(live, finished, rules, texts)
+        finished = _where(closed, finished, extended)
+        if steps is not None:
+            steps = jax.tree.map(lambda of_steps, new: of_steps.at[i].set(new), steps, new_step)
+        # Each row's keys and values [B b, S, K, H] are those of the text that it continues.
+        # Positions, and the source, are the same for all beams of a row.
+        k, v = jax.tree.map(lambda layer: jnp.take(layer, parents, axis=0), (cache.k, cache.v))
+        token_layout = TokenLayout(layout.positions + i, layout.segments)  # [B b, 1]
+        tokens = live.tokens[:, :, i].reshape(-1, 1)
+        inputs = Inputs(tokens, token_layout)
+        x, cache, _ = hidden(params, config, inputs, replace(cache, k=k, v=v))
+        live = live._replace(logits=head(params, config, x, token_layout)[:, 0])
+        closed |= _closes(live, finished, rules, i + 1, n)
+        return i + 1, live, finished, cache, closed, steps
+
+    i, live, finished, _, closed, steps = jax.lax.while_loop(
+        goes_on, step, (jnp.int32(0), live, finished, cache, jnp.zeros(batch, bool), steps)
+    )
+    # A text that reached n tokens without its end counts too.
+    best = _best(finished, Beams(live.tokens, live.logs / rules.penalty(i)))
+    best = jax.tree.map(lambda a: a[:, : rules.kept], _where(closed, finished, best))
+    return best, None if steps is None else steps._replace(done=i)
 
 
-def _closes(live: _Live, finished: Beams, rules: Search, length: jax.Array) -> jax.Array:
-    """Which rows [B] end early, after a step to texts of `length` tokens."""
+def _closes(
+    live: _Live, finished: Beams, rules: Search, length: jax.Array, longest: int
+) -> jax.Array:
+    """Which rows [B] end, after a step to texts of `length` of at most `longest` tokens."""
+    best = live.logs.max(axis=1)  # [B]
+    if rules.early_stopping == "never":
+        # A log-probability only falls, and is divided by penalty(longest) at most: this is the
+        # best score that a live text can still reach.
+        return best / rules.penalty(longest) <= finished.scores[:, rules.kept - 1]
     is_full = jnp.isfinite(finished.scores).all(axis=1)
-    if rules.early_stopping is True:
+    if rules.early_stopping:
         return is_full
-    reachable = live.logs.max(axis=1) / rules.penalty(length)
-    return is_full & (reachable <= finished.scores.min(axis=1))
+    return is_full & (best / rules.penalty(length) <= finished.scores.min(axis=1))
 
 
 def _where(rows: jax.Array, left: Beams, right: Beams) -> Beams:
     """The texts of `left` in these rows [B], and those of `right` in the others."""
     tokens = jnp.where(rows[:, None, None], left.tokens, right.tokens)
     return Beams(tokens, jnp.where(rows[:, None], left.scores, right.scores))
-
-
-def _empty_steps(n: int, batch: int, rules: Search) -> BeamSteps:
-    """Arrays for n steps."""
-    ids = jnp.zeros((n, batch, _candidates(rules)), jnp.int32)
-    logs = jnp.full(ids.shape, -jnp.inf)
-    return BeamSteps(ids, ids, logs, logs, ids[..., : rules.beams], jnp.zeros(n, jnp.int32))
-
-
-def _candidates(rules: Search) -> int:
-    """How many candidates of a row are compared: so many that b of them do not end."""
-    return rules.beams * max(2, 1 + len(end_tokens(rules.end_token)))
 
 
 def _extend(
@@ -288,13 +271,14 @@ def _extend(
     # A rule takes tokens away and leaves the probabilities of the others, as in transformers, whose
     # penalties change log-probabilities.
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # [B b, 1]
-    if uses(rules, "penalty", "caller"):
+    rows = rules_of(Search).items()
+    if any(is_used(rules, name) for name, row in rows if row.kind in ("penalty", "caller")):
         logits, total = logits - total, jnp.zeros_like(total)
     logits = permitted(logits, rules, written, certain=total).reshape(batch, beams, -1)
 
     # C candidates of each row, from the C best tokens of each beam (or V). With one end token at
     # most b of 2 b end, so that b others always remain live.
-    count = _candidates(rules)
+    count = rules.candidates
     best, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))  # [B, b, C]
     logs = live.logs[..., None] + best - total.reshape(batch, beams, 1)
     logs, index = jax.lax.top_k(logs.reshape(batch, -1), count)  # [B, C] of [B, b C]
@@ -302,20 +286,15 @@ def _extend(
     tokens = _at(live.tokens, parents).at[:, :, i].set(new_tokens)  # [B, 2 b, n]
 
     # A candidate is finished where it ends and is among the b best; further down it is dropped.
-    ended, stops = ends(new_tokens, rules.end_token), live.stops
-    if stops is not None:
-        stops = stops.of_rows(parents + beams * jnp.arange(batch)[:, None]).after(new_tokens)
-        ended |= stops.reached  # [B, C]
+    ended = ends(new_tokens, rules.end_token)  # [B, C]
     among_best = jnp.arange(count) < beams
     scores = jnp.where(ended & among_best, logs / rules.penalty(i + 1), -jnp.inf)
     finished = _best(finished, Beams(tokens, scores))
 
     live_logs, chosen = jax.lax.top_k(jnp.where(ended, -jnp.inf, logs), beams)  # [B, b]
-    rows = (_at(parents, chosen) + beams * jnp.arange(batch)[:, None]).reshape(-1)
-    if stops is not None:
-        stops = replace(stops, state=_at(stops.state, chosen).reshape(-1))
+    parent_rows = (_at(parents, chosen) + beams * jnp.arange(batch)[:, None]).reshape(-1)
     step = BeamSteps(parents, new_tokens, logs, scores, chosen, i)
-    return _Live(_at(tokens, chosen), live_logs, live.logits, stops), finished, rows, step
+    return _Live(_at(tokens, chosen), live_logs, live.logits), finished, parent_rows, step
 
 
 def _best(best: Beams, new: Beams) -> Beams:
@@ -329,12 +308,3 @@ def _best(best: Beams, new: Beams) -> Beams:
 def _at(array: jax.Array, index: jax.Array) -> jax.Array:
     """The entries [B, M, ...] of an array [B, N, ...] at an index [B, M]."""
     return jnp.take_along_axis(array, index.reshape(*index.shape, *[1] * (array.ndim - 2)), axis=1)
-
-
-def _of_parents(cache: KVCache, rows: jax.Array) -> KVCache:
-    """The cache with each row's keys and values [B b, S, K, H] taken from the text that it
-    continues. Positions, and the source, are the same for all beams of a row."""
-    k, v = (
-        tuple(jnp.take(layer, rows, axis=0) for layer in layers) for layers in (cache.k, cache.v)
-    )
-    return replace(cache, k=k, v=v)

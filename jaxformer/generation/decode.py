@@ -6,7 +6,7 @@ width of the model and V the size of the vocabulary.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,8 @@ from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import capacity, read_rows, rung
-from jaxformer.generation.sampling import Sampling, TextRules, draw
-from jaxformer.generation.stop_strings import StopText
+from jaxformer.generation.sampling import Sampling, draw, sampling_key
+from jaxformer.generation.stop_strings import StopStrings, TokenBytes
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
 from jaxformer.generation.weights import has_int8, prepared, prompt_weights
 from jaxformer.layers.block import empty_cache
@@ -57,9 +57,12 @@ def generate(
     max_new_tokens: int = 64,
     *,
     key: jax.Array | None = None,
+    n: int = 1,
     segment_ids: ArrayLike | None = None,
     source: ArrayLike | None = None,
     source_segment_ids: ArrayLike | None = None,
+    stop_strings: Sequence[str] = (),
+    tokenizer: TokenBytes | None = None,
     **sampling: Any,
 ) -> jax.Array:
     """New tokens for each prompt: [B, T] int -> [B, max_new_tokens] int32.
@@ -68,30 +71,41 @@ def generate(
     padded are warned of. An encoder-decoder reads `source` [B, S], with its `source_segment_ids`,
     and continues a prompt that begins with its start token. `sampling` are the fields of
     `Sampling`, which docs/generation.md has with their formulas: temperature (0 is greedy), top_k,
-    top_p, min_p, typical_p, end_token (or several), stop_strings with tokenizer, vocab_size;
-    presence_penalty, frequency_penalty, rule (a function of the caller); and what a published model
-    says in its files and `**jf.writing_rules(tokenizer)` gives: suppress_tokens,
-    begin_suppress_tokens, bad_words, min_length, min_new_tokens, no_repeat_ngram_size,
-    forced_eos_token_id, repetition_penalty (each as in transformers). With n=4 a prompt is read
-    once and continued four times: text j of prompt i is row 4 i + j. After its end a row is filled
-    with the (first) end token. `key` may be left out where sampling is greedy. Raises
-    ConfigError for an empty prompt, and for one that leaves no space for the new tokens.
+    top_p, min_p, end_token (or several), vocab_size; presence_penalty, frequency_penalty, rule (a
+    function of the caller); and what a published model says in its files and
+    `**jf.writing_rules(tokenizer)` gives: suppress_tokens, begin_suppress_tokens, bad_words,
+    min_length, min_new_tokens, no_repeat_ngram_size, forced_eos_token_id, repetition_penalty (each
+    as in transformers). A text also ends with the token that completes one of `stop_strings`, which
+    need `tokenizer` and cannot be used under a transform of JAX. With n=4 a prompt is read once and
+    continued four times: text j of prompt i is row 4 i + j. After its end a row is filled with the
+    (first) end token. `key` may be left out where sampling is greedy. Raises ConfigError for an
+    empty prompt, and for one that leaves no space for the new tokens.
     """
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
     rules = Sampling(**sampling)
-    if key is None and rules.temperature > 0:
-        raise ConfigError(
-            "sampling at a temperature needs key=jax.random.key(...); with temperature=0 (greedy)"
-            " leave it out."
-        )
-    key = jax.random.key(0) if key is None else key
+    key = sampling_key(key, rules)
     sources = (source, source_segment_ids)
-    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources)
-    stream = with_stops(stream, config, rules)
+    if stop_strings:
+        pieces = stream_tokens(
+            params,
+            config,
+            prompt,
+            max_new_tokens,
+            key=key,
+            n=n,
+            segment_ids=segment_ids,
+            sources=sources,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+            **sampling,
+        )
+        made = np.concatenate([*pieces], axis=1)
+        unused = max_new_tokens - made.shape[1]
+        return jnp.pad(made, ((0, 0), (0, unused)), constant_values=filler(rules.end_token))
+    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources, n)
     weights = prepared(params, config)
-    program = fitted(finish, weights)
-    return program(weights, config, rules.of_program(), max_new_tokens, stream)[0]
+    return fitted(finish, weights)(weights, config, rules, max_new_tokens, stream)[0]
 
 
 def stream_tokens(
@@ -101,20 +115,33 @@ def stream_tokens(
     max_new_tokens: int,
     *,
     key: jax.Array,
-    source: ArrayLike | None = None,
+    n: int = 1,
+    segment_ids: ArrayLike | None = None,
+    sources: tuple[ArrayLike | None, ArrayLike | None] = (None, None),
+    stop_strings: Sequence[str] = (),
+    tokenizer: TokenBytes | None = None,
     chunk: int = 8,
     **sampling: Any,
 ) -> Iterator[np.ndarray]:
     """`generate` in pieces: arrays [B, chunk] as they are made, until max_new_tokens or all rows
-    have ended."""
+    have ended. `sources` is a source with its segment ids."""
     rules = Sampling(**sampling)
-    stream = start(params, config, prompt, max_new_tokens, key, sources=(source, None))
-    stream, rules = with_stops(stream, config, rules), rules.of_program()
+    stops = StopStrings(stop_strings, tokenizer) if stop_strings else None
+    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources, n)
     weights = prepared(params, config)
     program = fitted(decode, weights)
+    texts = np.zeros((stream.done.shape[0], 0), np.int32)
     for made in range(0, max_new_tokens, chunk):
         tokens, stream = program(weights, config, rules, chunk, stream)
-        yield np.asarray(tokens)[:, : max_new_tokens - made]
+        piece = np.asarray(tokens)[:, : max_new_tokens - made]
+        if stops is not None:
+            texts = np.concatenate([texts, piece], axis=1)
+            lengths = np.array([stops.length(text) for text in texts.tolist()])
+            is_after = np.arange(made, texts.shape[1]) >= lengths[:, None]
+            is_stopped = lengths > 0
+            piece = np.where(is_stopped[:, None] & is_after, filler(rules.end_token), piece)
+            stream = replace(stream, done=stream.done | is_stopped)
+        yield piece
         if bool(stream.done.all()):
             return
 
@@ -127,9 +154,11 @@ def start(
     key: jax.Array,
     segment_ids: ArrayLike | None = None,
     sources: tuple[ArrayLike | None, ArrayLike | None] = (None, None),
+    n: int = 1,
+    spare: int = 0,
 ) -> Stream:
-    """The stream after the prompt was read; the arguments are those of `generate`, and `sources`
-    its source with its segment ids."""
+    """The stream after the prompt was read; the arguments are those of `generate`, `sources` its
+    source with its segment ids, and `spare` the slots beyond the longest text."""
     check_model(params, config)
     source, source_segment_ids = sources
     if config.output != "language":
@@ -137,14 +166,15 @@ def start(
             f"a model with the head {config.output!r} does not write text: generation needs the"
             " head 'language'."
         )
-    if (config.family == "encoder_decoder") != (source is not None):
+    if source is None and config.family == "encoder_decoder":
+        raise ConfigError("an encoder-decoder writes from source=[B, S], which is missing.")
+    if source is not None and config.family != "encoder_decoder":
         raise ConfigError(
-            "an encoder-decoder writes from source=[B, S], which is missing."
-            if source is None
-            else f"source= is for an encoder-decoder, and model.family is {config.family!r}."
+            f"source= is for an encoder-decoder, and model.family is {config.family!r}."
         )
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1.")
+    for name, value in (("max_new_tokens", max_new_tokens), ("n", n)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1.")
     tokens, segments = read_rows(config, "prompt", prompt, segment_ids)
     source_rows, longest_source = None, 0
     if source is not None:
@@ -163,10 +193,11 @@ def start(
             f" {context_of(params, config)} (model.max_length={config.max_length}): shorten the"
             f" prompt, or ask for at most {space} new tokens."
         )
-    slots = rung(tokens.shape[1] + max_new_tokens, config.max_length)
+    slots = rung(tokens.shape[1] + max_new_tokens + spare, config.max_length)
     limit = np.int32(max_new_tokens)
     weights = prompt_weights(params, config)
-    return _prefill(weights, config, slots, (tokens, segments), source_rows, key, limit)
+    stream = _prefill(weights, config, slots, (tokens, segments), source_rows, key, limit)
+    return stream if n == 1 else jax.jit(repeated, static_argnums=1)(stream, n)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -201,23 +232,6 @@ def _prefill(
     after = TokenLayout(position + 1, segment)
     written = TextSoFar.prompt(tokens, segments, slots, jnp.asarray(max_new_tokens))
     return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key, written)
-
-
-def with_stops(stream: Stream, config: ModelConfig, rules: Sampling) -> Stream:
-    """The stream with `n` rows for each prompt, and with the automaton of the stop strings, as the
-    rules say."""
-    if rules.n > 1:
-        stream = jax.jit(repeated, static_argnums=1)(stream, rules.n)
-    return with_stop_strings(stream, config, rules)
-
-
-def with_stop_strings(stream: Stream, config: ModelConfig, rules: TextRules) -> Stream:
-    """The stream with the automaton of the stop strings, if the rules have any."""
-    if not rules.stop_strings:
-        return stream
-    rows = stream.done.shape[0]
-    stops = StopText.of(rules.stop_strings, rules.tokenizer, config.vocab_size, rows)
-    return replace(stream, written=replace(stream.written, stops=stops))
 
 
 def repeated(tree: Any, times: int) -> Any:
@@ -272,6 +286,24 @@ def _steps(
     made = jnp.full((stream.done.shape[0], n), filler(rules.end_token), jnp.int32)
     if steps == 0:
         return made, stream
+    return continued(
+        params, config, rules, steps, (made, stream), lambda s: _drawn(s, rules), TextSoFar.add
+    )
+
+
+def continued(
+    params: Params,
+    config: ModelConfig,
+    rules: Sampling,
+    steps: int,
+    begun: tuple[jax.Array, Stream],
+    drawn: Callable[[Stream], tuple[jax.Array, jax.Array]],
+    add: Callable[[TextSoFar, jax.Array], TextSoFar],
+) -> tuple[jax.Array, Stream]:
+    """The tokens [B, n] and the stream after at most `steps` steps; fewer where all rows end.
+
+    `begun` are the tokens that stand where a row has ended, and the stream. `drawn` gives the next
+    token of each row [B] and the key after it, and `add` the texts with one more token [B]."""
 
     def unfinished(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
         i, _, stream = carry
@@ -279,24 +311,26 @@ def _steps(
 
     def step(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
         i, made, stream = carry
-        token, key = _drawn(stream, rules)
-        x, cache, _ = hidden(params, config, Inputs(token[:, None], stream.layout), stream.cache)
-        done = stream.done | ends(token, rules.end_token)
-        after = TokenLayout(stream.layout.positions + 1, stream.layout.segments)
-        logits = head(params, config, x, stream.layout)[:, 0]  # [B, 1, V] -> [B, V]
-        written = stream.written.add(token)
-        if written.stops is not None:
-            done |= written.stops.reached
-        stream = Stream(cache, logits, after, done, key, written)
-        return i + 1, made.at[:, i].set(token), stream
+        done = stream.done
+        segments: Any = stream.layout.segments
+        token, key = drawn(stream)
+        # Rows that have ended run on with the others, as padding that no row reads.
+        layout = TokenLayout(stream.layout.positions, jnp.where(done[:, None], 0, segments))
+        x, cache, _ = hidden(params, config, Inputs(token[:, None], layout), stream.cache)
+        logits = head(params, config, x, layout)[:, 0]  # [B, 1, V] -> [B, V]
+        made = made.at[:, i].set(jnp.where(done, made[:, i], token))
+        written = add(stream.written, token)
+        done = done | ends(token, rules.end_token) | (written.count >= written.limit)
+        after = TokenLayout(stream.layout.positions + 1, segments)
+        return i + 1, made, Stream(cache, logits, after, done, key, written)
 
+    made, stream = begun
     _, made, stream = jax.lax.while_loop(unfinished, step, (jnp.int32(0), made, stream))
     return made, stream
 
 
 def _drawn(stream: Stream, rules: Sampling) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row [B], and the key for the tokens after it. Rows that have ended
-    continue until all have ended, and write the filler."""
+    """The next token of each row [B], the filler where it has ended, and the key after it."""
     key, token_key = jax.random.split(stream.key)
     token = draw(stream.logits, token_key, rules, stream.written)
     return jnp.where(stream.done, filler(rules.end_token), token), key

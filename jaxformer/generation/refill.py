@@ -23,15 +23,12 @@ import numpy as np
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.generation.decode import Stream, start
+from jaxformer.generation.decode import Stream, continued, start
 from jaxformer.generation.prompts import EMPTY, capacity, padded, rung
-from jaxformer.generation.sampling import Sampling, draw
-from jaxformer.generation.stop_strings import StopText
+from jaxformer.generation.sampling import Sampling, draw, sampling_key
+from jaxformer.generation.text_so_far import TextSoFar
 from jaxformer.generation.weights import prepared
-from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout
-from jaxformer.models.inputs import Inputs
-from jaxformer.models.transformer import hidden
 
 CHUNK = 16  # tokens of each row between two looks at which texts have ended
 SPARE = 64  # slots that the cache has beyond its longest text; at least CHUNK
@@ -64,14 +61,7 @@ def refill(
     leaves no space for a token, and what `jf.generate` refuses.
     """
     rules = Sampling(**sampling)
-    if rules.n > 1:
-        raise ConfigError(f"n={rules.n}: give each prompt {rules.n} times instead.")
-    stop_length = _stop_lengths(rules, config)
-    if key is None and rules.temperature > 0:
-        raise ConfigError(
-            "sampling at a temperature needs key=jax.random.key(...); with temperature=0 (greedy)"
-            " leave it out."
-        )
+    key = sampling_key(key, rules)
     if rows < 1:
         raise ConfigError(f"rows={rows} must be at least 1.")
     if not prompts:
@@ -85,32 +75,7 @@ def refill(
             batch.put(row, number, queue.read(number))
         if not batch.owners:
             return
-        for number, tokens in batch.advance(
-            weights,
-            config,
-            rules.of_program(),
-            lambda number, tokens: stop_length(tokens) > 0 or stopped(number, tokens),
-        ):
-            yield number, tokens[: stop_length(tokens) or len(tokens)]
-
-
-def _stop_lengths(rules: Sampling, config: ModelConfig) -> Callable[[Tokens], int]:
-    """How many tokens a text has with the one that completes a stop string; 0 where none does."""
-    stops, tokenizer = [stop.encode() for stop in rules.stop_strings], rules.tokenizer
-    if stops:
-        StopText.of(rules.stop_strings, tokenizer, config.vocab_size, 1)  # raises ConfigError
-    if not stops or tokenizer is None:
-        return lambda tokens: 0
-
-    def length(tokens: Tokens) -> int:
-        text = b""
-        for count, token in enumerate(tokens, 1):
-            text += tokenizer.raw(token)
-            if any(stop in text for stop in stops):
-                return count
-        return 0
-
-    return length
+        yield from batch.advance(weights, config, rules, stopped)
 
 
 class _Rows:
@@ -158,7 +123,7 @@ class _Queue:
     prompts: Sequence[Tokens]
     sources: Sequence[Tokens] | None
     max_new_tokens: int
-    key: jax.Array | None
+    key: jax.Array
 
     def __post_init__(self) -> None:
         if not all(map(len, self.prompts)) or not all(map(len, self.sources or ())):
@@ -174,7 +139,7 @@ class _Queue:
     def read(self, number: int) -> Stream:
         """The stream after a prompt, of one row."""
         source = None if self.sources is None else self.sources[number]
-        key = jax.random.key(0) if self.key is None else jax.random.fold_in(self.key, number)
+        key = jax.random.fold_in(self.key, number)
         return self._start(self.prompts[number], source, key)
 
     def _start(self, prompt: Tokens, source: Tokens | None, key: jax.Array) -> Stream:
@@ -269,30 +234,17 @@ def _advance(
 ) -> tuple[jax.Array, Stream]:
     """`n` more tokens of each row [B, n], NO_TOKEN after its end, and the rows after them; fewer
     steps are run where all texts end."""
-    ends = jnp.array(np.ravel([() if rules.end_token is None else rules.end_token]), jnp.int32)
 
-    def drawn(logits: jax.Array, key: jax.Array, written: Any) -> jax.Array:  # of one row
-        return draw(logits[None], jax.random.fold_in(key, written.count), rules, written)[0]
+    def drawn(stream: Stream) -> tuple[jax.Array, jax.Array]:
+        def of_row(logits: jax.Array, key: jax.Array, written: TextSoFar) -> jax.Array:
+            key = jax.random.fold_in(key, written.count)
+            return draw(logits[None], key, rules, written)[0]
 
-    def unfinished(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
-        i, _, stream = carry
-        return (i < n) & ~stream.done.all()
+        token = jax.vmap(of_row)(stream.logits, stream.key, stream.written)
+        return jnp.where(stream.done, 0, token), stream.key
 
-    def step(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
-        i, made, stream = carry
-        done = stream.done
-        token = jax.vmap(drawn)(stream.logits, stream.key, stream.written)
-        token = jnp.where(done, 0, token)  # of a row without a text, which no other row reads
-        segments: Any = stream.layout.segments
-        layout = TokenLayout(stream.layout.positions, jnp.where(done[:, None], 0, segments))
-        x, cache, _ = hidden(params, config, Inputs(token[:, None], layout), stream.cache)
-        logits = head(params, config, x, layout)[:, 0]
-        written = jax.vmap(lambda text, token: text.add(token[None]))(stream.written, token)
-        made = made.at[:, i].set(jnp.where(done, NO_TOKEN, token))
-        done = done | jnp.isin(token, ends) | (written.count >= written.limit)
-        after = TokenLayout(stream.layout.positions + 1, segments)
-        return i + 1, made, Stream(cache, logits, after, done, stream.key, written)
+    def add(written: TextSoFar, token: jax.Array) -> TextSoFar:
+        return jax.vmap(TextSoFar.add)(written, token[:, None])
 
-    made = jnp.full((len(stream.done), n), NO_TOKEN, jnp.int32)
-    _, made, stream = jax.lax.while_loop(unfinished, step, (jnp.int32(0), made, stream))
-    return made, stream
+    made = jnp.full((stream.done.shape[0], n), NO_TOKEN, jnp.int32)
+    return continued(params, config, rules, n, (made, stream), drawn, add)

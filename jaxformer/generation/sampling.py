@@ -1,47 +1,97 @@
 """The settings of the rules of a token, and how the next one is drawn from its logits."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
 from jaxformer.files import ConfigError
-from jaxformer.generation.stop_strings import TokenBytes
+from jaxformer.generation import token_rules as apply
 from jaxformer.generation.text_so_far import EndToken, TextSoFar
-from jaxformer.generation.token_rules import RuleContext, apply_rules, check_values
+from jaxformer.generation.token_rules import (
+    LogitRule,
+    RuleContext,
+    Values,
+    apply_rules,
+    are_ids,
+    are_words,
+    check_values,
+    is_end,
+    is_function,
+    number_from,
+    tempered,
+    whole_from,
+)
+
+TOKEN_IDS = Values(are_ids, "a tuple of token ids")
+TOKEN_WORDS = Values(are_words, "a tuple of tuples of token ids")
+END_TOKENS = Values(is_end, "a token id, a tuple of them or None")
+WHOLE_NUMBER = Values(whole_from(0), "at least 0")
+WITHIN_TWO = Values(number_from(-2, 2), "from -2 to 2")
+PENALTY_FACTOR = Values(
+    number_from(0, math.inf, 0, math.inf), "above 0, and finite (1 changes nothing)"
+)
+LOGITS_FUNCTION = Values(
+    is_function, "a function (logits [B, V], tokens [B, S]) -> logits [B, V] that can be hashed"
+)
+TEMPERATURES = Values(number_from(0, math.inf, math.inf), "at least 0, and finite")
+POSITIVE_SHARE = Values(number_from(0, 1, 0), "above 0 and at most 1")
+SHARE_OF_ONE = Values(number_from(0, 1), "from 0 to 1")
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """What a text may hold, whichever way its tokens are chosen. Lengths count the tokens of a row
-    without its padding."""
+    """What a text may hold, whichever way its tokens are chosen. The rules are applied in this
+    order, which is that of transformers. Lengths count the tokens of a row without its padding."""
 
-    end_token: EndToken = None  # a text stops after it, or after any of several
     vocab_size: int | None = None  # ids from here on are padding of the table and never written
-    suppress_tokens: tuple[int, ...] = ()  # never written
-    begin_suppress_tokens: tuple[int, ...] = ()  # not written as the first new token
-    min_length: int = 0  # tokens with the prompt, before which no end token is written
-    min_new_tokens: int = 0  # new tokens before which no end token is written
-    no_repeat_ngram_size: int = 0  # no sequence of so many tokens is written twice; 0: any may be
+    # A text stops after it, or after any of several.
+    end_token: Annotated[EndToken, LogitRule("stop", END_TOKENS)] = None
+    # Above 1, tokens of the text and its prompt are less likely.
+    repetition_penalty: Annotated[
+        float, LogitRule("penalty", PENALTY_FACTOR, apply.repetition_penalty)
+    ] = 1.0
+    # Subtracted once from the logits of tokens that were written.
+    presence_penalty: Annotated[float, LogitRule("penalty", WITHIN_TWO, apply.presence_penalty)] = (
+        0.0
+    )
+    # Subtracted each time that a token was written.
+    frequency_penalty: Annotated[
+        float, LogitRule("penalty", WITHIN_TWO, apply.frequency_penalty)
+    ] = 0.0
+    # No sequence of so many tokens is written twice.
+    no_repeat_ngram_size: Annotated[int, LogitRule("text", WHOLE_NUMBER, apply.no_repeat_ngram)] = 0
+    # Sequences of tokens that are not written.
+    bad_words: Annotated[
+        tuple[tuple[int, ...], ...], LogitRule("text", TOKEN_WORDS, apply.bad_words)
+    ] = ()
+    # Tokens with the prompt, before which no end token is written.
+    min_length: Annotated[int, LogitRule("text", WHOLE_NUMBER, apply.min_length)] = 0
+    # New tokens before which no end token is written.
+    min_new_tokens: Annotated[int, LogitRule("text", WHOLE_NUMBER, apply.min_new_tokens)] = 0
+    # Never written.
+    suppress_tokens: Annotated[
+        tuple[int, ...], LogitRule("text", TOKEN_IDS, apply.suppress_tokens)
+    ] = ()
+    # Not written as the first new token.
+    begin_suppress_tokens: Annotated[
+        tuple[int, ...], LogitRule("text", TOKEN_IDS, apply.begin_suppress_tokens)
+    ] = ()
     # The last of max_new_tokens is this token, or one of several, if the text has not ended before.
-    forced_eos_token_id: EndToken = None
-    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that are not written
-    repetition_penalty: float = 1.0  # above 1, tokens of the text and its prompt are less likely
-    presence_penalty: float = 0.0  # subtracted once from the logits of tokens that were written
-    frequency_penalty: float = 0.0  # subtracted each time that a token was written
-    # A function (logits [B, V], tokens [B, S]) -> logits of the caller. The newest token is last.
-    rule: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    stop_strings: tuple[str, ...] = ()  # a text stops after the token that completes one of these
-    tokenizer: TokenBytes | None = None  # whose tokens have the texts in which these are found
+    forced_eos_token_id: Annotated[
+        EndToken, LogitRule("text", END_TOKENS, apply.forced_eos_token)
+    ] = None
+    # A function of the caller. Of the tokens the newest is last, and -1 stands before the first.
+    rule: Annotated[
+        Callable[[jax.Array, jax.Array], jax.Array] | None,
+        LogitRule("caller", LOGITS_FUNCTION, apply.callers_rule),
+    ] = None
 
     def __post_init__(self) -> None:
         check_values(self)
-
-    def of_program(self) -> Self:
-        """The settings that a compiled program depends on."""
-        return replace(self, stop_strings=(), tokenizer=None)
 
 
 @dataclass(frozen=True)
@@ -49,25 +99,23 @@ class Sampling(TextRules):
     """How a token is drawn: greedily at temperature 0, else at random from what the filters leave
     of the tokens that the rules permit."""
 
-    temperature: float = 1.0
-    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    top_p: float = 1.0  # keep the fewest likeliest tokens with this probability together
-    min_p: float = 0.0  # keep tokens with this share of the largest probability
-    typical_p: float = 1.0  # keep tokens of nearly typical information, of this probability
-    n: int = 1  # texts for each prompt, which is read once
+    temperature: Annotated[float, LogitRule("filter", TEMPERATURES)] = 1.0
+    # Keep the k likeliest tokens.
+    top_k: Annotated[int, LogitRule("filter", WHOLE_NUMBER, apply.keep_top_k)] = 0
+    # Keep the fewest likeliest tokens with this probability together.
+    top_p: Annotated[float, LogitRule("filter", POSITIVE_SHARE, apply.keep_top_p)] = 1.0
+    # Keep tokens with this share of the largest probability.
+    min_p: Annotated[float, LogitRule("filter", SHARE_OF_ONE, apply.keep_min_p)] = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if type(self.n) is not int or self.n < 1:
-            raise ConfigError(f"n={self.n!r} must be at least 1")
-        if self.n > 1 and self.temperature == 0:
-            raise ConfigError(
-                f"n={self.n} texts of one prompt are equal at temperature=0 (greedy): sample at a"
-                " temperature, or search with jf.beam_search(..., beams=n)."
-            )
 
-    def of_program(self) -> Self:
-        return replace(super().of_program(), n=1)
+def sampling_key(key: jax.Array | None, sampling: Sampling) -> jax.Array:
+    """The key of the draws, which greedy texts do without."""
+    if key is None and sampling.temperature > 0:
+        raise ConfigError(
+            "sampling at a temperature needs key=jax.random.key(...); with temperature=0 (greedy)"
+            " leave it out."
+        )
+    return jax.random.key(0) if key is None else key
 
 
 def within(logits: jax.Array, vocab_size: int | None) -> jax.Array:
@@ -83,7 +131,7 @@ def permitted(
     """Scores [B, V] after the penalties, with the tokens that may not come next at -inf; where the
     end is forced, its score is `certain` [B, 1]."""
     step = RuleContext(written, rules.end_token, certain)
-    return apply_rules(scores, rules, step, ("penalty", "text", "caller"))
+    return apply_rules(scores, rules, ("penalty", "text", "caller"), step)
 
 
 def draw(
@@ -104,4 +152,4 @@ def choices(logits: jax.Array, sampling: Sampling, written: TextSoFar | None = N
         logits = permitted(logits, sampling, written)
     if sampling.temperature == 0:
         return logits
-    return apply_rules(logits, sampling, None, ("filter",))
+    return apply_rules(tempered(logits, sampling.temperature), sampling, ("filter",))

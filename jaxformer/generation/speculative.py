@@ -6,7 +6,7 @@ of new tokens, S the slots of a text and V the size of the vocabulary.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.generation.decode import Stream, start, with_stops
-from jaxformer.generation.sampling import Sampling, choices
+from jaxformer.generation.decode import Stream, start
+from jaxformer.generation.sampling import Sampling, choices, sampling_key
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.head import head
@@ -38,17 +38,6 @@ class Speculation(NamedTuple):
     accepted: jax.Array
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What a program depends on; `draft` is None for look-up."""
-
-    config: ModelConfig
-    draft: ModelConfig | None
-    rules: Sampling
-    ahead: int
-    count: int
-
-
 def speculate(
     params: Params,
     config: ModelConfig,
@@ -57,6 +46,9 @@ def speculate(
     *,
     draft: tuple[Params, ModelConfig] | None = None,
     ahead: int = 4,
+    key: jax.Array | None = None,
+    n: int = 1,
+    segment_ids: ArrayLike | None = None,
     **sampling: Any,
 ) -> Speculation:
     """`generate` with fewer reads of the model: [B, T] int -> `Speculation` of [B, max_new_tokens].
@@ -68,42 +60,37 @@ def speculate(
     p and q its probabilities after the rules; the first that is not is drawn from max(0, p - q).
     So texts are distributed as those of `generate`, and equal to them where sampling is greedy.
     Rows go on together by the number of tokens that the shortest one keeps: it pays for one row or
-    few. `sampling` are the keywords of `generate`, key and segment_ids with them."""
-    key, segment_ids = sampling.pop("key", None), sampling.pop("segment_ids", None)
+    few. The other keywords are those of `generate`."""
     rules = Sampling(**sampling)
-    _check(config, draft, ahead)
-    if key is None and rules.temperature > 0:
-        raise ConfigError(
-            "sampling at a temperature needs key=jax.random.key(...); with temperature=0 (greedy)"
-            " leave it out."
-        )
-    warn_of_padding("prompt", prompt, segment_ids)
-    key = jax.random.key(0) if key is None else key
-    streams, weights = [], []
-    for model_params, model_config in ((params, config), *([draft] if draft else [])):
-        stream = start(model_params, model_config, prompt, max_new_tokens, key, segment_ids)
-        streams.append(with_stops(stream, model_config, rules))
-        weights.append(prepared(model_params, model_config))
-    draft_config = None if draft is None else draft[1]
-    settings = _Settings(config, draft_config, rules.of_program(), ahead, max_new_tokens)
-    return _speculate(tuple(weights), settings, tuple(streams))
-
-
-def _check(config: ModelConfig, draft: tuple[Params, ModelConfig] | None, ahead: int) -> None:
+    key = sampling_key(key, rules)
     if type(ahead) is not int or not 1 <= ahead <= MOST_AHEAD:
         raise ConfigError(f"ahead={ahead!r} must be from 1 to {MOST_AHEAD}.")
-    for name, family in (("model", config.family), ("draft", draft[1].family if draft else "")):
-        if family not in ("decoder", ""):
+    models = [(params, config)]
+    if draft is not None:
+        models.append(draft)
+    for _, model_config in models:
+        if model_config.family != "decoder":
             raise ConfigError(
-                f"speculative decoding is for decoders, and the {name} has model.family={family!r}:"
-                " write with jf.generate."
+                "speculative decoding is for decoders, and a model has"
+                f" model.family={model_config.family!r}: write with jf.generate."
             )
-    if draft is not None and draft[1].vocab_size != config.vocab_size:
-        raise ConfigError(
-            f"the draft has model.vocab_size={draft[1].vocab_size}, and the model"
-            f" {config.vocab_size}: a draft must have the same tokens, so that what it proposes can"
-            " be compared. Choose another draft, or leave it out to look up tokens in the text."
+        if model_config.vocab_size != config.vocab_size:
+            raise ConfigError(
+                f"the draft has model.vocab_size={model_config.vocab_size}, and the model"
+                f" {config.vocab_size}: a draft must have the same tokens, so that what it proposes"
+                " can be compared. Choose another, or leave it out to look up tokens in the text."
+            )
+    warn_of_padding("prompt", prompt, segment_ids)
+    streams, weights = [], []
+    for model_params, model_config in models:
+        # A round reads tokens that are not kept, and needs slots for them.
+        stream = start(
+            model_params, model_config, prompt, max_new_tokens, key, segment_ids, n=n, spare=ahead
         )
+        streams.append(stream)
+        weights.append(prepared(model_params, model_config))
+    configs = tuple(model_config for _, model_config in models)
+    return _speculate(tuple(weights), configs, rules, ahead, max_new_tokens, tuple(streams))
 
 
 class _Round(NamedTuple):
@@ -117,107 +104,104 @@ class _Round(NamedTuple):
     accepted: jax.Array
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _speculate(
-    weights: tuple[Params, ...], settings: _Settings, streams: tuple[Stream, ...]
+    weights: tuple[Params, ...],
+    configs: tuple[ModelConfig, ...],
+    rules: Sampling,
+    ahead: int,
+    count: int,
+    streams: tuple[Stream, ...],
 ) -> Speculation:
-    rules, count = settings.rules, settings.count
-    streams = tuple(_longer(stream, settings.ahead) for stream in streams)
-    stream = streams[0]
-    key, first_key = jax.random.split(stream.key)
-    first = _drawn(_probabilities(stream.logits, rules, stream.written), first_key)
-    made = jnp.full((stream.done.shape[0], count), filler(rules.end_token), jnp.int32)
-    written, done = _written(stream.written, stream.done, first, rules)
-    stream = replace(stream, key=key, written=written, done=done)
-    carry = _Round(
-        made.at[:, 0].set(first), first, (stream, *streams[1:]), jnp.int32(0), jnp.int32(0)
-    )
+    end, index = filler(rules.end_token), jnp.arange(ahead + 1)
 
     def unfinished(carry: _Round) -> jax.Array:
         stream = carry.streams[0]
         return (stream.written.count < count) & ~stream.done.all()
 
-    final = jax.lax.while_loop(unfinished, lambda carry: _round(weights, settings, carry), carry)
+    def next_round(carry: _Round) -> _Round:
+        """Tokens are proposed, read by the model, and kept as far as all rows keep theirs."""
+        stream = carry.streams[0]
+        written, first = stream.written, stream.written.count
+        key, propose_key, keep_key, next_key = jax.random.split(stream.key, 4)
+        drafts = []
+        if len(configs) == 1:
+            proposed = _looked_up(written, ahead)  # [B, k]
+            proposal = jax.nn.one_hot(proposed, configs[0].vocab_size)  # [B, k, V]
+        else:
+            draft = replace(carry.streams[1], key=propose_key, written=written)
+            proposed, proposal, draft = _drafted(
+                weights[1], configs[1], rules, ahead, draft, carry.newest
+            )
+            drafts.append(draft)
+        read = jnp.concatenate([carry.newest[:, None], proposed], axis=1)  # [B, 1 + k]
+        logits, stream = _read(weights[0], configs[0], read, stream)
+
+        # p has the probabilities of the tokens after each token that was read.
+        after = []
+        for i in range(ahead + 1):
+            text = written.with_new(proposed, first, first + i)
+            after.append(_probabilities(logits[:, i], rules, text))
+        p = jnp.stack(after, axis=1)  # [B, 1 + k, V]
+        tokens, common, accepted = _kept(p, proposal, proposed, (keep_key, next_key), stream.done)
+        is_end = ends(tokens, rules.end_token) & (index <= common)
+        ended = stream.done[:, None] | (jnp.cumsum(is_end, axis=1) - is_end > 0)
+        tokens = jnp.where(ended, end, tokens)
+        written = written.with_new(tokens, first, first + common + 1)
+        newest = jax.lax.dynamic_index_in_dim(tokens, common, axis=1, keepdims=False)
+        # What is beyond max_new_tokens is dropped.
+        slots = jnp.where(index <= common, first + index, count)
+        made = carry.made.at[:, slots].set(tokens, mode="drop")
+        stream = replace(stream, key=key, written=written, done=stream.done | is_end.any(axis=1))
+        # The streams before they read what is not kept. Its slots are written again before any
+        # later token sees them: until then their positions are in its future.
+        streams = []
+        for each in (stream, *drafts):
+            layout = TokenLayout(each.layout.positions - (ahead - common), each.layout.segments)
+            cache = replace(each.cache, length=each.cache.length - (ahead - common))
+            streams.append(replace(each, cache=cache, layout=layout))
+        return _Round(made, newest, tuple(streams), carry.rounds + 1, carry.accepted + accepted)
+
+    stream = streams[0]
+    key, first_key = jax.random.split(stream.key)
+    newest = _drawn(_probabilities(stream.logits, rules, stream.written), first_key)
+    made = jnp.full((stream.done.shape[0], count), end, jnp.int32).at[:, 0].set(newest)
+    done = stream.done | ends(newest, rules.end_token)
+    stream = replace(stream, key=key, written=stream.written.add(newest), done=done)
+    carry = _Round(made, newest, (stream, *streams[1:]), jnp.int32(0), jnp.int32(0))
+    final = jax.lax.while_loop(unfinished, next_round, carry)
     return Speculation(final.made, final.rounds, final.accepted)
 
 
-def _round(weights: tuple[Params, ...], settings: _Settings, carry: _Round) -> _Round:
-    """Tokens are proposed, read by the model, and kept as far as all rows keep theirs."""
-    rules, ahead, stream = settings.rules, settings.ahead, carry.streams[0]
-    key, propose_key, keep_key, next_key = jax.random.split(stream.key, 4)
-    if settings.draft is None:
-        proposed = _looked_up(stream.written, ahead)  # [B, k]
-        proposal = jax.nn.one_hot(proposed, settings.config.vocab_size)  # [B, k, V]
-        drafts: tuple[Stream, ...] = ()
-    else:
-        draft = replace(carry.streams[1], key=propose_key, written=stream.written)
-        proposed, proposal, draft = _drafted(
-            weights[1], settings.draft, rules, ahead, draft, carry.newest
-        )
-        drafts = (draft,)
-    read = jnp.concatenate([carry.newest[:, None], proposed], axis=1)  # [B, 1 + k]
-    logits, stream = _read(weights[0], settings.config, read, stream)
+def _kept(
+    p: jax.Array,
+    proposal: jax.Array,
+    proposed: jax.Array,
+    keys: tuple[jax.Array, jax.Array],
+    done: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens [B, 1 + k], how many of them all rows keep less one, and how many proposed tokens are
+    kept.
 
-    # p has the probabilities of the tokens after each token that was read.
-    texts = [stream.written]
-    for index in range(ahead):
-        texts.append(texts[-1].add(proposed[:, index]))
-    p = jnp.stack(
-        [_probabilities(logits[:, i], rules, text) for i, text in enumerate(texts)], axis=1
-    )
+    `p` [B, 1 + k, V] are the probabilities of the model, and `proposal` [B, k, V] those of the
+    `proposed` tokens [B, k]. Rows that are `done` [B] hold up no other one."""
+    ahead = proposed.shape[1]
     p_of = jnp.take_along_axis(p[:, :-1], proposed[..., None], axis=-1)[..., 0]  # [B, k]
     q_of = jnp.take_along_axis(proposal, proposed[..., None], axis=-1)[..., 0]
-    keeps = jax.random.uniform(keep_key, p_of.shape) * q_of < p_of
+    keeps = jax.random.uniform(keys[0], p_of.shape) * q_of < p_of
     kept = jnp.cumprod(keeps.astype(jnp.int32), axis=1).sum(axis=1)  # [B], 0 .. k
-    # A row that has ended holds up no other one.
-    common = jnp.where(stream.done, ahead, kept).min()
+    common = jnp.where(done, ahead, kept).min()
 
     q = jnp.pad(proposal, ((0, 0), (0, 1), (0, 0)))  # nothing is proposed after the last token
     at = functools.partial(jax.lax.dynamic_index_in_dim, index=common, axis=1, keepdims=False)
     residual = jnp.maximum(at(p) - at(q), 0.0)
     # Where p and q are equal but for rounding nothing remains, and nothing was refused.
     residual = jnp.where(residual.sum(axis=-1, keepdims=True) > 0, residual, at(p))
-    drawn = _drawn(residual, next_key)
-    token = jnp.where(kept > common, at(jnp.pad(proposed, ((0, 0), (0, 1)))), drawn)
-    accepted = jnp.where(stream.done, 0, jnp.minimum(kept, common + 1)).sum()
-    carry = _kept(carry, (proposed, token, common), stream, rules)
-    stream = replace(carry.streams[0], key=key)
-    streams = tuple(_back(each, ahead - common) for each in (stream, *drafts))
-    return carry._replace(
-        streams=streams, rounds=carry.rounds + 1, accepted=carry.accepted + accepted
-    )
-
-
-def _kept(
-    carry: _Round, tokens: tuple[jax.Array, jax.Array, jax.Array], stream: Stream, rules: Sampling
-) -> _Round:
-    """The round with the first `common` of the proposed tokens [B, k] and one more token [B]."""
-    proposed, token, common = tokens
-    made, newest, first = carry.made, carry.newest, stream.written.count
-    written, done = stream.written, stream.done
-    for index in range(proposed.shape[1] + 1):
-        candidate = proposed[:, min(index, proposed.shape[1] - 1)]
-        candidate = jnp.where(index == common, token, candidate)
-        candidate = jnp.where(done, filler(rules.end_token), candidate)
-        is_kept = index <= common
-        longer, ended = _written(written, done, candidate, rules)
-        written = jax.tree.map(functools.partial(jnp.where, is_kept), longer, written)
-        done = jnp.where(is_kept, ended, done)
-        newest = jnp.where(is_kept, candidate, newest)
-        # What is beyond max_new_tokens is dropped.
-        slot = jnp.where(is_kept, first + index, made.shape[1])
-        made = made.at[:, slot].set(candidate, mode="drop")
-    stream = replace(stream, written=written, done=done)
-    return carry._replace(made=made, newest=newest, streams=(stream, *carry.streams[1:]))
-
-
-def _written(
-    written: TextSoFar, done: jax.Array, token: jax.Array, rules: Sampling
-) -> tuple[TextSoFar, jax.Array]:
-    """The texts with one more token [B], and which of them have ended."""
-    written = written.add(token)
-    done = done | ends(token, rules.end_token)
-    return written, done if written.stops is None else done | written.stops.reached
+    tokens = jnp.pad(proposed, ((0, 0), (0, 1)))
+    token = jnp.where(kept > common, at(tokens), _drawn(residual, keys[1]))
+    tokens = jnp.where(jnp.arange(ahead + 1) == common, token[:, None], tokens)
+    accepted = jnp.where(done, 0, jnp.minimum(kept, common + 1)).sum()
+    return tokens, common, accepted
 
 
 def _probabilities(logits: jax.Array, rules: Sampling, written: TextSoFar) -> jax.Array:
@@ -248,26 +232,6 @@ def _read(
     logits = head(params, config, x, token_layout)
     after = TokenLayout(layout.positions + tokens.shape[1], layout.segments)
     return logits, replace(stream, cache=cache, layout=after)
-
-
-def _back(stream: Stream, count: jax.Array) -> Stream:
-    """The stream before it read the last `count` tokens. Their slots are written again before any
-    later token sees them: until then their positions are in its future."""
-    layout = TokenLayout(stream.layout.positions - count, stream.layout.segments)
-    cache = replace(stream.cache, length=stream.cache.length - count)
-    return replace(stream, cache=cache, layout=layout)
-
-
-def _longer(stream: Stream, count: int) -> Stream:
-    """The stream with `count` more slots, since a round reads tokens that are not kept."""
-
-    def padded(array: jax.Array) -> jax.Array:
-        return jnp.pad(array, ((0, 0), (0, count), *[(0, 0)] * (array.ndim - 2)))
-
-    cache = stream.cache
-    k, v, layout = jax.tree.map(padded, (cache.k, cache.v, cache.layout))
-    written = replace(stream.written, tokens=padded(stream.written.tokens))
-    return replace(stream, cache=replace(cache, k=k, v=v, layout=layout), written=written)
 
 
 def _drafted(

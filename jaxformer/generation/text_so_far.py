@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.generation.stop_strings import StopText
-
 EndToken = int | tuple[int, ...] | None
 
 
@@ -34,14 +32,12 @@ def filler(end_token: EndToken) -> int:
 class TextSoFar:
     """The texts so far: `tokens` [B, S] int32 are the prompts, each ending before the slot `begin`
     (-1 on padding), and from there on the new tokens. `count` of `limit` new tokens are written;
-    the slots after them hold anything. `stops` is the automaton of stop strings, if there are any.
-    """
+    the slots after them hold anything."""
 
     tokens: jax.Array
     begin: jax.Array
     count: jax.Array
     limit: jax.Array
-    stops: StopText | None = None
 
     @classmethod
     def prompt(
@@ -58,13 +54,11 @@ class TextSoFar:
 
     def add(self, tokens: jax.Array) -> "TextSoFar":
         """With one more token [B] of each row."""
-        longer = jax.lax.dynamic_update_slice(self.tokens, tokens[:, None], (0, self.end))
-        stops = None if self.stops is None else self.stops.after(tokens)
-        return TextSoFar(longer, self.begin, self.count + 1, self.limit, stops)
+        return self.with_new(tokens[:, None], self.count, self.count + 1)
 
-    def replace_new(self, tokens: jax.Array, count: jax.Array) -> "TextSoFar":
-        """With other new tokens [B, n], of which `count` are written."""
-        longer = jax.lax.dynamic_update_slice(self.tokens, tokens, (0, self.begin))
+    def with_new(self, tokens: jax.Array, first: jax.Array | int, count: jax.Array) -> "TextSoFar":
+        """With other new tokens [B, n] from the `first` one on, of which `count` are written."""
+        longer = jax.lax.dynamic_update_slice(self.tokens, tokens, (0, self.begin + first))
         return TextSoFar(longer, self.begin, count, self.limit)
 
     @property

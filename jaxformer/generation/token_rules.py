@@ -1,14 +1,14 @@
-"""The rules by which the next token is chosen: one row each, in the order in which they apply.
+"""The rules by which the next token is chosen: what each does to the logits.
 
-Penalties come first, then what a text may hold, a rule of the caller, and the filters of a draw, as
-in transformers. A rule that is not used adds nothing to a program. In the comments, B is the number
-of rows, S the slots for a prompt and the new tokens, and V the size of the vocabulary.
+A rule is a field of `Sampling` whose type has a `LogitRule`. A rule that is not used, because it
+has its default, adds nothing to a program. In the comments, B is the number of rows, S the slots
+for a prompt and the new tokens, and V the size of the vocabulary.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -28,26 +28,104 @@ class RuleContext(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenRule:
-    """A rule. `name` is its setting, which is `off` where it is not used. `allowed` says whether a
-    value is one, and `must_be` what it has to be. `apply(logits, value, step)` gives the logits
-    [B, V] after it; None where the loop over tokens does the work itself. `formula` has z for
-    logits and p for probabilities."""
+class Values:
+    """Which values a setting takes: `allowed` says whether a value is one, `words` what it has to
+    be."""
 
-    name: str
-    kind: Literal["penalty", "text", "caller", "filter", "stop"]
-    off: Any
     allowed: Callable[[Any], bool]
-    must_be: str
-    apply: Callable[..., jax.Array] | None
-    formula: str
-    source: str
+    words: str
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """A rule. `apply(logits, value, step)` gives the logits [B, V] after it, and of a filter
+    `apply(logits, value)`; None where the loop over tokens does the work itself."""
+
+    kind: Literal["penalty", "text", "caller", "filter", "stop", "search"]
+    values: Values
+    apply: Callable[..., jax.Array] | None = None
+
+
+def rules_of(settings: type) -> dict[str, LogitRule]:
+    """The rules of a class of settings by name, in the order in which they are applied."""
+    rules = {}
+    for name, hint in get_type_hints(settings, include_extras=True).items():
+        for extra in getattr(hint, "__metadata__", ()):
+            if isinstance(extra, LogitRule):
+                rules[name] = extra
+    return rules
+
+
+def apply_rules(
+    logits: jax.Array, settings: Any, kinds: tuple[str, ...], *step: RuleContext
+) -> jax.Array:
+    """Logits [B, V] after the rules of these kinds that the settings use; filters need no step."""
+    for name, row in rules_of(type(settings)).items():
+        if row.kind in kinds and row.apply is not None and is_used(settings, name):
+            logits = row.apply(logits, getattr(settings, name), *step)
+    return logits
+
+
+def is_used(settings: Any, name: str) -> bool:
+    """Whether a rule has another value than its default."""
+    return getattr(settings, name) != getattr(type(settings), name)
+
+
+def check_values(settings: Any) -> None:
+    """Raises ConfigError with one message for all values that are out of range."""
+    messages = []
+    for name, row in rules_of(type(settings)).items():
+        value = getattr(settings, name)
+        if not row.values.allowed(value):
+            messages.append(f"{name}={value!r} must be {row.values.words}")
+    if messages:
+        raise ConfigError("; ".join(messages))
+
+
+def number_from(low: float, high: float, *besides: float) -> Callable[[Any], bool]:
+    """Whether a value is a number of this range, but none of those `besides`."""
+
+    def allowed(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and low <= value <= high and value not in besides
+
+    return allowed
+
+
+def whole_from(low: int, high: float = math.inf) -> Callable[[Any], bool]:
+    """Whether a value is a whole number of this range."""
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def are_ids(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(token) is int for token in value)
+
+
+def is_end(value: Any) -> bool:
+    return value is None or all(isinstance(token, int | np.integer) for token in end_tokens(value))
+
+
+def are_words(value: Any) -> bool:
+    return isinstance(value, tuple) and all(word and are_ids(word) for word in value)
+
+
+def is_function(value: Any) -> bool:
+    """Whether a value is None, or a function that can be an argument of a compiled program."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return value is None or callable(value)
+
+
+# Penalties and what a text may hold
 
 
 def repetition_penalty(logits: jax.Array, penalty: float, step: RuleContext) -> jax.Array:
-    """Logits of the tokens of a text and its prompt over the penalty, or times it below 0."""
-    seen = step.written.counts(logits.shape[-1]) > 0
-    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+    """Logits of the tokens of a text and its prompt over the penalty, or times it below 0 (CTRL,
+    arXiv:1909.05858, section 4.1)."""
+    in_text = step.written.counts(logits.shape[-1]) > 0
+    return jnp.where(in_text, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def presence_penalty(logits: jax.Array, penalty: float, step: RuleContext) -> jax.Array:
@@ -65,7 +143,8 @@ def _without(logits: jax.Array, banned: jax.Array) -> jax.Array:
 
 
 def no_repeat_ngram(logits: jax.Array, size: int, step: RuleContext) -> jax.Array:
-    """Without the tokens that would end a sequence of `size` tokens that the text has already."""
+    """Without the tokens that would end a sequence of `size` tokens that the text has already
+    (arXiv:1705.04304)."""
     return _without(logits, step.written.repeating(size, logits.shape[-1]))
 
 
@@ -87,29 +166,29 @@ def bad_words(
 def min_length(logits: jax.Array, length: int, step: RuleContext) -> jax.Array:
     """Without end tokens where the text and its prompt have fewer tokens."""
     early = step.written.lengths() < length
-    return _without(logits, early[:, None] & ends(_ids(logits), step.end_token))
+    return _without(logits, early[:, None] & _among(logits, step.end_token))
 
 
 def min_new_tokens(logits: jax.Array, count: int, step: RuleContext) -> jax.Array:
     """Without end tokens where fewer new tokens are written."""
-    return _without(logits, (step.written.count < count) & ends(_ids(logits), step.end_token))
+    return _without(logits, (step.written.count < count) & _among(logits, step.end_token))
 
 
 def suppress_tokens(logits: jax.Array, tokens: tuple[int, ...], _: RuleContext) -> jax.Array:
     """Without these tokens."""
-    return _without(logits, ends(_ids(logits), tokens))
+    return _without(logits, _among(logits, tokens))
 
 
 def begin_suppress_tokens(
     logits: jax.Array, tokens: tuple[int, ...], step: RuleContext
 ) -> jax.Array:
     """Without these tokens as the first new one."""
-    return _without(logits, (step.written.count == 0) & ends(_ids(logits), tokens))
+    return _without(logits, (step.written.count == 0) & _among(logits, tokens))
 
 
 def forced_eos_token(logits: jax.Array, token: EndToken, step: RuleContext) -> jax.Array:
     """Only this token, or one of several, where the last of max_new_tokens is chosen."""
-    forced = jnp.where(ends(_ids(logits), token), step.certain, -jnp.inf)
+    forced = jnp.where(_among(logits, token), step.certain, -jnp.inf)
     return jnp.where(step.written.count == step.written.limit - 1, forced, logits)
 
 
@@ -124,6 +203,14 @@ def callers_rule(logits: jax.Array, rule: Callable[..., Any], step: RuleContext)
     return changed
 
 
+def _among(logits: jax.Array, tokens: EndToken) -> jax.Array:
+    """Which of the ids [V] are one of these tokens."""
+    return ends(jnp.arange(logits.shape[-1]), tokens)
+
+
+# Filters of a draw
+
+
 def tempered(logits: jax.Array, temperature: float) -> jax.Array:
     """Logits [B, V] over a temperature above 0. The largest of each row is subtracted first, so
     that its quotient is 0 at any temperature. A temperature that float32 rounds to 0 or to infinity
@@ -134,235 +221,24 @@ def tempered(logits: jax.Array, temperature: float) -> jax.Array:
 
 
 def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
-    """Logits [B, V] with all but the k largest at -inf; ties with the k-th stay."""
+    """Logits [B, V] with all but the k largest at -inf; ties with the k-th stay
+    (arXiv:1805.04833)."""
     smallest_kept = jax.lax.top_k(logits, min(k, logits.shape[-1]))[0][..., -1:]  # [B, 1]
-    return jnp.where(logits < smallest_kept, -jnp.inf, logits)
+    return _without(logits, logits < smallest_kept)
 
 
 def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
     """Logits [B, V] with a token at -inf where the likelier ones have probability p together; the
-    likeliest stays, however small p is."""
+    likeliest stays, however small p is (arXiv:1904.09751)."""
     ranked = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ranked, axis=-1)
     likelier = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
     likeliest = jnp.arange(ranked.shape[-1]) == 0  # it stays also where p rounds to 0
     nucleus = jnp.where((likelier < p) | likeliest, ranked, jnp.inf)
-    smallest_kept = jnp.min(nucleus, axis=-1, keepdims=True)  # [B, 1]
-    return jnp.where(logits < smallest_kept, -jnp.inf, logits)
+    return _without(logits, logits < jnp.min(nucleus, axis=-1, keepdims=True))
 
 
 def keep_min_p(logits: jax.Array, p: float) -> jax.Array:
-    """Logits [B, V] with a token at -inf whose probability is below p times the largest one."""
-    smallest_kept = logits.max(axis=-1, keepdims=True) + math.log(p)
-    return jnp.where(logits < smallest_kept, -jnp.inf, logits)
-
-
-def keep_typical_p(logits: jax.Array, p: float) -> jax.Array:
-    """Logits [B, V] with all at -inf but the fewest tokens that have probability p together, those
-    first whose information is nearest to the entropy; ties with the last of them stay."""
-    logs = jax.nn.log_softmax(logits, axis=-1)
-    probabilities = jnp.exp(logs)
-    entropy = -jnp.where(probabilities > 0, probabilities * logs, 0.0).sum(axis=-1, keepdims=True)
-    distances = jnp.abs(-logs - entropy)
-    order = jnp.argsort(distances, axis=-1)
-    totals = jnp.cumsum(jnp.take_along_axis(probabilities, order, axis=-1), axis=-1)
-    last = jnp.minimum((totals < p).sum(axis=-1, keepdims=True), logits.shape[-1] - 1)  # [B, 1]
-    largest_kept = jnp.take_along_axis(distances, jnp.take_along_axis(order, last, 1), axis=-1)
-    return jnp.where(distances > largest_kept, -jnp.inf, logits)
-
-
-def _ids(logits: jax.Array) -> jax.Array:
-    return jnp.arange(logits.shape[-1])
-
-
-def _filter(keep: Callable[[jax.Array, Any], jax.Array]) -> Callable[..., jax.Array]:
-    """A filter, which reads the logits alone, as a rule."""
-    return lambda logits, value, step: keep(logits, value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _at_least(least: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and value >= least
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(token) is int for token in value)
-
-
-def _is_end(value: Any) -> bool:
-    return value is None or all(isinstance(token, int | np.integer) for token in end_tokens(value))
-
-
-def _are_words(value: Any) -> bool:
-    return isinstance(value, tuple) and all(word and _are_ids(word) for word in value)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
-
-
-def _is_function(value: Any) -> bool:
-    if value is None:
-        return True
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return callable(value)
-
-
-WITHIN_TWO = "from -2 to 2"
-
-RULES: tuple[TokenRule, ...] = (
-    TokenRule(
-        *("repetition_penalty", "penalty", 1.0),
-        *(lambda r: _is_number(r) and 0 < r < math.inf, "above 0, and finite (1 changes nothing)"),
-        repetition_penalty,
-        "z_i / r if z_i >= 0 else z_i * r, for the tokens i of the text and its prompt",
-        "arXiv:1909.05858 (CTRL), section 4.1; transformers",
-    ),
-    TokenRule(
-        *("presence_penalty", "penalty", 0.0),
-        *(lambda a: _is_number(a) and -2 <= a <= 2, WITHIN_TWO),
-        presence_penalty,
-        "z_i - a [c_i > 0], where c_i counts token i among the new ones",
-        "the API of OpenAI; vLLM",
-    ),
-    TokenRule(
-        *("frequency_penalty", "penalty", 0.0),
-        *(lambda a: _is_number(a) and -2 <= a <= 2, WITHIN_TWO),
-        frequency_penalty,
-        "z_i - a c_i, where c_i counts token i among the new ones",
-        "the API of OpenAI; vLLM",
-    ),
-    TokenRule(
-        *("no_repeat_ngram_size", "text", 0, _at_least(0), "at least 0", no_repeat_ngram),
-        "no n tokens in a row occur twice in a text and its prompt",
-        "arXiv:1705.04304; transformers",
-    ),
-    TokenRule(
-        *("bad_words", "text", (), _are_words, "a tuple of tuples of token ids", bad_words),
-        "the last token of a word is not written where its other tokens are the newest ones",
-        "transformers (bad_words_ids)",
-    ),
-    TokenRule(
-        *("min_length", "text", 0, _at_least(0), "at least 0", min_length),
-        "no end token before so many tokens, the prompt with them",
-        "transformers",
-    ),
-    TokenRule(
-        *("min_new_tokens", "text", 0, _at_least(0), "at least 0", min_new_tokens),
-        "no end token before so many new tokens",
-        "transformers",
-    ),
-    TokenRule(
-        *("suppress_tokens", "text", (), _are_ids, "a tuple of token ids", suppress_tokens),
-        "these tokens are never written",
-        "transformers",
-    ),
-    TokenRule(
-        *("begin_suppress_tokens", "text", (), _are_ids, "a tuple of token ids"),
-        begin_suppress_tokens,
-        "these tokens are not the first new one",
-        "transformers",
-    ),
-    TokenRule(
-        *("forced_eos_token_id", "text", None, _is_end, "a token id, a tuple of them or None"),
-        forced_eos_token,
-        "the last of max_new_tokens is this token, where the text has not ended before",
-        "transformers",
-    ),
-    TokenRule(
-        *("rule", "caller", None, _is_function),
-        "a function (logits [B, V], tokens [B, S]) -> logits [B, V] that can be hashed",
-        callers_rule,
-        "z = rule(z, tokens); the newest token is last, and -1 stands before the first",
-        "the caller",
-    ),
-    TokenRule(
-        *("temperature", "filter", None),
-        *(lambda t: _is_number(t) and 0 <= t < math.inf, "at least 0, and finite"),
-        _filter(tempered),
-        "z / t; at 0 the likeliest token is written",
-        "arXiv:1503.02531",
-    ),
-    TokenRule(
-        *("top_k", "filter", 0, _at_least(0), "at least 0 (0 keeps all tokens)"),
-        _filter(keep_top_k),
-        "keeps the k likeliest tokens, and ties with the last",
-        "arXiv:1805.04833",
-    ),
-    TokenRule(
-        *("top_p", "filter", 1.0),
-        *(lambda p: _is_number(p) and 0 < p <= 1, "above 0 and at most 1"),
-        _filter(keep_top_p),
-        "keeps the fewest likeliest tokens of probability p together",
-        "arXiv:1904.09751",
-    ),
-    TokenRule(
-        *("min_p", "filter", 0.0),
-        *(lambda p: _is_number(p) and 0 <= p <= 1, "from 0 to 1 (0 keeps all tokens)"),
-        _filter(keep_min_p),
-        "keeps token i where p_i >= p max_j p_j",
-        "arXiv:2407.01082",
-    ),
-    TokenRule(
-        *("typical_p", "filter", 1.0),
-        *(lambda p: _is_number(p) and 0 < p <= 1, "above 0 and at most 1 (1 keeps all tokens)"),
-        _filter(keep_typical_p),
-        "keeps the fewest tokens of probability p together, by |-log p_i - H|, H the entropy",
-        "arXiv:2202.00666",
-    ),
-    TokenRule(
-        *("end_token", "stop", None, _is_end, "a token id, a tuple of them or None", None),
-        "a text ends after this token, or after any of several",
-        "transformers (eos_token_id)",
-    ),
-    TokenRule(
-        *("stop_strings", "stop", (), _are_texts, "a tuple of texts that are not empty", None),
-        "a text ends with the token that completes one of these texts among the new tokens",
-        "transformers, vLLM (stop); CACM 18(6), 1975",
-    ),
-)
-
-
-def apply_rules(
-    logits: jax.Array, settings: Any, step: RuleContext | None, kinds: tuple[str, ...]
-) -> jax.Array:
-    """Logits [B, V] after the rules of these kinds that the settings use; filters need no step."""
-    for rule in RULES:
-        if rule.kind in kinds and rule.apply is not None and is_used(settings, rule):
-            logits = rule.apply(logits, getattr(settings, rule.name), step)
-    return logits
-
-
-def is_used(settings: Any, rule: TokenRule) -> bool:
-    """Whether the settings have the rule, with a value that is not `off`."""
-    return getattr(settings, rule.name, rule.off) != rule.off
-
-
-def uses(settings: Any, *kinds: str) -> bool:
-    """Whether the settings use a rule of these kinds."""
-    return any(rule.kind in kinds and is_used(settings, rule) for rule in RULES)
-
-
-def check_values(settings: Any) -> None:
-    """Raises ConfigError with one message for all values that are out of range."""
-    require(
-        *(
-            (rule.allowed(value), f"{rule.name}={value!r} must be {rule.must_be}")
-            for rule in RULES
-            if hasattr(settings, rule.name)
-            for value in [getattr(settings, rule.name)]
-        )
-    )
-
-
-def require(*conditions: tuple[bool, str]) -> None:
-    """Raises ConfigError with the messages of the conditions that do not hold."""
-    messages = [message for holds, message in conditions if not holds]
-    if messages:
-        raise ConfigError("; ".join(messages))
+    """Logits [B, V] with a token at -inf whose probability is below p times the largest one
+    (arXiv:2407.01082)."""
+    return _without(logits, logits < logits.max(axis=-1, keepdims=True) + math.log(p))

@@ -1,6 +1,7 @@
 """The end of a run: its loss curve, its last evaluation, and a sample of what the model writes."""
 
 import warnings
+from typing import Any
 
 import jax
 
@@ -75,7 +76,8 @@ def _sample(
     write from."""
     if not run.sample_tokens or jax.process_count() > 1 or model.output != "language":
         return None
-    ids, source = tokenizer.encode(run.sample_prompt), {}
+    ids = tokenizer.encode(run.sample_prompt)
+    source: dict[str, Any] = {}
     prompt, between = tokenizer.as_prompt(ids) or [tokenizer.end_token], ""
     if model.family == "encoder_decoder":
         if not ids:

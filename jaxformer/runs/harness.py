@@ -32,7 +32,7 @@ from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import full_batch, padded, rounded
 from jaxformer.generation.refill import refill
 from jaxformer.generation.sampling import Sampling
-from jaxformer.generation.token_rules import RULES
+from jaxformer.generation.token_rules import rules_of
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.inputs import Inputs
@@ -46,7 +46,7 @@ AUTO_BATCH = 16
 BUCKET = 64  # lengths are rounded up to multiples of this
 # The keywords of generation that a request may have.
 SAMPLING = {"do_sample", "no_repeat_ngram_size", "min_new_tokens"} | {
-    rule.name for rule in RULES if rule.kind in ("penalty", "filter")
+    name for name, rule in rules_of(Sampling).items() if rule.kind in ("penalty", "filter")
 }
 
 

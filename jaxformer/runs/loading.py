@@ -291,9 +291,10 @@ def text_directory(path: str | Path) -> Path:
     return folder
 
 
-def save_run(target: Path, model: Loaded, origin: Path) -> None:
+def save_run(target: Path, model: Loaded, origin: Path, run_dir: Path | None = None) -> None:
     """Writes a model, read from the model directory `origin`, as a run directory with one
-    checkpoint, of step 0."""
+    checkpoint, of step 0. `run_dir` is its path, if it is moved afterwards."""
+    run_dir = run_dir or target
     if model.tokenizer is not None:
         model.tokenizer.save(target / "tokenizer.json", follow=False)
     with Checkpoints(target) as checkpoints:
@@ -301,6 +302,6 @@ def save_run(target: Path, model: Loaded, origin: Path) -> None:
     if model.labels:
         named = json.dumps({"labels": list(model.labels)}) + "\n"
         write_text(target / "data.json", named, follow=False)
-    settings, tokenizer = RunSettings(dir=str(target)), TokenizerConfig(path=str(target))
+    settings, tokenizer = RunSettings(dir=str(run_dir)), TokenizerConfig(path=str(run_dir))
     run = dataclasses.replace(run_of(origin), run=settings, tokenizer=tokenizer)
     write_text(target / "config.json", to_json(run), follow=False)

@@ -2,8 +2,9 @@
 translations."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Unpack
 
 from jaxformer import data
@@ -24,7 +25,6 @@ from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
 from jaxformer.runs.reference import Reference
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options
 from jaxformer.runs.translate import translate
-from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import tokenizer_file
 
 
@@ -82,13 +82,11 @@ def translate_run(
     validation: str = "",
     step: int | None = None,
     cache_dir: str | Path = "",
-    search: Callable[[Tokenizer], dict[str, Any]] = lambda tokenizer: {},
+    search: Mapping[str, Any] = MappingProxyType({}),
     **reading: Unpack[Reading],
 ) -> Translations:
-    """The pairs of `validation`, or those the run held out, each source translated by beam search.
-
-    `search` gives the keywords of `beam_search` for the tokenizer of the run.
-    """
+    """The pairs of `validation`, or those the run held out, each source translated by beam search
+    with the keywords `search` of `beam_search`."""
     _refuse_gguf(path)
     run = _on_text(run_of(path), located(path), validation, cache_dir=cache_dir)
     objective = objective_of(run.model, run.data)
@@ -102,8 +100,7 @@ def translate_run(
     if not records or model.tokenizer is None:
         raise _nothing_held_out(path)
     sources, references = ([str(record[side]) for record in records] for side in (0, 1))
-    rules = search(model.tokenizer)
-    outputs = translate(model.params, model.config, model.tokenizer, sources, **rules)
+    outputs = translate(model.params, model.config, model.tokenizer, sources, **search)
     return Translations(sources, references, outputs)
 
 

@@ -11,7 +11,6 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import full_batch, padded, rounded
-from jaxformer.generation.stop_strings import before_stop
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
@@ -44,8 +43,7 @@ def translate(
             f"{cut} of {len(texts)} texts are cut to the model.max_length={context} of this model.",
             stacklevel=2,
         )
-    rules: dict[str, Any] = {"keep": 1, "tokenizer": tokenizer}
-    rules |= writing_rules(tokenizer) | search
+    rules = {"keep": 1} | writing_rules(tokenizer) | search
     sources = [tokenizer.as_source(ids[:source_limit]) for ids in encoded]
     targets, size = [""] * len(texts), min(batch_size, len(texts))
     order = sorted(range(len(texts)), key=lambda index: len(sources[index]))
@@ -64,7 +62,7 @@ def translate(
             **rules,
         )
         for index, tokens in zip(batch, np.asarray(best.tokens[:, 0]), strict=False):
-            targets[index] = before_stop(tokenizer.decode(tokens), search.get("stop_strings", ()))
+            targets[index] = tokenizer.decode(tokens)
     return targets
 
 

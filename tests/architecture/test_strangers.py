@@ -152,11 +152,3 @@ def test_devices_and_pipes_are_no_text(
     train = ["tokenizer", "train", device, "--vocab_size", "300", "--output", str(tmp_path / "t")]
     refused(capsys, train, device, "neither a file nor a directory")
     refused(capsys, ["tokenizer", "inspect", device], device, "a device, a pipe or a socket")
-
-
-def test_a_picture_of_attention_is_not_written_over_a_directory(
-    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
-) -> None:
-    page = ["--output", str(tmp_path / "page.html"), "--figure", str(tmp_path)]
-    line = ["attention", str(trained[0]), "--prompt", "the cat", *page]
-    refused(capsys, line, f"{tmp_path} is a directory and not a file")

@@ -178,25 +178,6 @@ def test_a_sample_ends_before_a_stop_string_and_several_are_numbered(
     assert all(stop not in each[3:] for each in lines.split("\n"))
 
 
-def test_a_speculative_sample_is_the_greedy_text_and_says_what_was_kept(
-    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
-) -> None:
-    line = ["sample", str(trained[0]), "--prompt", "the", "--max_new_tokens", "20"]
-    line += ["--temperature", "0"]
-    assert main(line) == 0
-    plain = capsys.readouterr().out
-    for proposer in (["--draft", str(trained[0])], ["--lookup"]):
-        assert main([*line, *proposer, "--ahead", "3"]) == 0
-        printed = capsys.readouterr()
-        assert printed.out == plain and "proposed tokens are in the text" in printed.err
-    other = jf.tokenizer.Tokenizer.from_bpe({i: bytes([i]) for i in range(256)}, [], [])
-    config = jf.load(trained[0]).config
-    params = jf.load(trained[0]).params
-    jf.save_pretrained(tmp_path / "other", params, config, other)
-    assert main([*line, "--draft", str(tmp_path / "other")]) == 2
-    assert "has another tokenizer than" in capsys.readouterr().err
-
-
 def test_the_texts_of_a_file_of_prompts_are_those_of_each_alone(
     trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
 ) -> None:
@@ -230,9 +211,8 @@ def test_the_texts_of_a_file_of_prompts_are_those_of_each_alone(
         ("", [], "has no prompt: give a text file with a prompt a line"),
         ("[1]", [], "prompts.jsonl, prompt 1"),
         ('{"text": "a"}', [], 'prompt 1, has no "prompt" that is a text'),
-        ('{"prompt": "a"}', ["--chat"], "--chat and --prompts do not go together"),
-        ('{"prompt": "a"}', ["--lookup"], "--lookup and --prompts do not go together"),
-        ('{"prompt": "a"}', ["--n", "2"], "n=2: give each prompt 2 times instead"),
+        ('{"prompt": "a"}', ["--chat"], "--prompts and --chat do not go together"),
+        ('{"prompt": "a"}', ["--n", "2"], "--prompts and --n do not go together"),
         ('{"prompt": "a"}', ["--min_p", "2"], "min_p=2.0 must be from 0 to 1"),
         ('{"prompt": "a"}', ["--rows", "0"], "--rows 0 must be at least 1"),
         ('{"prompt": ""}', [], "the prompt is empty"),

@@ -171,11 +171,9 @@ def test_evaluating_pairs_with_beams_gives_the_bleu_of_the_translations(runs, tm
         and "nrefs:1|case:mixed" in out
         and "nats per token" in out
     )
-    settings = ("--early_stopping", "on", "--length_divisor", "tokens", "--no_repeat_ngram_size", 2)
-    line = ("--beams", 3, "--output", written, *settings)
+    line = ("--beams", 3, "--output", written, "--length_penalty", 3)
     printed(capsys, "evaluate", runs["encoder_decoder"], *line)
-    rules = {"early_stopping": True, "length_divisor": "tokens", "no_repeat_ngram_size": 2}
-    others = translate(model.params, model.config, TOKENIZER, sources, beams=3, **rules)
+    others = translate(model.params, model.config, TOKENIZER, sources, beams=3, length_penalty=3)
     assert others != outputs
     assert written.read_text().splitlines() == [" ".join(text.split()) for text in others]
 
@@ -279,11 +277,6 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "no words to tag": ("predict", ["tags", "--prompt", " "], ["empty"]),
     "beams below none": ("sample", ["decoder", "--prompt", "a", "--beams", "-1"], ["beams=-1"]),
-    "a rule for no translations": (
-        "evaluate",
-        ["encoder_decoder", "--min_new_tokens", "2"],
-        ["--min_new_tokens", "--beams"],
-    ),
     "a file for no translations": ("evaluate", ["encoder_decoder", "--output", "x"], ["--beams"]),
     "a translation by what is no translator": (
         "evaluate",

@@ -206,7 +206,7 @@ def test_a_signal_in_convert(
         stderr=pipe,
         text=True,
     )
-    wait_until(lambda: any(target.glob(".model-drafts-*/model.safetensors")), process)
+    wait_until(lambda: any(target.glob(".unfinished/.model-drafts-*/model.safetensors")), process)
     process.send_signal(number)
     _, error = finish(process, 143 if number == signal.SIGTERM else -signal.SIGKILL)
     assert "Traceback" not in error and target.exists() is (number == signal.SIGKILL)

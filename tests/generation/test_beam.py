@@ -11,7 +11,6 @@ import torch
 import transformers as tf
 from pretrained import PAD, inputs, loaded, reference
 from shapes import forward, strong
-from test_stop_strings import Named
 
 import jaxformer as jf
 from jaxformer.generation.beam import beam_search, beam_search_steps
@@ -208,7 +207,7 @@ def test_padding_ids_of_the_table_are_never_chosen():
         ({"beams": 0}, "beams=0 must be from 1 to 1,024"),
         ({"beams": 2, "keep": 3}, "keep=3 must be from 0 to beams=2"),
         ({"temperature": 0.5, "top_k": 3}, "beam_search has no temperature, top_k"),
-        ({"stop_strings": ("a",)}, r"stop_strings=\['a'\] need the texts of tokens"),
+        ({"stop_strings": ("a",)}, "beam_search has no stop_strings"),
         ({"early_stopping": "always"}, "early_stopping='always' must be True, False or 'never'"),
         ({"length_divisor": "words"}, "length_divisor='words' must be one of gnmt, tokens"),
         ({"length_penalty": -1.0}, "length_penalty=-1.0 must be from 0 to 10"),
@@ -238,20 +237,8 @@ def model_and_rows(name):
     return rows, [int(token) for token in ends]
 
 
-class Pair(tf.StoppingCriteria):
-    """Ends the texts of transformers that have two tokens in a row after their first `start`."""
-
-    def __init__(self, pair, start):
-        self.pair, self.start = torch.tensor(pair), start
-
-    def __call__(self, input_ids, scores, **_):
-        new = input_ids[:, self.start :]
-        return ((new[:, :-1] == self.pair[0]) & (new[:, 1:] == self.pair[1])).any(1)
-
-
-def theirs(name, rows, pair=None, **settings):
-    """New tokens [rows, n], which end with a pair of tokens, and their scores (None where
-    greedy)."""
+def theirs(name, rows, **settings):
+    """New tokens [rows, n] of transformers, and their scores (None where greedy)."""
     how = tf.GenerationConfig(
         do_sample=False,
         max_new_tokens=NEW,
@@ -265,9 +252,7 @@ def theirs(name, rows, pair=None, **settings):
     before, model.generation_config = model.generation_config, how
     start = 1 if model.config.is_encoder_decoder else rows["input_ids"].shape[1]
     with torch.no_grad():
-        criteria = None if pair is None else tf.StoppingCriteriaList([Pair(pair, start)])
-        tensors = {key: torch.from_numpy(value) for key, value in rows.items()}
-        made = model.generate(**tensors, stopping_criteria=criteria)
+        made = model.generate(**{key: torch.from_numpy(value) for key, value in rows.items()})
     model.generation_config = before
     return made.sequences[:, start:].numpy(), getattr(made, "sequences_scores", None)
 
@@ -320,28 +305,3 @@ def test_the_best_texts_are_those_of_transformers(name, penalty, early, rules, e
     assert [cut(row) for row in np.asarray(found.tokens).reshape(-1, NEW).tolist()] == expected
     np.testing.assert_allclose(np.asarray(found.scores).ravel(), scores, atol=2e-4)
     assert len({*map(len, expected)}) > 1  # texts of several lengths are compared
-
-
-@pytest.mark.parametrize("name, early", [("llama", False), ("marian", True)])
-def test_a_stop_string_finishes_a_text_as_in_transformers(name, early):
-    rows, _ = model_and_rows(name)
-    settings = {"early_stopping": early, "no_repeat_ngram_size": 2}
-    free, _ = theirs(name, rows, num_beams=WIDTH, num_return_sequences=KEPT, **settings)
-    pair = free[0, 4:6].tolist()
-    stated = {"num_beams": WIDTH, "num_return_sequences": KEPT, "length_penalty": 0.0}
-    tokens, scores = theirs(name, rows, pair, **stated, **settings)
-    ours = {"beams": WIDTH, "keep": KEPT, "length_penalty": 0.0, "length_divisor": "tokens"}
-    tokenizer = Named()
-    tokenizer.vocab_size = loaded(name).config.vocab_size
-    ours |= {"stop_strings": ("<{}><{}>".format(*pair),), "tokenizer": tokenizer, **settings}
-    found = searched(name, rows, ours)
-
-    def cut(text):
-        """A text up to the pair."""
-        ends = [i + 2 for i in range(len(text) - 1) if text[i : i + 2] == pair]
-        return text[: min(ends, default=len(text))]
-
-    expected = [cut(row) for row in tokens.tolist()]
-    assert [cut(row) for row in np.asarray(found.tokens).reshape(-1, NEW).tolist()] == expected
-    np.testing.assert_allclose(np.asarray(found.scores).ravel(), scores, atol=2e-4)
-    assert min(map(len, expected)) < NEW

@@ -1,18 +1,16 @@
-"""Stop strings: found across the borders of tokens, on the device and in a stream, and refused
-where they cannot occur."""
+"""Stop strings: found across the borders of tokens, in all tokens and in a
+stream."""
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from shapes import weights_and_tokens
 
 import jaxformer as jf
 from jaxformer.generation.decode import stream_tokens
-from jaxformer.generation.slide import slide_tokens
-from jaxformer.generation.stop_strings import StopText, before_stop, stream_before_stop
+from jaxformer.generation.stop_strings import StopStrings, before_stop, stream_before_stop
 
 
 class Letters:
@@ -31,21 +29,21 @@ def decoded(tokens):
 
 @pytest.mark.parametrize("stops", [("abba",), ("aab", "bbb"), ("baab", "aa"), ("é",)], ids=str)
 def test_a_text_stops_with_the_token_that_completes_a_stop_string(stops):
-    rows = np.random.default_rng(0).integers(0, len(Letters.texts), (200, 12))
-    stop_text = StopText.of(stops, Letters(), 14, len(rows))
-    step = jax.jit(StopText.after)
-    for count in range(1, rows.shape[1] + 1):
-        stop_text = step(stop_text, jnp.asarray(rows[:, count - 1]))
-        expected = [any(stop in decoded(row[:count]) for stop in stops) for row in rows]
-        np.testing.assert_array_equal(stop_text.reached, expected)
-    assert 20 < sum(expected) < 200
+    rows = np.random.default_rng(0).integers(0, len(Letters.texts), (200, 12)).tolist()
+    finder, stopped = StopStrings(stops, Letters()), 0
+    for row in rows:
+        has = [any(stop in decoded(row[:count]) for stop in stops) for count in range(1, 13)]
+        assert finder.length(row) == (has.index(True) + 1 if any(has) else 0)
+        stopped += any(has)
+    assert 20 < stopped < 200
 
 
-def test_a_stop_string_that_cannot_occur_or_lacks_a_tokenizer_has_one_message():
-    with pytest.raises(jf.ConfigError, match="the stop string 'abc' cannot occur"):
-        StopText.of(("aa", "abc"), Letters(), 11, 2)
+def test_stop_strings_that_are_none_or_lack_a_tokenizer_have_one_message():
+    params, config, prompt = weights_and_tokens("llama")
+    with pytest.raises(jf.ConfigError, match=r"stop_strings='end' must be a tuple of texts"):
+        jf.generate(params, config, prompt, 4, temperature=0, stop_strings="end")
     with pytest.raises(jf.ConfigError, match=r"stop_strings=\['aa'\].*give tokenizer="):
-        StopText.of(("aa",), None, 11, 2)
+        jf.generate(params, config, prompt, 4, temperature=0, stop_strings=["aa"])
 
 
 def test_the_pieces_of_a_stream_are_cut_where_the_text_is():
@@ -72,7 +70,7 @@ def free():
     return np.asarray(jf.generate(params, config, prompt, 12, temperature=0))
 
 
-def test_generation_streams_and_windows_stop_there():
+def test_generation_and_streams_stop_there():
     params, config, prompt = weights_and_tokens("llama")
     first, second = free()[0, 4:6].tolist()
     rules = {"stop_strings": (f"<{first}><{second}>",), "tokenizer": Named(), "temperature": 0}
@@ -89,5 +87,3 @@ def test_generation_streams_and_windows_stop_there():
     pieces = [*stream_tokens(params, config, prompt[:1], 12, chunk=4, **rules)]
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1)[0, : lengths[0]], made)
     assert len(pieces) == -(-lengths[0] // 4)
-    pieces = [*slide_tokens(params, config, prompt[0].tolist(), 12, **rules)]
-    np.testing.assert_array_equal(np.concatenate(pieces, axis=1)[0], made)

@@ -16,7 +16,6 @@ from shapes import weights_and_tokens
 
 import jaxformer as jf
 from jaxformer.generation.beam import beam_search
-from jaxformer.generation.slide import slide_tokens
 from jaxformer.tokenizer import Tokenizer
 
 NEW = 16  # tokens of a text
@@ -238,17 +237,13 @@ def test_a_padded_row_keeps_the_rules_as_it_would_alone(side):
     assert not {*np.asarray(both[1, :3]).tolist()} & {*range(40), *short[0].tolist()}
 
 
-def test_drawn_tokens_and_windows_keep_the_rules():
+def test_drawn_tokens_keep_the_rules():
     params, config, prompt = weights_and_tokens("llama")
     banned = (*range(0, 50, 2),)
     rules = {"suppress_tokens": banned, "begin_suppress_tokens": (1, 3), "temperature": 3.0}
     made = jf.generate(params, config, prompt, 40, key=jax.random.key(2), **rules)
     assert not {*np.asarray(made).ravel().tolist()} & {*banned}
     assert not {*np.asarray(made)[:, 0].tolist()} & {1, 3}
-    rules |= {"forced_eos_token_id": 5, "end_token": 5, "min_new_tokens": 69}
-    pieces = slide_tokens(params, config, prompt[0].tolist(), 70, key=jax.random.key(2), **rules)
-    made = np.concatenate([*pieces], axis=1)[0]
-    assert len(made) == 70 and made[-1] == 5 and 5 not in made[:-1]
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,8 @@ def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
 
 def test_rounded_weights_are_told_apart_from_wrong_ones(base):
     here, _ = made(base, "decoder")
-    said = told(
-        "convert", here, base / "rounded", "--dtype", "bfloat16", "--shard_size", "20K", "--verify"
-    )
+    said = told("convert", here, base / "rounded", "--dtype", "bfloat16", "--verify")
     assert "bfloat16, in " in said and "includes the rounding to bfloat16" in said
-    assert len(list((base / "rounded").glob("model-*.safetensors"))) > 1
 
 
 def test_verify_without_transformers_says_what_to_install(base, monkeypatch):
@@ -235,7 +232,6 @@ def test_a_pretrained_trunk_gets_a_new_head(base):
 
 
 REFUSED = [
-    (["--shard_size", "many"], "is no number of bytes"),
     (["--architecture", "GPT5LMHeadModel"], "is not one of LlamaForCausalLM"),
     (["--architecture", "GPT2LMHeadModel"], "model.positions='rope' (there 'learned')"),
     (["--step", "7"], "has no checkpoint of step 7"),

@@ -14,7 +14,6 @@ from products import slow_but
 import jaxformer as jf
 from jaxformer.arrays.params import rows
 from jaxformer.cli.attention import _stage
-from jaxformer.generation.slide import slide_tokens
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.latent import absorbs, latent_attention, latent_specs
 from jaxformer.layers.masks import AttentionMask, layout_of
@@ -174,18 +173,6 @@ def test_the_scores_of_beams_are_those_of_the_full_forward():
     logs = jax.nn.log_softmax(jf.forward(params, config, texts)[:, :-1])
     logs = jnp.take_along_axis(logs, texts[:, 1:, None], axis=2)[:, -4:, 0].sum(-1)
     np.testing.assert_allclose(scores, logs.reshape(2, 3), rtol=1e-4)
-
-
-def test_it_writes_past_its_context():
-    config = model(max_length=12)
-    pieces = slide_tokens(
-        params_of(config), config, [1, 2, 3], 20, key=jax.random.key(0), temperature=0
-    )
-    made = np.concatenate([*pieces], axis=1)[0].tolist()
-    assert len(made) == 20
-    # The window was cut to its newest 9 tokens after 9 of them.
-    row = np.array([[1, 2, 3, *made[:9]]])[:, -9:]
-    assert made[9] == jf.forward(params_of(config), config, row)[0, -1].argmax()
 
 
 def test_adapters_of_absorbed_weights_are_those_of_the_full_forward():

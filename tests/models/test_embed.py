@@ -15,7 +15,6 @@ from shapes import made as params_of
 from shapes import model, tokens
 
 import jaxformer as jf
-from jaxformer.cli import main
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 
@@ -118,7 +117,7 @@ def runs(tmp_path_factory):
     return {name: write_run(tmp_path_factory.mktemp(name) / "run", name) for name in ("masked",)}
 
 
-def test_the_command_prints_the_vectors_of_texts(runs, capsys, monkeypatch, tmp_path):
+def test_the_command_prints_the_vectors_of_texts(runs, capsys, monkeypatch):
     texts = ["the cat", "a small dog by the river"]
     line = ["embed", runs["masked"]]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
@@ -130,17 +129,3 @@ def test_the_command_prints_the_vectors_of_texts(runs, capsys, monkeypatch, tmp_
         row = np.array([[cls, *TOKENIZER.encode(entry["text"]), sep]])
         expected = jf.embed(loaded.params, loaded.config, row, token_types=np.zeros_like(row))
         np.testing.assert_allclose(entry["vector"], expected[0], atol=1e-6)
-    file = tmp_path / "vectors.npy"
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
-    assert "2 vectors of 16 numbers" in printed(capsys, *line, "--output", file)
-    written = np.load(file)
-    assert written.dtype == np.float32
-    np.testing.assert_allclose(written, [entry["vector"] for entry in lines], atol=1e-7)
-
-
-def test_a_file_that_is_no_numpy_is_refused(runs, capsys):
-    line = ["embed", str(runs["masked"]), "--prompt", "a cat", "--output"]
-    assert main([*line, "v.txt"]) == 2
-    assert "name it .npy" in capsys.readouterr().err
-    assert main([*line, "none/v.npy"]) == 2
-    assert "there is no directory none" in capsys.readouterr().err

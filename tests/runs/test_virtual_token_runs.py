@@ -101,7 +101,7 @@ def test_the_commands_read_a_run_of_virtual_tokens(runs, kind, capsys, tmp_path)
     last = [entry for entry in logged(runs[kind]) if "val_loss" in entry][-1]["val_loss"]
     assert f"{last:.4f}" in capsys.readouterr().out
     asked = ["--prompt", "the cat", "--max_new_tokens", "4"]
-    assert main(["sample", str(runs[kind]), *asked, "--beyond", "slide"]) == 0
+    assert main(["sample", str(runs[kind]), *asked]) == 0
     assert capsys.readouterr().out.startswith("the cat")
     page = tmp_path / "page.html"
     assert main(["attention", str(runs[kind]), "--prompt", "the cat", "--output", str(page)]) == 0

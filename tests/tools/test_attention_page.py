@@ -170,6 +170,3 @@ def test_maps_that_cannot_be_shown_are_refused(
 def test_candidates_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="not within 0 to 1"):
         attention_page(softmax_maps(), tokens(), title="t", candidates=[[("a", -1.5)]] * 4)
-
-
-# the figure
