@@ -3,7 +3,7 @@
 import functools
 import reprlib
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,48 +127,35 @@ def reader_of(saved: SavedWeights, step: int) -> Read:
     read = functools.partial(read_checkpoint, folder, step, exact=False, run=saved.record)
     if saved.weights == "trained":
         return read
-    shapes = saved_shapes(folder, step)
-    average = saved_average(shapes)
-    if average is not None:
-        return functools.partial(read_average, read, average, shapes)
+    leaves = saved_shapes(folder, step)
+    for kind in AVERAGES:
+        # Of each parameter that learns, by its dotted path: the names of its array and its number.
+        names = dict[str, tuple[str, str]]()
+        for scalar in leaves:
+            if not scalar.startswith("optimizer.") or not scalar.endswith(f".{kind.scalar}"):
+                continue
+            prefix = f"{scalar.removesuffix(kind.scalar)}{kind.leaves}."
+            for name in leaves:
+                if name.startswith(prefix):
+                    names[name.removeprefix(prefix)] = (name, scalar)
+        if names:
+            return functools.partial(read_average, read, kind, names, leaves)
     if saved.weights == "average":
         raise ConfigError(no_average(saved.run_dir))
     return read
 
 
-class SavedAverage(NamedTuple):
-    """What a checkpoint holds of an average: its kind, and for the dotted path of each parameter
-    that learns the names of its array and of its number among the leaves of the checkpoint."""
-
-    kind: AverageKind
-    names: dict[str, tuple[str, str]]
-
-
-def saved_average(names: Collection[str]) -> SavedAverage | None:
-    """The average among the leaves of a checkpoint, by their `names`; None where it has none."""
-    for kind in AVERAGES:
-        table = dict[str, tuple[str, str]]()
-        for scalar in names:
-            if not scalar.startswith("optimizer.") or not scalar.endswith(f".{kind.scalar}"):
-                continue
-            prefix = f"{scalar.removesuffix(kind.scalar)}{kind.leaves}."
-            leaves = {name for name in names if name.startswith(prefix)}
-            table |= {name.removeprefix(prefix): (name, scalar) for name in leaves}
-        if table:
-            return SavedAverage(kind, table)
-    return None
-
-
 def read_average(
     read: Callable[[dict[str, Any]], dict[str, Any]],
-    average: SavedAverage,
+    kind: AverageKind,
+    names_by_path: Mapping[str, tuple[str, str]],
     saved: Mapping[str, Any],
     shapes: dict[str, Any],
 ) -> dict[str, Any]:
     """The average of each leaf of `shapes`, as its dtype; a leaf that does not learn is itself.
     `read` reads leaves of a checkpoint, and `saved` has their [shape, dtype] by name."""
-    names = {path: average.names.get(path.removeprefix("params.")) for path in shapes}
-    formula, wanted = average.kind.formula, dict[str, Any]()
+    names = {path: names_by_path.get(path.removeprefix("params.")) for path in shapes}
+    formula, wanted = kind.formula, dict[str, Any]()
     for path, shape in shapes.items():
         pair = names[path]
         if pair is None or formula is not None:

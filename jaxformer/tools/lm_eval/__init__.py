@@ -2,8 +2,7 @@
 --tasks ...`.
 
 The arguments are those of the harness's own command `lm_eval`, which knows only registered models:
-`main` registers `harness_model.JaxformerLM` and calls the harness. `python -m
-jaxformer.tools.lm_eval` is the same command. In Python, `import
+`main` registers `harness_model.JaxformerLM` and calls the harness. In Python, `import
 jaxformer.tools.lm_eval.harness_model` registers the model.
 """
 

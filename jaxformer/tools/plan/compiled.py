@@ -30,7 +30,6 @@ from jaxformer.models.cost import flops_per_token
 from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data
 from jaxformer.tools.plan.memory import capacity_of
 from jaxformer.tools.plan.targets import Target, cudnn_of, parse_target, require_compiler
-from jaxformer.training.compiler_options import option_lines
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Of the process that compiles: no device, the compiler's defaults and warnings, and no program from
@@ -70,8 +69,8 @@ class CompiledReport:
     program, `peak` all together, `host` what the memory of the device's host keeps. `flops` and
     `bytes` are those of `cost_analysis()`, and `collectives` the instructions of each kind: in both
     the body of a loop counts once, however often it runs. `model_flops` are those of a step and
-    device by `models.cost`, `seconds` those of lowering and compiling. `options` are the lines of
-    `option_lines`, `warnings` the compiler's own; `notes` say what the figures leave out.
+    device by `models.cost`, `seconds` those of lowering and compiling. `warnings` are the
+    compiler's own; `notes` say what the figures leave out.
     """
 
     target: str
@@ -91,14 +90,12 @@ class CompiledReport:
     seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    options: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """The report for a terminal."""
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         on = f"{self.target} ({self.device_kind}, mesh {shape})"
         lines = [f"compiled for {on}: {self.dtype}, attention {self.kernel}"]
-        lines += [f"compiler option {line}" for line in self.options]
         fit = "fits" if self.fits else "does not fit"
         lines.append(
             f"{fit}: {self.needed / GIB:.2f} GiB of {self.capacity / GIB:.2f} GiB a device"
@@ -203,7 +200,6 @@ def compile_for_target(
         needed=needed,
         model_flops=model_flops(resolved) / mesh.size,
         seconds=time.perf_counter() - begin,
-        options=option_lines(mesh),
         **found,
     )
 

@@ -20,9 +20,7 @@ from jaxformer.arrays.params import rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.rules import names_of
 from jaxformer.config.variants import BIASED_SCORES
-from jaxformer.layers.attention import CROSS_ATTENTION
 from jaxformer.layers.biases import has_layer_bias, is_disentangled
-from jaxformer.layers.block import MIXERS
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
 from jaxformer.layers.exchange import CONTEXT
 from jaxformer.layers.ring import LONGEST_BLOCK
@@ -360,18 +358,3 @@ def capacity_of(device: Device) -> float | None:
         return device.memory
     stated = (os.environ.get(name) for name in FRACTION_VARIABLES)
     return device.memory * float(next(filter(None, stated), GPU_FRACTION))
-
-
-def cache_bytes(planned: PlannedRun) -> float:
-    """Bytes of the key-value cache of one row of model.max_length tokens, on one device."""
-    model, tensor = planned.model, planned.size("tensor")
-    if model.family == "encoder":
-        return 0.0
-    of_layer = 0.0
-    for sublayer, tokens in (
-        (MIXERS[model.mixer], model.max_length),
-        (CROSS_ATTENTION, planned.source_length),
-    ):
-        heads, key_width, value_width = sublayer.cached(model)
-        of_layer += tokens * heads * (key_width + value_width) / (1 if heads % tensor else tensor)
-    return of_layer * model.n_layers * planned.dtype_bytes

@@ -9,7 +9,7 @@ from jaxformer.arrays.mesh import batch_devices
 from jaxformer.files import ConfigError
 from jaxformer.layers.exchange import CONTEXT
 from jaxformer.tools.plan.bound import Bound, Products, bound, products
-from jaxformer.tools.plan.memory import MemoryPlan, cache_bytes, memory_plan
+from jaxformer.tools.plan.memory import MemoryPlan, memory_plan
 from jaxformer.tools.plan.planned import PlannedRun, replanned
 
 MOST_CHANGES = 4
@@ -28,7 +28,6 @@ class Change(NamedTuple):
 class Plan:
     """The figures of a run before it starts.
 
-    cache: bytes of the key-value cache of one row of model.max_length tokens, on one device.
     mfu: the model FLOPs utilization of steps that take no longer than the bound, None where a rate
         of the device is unknown. Masked scores count, so where a kernel skips them it can exceed 1.
     changes: the smallest changes of settings with which it fits; None where it fits as it is, or
@@ -37,7 +36,6 @@ class Plan:
 
     planned: PlannedRun
     memory: MemoryPlan
-    cache: float
     products: Products
     bound: Bound
     mfu: float | None
@@ -52,7 +50,7 @@ def make_plan(planned: PlannedRun) -> Plan:
     if least.seconds and peak:
         mfu = flops.model / least.seconds / (peak * planned.mesh.size)
     changes = smallest_changes(planned) if memory.fits is False else None
-    return Plan(planned, memory, cache_bytes(planned), flops, least, mfu, changes)
+    return Plan(planned, memory, flops, least, mfu, changes)
 
 
 def smallest_changes(planned: PlannedRun) -> list[Change]:

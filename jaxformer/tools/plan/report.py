@@ -124,11 +124,6 @@ def memory_text(plan: Plan) -> str:
     if device_bytes is not None and memory.capacity is not None and memory.capacity < device_bytes:
         share = f"{memory.capacity / device_bytes:.0%} of the {human_bytes(device_bytes)}"
         blocks.append(f"{INDENT}JAX takes {share} of a GPU; XLA_CLIENT_MEM_FRACTION changes that.")
-    if plan.cache:
-        blocks.append(
-            f"{INDENT}Decoding has a cache besides: {human_bytes(plan.cache)} for each row of"
-            f" {plan.planned.model.max_length:,} tokens (exact)."
-        )
     return "\n".join(blocks)
 
 
@@ -206,7 +201,6 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
             "capacity": memory.capacity,
             "fits": memory.fits,
         },
-        "cache": plan.cache,
         "changes": changes,
         "flops": plan.products._asdict(),
         "bound": {
