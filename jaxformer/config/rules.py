@@ -34,7 +34,7 @@ ONE_SIDE = "a decoder sees one side only"
 NO_SOURCE = "other models have no source"
 OF_LATENT = "the other mixer has no latents"
 KEPT = "it names the points that are kept"
-WIDTH = "it changes with the width in a way of its own: give the number at all widths as"
+OF_WIDTH = "it changes with the width in a way of its own: give the number at all widths as"
 # For a setting and those of its values that serve: what needs one of them, a setting with one value
 # or, where none is named, with any but its default; and why.
 NEEDS = {
@@ -85,8 +85,8 @@ NEEDS = {
     ("remat", "names"): {"saved": KEPT, "offload": KEPT},
     ("parametrization", "mup"): {"mup_base": "it has the widths that others follow"},
     ("parametrization", "standard"): {
-        "embedding_scale": f"{WIDTH} model.embedding_multiplier",
-        "logit_scale": f"{WIDTH} model.logit_divisor",
+        "embedding_scale": f"{OF_WIDTH} model.embedding_multiplier",
+        "logit_scale": f"{OF_WIDTH} model.logit_divisor",
     },
 }
 # The settings behind properties.
