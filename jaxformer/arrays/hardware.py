@@ -1,5 +1,6 @@
 """What accelerators can do: the manufacturers' published figures, by the names that JAX reports.
 
+NVIDIA's are on the data sheets of its devices, those of TPUs on cloud.google.com/tpu/docs.
 All figures are those of one device as JAX counts devices: a TPU7x chip is two. Products are dense
 (NVIDIA's "with sparsity" is halved), and links count one direction (published sums are halved).
 """
@@ -27,7 +28,6 @@ class Device:
     cores: streaming multiprocessors of a GPU, TensorCores of a TPU.
     capability: the compute capability of an NVIDIA GPU, as (9, 0), by the CUDA C++ programming
         guide; empty for others.
-    source: where the figures are published.
     """
 
     kind: str
@@ -38,7 +38,6 @@ class Device:
     bandwidth: float | None
     link: float | None
     cores: int = 1
-    source: str = ""
     capability: tuple[int, ...] = ()
 
     def peak(self, dtype: str) -> float | None:
@@ -50,9 +49,7 @@ class Device:
 Figures = tuple[float, float, float, float]
 
 
-def _gpu(
-    kind: str, figures: Figures, cores: int, source: str, capability: tuple[int, int] = (9, 0)
-) -> Device:
+def _gpu(kind: str, figures: Figures, cores: int, capability: tuple[int, int] = (9, 0)) -> Device:
     """A row of an NVIDIA GPU. TF32 is half of bfloat16 in every generation from Ampere on."""
     tflops, memory, bandwidth, link = figures
     return Device(
@@ -64,51 +61,45 @@ def _gpu(
         bandwidth=bandwidth * 1e12,
         link=link * 1e9,
         cores=cores,
-        source=source,
         capability=capability,
     )
 
 
-def _tpu(kind: str, figures: Figures, cores: int, page: str) -> Device:
-    """A row of a TPU, whose figures are on a page of its manufacturer."""
+def _tpu(kind: str, figures: Figures, cores: int) -> Device:
+    """A row of a TPU."""
     tflops, memory, bandwidth, link = figures
-    peak, source = tflops * 1e12, f"cloud.google.com/tpu/docs/{page}"
+    peak = tflops * 1e12
     bytes_, rate = round(memory * GIB), bandwidth * 1e12
-    return Device(kind, "tpu", peak, peak, bytes_, rate, link * 1e9, cores, source)
+    return Device(kind, "tpu", peak, peak, bytes_, rate, link * 1e9, cores)
 
 
-H100 = "NVIDIA H100 Tensor Core GPU data sheet"
-H200 = "NVIDIA H200 Tensor Core GPU data sheet"
-A100 = "NVIDIA A100 Tensor Core GPU data sheet"
-GH200 = "NVIDIA GH200 Grace Hopper Superchip data sheet"
-B300 = "NVIDIA HGX B300 data sheet"
 DEVICES = {
     # NVLink of Hopper: 900 GB/s in both directions together, of Ampere 600, of Blackwell 1800.
-    "h100": _gpu("H100 80GB HBM3", (989.4, 80, 3.35, 450), 132, H100),
+    "h100": _gpu("H100 80GB HBM3", (989.4, 80, 3.35, 450), 132),
     # The bridge of NVLink connects two cards; between others it is PCIe's 64 GB/s.
-    "h100_pcie": _gpu("H100 PCIe", (756, 80, 2.0, 300), 114, H100),
-    "h100_nvl": _gpu("H100 NVL", (835.5, 94, 3.9, 300), 132, H100),
-    "h200": _gpu("H200", (989.4, 141, 4.8, 450), 132, H200),
-    "h200_nvl": _gpu("H200 NVL", (835.5, 141, 4.8, 450), 132, H200),
-    "gh200": _gpu("GH200 480GB", (989.4, 96, 4.0, 450), 132, GH200),
-    "a100": _gpu("A100-SXM4?-80GB", (312, 80, 2.039, 300), 108, A100, (8, 0)),
-    "a100_pcie": _gpu("A100 80GB PCIe", (312, 80, 1.935, 300), 108, A100, (8, 0)),
-    "a100_40gb": _gpu("A100-(SXM4?|PCIE)-40GB", (312, 40, 1.555, 300), 108, A100, (8, 0)),
+    "h100_pcie": _gpu("H100 PCIe", (756, 80, 2.0, 300), 114),
+    "h100_nvl": _gpu("H100 NVL", (835.5, 94, 3.9, 300), 132),
+    "h200": _gpu("H200", (989.4, 141, 4.8, 450), 132),
+    "h200_nvl": _gpu("H200 NVL", (835.5, 141, 4.8, 450), 132),
+    "gh200": _gpu("GH200 480GB", (989.4, 96, 4.0, 450), 132),
+    "a100": _gpu("A100-SXM4?-80GB", (312, 80, 2.039, 300), 108, (8, 0)),
+    "a100_pcie": _gpu("A100 80GB PCIe", (312, 80, 1.935, 300), 108, (8, 0)),
+    "a100_40gb": _gpu("A100-(SXM4?|PCIE)-40GB", (312, 40, 1.555, 300), 108, (8, 0)),
     # HGX of eight: 36 PFLOP/s in bfloat16 with sparsity; DGX B200 has 1,440 GB, 64 TB/s.
-    "b200": _gpu("B200", (2250, 180, 8.0, 900), 148, "NVIDIA HGX, DGX B200 data sheets", (10, 0)),
-    "b300": _gpu("B300( SXM6 AC)?", (2250, 270, 8.0, 900), 148, B300, (10, 3)),
+    "b200": _gpu("B200", (2250, 180, 8.0, 900), 148, (10, 0)),
+    "b300": _gpu("B300( SXM6 AC)?", (2250, 270, 8.0, 900), 148, (10, 3)),
     # NVL72: 360 PFLOP/s in bfloat16 with sparsity, 576 TB/s; 13.4 TB, and 20 TB of memory.
-    "gb200": _gpu("GB200", (2500, 186, 8.0, 900), 152, "NVIDIA GB200 NVL72 data sheet", (10, 0)),
-    "gb300": _gpu("GB300", (2500, 277, 8.0, 900), 152, "NVIDIA GB300 NVL72 data sheet", (10, 3)),
+    "gb200": _gpu("GB200", (2500, 186, 8.0, 900), 152, (10, 0)),
+    "gb300": _gpu("GB300", (2500, 277, 8.0, 900), 152, (10, 3)),
     # GDDR6, of whose 48 GB the error correction takes a sixteenth; PCIe 4 x16.
-    "l40s": _gpu("L40S", (362.05, 45, 0.864, 32), 142, "NVIDIA L40S data sheet", (8, 9)),
+    "l40s": _gpu("L40S", (362.05, 45, 0.864, 32), 142, (8, 9)),
     # All-reduce of a pod of 4,096 chips: 1.1 PB/s, which is what each chip sends.
-    "v4": _tpu("TPU v4", (275, 32, 1.2, 268.6), 2, "v4"),
-    "v5e": _tpu("TPU (v5 lite|v5e)", (197, 16, 0.819, 200), 1, "v5e"),
-    "v5p": _tpu("TPU (v5|v5p)", (459, 95, 2.765, 600), 2, "v5p"),
-    "v6e": _tpu("TPU (v6 lite|v6e)", (918, 32, 1.638, 400), 1, "v6e"),
+    "v4": _tpu("TPU v4", (275, 32, 1.2, 268.6), 2),
+    "v5e": _tpu("TPU (v5 lite|v5e)", (197, 16, 0.819, 200), 1),
+    "v5p": _tpu("TPU (v5|v5p)", (459, 95, 2.765, 600), 2),
+    "v6e": _tpu("TPU (v6 lite|v6e)", (918, 32, 1.638, 400), 1),
     # Half a chip of 2,307 TFLOP/s, 192 GiB and 7,380 GB/s; both halves can use all of its links.
-    "tpu7x": _tpu("TPU7x", (1153.5, 96, 3.69, 600), 1, "tpu7x"),
+    "tpu7x": _tpu("TPU7x", (1153.5, 96, 3.69, 600), 1),
     "cpu": Device("cpu", "cpu", None, None, None, None, None),
 }
 

@@ -122,14 +122,6 @@ def held_blocks(mesh: AnyMesh) -> tuple[tuple[int, ...], int]:
     return tuple(sorted(blocks)), count
 
 
-def undivided(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> list[str]:
-    """A text such as "vocab 257 by tensor 2" for each axis of `lengths_left`."""
-    return [
-        f"{axis} {length} by {target} {size}"
-        for axis, length, target, size in lengths_left(mesh, shape, axes)
-    ]
-
-
 def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
     """A line for each parameter that the mesh should split but cannot, because none of its axes is
     divisible, with its bytes.
@@ -138,9 +130,11 @@ def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
     """
     used, undivided_axes = set[str](), dict[str, list[str]]()
     for path, spec in rows(specs).items():
-        axes = undivided(mesh, spec.shape, spec.axes)
-        if axes:
-            undivided_axes[path] = axes
+        left = lengths_left(mesh, spec.shape, spec.axes)
+        if left:
+            undivided_axes[path] = [
+                f"{axis} {length} by {target} {size}" for axis, length, target, size in left
+            ]
         for entry in parameter_sharding(mesh, spec.shape, spec.axes).spec:
             used |= {entry} if isinstance(entry, str) else {*(entry or ())}
     for name in {axis: None for rule in PARAMETERS.values() for axis in rule}:

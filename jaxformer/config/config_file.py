@@ -77,12 +77,10 @@ def _registry() -> Any:
         # tyro widens the type to Union[Literal, str] where the default is an added name.
         members = (info.type, *get_args(info.type))
         literals = [member for member in members if get_origin(member) is Literal]
-        if not literals:
+        # tyro reads a number or a word by itself.
+        if not literals or {int, float} & {*members}:
             return None
         allowed = choices(literals[0])
-        for number, what in NUMBERS.items():
-            if number in members:
-                return _number_or(number, what, allowed)
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
             metavar="{" + ",".join(allowed) + "}",
@@ -93,30 +91,6 @@ def _registry() -> Any:
         )
 
     return registry
-
-
-# The types of settings that are a number or a word.
-NUMBERS: dict[type, str] = {int: "a whole number", float: "a number"}
-
-
-def _number_or(number: type, what: str, words: tuple[str, ...]) -> Any:
-    """How tyro reads a setting that is a number of a type or one of these words."""
-    import tyro
-
-    def read(texts: list[str]) -> Any:
-        (text,) = texts
-        try:
-            return text if text in words else number(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is neither {what} nor {' or '.join(words)}") from None
-
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=f"{number.__name__.upper()}|{{{','.join(words)}}}",
-        instance_from_str=read,
-        is_instance=lambda value: isinstance(value, (int, number)) or value in words,
-        str_from_instance=lambda value: [str(value)],
-    )
 
 
 def read_config(path: str | Path) -> RunConfig:

@@ -71,7 +71,6 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         figures = (
             f": {device.bfloat16 / 1e12:.4g} TFLOP/s in bfloat16, {human_bytes(device.memory)} at"
             f" {device.bandwidth / 1e12:.3g} TB/s, links of {device.link / 1e9:.3g} GB/s one way"
-            f" ({device.source})"
         )
     head: dict[str, str | list[str]] = {
         "devices": f"{planned.mesh.size} x {planned.device_name}{figures}",
