@@ -16,7 +16,6 @@ from jaxformer.interop.fields import (
     ConfigFields,
     Constant,
     Dropout,
-    FixedKey,
     IgnoredKeys,
     Key,
     KeyMapping,
@@ -110,8 +109,11 @@ def bart_like(
         Choice("activation_function", "activation", PLAIN, activation),
         Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, scaled),
         # Of the first versions of transformers with these models.
-        *fixed(normalize_before=is_pre, add_final_layer_norm=is_pre),
-        *fixed(normalize_embedding=normed_embedding),
+        *fixed(
+            normalize_before=is_pre,
+            add_final_layer_norm=is_pre,
+            normalize_embedding=normed_embedding,
+        ),
         tied(True),
         Dropout("dropout attention_dropout"),
         IgnoredKeys(
@@ -150,7 +152,7 @@ MARIAN = bart_like(
     "marian",
     "Marian",
     SINUSOIDAL,
-    FixedKey("share_encoder_decoder_embeddings", (True,)),
+    *fixed(share_encoder_decoder_embeddings=True),
     AliasKey("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),
     norms="post",
     normed_embedding=False,
@@ -276,15 +278,6 @@ def t5_shared_fields(activation: str, default: Mapping[str, int]) -> tuple[KeyMa
     )
 
 
-def both_stacks(depth: int, head: T5Head) -> tuple[KeyMapping, ...]:
-    return (
-        Constant(family="encoder_decoder"),
-        Key("num_layers", "n_encoder_layers", depth),
-        Key("num_decoder_layers", "n_layers", depth, instead="num_layers"),
-        head,
-    )
-
-
 class EncoderAlone(KeyMapping):
     """The keys of the decoder are not read, and it is written that there is none."""
 
@@ -337,13 +330,26 @@ UNUSED_BIAS = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention
 EMBEDDING_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
-def t5_like(model_type: str, name: str, keys: Sequence[KeyMapping], covers: str) -> Family:
-    """A family of encoder-decoders with the tensors of T5; `name` begins its classes. `covers` is
-    as in `Family`."""
+def t5_like(
+    model_type: str,
+    name: str,
+    mappings: Sequence[KeyMapping],
+    depth: int,
+    covers: str,
+    has_scale: bool = True,
+) -> Family:
+    """A family of encoder-decoders with the tensors of T5; `name` begins its classes, and `depth`
+    is the default of each stack. `covers` is as in `Family`."""
     return Family(
         model_type,
         {f"{name}ForConditionalGeneration": {}},
-        keys,
+        (
+            *mappings,
+            Constant(family="encoder_decoder"),
+            Key("num_layers", "n_encoder_layers", depth),
+            Key("num_decoder_layers", "n_layers", depth, instead="num_layers"),
+            T5Head(has_scale),
+        ),
         rows,
         bases=(f"{name}Model", f"{name}WithLMHeadModel"),
         copies=tied_copy("lm_head.weight", *EMBEDDING_NAMES),
@@ -356,12 +362,12 @@ def encoder_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     return (TensorRow("shared.weight", "embed.tokens"), *t5_stack("encoder", "", config))
 
 
-def encoder_like(model_type: str, name: str, keys: Sequence[KeyMapping]) -> Family:
+def encoder_like(model_type: str, name: str, mappings: Sequence[KeyMapping], depth: int) -> Family:
     """The encoder of such a family alone, also out of the files of both stacks."""
     return Family(
         model_type,
         {f"{name}EncoderModel": {"head": "none"}},
-        keys,
+        (*mappings, *keys(num_layers=depth), EncoderAlone()),
         encoder_rows,
         copies=lambda config: (Copy("encoder.embed_tokens.weight", "shared.weight"),),
         ignored=(r"^decoder\.", r"^lm_head\."),
@@ -373,36 +379,25 @@ T5_KEYS = t5_shared_fields("relu", {})
 T5 = t5_like(
     "t5",
     "T5",
-    (*T5_KEYS, *both_stacks(T5_DEPTH, T5Head())),
+    T5_KEYS,
+    T5_DEPTH,
     "v1 and v1.1: stacks of different depth; tied and untied; gated activation",
 )
-T5_ENCODER = encoder_like(
-    "t5", "T5", (*T5_KEYS, Key("num_layers", "n_layers", T5_DEPTH), EncoderAlone())
-)
+T5_ENCODER = encoder_like("t5", "T5", T5_KEYS, T5_DEPTH)
 
 MT5_DEPTH = 8
 MT5_SIZES = {"vocab_size": 250112, "d_ff": 1024, "num_heads": 6}
 MT5_KEYS = t5_shared_fields("gated-gelu", MT5_SIZES)
 MT5 = t5_like(
-    "mt5",
-    "MT5",
-    (*MT5_KEYS, *both_stacks(MT5_DEPTH, T5Head(has_scale=False))),
-    "as t5, with logits that are not scaled",
+    "mt5", "MT5", MT5_KEYS, MT5_DEPTH, "as t5, with logits that are not scaled", has_scale=False
 )
-MT5_ENCODER = encoder_like(
-    "mt5", "MT5", (*MT5_KEYS, Key("num_layers", "n_layers", MT5_DEPTH), EncoderAlone())
-)
+MT5_ENCODER = encoder_like("mt5", "MT5", MT5_KEYS, MT5_DEPTH)
 
 UMT5_KEYS = (*MT5_KEYS, Constant(relative_bias="layer"))
 UMT5 = t5_like(
-    "umt5",
-    "UMT5",
-    (*UMT5_KEYS, *both_stacks(MT5_DEPTH, T5Head())),
-    "as t5, with a table of relative positions for each layer",
+    "umt5", "UMT5", UMT5_KEYS, MT5_DEPTH, "as t5, with a table of relative positions for each layer"
 )
-UMT5_ENCODER = encoder_like(
-    "umt5", "UMT5", (*UMT5_KEYS, Key("num_layers", "n_layers", MT5_DEPTH), EncoderAlone())
-)
+UMT5_ENCODER = encoder_like("umt5", "UMT5", UMT5_KEYS, MT5_DEPTH)
 
 
 # T5Gemma (arXiv:2504.06225): an encoder-decoder of the layers of Gemma 2.

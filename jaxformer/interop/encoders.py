@@ -62,7 +62,7 @@ def shared_fields(**default: int) -> tuple[KeyMapping, ...]:
         ENCODER,
         *keys(**{**BERT_SIZES, **default}),
         *keys(type_vocab_size=2, layer_norm_eps=1e-12),
-        FixedKey("position_embedding_type", ("absolute",)),
+        *fixed(position_embedding_type="absolute"),
         tied(True),
         ClassCount(),
         Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
@@ -220,7 +220,7 @@ def roberta_like(model_type: str, name: str, vocab_size: int) -> Family:
             *shared_fields(vocab_size=vocab_size),
             OffsetPositions(),
             # The masked head always has this one.
-            FixedKey("hidden_act", ("gelu",)),
+            *fixed(hidden_act="gelu"),
             Constant(activation="gelu"),
             Present("roberta.pooler.dense.weight", "pooler", (f"{name}Model",)),
         ),
@@ -373,14 +373,16 @@ ALBERT = Family(
         *shared_fields(**ALBERT_SIZES),
         NarrowEmbedding("embedding_size", "embedding_width", 128),
         LayerGroups("num_hidden_groups", "layer_groups", 1),
-        FixedKey("inner_group_num", (1,)),
+        *fixed(inner_group_num=1),
         *keys(max_position_embeddings=512),
         Choice("hidden_act", "activation", PLAIN, "gelu_new"),
         Present("albert.pooler.weight", "pooler", ALBERT_WITH_POOLER),
         Present("sop_classifier.classifier.weight", "next_sentence", ("AlbertForPreTraining",)),
         # Of dropout, and of versions that no code reads.
-        IgnoredKeys("classifier_dropout_prob down_scale_factor gap_size net_structure_type"),
-        IgnoredKeys("num_memory_blocks"),
+        IgnoredKeys(
+            "classifier_dropout_prob down_scale_factor gap_size net_structure_type"
+            " num_memory_blocks"
+        ),
     ),
     albert_rows,
     prefix="albert.",
@@ -431,7 +433,7 @@ ELECTRA = Family(
         Key("embedding_size", "embedding_width", 128),
         *keys(max_position_embeddings=512),
         # Its heads always have this one.
-        FixedKey("hidden_act", ("gelu",)),
+        *fixed(hidden_act="gelu"),
         Constant(activation="gelu", pooler_activation="gelu"),
         IgnoredKeys("summary_type summary_use_proj summary_activation summary_last_dropout"),
     ),
@@ -489,7 +491,7 @@ MPNET = Family(
         *fixed(relative_attention_num_buckets=32, pad_token_id=1),
         OffsetPositions(),
         # The masked head always has this one.
-        FixedKey("hidden_act", ("gelu",)),
+        *fixed(hidden_act="gelu"),
         tied(True),
         ClassCount(),
         Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
@@ -701,10 +703,11 @@ MODERNBERT = Family(
         ClassCount(),
         Choice("classifier_pooling", "pooling", {"cls": "first", "mean": "mean"}, "cls"),
         # Of training, of kernels, and two that are read by no layer.
-        IgnoredKeys("classifier_dropout sparse_prediction sparse_pred_ignore_index"),
-        IgnoredKeys("initializer_cutoff_factor deterministic_flash_attn reference_compile"),
-        IgnoredKeys("repad_logits_with_grad layer_norm_eps position_embedding_type"),
-        IgnoredKeys("cls_token_id"),
+        IgnoredKeys(
+            "classifier_dropout sparse_prediction sparse_pred_ignore_index"
+            " initializer_cutoff_factor deterministic_flash_attn reference_compile"
+        ),
+        IgnoredKeys("repad_logits_with_grad layer_norm_eps position_embedding_type cls_token_id"),
     ),
     modernbert_rows,
     prefix="model.",
@@ -840,7 +843,7 @@ DEBERTA = Family(
         DivisibleHeads(),
         *keys(type_vocab_size=0, layer_norm_eps=1e-7),
         DisentangledPositions(),
-        FixedKey("conv_kernel_size", (0,)),
+        *fixed(conv_kernel_size=0),
         FixedKey("legacy", (True, False)),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Choice("pooler_hidden_act", "pooler_activation", POOLER_ACTIVATIONS, "gelu"),

@@ -221,7 +221,7 @@ OLMOE = llama_like(
         RMS,
         SILU,
         Rope(),
-        FixedKey("clip_qkv", (None,)),
+        *fixed(clip_qkv=None),
         ATTENTION_BIAS,
         tied(False),
     ),

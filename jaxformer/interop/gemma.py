@@ -10,6 +10,7 @@ from jaxformer.interop.fields import (
     OptionalKey,
     Scale,
     Windows,
+    fixed,
     tied,
 )
 from jaxformer.interop.llama import ATTENTION_BIAS, HEAD_NORM, LAYER, ROWS, TRUNK, llama_like, sizes
@@ -101,7 +102,7 @@ GEMMA3 = llama_like(
         *GEMMA,
         HEAD_NORM,
         # transformers does not apply it.
-        FixedKey("attn_logit_softcapping", (None,)),
+        *fixed(attn_logit_softcapping=None),
         OptionalKey("final_logit_softcapping", "logit_soft_cap"),
         Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
         Windows(GEMMA_LAYERS, every=6, period="sliding_window_pattern"),

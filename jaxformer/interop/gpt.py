@@ -82,13 +82,15 @@ GPT2_FIELDS = (
     ),
     Choice("activation_function", "activation", PLAIN, "gelu_new"),
     Choice("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
-    FixedKey("scale_attn_by_inverse_layer_idx", (False,)),
+    *fixed(scale_attn_by_inverse_layer_idx=False),
     tied(True),
     Dropout("resid_pdrop embd_pdrop attn_pdrop"),
     # Read by llama.cpp's converter.
     AliasKey("n_ctx", "n_positions", "max_length"),
-    IgnoredKeys("reorder_and_upcast_attn summary_type summary_use_proj summary_activation"),
-    IgnoredKeys("summary_proj_to_labels summary_first_dropout"),
+    IgnoredKeys(
+        "reorder_and_upcast_attn summary_type summary_use_proj summary_activation"
+        " summary_proj_to_labels summary_first_dropout"
+    ),
 )
 
 GPT2_LAYER = "transformer.h.{}."
@@ -177,13 +179,15 @@ BLOOM_FIELDS = (
     Key("n_layer", "n_layers", 2, instead="num_hidden_layers"),
     Key("n_head", "n_heads", 8, instead="num_attention_heads"),
     *keys(layer_norm_epsilon=1e-5, seq_length=2048),
-    FixedKey("apply_residual_connection_post_layernorm", (False,)),
+    *fixed(apply_residual_connection_post_layernorm=False),
     tied(True),
     Dropout("hidden_dropout attention_dropout"),
     # It would leave out biases with pretraining_tp > 1.
-    FixedKey("slow_but_exact", (False,)),
-    IgnoredKeys("attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"),
-    IgnoredKeys("pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"),
+    *fixed(slow_but_exact=False),
+    IgnoredKeys(
+        "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"
+        " pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"
+    ),
 )
 
 BLOOM_LAYER = "transformer.h.{}."
@@ -247,11 +251,13 @@ GPTJ_FIELDS = (
     ),
     RotaryWidth("rotary_dim", 64, ("n_embd", 4096), ("n_head", 16)),
     Choice("activation_function", "activation", PLAIN, "gelu_new"),
-    FixedKey("scale_attn_weights", (True,)),
+    *fixed(scale_attn_weights=True),
     tied(False),
     Dropout("resid_pdrop embd_pdrop attn_pdrop"),
-    IgnoredKeys("rotary summary_type summary_use_proj summary_activation"),
-    IgnoredKeys("summary_proj_to_labels summary_first_dropout"),
+    IgnoredKeys(
+        "rotary summary_type summary_use_proj summary_activation"
+        " summary_proj_to_labels summary_first_dropout"
+    ),
 )
 
 GPTJ_ROWS = (
@@ -329,10 +335,11 @@ GPT_NEO_FIELDS = (
     Choice("activation_function", "activation", PLAIN, "gelu_new"),
     tied(True),
     Dropout("resid_dropout embed_dropout attention_dropout"),
-    # It repeats attention_types.
-    IgnoredKeys("attention_layers"),
-    IgnoredKeys("summary_type summary_use_proj summary_activation summary_first_dropout"),
-    IgnoredKeys("summary_proj_to_labels"),
+    # attention_layers repeats attention_types.
+    IgnoredKeys(
+        "attention_layers summary_type summary_use_proj summary_activation summary_first_dropout"
+        " summary_proj_to_labels"
+    ),
 )
 
 GPT_NEO_ROWS = (
@@ -559,8 +566,10 @@ MPT_FIELDS = (
     *fixed(expansion_ratio=4, no_bias=True, logit_scale=None),
     tied(True),
     Dropout("resid_pdrop emb_pdrop"),
-    IgnoredKeys("init_device learned_pos_emb embedding_fraction norm_type init_config"),
-    IgnoredKeys("tokenizer_name verbose"),
+    IgnoredKeys(
+        "init_device learned_pos_emb embedding_fraction norm_type init_config"
+        " tokenizer_name verbose"
+    ),
 )
 
 MPT_LAYER = "transformer.blocks.{}."

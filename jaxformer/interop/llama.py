@@ -248,8 +248,10 @@ STARCODER2 = llama_like(
         Windows(30, kinds=False, default_window=None),
         Biases({"use_bias": (ATTENTION | FFN, True)}, always=frozenset({"norm"})),
         # Of the published files, which transformers does not read.
-        IgnoredKeys("attention_softmax_in_fp32 scale_attention_softmax_in_fp32"),
-        IgnoredKeys("layer_norm_epsilon mlp_type norm_type scale_attn_weights"),
+        IgnoredKeys(
+            "attention_softmax_in_fp32 scale_attention_softmax_in_fp32"
+            " layer_norm_epsilon mlp_type norm_type scale_attn_weights"
+        ),
         tied(True),
     ),
     covers="layer norms with and without biases of matrices; windows",

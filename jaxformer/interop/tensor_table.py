@@ -223,11 +223,6 @@ def _paths_by_layer(row: TensorRow, table: Mapping[str, Spec]) -> Iterator[Any]:
             yield layer, paths, index
 
 
-def _of_entry(spec: Spec, depth: int) -> Spec:
-    """The row of one matrix or vector of a leaf that stacks them on its first axes."""
-    return replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
-
-
 def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
     """All tensors of a model; rows whose leaves the model does not have are left out."""
     table, plan = spec_rows(specs), []
@@ -244,7 +239,11 @@ def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
             first = table[paths[0]]
             has_tensor_of_each = name.count("{}") > 1
             depth = 2 if has_tensor_of_each else len(first.batch)
-            entry_specs = tuple(_of_entry(table[path], depth) for path in paths)
+            # Of one matrix or vector of a leaf that stacks them on its first axes.
+            entry_specs = tuple(
+                replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
+                for spec in map(table.__getitem__, paths)
+            )
             if not has_tensor_of_each:
                 experts = first.shape[1] if "experts" in first.batch else 0
                 args = ((index,), entry_specs, transform, experts)
