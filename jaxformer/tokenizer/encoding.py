@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer.pieces import ANY_CHARACTER, BYTES, without_panic
+from jaxformer.tokenizer.pieces import BYTES, without_panic
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 if TYPE_CHECKING:
@@ -44,17 +44,6 @@ MERGE_SETTINGS = (
 )
 
 PART_CHARACTERS = 1 << 16  # characters of a part, where the text can be cut
-
-SPACES = r"(?<=\S)(?=[ \t\r\n])"
-
-# Pre-tokenizers that split a text at every white space, whatever is next to it.
-WORD_BY_WORD = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
-CHARACTER_BY_CHARACTER = {
-    "type": "Split",
-    "pattern": {"Regex": ANY_CHARACTER},
-    "behavior": "Isolated",
-    "invert": False,
-}
 
 
 class Fast:
@@ -153,19 +142,15 @@ def pattern_of(spec: dict[str, Any]) -> str | None:
     if words.get("type") == "ByteLevel":
         return "gpt2" if words["use_regex"] and not words["add_prefix_space"] else None
     steps = words.get("pretokenizers", [])
-    if len(steps) != 2 or not _only_bytes(steps[1]):
+    if [step["type"] for step in steps] != ["Split", "ByteLevel"]:
         return None
-    split = steps[0]
-    if split["type"] != "Split" or split["behavior"] != "Isolated" or split["invert"]:
+    split, byte_level = steps
+    if byte_level["use_regex"] or byte_level["add_prefix_space"]:
+        return None
+    if split["behavior"] != "Isolated" or split["invert"]:
         return None
     names = {pattern.words: name for name, pattern in WORD_PATTERNS.items()}
     return names.get(split["pattern"].get("Regex"))
-
-
-def _only_bytes(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer writes bytes as characters and does nothing else."""
-    is_byte_level = step.get("type") == "ByteLevel"
-    return is_byte_level and not step["use_regex"] and not step["add_prefix_space"]
 
 
 @dataclass(frozen=True)
@@ -181,26 +166,15 @@ class Cuts:
     def of(cls, spec: dict[str, Any], names_are_tokens: bool) -> "Cuts":
         """The cuts for a tokenizer.json; without a pattern where it may read more than a word at a
         time. `names_are_tokens` says that names of special tokens in a text are these tokens."""
-        added = [
-            token for token in spec["added_tokens"] if names_are_tokens or not token["special"]
+        pattern = pattern_of(spec)
+        if spec["normalizer"] is not None or not pattern:
+            return cls("")
+        names = [
+            token["content"]
+            for token in spec["added_tokens"]
+            if names_are_tokens or not token["special"]
         ]
-        names = tuple(token["content"] for token in added)
-        normalizer, words = spec["normalizer"], spec["pre_tokenizer"] or {}
-        if normalizer is None and (pattern := pattern_of(spec)):
-            return cls(WORD_PATTERNS[pattern].cuts, names)
-        splits_at_spaces = words.get("type") in WORD_BY_WORD
-        if normalizer is None:
-            # Where each character or byte is a token, a text could be cut between any two of them.
-            tokens_are_bytes = _only_bytes(words) and spec["model"].get("merges") == []
-            tokens_are_characters = words == CHARACTER_BY_CHARACTER
-            can_cut = splits_at_spaces or tokens_are_bytes or tokens_are_characters
-        else:
-            # BERT's normalizer changes a text character by character; a name that is searched in
-            # the normalized text may have another spelling in this one.
-            names_as_written = not any(token["normalized"] for token in added)
-            is_bert = normalizer["type"] == "BertNormalizer"
-            can_cut = splits_at_spaces and is_bert and names_as_written
-        return cls(SPACES if can_cut else "", names)
+        return cls(WORD_PATTERNS[pattern].cuts, tuple(names))
 
     def blocks(self, chunks: Iterable[str]) -> Iterator[str]:
         """The parts of a text that comes in chunks of any size, in the memory of a few parts."""

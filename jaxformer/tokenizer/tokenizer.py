@@ -206,8 +206,8 @@ class Tokenizer:
     ) -> Iterator[int]:
         """The ids that `encode` gives for the joined strings of an iterable, such as an open file.
 
-        It takes little memory where text is split as by GPT-2, Llama 3 or BERT, or into bytes or
-        characters. Other tokenizers, such as SentencePiece's, need all of the text at once.
+        It takes little memory where text is split as by GPT-2 or Llama 3. Other tokenizers, such as
+        SentencePiece's, need all of the text at once.
         """
         reads_names = self._reads_names if special_tokens is None else special_tokens
         yield from self.prefix if reads_names else ()

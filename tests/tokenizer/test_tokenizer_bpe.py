@@ -13,17 +13,10 @@ import transformers
 from hard_text import hard_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pretrained_tokenizers import MODELS, copied, saved, with_names
+from pretrained_tokenizers import copied, saved, with_names
 
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer import (
-    Tokenizer,
-    byte_tokenizer,
-    character_tokenizer,
-    encoding,
-    train_bpe,
-    train_bpe_tokenizer,
-)
+from jaxformer.tokenizer import Tokenizer, encoding, train_bpe, train_bpe_tokenizer
 
 END = "<|endoftext|>"
 TEXT = (
@@ -269,12 +262,13 @@ def uncut(words: tokenizers.pre_tokenizers.PreTokenizer) -> Tokenizer:
 
 
 def streaming() -> dict[str, Tokenizer]:
-    made = {"bytes": byte_tokenizer(), "characters": character_tokenizer([HARD, TEXT]), **STREAMED}
-    made["metaspace"] = uncut(tokenizers.pre_tokenizers.Metaspace())
-    made["one word"] = uncut(
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    )
-    return made | {kind: Tokenizer.load(saved(kind)) for kind in MODELS}
+    whole_words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made = {
+        "metaspace": uncut(tokenizers.pre_tokenizers.Metaspace()),
+        "one word": uncut(whole_words),
+    }
+    kinds = ("gpt2", "llama3", "bert")
+    return STREAMED | made | {kind: Tokenizer.load(saved(kind)) for kind in kinds}
 
 
 STREAMED = {
