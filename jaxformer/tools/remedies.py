@@ -22,7 +22,7 @@ def advice(error: RunOutOfMemory) -> str:
         lines.append(f"{run_dir} was begun by an earlier command and holds no checkpoint.")
     else:
         lines.append(
-            f"Nothing was trained in {run_dir}: the same command with any of them begins the run."
+            f"Nothing was trained in {run_dir}: the same command with other settings begins it."
         )
     return "\n".join(lines)
 

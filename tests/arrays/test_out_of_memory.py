@@ -108,7 +108,7 @@ def test_a_step_that_does_not_compile_leaves_the_directory_to_other_settings(
     assert "Traceback" not in error and "--model.remat full" in error
     assert "--train.microbatches 4" in error and "another run.dir" not in error
     assert "`jaxformer plan CONFIG`" in error
-    assert "the same command with any of them begins the run" in error
+    assert "the same command with other settings begins it" in error
     assert train_here(line(run_dir, text, changes | {"train.microbatches": 4})) == 0
     assert saved(run_dir) == [6]
 
