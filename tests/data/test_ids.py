@@ -73,7 +73,6 @@ def test_ids_give_the_batches_of_their_text(
     run = run_of(made, made / f"{name}.txt", tmp_path / "text", packing=packing)
     own = run_of(made, made / f"{name}.npy", tmp_path / "ids", packing=packing)
     assert_same_batches(prepare(own), prepare(run), run.data)
-    assert list(prepare(own).validation_text()) == list(prepare(run).validation_text())
 
 
 def test_ids_are_mapped_where_they_lie(made: Path, tmp_path: Path) -> None:
