@@ -318,29 +318,8 @@ def test_only_weights_that_were_rounded_may_be_apart(
     monkeypatch.setattr(convert, "compare", lambda *_: logit_parity.Comparison(largest, 1.0))
     asked = ConvertArguments(source=Path("source"), target=Path("target"), dtype=dtype)
     model = jf.Loaded({}, ModelConfig(**SMALL), None)
-    assert convert._verified(model, asked.source if inward else asked.target, asked) == status
+    assert convert._verified(model, asked, asked.source if inward else asked.target) == status
     assert ("NOT EQUAL" in capsys.readouterr().out) == (status == 1)
-
-
-@pytest.mark.parametrize(
-    "text, size",
-    [
-        ("500M", 5e8),
-        ("5G", 5e9),
-        ("1.5K", 1500),
-        ("7", 7),
-        ("2 gb", 2e9),
-        ("0", 0),
-        ("0.0G", 0),
-        ("G", 0),
-    ],
-)
-def test_a_size_of_a_file_is_a_number_of_bytes_above_0(text, size):
-    if size:
-        assert convert._bytes(text) == size
-        return
-    with pytest.raises(jf.ConfigError, match="is no number of bytes"):
-        convert._bytes(text)
 
 
 def test_a_file_where_the_directory_should_be_is_left_alone(tmp_path):
