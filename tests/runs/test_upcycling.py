@@ -171,9 +171,7 @@ def test_a_run_begins_upcycled_goes_on_and_resumes_bitwise(tmp_path, capsys):
     origin = run(tmp_path, "dense", data__train=text)
     changes = UPCYCLED | {"data__train": text, "run__init_from": origin}
     capsys.readouterr()
-    still = run(
-        tmp_path, "still", **changes, optimizer__learning_rate=0.0, model__router_bias_rate=0.0
-    )
+    still = run(tmp_path, "still", **changes, optimizer__learning_rate=0.0)
     said = " ".join(capsys.readouterr().out.split())
     assert f"Upcycled: 2 layers, 4 {COPIES}" in said
     base, upcycled = jf.load(origin), jf.load(still)
