@@ -178,7 +178,7 @@ def test_a_model_without_a_head_says_what_it_cannot_do(tmp_path, capsys):
     with pytest.raises(jf.ConfigError, match="head 'none' does not write text"):
         jf.generate(loaded.params, loaded.config, [[5, 6]], 3, temperature=0)
     assert main(["sample", str(place), "--prompt", "a"]) == 2
-    assert "has no head" in capsys.readouterr().err
+    assert "has the head 'none', which writes no text" in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("a b c")
     assert main(["evaluate", str(place), "--data.validation", str(tmp_path / "text.txt")]) == 2
     assert "data.source_field" in capsys.readouterr().err
