@@ -21,6 +21,7 @@
 # sample, and bits per byte. `python train.py configs/quickstart.py` does the same in one line.
 
 # %%
+import gzip
 import inspect
 import math
 import sysconfig
@@ -33,7 +34,6 @@ import numpy as np
 
 import jaxformer as jf
 from jaxformer.config import OptimizerConfig
-from jaxformer.data import gzip_bits_per_byte
 from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 
@@ -244,7 +244,8 @@ nats = jf.make_evaluate(loss, held)(params)["val_loss"]
 targets = held_ids[1 : len(starts) * LENGTH + 1]
 bytes_per_token = tokenizer.token_bytes()[targets].sum() / len(targets)  # the end token has none
 bits = nats / math.log(2) / bytes_per_token
-packed = gzip_bits_per_byte([tokenizer.decode(targets).replace(END, "")])
+text = tokenizer.decode(targets).replace(END, "").encode()
+packed = 8 * len(gzip.compress(text, 9)) / len(text)
 print(f"{nats:.3f} nats per token, {bytes_per_token:.2f} bytes per token")
 print(f"{bits:.3f} bits per byte; gzip -9 takes {packed:.3f} for the same text")
 assert bits < packed

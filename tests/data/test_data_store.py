@@ -374,7 +374,7 @@ def test_validation_can_be_a_source_of_its_own_or_nothing(tmp_path: Path) -> Non
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "another text"}) + "\n")
     run = run_of(tmp_path, TEXT)
     made = prepare(replace(run, data=replace(run.data, validation=str(tmp_path / "other.jsonl"))))
-    assert made.train.documents == 300
+    assert made.train.documents == 300 and _texts(made) == ["another text"]
     assert made.validation is not None and made.validation.documents == 1
     made = prepare(replace(run, data=replace(run.data, validation_fraction=0.0)))
     assert made.train.documents == 300
