@@ -74,6 +74,13 @@ def test_the_state_of_every_optimizer_takes_the_bytes_that_are_planned(variant: 
     assert_state_is_planned("quickstart", VARIANTS[variant])
 
 
+@pytest.mark.parametrize("name, optimizer", [("bert_tiny", "muon"), ("t5_tiny", "adafactor")])
+def test_the_state_of_other_families_takes_the_bytes_that_are_planned(
+    name: str, optimizer: str
+) -> None:
+    assert_state_is_planned(name, {"name": optimizer})
+
+
 def assert_state_is_planned(name: str, settings: dict[str, Any]) -> None:
     overrides = [f"optimizer.{setting}={value}" for setting, value in settings.items()]
     found = plan(name, "cpu", 0, *overrides)
@@ -245,21 +252,26 @@ def test_links_take_the_weights_the_gradients_and_the_sums_of_sublayers() -> Non
     assert link_bytes(summed) == pytest.approx(2 * 22 * 2 * stream * 2 * 3 / 4)
 
 
+# To plan all saved steps takes half a minute.
+HALVES = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+
+
 @functools.cache
-def saved_steps() -> dict[str, tuple[dict[str, Any], PlannedRun]]:
-    """The steps of both vendors that `benchmarks/plan_memory.py` compiled and saved, planned."""
+def saved_steps(half: int) -> dict[str, tuple[dict[str, Any], PlannedRun]]:
+    """Every second of the steps of both vendors that `benchmarks/plan_memory.py` compiled and
+    saved, planned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         import plan_memory
 
-        # Every second one: to plan them all takes half a minute.
-        results = dict(list(plan_memory.saved("plan_memory").items())[::2])
+        results = dict(list(plan_memory.saved("plan_memory").items())[half::2])
         return {name: (found, plan_memory.planned_step(found)) for name, found in results.items()}
 
 
-def test_links_send_no_more_than_the_compilers_programs() -> None:
+@HALVES
+def test_links_send_no_more_than_the_compilers_programs(half: int) -> None:
     shares = []
-    for name, (result, step) in saved_steps().items():
+    for name, (result, step) in saved_steps(half).items():
         if step.mesh.size == 1 or "collectives" not in result:
             continue
         sent = 0.0
@@ -459,8 +471,9 @@ def test_a_large_model_on_many_devices_is_planned_without_the_platform_that_it_i
     assert numbers["memory"]["fits"] and numbers["bound"]["mfu"] > 0.5
 
 
-def test_planned_memory_is_near_what_the_compilers_said() -> None:
-    steps = {name: step for name, step in saved_steps().items() if "needed" in step[0]}
+@HALVES
+def test_planned_memory_is_near_what_the_compilers_said(half: int) -> None:
+    steps = {name: step for name, step in saved_steps(half).items() if "needed" in step[0]}
     assert len(steps) >= 30 and {name.startswith("v") for name in steps} == {True, False}
     errors = {
         name: memory_plan(step).peak / result["needed"] - 1
