@@ -30,12 +30,17 @@ class StopStrings:
     def length(self, tokens: Iterable[int]) -> int:
         """How many tokens a text has with the one that completes a stop string; 0 where none
         does."""
-        text = b""
-        for count, token in enumerate(tokens, 1):
-            text += self._tokenizer.raw(token)
-            if any(stop in text for stop in self._stops):
-                return count
-        return 0
+        pieces = [self._tokenizer.raw(token) for token in tokens]
+        text = b"".join(pieces)
+        ends = [text.find(stop) + len(stop) for stop in self._stops if stop in text]
+        if not ends:
+            return 0
+        # The token that has the last byte of the stop string that is complete first.
+        read, count = 0, 0
+        while read < min(ends):
+            read += len(pieces[count])
+            count += 1
+        return count
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
