@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -57,10 +58,10 @@ def _train(args: TrainTokenizerArguments) -> None:
     source = find_source(args.source, "SOURCE", (field,))
     file = source.files[0]
     texts: Iterable[Iterable[str]]
-    size = 0  # of a compressed text it is not known
+    size = 0  # of text in a compressed file, which is not known
     if len(source.files) == 1 and file.format == "text" and file.path.suffix.lower() not in PACKED:
         texts = [blocks_of(file.path)]
-        size = os.path.getsize(file.path) if os.path.isfile(file.path) else 0
+        size = _size(file.path)
     else:
         documents = itertools.groupby(source.pieces(), lambda piece: piece.document)
         texts = ((piece.text for piece in document) for _, document in documents)
@@ -86,6 +87,11 @@ def _train(args: TrainTokenizerArguments) -> None:
     print(f"{target}: {entries}, including {len(merges):,} merges, {seconds:.1f} s")
 
 
+def _size(path: Path) -> int:
+    """The bytes of a file of text; 0 for a pipe, whose size is not known."""
+    return path.stat().st_size if path.is_file() else 0
+
+
 def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -97,11 +103,16 @@ def _encode(args: EncodeArguments) -> None:
     def texts() -> Iterator[str]:
         nonlocal size
         blocks: Iterable[bytes]
+        total = 0
         if args.file == "-":
             # A pipe is read with os.read, which returns as soon as there is anything.
             blocks = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
         else:
-            blocks = read_blocks(located(args.file))
+            path = located(args.file)
+            blocks = read_blocks(path)
+            if path.suffix.lower() not in PACKED:
+                total = _size(path)
+        notes = ProgressNotes(_log, total, f"{args.file}: encoded")
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in itertools.chain(blocks, [b""]):
             start = size - len(decoder.getstate()[0])
@@ -114,6 +125,8 @@ def _encode(args: EncodeArguments) -> None:
                     " convert it to UTF-8."
                 ) from None
             size += len(block)
+            notes.done = size
+            notes.tell()
 
     ids, arrays = tokenizer.encode_iterable(texts(), args.special_tokens), []
     while block := [*itertools.islice(ids, IDS_PER_BLOCK)]:

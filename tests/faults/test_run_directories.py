@@ -117,10 +117,11 @@ def test_a_save_that_fails_ends_the_run_and_keeps_the_last_good_checkpoint(
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
     process.send_signal(signal.SIGCONT)
     _, error = finish(process, 1)
-    # JAX warns as well, where it cannot write a program to its cache.
+    # JAX warns as well, where it cannot write a program to its cache, and TensorStore prints a
+    # traceback of asyncio for each write that ends after the one that failed.
     (said,) = [text for text in error.splitlines() if text.startswith("error: ")]
     assert said.startswith("error: the checkpoint ") and "File too large" in said
-    assert "Traceback" not in error
+    assert "/jaxformer/runs/" not in error  # no traceback of ours
     kept = saved(run_dir)
     assert kept and max(kept) < STEPS
     out, _ = finish(fork(line(run_dir, text)))
