@@ -13,12 +13,14 @@ STEPS = {"train.steps": 8, "train.eval_every": 4, "optimizer.decay_steps": 8}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3_bucket", "gcs_bucket_of_tensorstore"])
 def test_a_run_in_a_bucket_is_that_of_a_disk_and_all_commands_read_it(
-    s3_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, request, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    bucket = request.getfixturevalue(kind)
     settings, text = PLAIN | STEPS, write_text(tmp_path / "text.txt")
     assert train_here(line(tmp_path / "local", text, settings | {"run.tracker": "none"})) == 0
-    folder = located(url := f"{s3_bucket}/runs/mine")
+    folder = located(url := f"{bucket}/runs/mine")
     in_bucket: dict[str, object] = settings | {"run.dir": url, "run.profile": "2"}
     assert train_here(line(tmp_path, text, in_bucket | {"train.steps": 5})) == 0
     assert train_here(line(tmp_path, text, in_bucket)) == 0
@@ -31,19 +33,19 @@ def test_a_run_in_a_bucket_is_that_of_a_disk_and_all_commands_read_it(
     assert CLAIM not in names
     assert len([*(folder / "tensorboard").iterdir()]) == 2 and [*(folder / "profile").rglob("*.pb")]
     capsys.readouterr()
-    hugging_face = f"{s3_bucket}/hugging_face"
+    hugging_face = f"{bucket}/hugging_face"
     for command in (
         ["evaluate", url],
         ["sample", url, "--prompt", "a", "--max_new_tokens", "3"],
         ["attention", url, "--prompt", "a b", "--output", str(tmp_path / "page.html")],
-        ["runs", s3_bucket],
-        ["compare", url, "--output", f"{s3_bucket}/compare.png"],
+        ["runs", bucket],
+        ["compare", url, "--output", f"{bucket}/compare.png"],
         ["convert", url, hugging_face],
     ):
         assert main(command) == 0, (command, capsys.readouterr())
     assert "runs/mine  done" in capsys.readouterr().out
     assert (located(hugging_face) / "model.safetensors").is_file()
-    warm = settings | {"run.dir": f"{s3_bucket}/warm", "run.init_from": url, "train.steps": 1}
+    warm = settings | {"run.dir": f"{bucket}/warm", "run.init_from": url, "train.steps": 1}
     assert train_here(line(tmp_path, text, warm)) == 0
     assert train_here(line(tmp_path, text, in_bucket | {"run.restart": True})) == 0
     assert (folder / "before-1" / "checkpoints" / "8").is_dir()
