@@ -1,7 +1,6 @@
 """A leaf that is no array is used wherever a weight is, and is the array that it stands for."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from custom_leaves import LowRank, Rounded, low_rank, made, rounded
 from families import SIZES, alone
 from flax import nnx
 from jax.sharding import PartitionSpec
-from products import covering
 
 import jaxformer as jf
 from jaxformer.adapters.adapted_params import adapt_specs
@@ -75,8 +73,9 @@ def test_a_pattern_changes_the_leaves_that_it_fits_and_no_others():
         adapt_specs(specs(config), {"blocks.atention.*": low_rank})
 
 
-@pytest.mark.parametrize("loop", ["unroll", "scan"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "loop"), [("tied decoder", "unroll"), ("encoder-decoder", "scan")]
+)
 def test_the_logits_are_those_of_the_arrays(name, loop):
     _, params, config, batch = case(name)
     config = jf.ModelConfig(**SIZES | MODELS[name] | {"layer_loop": loop})
@@ -86,12 +85,11 @@ def test_the_logits_are_those_of_the_arrays(name, loop):
 
 
 def test_the_new_tokens_are_those_of_the_arrays():
-    for make in (low_rank, rounded):
-        _, params, config, batch = case("tied decoder", make)
-        found = jf.generate(params, config, batch["tokens"], 5, temperature=0)
-        np.testing.assert_array_equal(
-            found, jf.generate(made(params), config, batch["tokens"], 5, temperature=0)
-        )
+    _, params, config, batch = case("tied decoder", rounded)
+    found = jf.generate(params, config, batch["tokens"], 5, temperature=0)
+    np.testing.assert_array_equal(
+        found, jf.generate(made(params), config, batch["tokens"], 5, temperature=0)
+    )
 
 
 def test_decoding_casts_what_the_leaf_casts():
@@ -102,9 +100,9 @@ def test_decoding_casts_what_the_leaf_casts():
     assert {part.dtype for part in jax.tree.leaves(layer["down"])} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("name, tiled", covering(itertools.product(MODELS, [False, True]), 1))
-def test_loss_and_gradients_are_those_of_the_arrays(name, tiled, monkeypatch):
-    _, params, config, batch = case(name)
+@pytest.mark.parametrize("tiled", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_loss_and_gradients_are_those_of_the_arrays(tiled, monkeypatch):
+    _, params, config, batch = case("tied decoder")
     targets = jnp.asarray(batch["tokens"][:, ::-1])
     batch = batch | {"targets": targets, "weights": jnp.ones(targets.shape)}
     if tiled:
@@ -123,13 +121,12 @@ def test_loss_and_gradients_are_those_of_the_arrays(name, tiled, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_parts_of_whole_numbers_have_no_gradient_and_the_others_theirs_in_tiles(dtype):
+def test_parts_of_whole_numbers_have_no_gradient_and_the_others_theirs_in_tiles():
     leaf = init_params(
         {"w": rounded(specs(jf.ModelConfig(**SIZES))["head"]["weight"])}, jax.random.key(0)
     )["w"]
     assert isinstance(leaf, Rounded)
-    x = jax.random.normal(jax.random.key(1), (2, 8, 16)).astype(dtype)
+    x = jax.random.normal(jax.random.key(1), (2, 8, 16))
     targets, weights = jnp.arange(16).reshape(2, 8), jnp.ones((2, 8))
 
     def objective(x, scale, tile):
@@ -137,13 +134,7 @@ def test_parts_of_whole_numbers_have_no_gradient_and_the_others_theirs_in_tiles(
 
     tiled, dense = (jax.grad(objective, argnums=(0, 1))(x, leaf.scale, tile) for tile in (4, 8))
     for a, b in zip(tiled, dense, strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(
-            a.astype(jnp.float32),
-            b.astype(jnp.float32),
-            rtol=2e-2 if dtype == jnp.bfloat16 else 1e-4,
-            atol=1e-2,
-        )
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2)
 
 
 def test_a_module_of_flax_holds_its_parts():

@@ -72,19 +72,6 @@ def test_one_page_of_plain_jax_equals_the_library():
     )
 
 
-def test_one_page_learns_and_prints_a_sample_and_the_held_out_loss(capsys):
-    """Untrained it has log(256) = 5.5 nats a byte; after 30 steps 3.5 were measured."""
-    page = example("one_page")
-    state = page.main(steps=30)
-    _, held_out = page.read(page.__file__)
-    nats, tokens = page.loss(state.params, page.Batches(held_out)[1000], None)["loss"]
-    assert float(nats) / tokens < 3.8
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 20: loss ") and lines[1].startswith("step 30: val_loss ")
-    sample = "\n".join(lines[2:])
-    assert sample.startswith("sample: ") and len(sample) >= 500
-
-
 def test_one_page_trains_on_none_of_the_tail_that_it_evaluates(tmp_path):
     page = example("one_page")
     (tmp_path / "text.txt").write_bytes(b"a" * 900 + b"b" * 100)
@@ -104,17 +91,25 @@ def test_one_page_draws_a_token_after_those_of_the_window(monkeypatch):
     assert page.next_token._cache_size() == 1
 
 
-def test_one_page_continues_from_its_checkpoints_bitwise(tmp_path):
-    page = example("one_page")
+def test_one_page_learns_prints_a_sample_and_continues_bitwise(tmp_path, capsys):
+    """Untrained it has log(256) = 5.5 nats a byte; after 30 steps 3.5 were measured."""
+    page, out = example("one_page"), str(tmp_path / "run")
+    assert int(page.main(steps=15, out=out).step) == 15
+    capsys.readouterr()
+    state = page.main(steps=30, out=out)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 20: loss ") and lines[1].startswith("step 30: val_loss ")
+    sample = "\n".join(lines[2:])
+    assert sample.startswith("sample: ") and len(sample) >= 500
+    _, held_out = page.read(page.__file__)
+    nats, tokens = page.loss(state.params, page.Batches(held_out)[1000], None)["loss"]
+    assert float(nats) / tokens < 3.8
+    # Without an interruption, and where nothing is left to do.
+    for again in (page.main(steps=30), page.main(steps=30, out=out)):
+        jax.tree.map(np.testing.assert_array_equal, again, state)
     (tmp_path / "text.txt").write_text("to be or not to be, " * 100)
-    file, out = str(tmp_path / "text.txt"), str(tmp_path / "run")
-    uninterrupted = page.main(file, steps=6)
-    assert int(page.main(file, steps=3, out=out).step) == 3
-    for _ in range(2):  # the second time nothing is left to do
-        continued = page.main(file, steps=6, out=out)
-        jax.tree.map(np.testing.assert_array_equal, continued, uninterrupted)
     with pytest.raises(jf.ConfigError, match="is of another run"):
-        page.main(steps=6, out=out)
+        page.main(str(tmp_path / "text.txt"), steps=6, out=out)
 
 
 def one_page_command(*arguments):

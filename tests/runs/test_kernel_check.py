@@ -72,38 +72,40 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kernel", [name for name in GROUPED_KERNELS if name != "xla"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_every_kernel_passes(kernel, dtype):
-    assert check_experts(kernel, ROWS, WEIGHTS, dtype).startswith("error ")
+    assert check_experts(kernel, ROWS, WEIGHTS, jnp.dtype(dtype)).startswith("error ")
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_run_takes_the_next_kernel_where_that_of_experts_fails_its_check(fault, as_loop):
+def test_a_wrong_kernel_fails(fault, as_loop):
     row, why = WRONG[fault]
-    lines, auto, by_name = [], resolved(), resolved("loop")
+    as_loop(row)
+    with pytest.raises(RuntimeError, match=why):
+        check_experts("loop", ROWS, WEIGHTS, jnp.float32)
+
+
+def test_a_run_takes_the_next_kernels_where_its_own_fail_their_checks(as_loop, monkeypatch):
+    """A kernel of attention that has failed is not taken again when that of experts fails."""
+    lines, auto = [], resolved()
     assert auto.model.expert_kernel == "loop"
     assert with_proven_kernel(auto, lines.append) is auto
     assert lines.pop().startswith("The kernel of experts loop was checked against float32 on 512")
     attention = lines.pop()
-    as_loop(row)
+    as_loop(WRONG["refused"][0])
     proven = with_proven_kernel(auto, lines.append)
     assert proven.model == dataclasses.replace(auto.model, expert_kernel="xla")
     assert proven.asked == auto.asked and lines[0] == attention
     assert "experts: xla (" in lines[1] and "\n" not in lines[1] and len(lines) == 2
     assert "; not loop: its check on this device failed: " in lines[1]
-    with pytest.raises(RuntimeError, match=why):
-        with_proven_kernel(by_name, lines.append)
-
-
-def test_both_kernels_can_fail(as_loop, monkeypatch):
-    """A kernel of attention that has failed is not taken again when that of experts fails."""
+    with pytest.raises(RuntimeError, match="Unsupported shape"):
+        with_proven_kernel(resolved("loop"), lines.append)
 
     def fails(q, k, v, mask):
         raise NotImplementedError("refused")
 
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=fails))
-    as_loop(WRONG["dw"][0])
-    model = with_proven_kernel(resolved(), lambda line: None).model
+    model = with_proven_kernel(auto, lines.append).model
     assert (model.attention_kernel, model.expert_kernel) == ("xla", "xla")
 
 
