@@ -36,15 +36,6 @@ def prepare_text(
     )
 
 
-def prepare_share(
-    run: RunConfig, output: Path | None, share: tuple[int, int], log: Log = quiet
-) -> None:
-    task, size = task_of(run.model, run.data), run.model.vocab_size
-    preparing.prepare_share(
-        run.data, run.tokenizer, task, share, output=output, vocab_size=size, log=log
-    )
-
-
 def cut_rows(
     kind: Callable[..., Any], store: data.TokenStore, run: RunConfig, tokenizer: Tokenizer
 ) -> Any:

@@ -211,10 +211,6 @@ class PrepareArguments(ConfigArguments):
     output: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for the tokens, which --data.train then accepts in place of the text. If not given,
     they are stored in data.cache_dir, where training finds them."""
-    shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
-    """Tokenize only the share of task I of N, counted from 0, for example in a job array: every
-    N-th group of files. It needs a tokenizer. A last call without --shard joins the shares and
-    builds what is missing."""
     verify: bool = False
     """Compare all tokens with their checksums and write nothing."""
 

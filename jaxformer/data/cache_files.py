@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.config.settings import Log
-from jaxformer.files import ConfigError, is_remote
-from jaxformer.files.copies import local_copies, opened, version_if_there
+from jaxformer.files import ConfigError, is_remote, make_directory
+from jaxformer.files.copies import opened, version_if_there
 
 # Written last: what it describes is complete when it is there.
 MANIFEST = "manifest.json"
@@ -53,19 +53,14 @@ def claimed(directory: Path, log: Log) -> Iterator[bool]:
 
 
 def make_folder(directory: Path) -> None:
-    """Makes a directory of the cache, of which a store needs none."""
-    if is_remote(directory):
-        return
-    remedy = "set data.cache_dir to a directory that can be written"
+    """Makes a directory of the cache."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
     except OSError as error:
-        reason = error.strerror or error
         raise ConfigError(
-            f"data.cache_dir: {directory} cannot be made ({reason}): {remedy}."
+            f"data.cache_dir: {directory} cannot be made ({error.strerror or error}): set"
+            " data.cache_dir to a directory that can be written."
         ) from None
-    if not os.access(directory, os.W_OK):
-        raise ConfigError(f"data.cache_dir: {directory} cannot be written: {remedy}.")
 
 
 def remove_folder(directory: Path) -> None:
@@ -77,14 +72,6 @@ def remove_folder(directory: Path) -> None:
     # Whatever the store raises: what stays is found again by its checksums.
     with contextlib.suppress(Exception):
         store.fs.rm(store.path, recursive=True)
-
-
-def on_disk(paths: list[Path], digests: list[str]) -> list[Path]:
-    """Files of the cache where they can be mapped into memory: themselves, or the copies of those
-    at a URL, which have these digests."""
-    if not paths or not is_remote(paths[0]):
-        return paths
-    return local_copies(paths, digests)
 
 
 def require_counts(record: Mapping[str, Any], *names: str) -> None:
@@ -101,15 +88,13 @@ class Written:
     size: int
     digest: str
 
-    @classmethod
-    def now(cls, path: Path, digest: str) -> "Written":
-        return cls(_size(path), digest)
-
     def require_size(self, path: Path) -> None:
         """FileNotFoundError where the file is gone, ConfigError where it has another size."""
-        size = _size(path)
-        if size != self.size:
-            raise _altered(path, f"it has {size:,} bytes of {self.size:,}")
+        version = version_if_there(path)
+        if version is None:
+            raise FileNotFoundError(path)
+        if version.size != self.size:
+            raise _altered(path, f"it has {version.size:,} bytes of {self.size:,}")
 
     def verify(self, path: Path) -> None:
         """Compares the whole file with its digest."""
@@ -121,15 +106,6 @@ class Written:
     def verify_once(self, path: Path) -> None:
         """Compares the whole file with its digest, the first time that this process asks."""
         self.verify(path)
-
-
-def _size(path: Path) -> int:
-    if not is_remote(path):
-        return path.stat().st_size
-    version = version_if_there(path)
-    if version is None:
-        raise FileNotFoundError(path)
-    return version.size
 
 
 def _altered(path: Path, difference: str) -> ConfigError:

@@ -12,10 +12,9 @@ from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import claimed
 from jaxformer.data.examples import ExampleStore, open_or_encode
-from jaxformer.data.ids import IdFiles
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.rows import Rows
-from jaxformer.data.sources import Piece, Source, fingerprint
+from jaxformer.data.sources import Piece, fingerprint
 from jaxformer.data.sources.source_files import PIECE_CHARACTERS
 from jaxformer.data.splits import SideName, Sides, Split
 from jaxformer.data.store import TokenStore
@@ -146,30 +145,21 @@ def find_sides(
     """What is for training, and what is held out. Every text is read once, so that errors show
     before any work; its scan is kept in the directory `scans`."""
     fraction = data.validation_fraction
+    train_sources = find_texts(data, "data.train", task.fields)
+    if data.weights:
+        check_shares([source.spec for source in train_sources], data)
+    named = (train_sources, find_validation(data, train_sources, task.fields))
+    tokenizer = None
+    if settings.path and any(source.of_ids for sources in named for source in sources):
+        tokenizer = given_tokenizer(settings, ())
     train, validation = (
-        [(source, scan_of(source, scans, log)) for source in sources]
-        for sources in find_named(data, settings, task)
+        [(source, scan_of(source, tokenizer, scans, log)) for source in sources]
+        for sources in named
     )
     if validation or not fraction:
         texts = {"train": train, "validation": validation}
         return {side: [Split(*text) for text in texts[side]] for side in SIDES}
     return {side: [Split(*text, side, fraction) for text in train] for side in SIDES}
-
-
-def find_named(
-    data: DataConfig, settings: TokenizerConfig, task: Task
-) -> tuple[list[Source], list[Source]]:
-    """The texts for training and those for validation that the settings name, not yet read."""
-    sources = find_texts(data, "data.train", task.fields)
-    check_shares([source.spec for source in sources], data)
-    validation = find_validation(data, sources, task.fields)
-    if any(isinstance(source, IdFiles) for source in [*sources, *validation]):
-        tokenizer = given_tokenizer(settings, ()) if settings.path else None
-        for several in (sources, validation):
-            for number, source in enumerate(several):
-                if isinstance(source, IdFiles):
-                    several[number] = replace(source, tokenizer=tokenizer)
-    return sources, validation
 
 
 def tokenizer_of(
@@ -313,20 +303,11 @@ def _example_store(
     """The examples of a split, made or found."""
     made_by = (template.tokenizer.fingerprint(), task.name, *template.recipe)
     directory = folder / fingerprint(FORMAT, split.identity(), *made_by)
-    began = time.perf_counter()
-    store = ExampleStore.open(directory)
-    origin = f"reusing {directory}"
-    if not store:
-        about = "" if split.side == "all" else "about "
-        log(
-            f"{split.name}: tokenizing {about}{megabytes(split.bytes)} of {split.source}"
-            f" ({split.rule()})"
-        )
-        store = open_or_encode(directory, split.pieces, template.encode, log)
-        origin = f"made in {time.perf_counter() - began:.1f} s"
+    log(f"{split.name}: tokens of {split.source} ({split.rule()}) in {directory}")
+    store = open_or_encode(directory, split.pieces, template.encode, log)
     log(
         f"{split.name}: {store.tokens:,} tokens, {store.documents:,} examples,"
-        f" {megabytes(store.bytes)} of text, {origin}"
+        f" {megabytes(store.bytes)} of text"
     )
     return store
 

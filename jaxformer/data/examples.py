@@ -1,32 +1,28 @@
 """Tokenized records on disk: each a few sequences of ids (a source and a target; a text and its
 label), by number.
 
-<store>/tokens.npy        int32: all sequences, one after the other
-<store>/bounds.npy        int64 [examples x parts + 1]: where each begins, and where the last ends
-<store>/manifest.json     counts, the labels in the order in which they were met, and the two other
-                          files as they were written; written last: the store is complete when it is
-                          there
+<store>/00000.tokens      int32: all sequences, one after the other
+<store>/00000.bounds      int64 [examples x parts + 1]: where each begins, and where the last ends
+<store>/manifest.json     counts, the labels in the order in which they were met, and checksums of
+                          the two other files; written last: the store is complete when it is there
 """
 
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxformer.config.settings import Log
-from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, claimed, digest, on_disk
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, claimed, require_counts
 from jaxformer.data.sources import Piece
 from jaxformer.data.sources.records import Record
 from jaxformer.data.sources.source_files import RecordError
-from jaxformer.data.tokenizing import BATCH_CHARACTERS
-from jaxformer.files import ConfigError, read_object, replacing, write_text
+from jaxformer.data.store import Shard
+from jaxformer.data.tokenizing import BATCH_CHARACTERS, write_arrays
+from jaxformer.files import ConfigError, read_object, write_text
 from jaxformer.tokenizer.words import in_batches
-
-ARRAY_FILES = ("tokens.npy", "bounds.npy")
 
 # The sequences of one example; the last part of one with a label, or with tags, is their numbers.
 Parts = tuple[Sequence[int], ...]
@@ -38,35 +34,31 @@ EncodeRecords = Callable[[list[Record], Labels], Iterable[Parts]]
 
 
 class ExampleStore:
-    """The examples of a split."""
+    """The examples of a split: a shard with the index of its parts."""
 
-    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
-        self.directory = directory
-        self.fingerprint = directory.name
-        self.labels = tuple(manifest["labels"])
-        self.parts = manifest["parts"]
-        self.tokens = manifest["tokens"]
-        self.documents = manifest["documents"]
-        self.bytes = manifest["bytes"]
-        digests = [manifest["files"][name]["digest"] for name in ARRAY_FILES]
-        self._paths = on_disk([directory / name for name in ARRAY_FILES], digests)
-        self._tokens, self._bounds = map(_mapped, self._paths)
+    def __init__(self, shard: Shard, parts: int, labels: Sequence[str]) -> None:
+        self.fingerprint = shard.path.parent.name
+        self.labels = tuple(labels)
+        self.parts = parts
+        self.tokens = shard.tokens
+        self.documents = shard.documents
+        self.bytes = shard.bytes
+        self._tokens = shard.mapped("tokens", np.dtype(np.int32), (shard.tokens,))
+        bounds = (shard.documents * parts + 1,)
+        self._bounds = shard.mapped("bounds", np.dtype(np.int64), bounds)
         self._numbers: np.ndarray | None = None
 
     @classmethod
     def open(cls, directory: Path) -> "ExampleStore | None":
         """The store in a directory, or None where it is not complete."""
         try:
-            manifest = read_object(directory / MANIFEST)
-            store = cls(directory, manifest)
-            if len(store._tokens) != store.tokens or len(store) != store.documents:
-                return None
-        except (OSError, *WRONG_RECORD):
+            record = read_object(directory / MANIFEST)
+            shard = Shard.of(directory, record)
+            require_counts(record, "parts")
+            labels = [*map(str, record["labels"])]
+        except WRONG_RECORD:
             return None
-        for name, path in zip(ARRAY_FILES, store._paths, strict=True):
-            file = manifest["files"][name]
-            Written(file["size"], file["digest"]).verify_once(path)
-        return store
+        return cls(shard, record["parts"], labels) if shard.is_there() else None
 
     def __len__(self) -> int:
         return (len(self._bounds) - 1) // self.parts
@@ -126,21 +118,13 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
         documents = documents + len(batch)
         part_count = len(examples[0])
     ids = np.concatenate(tokens)
-    bounds = np.cumsum(np.concatenate(lengths))
-    files = {}
-    arrays: tuple[np.ndarray, ...] = (ids, bounds)
-    for name, each in zip(ARRAY_FILES, arrays, strict=True):
-        with replacing(directory / name) as file:
-            np.save(file, each)
-        files[name] = asdict(Written.now(directory / name, digest(directory / name)))
-    manifest: dict[str, Any] = {"tokens": len(ids), "documents": documents, "bytes": size}
-    manifest |= {"parts": max(part_count, 1), "labels": [*labels], "files": files}
-    write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
-    return ExampleStore(directory, manifest)
-
-
-def _mapped(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r").view(np.ndarray)
-    except ValueError:  # an empty file cannot be mapped
-        return np.load(path)
+    path = directory / "00000"
+    files = {
+        "tokens": write_arrays(path.with_suffix(".tokens"), [ids]),
+        "bounds": write_arrays(path.with_suffix(".bounds"), [np.cumsum(np.concatenate(lengths))]),
+    }
+    shard = Shard(path, len(ids), documents, size, files)
+    parts = max(part_count, 1)
+    record = shard.entry() | {"parts": parts, "labels": [*labels]}
+    write_text(directory / MANIFEST, json.dumps(record, indent=1))
+    return ExampleStore(shard, parts, [*labels])

@@ -7,7 +7,7 @@ holds its type. A .bin file is raw, and has the type that the tokenizer's vocabu
 
 import functools
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,22 +29,7 @@ SUFFIXES = (".npy", ".bin")
 FEWEST_TO_DOUBT = 16
 
 
-@dataclass(frozen=True)
-class IdFiles(Source):
-    """Files of token ids, and the tokenizer that made them, once the settings are read."""
-
-    tokenizer: Tokenizer | None = None
-
-    def made_by(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ConfigError(
-                f"{self} holds token ids, and tokenizer.path is empty: set it to their"
-                " tokenizer.json."
-            )
-        return self.tokenizer
-
-
-def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
+def find_ids(spec: str, setting: str, fields: Fields) -> Source | None:
     """The files of ids that a spec names by their suffix, None where it names something else."""
     path = located(os.path.expanduser(spec))
     with store_errors(path, "read"):
@@ -59,28 +44,33 @@ def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
             f"{setting}: {spec} holds token ids of text, and data.objective reads records: name"
             " their source."
         )
-    return IdFiles(setting, spec, files, fields)
+    return Source(setting, spec, files, fields)
 
 
-def scan_ids(source: IdFiles, folder: Path, log: Log) -> Scan:
-    """Reads and checks every id once; kept in `folder` until a file or the tokenizer changes."""
+def scan_ids(source: Source, tokenizer: Tokenizer | None, folder: Path, log: Log) -> Scan:
+    """Reads and checks every id of a tokenizer once; kept in `folder` until a file or the tokenizer
+    changes."""
+    if tokenizer is None:
+        raise ConfigError(
+            f"{source} holds token ids, and tokenizer.path is empty: set it to their"
+            " tokenizer.json."
+        )
     scans = []
     for file in source.files:
-        name = fingerprint(source.part([file]).signature(), source.made_by().fingerprint())
-        read = functools.partial(_read, source, file, log)
+        name = fingerprint(source.part([file]).signature(), tokenizer.fingerprint())
+        read = functools.partial(_read, source, file, tokenizer, log)
         scans.append(cached_scan(folder / f"{name}.json", read))
     return Scan.joined(scans)
 
 
 def id_store(
-    source: IdFiles, text_scan: Scan, folders: list[Path], make: bool, log: Log
+    source: Source, tokenizer: Tokenizer, text_scan: Scan, folders: list[Path], make: bool, log: Log
 ) -> TokenStore:
     """The ids of a source, each file's index of documents in its folder, made where there is none
     unless `make` is false."""
-    tokenizer = source.made_by()
     shards: list[Shard] = []
     for file, file_scan, folder in zip(source.files, text_scan.parts, folders, strict=True):
-        array = replace(_open(source, file), digest=file_scan.content)
+        array = replace(_open(source, file, tokenizer), digest=file_scan.content)
         # The shards of a file are its ids, and one end token where they lack it.
         count = 1 if int(array.mapped()[-1]) == tokenizer.end_token else 2
         made = _finished(folder, count)
@@ -113,10 +103,9 @@ def _finished(folder: Path, count: int) -> list[Shard]:
     return made if len(made) == count else []
 
 
-def _read(source: IdFiles, file: SourceFile, log: Log) -> Scan:
+def _read(source: Source, file: SourceFile, tokenizer: Tokenizer, log: Log) -> Scan:
     """Reads all ids of a file, and checks them."""
-    tokenizer = source.made_by()
-    array = _open(source, file)
+    array = _open(source, file, tokenizer)
     is_raw = array.path.suffix.lower() != ".npy"
     log(f"{source}: reading {file.path}, {array.dtype.name}")
     sizes = tokenizer.token_bytes()
@@ -176,7 +165,7 @@ def _index(array: IdArray, file: SourceFile, folder: Path, tokenizer: Tokenizer)
     return shards
 
 
-def _open(source: IdFiles, file: SourceFile) -> IdArray:
+def _open(source: Source, file: SourceFile, tokenizer: Tokenizer) -> IdArray:
     """Where the ids of a file are."""
     path = file.path
     where = f"{source}: {file.path}"
@@ -187,7 +176,7 @@ def _open(source: IdFiles, file: SourceFile) -> IdArray:
                 raise ValueError(f"it is one of {memmap.dtype}, shape {memmap.shape}")
             array = IdArray(path, memmap.dtype, memmap.offset, len(memmap), file.name)
         else:
-            dtype = source.made_by().dtype
+            dtype = tokenizer.dtype
             size = path.stat().st_size
             if size % dtype.itemsize:
                 raise ConfigError(

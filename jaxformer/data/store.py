@@ -24,15 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, on_disk, require_counts
-from jaxformer.files import ConfigError, is_remote, read_object, write_text
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, require_counts
+from jaxformer.files import ConfigError, read_object, write_text
+from jaxformer.files.copies import local_copies, local_copy
 from jaxformer.tokenizer import Tokenizer
 
 INDEX_DTYPE = np.dtype(np.int64)
 NONE = np.zeros(0, INDEX_DTYPE)
 # An even number, as the test for ids of another width needs.
 BLOCK_IDS = 1 << 22
-STORES_TOGETHER = 16  # stores of a URL that are opened at the same time
+STORES_TOGETHER = 16  # stores that are opened at the same time, as those of a URL
 COUNTS = ("tokens", "documents", "bytes")
 MOST_MAPS = 128  # files that are open at a time
 
@@ -130,24 +131,25 @@ class Shard:
 
     def here(self, kind: str) -> Path:
         """A file on this machine: itself, or the copy of that at a URL."""
-        return on_disk([self.file(kind)], [self.files[kind].digest])[0]
+        return local_copy(self.file(kind), self.files[kind].digest)
 
+    # Shared by all stores, since each map holds a file open.
+    @functools.lru_cache(MOST_MAPS)  # noqa: B019
+    def mapped(self, kind: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        """The array in a file, which is mapped, after it was compared with its digest."""
+        if 0 in shape:
+            # An empty file cannot be mapped.
+            return np.zeros(shape, dtype)
+        if kind == "tokens" and self.ids:
+            return self.ids.mapped()
+        path = self.here(kind)
+        self.files[kind].verify_once(path)
+        # A plain view: slices of np.memmap itself are several times slower to make.
+        return np.memmap(path, dtype, "r", 0, shape).view(np.ndarray)
 
-# Shared by all stores, since each map holds a file open.
-@functools.lru_cache(MOST_MAPS)
-def _mapped(shard: Shard, kind: str, dtype: np.dtype) -> np.ndarray:
-    """The tokens [tokens] of this type, or the documents [3, documents], of a shard. Its file is
-    mapped, after it was compared with its digest."""
-    shape = (shard.tokens,) if kind == "tokens" else (3, shard.documents)
-    if 0 in shape:
-        # An empty file cannot be mapped.
-        return np.zeros(shape, dtype)
-    if kind == "tokens" and shard.ids:
-        return shard.ids.mapped()
-    path = shard.here(kind)
-    shard.files[kind].verify_once(path)
-    # A plain view: slices of np.memmap itself are several times slower to make.
-    return np.memmap(path, dtype, "r", 0, shape).view(np.ndarray)
+    def index(self) -> np.ndarray:
+        """The file of its documents: [3, documents]."""
+        return self.mapped("documents", INDEX_DTYPE, (3, self.documents))
 
 
 class TokenStore:
@@ -222,7 +224,7 @@ class TokenStore:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop (not included, at most the store's last): int32."""
         spans = [
-            _mapped(self._shards[shard], "tokens", self._dtype)[low:high].astype(np.int32)
+            shard.mapped("tokens", self._dtype, (shard.tokens,))[low:high].astype(np.int32)
             for shard, low, high, _ in self._spans(start, stop)
         ]
         return np.concatenate(spans) if spans else np.zeros(0, np.int32)
@@ -232,7 +234,7 @@ class TokenStore:
         ConfigError where one cannot be read, or the disk has no room for all."""
         shard_files = [(shard, kind) for shard in self._shards for kind in shard.files]
         paths = [shard.file(kind) for shard, kind in shard_files]
-        on_disk(paths, [shard.files[kind].digest for shard, kind in shard_files])
+        local_copies(paths, [shard.files[kind].digest for shard, kind in shard_files])
 
     def verify(self, copies: bool = True) -> None:
         """Compares every file with its digest; of a URL the copies on this machine, or itself."""
@@ -246,7 +248,7 @@ class TokenStore:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
         ends_of_spans = [NONE]
         for shard, low, high, at in self._spans(start, stop):
-            ends = _mapped(self._shards[shard], "documents", INDEX_DTYPE)[0]
+            ends = shard.index()[0]
             first, last = np.searchsorted(ends, [low, high], side="right")
             ends_of_spans.append(ends[first:last] + (at - low))
         boundaries = np.concatenate(ends_of_spans)
@@ -272,7 +274,7 @@ class TokenStore:
         sizes = np.diff(self._starts)
         for shard in range(len(self._shards) if len(sizes) else 0):
             # [documents], places in all shards
-            ends = _mapped(self._shards[shard], "documents", INDEX_DTYPE)[0] + self._begins[shard]
+            ends = self._shards[shard].index()[0] + self._begins[shard]
             # The last run that begins before an end holds it, unless it stops earlier.
             run = np.searchsorted(self._lows, ends) - 1
             inside = (run >= 0) & (ends - self._lows[run] <= sizes[run])
@@ -284,7 +286,7 @@ class TokenStore:
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
         """The documents whose `hash_fraction` is below `fraction`, or the others."""
         # Copies, so that no more files are open at once than the cache of maps holds.
-        tables = [_mapped(shard, "documents", INDEX_DTYPE).copy() for shard in self._shards]
+        tables = [shard.index().copy() for shard in self._shards]
         begins = zip(tables, self._begins[:-1], strict=True)
         ends = np.concatenate([table[0] + begin for table, begin in begins])
         sizes = np.concatenate([table[1] for table in tables])
@@ -331,7 +333,7 @@ class TokenStore:
         self._starts = np.append(0, np.cumsum(stops[some] - self._lows))
         self.tokens = int(self._starts[-1])
 
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int, int]]:
         """Where tokens start to stop are: the shard, the first place in it and the place after the
         last, and the first one's place in this store."""
         run = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -343,14 +345,12 @@ class TokenStore:
             shard = bisect.bisect_right(self._begins, in_shards) - 1
             low = in_shards - self._begins[shard]
             end = min(stop, run_end, start + self._begins[shard + 1] - in_shards)
-            yield shard, low, low + end - start, start
+            yield self._shards[shard], low, low + end - start, start
             start = end
             run = run + (end == run_end)
 
 
 def open_stores(directories: Sequence[Path]) -> "list[TokenStore | None]":
-    """The store in each directory, as `TokenStore.open` gives it; of a URL, several at a time."""
-    if not directories or not is_remote(directories[0]):
-        return [*map(TokenStore.open, directories)]
+    """The store in each directory, as `TokenStore.open` gives it, several at a time."""
     with ThreadPoolExecutor(STORES_TOGETHER) as threads:
         return [*threads.map(TokenStore.open, directories)]

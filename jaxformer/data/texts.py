@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxformer.config.run import DataConfig, named_sources
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, remove_folder
-from jaxformer.data.ids import IdFiles, find_ids, id_store, scan_ids
+from jaxformer.data.ids import find_ids, id_store, scan_ids
 from jaxformer.data.sources import Source, find_source, fingerprint
 from jaxformer.data.sources.records import Fields, is_text
 from jaxformer.data.splits import Scan, SideName, file_groups, scan
@@ -63,11 +63,6 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
                 )
             sources += texts
         else:
-            if (folder / SCANS).is_dir() and not (folder / MANIFEST).exists():
-                raise ConfigError(
-                    f"{setting}: {folder} is prepared in part: run the line of `jaxformer prepare"
-                    " --output` once more without --shard, to join what the tasks have made."
-                )
             sources.append(find_source(spec, setting, fields, data.malformed))
     return sources
 
@@ -117,10 +112,11 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
     ]
 
 
-def scan_of(source: Source, folder: Path, log: Log) -> Scan:
-    """The scan of a text: kept with a prepared one, else made or found in `folder`."""
-    if isinstance(source, IdFiles):
-        return scan_ids(source, folder, log)
+def scan_of(source: Source, tokenizer: Tokenizer | None, folder: Path, log: Log) -> Scan:
+    """The scan of a text: kept with a prepared one, else made or found in `folder`; `tokenizer` is
+    that of token ids."""
+    if source.of_ids:
+        return scan_ids(source, tokenizer, folder, log)
     if isinstance(source, Prepared):
         return source.scanned
     return scan(source, folder, log)
@@ -145,23 +141,22 @@ class StoreFolder:
     def store_of(self, source: Source, text_scan: Scan, make: bool = True) -> TokenStore:
         """The tokens of a text, in this directory or where it is prepared, made where there are
         none unless `make` is false. Files of token ids stay as they are."""
-        if isinstance(source, IdFiles):
+        if source.of_ids:
             as_they_are = replace(self, beginning=())
             folders = [self.path / as_they_are.name_of(each) for each in text_scan.parts]
-            return id_store(source, text_scan, folders, make, self.log)
+            return id_store(source, self.tokenizer, text_scan, folders, make, self.log)
         names = [self.name_of(group_scan) for group_scan in text_scan.parts]
         if isinstance(source, Prepared):
             stores = self._prepared(source, names)
         else:
-            stores = self.made(source, file_groups(source), text_scan.parts, make)
+            stores = self._made(source, text_scan.parts, make)
         return TokenStore.joined(stores, fingerprint(names))
 
-    def made(
-        self, source: Source, groups: Sequence[Source], scans: Sequence[Scan], make: bool = True
-    ) -> list[TokenStore]:
-        """The stores of file groups of a source, made where there are none unless `make` is
+    def _made(self, source: Source, scans: Sequence[Scan], make: bool) -> list[TokenStore]:
+        """The stores of the file groups of a source, made where there are none unless `make` is
         false."""
         began = time.perf_counter()
+        groups = file_groups(source)
         directories = [self.path / self.name_of(group_scan) for group_scan in scans]
         opened = open_stores(directories)
         missing = [scan for scan, store in zip(scans, opened, strict=True) if store is None]
@@ -212,19 +207,13 @@ class StoreFolder:
 
     def _prepared(self, source: Prepared, names: list[str]) -> list[TokenStore]:
         """The stores of a prepared text."""
-        where = f"{source.setting}: {source.folder}"
-        if source.tokenizer != self.tokenizer.fingerprint():
+        made_by = (source.tokenizer, source.beginning)
+        if made_by != (self.tokenizer.fingerprint(), self.beginning):
             raise ConfigError(
-                f"{where} was made by another tokenizer than the run's, which is that of"
-                " tokenizer.path, or else of the first prepared directory: prepare all texts with"
-                " one tokenizer."
-            )
-        if source.beginning != self.beginning:
-            setting = "always" if source.beginning else "never"
-            raise ConfigError(
-                f"{where}: its documents begin with other tokens than data.bos and data.objective"
-                f" ask for ({list(source.beginning)}, not {list(self.beginning)}): set"
-                f" data.bos={setting}, or prepare the text again with the settings of the run."
+                f"{source.setting}: {source.folder} was made by another tokenizer than the run's,"
+                " or with another data.bos, so that its documents begin with"
+                f" {list(source.beginning)} and not {list(self.beginning)}: prepare all texts with"
+                " the tokenizer.path and the data.bos of the run."
             )
         stores = []
         directories = [source.folder / name for name in names]

@@ -141,30 +141,28 @@ def _write_shard(
             raw = np.concatenate(rows).astype(tokenizer.dtype).tobytes()
             read.update(raw)
             file.write(raw)
-    return write_index(path, tokens, (ends, sizes, hashes), {"tokens": read.hexdigest()})
+    written = Written(tokens * tokenizer.dtype.itemsize, read.hexdigest())
+    return write_index(path, tokens, (ends, sizes, hashes), {"tokens": written})
 
 
-def write_index(path: Path, tokens: int, table: DocumentIndex, digests: dict[str, str]) -> Shard:
+def write_index(path: Path, tokens: int, table: DocumentIndex, files: dict[str, Written]) -> Shard:
     """Writes a shard's index of documents, and then that the shard is finished.
 
-    `digests` are those of the shard's files that are written already.
+    `files` are those of the shard that are written already.
     """
     ends, sizes, _ = table
-    digests = digests | {"documents": write_arrays(path.with_suffix(".documents"), table)}
-    files = {
-        kind: Written.now(path.with_suffix(f".{kind}"), value) for kind, value in digests.items()
-    }
+    files = files | {"documents": write_arrays(path.with_suffix(".documents"), table)}
     shard = Shard(path, tokens, len(ends), int(np.sum(sizes)), files)
     write_text(path.with_suffix(".json"), json.dumps(shard.entry()))
     return shard
 
 
-def write_arrays(path: Path, arrays: "Iterable[array | np.ndarray]") -> str:
-    """Writes arrays one after the other, and gives a digest of the file."""
+def write_arrays(path: Path, arrays: "Iterable[array | np.ndarray]") -> Written:
+    """Writes arrays one after the other to a file."""
     raw = b"".join(each.tobytes() for each in arrays)
     with replacing(path) as file:
         file.write(raw)
-    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+    return Written(len(raw), hashlib.blake2b(raw, digest_size=16).hexdigest())
 
 
 def _ahead(items: Iterator[Item]) -> Iterator[Item]:

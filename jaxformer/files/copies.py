@@ -44,14 +44,19 @@ def version_of(path: Path) -> ObjectVersion:
 
 
 def version_if_there(path: Path) -> ObjectVersion | None:
-    """The version of an object, None where there is none. Raises ConfigError where it may not be
-    read, unlike `path.exists()`."""
-    store: Any = path
-    with store_errors(path, "read"):
-        try:
-            return version_in(store.fs.info(store.path))
-        except FileNotFoundError:
+    """The version of a file or an object, None where there is none. Raises ConfigError for an
+    object that may not be read, unlike `path.exists()`."""
+    if not is_remote(path):
+        if not path.is_file():
             return None
+        status = path.stat()
+        return ObjectVersion(status.st_size, str(status.st_mtime_ns))
+    store: Any = path
+    with store_errors(path, "read"), contextlib.suppress(FileNotFoundError):
+        entry = store.fs.info(store.path)
+        if entry["type"] == "file":
+            return version_in(entry)
+    return None
 
 
 def version_in(entry: Mapping[str, Any]) -> ObjectVersion:
@@ -66,20 +71,19 @@ def opened(path: Path, version: ObjectVersion | None = None) -> Iterator[BinaryI
     where it is not, at the end of the block too, of this `version`, by default that of now."""
     version = version or version_of(path)
     options: dict[str, Any] = {"block_size": RANGE_BYTES, "cache_type": "readahead"}
+    failure: ConfigError | None = None
     try:
         with store_errors(path, "read"), path.open("rb", **options) as file:
             yield cast(BinaryIO, file)
-    except ConfigError:
-        _require_version(path, version)  # which may be the cause
-        raise
-    _require_version(path, version)
-
-
-def _require_version(path: Path, version: ObjectVersion) -> None:
+    except ConfigError as error:
+        failure = error
+    # Another version may be the cause of a failure.
     if version_of(located(str(path))) != version:
         raise ConfigError(
             f"{path} was replaced while it was read: run again when it no longer changes."
-        )
+        ) from failure
+    if failure:
+        raise failure
 
 
 def remote_blocks(path: Path, size: int, version: ObjectVersion | None = None) -> Iterator[bytes]:
@@ -133,13 +137,11 @@ def local_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Path:
     }
     directory = _folder(folder, f"{folder} {sorted(versions.items())}")
     wanted = [name for name in versions if is_wanted(name) and not (directory / name).is_file()]
-
-    def make(name: str) -> None:
-        # Not the version of the listing, which some stores say otherwise.
-        _make(folder / name, directory / name, version_of(folder / name))
-
+    objects = [folder / name for name in wanted]
     with ThreadPoolExecutor(OBJECTS_TOGETHER) as threads:
-        list(threads.map(make, wanted))
+        # Not the versions of the listing, which some stores say otherwise.
+        current = threads.map(version_of, objects)
+        list(threads.map(_make, objects, [directory / name for name in wanted], current))
     return directory
 
 

@@ -98,11 +98,7 @@ def test_parquet_gives_the_same_documents_and_records(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", text=TEXTS, other=[[1], [2], [3]])
     assert found(path) == [(str(index), text) for index, text in enumerate(TEXTS)]
     dictionary = pyarrow.array(TEXTS).dictionary_encode()
-    for column in (
-        dictionary,
-        pyarrow.array(TEXTS, pyarrow.large_string()),
-        [text.encode() for text in TEXTS],
-    ):
+    for column in (dictionary, pyarrow.array(TEXTS, pyarrow.large_string())):
         assert texts(parquet(tmp_path / "b.parquet", text=column)) == TEXTS
     path = parquet(tmp_path / "tags.parquet", tags=[[0, 1], [2]], words=[["a", "b c"], ["d"]])
     records = [piece.record for piece in find_source(str(path), "data.train", TAGS).pieces()]

@@ -234,7 +234,8 @@ def test_a_scan_is_read_again_only_when_a_file_changes(
         assert scan(source, tmp_path / "cache") == first
     (tmp_path / "a.txt").write_text("xyz<|endoftext|>dé")
     os.utime(tmp_path / "a.txt", ns=(0, 1))
-    assert scan(source, tmp_path / "cache").content != first.content
+    changed = find_source(str(tmp_path / "a.txt"), "data.train")
+    assert scan(changed, tmp_path / "cache").content != first.content
     (tmp_path / "copy.txt.gz").write_bytes(gzip.compress("abc<|endoftext|>dé".encode()))
     assert (
         scan(find_source(str(tmp_path / "copy.txt.gz"), "data.train"), tmp_path / "cache") == first

@@ -250,7 +250,7 @@ def _sparse_store(folder: Path, size: int) -> TokenStore:
     ends = np.arange(1000, size, 1000).astype(np.int64)
     (folder / "00000.documents").write_bytes(np.stack([ends, ends, ends]).tobytes())
     written = cache_files.digest(folder / "00000.documents")
-    files = {"documents": cache_files.Written.now(folder / "00000.documents", written)}
+    files = {"documents": cache_files.Written(24 * len(ends), written)}
     ids = IdArray(folder / "ids.bin", np.dtype(np.uint16), 0, size)
     shard = Shard(folder / "00000", size, len(ends), 0, files, ids)
     return TokenStore([shard], np.dtype(np.uint16), "sparse")

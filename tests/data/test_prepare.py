@@ -2,7 +2,6 @@
 trained on in its place; what goes wrong is told before the work where it can be."""
 
 import errno
-import itertools
 import json
 import os
 import resource
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import prepare, prepare_share, prepare_text
+from corpora import prepare, prepare_text
 
 from jaxformer.cli import main
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batches, TokenStore, open_or_build, preparing, splits, tokenizing
-from jaxformer.data.sources import Piece, Source
+from jaxformer.data import Batches, TokenStore, open_or_build, preparing, splits
+from jaxformer.data.sources import Piece
 from jaxformer.files import ConfigError
 from jaxformer.runs.config import load_config
 from jaxformer.runs.resolve import with_sizes
@@ -129,36 +128,16 @@ def test_a_prepared_directory_is_trained_on_as_its_text_is(train: str, tmp_path:
         assert all((made[name] == wanted[name]).all() for name in wanted)
 
 
-@pytest.mark.parametrize("tasks", [1, 4])
-def test_tasks_that_know_nothing_of_one_another_make_the_same_store(
-    tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_that_are_prepared_apart_are_found_by_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "GROUP_BYTES", 1)
-    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 500)
-    train = str(written(tmp_path))
-    prepare_text(run_of(tmp_path, train), tmp_path / "whole", False, quiet)
-    orders = list(itertools.permutations(range(tasks)))[:: max(1, tasks - 1)][:3]
-    for number, order in enumerate(orders):
-        run, output = run_of(tmp_path, train, cache=f"cache{number}"), tmp_path / f"parts{number}"
-        for task in order:
-            prepare_share(run, output, (task, tasks), quiet)
-        said: list[str] = []
-        summary = prepare_text(run, output, False, said.append)
-        assert summary[0].documents == 180 and contents(output) == contents(tmp_path / "whole")
-
-
-def test_a_task_reads_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
-    read: set[str] = set()
-    pieces = Source.pieces
-
-    def recorded(source: Source, *rest: object) -> object:
-        read.update(file.path.name for file in source.files)
-        return pieces(source, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Source, "pieces", recorded)
-    prepare_share(run_of(tmp_path, str(written(tmp_path))), None, (1, 3), quiet)
-    assert read == {"1.jsonl", "4.jsonl"}
+    text = written(tmp_path)
+    for part in ("[135]", "[024]"):
+        prepare_text(run_of(tmp_path, f"{text}/{part}.jsonl"))
+    said: list[str] = []
+    summary = prepare_text(run_of(tmp_path, str(text)), None, False, said.append)
+    assert summary[0].documents == 180 and not any("tokenizing" in line for line in said)
 
 
 def test_only_what_changed_is_tokenized_again(
@@ -220,10 +199,7 @@ def other_tokenizer(folder: Path) -> None:
         ),
         (
             other_tokenizer,
-            (
-                r"out was made by another tokenizer than the run's, .* prepare all texts with one"
-                r" tokenizer"
-            ),
+            (r"out was made by another tokenizer than the run's, or .*: prepare all texts with"),
         ),
     ],
 )
@@ -248,29 +224,19 @@ def test_verifying_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{path} was altered" in refused(capsys, [*arguments, "--verify"])
 
 
-SHARE = ["--shard", "0/2"]
 # Arguments, in which {} is a folder with a prepared directory, a file and a run, and the words of
 # the message.
 REFUSED = [
-    (["--shard", "3/3"], "--shard '3/3' must be I/N"),
-    ([*SHARE, "--tokenizer.kind", "bpe"], "and set tokenizer.path"),
-    ([*SHARE, "--verify"], "--verify reads the shards of all tasks"),
-    ([*SHARE, "--data.weights", "1 2"], "data.weights='1 2'"),
-    ([*SHARE, "--model.vocab_size", "256"], "is less than the tokenizer's 257 entries"),
+    (["--data.weights", "1 2"], "data.weights='1 2'"),
     (["--data.objective", "sft"], "reads records"),
     (["--data.train", "none.txt"], "none.txt"),
     (["--data.train", " ; "], "data.train names no source"),
     (["--outpt", "x"], "outpt"),
-    (["--output", "{}/file"], "file cannot be used (File exists): name one that is new"),
-    ([*SHARE, "--output", "{}/file/below"], "below cannot be used (Not a directory)"),
-    (["--output", "{}/run"], "run holds other things (tokenizer.json): name one that is new"),
-    ([*SHARE, "--output", "{}/text"], "text holds other things (0.jsonl, 1.jsonl, 2.jsonl)"),
+    (["--output", "{}/file"], "file holds other things: name a directory that is new"),
+    (["--output", "{}/file/below"], "below/scans cannot be made (Not a directory)"),
+    (["--output", "{}/run"], "run holds other things: name a directory that is new"),
     (["--output", " "], "--output is empty: name a directory"),
-    (
-        ["--data.train", "{}/first; {}/text", "--output", "{}/new"],
-        "first, of data.train, holds tok",
-    ),
-    ([*SHARE, "--data.train", "{}/first", "--output", "{}/new"], "first, of data.train, holds to"),
+    (["--data.train", "{}/first; {}/text", "--output", "{}/new"], "holds tokens already"),
 ]
 
 
@@ -288,15 +254,6 @@ def test_a_line_that_cannot_work_is_one_message(
     assert message in refused(capsys, line(tmp_path, *named))
     assert not (tmp_path / "cache").exists() or "{}/new" in arguments
     assert (tmp_path / "run" / "tokenizer.json").read_text() == "mine"
-
-
-def test_a_last_call_on_another_machine_reads_no_text_again(tmp_path: Path) -> None:
-    train, output = str(written(tmp_path)), tmp_path / "out"
-    for task in range(2):
-        prepare_share(run_of(tmp_path, train, cache=f"of machine {task}"), output, (task, 2), quiet)
-    said: list[str] = []
-    prepare_text(run_of(tmp_path, train, cache="of the last"), output, False, said.append)
-    assert not any("reading" in line or "tokenizing" in line for line in said)
 
 
 def test_a_model_has_the_vocabulary_of_what_was_prepared(tmp_path: Path) -> None:
@@ -332,23 +289,11 @@ def test_a_directory_of_other_text_or_of_another_tokenizer_is_not_taken_over(
     ):
         with pytest.raises(ConfigError, match=message):
             prepare_text(run, out, False, quiet)
-    with pytest.raises(ConfigError, match="other text"):
-        prepare_share(run_of(tmp_path, str(tmp_path / "other.txt")), out, (0, 1), quiet)
     assert (
         before.items()
         <= {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}.items()
     )
     assert prepare_text(run_of(tmp_path, str(text)), out, False, quiet)[0].documents == 180
-
-
-def test_what_tasks_made_is_not_trained_on_before_it_is_joined(tmp_path: Path) -> None:
-    run = run_of(tmp_path, str(written(tmp_path)))
-    prepare_share(run, tmp_path / "out", (0, 1), quiet)
-    with pytest.raises(
-        ConfigError,
-        match=r"data\.train: .*out is prepared in part: run the line .* without --shard",
-    ):
-        prepare(run_of(tmp_path, str(tmp_path / "out")))
 
 
 def test_files_without_text_are_units_like_others(

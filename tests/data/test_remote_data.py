@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from corpora import prepare, prepare_share, prepare_text
+from corpora import prepare, prepare_text
 from faulty_server import NONE, Faults
 from hub_server import REPOSITORY
 from tiny_run import line, logged, write_text
@@ -202,21 +202,6 @@ def test_interrupted_work_goes_on_from_its_shard(
     resumed = batches_of(run_of(cache, text))
     assert len(written) == len({*written})
     assert resumed == batches_of(run_of(tmp_path / "cache", text))
-
-
-def test_tasks_share_an_output_in_a_bucket(s3_bucket: str, tmp_path: Path) -> None:
-    text, output = put(f"{s3_bucket}/text"), located(f"{s3_bucket}/tokens")
-    for task in range(2):
-        run = replace(run_of(tmp_path / f"{task}", text), tokenizer=BYTES)
-        prepare_share(run, output, (task, 2), quiet)
-    with pytest.raises(ConfigError, match="prepared in part"):
-        prepare(run_of(tmp_path / "cache", str(output)), quiet)
-    run = replace(run_of(tmp_path / "cache", text), tokenizer=BYTES)
-    lines: list[str] = []
-    prepare_text(run, output, False, lines.append)
-    assert not any("tokenizing" in line for line in lines)
-    expected = batches_of(run)
-    assert batches_of(replace(run_of(tmp_path / "cache", str(output)), tokenizer=BYTES)) == expected
 
 
 def message_of(train: str, tmp_path: Path) -> str:

@@ -141,6 +141,8 @@ def test_a_run_compares_a_checksum_when_it_first_reads_the_file(tmp_path: Path) 
     (path,) = tmp_path.glob("cache/stores/*/00000.tokens")
     raw = path.read_bytes()
     altered(path, raw[:-2] + bytes(2))
+    with pytest.raises(ConfigError, match=r"00000\.tokens was altered"):
+        prepare_text(run, None, True)
     corpus = prepare(run)
     with pytest.raises(ConfigError, match=r"00000\.tokens was altered"):
         corpus.train[0]

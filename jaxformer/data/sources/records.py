@@ -131,14 +131,12 @@ def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) ->
 def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
     """The records of a .parquet file, or of an Arrow file in the streaming format, which the
     library `datasets` keeps."""
-    rows = _column_rows(file, fields, handler)
+    rows = enumerate(_column_rows(file, fields), 1)
     return _checked(rows, dict, fields, handler, f"{file.path}, row")
 
 
-def _column_rows(
-    file: SourceFile, fields: Fields, handler: ErrorHandler
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number of each row from 1, and its values by name, without rows that are skipped."""
+def _column_rows(file: SourceFile, fields: Fields) -> Iterator[dict[str, Any]]:
+    """The values of each row by name."""
     path = file.path
     try:
         # An extra, which takes 0.3 s to start.
@@ -148,7 +146,6 @@ def _column_rows(
         raise ConfigError(
             f"{path} needs pyarrow, which is not installed: pip install 'jaxformer[parquet]'."
         ) from None
-    number = 0
     try:
         with contextlib.ExitStack() as stack:
             batches: Iterable[pyarrow.RecordBatch]
@@ -168,15 +165,7 @@ def _column_rows(
             _require_columns(present, fields, str(path))
             names = [field.name for field in fields if field.name in present]
             for batch in batches:
-                for row in batch.select(names).to_pylist():
-                    number += 1
-                    for name, value in row.items():
-                        if isinstance(value, bytes):
-                            row[name] = handler.decoded(value, f"{path}, row {number}", 0)
-                            if row[name] is None:
-                                break
-                    else:
-                        yield number, row
+                yield from batch.select(names).to_pylist()
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} is truncated, damaged, or not a file of columns ({error}): make or fetch it"
@@ -220,14 +209,13 @@ def _require(row: object, field: RecordField) -> dict[str, object]:
     if isinstance(row, dict) and (field.name in row or field.kind == "prompt"):
         return row
     shown = "the record is no object"
-    remedy = f"data.objective reads the {field.kind} there"
-    if field.setting:
-        remedy = f"set {field.setting} to the one that holds the {field.kind}"
     if isinstance(row, dict):
         shown = f"the fields are {', '.join(map(repr, row))}"
-        if "messages" in row:
-            remedy += ", or for conversations data.objective=sft and data.messages_field=messages"
-    raise RecordError(f"no field {field.name!r}", f"{shown}; {remedy}.")
+    raise RecordError(
+        f"no field {field.name!r}",
+        f"{shown}; set {field.setting or 'data.objective'} to the one of the {field.kind}, or for"
+        " conversations data.objective=sft and data.messages_field.",
+    )
 
 
 def _record(row: object, fields: Fields) -> Record:
@@ -270,11 +258,8 @@ def _converted(value: Any, kind: Kind) -> Value | None:
         entries = value.split() if isinstance(value, str) else value
         if not isinstance(entries, list):
             return None
-        entry_kind: Kind = "text" if kind == "words" else "label"
-        texts = [str(_converted(entry, entry_kind)) for entry in entries]
-        return (
-            None if any(_converted(entry, entry_kind) is None for entry in entries) else (*texts,)
-        )
+        texts = [_converted(entry, "text" if kind == "words" else "label") for entry in entries]
+        return None if None in texts else tuple(map(str, texts))
     if kind == "messages" or (kind in ("prompt", "completion") and isinstance(value, list | tuple)):
         try:
             messages = checked_messages(value)
@@ -300,31 +285,22 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
     """
     if all(isinstance(side, str) for side in (prompt, *sides)):
         return prompt, *sides
-    if any(isinstance(side, str) for side in sides):
-        raise _no_pair("some are messages, and others strings or missing")
+    are_answers = not any(isinstance(side, str) for side in sides)
     conversations = list(sides)
-    if prompt and not isinstance(prompt, str):
+    if are_answers and prompt and not isinstance(prompt, str):
         conversations = [(*prompt, *side) for side in sides]
     before = [messages[:-1] for messages in conversations]
-    if before[0] != before[1]:
-        raise _no_pair("the conversations differ before their last message")
-    if not before[0]:
-        raise _no_pair("nothing is before the answers")
-    for messages in conversations:
+    for messages in conversations if are_answers else ():
         answer = json.loads(messages[-1])
-        if answer["role"] != ASSISTANT:
-            raise _no_pair(f"the last message has the role {answer['role']!r}")
-        if not answer.get("content", "").strip() and not answer.get("tool_calls"):
-            raise _no_pair("the last message is empty")
+        is_full = answer.get("content", "").strip() or answer.get("tool_calls")
+        are_answers = are_answers and answer["role"] == ASSISTANT and bool(is_full)
+    if not are_answers or not before[0] or before[0] != before[1]:
+        raise RecordError(
+            "prompt, chosen and rejected are no pair",
+            "give three strings; or messages, where each side ends with one message of the role"
+            f" {ASSISTANT!r} that is not empty, after the same messages, at least one.",
+        )
     return before[0], *(messages[-1:] for messages in conversations)
-
-
-def _no_pair(fault: str) -> RecordError:
-    return RecordError(
-        "prompt, chosen and rejected are no pair",
-        f"{fault}. Give three strings; or messages, where each side ends with one message of the"
-        f" role {ASSISTANT!r} after the messages of the prompt.",
-    )
 
 
 def readable(value: Value, kind: Kind) -> str:

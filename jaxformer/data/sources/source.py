@@ -2,17 +2,17 @@
 that they hold."""
 
 import collections
+import contextlib
 import glob
 import hashlib
-import itertools
 import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxformer.config.run import Malformed
 from jaxformer.data.sources.records import (
@@ -26,7 +26,6 @@ from jaxformer.data.sources.records import (
     readable,
     tsv_records,
 )
-from jaxformer.data.sources.remote_files import files_below, matching_files
 from jaxformer.data.sources.source_files import (
     PACKED,
     PYTHON,
@@ -34,14 +33,13 @@ from jaxformer.data.sources.source_files import (
     Skipped,
     SourceFile,
     TextPiece,
-    Version,
     in_pieces,
     python_document,
     text_documents,
     unreadable,
 )
-from jaxformer.files import ConfigError, is_remote, located
-from jaxformer.files.copies import local_copies
+from jaxformer.files import ConfigError, is_remote, located, store_errors
+from jaxformer.files.copies import ObjectVersion, local_copies, version_if_there, version_in
 
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
 # or by a glob may also be text of another suffix.
@@ -55,8 +53,8 @@ FORMATS = {
 # Suffixes of files that are certainly not text.
 NOT_TEXT = re.compile(r"\.(json|csv|arrow|feather|zip|tar|tgz|bz2|xz|7z|npz|pt|pdf|bin|npy)")
 
-# Files and, of those of a URL, their versions.
-Matches = Mapping[Path, Version | None]
+# Files and their versions.
+Matches = dict[Path, ObjectVersion]
 
 HUB = "datasets:"
 # The running Python's own modules, without its tests and installed packages.
@@ -129,6 +127,10 @@ class Source:
     def of_records(self) -> bool:
         return not is_text(self.fields)
 
+    @property
+    def of_ids(self) -> bool:
+        return bool(self.files) and self.files[0].format == "ids"
+
     def part(self, files: Iterable[SourceFile]) -> "Source":
         """The source with some of its files, whose documents keep their names."""
         return replace(self, files=tuple(files))
@@ -162,7 +164,7 @@ class Source:
     def signature(self) -> str:
         """A digest of the paths, sizes and modification times of the files, which are not read; of
         those in a store, of their URLs, sizes and versions."""
-        files = [(str(f.path), f.format, f.name, f.sizes_and_times()) for f in self.files]
+        files = [(str(f.path), f.format, f.name, f.versions) for f in self.files]
         return fingerprint(self.fields, self.policy, files)
 
 
@@ -202,30 +204,48 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     """The files in their order, and a description of those of a directory that are not read."""
     path = located(os.path.expanduser(spec))
     if spec == STDLIB:
-        return _standard_library(), ""
+        library = Path(sysconfig.get_path("stdlib"))
+        modules = [
+            path for path in _below(library, NOT_STDLIB.__contains__) if path.suffix == ".py"
+        ]
+        return tuple(
+            _file(path, PYTHON, path.relative_to(library).as_posix()) for path in modules
+        ), ""
     if spec.startswith(HUB):
         paths = dataset_files(spec.removeprefix(HUB), f"{setting}={spec}")
-        return tuple(SourceFile(path, "arrow", path.name) for path in paths), ""
+        return tuple(_file(path, "arrow", path.name) for path in paths), ""
     if path.is_dir():
         return _in_directory(path, setting)
     if (group := re.search(r"\{([^{}]*,[^{}]*)\}", spec)) and not path.exists():
-        before = spec[: group.start()]
-        after = spec[group.end() :]
-        return _aligned([before + name + after for name in group[1].split(",")], setting), ""
-    root, matches = _matching(spec, setting)
-    files = (_source_file(match, setting, version) for match, version in matches.items())
-    return _named(files, root, setting), ""
+        sides = [spec[: group.start()] + name + spec[group.end() :] for name in group[1].split(",")]
+        roots, matches = zip(*(_matching(side, setting) for side in sides), strict=True)
+        counts = [len(entries) for entries in matches]
+        if len({*counts}) > 1:
+            raise ConfigError(
+                f"{setting}: {' and '.join(sides)} find {' and '.join(map(str, counts))} files:"
+                " give as many of each."
+            )
+        files = []
+        # File n of each side belongs to file n of the others.
+        for entries in zip(*(entries.items() for entries in matches), strict=True):
+            first, *beside = (path.absolute() for path, _ in entries)
+            versions = tuple(version for _, version in entries)
+            files.append(SourceFile(first, "parallel", "", tuple(beside), versions))
+        return _named(files, roots[0], setting), ""
+    root, found = _matching(spec, setting)
+    return _named((_text_file(*match, setting) for match in found.items()), root, setting), ""
 
 
 def find_id_files(spec: str, setting: str) -> tuple[SourceFile, ...]:
     """The files of token ids that a path or a glob names; of those of a URL, their copies, since
     they are mapped into memory."""
     root, matches = _matching(spec, setting)
-    files = _named((SourceFile(path.absolute(), "ids") for path in matches), root, setting)
-    if not is_remote(spec):
-        return files
-    copies = local_copies([file.path for file in files])
-    return tuple(replace(file, path=copy) for file, copy in zip(files, copies, strict=True))
+    files = (
+        SourceFile(path.absolute(), "ids", versions=(version,)) for path, version in matches.items()
+    )
+    named = _named(files, root, setting)
+    copies = local_copies([file.path for file in named])
+    return tuple(replace(file, path=copy) for file, copy in zip(named, copies, strict=True))
 
 
 def dataset_files(name: str, where: str) -> list[Path]:
@@ -254,8 +274,7 @@ def dataset_files(name: str, where: str) -> list[Path]:
         if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             saved = datasets.load_from_disk(str(folder))
             if not isinstance(saved, dict):
-                # It has one split, which may lack a name.
-                saved = {str(saved.split or split) if len(parts) > 1 else split: saved}
+                saved = {str(saved.split or "train"): saved}
             if config or split not in saved:
                 raise ValueError(
                     f"it was written by save_to_disk, has the splits {', '.join(map(str, saved))},"
@@ -280,62 +299,15 @@ def dataset_files(name: str, where: str) -> list[Path]:
     return files
 
 
-def _standard_library() -> tuple[SourceFile, ...]:
-    root = Path(sysconfig.get_path("stdlib"))
-    paths: dict[str, Path] = {}
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in NOT_STDLIB]
-        for name in names:
-            if name.endswith(".py"):
-                path = Path(folder, name)
-                paths[path.relative_to(root).as_posix()] = path
-    return tuple(SourceFile(paths[name], PYTHON, name) for name in sorted(paths))
-
-
-def _aligned(sides: list[str], setting: str) -> tuple[SourceFile, ...]:
-    """Line-aligned files: file n of each side belongs to file n of the others."""
-    roots, matches = zip(*(_matching(side, setting) for side in sides), strict=True)
-    counts = [len(entries) for entries in matches]
-    if len({*counts}) > 1:
-        raise ConfigError(
-            f"{setting}: {' and '.join(sides)} find {' and '.join(map(str, counts))} files: give as"
-            " many of each."
-        )
-    files = []
-    for entries in zip(*(entries.items() for entries in matches), strict=True):
-        first, *beside = (path.absolute() for path, _ in entries)
-        versions = tuple(version for _, version in entries if version)
-        files.append(SourceFile(first, "parallel", "", tuple(beside), versions))
-    return _named(files, roots[0], setting)
-
-
 def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str]:
-    """The files of known suffixes below a directory, without hidden ones; links are followed
-    once."""
-    paths: Matches
+    """The files of known suffixes below a directory, without hidden ones."""
     if is_remote(root):
-        paths = files_below(root)
+        matches = _objects(root, "find", root)
     else:
-        found: list[Path] = []
-        folders_read: set[str] = set()
-
-        def refuse(error: OSError) -> None:
-            raise unreadable(f"{setting}: {error.filename}", error)
-
-        for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
-            real = os.path.realpath(folder)
-            if real in folders_read:
-                folders.clear()
-                continue
-            folders_read.add(real)
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            found += [Path(folder, name) for name in names if not name.startswith(".")]
-        files = [path for path in found if path.is_file()]
-        in_order = sorted(files, key=lambda path: path.relative_to(root).as_posix())
-        paths = dict.fromkeys(in_order)
-    readable = {path: version for path, version in paths.items() if _suffix(path) in FORMATS}
+        matches = _versions(_below(root, lambda name: name.startswith(".")))
+    readable = {path: version for path, version in matches.items() if _suffix(path) in FORMATS}
     others = collections.Counter(
-        _suffix(path) or "without a suffix" for path in paths if path not in readable
+        _suffix(path) or "without a suffix" for path in matches if path not in readable
     )
     left_out = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
     if not readable:
@@ -344,31 +316,70 @@ def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str
             f" ({', '.join(FORMATS)}; its files are {left_out or 'none'}): name text of another"
             f' suffix by a glob, as in "{root}/**/*.py".'
         )
-    sources = (_source_file(path, setting, version) for path, version in readable.items())
-    return _named(sources, root, setting), left_out
+    files = (_text_file(*match, setting) for match in readable.items())
+    return _named(files, root, setting), left_out
+
+
+def _below(root: Path, leaves_out: Callable[[str], bool]) -> list[Path]:
+    """What is below a directory of a disk, sorted, without the names that are left out and what is
+    below them; links are followed once."""
+    paths: list[Path] = []
+    folders_read: set[str] = set()
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(error.filename, error)
+
+    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in folders_read:
+            folders.clear()
+            continue
+        folders_read.add(real)
+        folders[:] = [name for name in folders if not leaves_out(name)]
+        paths += [Path(folder, name) for name in names if not leaves_out(name)]
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
-    """The file of that name; or the fixed part of a glob, and the sorted files that it finds."""
-    if is_remote(spec):
-        return matching_files(spec, setting, ALLOWED)
-    path = Path(os.path.expanduser(spec))
-    if path.is_file():
-        return None, {path: None}
-    if path.exists():
-        raise ConfigError(
-            f"{setting}: {path} is neither a file nor a directory: write its text to a file."
-        )
+    """The file of that name; or the fixed part of a glob, and the files that it finds, in order."""
+    path = located(os.path.expanduser(spec))
+    if file := _versions([path]):
+        return None, file
+    seen_from = "" if is_remote(path) else f" (seen from {os.getcwd()})"
     if not glob.has_magic(spec):
-        raise ConfigError(f"{setting}: {path} does not exist (seen from {os.getcwd()}); {ALLOWED}")
-    root = Path(*itertools.takewhile(lambda name: not glob.has_magic(name), path.parts[:-1]))
-    matches = {Path(name) for name in glob.glob(str(path), recursive=True)}
-    files = sorted(match for match in matches if match.is_file())
-    if not files:
-        raise ConfigError(
-            f"{setting}: no file matches the glob {spec!r} (seen from {os.getcwd()}); {ALLOWED}"
-        )
-    return root, dict.fromkeys(files)
+        if path.exists():
+            raise ConfigError(
+                f"{setting}: {path} is neither a file nor a directory: write its text to a file."
+            )
+        raise ConfigError(f"{setting}: {path} does not exist{seen_from}; {ALLOWED}")
+    root = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
+    if is_remote(path):
+        matches = _objects(root, "glob", path)
+    else:
+        matches = _versions(sorted(map(Path, glob.glob(str(path), recursive=True))))
+    if not matches:
+        raise ConfigError(f"{setting}: no file matches the glob {spec!r}{seen_from}; {ALLOWED}")
+    return root, matches
+
+
+def _versions(paths: Iterable[Path]) -> Matches:
+    """Those of the paths that are files, with their versions."""
+    versions = ((path, version_if_there(path)) for path in paths)
+    return {path: version for path, version in versions if version}
+
+
+def _objects(root: Path, method: Literal["find", "glob"], pattern: Any) -> Matches:
+    """The objects below a URL that a method of fsspec finds, sorted, without hidden ones."""
+    store: Any = root
+    entries: dict[str, dict[str, Any]] = {}
+    with store_errors(root, "listed"), contextlib.suppress(FileNotFoundError):
+        entries = getattr(store.fs, method)(pattern.path, detail=True)
+    versions: dict[str, ObjectVersion] = {}
+    for key, entry in entries.items():
+        name = key.removeprefix(store.path).lstrip("/")
+        if entry["type"] == "file" and not any(part.startswith(".") for part in name.split("/")):
+            versions[name] = version_in(entry)
+    return {root / name: versions[name] for name in sorted(versions)}
 
 
 def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tuple[SourceFile, ...]:
@@ -389,7 +400,7 @@ def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tupl
     return tuple(named.values())
 
 
-def _source_file(path: Path, setting: str, version: Version | None = None) -> SourceFile:
+def _text_file(path: Path, version: ObjectVersion, setting: str) -> SourceFile:
     suffix = _suffix(path)
     if NOT_TEXT.fullmatch(suffix):
         raise ConfigError(
@@ -397,8 +408,11 @@ def _source_file(path: Path, setting: str, version: Version | None = None) -> So
             " convert or unpack it. Token ids (.npy, .bin) are named by themselves, and not"
             " compressed."
         )
-    versions = (version,) if version else ()
-    return SourceFile(path.absolute(), FORMATS.get(suffix, "text"), versions=versions)
+    return SourceFile(path.absolute(), FORMATS.get(suffix, "text"), versions=(version,))
+
+
+def _file(path: Path, kind: str, name: str) -> SourceFile:
+    return SourceFile(path, kind, name, versions=tuple(_versions([path]).values()))
 
 
 def _suffix(path: Path) -> str:

@@ -5,7 +5,6 @@ or it is skipped and counted by reason."""
 import codecs
 import hashlib
 import itertools
-import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from jaxformer.config.run import Malformed
 from jaxformer.files import ConfigError, is_remote
-from jaxformer.files.copies import remote_blocks
+from jaxformer.files.copies import ObjectVersion, remote_blocks
 
 READ_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
@@ -35,10 +34,6 @@ PIECE_CHARACTERS = 1 << 16
 
 # A piece of a document, and whether the document ends with it.
 TextPiece = tuple[str, bool]
-
-# The size of a file in bytes, and what changes with its content: the time of its modification in
-# nanoseconds, or what a store gives for the version of an object.
-Version = tuple[int, int | str]
 
 
 class Skipped(dict[str, tuple[int, str]]):
@@ -118,15 +113,15 @@ class SourceFile:
     """A file, its format (a key of the tables of readers), and its name within its source, which is
     empty for a source of one file.
 
-    `beside` are the files that are read in parallel with it, line by line. `versions` are those of
-    all of them by the listing of a store; of files on a disk they are asked for when needed.
+    `beside` are the files that are read in parallel with it, line by line; `versions` are those of
+    all of them when they were found.
     """
 
     path: Path
     format: str
     name: str = ""
     beside: tuple[Path, ...] = ()
-    versions: tuple[Version, ...] = ()
+    versions: tuple[ObjectVersion, ...] = ()
 
     def document(self, index: int) -> str:
         """The name of the document with that index; a Python file is one, and gives its name."""
@@ -137,17 +132,7 @@ class SourceFile:
     @property
     def size(self) -> int:
         """Bytes on the disk, or in the store."""
-        return sum(size for size, _ in self.sizes_and_times())
-
-    def sizes_and_times(self) -> Sequence[Version]:
-        """The versions of it and of the files beside it."""
-        if self.versions:
-            return self.versions
-        try:
-            stats = [os.stat(path) for path in (self.path, *self.beside)]
-        except OSError as error:
-            raise unreadable(self.path, error) from None
-        return [(status.st_size, status.st_mtime_ns) for status in stats]
+        return sum(size for size, _ in self.versions)
 
 
 def hash_fraction(name: str) -> float:
@@ -219,20 +204,23 @@ def _raw_blocks(path: Path, size: int) -> Iterator[bytes]:
         raise unreadable(path, error) from None
 
 
-def require_text(path: Path, beginning: bytes) -> None:
-    """Refuses what begins with zero bytes, which UTF-16 and UTF-32 do, and files that were reserved
-    and never written; as UTF-8 they would be read without an error."""
-    if b"\0" in beginning[:4]:
-        raise ConfigError(f"{path} is not UTF-8 text: it begins with zero bytes. {UTF8_REMEDY}")
+def _text_blocks(path: Path) -> Iterator[bytes]:
+    """The blocks of a file of text, and an empty one after the last."""
+    beginning = b""
+    for block in itertools.chain(read_blocks(path), [b""]):
+        beginning = beginning or block[:4]
+        # As those of UTF-16, of UTF-32, and of files that were reserved and never written do; as
+        # UTF-8 they would be read without an error.
+        if b"\0" in beginning:
+            raise ConfigError(f"{path} is not UTF-8 text: it begins with zero bytes. {UTF8_REMEDY}")
+        yield block
 
 
 def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | None]]:
     """(number from 1, text without its line break) of each line; None for text that is skipped."""
     number = offset = 0
     begun = b""
-    for block in itertools.chain(read_blocks(path), [b""]):
-        if not offset and not begun:
-            require_text(path, block)
+    for block in _text_blocks(path):
         *lines, begun = (begun + block).split(b"\n")
         if not block and begun:
             lines.append(begun)
@@ -272,18 +260,7 @@ def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiec
 
 def python_document(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
     """A Python file as one document; one that is not UTF-8 is skipped."""
-    try:
-        with open(file.path, encoding="utf-8", newline="", buffering=READ_BYTES) as opened:
-            text = opened.read()
-    except UnicodeDecodeError:
-        handler.skipped.add("files that are not UTF-8", str(file.path))
-        return
-    except OSError as error:
-        raise unreadable(file.path, error) from None
-    if is_blank(text):
-        handler.blank(str(file.path))
-    else:
-        yield from in_pieces(text)
+    return text_documents(file, ErrorHandler("skip", handler.skipped))
 
 
 def in_pieces(document: str) -> Iterator[TextPiece]:
@@ -333,9 +310,7 @@ def _decoded(path: Path, handler: ErrorHandler) -> Iterator[tuple[str, bool]]:
     """The text of a file, a block at a time, without a byte order mark; and if it is the last."""
     pending = b""
     offset = 0
-    for block in itertools.chain(read_blocks(path), [b""]):
-        if not offset and not pending:
-            require_text(path, block)
+    for block in _text_blocks(path):
         raw = pending + block
         try:
             text, used = codecs.utf_8_decode(raw, "strict", not block)
