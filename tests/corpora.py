@@ -1,13 +1,11 @@
 """The data package as the composer calls it: from the settings of a whole run."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxformer import data
 from jaxformer.config.run import RunConfig
-from jaxformer.data import preparing
-from jaxformer.data.preparing import TextSummary
+from jaxformer.data import corpus
 from jaxformer.data.templates import Template
 from jaxformer.runs.objectives import row_format, task_of
 from jaxformer.tokenizer import Tokenizer
@@ -27,13 +25,10 @@ def prepare(run: RunConfig, log: Log = quiet, labels: tuple[str, ...] = ()) -> d
     return data.prepare(run.data, run.tokenizer, task, **options)  # type: ignore[arg-type]
 
 
-def prepare_text(
-    run: RunConfig, output: Path | None = None, thorough: bool = False, log: Log = quiet
-) -> list[TextSummary]:
+def tokenize(run: RunConfig, log: Log = quiet) -> corpus.Tokenized:
+    """The stores of a run, before rows are cut from them."""
     task, size = task_of(run.model, run.data), run.model.vocab_size
-    return preparing.prepare_text(
-        run.data, run.tokenizer, task, output=output, thorough=thorough, vocab_size=size, log=log
-    )
+    return corpus.tokenize(run.data, run.tokenizer, task, vocab_size=size, log=log)
 
 
 def cut_rows(

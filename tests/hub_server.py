@@ -31,7 +31,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
+        path, _, query = self.path.partition("?")
         content = self.server.files.get(path.removeprefix(FILE))
         if content is not None:
             self.server.read.append(path.removeprefix(FILE))
@@ -40,7 +40,9 @@ class Handler(BaseHTTPRequestHandler):
             stop = int(first) + len(part) - 1
             self.answer(part, 206, Content_Range=f"bytes {first}-{stop}/{len(content)}")
         elif path.startswith(TREE):
-            self.answer_with_tree(path.removeprefix(TREE).strip("/"))
+            self.answer_with_tree(
+                path.removeprefix(TREE).strip("/"), "recursive=true" in query.lower()
+            )
         elif path == f"/api/datasets/{REPOSITORY}":
             self.answer(json.dumps({"id": REPOSITORY, "sha": "0" * 40, "tags": []}).encode())
         else:
@@ -48,12 +50,16 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def answer_with_tree(self, folder: str) -> None:
+    def answer_with_tree(self, folder: str, recursive: bool) -> None:
         entries: dict[str, dict[str, Any]] = {}
         for name, content in self.server.files.items():
-            if name.startswith(folder):
-                below = name.removeprefix(folder).strip("/")
-                path = name.removesuffix(below) + below.partition("/")[0]
+            if not name.startswith(folder):
+                continue
+            start = folder and f"{folder}/"
+            parts = name.removeprefix(start).split("/")
+            # Directories are listed too, and with `recursive` what is below them.
+            for count in range(1, len(parts) + 1 if recursive else 2):
+                path = start + "/".join(parts[:count])
                 kind = "file" if path == name else "directory"
                 size = len(content) if path == name else 0
                 oid = str(hash(content))

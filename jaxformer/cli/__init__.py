@@ -34,7 +34,7 @@ COMMANDS = {
     "embed": ('RUN [--prompt "..."]', "Print the vectors of texts."),
     "evaluate": ("RUN [--data.validation PATH]", "Compute loss, accuracy or BLEU on a text."),
     "convert": ("SOURCE TARGET [--verify]", "Convert a run to a Hugging Face model, or back."),
-    "prepare": ("CONFIG [--output DIR]", "Tokenize the data before training."),
+    "prepare": ("CONFIG", "Tokenize the data before training."),
     "tokenizer": ("train | encode | inspect", "Train a tokenizer, encode or inspect a text."),
     "attention": ('RUN --prompt "..."', "Write a page of attention maps."),
     "runs": ("[DIR]", "List runs with their steps, losses and states."),

@@ -204,15 +204,10 @@ class ConvertArguments(StepArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareArguments(ConfigArguments):
-    """Tokenizes the data of a config before training. Shards that an earlier call finished are
-    kept."""
+    """Tokenizes the data of a config into data.cache_dir before training. Shards that an earlier
+    call finished are kept."""
 
     reads_weights: ClassVar[bool] = False
-    output: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory for the tokens, which --data.train then accepts in place of the text. If not given,
-    they are stored in data.cache_dir, where training finds them."""
-    verify: bool = False
-    """Compare all tokens with their checksums and write nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

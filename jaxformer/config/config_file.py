@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import glob
 import importlib.util
 import os
 import re
@@ -16,18 +15,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.optimizer import OptimizerConfig
-from jaxformer.config.run import (
-    DataConfig,
-    RunConfig,
-    TokenizerConfig,
-    flat,
-    named_sources,
-    suggestion,
-)
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig, flat, suggestion
 from jaxformer.config.saved import from_json
 from jaxformer.config.settings import VOLATILE, choices, step_range
 from jaxformer.files import ConfigError, is_remote, located, read_text, store_errors
-from jaxformer.files.copies import version_if_there
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 
@@ -149,24 +140,11 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def known_vocabulary(tokenizer: TokenizerConfig, train: str) -> int:
-    """The number of tokens of the tokenizer that is made for the text data.train=`train`; 0 where
-    only the text or an existing tokenizer says it."""
+def known_vocabulary(tokenizer: TokenizerConfig) -> int:
+    """The number of tokens of the tokenizer that is made for a text; 0 where only the text or an
+    existing tokenizer says it."""
     sizes = {"bpe": tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}
-    return 0 if _has_tokenizer(tokenizer.path, train) else sizes.get(tokenizer.kind, 0)
-
-
-def _has_tokenizer(path: str, train: str) -> bool:
-    """Whether the tokenizer exists: tokenizer.path names it, or data.train a prepared directory."""
-    return bool(path) or any(map(_has_tokenizer_file, named_sources(train)))
-
-
-def _has_tokenizer_file(source: str) -> bool:
-    """Whether a source is a directory with a tokenizer."""
-    if not is_remote(source):
-        return os.path.isfile(os.path.join(os.path.expanduser(source), "tokenizer.json"))
-    is_one = not glob.has_magic(source)
-    return is_one and version_if_there(located(source) / "tokenizer.json") is not None
+    return 0 if tokenizer.path else sizes.get(tokenizer.kind, 0)
 
 
 def check(config: RunConfig) -> RunConfig:
@@ -186,7 +164,7 @@ def check(config: RunConfig) -> RunConfig:
             f" train.steps={config.train.steps}: name steps of the run."
         )
     problems += _schedule_problems(config.optimizer, config.train.steps)
-    trained = tokenizer.kind == "bpe" and not _has_tokenizer(tokenizer.path, data.train)
+    trained = tokenizer.kind == "bpe" and not tokenizer.path
     if trained and 0 < model.vocab_size < tokenizer.vocab_size:
         problems.append(
             f"tokenizer.vocab_size={tokenizer.vocab_size} exceeds"

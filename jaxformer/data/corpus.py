@@ -12,25 +12,16 @@ from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import claimed
 from jaxformer.data.examples import ExampleStore, open_or_encode
+from jaxformer.data.ids import scan_ids
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.rows import Rows
-from jaxformer.data.sources import Piece, fingerprint
+from jaxformer.data.sources import Piece, Source, fingerprint
 from jaxformer.data.sources.source_files import PIECE_CHARACTERS
-from jaxformer.data.splits import SideName, Sides, Split
+from jaxformer.data.splits import Scan, SideName, Sides, Split, scan
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows, Template
-from jaxformer.data.texts import (
-    FORMAT,
-    SCANS,
-    TOKENIZERS,
-    Prepared,
-    StoreFolder,
-    find_texts,
-    find_validation,
-    megabytes,
-    scan_of,
-)
+from jaxformer.data.texts import FORMAT, find_texts, megabytes, text_store
 from jaxformer.files import ConfigError, located
 from jaxformer.tokenizer import (
     Tokenizer,
@@ -39,10 +30,7 @@ from jaxformer.tokenizer import (
     set_chat_template,
     train_bpe_tokenizer,
 )
-from jaxformer.tokenizer.metadata import TOKENIZER_FILE
 
-# Tokens of a text that are decoded at a time.
-BLOCK_TOKENS = 1 << 20
 # Where a tokenizer is trained on a part of the text, the most that is taken from one place.
 SAMPLE_CHARACTERS = 1 << 12
 
@@ -81,6 +69,62 @@ class ModelLabels(NamedTuple):
 NO_LABELS = ModelLabels()
 
 
+class Tokenized(NamedTuple):
+    """What a run reads, as tokens: on each side the parts of its sources, and of each part the
+    whole text that it is of, or the examples of a `template`."""
+
+    tokenizer: Tokenizer
+    sides: Sides
+    texts: dict[SideName, list[TokenStore]]
+    examples: dict[SideName, list[ExampleStore]]
+    template: Template | None = None
+
+
+def tokenize(
+    data: DataConfig,
+    settings: TokenizerConfig,
+    task: Task,
+    *,
+    vocab_size: int = 0,
+    log: Log = lambda line: None,
+) -> Tokenized:
+    """Makes or finds the tokenizer and the stores of a run. A text that is on both sides is
+    tokenized once. ConfigError for data that cannot be used; `vocab_size` is as in `prepare`."""
+    cache = located(os.path.expanduser(data.cache_dir))
+    folder = cache / "stores"
+    sides = find_sides(data, settings, task, cache / "scans", log)
+    tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache / "tokenizers", log)
+    texts: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
+    examples: dict[SideName, list[ExampleStore]] = {side: [] for side in SIDES}
+    if not task.template:
+        beginning = task.beginning(data.bos, tokenizer)
+        stores: dict[int, TokenStore] = {}
+        for side, splits in sides.items():
+            for split in splits:
+                key = id(split.source)
+                if key not in stores:
+                    stores[key] = text_store(
+                        split.source, split.scan, folder, tokenizer, beginning, log
+                    )
+                texts[side].append(stores[key])
+        return Tokenized(tokenizer, sides, texts, examples)
+    template = task.template(task.format, tokenizer)
+    for warning in template.warnings():
+        log(f"warning: {warning}")
+    made_by = (tokenizer.fingerprint(), task.name, *template.recipe)
+    for side, splits in sides.items():
+        for split in splits:
+            directory = folder / fingerprint(FORMAT, split.identity(), *made_by)
+            log(f"{split.name}: tokens of {split.source} ({split.rule()}) in {directory}")
+            store = open_or_encode(directory, split.pieces, template.encode, log)
+            log(
+                f"{split.name}: {store.tokens:,} tokens, {store.documents:,} examples,"
+                f" {megabytes(store.bytes)} of text"
+            )
+            examples[side].append(store)
+    return Tokenized(tokenizer, sides, texts, examples, template)
+
+
 def prepare(
     data: DataConfig,
     settings: TokenizerConfig,
@@ -96,23 +140,16 @@ def prepare(
     `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which
     the tokenizer has to fit in; 0 takes any. ConfigError for data that cannot be used.
     """
-    cache = located(os.path.expanduser(data.cache_dir))
+    tokenizer, sides, texts, examples, template = tokenize(
+        data, settings, task, vocab_size=vocab_size, log=log
+    )
     labels = model_labels.names
-    sides = find_sides(data, settings, task, cache / SCANS, log)
-    tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
     rows: dict[SideName, list[Rows]] = {side: [] for side in SIDES}
     # What is held out is read in order, without the shares of what is trained on.
     held_out = replace(data, weights="", order="epochs")
     settings_of: dict[SideName, DataConfig] = {"train": data, "validation": held_out}
-    if task.template:
-        template = task.template(task.format, tokenizer)
-        for warning in template.warnings():
-            log(f"warning: {warning}")
-        examples = {
-            side: [_example_store(split, task, template, cache / "stores", log) for split in splits]
-            for side, splits in sides.items()
-        }
+    if template:
         met = {label for store in examples["train"] for label in store.labels}
         if model_labels.may_grow or not labels:
             labels = joined_labels(labels, met)
@@ -120,14 +157,18 @@ def prepare(
             for split, store in zip(splits, examples[side], strict=True):
                 rows[side].append(_example_rows(split, store, template, labels, seed, log))
     else:
-        beginning = task.beginning(data.bos, tokenizer)
-        folder = StoreFolder(cache / "stores", tokenizer, beginning, log)
-        stores = text_stores(sides, folder)
-        for side in SIDES:
-            side_data = settings_of[side]
-            rows[side] = [
-                task.rows(text, side_data, task.format, tokenizer) for text in stores[side]
-            ]
+        for side, splits in sides.items():
+            for split, whole in zip(splits, texts[side], strict=True):
+                whole.fetch()
+                part = split.of(whole)
+                about = "about " if part.is_cut else ""
+                log(
+                    f"{split.name}: {part.tokens:,} tokens, {part.documents:,} documents,"
+                    f" {about}{megabytes(part.bytes)} of text of {split.source.spec}"
+                    f" ({split.rule()})"
+                )
+                stores[side].append(part)
+                rows[side].append(task.rows(part, settings_of[side], task.format, tokenizer))
     mixed: dict[SideName, Rows | None] = {}
     for side, splits in sides.items():
         mixed[side] = rows[side][0] if rows[side] else None
@@ -144,66 +185,59 @@ def find_sides(
 ) -> Sides:
     """What is for training, and what is held out. Every text is read once, so that errors show
     before any work; its scan is kept in the directory `scans`."""
-    fraction = data.validation_fraction
-    train_sources = find_texts(data, "data.train", task.fields)
+    sources: dict[SideName, list[Source]] = {side: [] for side in SIDES}
+    sources["train"] = find_texts(data, "data.train", task.fields)
     if data.weights:
-        check_shares([source.spec for source in train_sources], data)
-    named = (train_sources, find_validation(data, train_sources, task.fields))
+        check_shares([source.spec for source in sources["train"]], data)
+    if data.validation:
+        sources["validation"] = find_texts(data, "data.validation", task.fields)
     tokenizer = None
-    if settings.path and any(source.of_ids for sources in named for source in sources):
+    if settings.path and any(source.of_ids for side in SIDES for source in sources[side]):
         tokenizer = given_tokenizer(settings, ())
-    train, validation = (
-        [(source, scan_of(source, tokenizer, scans, log)) for source in sources]
-        for sources in named
-    )
-    if validation or not fraction:
-        texts = {"train": train, "validation": validation}
-        return {side: [Split(*text) for text in texts[side]] for side in SIDES}
-    return {side: [Split(*text, side, fraction) for text in train] for side in SIDES}
+    scanned: dict[SideName, list[tuple[Source, Scan]]] = {side: [] for side in SIDES}
+    for side in SIDES:
+        for source in sources[side]:
+            if source.of_ids:
+                text_scan = scan_ids(source, tokenizer, scans, log)
+            else:
+                text_scan = scan(source, scans, log)
+            scanned[side].append((source, text_scan))
+    fraction = data.validation_fraction
+    if data.validation or not fraction:
+        return {side: [Split(*text) for text in scanned[side]] for side in SIDES}
+    return {side: [Split(*text, side, fraction) for text in scanned["train"]] for side in SIDES}
 
 
 def tokenizer_of(
     settings: TokenizerConfig, task: Task, vocab_size: int, sides: Sides, cache: Path, log: Log
 ) -> Tokenizer:
-    """The tokenizer of a run, made or found."""
-    tokenizer = _made_tokenizer(settings, sides, task.specials, cache / TOKENIZERS, log)
+    """The tokenizer of a run: that of a file; else a BPE of the text for training, or the
+    characters of all text, kept in `cache`."""
+    tokenizer = given_tokenizer(settings, task.specials)
+    tokenizer = tokenizer or _made_tokenizer(settings, sides, task.specials, cache, log)
     if settings.chat_template:
         set_chat_template(tokenizer, settings.chat_template)
     check_fit(task, vocab_size, tokenizer, settings.path)
     return tokenizer
 
 
-def given_tokenizer(
-    settings: TokenizerConfig, specials: tuple[str, ...], prepared: Path | None = None
-) -> Tokenizer | None:
-    """The tokenizer of a file, of what was `prepared`, or of bytes; None where it needs text."""
-    if settings.path and not located(os.path.expanduser(settings.path)).exists():
+def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...]) -> Tokenizer | None:
+    """The tokenizer of a file, or of bytes; None where it needs text."""
+    if not settings.path:
+        return byte_tokenizer(specials) if settings.kind == "bytes" else None
+    if not located(os.path.expanduser(settings.path)).exists():
         raise ConfigError(
             f"tokenizer.path: {settings.path} does not exist: name a tokenizer.json, a directory of"
             " one or of GPT-2's vocab.json and merges.txt, or leave it empty to have one made."
         )
-    if settings.path or prepared:
-        loaded = Tokenizer.load(settings.path or prepared or "")
-        return loaded.with_special_tokens(settings.added)
-    return byte_tokenizer(specials) if settings.kind == "bytes" else None
+    return Tokenizer.load(settings.path).with_special_tokens(settings.added)
 
 
 def _made_tokenizer(
     settings: TokenizerConfig, sides: Sides, specials: tuple[str, ...], cache: Path, log: Log
 ) -> Tokenizer:
-    """That of a file or of prepared text; else a BPE of the text for training, or the characters of
-    all text, kept in `cache`."""
     train = sides["train"]
     every = [*train, *sides["validation"]]
-    prepared = [split.source.folder for split in every if isinstance(split.source, Prepared)]
-    if prepared and not settings.path and not (prepared[0] / TOKENIZER_FILE).is_file():
-        raise ConfigError(
-            f"{prepared[0]} has no {TOKENIZER_FILE}, with which it was prepared: copy the directory"
-            " again."
-        )
-    tokenizer = given_tokenizer(settings, specials, *prepared[:1])
-    if tokenizer:
-        return tokenizer
     summary: tuple[object, ...] = tuple(dict.fromkeys(split.scan.content for split in every))
     if settings.kind == "bpe":
         texts = [split.identity() for split in train]
@@ -266,26 +300,6 @@ def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> N
         )
 
 
-def text_stores(sides: Sides, folder: StoreFolder) -> dict[SideName, list[TokenStore]]:
-    """The tokens of each side's texts. A text that is on both sides is tokenized once."""
-    whole_stores: dict[int, TokenStore] = {}
-    stores: dict[SideName, list[TokenStore]] = {side: [] for side in sides}
-    for side, splits in sides.items():
-        for split in splits:
-            source = split.source
-            key = id(split.source)
-            whole_stores[key] = whole_stores.get(key) or folder.store_of(source, split.scan)
-            whole_stores[key].fetch()
-            store = split.of(whole_stores[key])
-            stores[side].append(store)
-            about = "about " if store.is_cut else ""
-            folder.log(
-                f"{split.name}: {store.tokens:,} tokens, {store.documents:,} documents,"
-                f" {about}{megabytes(store.bytes)} of text of {source.spec} ({split.rule()})"
-            )
-    return stores
-
-
 def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:
     """The labels of a model that is trained further, in their order, and then those that only the
     data has: whole numbers by value, then the rest by name. A model that shares no label with the
@@ -295,21 +309,6 @@ def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:
     numbers = [label for label in met if label.isdecimal()]
     in_order = [*sorted(sorted(numbers), key=int), *sorted(met - {*numbers})]
     return (*before, *(label for label in in_order if label not in before))
-
-
-def _example_store(
-    split: Split, task: Task, template: Template, folder: Path, log: Log
-) -> ExampleStore:
-    """The examples of a split, made or found."""
-    made_by = (template.tokenizer.fingerprint(), task.name, *template.recipe)
-    directory = folder / fingerprint(FORMAT, split.identity(), *made_by)
-    log(f"{split.name}: tokens of {split.source} ({split.rule()}) in {directory}")
-    store = open_or_encode(directory, split.pieces, template.encode, log)
-    log(
-        f"{split.name}: {store.tokens:,} tokens, {store.documents:,} examples,"
-        f" {megabytes(store.bytes)} of text"
-    )
-    return store
 
 
 def _example_rows(

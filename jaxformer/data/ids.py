@@ -64,20 +64,16 @@ def scan_ids(source: Source, tokenizer: Tokenizer | None, folder: Path, log: Log
 
 
 def id_store(
-    source: Source, tokenizer: Tokenizer, text_scan: Scan, folders: list[Path], make: bool, log: Log
+    source: Source, tokenizer: Tokenizer, text_scan: Scan, folders: list[Path], log: Log
 ) -> TokenStore:
-    """The ids of a source, each file's index of documents in its folder, made where there is none
-    unless `make` is false."""
+    """The ids of a source, each file's index of documents in its folder, made where there is
+    none."""
     shards: list[Shard] = []
     for file, file_scan, folder in zip(source.files, text_scan.parts, folders, strict=True):
-        array = replace(_open(source, file, tokenizer), digest=file_scan.content)
+        array = _open(source, file, tokenizer)
         # The shards of a file are its ids, and one end token where they lack it.
         count = 1 if int(array.mapped()[-1]) == tokenizer.end_token else 2
         made = _finished(folder, count)
-        if not made and not make:
-            raise ConfigError(
-                f"{source}: {file.path} has no index of documents: leave out --verify to make it."
-            )
         if not made:
             with claimed(folder, log):
                 made = _finished(folder, count) or _index(array, file, folder, tokenizer)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, require_counts
-from jaxformer.files import ConfigError, read_object, write_text
+from jaxformer.files import read_object, write_text
 from jaxformer.files.copies import local_copies, local_copy
 from jaxformer.tokenizer import Tokenizer
 
@@ -40,15 +40,14 @@ MOST_MAPS = 128  # files that are open at a time
 
 @dataclass(frozen=True)
 class IdArray:
-    """Ids in a file outside the store: their type, the byte at which they begin, their number, the
-    file's name in its source, and the digest that `content` had when they were scanned."""
+    """Ids in a file outside the store: their type, the byte at which they begin, their number, and
+    the file's name in its source."""
 
     path: Path
     dtype: np.dtype
     offset: int
     count: int
     name: str = ""
-    digest: str = ""
 
     def mapped(self) -> np.ndarray:
         """The ids [count], mapped and not read."""
@@ -65,15 +64,6 @@ class IdArray:
         for _, ids in self.blocks():
             digest.update(ids.astype("<u4").tobytes())
         return digest.hexdigest()
-
-    def verify(self) -> None:
-        """Compares the ids with their digest."""
-        if self.content() != self.digest:
-            raise ConfigError(
-                f"{self.path} was altered since it was first read, though its size and time are as"
-                " they were: restore it; or, if it was changed on purpose, `touch` it to have it"
-                " read as new data."
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,14 +225,6 @@ class TokenStore:
         shard_files = [(shard, kind) for shard in self._shards for kind in shard.files]
         paths = [shard.file(kind) for shard, kind in shard_files]
         local_copies(paths, [shard.files[kind].digest for shard, kind in shard_files])
-
-    def verify(self, copies: bool = True) -> None:
-        """Compares every file with its digest; of a URL the copies on this machine, or itself."""
-        for shard in self._shards:
-            for kind, written in shard.files.items():
-                written.verify(shard.here(kind) if copies else shard.file(kind))
-            if shard.ids:
-                shard.ids.verify()
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""

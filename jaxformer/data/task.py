@@ -118,13 +118,8 @@ class Task(NamedTuple):
     def check_tokenizer(self, tokenizer: Tokenizer, path: str) -> None:
         """Raises ConfigError where a tokenizer, that of tokenizer.path=`path`, lacks tokens."""
         missing = ", ".join(self.missing(tokenizer))
-        if not missing:
-            return
-        named = "the tokenizer of the prepared text"
-        remedy = "prepare the text with this config"
-        if path:
-            named = f"tokenizer.path={path}"
-            remedy = "add them to its added_tokens, or leave tokenizer.path empty to have one made"
-        raise ConfigError(
-            f"{named} has no {missing}, which data.objective={self.name} needs: {remedy}."
-        )
+        if missing:
+            raise ConfigError(
+                f"tokenizer.path={path} has no {missing}, which data.objective={self.name} needs:"
+                " add them to its added_tokens, or leave tokenizer.path empty to have one made."
+            )

@@ -76,7 +76,7 @@ def parse_arguments(
             tokenizer=with_tokenizer_of(origin, config.tokenizer),
         )
     config = parse_fields(config, arguments, program)
-    size = config.model.vocab_size or known_vocabulary(config.tokenizer, config.data.train)
+    size = config.model.vocab_size or known_vocabulary(config.tokenizer)
     model = dataclasses.replace(config.model, vocab_size=size)
     return check(dataclasses.replace(config, model=model))
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from corpora import prepare, prepare_text, template_of
+from corpora import prepare, template_of
 from pretrained_tokenizers import saved
 
 import jaxformer as jf
@@ -157,23 +157,6 @@ def test_always_without_a_bos_or_where_rows_are_no_text_is_one_message(tmp_path:
     for bos in ("always", "never"):
         with pytest.raises(ConfigError, match=rf"data\.bos={bos} says .*=sft, .*: set it to auto"):
             objective_of(run.model, DataConfig(objective="sft", bos=bos))  # type: ignore[arg-type]
-
-
-def test_prepared_text_says_how_its_documents_begin(tmp_path: Path) -> None:
-    begun, never = run_of(tmp_path), run_of(tmp_path, bos="never")
-    for run, name in ((begun, "begun"), (never, "never")):
-        prepare_text(run, tmp_path / name)
-        there = replace(run, data=replace(run.data, train=str(tmp_path / name)))
-        assert prepare(there).train.fingerprint == prepare(run).train.fingerprint
-    for run, name, told in (
-        (begun, "never", r"begin with \[\] and not \[\d+\]: prepare"),
-        (never, "begun", r"begin with \[\d+\] and not \[\]: prepare"),
-    ):
-        there = replace(run, data=replace(run.data, train=str(tmp_path / name)))
-        with pytest.raises(ConfigError, match=told):
-            prepare(there)
-        with pytest.raises(ConfigError, match=r"with another tokenizer or data\.bos"):
-            prepare_text(run, tmp_path / name)
 
 
 def test_a_base_is_evaluated_as_its_texts_are_scored_by_hand(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Token ids as data: what is read of .npy and .bin files is what the text would give, or is
 refused."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from corpora import prepare, prepare_text
+from corpora import prepare, tokenize
 from stored import PACKINGS, same
 from tiny_run import line, train_here
 
@@ -150,40 +149,12 @@ def test_a_file_that_changed_is_other_data(made: Path, tmp_path: Path) -> None:
     assert moved.train.fingerprint == after.train.fingerprint
 
 
-def test_prepare_indexes_ids_and_verifies_them(made: Path, tmp_path: Path) -> None:
+def test_prepare_indexes_ids(made: Path, tmp_path: Path) -> None:
     run = run_of(made, made / "many.npy", tmp_path / "cache")
-    with pytest.raises(
-        ConfigError, match=r"many\.npy has no index of documents: leave out --verify"
-    ):
-        prepare_text(run, thorough=True)
-    summary = prepare_text(run)
-    assert summary == prepare_text(run, thorough=True) and summary[0].documents == len(TALES)
+    assert tokenize(run).texts["train"][0].documents == len(TALES)
     next((tmp_path / "cache").rglob("00000.documents")).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"00000\.documents was altered since it was written"):
-        prepare_text(run)
-    with pytest.raises(
-        ConfigError, match=r"--output: data\.train=.*many\.npy holds tokens already"
-    ):
-        prepare_text(run, tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["wide.npy", "train.bin"])
-def test_ids_that_changed_behind_their_size_and_time_are_found(
-    name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "BLOCK_IDS", 64)
-    found = np.load(made / "many.npy").astype(np.uint16 if name != "wide.npy" else np.int64)
-    path = tmp_path / name
-    np.save(path, found) if name.endswith("npy") else found.tofile(path)
-    run = run_of(made, path, tmp_path / "cache", validation_fraction=0.0)
-    before = prepare(run).stores["train"][0]
-    assert before.read(0, before.tokens)[:-1].tolist() == found.tolist()
-    content, times = bytearray(path.read_bytes()), path.stat()
-    content[-2 if name != "wide.npy" else -6] ^= 1  # of the last id: bit 0, or 16
-    path.write_bytes(content)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(ConfigError, match=rf"{name} was altered .* though its size and time"):
-        prepare(run).stores["train"][0].verify()
+        tokenize(run)
 
 
 def written(folder: Path, name: str, content: bytes | np.ndarray) -> Path:

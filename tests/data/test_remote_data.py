@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from corpora import prepare, prepare_text
+from corpora import prepare, tokenize
 from faulty_server import NONE, Faults
 from hub_server import REPOSITORY
 from tiny_run import line, logged, write_text
@@ -106,38 +106,30 @@ def test_a_corpus_in_a_bucket_gives_the_batches_of_the_disk(
 
 
 @pytest.mark.parametrize("bucket", ["s3_bucket", "gcs_bucket"])
-def test_a_prepared_store_in_a_bucket_is_read_from_copies(
+def test_a_cache_in_a_bucket_is_shared_and_read_from_copies(
     bucket: str, tmp_path: Path, copies_of_the_test: Path, request: pytest.FixtureRequest
 ) -> None:
-    any_bucket = request.getfixturevalue(bucket)
-    text = put(tmp_path / "text")
+    text, cache = put(tmp_path / "text"), f"{request.getfixturevalue(bucket)}/cache"
     expected = batches_of(run_of(tmp_path / "cache", text))
-    output = f"{any_bucket}/tokens"
-    run = run_of(tmp_path / "other", text)
-    prepare_text(run, located(output), False, quiet)
-    prepare_text(run, located(output), True, quiet)
-    # What is summed up needs the index of documents alone.
+    tokenize(run_of(cache, text))
+    # Who only makes the tokens needs no room for them.
     assert not [*copies_of_the_test.rglob("*.tokens")]
-    assert batches_of(run_of(tmp_path / "third", output)) == expected
-    # A local store that was copied to a bucket, too.
-    prepare_text(run, tmp_path / "tokens", False, quiet)
-    files = [path for path in (tmp_path / "tokens").rglob("*") if path.is_file()]
-    put(
-        f"{any_bucket}/copied",
-        {str(path.relative_to(tmp_path / "tokens")): path.read_bytes() for path in files},
-    )
-    assert batches_of(run_of(tmp_path / "third", f"{any_bucket}/copied")) == expected
+    for _ in range(2):
+        lines: list[str] = []
+        assert batches_of(run_of(cache, text), lines.append) == expected
+        assert not any(
+            "tokenizing" in line or "training" in line or "reading" in line for line in lines
+        )
 
 
-def test_a_cache_in_a_bucket_is_shared(s3_bucket: str, tmp_path: Path) -> None:
-    text, cache = put(tmp_path / "text"), f"{s3_bucket}/cache"
-    expected = batches_of(run_of(tmp_path / "cache", text))
-    assert batches_of(run_of(cache, text)) == expected
-    lines: list[str] = []
-    assert batches_of(run_of(cache, text), lines.append) == expected
-    assert not any(
-        "tokenizing" in line or "training" in line or "reading" in line for line in lines
-    )
+def test_a_store_that_was_altered_in_its_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
+    run = run_of(f"{s3_bucket}/cache", put(tmp_path / "text"))
+    tokenize(run)
+    tokens = next(iter(located(f"{s3_bucket}/cache").rglob("*.tokens")))
+    tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
+    with pytest.raises(ConfigError) as caught:
+        batches_of(run)
+    assert str(caught.value).startswith(f"{tokens} was altered since it was written")
 
 
 def test_token_ids_and_a_tokenizer_in_a_bucket(s3_bucket: str, tmp_path: Path) -> None:
@@ -282,18 +274,6 @@ def test_files_of_the_hub_are_read_as_those_of_the_disk(hub: Any, tmp_path: Path
     assert batches_of(local) == batches_of(remote) and not hub.read
 
 
-def test_a_store_that_was_altered_in_its_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
-    output = f"{s3_bucket}/tokens"
-    run = run_of(tmp_path / "cache", put(tmp_path / "text"))
-    prepare_text(run, located(output), False, quiet)
-    tokens = next(iter(located(output).rglob("*.tokens")))
-    tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
-    message = message_of(output, tmp_path)
-    assert message.startswith(f"{tokens} was altered since it was written")
-    tokens.unlink()
-    assert f"{tokens.parent} is not complete" in message_of(output, tmp_path)
-
-
 def test_a_bucket_that_may_not_be_written_is_named(
     s3_bucket: str, s3_faults: Faults, tmp_path: Path
 ) -> None:
@@ -308,9 +288,10 @@ def test_commands_read_urls_as_files(s3_bucket: str, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
     url = put(s3_bucket, {"text.txt": text.read_bytes()}) + "/text.txt"
     changes = {"train.steps": 6, "model.n_layers": 1}
-    assert main(["prepare", *line(tmp_path / "none", url, changes), "--output", f"{url}.d"]) == 0
+    cached = changes | {"data.cache_dir": f"{s3_bucket}/cache"}
+    assert main(["prepare", *line(tmp_path / "none", url, cached)]) == 0
     assert main(["train", *line(tmp_path / "disk", text, changes)]) == 0
-    assert main(["train", *line(tmp_path / "bucket", f"{url}.d", changes)]) == 0
+    assert main(["train", *line(tmp_path / "bucket", url, cached)]) == 0
     disk, bucket = (logged(tmp_path / name) for name in ("disk", "bucket"))
     assert [entry.get("loss") for entry in disk] == [entry.get("loss") for entry in bucket]
     for name, source in (("disk", str(text)), ("bucket", url)):

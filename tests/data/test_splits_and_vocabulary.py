@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import prepare, prepare_text
-from test_prepare import ROOT, quiet, run_of, written
+from corpora import prepare, tokenize
+from test_prepare import run_of, written
 
 from jaxformer.config.run import TokenizerConfig
 from jaxformer.data import splits
 from jaxformer.data.sources.records import RecordField
 from jaxformer.data.sources.source import find_source
 from jaxformer.data.splits import Scan, Split, file_groups, scan
-from jaxformer.files import ConfigError
-from jaxformer.runs.config import load_config
 
 
 def scanned(folder: Path, files: dict[str, list[str]]) -> Scan:
@@ -90,7 +88,7 @@ def test_a_tokenizer_is_found_only_by_all_that_it_was_made_of(
     )
     for made in (1, 2):
         for each in (run, other)[:made] * 2:
-            prepare_text(each, None, False, quiet)
+            tokenize(each)
         assert len(list((tmp_path / "cache" / "tokenizers").glob("*.json"))) == made
 
 
@@ -103,22 +101,6 @@ def test_the_last_records_of_few_are_held_out(tmp_path: Path) -> None:
     found = scan(source, tmp_path / "scans")
     sides = [Split(source, found, side, 0.2).pieces() for side in ("train", "validation")]
     assert ["".join(str(piece.record[0]) for piece in side) for side in sides] == ["01234567", "89"]
-
-
-def test_a_tokenizer_that_is_named_goes_before_that_of_prepared_text(tmp_path: Path) -> None:
-    text = written(tmp_path)
-    for name, size in (("a", 270), ("b", 280)):
-        prepare_text(
-            run_of(tmp_path, str(text), TokenizerConfig(vocab_size=size)),
-            tmp_path / name,
-            False,
-            quiet,
-        )
-    named = TokenizerConfig(path=str(tmp_path / "a"))
-    assert prepare(run_of(tmp_path, str(tmp_path / "a"), named)).tokenizer.vocab_size == 270
-    assert prepare(run_of(tmp_path, str(text), named)).tokenizer.vocab_size == 270
-    with pytest.raises(ConfigError, match="/b was made by another tokenizer"):
-        prepare(run_of(tmp_path, str(tmp_path / "b"), named))
 
 
 def test_text_is_sampled_by_the_size_of_each_source(
@@ -143,17 +125,3 @@ def test_text_is_sampled_by_the_size_of_each_source(
         )
     )
     assert taken == {"a": 3000, "b": 1000}
-
-
-def test_a_prepared_text_that_lacks_an_objectives_tokens_says_so(tmp_path: Path) -> None:
-    prepare_text(run_of(tmp_path, str(written(tmp_path))), tmp_path / "out", False, quiet)
-    with pytest.raises(
-        ConfigError,
-        match=r"the tokenizer of the prepared text has no .*MASK.* prepare the text with this",
-    ):
-        prepare(
-            load_config(
-                ROOT / "configs" / "bert_tiny.py",
-                [f"data.train={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"],
-            )
-        )
