@@ -1,5 +1,5 @@
 """Run on eight forced host devices: what mesh.context divides, beside one device. Prints JSON for
-test_context.py. With the argument "slow": the cases of the slow test alone."""
+test_context.py. With the argument "slow": those of the slow tests."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eight_devices import BERT, LATENT, SEQUENCE_TO_SEQUENCE, train
+from eight_devices import BERT, LATENT, SEQUENCE_TO_SEQUENCE, steps
 from learning_steps import a_run
 
 import jaxformer as jf
@@ -17,54 +17,38 @@ from jaxformer.layers import exchange, kernels, ring
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
-from jaxformer.losses import cross_entropy as losses
 
-# Sizes of data, fsdp, tensor and context.
-MESHES = {"context 8": (1, 1, 1, 8), "context 4": (2, 1, 1, 4), "context 2": (1, 2, 2, 2)}
+MESHES = {
+    "context 8": dict(data=1, context=8),
+    "context 4": dict(data=2, context=4),
+    "context 2": dict(data=1, fsdp=2, tensor=2, context=2),
+}
+RING = {"attention_kernel": "ring"}
 # Changes to the model "llama" of shapes.py, which has four query heads and two key heads: eight
-# devices do not divide them, and four do.
-STEPS = {
-    "rope": {},
-    "dropout": {"dropout": 0.1},
-    "ring": {"attention_kernel": "ring"},
-    "encoder-decoder": SEQUENCE_TO_SEQUENCE,
-    "encoder": BERT,
+# devices do not divide them, and four do. Beside them the meshes, with changes for these.
+CASES = {"rope": ({}, [("context 2", {}), ("context 8", RING)])}
+SLOW_CASES = {
+    "rope": ({}, [("context 8", {}), ("context 4", {}), ("context 2", RING)]),
+    "dropout, alibi": ({"dropout": 0.1, "positions": "alibi"}, [("context 8", {})]),
+    # Weights are dropped in blocks where a device has all tokens of a row.
+    "blocked dropout, no positions": (
+        {"dropout": 0.1, "attention_kernel": "blocked", "positions": "none"},
+        [("context 4", {})],
+    ),
+    "encoder, learned": (BERT | {"positions": "learned"}, [("context 4", {}), ("context 8", {})]),
+    "encoder-decoder, t5": (SEQUENCE_TO_SEQUENCE, [("context 8", {}), ("context 2", {})]),
+    "encoder-decoder, rope": (
+        SEQUENCE_TO_SEQUENCE | {"positions": "rope"},
+        [("context 8", RING), ("context 2", RING)],
+    ),
+    "dynamic": (
+        {"rope_scaling": "dynamic", "rope_factor": 2.0, "rope_original_length": 8}
+        | {"layer_loop": "scan", "n_layers": 3},
+        [("context 8", RING)],
+    ),
+    "tiles": ({"positions": "sinusoidal"}, [("context 8", {})]),
+    "latent": (LATENT, [("context 8", {}), ("context 2", {}), ("context 8", RING)]),
 }
-# Weights are dropped in blocks where a device has all tokens of a row.
-BLOCKED_DROPOUT = {"blocked dropout": {"dropout": 0.1, "attention_kernel": "blocked"}}
-SLOW_STEPS = {
-    **{scheme: {"positions": scheme} for scheme in ("learned", "sinusoidal", "alibi", "none")},
-    "t5": {"positions": "t5", "attention_kernel": "blocked"},
-    "dynamic": {"rope_scaling": "dynamic", "rope_factor": 2.0, "rope_original_length": 8},
-    "ring of both": SEQUENCE_TO_SEQUENCE | {"positions": "rope", "attention_kernel": "ring"},
-    "scanned ring": {"attention_kernel": "ring", "layer_loop": "scan", "n_layers": 3},
-    "tiles": {},
-    "latent": LATENT,
-    "ring of latents": LATENT | {"attention_kernel": "ring"},
-}
-
-
-def steps(cases, meshes):
-    """The largest relative error of losses and norms, and the largest of parameters, of the steps
-    of each model on each mesh."""
-    one, report = make_mesh(devices=jax.devices()[:1]), {}
-    for name, changes in cases.items():
-        run = a_run("llama", 16, vocab_size=64, **({"n_layers": 1} | changes))
-        dense = losses.DENSE_LOGITS
-        if name == "tiles":
-            losses.DENSE_LOGITS, losses.TILE_ROWS["cpu"] = 0, 8
-        expected, params, _, first = train(run, one)
-        for label in meshes:
-            data, fsdp, tensor, context = MESHES[label]
-            mesh = make_mesh(data, fsdp, tensor, context=context)
-            computed, placed, _, _ = train(run, mesh, first)
-            apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)
-            report[f"{name}, {label}"] = {
-                "loss": float(np.abs(computed / expected - 1).max()),
-                "params": max(jax.tree.leaves(apart)),
-            }
-        losses.DENSE_LOGITS, losses.TILE_ROWS["cpu"] = dense, 512
-    return report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +69,16 @@ class Attention:
 
 
 ATTENTIONS = {
-    "causal": Attention(),
     "window, packed, capped, sinks": Attention(
         window=5, packed=True, soft_cap=3.0, sinks=True, value_width=6
     ),
-    "packed cross": Attention(keys=48, kv_heads=4, causal=False, packed=True, relative=False),
-    "window to both sides": Attention(heads=6, kv_heads=3, causal=False, window=4),
     "keys that do not divide": Attention(keys=21, causal=False, relative=False),
 }
+SLOW_ATTENTIONS = {
+    "causal": Attention(),
+    "packed cross": Attention(keys=48, kv_heads=4, causal=False, packed=True, relative=False),
+    "window to both sides": Attention(heads=6, kv_heads=3, causal=False, window=4),
+} | ATTENTIONS
 
 
 def gradients(kernel, case):
@@ -123,20 +109,18 @@ def gradients(kernel, case):
     return out, jax.jit(back)(slope)
 
 
-def attentions():
-    """The largest error of each kernel on each mesh."""
+def attentions(cases, label):
+    """The largest error of each kernel on a mesh."""
     report = {}
-    for name, case in ATTENTIONS.items():
+    for name, case in cases.items():
         expected = gradients(plain, case)
-        for label in ("context 8", "context 2"):
-            data, fsdp, tensor, context = MESHES[label]
-            with jax.set_mesh(make_mesh(data, fsdp, tensor, context=context)):
-                for kernel in ("ring", "blocked", "xla"):
-                    computed = gradients(lambda *a, k=kernel: kernels.attend(k, *a), case)
-                    errors = jax.tree.map(
-                        lambda a, b: float(np.abs(np.asarray(a) - b).max()), computed, expected
-                    )
-                    report[f"{name}, {kernel}, {label}"] = max(jax.tree.leaves(errors))
+        with jax.set_mesh(make_mesh(**MESHES[label])):
+            for kernel in ("ring", "blocked", "xla"):
+                computed = gradients(lambda *a, k=kernel: kernels.attend(k, *a), case)
+                errors = jax.tree.map(
+                    lambda a, b: float(np.abs(np.asarray(a) - b).max()), computed, expected
+                )
+                report[f"{name}, {kernel}"] = max(jax.tree.leaves(errors))
     return report
 
 
@@ -205,18 +189,20 @@ def arrangement():
 
 def main() -> None:
     ring.LONGEST_BLOCK = 2
-    if sys.argv[1:] == ["slow"]:
-        both = {name: SLOW_STEPS[name] for name in ("t5", "ring of both", "latent")}
-        report = {"steps": steps(SLOW_STEPS, ["context 8"]) | steps(both, ["context 2"])}
+    slow = sys.argv[1:] == ["slow"]
+    runs = {
+        name: (a_run("llama", 16, **({"vocab_size": 64, "n_layers": 1} | changes)), places)
+        for name, (changes, places) in (SLOW_CASES if slow else CASES).items()
+    }
+    report = {"steps": steps(runs, MESHES)}
+    if slow:
+        report["attentions"] = attentions(SLOW_ATTENTIONS, "context 8")
+        report["splash"] = splash()
+        report["decoding"] = decoding(**LATENT)
     else:
-        report = {
-            "steps": steps(STEPS, MESHES) | steps(BLOCKED_DROPOUT, ["context 4", "context 2"]),
-            "attentions": attentions(),
-            "splash": splash(),
-            "decoding": decoding(),
-            "decoding of latents": decoding(**LATENT),
-            "arrangement": arrangement(),
-        }
+        report["attentions"] = attentions(ATTENTIONS, "context 2")
+        report["arrangement"] = arrangement()
+        report["decoding"] = decoding()
     json.dump(report, sys.stdout)
 
 

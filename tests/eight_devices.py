@@ -1,5 +1,5 @@
 """Run on eight forced host devices: the step of each mesh beside that of one device. Prints JSON
-for test_sharding.py. With the argument "slow": the steps of the slow tests alone."""
+for test_sharding.py. With the argument "slow": the steps of the slow tests."""
 
 import dataclasses
 import json
@@ -26,14 +26,11 @@ from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import abstract_state, init_state
 
 MESHES = {
-    "data 8": (8, 1, 1),
-    "fsdp 8": (1, 8, 1),
-    "tensor 2": (4, 1, 2),
-    "all three": (2, 2, 2),
-    "tensor 4": (2, 1, 4),
+    "data 8": dict(data=8),
+    "fsdp 8": dict(data=1, fsdp=8),
+    "tensor 4": dict(data=2, tensor=4),
+    "all three": dict(data=2, fsdp=2, tensor=2),
 }
-# Sizes of the axes data, fsdp, tensor and context.
-CONTEXT_MESHES = {"context 8": (1, 1, 1, 8), "context 4": (2, 1, 1, 4), "context 2": (1, 2, 2, 2)}
 SEQUENCE_TO_SEQUENCE = {
     "family": "encoder_decoder",
     "positions": "t5",
@@ -52,59 +49,44 @@ CLASSES = {"family": "encoder", "head": "classes", "n_classes": 3}
 DISENTANGLED = {"positions": "disentangled", "relative_buckets": 8, "relative_distance": 10}
 SHARED = {"n_layers": 4, "layer_groups": 2, "layer_loop": "scan", "embedding_width": 16}
 MUP = {"parametrization": "mup", "mup_base": "d_model=16 n_heads=2 n_kv_heads=1"}
-CASES = {  # model of shapes.py, changes to it, microbatches
-    "llama": ("llama", {}, 1),
-    "gpt2": ("gpt2", {"dropout": 0.1}, 2),
-    "encoder-decoder": ("llama", SEQUENCE_TO_SEQUENCE, 1),
-    "encoder": ("gpt2", BERT, 2),
-    "blocked dropout": ("llama", {"dropout": 0.1, "attention_kernel": "blocked"}, 2),
-    "splash": ("llama", {"attention_kernel": "tpu"}, 1),
+CASES = {  # model of shapes.py, changes to it, microbatches, meshes
+    "llama": ("llama", {"n_layers": 2}, 1, ["all three"]),
+    "gpt2": ("gpt2", {"dropout": 0.1}, 2, ["all three"]),
+}
+BLOCKED = {"dropout": 0.1, "attention_kernel": "blocked"}
+SLOW_CASES = {
+    "llama": ("llama", {"n_layers": 2}, 1, ["data 8", "fsdp 8", "tensor 4"]),
+    "encoder-decoder": ("llama", SEQUENCE_TO_SEQUENCE, 1, ["tensor 4"]),
+    "encoder": ("gpt2", BERT, 2, ["all three"]),
+    "blocked dropout": ("llama", BLOCKED, 2, ["all three"]),
+    "splash": ("llama", {"attention_kernel": "tpu"}, 1, ["tensor 4"]),
     # In muP, at twice the width of the base.
-    "tiles": ("llama", MUP, 4),
-    "lora": ("llama", {}, 2),
-    "latent": ("llama", LATENT, 2),
-    "prefix": ("llama", {}, 2),
-    "prompt of a source": ("llama", SEQUENCE_TO_SEQUENCE | {"max_segments": 1}, 1),
-    "classes": ("llama", CLASSES | {"positions": "alibi"}, 1),
-    "disentangled": ("llama", CLASSES | DISENTANGLED, 2),
-    "shared layers": ("llama", CLASSES | SHARED, 1),
+    "tiles": ("llama", MUP, 4, ["all three"]),
+    "lora": ("llama", {}, 2, ["all three"]),
+    "latent": ("llama", LATENT, 2, ["tensor 4"]),
+    "prefix": ("llama", {}, 2, ["all three"]),
+    "prompt of a source": ("llama", SEQUENCE_TO_SEQUENCE | {"max_segments": 1}, 1, ["all three"]),
+    "shared layers": ("llama", CLASSES | SHARED | {"positions": "alibi"}, 1, ["all three"]),
+    "disentangled": ("llama", CLASSES | DISENTANGLED, 2, ["all three"]),
 }
-ON = {
-    "llama": list(MESHES),
-    "gpt2": ["all three"],
-    "encoder-decoder": ["all three"],
-    "encoder": ["all three"],
-    "blocked dropout": ["all three"],
-    "splash": ["all three"],
-    "tiles": ["all three"],
-    "lora": ["all three"],
-}
-SLOW = {
-    "latent": ["all three", "tensor 4"],
-    "prefix": ["all three"],
-    "prompt of a source": ["all three"],
-    "classes": ["all three"],
-    "disentangled": ["all three"],
-    "shared layers": ["all three"],
-    "encoder-decoder": ["tensor 4"],
-    "splash": ["tensor 4"],
-    "tiles": ["fsdp 8"],
-}
+# The cases that say all placements themselves, kernels and dropout apart.
+EXPLICIT = ["llama"]
+SLOW_EXPLICIT = [
+    *("encoder-decoder", "encoder", "lora", "latent"),
+    *("prefix", "prompt of a source", "shared layers", "disentangled"),
+]
 ADAPTERS = {
     "lora": AdapterConfig(kind="lora", rank=4, targets="attention, ffn, embed, head"),
     "prefix": AdapterConfig(kind="prefix", tokens=5),
     "prompt of a source": AdapterConfig(kind="prompt", tokens=5),
 }
-DEEP = ("llama", "gpt2", "lora")  # of two layers; the others have one, to compile in half the time
 DRAWN = ("llama", "lora", "encoder-decoder")  # whose first state each mesh draws by itself
 STEPS = 3
 
 
-def run_of(name):
-    base, changes, pieces = CASES[name]
-    if name not in DEEP:
-        changes = {"n_layers": 1} | changes
-    run = a_run(base, 16, train={"microbatches": pieces}, vocab_size=64, **changes)
+def run_of(name, base, changes, pieces):
+    changes = {"vocab_size": 64, "n_layers": 1} | changes
+    run = a_run(base, 16, train={"microbatches": pieces}, **changes)
     return dataclasses.replace(run, adapter=ADAPTERS.get(name, AdapterConfig()))
 
 
@@ -176,6 +158,29 @@ def train(run, mesh, first=None):
         )
 
 
+def steps(cases, meshes, drawn=()):
+    """How far the steps of runs on meshes are from those of one device, and what was seen of their
+    placement. A case is a run and its places: the name of a mesh and changes to the model there,
+    which one device computes in any way."""
+    one, report = make_mesh(devices=jax.devices()[:1]), {}
+    dense = losses.DENSE_LOGITS
+    for name, (run, places) in cases.items():
+        losses.DENSE_LOGITS, losses.TILE_ROWS["cpu"] = (0, 8) if name == "tiles" else (dense, 512)
+        expected, params, _, first = train(run, one)
+        for label, changes in places:
+            there = dataclasses.replace(run, model=dataclasses.replace(run.model, **changes))
+            mesh = make_mesh(**meshes[label])
+            found, placed, seen, _ = train(there, mesh, None if name in drawn else first)
+            apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)
+            report[", ".join([name, label, *changes.values()])] = seen | {
+                "one device": float(expected[0, 0]),
+                "loss": float(np.abs(found / expected - 1).max()),
+                "params": max(jax.tree.leaves(apart)),
+            }
+    losses.DENSE_LOGITS, losses.TILE_ROWS["cpu"] = dense, 512
+    return report
+
+
 def explicit_axes_trace(run):
     """Names what fails to trace under explicit axes: a placement that is nowhere said is an error
     there."""
@@ -232,30 +237,16 @@ def loaded_on_a_mesh(config):
 
 
 def main() -> None:
-    one = make_mesh(devices=jax.devices()[:1])
-    report = {}
-    dense = losses.DENSE_LOGITS
     slow = sys.argv[1:] == ["slow"]
-    for name, meshes in (SLOW if slow else ON).items():
-        run, pieces = run_of(name), CASES[name][2]
-        losses.DENSE_LOGITS, losses.TILE_ROWS["cpu"] = (0, 8) if name == "tiles" else (dense, 512)
-        expected, params, _, first = train(run, one)
-        if name in DRAWN:
-            first = None
-        for label in meshes:
-            found, placed, summary, _ = train(run, make_mesh(*MESHES[label]), first)
-            apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)
-            report[f"{name}, {pieces} microbatches, {label}"] = summary | {
-                "loss": float(np.abs(found / expected - 1).max()),
-                "params": max(jax.tree.leaves(apart)),
-            }
-        if "all three" in meshes and not run.model.dropout and name not in ("splash", "tiles"):
-            report[f"explicit {name}"] = {
-                "loss": explicit_axes_trace(run),
-                "one device": float(expected[0, 0]),
-            }
-    for name in () if slow else ("llama", "gpt2"):
-        report[f"pretrained {name}"] = loaded_on_a_mesh(run_of(name).model)
+    cases, explicit = (SLOW_CASES, SLOW_EXPLICIT) if slow else (CASES, EXPLICIT)
+    runs = {name: run_of(name, *case[:3]) for name, case in cases.items()}
+    placed = {name: (run, [(label, {}) for label in cases[name][3]]) for name, run in runs.items()}
+    report = {
+        "steps": steps(placed, MESHES, DRAWN),
+        "explicit": {name: explicit_axes_trace(runs[name]) for name in explicit},
+    }
+    if not slow:
+        report["pretrained"] = loaded_on_a_mesh(runs["llama"].model)
     json.dump(report, sys.stdout)
 
 

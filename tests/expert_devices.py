@@ -1,6 +1,5 @@
 """Run on eight forced host devices: steps of models with experts on each mesh, beside one device.
-Prints JSON for test_expert_devices.py. With the argument "slow": the cases of the slow test alone.
-"""
+Prints JSON for test_expert_devices.py. With the argument "slow": those of the slow test."""
 
 import functools
 import json
@@ -9,7 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eight_devices import train
+from eight_devices import steps
 from learning_steps import a_run
 
 import jaxformer as jf
@@ -36,47 +35,38 @@ SIGMOID = {
     "n_layers": 3,
     "layer_loop": "scan",
 }
-STEPS = {
-    "top 2": ({}, list(MESHES)),
+CASES = {"top 2": ({}, [("expert 8", {}), ("expert 2 x tensor 2 x data 2", {})])}
+SLOW_CASES = {
+    "top 2": (
+        {},
+        [
+            ("expert 4 x fsdp 2", {}),
+            ("expert 2 x context 2 x fsdp 2", {}),
+            ("fsdp 4 x tensor 2", {}),
+            ("data 8", {}),
+            ("expert 8", {"expert_kernel": "xla"}),
+            ("expert 8", {"expert_kernel": "ragged"}),
+        ],
+    ),
     "biases, learned router": (
         {"bias": "all", "router_bias": "learned", "activation": "gelu"},
-        ["expert 2 x tensor 2 x data 2", "expert 4 x fsdp 2"],
+        [("expert 2 x tensor 2 x data 2", {})],
     ),
-    "capacity": ({"expert_capacity": 1.0}, ["expert 8", "expert 2 x context 2 x fsdp 2"]),
-    "sigmoid in groups": (SIGMOID, ["expert 4 x fsdp 2"]),
-    "one expert": (
-        {"experts_per_token": 1, "router_renormalize": False},
-        ["expert 2 x tensor 2 x data 2"],
+    "alternating": ({"expert_pattern": "de", "n_layers": 2}, [("expert 4 x fsdp 2", {})]),
+    "capacity": (
+        {"expert_capacity": 1.0},
+        [("expert 8", {}), ("expert 2 x context 2 x fsdp 2", {})],
     ),
-}
-SLOW_STEPS = {
-    "encoder": ({"family": "encoder"}, ["expert 4 x fsdp 2"]),
+    "sigmoid in groups": (SIGMOID, [("expert 4 x fsdp 2", {}), ("fsdp 4 x tensor 2", {})]),
+    "one expert, encoder": (
+        {"experts_per_token": 1, "router_renormalize": False, "family": "encoder"},
+        [("expert 2 x tensor 2 x data 2", {})],
+    ),
     "both": (
         {"family": "encoder_decoder", "n_encoder_layers": 1, "positions": "t5"},
-        ["expert 2 x tensor 2 x data 2"],
+        [("expert 2 x tensor 2 x data 2", {})],
     ),
-    "alternating": ({"expert_pattern": "de", "n_layers": 4}, ["expert 4 x fsdp 2"]),
-    "sigmoid in groups": (SIGMOID, list(MESHES)),
-    "xla": ({"expert_kernel": "xla"}, ["expert 8"]),
-    "ragged": ({"expert_kernel": "ragged"}, ["expert 8"]),
 }
-
-
-def steps(cases):
-    """The largest relative error of losses and norms, and the largest of parameters, of the steps
-    of each model on each of its meshes."""
-    one, report = make_mesh(devices=jax.devices()[:1]), {}
-    for name, (changes, meshes) in cases.items():
-        run = a_run("llama", 16, vocab_size=64, **({"n_layers": 1} | EXPERTS | changes))
-        expected, params, _, first = train(run, one)
-        for label in meshes:
-            computed, placed, _, _ = train(run, make_mesh(**MESHES[label]), first)
-            apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)
-            report[f"{name}, {label}"] = {
-                "loss": float(np.abs(computed / expected - 1).max()),
-                "params": max(jax.tree.leaves(apart)),
-            }
-    return report
 
 
 def traffic():
@@ -115,25 +105,28 @@ def traffic():
 
 
 def decoding():
-    """Greedy tokens on a mesh that divides experts and on one device, of a batch that the mesh
-    divides and of one that it does not."""
-    config = jf.ModelConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=2, **EXPERTS)
+    """Greedy tokens on one device, and on a mesh that divides experts, and not the rows."""
+    config = jf.ModelConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=1, **EXPERTS)
     params = jf.init(config, jax.random.key(0))
-    answers = {}
-    for rows in (8, 3):
-        prompt = np.random.default_rng(0).integers(0, 64, (rows, 6), dtype=np.int32)
-        generate = functools.partial(jf.generate, params, config, prompt, 8, temperature=0)
-        answers[f"one, {rows} rows"] = np.asarray(generate()).tolist()
-        with jax.set_mesh(make_mesh(data=1, expert=4, tensor=2)):
-            answers[f"several, {rows} rows"] = np.asarray(generate()).tolist()
-    return answers
+    prompt = np.random.default_rng(0).integers(0, 64, (3, 6), dtype=np.int32)
+    generate = functools.partial(jf.generate, params, config, prompt, 8, temperature=0)
+    one = np.asarray(generate()).tolist()
+    with jax.set_mesh(make_mesh(data=1, expert=4, tensor=2)):
+        return {"one": one, "several": np.asarray(generate()).tolist()}
 
 
 def main():
-    if sys.argv[1:] == ["slow"]:
-        report = {"steps": steps(SLOW_STEPS)}
-    else:
-        report = {"steps": steps(STEPS), "traffic": traffic(), "decoding": decoding()}
+    slow = sys.argv[1:] == ["slow"]
+    runs = {
+        name: (
+            a_run("llama", 16, **({"vocab_size": 64, "n_layers": 1} | EXPERTS | changes)),
+            places,
+        )
+        for name, (changes, places) in (SLOW_CASES if slow else CASES).items()
+    }
+    report = {"steps": steps(runs, MESHES)}
+    if not slow:
+        report |= {"traffic": traffic(), "decoding": decoding()}
     json.dump(report, sys.stdout)
 
 

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
+# Of a test whose report the script makes without the argument "slow" alone.
+only_most_used = pytest.mark.parametrize("report", ["most used"], indirect=True)
 
 
 def on_eight_devices(script, *arguments):
