@@ -231,21 +231,26 @@ def where(layout):
     return found
 
 
-def cached(config, batch, size=DOCUMENT, params=None):
-    """The logits of rows read into a cache, `size` tokens at a time."""
+def cached(config, batch, size=DOCUMENT, params=None, compiled=False):
+    """The logits of rows read into a cache, `size` tokens at a time. Compiled, a config has one
+    program; else configs share those of their operations."""
     params, inputs = params_of(config) if params is None else params, inputs_of(batch)
     rows, length = inputs.tokens.shape
     cache, logits = empty_cache(config, rows, length, jnp.float32), []
+    source, read = (
+        jax.jit(call, static_argnums=1) if compiled else call for call in (remember, _read)
+    )
     if config.family == "encoder_decoder":
-        cache = remember(params, config, inputs, cache)
+        cache = source(params, config, inputs, cache)
+    layout, types = inputs.layout, inputs.types
+    whole = (inputs.tokens, TokenLayout(layout.positions, layout.segments), types)
     for at in range(0, length, size):
-        layout, types = inputs.layout, inputs.types
-        layout, types = jax.tree.map(
-            lambda a, at=at: a[:, at : at + size],
-            (TokenLayout(layout.positions, layout.segments), types),
-        )
-        x, cache, _ = hidden(
-            params, config, Inputs(inputs.tokens[:, at : at + size], layout, types), cache
-        )
-        logits.append(head(params, config, x, layout))
+        piece = Inputs(*jax.tree.map(lambda a, at=at: a[:, at : at + size], whole))
+        found, cache = read(params, config, piece, cache)
+        logits.append(found)
     return jnp.concatenate(logits, 1)
+
+
+def _read(params, config, piece, cache):
+    x, cache, _ = hidden(params, config, piece, cache)
+    return head(params, config, x, piece.layout), cache

@@ -2,13 +2,15 @@
 messages for settings that cannot be."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shapes import VOCABULARY, forward, made, model, tokens
+from families import params_of
+from shapes import VOCABULARY, forward, model, tokens
 
 import jaxformer as jf
 from jaxformer.config.run import RunConfig
@@ -28,22 +30,31 @@ SEGMENTS = np.array([[1] * 9 + [2] * 10 + [0] * 5, [0] * 4 + [1] * 20], np.int32
 EXPERTS_OF = dict(feed_forward="experts", n_experts=5, experts_per_token=2, expert_ff=24)
 LAYERS = {
     "top 2": {},
-    "one": {"experts_per_token": 1, "router_renormalize": False},
-    "all": {"experts_per_token": 5},
-    "biases": {"bias": "all", "router_bias": "learned", "activation": "gelu"},
+    "one, biases": {
+        "experts_per_token": 1,
+        "router_renormalize": False,
+        "bias": "all",
+        "router_bias": "learned",
+        "activation": "gelu",
+    },
+    "all, sigmoid": {
+        "experts_per_token": 5,
+        "router": "sigmoid",
+        "router_bias": "balanced",
+        "router_scale": 2.5,
+    },
     "capacity": {"expert_capacity": 0.6},
-    "sigmoid": {"router": "sigmoid", "router_bias": "balanced", "router_scale": 2.5},
-    "shared": {"shared_ff": 12},
 }
+RNG = np.random.default_rng(5)
+X, SLOPE = (RNG.standard_normal((*SEGMENTS.shape, 32)).astype(np.float32) for _ in range(2))
 
 
 def layer(name="top 2", **changes):
     """A config, the params of one layer of experts, its input, and the call of it."""
     config = model("llama", **(EXPERTS_OF | LAYERS[name] | changes))
-    params = jax.tree.map(lambda leaf: leaf[0], made(config)["blocks"]["experts"])
-    x = jax.random.normal(jax.random.key(5), (2, SEGMENTS.shape[1], config.d_model))
-    layout = layout_of(jnp.zeros_like(SEGMENTS), None, jnp.asarray(SEGMENTS))
-    return config, params, x, Call(AttentionMask(layout, layout))
+    params = jax.tree.map(lambda leaf: leaf[0] / 2, params_of(config)["blocks"]["experts"])
+    layout = layout_of(np.zeros_like(SEGMENTS), None, SEGMENTS)
+    return config, params, X, Call(AttentionMask(layout, layout))
 
 
 def dense_loop(params, config, x, call):
@@ -83,22 +94,31 @@ def compiled(run, config, call):
     return jax.jit(lambda params, x: run(params, config, x, call))
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "shared"])
+def slopes(run, config, params, call):
+    """The output of a layer, and the gradients of its params and its input."""
+
+    @jax.jit
+    def both(params, x):
+        out, back = jax.vjp(lambda p, x: run(p, config, x, call), params, x)
+        return out, back(SLOPE)
+
+    return both(params, X)
+
+
+@functools.cache
+def expected_slopes(name):
+    config, params, _, call = layer(name)
+    return slopes(dense_loop, config, params, call)
+
+
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("kernel", [*SPARSE, "xla"])
 def test_experts_equal_a_dense_loop_forward_and_backward(name, kernel):
-    config, params, x, call = layer(name, expert_kernel=kernel)
-    slope = jax.random.normal(jax.random.key(6), x.shape)
-
-    def gradients(run):
-        return jax.jit(jax.grad(lambda p, x: (run(p, config, x, call) * slope).sum(), (0, 1)))
-
-    computed, expected = (compiled(run, config, call)(params, x) for run in (apply, dense_loop))
+    config, params, _, call = layer(name, expert_kernel=kernel)
+    computed, gradients = slopes(apply, config, params, call)
+    expected, expected_gradients = expected_slopes(name)
     np.testing.assert_allclose(computed, expected, rtol=1e-5, atol=2e-6)
-    for a, b in zip(
-        jax.tree.leaves(gradients(apply)(params, x)),
-        jax.tree.leaves(gradients(dense_loop)(params, x)),
-        strict=True,
-    ):
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
         assert np.abs(a - b).max() <= 2e-6 * max(1, np.abs(b).max())
 
 
@@ -112,28 +132,29 @@ def test_rows_of_experts_have_the_bits_of_the_dense_loop():
 
 
 def test_the_shared_expert_is_added_to_every_token():
-    config, params, x, call = layer("shared")
+    config, params, x, call = layer(shared_ff=12)
     alone = {name: leaf for name, leaf in params.items() if name != "shared"}
-    without = apply(alone, dataclasses.replace(config, shared_ff=0), x, call)
-    shared = params["shared"]
-    added = (jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"])) @ shared["down"]
-    np.testing.assert_allclose(apply(params, config, x, call), without + added, atol=1e-5)
+    without = compiled(apply, dataclasses.replace(config, shared_ff=0), call)(alone, x)
+    shared = jax.tree.map(np.asarray, params["shared"])
+    gate = x @ shared["gate"]
+    added = (gate / (1 + np.exp(-gate)) * (x @ shared["up"])) @ shared["down"]
+    np.testing.assert_allclose(compiled(apply, config, call)(params, x), without + added, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["loop", "xla"])
 def test_the_result_of_a_text_does_not_depend_on_its_neighbors(kernel):
     config = model("experts", expert_kernel=kernel)
-    params, rows = made(config), tokens()
-    packed = np.asarray(forward(params, config, rows, segment_ids=SEGMENTS))
-    for row, segment in ((0, 1), (0, 2), (1, 1)):
-        at = SEGMENTS[row] == segment
-        alone = forward(params, config, rows[row : row + 1, at])
-        np.testing.assert_allclose(packed[row, at], alone[0], atol=2e-5)
+    params, rows = params_of(config), tokens()
+    segments = np.array([[1] * 8 + [2] * 8 + [0] * 8, [0] * 16 + [1] * 8], np.int32)
+    packed = np.asarray(forward(params, config, rows, segment_ids=segments))
+    pieces = [(0, slice(0, 8)), (0, slice(8, 16)), (1, slice(16, 24))]
+    alone = forward(params, config, np.stack([rows[piece] for piece in pieces]))
+    np.testing.assert_allclose(np.stack([packed[piece] for piece in pieces]), alone, atol=2e-5)
 
 
 def test_a_cached_token_goes_to_the_experts_of_the_full_forward():
     config = model("experts in groups after a dense layer", expert_capacity=0.0)
-    params, rows = made(config), tokens(3, 8)
+    params, rows = params_of(config), tokens(3, 8)
     out = jf.generate(params, config, rows, 8, temperature=0)
     logits = forward(params, config, np.concatenate([rows, np.asarray(out)], axis=1)[:, :-1])
     assert np.array_equal(np.argmax(logits[:, 7:], axis=-1), out)
@@ -169,7 +190,8 @@ def test_groups_and_a_balanced_bias_select_experts_and_leave_their_weights():
     }
     x = rng.standard_normal((1, 40, 32)).astype(np.float32)
     layout = layout_of(jnp.zeros((1, 40), jnp.int32), None, None)
-    routes, _ = route(params, config, jnp.asarray(x), AttentionMask(layout, layout))
+    mask = AttentionMask(layout, layout)
+    routes, _ = jax.jit(lambda params, x: route(params, config, x, mask))(params, x)
     expected = numpy_route(x[0] @ params["router"], params["router_bias"], config)
     for token, (experts, weights) in enumerate(
         zip(routes.experts[0], routes.weights[0], strict=True)
@@ -243,7 +265,7 @@ def test_the_metrics_of_the_router_are_those_of_plain_numpy():
 
 @pytest.mark.fast
 def test_a_router_that_cannot_tell_experts_apart_has_a_balance_of_one():
-    config, params, x, call = layer("all")
+    config, params, x, call = layer(experts_per_token=5)
     flat = params | {"router": jnp.zeros_like(params["router"])}
     _, aux = route(flat, config, x, call.mask)
     metrics = sums_of(aux)
@@ -256,11 +278,11 @@ def test_the_loss_has_the_sums_of_the_router_and_nats_beside_it():
     config = model("experts")
     text = tokens(4, 25)
     batch = {
-        "tokens": jnp.asarray(text[:, :-1]),
-        "targets": jnp.asarray(text[:, 1:]),
-        "weights": jnp.ones((4, 24)),
+        "tokens": text[:, :-1],
+        "targets": text[:, 1:],
+        "weights": np.ones((4, 24), np.float32),
     }
-    sums = loss_of("causal", config)(made(config), batch, None)
+    sums = jax.jit(loss_of("causal", config))(params_of(config), batch, None)
     means = {name: float(total / weight) for name, (total, weight) in sums.items()}
     assert means["loss"] == pytest.approx(means["nats"] + means["router_loss"], rel=1e-6)
     loads = [means[f"expert_load_{e}"] for e in range(config.n_experts)]
@@ -269,22 +291,23 @@ def test_the_loss_has_the_sums_of_the_router_and_nats_beside_it():
 
 def test_forward_mode_and_vmap():
     config, params, x, call = layer(expert_kernel="xla")
-    tangent = jax.random.normal(jax.random.key(7), x.shape)
     computed, expected = (
-        jax.jvp(lambda x, run=run: run(params, config, x, call), (x,), (tangent,))[1]
+        jax.jit(lambda x, run=run: jax.jvp(lambda x: run(params, config, x, call), (x,), (SLOPE,)))(
+            x
+        )
         for run in (apply, dense_loop)
     )
-    np.testing.assert_allclose(computed, expected, atol=1e-5)
-    config = model("experts")
-    rows = tokens(3)
-    each = jax.vmap(lambda row: jf.forward(made(config), config, row[None])[0])(rows)
-    np.testing.assert_allclose(each, forward(made(config), config, rows), atol=1e-5)
+    np.testing.assert_allclose(computed[1], expected[1], atol=1e-5)
+    config = model("experts", n_layers=1)
+    params, rows = params_of(config), tokens(3)
+    each = jax.jit(jax.vmap(lambda row: jf.forward(params, config, row[None])[0]))(rows)
+    np.testing.assert_allclose(each, forward(params, config, rows), atol=1e-5)
 
 
 def test_a_capacity_below_one_token_is_refused_with_the_least_that_works():
     config = model("experts", expert_capacity=0.01)
     with pytest.raises(ConfigError) as refusal:
-        jf.forward(made(model("experts")), config, tokens())
+        jax.eval_shape(lambda params: jf.forward(params, config, tokens()), params_of(config))
     assert str(refusal.value) == (
         "model.expert_capacity=0.01 lets an expert take 0.12 tokens of a row of 24, below 1: the"
         " mean is 12 tokens, so set it to 0.0833 or more, or to 0, which drops none."
@@ -333,4 +356,5 @@ def test_a_pattern_and_leading_layers_say_which_layers_have_experts():
     kinds = [one.feed_forward for one in layer_configs(config, 5)]
     assert kinds == ["ffn", "ffn", "experts", "ffn", "experts"]
     assert set(expert_specs(config)) == {"router", "gate", "up", "down"}
-    assert jf.forward(jf.init(config, jax.random.key(0)), config, tokens()).shape[-1] == VOCABULARY
+    logits = jax.eval_shape(lambda params: jf.forward(params, config, tokens()), params_of(config))
+    assert logits.shape[-1] == VOCABULARY
