@@ -11,9 +11,9 @@ import optax
 import pytest
 from custom_leaves import low_rank as leaf_of_a_user
 from custom_leaves import made
-from families import SIZES, alone
+from families import SIZES, alone, params_of
 from forced_devices import on_eight_devices
-from products import covering, slow_but
+from products import covering
 from test_lora import batch_of, forward, learning_leaves, merge, noised
 
 import jaxformer as jf
@@ -42,7 +42,7 @@ SIZES_OF_GROUPS = (3, 0, 4, 1)
 @functools.cache
 def model(**changes):
     config = jf.ModelConfig(**EXPERTS | changes)
-    return config, jf.init(config, jax.random.key(0))
+    return config, params_of(config)
 
 
 def plain_weight():
@@ -88,23 +88,29 @@ def array_of(leaf):
 def test_rows_in_groups_are_those_of_the_array(name, kernel):
     """Also their gradients, for x and for the factors, in which an expert without rows has 0."""
     leaf, groups = LEAVES[name](), GroupedRows(jnp.array(SIZES_OF_GROUPS), kernel)
-    x = jax.random.normal(jax.random.key(4), (sum(SIZES_OF_GROUPS), 6))
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((sum(SIZES_OF_GROUPS), 6), np.float32)
     dense = np.asarray(array_of(leaf))
     expert = np.repeat(np.arange(4), SIZES_OF_GROUPS)
 
-    def product(x, leaf):
-        return contract("MD,EDF->MF", x, leaf, groups=groups)
+    def products(x, leaf):
+        def product(x, leaf):
+            return contract("MD,EDF->MF", x, leaf, groups=groups)
 
+        def of_factors(x, factors):
+            return product(x, leaf.replace(**factors) if factors else leaf)
+
+        factors = {"a": leaf.a, "b": leaf.b} if isinstance(leaf, LowRank) else {}
+        found, back = jax.vjp(of_factors, x, factors)
+        return found, *back(2 * found)
+
+    found, into_x, into_factors = jax.jit(products)(x, leaf)
     expected = np.einsum("md,mdf->mf", x, dense[expert])
-    np.testing.assert_allclose(product(x, leaf), expected, atol=2e-6)
-    into_x = jax.grad(lambda x: jnp.square(product(x, leaf)).sum())(x)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
     wanted = np.einsum("mf,mdf->md", 2 * expected, dense[expert])
     np.testing.assert_allclose(into_x, wanted, atol=1e-5)
     if not isinstance(leaf, LowRank):
         return
-    found = jax.grad(lambda f: jnp.square(product(x, leaf.replace(**f))).sum())(
-        {"a": leaf.a, "b": leaf.b}
-    )
     outer = np.stack(
         [x[expert == e].T @ (2 * expected)[expert == e] for e in range(len(SIZES_OF_GROUPS))]
     )
@@ -112,8 +118,8 @@ def test_rows_in_groups_are_those_of_the_array(name, kernel):
         "a": 0.7 * np.einsum("edf,erf->edr", outer, leaf.b),
         "b": 0.7 * np.einsum("edf,edr->erf", outer, leaf.a),
     }
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), found, wanted)
-    assert not found["a"][1].any() and not found["b"][1].any()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), into_factors, wanted)
+    assert not into_factors["a"][1].any() and not into_factors["b"][1].any()
 
 
 def test_the_factors_are_those_of_each_expert():
@@ -142,10 +148,11 @@ def test_experts_are_no_layers():
 
 
 @pytest.mark.parametrize(
-    "kind, loop", covering(itertools.product(["int8", "nf4_double"], ["unroll", "scan"]), 1)
+    "kind, changes",
+    [("int8", {"n_layers": 2}), ("nf4_double", {"n_layers": 3, "layer_loop": "scan"})],
 )
-def test_a_quantized_base_with_an_adapter_is_its_merged_model(kind, loop):
-    config, params = model(layer_loop=loop, n_layers=3, dense_layers=1)
+def test_a_quantized_base_with_an_adapter_is_its_merged_model(kind, changes):
+    config, params = model(dense_layers=1, **changes)
     base = jf.quantize(params, kind)
     lora = jf.LoRA(rank=3, alpha=5.0, targets=("*",))
     adapted = jf.adapt(base, config, lora, jax.random.key(1))
@@ -158,9 +165,20 @@ def test_a_quantized_base_with_an_adapter_is_its_merged_model(kind, loop):
     assert jnp.abs(found - unadapted).max() > 0.1 * found.std()
 
 
+def test_generation_is_that_of_the_merged_model():
+    config, params = model(dense_layers=1)
+    lora = jf.LoRA(rank=2, targets=("experts", "attention"))
+    base = jf.quantize(params, "int8")
+    adapted = noised(jf.adapt(base, config, lora, jax.random.key(1)))
+    tokens = alone(config)["tokens"]
+    written = jf.generate(adapted, config, tokens, 5, temperature=0)
+    logits = forward(merge(adapted), config, np.concatenate([tokens, written], 1)[:, :-1])
+    np.testing.assert_array_equal(written, logits[:, -5:].argmax(-1))
+
+
 def test_only_the_factors_of_a_quantized_base_learn():
     """Those of all experts do, and the balanced bias of the router stays."""
-    config, params = model()
+    config, params = model(n_layers=1)
     base = jf.quantize(params, "nf4")
     adapted = noised(
         jf.adapt(base, config, jf.LoRA(targets=("experts",), rank=2), jax.random.key(1))
@@ -217,7 +235,7 @@ def test_dropout_of_experts_differs_by_leaf_layer_and_key():
 
 
 def test_a_leaf_that_knows_nothing_of_groups_replaces_all_weights_but_those_of_experts():
-    config, params = model()
+    config, params = model(n_layers=1)
     names = [path for path, spec in rows(jf.specs(config)).items() if spec.is_matrix]
     others = [name for name in names if name.split(".")[-2:-1] != ["experts"]]
     table = adapt_specs(
@@ -227,19 +245,6 @@ def test_a_leaf_that_knows_nothing_of_groups_replaces_all_weights_but_those_of_e
     batch = alone(config)
     found, wanted = (forward(each, config, **batch) for each in (params, made(params)))
     np.testing.assert_allclose(found, wanted, atol=1e-5 * float(wanted.std()), rtol=0)
-
-
-@pytest.mark.parametrize("kind", slow_but([None, "int8"], "int8"))
-def test_generation_is_that_of_the_merged_model(kind):
-    config, params = model(n_layers=3, dense_layers=1)
-    base = jf.quantize(params, kind) if kind else params
-    lora = jf.LoRA(rank=2, targets=("experts", "attention"))
-    adapted = noised(jf.adapt(base, config, lora, jax.random.key(1)))
-    found, wanted = (
-        jf.generate(each, config, alone(config)["tokens"], 5, temperature=0)
-        for each in (adapted, merge(adapted))
-    )
-    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.slow
