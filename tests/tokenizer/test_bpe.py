@@ -156,14 +156,6 @@ def test_occurrences_that_overlap_are_merged_from_the_left() -> None:
     assert merge_words(*spell({"ababa": 1, "cab": 1}), 2) == [(b"a", b"b"), (b"c", b"ab")]
 
 
-def test_counts_of_any_size_are_exact() -> None:
-    many = 2**64
-    merges = merge_words(
-        *spell({"ab": many, "cd": many + 1, "ef": many - 1, "gh": 2**32, "xgh": 2**32}), 5
-    )
-    assert merges == [(b"c", b"d"), (b"a", b"b"), (b"e", b"f"), (b"g", b"h"), (b"x", b"gh")]
-
-
 def test_ids_are_those_of_special_tokens_then_bytes_then_merges_in_order(tmp_path: Path) -> None:
     specials = ["<|endoftext|>", "é"]
     vocab, merges = trained(
@@ -346,25 +338,6 @@ def test_a_faulty_file_is_refused_with_its_name_and_the_place(
             train_bpe(path, 300)
     with pytest.raises(ConfigError, match=r"'\\ud800', half a surrogate pair"):
         train_on([["a\ud800b"]], 300)
-
-
-def test_no_special_tokens_may_be_said_as_none(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("ab ab")
-    assert train_bpe(tmp_path / "a.txt", 258, None) == train_bpe(tmp_path / "a.txt", 258, [])
-
-
-@pytest.mark.parametrize("names", [[""], [b"<s>"], ["<s>", "<s>"], "<s>"])
-def test_special_tokens_are_checked_by_the_same_rule_by_both_entry_points(
-    names: object, tmp_path: Path
-) -> None:
-    (tmp_path / "a.txt").write_text("ab ab")
-    vocab, merges = train_bpe(tmp_path / "a.txt", 258)
-    for entry_point in (
-        lambda: train_bpe(tmp_path / "a.txt", 400, names),  # type: ignore[arg-type]
-        lambda: Tokenizer.from_bpe(vocab, merges, names),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(ConfigError, match="special_tokens="):
-            entry_point()
 
 
 def test_one_word_of_a_million_letters_is_learned_in_seconds(tmp_path: Path) -> None:

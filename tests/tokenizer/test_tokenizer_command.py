@@ -25,23 +25,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def command(*words: object) -> int:
+    """The status of `jaxformer tokenizer` with these words."""
+    return main(["tokenizer", *map(str, words)])
+
+
 @pytest.fixture(scope="module")
 def trained(corpus: Path) -> Path:
-    assert (
-        main(
-            [
-                "tokenizer",
-                "train",
-                str(corpus),
-                "--vocab_size",
-                "290",
-                "--output",
-                str(corpus.parent / "made"),
-            ]
-        )
-        == 0
-    )
-    return corpus.parent / "made"
+    made = corpus.parent / "made"
+    assert command("train", corpus, "--vocab_size", 290, "--output", made) == 0
+    return made
 
 
 def test_a_trained_tokenizer_is_that_of_train_bpe(corpus: Path, trained: Path) -> None:
@@ -65,36 +58,13 @@ def test_any_source_of_training_text_is_taken(
     }
     for place, (source, more) in enumerate(sources.items()):
         output = tmp_path / str(place)
-        line = [
-            "--vocab_size",
-            "290",
-            "--output",
-            str(output),
-            "--special_tokens",
-            "<a>",
-            END,
-            "--pattern",
-            "llama3",
-        ]
-        assert main(["tokenizer", "train", source, *more, *line]) == 0
+        options = ["--vocab_size", 290, "--pattern", "llama3", "--special_tokens", "<a>", END]
+        assert command("train", source, *more, *options, "--output", output) == 0
         made = Tokenizer.load(output)
         assert made.vocab_size == 290 and made.encode(f"<a>{END}", special_tokens=True) == [0, 1]
         assert len(made.encode("1234", special_tokens=True)) >= 2
         assert "290 entries, including 32 merges" in capsys.readouterr().out
-    assert (
-        main(
-            [
-                "tokenizer",
-                "train",
-                str(packed),
-                "--vocab_size",
-                "9999",
-                "--output",
-                str(tmp_path / "few"),
-            ]
-        )
-        == 0
-    )
+    assert command("train", packed, "--vocab_size", 9999, "--output", tmp_path / "few") == 0
     assert "(the text has no pairs left for 9,999)" in capsys.readouterr().out
 
 
@@ -104,19 +74,14 @@ def test_ids_are_written_as_text_or_as_an_array(
 ) -> None:
     wanted = Tokenizer.load(trained).encode(TEXT, special_tokens=named)
     flag = ["--special_tokens"] * named
-    assert main(["tokenizer", "encode", str(trained), str(corpus), *flag]) == 0
+    assert command("encode", trained, corpus, *flag) == 0
     said = capsys.readouterr()
     assert [*map(int, said.out.split())] == wanted and said.out.endswith("\n")
     size = len(TEXT.encode())
-    assert (
-        said.err
-        == f"{len(wanted):,} tokens of {size:,} bytes, {size / len(wanted):.3f} bytes per token\n"
-    )
+    told = f"{len(wanted):,} tokens of {size:,} bytes, {size / len(wanted):.3f} bytes per token\n"
+    assert said.err == told
     output = tmp_path / "ids.npy"
-    assert (
-        main(["tokenizer", "encode", str(trained), str(corpus), *flag, "--output", str(output)])
-        == 0
-    )
+    assert command("encode", trained, corpus, *flag, "--output", output) == 0
     written = np.load(output)
     assert written.dtype == np.uint16 and written.tolist() == wanted
 
@@ -142,12 +107,7 @@ def test_text_from_a_pipe_is_encoded_as_it_comes(trained: Path, tmp_path: Path) 
 def test_a_tokenizer_is_shown_with_its_entries_and_a_text_token_by_token(
     trained: Path, capsys: Capture
 ) -> None:
-    assert (
-        main(
-            ["tokenizer", "inspect", str(trained), "--text", f"the cat é{END}", "--special_tokens"]
-        )
-        == 0
-    )
+    assert command("inspect", trained, "--text", f"the cat é{END}", "--special_tokens") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("made: 290 ids, 289 of them for text")
     assert lines[1:4] == ["special tokens", f"       0  {END}  eos", "longest entries"]
@@ -158,7 +118,7 @@ def test_a_tokenizer_is_shown_with_its_entries_and_a_text_token_by_token(
     assert [int(line.split()[0]) for line in lines[15:]] == ids and lines[
         -1
     ] == f"       0  {END!r}"
-    assert main(["tokenizer", "inspect", str(trained / "tokenizer.json")]) == 0
+    assert command("inspect", trained / "tokenizer.json") == 0
     assert "text:" not in capsys.readouterr().out
 
 
@@ -175,39 +135,18 @@ def test_bad_input_is_one_message_and_status_2(
         "each once": [*train, "300", *new, "--special_tokens", "<a>", "<a>"],
         "tokenizer.json already exists": [*train, "300", "--output", str(trained)],
         "corpus.txt already exists": [*train, "300", "--output", str(corpus)],
-        "none.txt does not exist": [
-            "train",
-            str(tmp_path / "none.txt"),
-            "--vocab_size",
-            "300",
-            *new,
-        ],
-        "empty.txt is empty": ["train", str(tmp_path / "empty.txt"), "--vocab_size", "300", *new],
+        "none.txt does not exist": ["train", tmp_path / "none.txt", *train[2:], "300", *new],
+        "empty.txt is empty": ["train", tmp_path / "empty.txt", *train[2:], "300", *new],
         "is not UTF-8 text at offset 1400001": ["encode", str(trained), str(tmp_path / "bad.txt")],
         "cannot be written": ["encode", str(trained), str(corpus), "--output", output],
         "cannot be read": ["encode", str(trained), str(tmp_path / "none.txt")],
-        "none/tokenizer.json does not exist": [
-            "inspect",
-            str(tmp_path / "none" / "tokenizer.json"),
-        ],
+        "none/tokenizer.json does not exist": ["inspect", tmp_path / "none/tokenizer.json"],
     }
     for message, line in wrong.items():
-        assert main(["tokenizer", *line]) == 2
+        assert command(*line) == 2
         said = capsys.readouterr().err
         assert message in said and said.count("error:") == 1 and "Traceback" not in said
-    assert (
-        main(
-            [
-                "tokenizer",
-                "encode",
-                str(trained),
-                str(tmp_path / "bad.txt"),
-                "--output",
-                str(tmp_path / "a.npy"),
-            ]
-        )
-        == 2
-    )
+    assert command("encode", trained, tmp_path / "bad.txt", "--output", tmp_path / "a.npy") == 2
     assert not [*tmp_path.glob("a.npy*")] and not (tmp_path / "new").exists()
 
 
@@ -224,14 +163,6 @@ def test_an_output_that_cannot_be_made_is_told_before_any_training(
 ) -> None:
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "file").write_text("")
-    line = [
-        "tokenizer",
-        "train",
-        str(tmp_path / "a.txt"),
-        "--vocab_size",
-        "300",
-        "--output",
-        str(tmp_path / "file" / "x"),
-    ]
-    assert main(line) == 2
-    assert f"{tmp_path / 'file' / 'x'} cannot be created" in capsys.readouterr().err
+    output = tmp_path / "file/x"
+    assert command("train", tmp_path / "a.txt", "--vocab_size", 300, "--output", output) == 2
+    assert f"{output} cannot be created" in capsys.readouterr().err

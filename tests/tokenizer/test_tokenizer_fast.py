@@ -18,7 +18,7 @@ from jaxformer.tokenizer import SENTINELS, Tokenizer, byte_tokenizer, encoding, 
 from jaxformer.tokenizer.encoding import MOST_CHARACTERS, Fast
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
-HARD = hard_text(400_000)
+HARD = hard_text(250_000)
 CORPUS = [
     *TEXTS,
     HARD[-60_000:],
@@ -80,7 +80,7 @@ def test_every_character_is_split_alike(pattern: str) -> None:
 def test_a_random_vocabulary_is_merged_alike_or_left_to_the_library() -> None:
     """Merges of few letters, in any order, with which tiktoken often would not do what BPE does."""
     fast_count = 0
-    for seed in range(60):
+    for seed in range(24):
         r = random.Random(seed)
         vocab, merges = {index: bytes([index]) for index in range(256)}, []
         entries = [b"a", b"b", b"c"]
@@ -94,7 +94,7 @@ def test_a_random_vocabulary_is_merged_alike_or_left_to_the_library() -> None:
         text = " ".join("".join(r.choices("abc", k=r.randint(1, 30))) for _ in range(1500))
         assert [tokenizer.encode(text)] == plain(tokenizer, text)
         fast_count += fast_of(tokenizer) is not None
-    assert 0 < fast_count < 60
+    assert 0 < fast_count < 24
 
 
 def changed(
@@ -156,28 +156,6 @@ def test_entries_that_no_merge_makes_change_no_id() -> None:
     assert not {*more.values()} & {*tokenizer.encode(text)}
 
 
-def test_gpt2s_tables_alone_have_the_fast_encoder() -> None:
-    made = json.loads(MADE["gpt2"]._backend.to_str())["model"]
-    tables = {index: MADE["gpt2"]._spelling.raw(token) for token, index in made["vocab"].items()}
-    pairs = [tuple(map(MADE["gpt2"]._spelling.raw, pair)) for pair in made["merges"]]
-    assert b"<|endoftext|>" in tables.values()
-    tokenizer = Tokenizer.from_bpe(tables, pairs)
-    assert fast_of(tokenizer) and [tokenizer.encode(HARD)] == plain(tokenizer, HARD)
-    assert (
-        tokenizer.encode("<|endoftext|>")
-        == plain(tokenizer, "<|endoftext|>")[0]
-        != [MADE["gpt2"].end_token]
-    )
-
-
-def test_a_merge_that_a_longer_one_never_meets_is_left_to_the_library() -> None:
-    """abc is made of a and bc, but ab comes first: tiktoken would make it of ab and c."""
-    vocab = {index: bytes([index]) for index in range(256)} | {256: b"ab", 257: b"bc", 258: b"abc"}
-    tokenizer = Tokenizer.from_bpe(vocab, [(b"a", b"b"), (b"b", b"c"), (b"a", b"bc")])
-    assert fast_of(tokenizer) is None and tokenizer.encode("abc") == [256, 99]
-    assert tokenizer.encode("abc" * 9000) == [256, 99] * 9000
-
-
 def test_a_core_of_another_version_of_unicode_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     older = WORD_PATTERNS["gpt2"].words.replace(
         r" ?\p{L}+", rf" ?(?:(?!{encoding.NEWEST[0]})\p{{L}})+"
@@ -204,14 +182,18 @@ def test_published_layouts_are_taken_with_and_without_their_templates(kind: str)
 @pytest.mark.parametrize("pattern", slow_but([*WORD_PATTERNS], "gpt2"))
 @pytest.mark.parametrize(
     ("size", "runs"),
-    [(MOST_CHARACTERS, " \n\u3000a!1"), (MOST_CHARACTERS + 1, " \n"), (1_100_000, " ")],
+    [
+        (MOST_CHARACTERS, " \u3000a!1"),
+        pytest.param(MOST_CHARACTERS + 1, " \n", marks=pytest.mark.slow),
+        (1_100_000, " "),
+    ],
 )
 def test_long_runs_neither_fail_nor_differ(
     size: int, runs: str, pattern: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """tiktoken's regular expressions give up at a million white spaces in a row."""
     made = MADE[pattern]
-    for run in (*runs, "\r "):
+    for run in runs:
         text = (run * size)[: size - 1] + "x"
         assert [made.encode(text)] == plain(made, text), run
     assert not capfd.readouterr().err
