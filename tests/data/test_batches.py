@@ -108,23 +108,6 @@ def test_a_process_that_holds_several_blocks_makes_their_rows_in_order() -> None
             assert all((whole[step][name][rows] == some[step][name]).all() for name in whole[step])
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_a_batch_is_a_function_of_seed_and_step(packing: str) -> None:
-    with stored([40] * 10) as made:
-        first, again = (batches_of(made, data(8, packing), 4, 7) for _ in range(2))
-        assert all(same(first[step], again[step]) for step in (30, 0, 7))
-        assert not same(first[0], batches_of(made, data(8, packing), 4, 8)[0])
-
-
-@pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(packing: str) -> None:
-    with stored([40] * 10) as made:
-        batches = batches_of(made, data(8, packing), 4, 7)
-        for start in (0, 5, 1_000_003):
-            found = list(islice(batches.iterate(start), 6))
-            assert all(same(batch, batches[start + offset]) for offset, batch in enumerate(found))
-
-
 def test_the_rows_of_a_batch_are_those_that_row_numbers_names() -> None:
     with stored([40] * 10) as made:
         rows = rows_of(made, data(8))
