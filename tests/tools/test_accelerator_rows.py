@@ -79,17 +79,6 @@ def test_a_batch_that_does_not_fit_is_recorded_and_half_of_it_is_tried(
     assert cells[5] == "?" and cells[8] == "1.0 GiB"
 
 
-def test_a_window_leaves_fewer_scores_to_count(accelerator: ModuleType) -> None:
-    run = accelerator.ACCELERATOR_WORKLOADS["llama_1b_window"]
-    found = accelerator.costs(run, {"seconds": [1.0], "product_flops": 1e14}, {"peak": None})
-    length, window = run.data.sequence_length, run.model.window
-    pairs = sum(min(i + 1, window) for i in range(length)) / length**2
-    full, seen = found["flops_per_token"].values()
-    scores = 2 * (full - flops_per_token(run.model, length // 2))
-    assert (full - seen) / scores == pytest.approx(1 - pairs, abs=1e-3)
-    assert found["mfu"] is None
-
-
 def test_random_batches_have_the_arrays_of_real_ones(accelerator: ModuleType) -> None:
     steps = importlib.import_module("steps")
     for name in ("gpt2_124m_packed", "bert_base_padded", "t5_small_padded"):

@@ -77,18 +77,6 @@ def test_the_weights_of_the_page_are_those_given_to_a_hundred_thousandth() -> No
         assert ((weights == 0) == (maps[kind] < 0.5 / 65535)).all()
 
 
-def test_a_page_has_the_kinds_and_tokens_of_its_maps_alone() -> None:
-    maps = softmax_maps()
-    assert list(Page(attention_page(maps, tokens(), title="t")).data["maps"]) == [
-        "encoder",
-        "decoder",
-        "cross",
-    ]
-    for kind, axis in (("encoder", "source"), ("decoder", "target")):
-        data = Page(attention_page({kind: maps[kind]}, {axis: tokens()[axis]}, title="t")).data
-        assert list(data["maps"]) == [kind] and list(data["tokens"]) == [axis]
-
-
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_no_text_can_change_the_page_around_it(hostile: str) -> None:
     plain = Page(attention_page(softmax_maps(), tokens(), title="t", candidates=[[("x", 0.5)]] * 4))
@@ -128,13 +116,6 @@ def test_white_space_is_seen() -> None:
         "\ufffd",
         "Ä",
     ]
-
-
-def test_sixty_four_tokens_of_a_base_model_stay_below_two_megabytes() -> None:
-    words = [f" word{i}" for i in range(64)]
-    assert (
-        len(attention_page(softmax_maps(6, 8, 64, 64), tokens(words, words), title="t")) < 2_000_000
-    )
 
 
 def test_every_element_that_the_scripts_ask_for_is_on_the_page() -> None:

@@ -62,6 +62,7 @@ def test_changes_keep_their_size_in_mup(name):
     assert all(change > 0 for row in table.values() for change in row.changes)
 
 
+@pytest.mark.slow
 def test_changes_grow_with_the_width_in_the_standard_parametrization():
     models = [
         dataclasses.replace(m, parametrization="standard", mup_base="")

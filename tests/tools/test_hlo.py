@@ -144,30 +144,6 @@ def test_loops_count_as_often_as_they_run() -> None:
     }
 
 
-def test_a_counter_may_be_copied_and_raised_more_than_once() -> None:
-    """As in an unrolled loop of XLA's TPU compiler."""
-    more = LOOP.replace(
-        "  %next = s32[] add(%i, %one)\n",
-        "  %half = s32[] add(%i, %one)\n  %sum = s32[] add(%half, %one)\n"
-        "  %next = s32[] copy(%sum)\n",
-    )
-    lines = (
-        "%p = (s32[], f32[8,8]{1,0}) parameter(0)",
-        "ROOT %while = (s32[], f32[8,8]{1,0}) while(%p), condition=%condition, body=%body",
-    )
-    assert counted(*lines, more=more).loops[0].trips == 6
-
-
-def test_a_loop_without_a_known_number_of_rounds_says_so() -> None:
-    more = LOOP.replace("constant(12)", "parameter(1)")
-    lines = (
-        "%p = (s32[], f32[8,8]{1,0}) parameter(0)",
-        "ROOT %while = (s32[], f32[8,8]{1,0}) while(%p), condition=%condition, body=%body",
-    )
-    found = counted(*lines, more=more)
-    assert found.loops[0].trips == 0 and found.flops == 2 * 8**3
-
-
 def test_a_conditional_costs_its_most_expensive_branch() -> None:
     branches = """
 %cheap (x: f32[64,64]) -> f32[64,64] {
@@ -218,50 +194,6 @@ def test_a_fusion_moves_what_it_touches() -> None:
     # What a TPU holds in its vector memory moves nothing.
     near = "%c = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} parameter(2)"
     assert counted(*arguments, near, fusion, more=FUSED).bytes == 64 * 64 * 4 + 4
-
-
-CONVERTED = """
-%fused (a.1: bf16[64,512], b.1: s32[64,1]) -> f32[64] {
-  %a.1 = bf16[64,512]{1,0} parameter(0)
-  %b.1 = s32[64,1]{1,0} parameter(1)
-  %wide = f32[64,512]{1,0} convert(%a.1)
-  ROOT %of_targets = f32[64]{0} gather(%wide, %b.1), offset_dims={}
-}
-"""
-
-
-def test_a_conversion_of_which_slices_are_read_reads_no_more() -> None:
-    arguments = "%a = bf16[64,512]{1,0} parameter(0)", "%b = s32[64,1]{1,0} parameter(1)"
-    fusion = "ROOT %f = f32[64]{0} fusion(%a, %b), kind=kLoop, calls=%fused"
-    sliced = counted(*arguments, fusion, more=CONVERTED)
-    assert sliced.bytes == 64 * 4 * 3
-    summed = CONVERTED.replace("gather(%wide, %b.1), offset_dims={}", "custom-call(%wide)")
-    assert counted(*arguments, fusion, more=summed).bytes == 64 * 512 * 2 + 64 * 4
-
-
-def test_what_runs_beside_others_counts_as_what_it_is() -> None:
-    """As XLA's GPU compiler of jax 0.12 writes it: the type of a start has its operands too."""
-    layers, layer = "bf16[22,2048,512]{2,1,0}", "bf16[1,2048,512]{2,1,0}"
-    fused = f"""
-%fused (layers: bf16[22,2048,512], i: s32[]) -> bf16[1,2048,512] {{
-  %layers = {layers} parameter(0)
-  %i = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  ROOT %slice = {layer} dynamic-slice(%layers, %i, %zero, %zero), dynamic_slice_sizes={{1,2048,512}}
-}}
-"""
-    start = (f"%p = {layers} parameter(0)", "%n = s32[] parameter(1)")
-    plain = counted(
-        *start, f"ROOT %f = {layer} fusion(%p, %n), kind=kLoop, calls=%fused", more=fused
-    )
-    assert plain.bytes == 2 * 2048 * 512 * 2 + 4  # a layer is read and written, and its number
-    beside = counted(
-        *start,
-        f"%f = (({layers}, s32[]), {layer}, u32[]) fusion-start(%p, %n), kind=kLoop, calls=%fused",
-        f'ROOT %done = {layer} fusion-done(%f), metadata={{op_name="jit(f)/dynamic_slice"}}',
-        more=fused,
-    )
-    assert (beside.bytes, beside.seconds) == (plain.bytes, plain.seconds)
 
 
 def test_products_that_run_beside_others_are_counted() -> None:
@@ -394,25 +326,6 @@ def test_collectives_inside_fusions_of_a_tpu_count_once() -> None:
     rows = {(entry.kind, entry.count, entry.bytes) for entry in found.collectives}
     assert rows == {("reduce-scatter", 1, 1024 * 768 * 4), ("all-gather", 1, 64 * 64 * 2)}
     assert found.flops == 2 * 2 * 64**3
-
-
-def test_a_collective_that_a_loop_runs_beside_counts_as_often_as_it_starts() -> None:
-    gather = (
-        "%g = bf16[64,64]{1,0} all-gather(%w), channel_id=9, replica_groups={{0,1}},"
-        ' frontend_attributes={chain_id="0"}'
-    )
-    body = LOOP.replace("  %y = f32[8,8]", f"  {gather}\n  %y = f32[8,8]")
-    found = counted(
-        "%zero = s32[] constant(0)",
-        "%p = f32[8,8]{1,0} parameter(0)",
-        "%w = bf16[32,64]{1,0} parameter(1)",
-        gather.replace("%g", "%start"),
-        "%pair = (s32[], f32[8,8]{1,0}) tuple(%zero, %p)",
-        "ROOT %while = (s32[], f32[8,8]{1,0}) while(%pair), condition=%condition, body=%body",
-        more=body,
-    )
-    rows = [(entry.count, entry.bytes, entry.asynchronous) for entry in found.collectives]
-    assert rows == [(1, 64 * 64 * 2, True)] and found.flops == 12 * 2 * 8**3
 
 
 def test_kernels_are_counted_by_target_with_the_products_inside() -> None:

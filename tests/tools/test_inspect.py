@@ -60,7 +60,7 @@ def stacks(config):
     ]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "encoder-decoder", "scanned"))
 def test_the_maps_come_with_the_logits_of_the_forward_pass(name):
     """To the bit, where the forward pass is the same program: unrolled, with plain attention."""
     params, config, batch = case(name)
@@ -70,7 +70,7 @@ def test_the_maps_come_with_the_logits_of_the_forward_pass(name):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * float(jnp.abs(expected).max()))
 
 
-@pytest.mark.parametrize("name", slow_but(VARIANTS, "decoder", "encoder-decoder"))
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "encoder-decoder"))
 def test_the_weights_of_a_real_query_sum_to_1_and_none_falls_on_what_it_may_not_see(name):
     params, config, batch = case(name)
     maps = maps_of(params, config, **batch)
@@ -117,7 +117,7 @@ def check_weights(weights, own, ids, config):
         np.testing.assert_allclose(sums, 1, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", slow_but(VARIANTS, "decoder", "encoder-decoder"))
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "encoder-decoder"))
 def test_a_layer_of_the_maps_alone_is_that_layer(name):
     params, config, batch = case(name)
     whole, one = maps_of(params, config, **batch), maps_of(params, config, layers=(1,), **batch)
@@ -139,7 +139,7 @@ def test_the_weights_are_the_softmax_of_queries_and_keys_of_the_first_layer():
     np.testing.assert_allclose(found, powers / powers.sum(-1, keepdims=True), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "encoder-decoder", "scanned"))
 def test_intermediates_add_up_to_what_the_model_computes(name):
     """The last residual through final norm and head is the logits; a residual is the one before and
     its sublayers."""
@@ -182,7 +182,9 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", ["decoder", "encoder", "encoder-decoder"])
+@pytest.mark.parametrize(
+    "name", slow_but(["decoder", "encoder", "encoder-decoder"], "encoder-decoder")
+)
 def test_a_pattern_keeps_every_name_it_fits(name):
     params, config, batch = case(name)
     expected = {
@@ -200,7 +202,7 @@ def test_a_pattern_keeps_every_name_it_fits(name):
         assert set(jf.inspect(params, config, capture=[capture], **batch).values) == kept
 
 
-@pytest.mark.parametrize("name", slow_but(VARIANTS, "decoder", "encoder-decoder"))
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "encoder-decoder"))
 def test_an_intermediate_put_in_its_own_place_changes_nothing(name):
     params, config, batch = case(name)
     logits, values = jf.inspect(params, config, capture=["*"], **batch)
@@ -212,7 +214,7 @@ def test_an_intermediate_put_in_its_own_place_changes_nothing(name):
     np.testing.assert_array_equal(same, logits)
 
 
-@pytest.mark.parametrize("name", slow_but(VARIANTS, "decoder", "encoder-decoder"))
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "encoder-decoder"))
 def test_the_last_residual_of_another_run_gives_that_runs_logits(name):
     params, config, batch = case(name)
     other = dict(batch, tokens=(batch["tokens"] + 3) % 37)

@@ -253,35 +253,36 @@ def test_links_take_the_weights_the_gradients_and_the_sums_of_sublayers() -> Non
 
 
 # To plan all saved steps takes half a minute.
-HALVES = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+SHARES = pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.slow)])
 
 
 @functools.cache
-def saved_steps(half: int) -> dict[str, tuple[dict[str, Any], PlannedRun]]:
-    """Every second of the steps of both vendors that `benchmarks/plan_memory.py` compiled and
-    saved, planned."""
+def saved_steps(share: int) -> dict[str, tuple[dict[str, Any], PlannedRun]]:
+    """Of the steps of both vendors that `benchmarks/plan_memory.py` compiled and saved every third
+    (0) or the others (1), planned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         import plan_memory
 
-        results = dict(list(plan_memory.saved("plan_memory").items())[half::2])
+        rows = enumerate(plan_memory.saved("plan_memory").items())
+        results = dict(row for number, row in rows if bool(number % 3) == share)
         return {name: (found, plan_memory.planned_step(found)) for name, found in results.items()}
 
 
-@HALVES
-def test_links_send_no_more_than_the_compilers_programs(half: int) -> None:
+@SHARES
+def test_links_send_no_more_than_the_compilers_programs(share: int) -> None:
     shares = []
-    for name, (result, step) in saved_steps(half).items():
+    for name, (result, step) in saved_steps(share).items():
         if step.mesh.size == 1 or "collectives" not in result:
             continue
         sent = 0.0
         for kind, devices, size in result["collectives"]:
-            share = 1 - 1 / (devices or step.mesh.size)
+            part = 1 - 1 / (devices or step.mesh.size)
             if kind == "collective-permute":
-                share = 1.0
+                part = 1.0
             elif kind == "all-reduce":
-                share = 1.0 if step.device.platform == "gpu" else 2 * share
-            sent += size * share
+                part = 1.0 if step.device.platform == "gpu" else 2 * part
+            sent += size * part
         shares.append(link_bytes(step) / sent)
         assert shares[-1] < 1.05, name
     assert len(shares) >= 10 and statistics.median(shares) > 0.5, shares
@@ -471,10 +472,10 @@ def test_a_large_model_on_many_devices_is_planned_without_the_platform_that_it_i
     assert numbers["memory"]["fits"] and numbers["bound"]["mfu"] > 0.5
 
 
-@HALVES
-def test_planned_memory_is_near_what_the_compilers_said(half: int) -> None:
-    steps = {name: step for name, step in saved_steps(half).items() if "needed" in step[0]}
-    assert len(steps) >= 30 and {name.startswith("v") for name in steps} == {True, False}
+@SHARES
+def test_planned_memory_is_near_what_the_compilers_said(share: int) -> None:
+    steps = {name: step for name, step in saved_steps(share).items() if "needed" in step[0]}
+    assert len(steps) >= 20 and {name.startswith("v") for name in steps} == {True, False}
     errors = {
         name: memory_plan(step).peak / result["needed"] - 1
         for name, (result, step) in steps.items()

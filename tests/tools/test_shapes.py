@@ -67,7 +67,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("family, positions, heads", covering(ROWS))
+@pytest.mark.parametrize("family, positions, heads", covering(ROWS, 1))
 def test_the_rows_are_what_inspect_captures_and_their_sums_what_is_counted(
     family: str, positions: str, heads: str
 ) -> None:

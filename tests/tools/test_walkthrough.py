@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from families import SIZES
 from family_runs import TOKENIZER, page_data, printed, write_run
+from products import slow_but
 from shapes import forward
 from test_inspect import VARIANTS, case, inspect, maps_of
 from test_inspect import forward as logits_of_case
@@ -23,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 # what the model computes
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "encoder-decoder", "sinks, window"))
 def test_a_key_has_weight_where_the_mask_lets_it_be_seen_and_nowhere_else(name: str) -> None:
     params, config, batch = case(name)
     maps, masks = maps_of(params, config, **batch), jf.attention_masks(config, **batch)
@@ -45,7 +46,7 @@ def test_the_masks_of_some_layers_are_those_of_all() -> None:
     assert (every["decoder"][0] != every["decoder"][1]).any()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "encoder-decoder", "scanned"))
 def test_the_lens_of_the_last_layer_gives_the_logits_of_the_model(name: str) -> None:
     params, config, batch = case(name)
     found = inspect(params, config, batch["tokens"], ("residual",), **_rest(batch))
@@ -142,18 +143,20 @@ def test_the_command_writes_masks_lens_and_stages_with_padding(
     assert data["beams"] == [] and data["symbols"]["S"]
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "said"),
-    [
-        ("decoder", ["--padding", "2"], "--padding 2 must be 0 or more, and needs an encoder"),
-        ("encoder_decoder", ["--padding", "-1"], "--padding -1 must be 0 or more"),
-        ("encoder_decoder", ["--padding", "80"], "only 64 fit on a page"),
-        ("encoder_decoder", ["--beams", "2", "--target", "b"], "leave one out"),
-    ],
-)
+REFUSED = {  # what is asked beside the prompt, and words of the message
+    "--padding -1": "--padding -1 must be 0 or more",
+    "--padding 80": "only 64 fit on a page",
+    "--beams 2 --target b": "leave one out",
+}
+
+
 def test_what_the_page_cannot_show_is_refused(
-    tmp_path: Path, capsys: Capture, name: str, line: list[str], said: str
+    translator: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    run, page = write_run(tmp_path / "run", name), tmp_path / "page.html"
-    assert main(["attention", str(run), "--prompt", "a", "--output", str(page), *line]) == 2
-    assert said in capsys.readouterr().err and not page.exists()
+    decoder, page = write_run(tmp_path / "run", "decoder"), tmp_path / "page.html"
+    cases = [(translator, asked, said) for asked, said in REFUSED.items()]
+    cases += [(decoder, "--padding 2", "--padding 2 must be 0 or more, and needs an encoder")]
+    for run, asked, said in cases:
+        line = ["attention", str(run), "--prompt", "a", "--output", str(page), *asked.split()]
+        assert main(line) == 2
+        assert said in capsys.readouterr().err and not page.exists()
