@@ -2,7 +2,6 @@
 do, and nothing lost."""
 
 import fcntl
-import gzip
 import os
 import sys
 from pathlib import Path
@@ -88,7 +87,6 @@ def test_a_batch_that_the_devices_do_not_divide_is_named() -> None:
 DATA: dict[str, tuple[bytes | None, list[str]]] = {
     "missing": (None, ["data.train", "text.txt does not exist"]),
     "empty": (b"", ["data.train", "text.txt is empty"]),
-    "nothing but white space": (b" \n\n \n", ["data.train", "text.txt is empty"]),
     "not UTF-8": (
         b"plain text " * 40 + b"caf\xe9 and more",
         ["text.txt is not UTF-8", "byte 0xe9", "offset 443"],
@@ -112,41 +110,17 @@ def test_a_text_that_cannot_be_used_is_named_with_the_place(
     )
 
 
+# The others are those of tests/data/test_data_sources.py.
 FILES: dict[str, tuple[bytes, list[str]]] = {
     "broken.jsonl": (
         b'{"text": "a"}\n{"text": ',
         ["broken.jsonl, line 2: not JSON", "data.malformed=skip"],
     ),
-    "body.jsonl": (
-        b'{"body": "a"}\n',
-        ["body.jsonl, line 1: no field 'text'", "'body'", "data.text_field", "skip"],
-    ),
     "latin.txt": (
         b"caf\xe9",
-        [
-            "latin.txt is not UTF-8",
-            "byte 0xe9 at offset 3",
-            "iconv",
-            "data.malformed=replace or skip",
-        ],
+        ["latin.txt is not UTF-8", "byte 0xe9 at offset 3", "iconv", "data.malformed=replace"],
     ),
-    **{
-        f"{encoding}.txt": (
-            "plain words".encode(encoding),
-            [f"{encoding}.txt is not UTF-8 text", "begins with zero bytes", "-f UTF-16"],
-        )
-        for encoding in ("utf-16", "utf-16-le")
-    },
-    "zeros.jsonl": (bytes(99), ["zeros.jsonl is not UTF-8 text", "begins with zero bytes"]),
-    "cut.txt.gz": (
-        gzip.compress(os.urandom(999).hex().encode())[:-4],
-        ["cut.txt.gz is truncated", "make or fetch it again"],
-    ),
-    "cut.parquet": (
-        b"PAR1 and no more",
-        ["cut.parquet is truncated, damaged, or not", "make or fetch it again"],
-    ),
-    "words.csv": (b"a,b", ["data.train", "words.csv is not a .txt", "convert or unpack it"]),
+    "utf-16.txt": ("plain words".encode("utf-16"), ["utf-16.txt is not UTF-8 text", "-f UTF-16"]),
 }
 
 
@@ -338,19 +312,14 @@ def test_what_is_no_run_is_named(command: str, tmp_path: Path, capsys: Capture) 
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("case", ["not UTF-8"])
 def test_a_text_that_cannot_be_evaluated_on_is_named(
-    case: str, trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
 ) -> None:
-    content, parts = DATA[case]
+    content, parts = DATA["not UTF-8"]
     path = tmp_path / "text.txt"
-    if content is not None:
-        path.write_bytes(content)
-    refused(
-        capsys,
-        ["evaluate", str(trained[0]), "--data.validation", str(path)],
-        [str(path), *parts[1:]],
-    )
+    path.write_bytes(content or b"")
+    line = ["evaluate", str(trained[0]), "--data.validation", str(path)]
+    refused(capsys, line, [str(path), *parts[1:]])
 
 
 TINY = jf.ModelConfig(vocab_size=20, d_model=16, n_layers=1, n_heads=2, max_length=16)
