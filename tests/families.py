@@ -60,13 +60,9 @@ VARIANTS = {
             f"rope {name}": {"rope_scaling": name, "rope_factor": 2.0} | more
             for name, more in STRETCHED.items()
         }
-        | {
-            "rope interleaved": {"rope_pairing": "interleaved"},
-            "rope in part": {"rope_fraction": 0.5},
-        }
+        | {"rope in part, interleaved": {"rope_fraction": 0.5, "rope_pairing": "interleaved"}}
         | {"rope with two bases": {"rope_window_theta": 50.0, "window": 3, "window_pattern": "wf"}}
         | {"rope in some layers": {"position_pattern": "np"}}
-        | {"learned behind an offset": {"positions": "learned", "position_offset": 2}}
         | {
             "sinusoidal half": {"positions": "sinusoidal", "sinusoids": "half_closed"}
             | {"position_offset": 2}
@@ -74,8 +70,8 @@ VARIANTS = {
         | {"longrope": LONGROPE}
     ),
     "heads": (
-        {"grouped": {}, "multi-head": {"n_kv_heads": 0}, "multi-query": {"n_kv_heads": 1}}
-        | {"wide values": {"value_dim": 6}}
+        {"grouped": {}, "multi-head": {"n_kv_heads": 0}}
+        | {"multi-query, wide values": {"n_kv_heads": 1, "value_dim": 6}}
         | {"latent": LATENT}
     ),
     "window": {"none": {}, "w": {"window": 3}, "wf": {"window": 3, "window_pattern": "wf"}},
@@ -127,9 +123,20 @@ def fits(choice):
     return not KERNELS[kernel].refuses(Case("cpu", "float32", 16, 3, config))
 
 
+IN_ATTENTION = {"positions", "heads", "window", "scores", "query_key_norm", "kernel"}
+
+
+def meet(a, b):
+    """Whether two options are of factors that take part in one computation: both in attention, or
+    both in the residual stream around it. The family is in each."""
+    factors = {a[0], b[0]}
+    inside = factors & IN_ATTENTION
+    return len(factors) == 2 and (not inside or "family" in factors or inside == factors)
+
+
 @functools.cache
 def pairwise():
-    """Choices that together hold every pair of options that fit together, by filling in
+    """Choices that together hold every pair of options that `meet` and fit together, by filling in
     greedily."""
     options = [(factor, option) for factor, row in VARIANTS.items() for option in row]
     apart = {
@@ -137,9 +144,7 @@ def pairwise():
         for a, b in itertools.combinations(options, 2)
         if a[0] != b[0] and not fits(dict((a, b)))
     }
-    wanted = {
-        frozenset(p) for p in itertools.combinations(options, 2) if p[0][0] != p[1][0]
-    } - apart
+    wanted = {frozenset(p) for p in itertools.combinations(options, 2) if meet(*p)} - apart
     order = {option: i for i, option in enumerate(options)}
     choices = []
     while wanted:

@@ -21,10 +21,11 @@ from jaxformer.report import read_metrics
 from jaxformer.runs.resolve import resolve_without_data
 from jaxformer.tokenizer import MARKS, byte_tokenizer
 
-CONFIG = model("llama", family="encoder", head="none")
+CONFIG = model("llama", family="encoder", head="none", n_layers=1)
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 61, (6, 2, 10), dtype=np.int32)
 SEGMENTS = (np.arange(10) < RNG.integers(3, 11, (6, 2, 1))).astype(np.int32)
+embed = jax.jit(jf.embed, static_argnums=1)
 BATCH = {"tokens": TOKENS, "segment_ids": SEGMENTS}
 
 
@@ -32,7 +33,7 @@ def by_formula(params, batch, temperature):
     """The losses of the pairs in float64, and how often the nearest positive is the right one."""
     anchors, positives = (
         np.asarray(
-            jf.embed(params, CONFIG, batch["tokens"][:, i], segment_ids=batch["segment_ids"][:, i]),
+            embed(params, CONFIG, batch["tokens"][:, i], segment_ids=batch["segment_ids"][:, i]),
             np.float64,
         )
         for i in (0, 1)
@@ -130,6 +131,7 @@ def write_pairs(folder):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_a_small_encoder_learns_to_rank_pairs_it_has_not_seen(tmp_path):
     """Of the shape of MiniLM: post-norm, learned positions, biases, and the mean of the tokens."""
     write_pairs(tmp_path)
@@ -174,6 +176,7 @@ def test_a_small_encoder_learns_to_rank_pairs_it_has_not_seen(tmp_path):
     assert loaded.config.output == "none"
 
 
+@pytest.mark.slow
 def test_a_step_over_a_mesh_has_the_negatives_of_the_whole_batch():
     report = on_eight_devices("contrastive_devices.py")
     assert len(report) == 2

@@ -13,6 +13,7 @@ import pytest
 from corpora import prepare
 from custom_leaves import LowRank, low_rank
 from products import slow_but
+from shapes import forward
 
 import jaxformer as jf
 from jaxformer.arrays.params import is_custom
@@ -27,8 +28,9 @@ from jaxformer.tokenizer import byte_tokenizer
 
 OBJECTIVES = ("dpo", "ipo", "orpo", "simpo")
 CONFIG = jf.ModelConfig(
-    vocab_size=61, d_model=32, n_layers=2, n_heads=2, d_ff=48, max_length=32, logit_soft_cap=5.0
+    vocab_size=61, d_model=32, n_layers=1, n_heads=2, d_ff=48, max_length=32, logit_soft_cap=5.0
 )
+initial = jax.jit(jf.init, static_argnums=0)
 scored = jax.jit(jf.reference_log_probs, static_argnums=1)
 
 
@@ -36,7 +38,7 @@ scored = jax.jit(jf.reference_log_probs, static_argnums=1)
 def models():
     """A model, and its reference; sharper than initial values, so that margins are not small."""
     return [
-        jax.tree.map(lambda leaf: 2 * leaf, jf.init(CONFIG, jax.random.key(seed)))
+        jax.tree.map(lambda leaf: 2 * leaf, initial(CONFIG, jax.random.key(seed)))
         for seed in (0, 1)
     ]
 
@@ -59,7 +61,7 @@ def log_probs_by_hand(params, batch):
     """The sums over completions [B, 2] and their lengths, in float64, each side by itself."""
     sums = np.zeros(batch["tokens"].shape[:2])
     for side in (0, 1):
-        logits = jf.forward(params, CONFIG, batch["tokens"][:, side])
+        logits = forward(params, CONFIG, batch["tokens"][:, side])
         logs = np.asarray(jax.nn.log_softmax(logits), np.float64)
         told = np.take_along_axis(logs, batch["targets"][:, side, :, None], axis=-1)[..., 0]
         sums[:, side] = (told * batch["weights"][:, side]).sum(-1)
@@ -94,7 +96,7 @@ def test_each_loss_and_what_is_logged_beside_it_follow_the_formulas(name, models
     policy, lengths = log_probs_by_hand(params, batch)
     before, _ = log_probs_by_hand(reference, batch)
     options = {"beta": 0.3} | ({"margin": 0.2} if name == "simpo" else {})
-    loss = jf.loss_of(name, CONFIG, **options)
+    loss = jax.jit(jf.loss_of(name, CONFIG, **options))
     found = loss(params, batch | scored(reference, CONFIG, batch), None)
     means = {key: float(total / weight) for key, (total, weight) in found.items()}
     each, margins = by_formula(name, policy, before, lengths, **options)
@@ -118,7 +120,7 @@ def test_at_the_start_dpo_is_log_2_and_ipo_is_its_target_squared(models):
         assert float(total / count) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", ["dpo", "orpo"])
 def test_dropout_of_model_and_adapter_is_left_out(name, models):
     dropped, key = replace(CONFIG, dropout=0.4), jax.random.key(5)
     of_weights = replace(CONFIG, attention_dropout=0.4)
@@ -131,13 +133,12 @@ def test_dropout_of_model_and_adapter_is_left_out(name, models):
 
     dropping = ((dropped, models[0]), (of_weights, models[0]), (CONFIG, adapted(models[0], CONFIG)))
     for config, params in dropping:
-        loss = jf.loss_of(name, config)
+        loss = jax.jit(jf.loss_of(name, config))
         without = float(loss(params, batch, None)["loss"][0])
         assert float(loss(params, batch, key)["loss"][0]) == without
-    expected = {"dpo": np.log(2), "ipo": (1 / (2 * 0.1)) ** 2}
-    if name in expected:  # the reference is the model itself
+    if name == "dpo":  # the reference is the model itself
         total, count = jf.loss_of(name, dropped)(models[0], batch, key)["loss"]
-        assert float(total / count) == pytest.approx(expected[name], rel=1e-6)
+        assert float(total / count) == pytest.approx(np.log(2), rel=1e-6)
         assert jf.reference_log_probs(models[0], dropped, a_batch()).keys() <= batch.keys()
 
 
@@ -167,13 +168,13 @@ def test_odds_of_a_certain_completion_are_finite_and_have_a_gradient():
 
 @pytest.mark.parametrize("custom", [False, True], ids=["matrix", "custom leaf"])
 def test_rows_in_tiles_equal_rows_at_once_in_value_and_gradient(custom):
-    keys = jax.random.split(jax.random.key(0), 6)
-    x, head = jax.random.normal(keys[0], (6, 13, 16)), jax.random.normal(keys[1], (50, 16))
+    rng = np.random.default_rng(0)
+    shapes = [(6, 13, 16), (50, 16), (50, 2), (2, 16)]
+    x, head, a, b = (jnp.asarray(rng.standard_normal(shape, "f")) for shape in shapes)
     if custom:
-        a, b = jax.random.normal(keys[4], (50, 2)), jax.random.normal(keys[5], (2, 16))
         head = LowRank(head, a, b)
-    targets = jax.random.randint(keys[2], (6, 13), 0, 50)
-    weights = (jax.random.uniform(keys[3], (6, 13)) > 0.3).astype(jnp.float32)
+    targets = jnp.asarray(rng.integers(0, 50, (6, 13)))
+    weights = jnp.asarray(rng.random((6, 13)) > 0.3, jnp.float32)
 
     def value(tile):
         def of(x, head, bias):
@@ -190,7 +191,7 @@ def test_rows_in_tiles_equal_rows_at_once_in_value_and_gradient(custom):
     np.testing.assert_allclose(at_once, (plain * weights).sum(1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", slow_but(OBJECTIVES, "dpo", "orpo"))
+@pytest.mark.parametrize("name", slow_but(OBJECTIVES[:3], "dpo"))
 def test_a_pair_is_never_split_so_an_accumulated_step_equals_the_big_one(name, models):
     batch = a_batch(8) | scored(models[1], CONFIG, a_batch(8))
 
@@ -211,7 +212,7 @@ def test_a_pair_is_never_split_so_an_accumulated_step_equals_the_big_one(name, m
     assert moved > 1e-3
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", ["dpo", "simpo"])
 def test_rows_that_only_fill_a_batch_weigh_nothing(name, models):
     batch = a_batch(3)
     filled = {key: np.concatenate([a, np.zeros_like(a[:1])]) for key, a in batch.items()}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import slow_but
 from shapes import LENGTH, VOCABULARY, forward, made, model, strong, weights_and_tokens
 
 import jaxformer as jf
@@ -25,7 +26,7 @@ from jaxformer.models.transformer import hidden
 # Those whose layers differ most; test_family_invariants.py has the settings of the others.
 SEVERAL = ("gpt2", "multi-query, interleaved, post-norm", "experts in groups after a dense layer")
 several_models = pytest.mark.parametrize(
-    "name", [pytest.param("llama", marks=pytest.mark.fast), *SEVERAL]
+    "name", [pytest.param("llama", marks=pytest.mark.fast), *slow_but(SEVERAL, SEVERAL[2])]
 )
 
 
@@ -52,14 +53,12 @@ def reach(name: str, kernel: str) -> np.ndarray:
     return np.asarray(jnp.abs(moved[:, :LENGTH]).max(-1) > 0)
 
 
-@several_models
-def test_future_tokens_do_not_move_past_logits(name):
-    np.testing.assert_array_equal(reach(name, "xla"), np.tril(np.ones((LENGTH, LENGTH), bool)))
-
-
 @pytest.mark.fast
-def test_future_tokens_do_not_move_past_logits_in_blocks():
-    found = reach("llama", "blocked")
+@pytest.mark.parametrize(
+    "name, kernel", [("llama", "blocked"), ("experts in groups after a dense layer", "xla")]
+)
+def test_future_tokens_do_not_move_past_logits(name, kernel):
+    found = reach(name, kernel)
     np.testing.assert_array_equal(found, np.tril(np.ones((LENGTH, LENGTH), bool)))
 
 
@@ -95,25 +94,16 @@ def extend(params, config, row, layout, cache):
     return head(params, config, x, layout), cache
 
 
-@pytest.mark.fast
-def test_cached_decoding_token_by_token_equals_the_full_forward():
-    assert_cached_decoding("llama", (1,) * LENGTH)
-
-
 @several_models
 def test_cached_decoding_equals_the_full_forward(name):
-    assert_cached_decoding(name, (10, 1, 1, 12))
-
-
-def assert_cached_decoding(name, pieces):
     params, config, row = weights_and_tokens(name)
     cache, logits, at = empty_cache(config, 2, LENGTH + 5, jnp.float32), [], 0
-    for size in pieces:
-        positions = jnp.broadcast_to(jnp.arange(at, at + size, dtype=jnp.int32), (2, size))
+    for size in (11, 1, 1, 11):
+        positions = np.broadcast_to(np.arange(at, at + size, dtype=np.int32), (2, size))
         piece, cache = extend(params, config, row[:, at : at + size], TokenLayout(positions), cache)
-        logits.append(piece)
+        logits.append(np.asarray(piece))
         at += size
-    close(jnp.concatenate(logits, 1), forward(params, config, row))
+    close(np.concatenate(logits, 1), forward(params, config, row))
 
 
 @several_models
@@ -132,7 +122,7 @@ def test_weights_that_are_tied_to_the_number_of_their_layer_keep_their_bits():
         assert np.asarray(tied[name]).tobytes() == np.asarray(leaf).tobytes()
 
 
-@pytest.mark.parametrize("name", ["llama", "experts in groups after a dense layer"])
+@pytest.mark.parametrize("name", slow_but(["llama", SEVERAL[2]], "llama"))
 def test_jit_equals_no_jit(name):
     params, config, row = weights_and_tokens(name)
     with jax.disable_jit():
@@ -141,7 +131,7 @@ def test_jit_equals_no_jit(name):
 
 
 def test_forward_works_under_every_transform_with_no_set_up():
-    params, config, row = weights_and_tokens("gpt2")
+    params, config, row = weights_and_tokens("gpt2", n_layers=1)
     call = functools.partial(forward, config=config, tokens=row)
     expected = call(params)
     assert jax.eval_shape(call, params) == jax.ShapeDtypeStruct(
@@ -162,7 +152,7 @@ def test_forward_works_under_every_transform_with_no_set_up():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(hessian_vector))
 
 
-@pytest.mark.parametrize("name", ["llama", *SEVERAL])
+@several_models
 def test_bfloat16_products_give_float32_logits_near_the_float32_ones(name):
     params, config, row = weights_and_tokens(name)
     params = jax.jit(jf.init, static_argnums=0)(config, jax.random.key(0))
@@ -191,7 +181,7 @@ def test_dropout_needs_a_key_and_keeps_the_mean():
     assert abs(float(mask.mean()) - 1) < 0.01 and abs(float((mask == 0).mean()) - 0.3) < 0.01
 
 
-@pytest.mark.parametrize("kernel", ["xla", "blocked"])
+@pytest.mark.parametrize("kernel", slow_but(["xla", "blocked"], "xla"))
 def test_the_dropout_of_attention_weights_has_a_rate_of_its_own(kernel):
     """By default it is model.dropout, bit for bit; 0 leaves attention out, and nothing else."""
     params, config, row = weights_and_tokens("llama", dropout=0.3, attention_kernel=kernel)
@@ -226,8 +216,7 @@ def test_the_dropout_of_attention_weights_has_a_rate_of_its_own(kernel):
     assert [one.has_dropout for one in configs] == [True, True, True, False, False]
 
 
-@pytest.mark.parametrize("loop, remat", [("scan", "none"), ("unroll", "full"), ("scan", "full")])
-def test_dropout_is_the_same_in_every_loop_and_computed_again(loop, remat):
+def test_dropout_is_the_same_in_a_loop_and_computed_again():
     """In the gradient, whose backward pass has to drop what the forward pass dropped."""
     params, config, row = weights_and_tokens("llama", dropout=0.3)
     layout, key = layout_of(row, None, None), jax.random.key(3)
@@ -236,7 +225,7 @@ def test_dropout_is_the_same_in_every_loop_and_computed_again(loop, remat):
     def found(params, config):
         return jnp.square(residual(params, config, row, layout, key=key)).mean()
 
-    changed = dataclasses.replace(config, layer_loop=loop, remat=remat)
+    changed = dataclasses.replace(config, layer_loop="scan", remat="full")
     value_and_gradient = jax.value_and_grad(found)
     jax.tree.map(close, value_and_gradient(params, changed), value_and_gradient(params, config))
 
@@ -254,9 +243,8 @@ def test_positions_given_move_a_token():
     )
 
 
-def test_a_token_is_told_from_its_permutation():
-    """Without positions a causal model still knows an order, by what it may see; with them more
-    so."""
+def test_without_positions_one_layer_sees_a_set_of_tokens():
+    """Without positions a causal model still knows an order, by what it may see."""
     params, config, row = weights_and_tokens("no norm, no positions")
     swapped = row.copy()
     swapped[:, [0, 1]] = swapped[:, [1, 0]]
@@ -264,13 +252,6 @@ def test_a_token_is_told_from_its_permutation():
     first = params | {"blocks": jax.tree.map(lambda p: p[:1], params["blocks"])}
     a, b = (forward(first, one_layer, t)[:, 2:] for t in (row, swapped))
     close(a, b)
-    learned, config, _ = weights_and_tokens("tanh gelu, learned")
-    assert (
-        jnp.abs(
-            forward(learned, config, row)[:, 2:] - forward(learned, config, swapped)[:, 2:]
-        ).max()
-        > 0.1
-    )
 
 
 def test_tokens_of_one_row_do_not_touch_another():

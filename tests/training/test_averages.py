@@ -211,15 +211,6 @@ def test_of_a_run_with_an_adapter_its_leaves_are_averaged(
     assert 0 < moved < len(average)
 
 
-@pytest.mark.slow
-def test_a_run_with_an_average_continues_bitwise(
-    averaged: tuple[Path, Path], tmp_path: Path
-) -> None:
-    run_dir = copy_until(3, averaged[0], tmp_path / "run")
-    assert train_here(line(run_dir, averaged[1], CHANGES)) == 0
-    assert_same_run(run_dir, averaged[0])  # its lines have the fingerprints of the whole state
-
-
 def test_evaluations_are_of_the_average(averaged: tuple[Path, Path], capsys: Capture) -> None:
     run_dir = averaged[0]
     lines = [entry for entry in logged(run_dir) if "val_loss" in entry]
@@ -253,19 +244,6 @@ def test_every_command_that_reads_a_model_says_which_weights(command: tuple[str,
     name, *rest = command
     assert parse(name, ["run", *rest, "--weights", "trained"])[0].weights == "trained"
     assert parse(name, ["run", *rest])[0].weights == "auto"
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("lm_eval")
-def test_the_harness_asks_the_average_or_the_trained_weights(averaged: tuple[Path, Path]) -> None:
-    pytest.importorskip("lm_eval")
-    from jaxformer.tools.lm_eval.harness_model import JaxformerLM
-
-    for weights in ("auto", "trained"):
-        model = JaxformerLM(str(averaged[0]), weights=weights)
-        expected = leaves_of(averaged[0], weights=weights)
-        for a, b in zip(jax.tree.leaves(model.params), expected, strict=True):
-            np.testing.assert_array_equal(a, b)
 
 
 def test_a_run_without_an_average_says_so(whole: tuple[Path, Path]) -> None:

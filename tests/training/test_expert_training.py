@@ -61,9 +61,8 @@ def bias_of(state):
 @pytest.mark.parametrize(
     "name, pieces",
     [
-        ("muon", 1),
         ("adamw", 4),
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in OPTIMIZERS if name != "muon"),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("muon", "sophia", "soap")),
     ],
 )
 def test_a_balanced_bias_moves_by_its_rate_towards_equal_loads(name, pieces):
@@ -101,6 +100,7 @@ def test_a_balanced_bias_has_no_moments_and_does_not_decay():
     assert (1, 4) not in shapes and (1, 4, 32, 12) in shapes
 
 
+@pytest.mark.slow
 def test_an_adapter_leaves_a_balanced_bias_as_it_is():
     run = expert_run("muon")
     adapter = AdapterConfig(kind="lora", targets="experts", rank=2)
@@ -117,11 +117,9 @@ def test_an_adapter_leaves_a_balanced_bias_as_it_is():
     assert jnp.any(last.b != first.b)
 
 
-@pytest.mark.parametrize(
-    "frozen", ["router_bias", pytest.param("blocks.experts", marks=pytest.mark.slow)]
-)
-def test_a_frozen_balanced_bias_stays(frozen):
-    run = expert_run("adamw")
+@pytest.mark.slow
+def test_a_frozen_balanced_bias_stays():
+    frozen, run = "router_bias", expert_run("adamw")
     table, schedule = transformer.specs(run.model), make_schedule(run.optimizer, 60)
     optimizer = make_optimizer(run.optimizer, schedule, table)
 
@@ -176,7 +174,7 @@ def table_of(config_changes, **sizes):
 
 
 def test_muon_takes_the_matrix_of_each_layer_and_expert_by_itself():
-    run, table = table_of({"shared_ff": 8})
+    run, table = table_of({"shared_ff": 8, "d_model": 16})
     rule = OPTIMIZERS["muon"].rule(replace(run.optimizer, name="muon"), table)
     # Of very different sizes, which would show in what is orthogonalized together.
     numbers = iter(range(1000))
@@ -186,11 +184,11 @@ def test_muon_takes_the_matrix_of_each_layer_and_expert_by_itself():
         scale = 10.0 ** np.arange(np.prod(spec.shape[:2])).clip(max=7)
         if "experts" in spec.axes:
             noise *= scale.reshape(*spec.shape[:2], *[1] * (noise.ndim - 2)) / 1e3
-        return jnp.asarray(noise, jnp.float32)
+        return noise.astype(np.float32)
 
     gradients = jax.tree.map(gradient, table, is_leaf=lambda node: isinstance(node, Spec))
-    params = jax.tree.map(jnp.zeros_like, gradients)
-    updates, _ = rule.update(gradients, rule.init(params), params)
+    params = jax.tree.map(np.zeros_like, gradients)
+    updates, _ = jax.jit(lambda g: rule.update(g, rule.init(params), params))(gradients)
     found, given = updates["blocks"]["experts"], gradients["blocks"]["experts"]
     for name, layer, expert in itertools.product(("gate", "up", "down"), range(2), range(4)):
         wanted = orthogonalized(np.float64(given[name][layer, expert]))

@@ -1,6 +1,7 @@
 """The open loop: any loss, model, data and optax optimizer through `make_step`, `init_state` and
 `fit`."""
 
+import functools
 import os
 import signal
 import warnings
@@ -74,6 +75,9 @@ def trained(steps=STEPS, directory=None, batches=None, **options):
     return state, seen
 
 
+whole = functools.cache(trained)  # what nothing interrupts
+
+
 def assert_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -98,30 +102,25 @@ def test_the_mean_of_the_loss_is_what_plain_jax_gives():
     )
 
 
-def test_hooks_are_called_once_a_step_in_order():
-    _, seen = trained()
-    assert [step for step, *_ in seen] == list(range(1, STEPS + 1))
-
-
 def test_a_resumed_fit_is_bitwise_the_one_never_interrupted(tmp_path):
-    whole, seen = trained()
+    expected, seen = whole()
     _, first = trained(steps=STEPS // 2, directory=tmp_path)
     state, rest = trained(directory=tmp_path)
-    assert_equal(state, whole)
+    assert_equal(state, expected)
+    assert [step for step, *_ in seen] == list(range(1, STEPS + 1))  # hooks: once a step, in order
     assert first + rest == seen and first and rest
     again, nothing = trained(directory=tmp_path)  # all steps are done
-    assert_equal(again, whole)
+    assert_equal(again, expected)
     assert not nothing
 
 
 def test_a_signal_saves_and_the_same_line_goes_on_bitwise(tmp_path):
-    whole, _ = trained()
     asked = Points()
     asked.__class__ = type("Stopping", (Points,), {"__getitem__": stopping_at(5)})
     with pytest.raises(jf.Interrupted, match="saved; the same command continues"):
         trained(directory=tmp_path, batches=asked)
     state, rest = trained(directory=tmp_path)
-    assert_equal(state, whole)
+    assert_equal(state, whole()[0])
     assert 5 <= rest[0][0] <= 8
 
 
@@ -134,28 +133,9 @@ def stopping_at(number):
     return batch
 
 
-def test_microbatches_and_a_mesh_change_rounding_alone():
-    whole, _ = trained()
-    for options in ({"mesh": jf.make_mesh()}, {}):
-        other, _ = trained(**options)
-        assert_equal(other.params, whole.params)
-
-
-def test_an_accumulated_step_weighs_every_row_as_one_big_batch_does():
-    def quiet(params, batch, key):
-        return loss(params, batch, None)
-
-    state, batch = jf.init_state(params_of(), OPTIMIZER), Points()[0]
-    found = [jf.make_step(quiet, optax.sgd(1.0), microbatches=pieces) for pieces in (1, 4)]
-    states = [step(jf.init_state(params_of(), optax.sgd(1.0)), batch) for step in found]
-    (whole, metrics), (split, metrics_split) = states
-    np.testing.assert_allclose(metrics["loss"], metrics_split["loss"], rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        whole.params,
-        split.params,
-    )
-    assert state.params[0]["w"].shape == (4, 16)
+def test_a_mesh_of_one_device_changes_nothing():
+    other, _ = trained(mesh=jf.make_mesh())
+    assert_equal(other.params, whole()[0].params)
 
 
 def test_params_that_were_given_outlive_the_steps():
@@ -194,25 +174,20 @@ def test_leaves_that_do_not_learn_are_neither_copied_nor_donated():
     assert not np.array_equal(expected.params[0]["w"], params[0]["w"])
 
 
-def test_evaluation_divides_sums_by_weights_over_all_batches():
+def test_evaluation_divides_sums_by_weights_and_comes_to_the_hooks_at_its_steps():
     batches = [Points()[100 + k] for k in range(3)]
-    found = jf.make_evaluate(loss, batches)(params_of())
+    evaluate = jf.make_evaluate(loss, batches)
+    found = evaluate(params_of())
     sums = [loss(params_of(), batch, None)["loss"] for batch in batches]
     expected = sum(float(total) for total, _ in sums) / sum(float(weight) for _, weight in sums)
-    assert found["val_loss"] == pytest.approx(expected, rel=1e-6) and set(found) == {
-        "val_loss",
-        "val_largest",
-    }
-
-
-def test_evaluations_come_to_the_hooks_at_their_steps():
+    assert found.keys() == {"val_loss", "val_largest"}
+    assert found["val_loss"] == pytest.approx(expected, rel=1e-6)
     seen = []
 
     def note(step, state, metrics):
         if "val_loss" in metrics:
             seen.append(step)
 
-    evaluate = jf.make_evaluate(loss, [Points()[99]])
     step, state = jf.make_step(loss, OPTIMIZER), jf.init_state(params_of(), OPTIMIZER)
     jf.fit(step, state, Points(), steps=5, evaluate=evaluate, evaluate_every=2, hooks=[note])
     assert seen == [2, 4, 5]
@@ -359,11 +334,10 @@ def test_a_damaged_checkpoint_is_set_aside_with_its_reason_and_nothing_is_delete
     largest = max(before, key=lambda name: len(before[name]))
     before[largest] = before[largest][: len(before[largest]) // 2]
     (newest / largest).write_bytes(before[largest])
-    whole, _ = trained()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         state, rest = trained(directory=tmp_path)
-    assert_equal(state, whole)
+    assert_equal(state, whole()[0])
     assert rest[0][0] == EVERY + 1 and any("set aside as" in str(one.message) for one in said)
     aside = tmp_path / "checkpoints" / f"damaged-{2 * EVERY}"
     assert {name: (aside / name).read_bytes() for name in before} == before

@@ -1,7 +1,7 @@
 """Invariants of learning: what a step computes, whatever its pieces, and what an update moves."""
 
-import dataclasses
 import functools
+import math
 from pathlib import Path
 
 import jax
@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 from learning_steps import a_batch, a_run, loss_for, step_of
-from shapes import VOCABULARY, model
+from products import slow_but
+from shapes import VOCABULARY, made, model
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import MESH_AXES, make_mesh
-from jaxformer.arrays.params import rows
+from jaxformer.arrays.params import map_specs, rows
 from jaxformer.config.config_file import check
 from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.config.run import RunConfig
@@ -46,12 +47,13 @@ def gradient(params, run, batch):
     return grads, means.get("nats", means["loss"])
 
 
-@pytest.mark.parametrize("pieces", [2, 4, 8])
 @pytest.mark.parametrize(
-    "extras", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}], ids=["plain", "smoothed"]
+    "pieces, extras",
+    [(4, {}), (2, {"label_smoothing": 0.1, "z_loss": 1e-2})],
+    ids=["plain", "smoothed"],
 )
 def test_an_accumulated_step_equals_one_big_batch_with_unequal_weights(pieces, extras):
-    params = jf.init(model("llama"), jax.random.key(0))
+    params = made(model("llama"))
     whole, loss = gradient(params, a_run(train=extras), a_batch())
     split, loss_split = gradient(params, a_run(train=extras | {"microbatches": pieces}), a_batch())
     np.testing.assert_allclose(loss_split, loss, rtol=1e-6)
@@ -81,7 +83,7 @@ def test_a_loss_is_traced_once_whatever_the_pieces(pieces):
 
 def test_the_gradient_is_that_of_the_mean_loss_over_weighted_tokens():
     run, batch = a_run(), a_batch()
-    params = jf.init(run.model, jax.random.key(0))
+    params = made(run.model)
 
     def mean_loss(params):
         logits = jf.forward(params, run.model, batch["tokens"])
@@ -101,9 +103,7 @@ def test_the_gradient_is_that_of_the_mean_loss_over_weighted_tokens():
 def test_a_batch_without_weight_moves_nothing_and_gives_no_nan():
     run, batch = a_run(), a_batch()
     grads, loss = gradient(
-        jf.init(run.model, jax.random.key(0)),
-        run,
-        batch | {"weights": np.zeros_like(batch["weights"])},
+        made(run.model), run, batch | {"weights": np.zeros_like(batch["weights"])}
     )
     assert loss == 0 and all((leaf == 0).all() for leaf in jax.tree.leaves(grads))
 
@@ -115,11 +115,12 @@ def start(run):
     return state, step_of(run, optimizer, schedule)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "adamw", "muon"))
 def test_one_batch_can_be_learnt_by_heart(name):
     rate = {"sgd": 0.3, "lion": 5e-3}.get(name, 1e-2)
     run = a_run(
         "gpt2",
+        n_layers=1,
         optimizer={
             "name": name,
             "learning_rate": rate,
@@ -136,8 +137,12 @@ def test_one_batch_can_be_learnt_by_heart(name):
     assert losses[-1] < (2.5 if name == "sgd" else 0.7) and np.isfinite(losses).all()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("decay", ["matrices", "all"])
+DECAYS = [("adamw", "all"), *((name, "matrices") for name in OPTIMIZERS)]
+
+
+@pytest.mark.parametrize(
+    "name, decay", slow_but(DECAYS, DECAYS[0], ("muon", "matrices"), ("schedule_free", "matrices"))
+)
 def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
     config = OptimizerConfig(
         name=name,
@@ -147,12 +152,12 @@ def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
         warmup_steps=0,
         schedule="constant",
     )
-    specs = transformer.specs(model("gpt2"))
+    specs = transformer.specs(model("gpt2", n_layers=1))
     optimizer = optax.with_extra_args_support(
         make_optimizer(config, make_schedule(config, 10), specs)
     )
-    params = jax.tree.map(jnp.ones_like, transformer.init(model("gpt2"), jax.random.key(0)))
-    nothing = jax.tree.map(jnp.zeros_like, params)
+    params = map_specs(lambda _, spec: np.ones(spec.shape, np.float32), specs)
+    nothing = jax.tree.map(np.zeros_like, params)
     of_step = {"hessian_product": jax.tree.leaves, "key": jax.random.key(0)}
 
     def update(gradient, params):
@@ -171,11 +176,9 @@ def test_only_matrices_decay_by_default_and_the_groups_count_every_parameter():
             path.split(".")[-1] in ("q", "k", "v", "out", "up", "down", "tokens", "positions")
         ), path
     groups = decay_groups(OptimizerConfig(), specs)
-    params = transformer.init(model("gpt2"), jax.random.key(0))
-    assert sum(size for _, size in groups.values()) == sum(
-        leaf.size for leaf in jax.tree.leaves(params)
-    )
-    assert sum(count for count, _ in groups.values()) == len(jax.tree.leaves(params))
+    leaves = rows(specs).values()
+    assert sum(size for _, size in groups.values()) == sum(math.prod(x.shape) for x in leaves)
+    assert sum(count for count, _ in groups.values()) == len(leaves)
 
 
 def test_the_docs_have_a_row_for_each_schedule():
@@ -183,8 +186,8 @@ def test_the_docs_have_a_row_for_each_schedule():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("w, e", [(0, 10), (3, 10), (3, 8)])
-def test_the_rate_of_each_step_is_that_of_the_table_in_the_docs(name, w, e):
+@pytest.mark.parametrize("w, e, share", [(0, 10, 0.01), (3, 10, 0.2), (3, 8, 0.99)])
+def test_the_rate_of_each_step_is_that_of_the_table_in_the_docs(name, w, e, share):
     f, steps = 0.1, 10
     config = OptimizerConfig(
         schedule=name,
@@ -192,9 +195,9 @@ def test_the_rate_of_each_step_is_that_of_the_table_in_the_docs(name, w, e):
         warmup_steps=w,
         decay_steps=e,
         final_fraction=f,
-        wsd_decay_fraction=0.2,
+        wsd_decay_fraction=share,
     )
-    d = round(0.2 * (e - w))
+    d = max(round(share * (e - w)), 1)
 
     def line(k, first, length):
         return 1 + (f - 1) * min(max(k - first, 0) / length, 1)
@@ -221,57 +224,27 @@ def test_the_table_of_the_docs_has_the_rates_of_a_run(row):
     assert [f"{float(schedule(step)):.4f}" for step in steps] == rates
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.99])
-def test_wsd_ends_at_its_floor(fraction):
-    config = OptimizerConfig(
-        schedule="wsd",
-        learning_rate=1.0,
-        warmup_steps=0,
-        final_fraction=0.0,
-        wsd_decay_fraction=fraction,
-    )
-    d, steps = max(round(10 * fraction), 1), np.arange(10)
-    rates = make_schedule(config, 10)(steps)
-    expected = [*np.ones(10 - d), *(np.arange(d)[::-1] / d)]
-    np.testing.assert_allclose(rates, expected, atol=1e-6)
-
-
-def test_a_run_within_its_warm_up_says_that_the_peak_is_not_reached():
+def test_a_run_may_end_within_its_warm_up_and_then_says_so():
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=20)
     assert schedule_text(config, 10).startswith("0.476 in the last step")
     assert "never reaches its peak, 1" in schedule_text(config, 10)
-
-
-def test_the_beginning_of_a_longer_run_may_end_within_the_warm_up():
-    optimizer = OptimizerConfig(warmup_steps=10, decay_steps=100)
-    check(RunConfig(optimizer=optimizer, train=TrainConfig(steps=5)))
-    check(RunConfig(optimizer=OptimizerConfig(warmup_steps=5), train=TrainConfig(steps=5)))
+    longer = OptimizerConfig(warmup_steps=10, decay_steps=100)
+    check(RunConfig(optimizer=longer, train=TrainConfig(steps=5)))
 
 
 def test_gradients_are_clipped_by_their_global_norm():
-    run = a_run(
-        optimizer={
-            "name": "sgd",
-            "b1": 0.0,
-            "clip_norm": 0.01,
-            "weight_decay": 0.0,
-            "warmup_steps": 0,
-            "learning_rate": 1.0,
-        }
-    )
-    run = dataclasses.replace(
-        run, optimizer=dataclasses.replace(run.optimizer, schedule="constant")
-    )
-    state, step = start(run)
+    settings = {"name": "sgd", "b1": 0.0, "clip_norm": 0.01, "weight_decay": 0.0}
+    settings |= {"warmup_steps": 0, "learning_rate": 1.0, "schedule": "constant"}
+    state, step = start(a_run(n_layers=1, optimizer=settings))
     before = jax.tree.map(np.array, state.params)
     state, metrics = step(state, a_batch())
     assert metrics["grad_norm"] > 0.1
-    moved = optax.tree.norm(jax.tree.map(lambda a, b: a - b, state.params, before))
-    np.testing.assert_allclose(moved, 0.01, rtol=1e-3)
+    moved = jax.tree.map(lambda a, b: np.square(np.asarray(a) - b).sum(), state.params, before)
+    np.testing.assert_allclose(sum(jax.tree.leaves(moved)) ** 0.5, 0.01, rtol=1e-3)
 
 
 def test_dropout_depends_on_seed_and_step_alone():
-    run = a_run(dropout=0.2)
+    run = a_run(n_layers=1, dropout=0.2)
     state, step = start(run)
     again, _ = start(run)
     first, metrics = step(state, a_batch())
