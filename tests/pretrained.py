@@ -203,6 +203,12 @@ def logits(model, batch):
 LOGITS = ("prediction_logits", "logits", "text_embeds", "last_hidden_state")
 
 
+@functools.cache
+def expected_logits(name):
+    """Those of the reference for `inputs(name)`."""
+    return logits(reference(name), inputs(name))
+
+
 def logits_of_rows_alone(model, batch):
     """Those of each row without the others, of which transformers scales all by the longest; for
     dynamic NTK it also keeps the longest of earlier calls, until a call within the original length.

@@ -563,10 +563,6 @@ VARIANTS = {
         | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     ),
     "modernbert classes": (tf.ModernBertForSequenceClassification, MODERNBERT),
-    "modernbert classes, mean": (
-        tf.ModernBertForSequenceClassification,
-        MODERNBERT | dict(classifier_pooling="mean", num_hidden_layers=4),
-    ),
     "modernbert tags": (tf.ModernBertForTokenClassification, MODERNBERT),
     "t5": (tf.T5ForConditionalGeneration, T5),
     "t5 v1.1": (
@@ -580,36 +576,21 @@ VARIANTS = {
         ),
     ),
     "t5 encoder": (tf.T5EncoderModel, ENCODER),
-    "t5 encoder, v1.1": (tf.T5EncoderModel, ENCODER | dict(feed_forward_proj="gated-gelu")),
     "mt5": (tf.MT5ForConditionalGeneration, T5),
-    "mt5 untied": (tf.MT5ForConditionalGeneration, T5 | dict(tie_word_embeddings=False)),
     "mt5 encoder": (tf.MT5EncoderModel, ENCODER),
+    "mt5 untied": (tf.MT5ForConditionalGeneration, T5 | dict(tie_word_embeddings=False)),
     "umt5": (tf.UMT5ForConditionalGeneration, T5),
-    "umt5 untied": (tf.UMT5ForConditionalGeneration, T5 | dict(tie_word_embeddings=False)),
     "umt5 encoder": (tf.UMT5EncoderModel, ENCODER),
     "clip": (tf.CLIPTextModel, CLIP),
     "clip projection": (tf.CLIPTextModelWithProjection, CLIP),
-    "clip projection, gelu": (tf.CLIPTextModelWithProjection, CLIP | dict(hidden_act="gelu")),
     "bart": (tf.BartForConditionalGeneration, BART),
-    "bart scaled": (
-        tf.BartForConditionalGeneration,
-        BART | dict(scale_embedding=True, activation_function="gelu_new"),
-    ),
     "marian": (tf.MarianMTModel, BART | dict(scale_embedding=True, activation_function="swish")),
     "marian unscaled": (
         tf.MarianMTModel,
         BART | dict(d_model=36, activation_function="relu", decoder_layers=1),
     ),
     "pegasus": (tf.PegasusForConditionalGeneration, BART | dict(scale_embedding=True)),
-    "pegasus unscaled": (
-        tf.PegasusForConditionalGeneration,
-        BART | dict(activation_function="relu", encoder_layers=3, decoder_layers=2),
-    ),
     "mbart": (tf.MBartForConditionalGeneration, BART | dict(scale_embedding=True)),
-    "mbart unscaled": (
-        tf.MBartForConditionalGeneration,
-        BART | dict(activation_function="relu", encoder_layers=3, decoder_layers=2),
-    ),
     "m2m_100": (tf.M2M100ForConditionalGeneration, BART),
     "m2m_100 unscaled, odd width": (
         tf.M2M100ForConditionalGeneration,

@@ -77,11 +77,7 @@ def without_base(held):
     return {name: tensor for name, tensor in held.items() if "base_layer" not in name}
 
 
-# Of the orders in which a module has the rows of its leaves, and of the kinds of models.
-ORDERS = ["llama", "gpt2", "gpt-neox", "falcon", "bert masked", "t5"]
-
-
-@each(FAMILY.values(), slow={*FAMILY.values()} - {*ORDERS})
+@each(FAMILY.values(), slow={*FAMILY.values()} - {"llama", "falcon", "t5"})
 def test_an_adapter_computes_what_it_does_in_peft_and_is_written_back_as_it_was(name):
     model, place = everywhere(name)
     batch, found = inputs(name), jf.load(place)
@@ -100,7 +96,7 @@ def test_an_adapter_computes_what_it_does_in_peft_and_is_written_back_as_it_was(
     assert scales[0] == pytest.approx(scales[1], rel=1e-7)
 
 
-@each(["llama", "gpt2", "falcon"])
+@each(["llama", "gpt2", "falcon"], slow=["llama", "gpt2"])
 def test_merged_weights_are_those_that_peft_merges(name):
     model, place = everywhere(name)
     found, merged = jf.load(place), folder(name, "merged")
@@ -243,14 +239,6 @@ def test_the_output_layer_of_gpt_neox_has_its_names_of_two_versions(old):
         save_file(held, place / "adapter_model.safetensors")
         found = jf.load(state(place, target_modules=["embed_out"]))
     assert_close(ours(found, batch), theirs(model, batch), batch)
-
-
-@pytest.mark.xdist_group("llama")
-def test_layers_without_an_adapter_stay_without_one():
-    _, place = saved("llama", "layer 1", **QV, layers_to_transform=[1])
-    leaf = leaves_of(jf.load(place).params)["blocks.attention.q"]
-    assert (leaf.scale[0], leaf.scale[1]) == (0, 1.5)
-    assert not leaf.a[0].any() and not leaf.b[0].any() and leaf.a[1].all()
 
 
 @pytest.mark.xdist_group("llama")

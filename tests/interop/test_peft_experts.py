@@ -95,7 +95,9 @@ def test_names_of_single_experts_are_those_that_peft_makes_parameters_of(name):
 
 
 @each(["mixtral", "gpt-oss", "granite-moe-shared"], slow=["gpt-oss", "granite-moe-shared"])
-@pytest.mark.parametrize("targets", [("experts", "attention"), ("up", "down")])
+@pytest.mark.parametrize(
+    "targets", [("experts", "attention"), pytest.param(("up", "down"), marks=pytest.mark.slow)]
+)
 def test_adapters_made_here_are_loaded_by_peft(name, targets):
     """Gates and ups that have an a of their own become one parameter of the sum of their ranks."""
     model, batch = loaded(name), inputs(name)

@@ -249,13 +249,7 @@ CONFIGS = [  # keys as config.json had them before transformers 5; None takes on
     ),
     ("llama", OLD | dict(rope_theta=THETA, rope_scaling=None, pretraining_tp=1)),
     ("llama linear", OLD | dict(rope_theta=THETA, rope_scaling=dict(type="linear", factor=2.5))),
-    (
-        "llama dynamic beyond",
-        OLD | dict(rope_theta=THETA, rope_scaling=dict(type="dynamic", factor=2.5)),
-    ),
     ("llama llama3", OLD | dict(rope_theta=THETA, rope_scaling=dict(rope_type="llama3", **SCALES))),
-    ("mistral", OLD | dict(rope_theta=THETA)),
-    ("qwen2 window above layer 1", OLD | dict(rope_theta=THETA, layer_types=None)),
     (
         "qwen2",
         OLD
@@ -265,16 +259,6 @@ CONFIGS = [  # keys as config.json had them before transformers 5; None takes on
             use_sliding_window=False,
             sliding_window=32768,
             use_mrope=False,
-        ),
-    ),
-    (
-        "gemma2",
-        OLD
-        | dict(
-            rope_theta=THETA,
-            layer_types=None,
-            cache_implementation="hybrid",
-            hidden_act="gelu_pytorch_tanh",
         ),
     ),
     (
@@ -293,7 +277,6 @@ CONFIGS = [  # keys as config.json had them before transformers 5; None takes on
             rope_theta=THETA, rope_local_base_freq=91.0, layer_types=None, sliding_window_pattern=6
         ),
     ),
-    ("olmo2", OLD | dict(rope_theta=THETA, rope_scaling=None)),
     ("gpt-neox", OLD | dict(rotary_pct=0.4, rotary_emb_base=911)),
     (
         "bloom",
@@ -313,12 +296,6 @@ CONFIGS = [  # keys as config.json had them before transformers 5; None takes on
         )
         | dict(skip_bias_add_qkv=False, n_inner=None, pretraining_tp=2),
     ),
-    (
-        "bert masked",
-        dict(
-            position_embedding_type="absolute", gradient_checkpointing=False, torch_dtype="float32"
-        ),
-    ),
     ("roberta masked", dict(position_embedding_type="absolute", classifier_dropout=0.1)),
     (
         "t5",
@@ -330,7 +307,6 @@ CONFIGS = [  # keys as config.json had them before transformers 5; None takes on
             dense_act_fn=None,
         ),
     ),
-    ("t5 v1.1", dict(output_past=True, is_gated_act=True, dense_act_fn="gelu_new")),
     (
         "bart",
         BARTS

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from products import slow_but
 from shapes import strong
 
 import jaxformer as jf
@@ -20,8 +21,12 @@ TOKENS = np.arange(20, dtype=np.int32).reshape(2, 10)
     [
         # Granite has the factor of the scores and the divisor of the logits of a tied head.
         ({"tied_head": True}, None, "granite"),
-        ({"tied_head": True}, "LlamaForCausalLM", "llama"),
-        ({"query_key_norm": "head", "head_dim": 8}, None, "qwen3"),
+        *slow_but(
+            [
+                ({"tied_head": True}, "LlamaForCausalLM", "llama"),
+                ({"query_key_norm": "head", "head_dim": 8}, None, "qwen3"),
+            ]
+        ),
         # Heads as wide as in the base, whose scores are those of any model.
         ({"mup_base": "d_model=16 d_ff=12 n_heads=2 n_kv_heads=1 head_dim=16"}, None, "llama"),
     ],

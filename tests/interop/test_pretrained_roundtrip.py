@@ -11,6 +11,7 @@ import transformers as tf
 from pretrained import (
     directory,
     each,
+    expected_logits,
     filled,
     folder,
     inputs,
@@ -20,9 +21,10 @@ from pretrained import (
     tensors,
     with_eos_of,
 )
-from pretrained_variants import FURTHER_VARIANTS, VARIANTS
+from pretrained_variants import VARIANTS
 
 import jaxformer as jf
+from jaxformer.interop.pretrained import pretrained_config
 
 
 @functools.cache
@@ -63,15 +65,18 @@ def assert_same_tensors(found, expected):
     assert [name for name, w in expected.items() if not torch.equal(found[name], w)] == []
 
 
-@each(VARIANTS, slow=FURTHER_VARIANTS)
+# One of each way in which an architecture stores its leaves.
+USUAL = {"llama", "gpt2", "gpt-neox", "phi3", "deepseek-v3", "gpt-oss"}
+USUAL |= {"bert masked", "t5", "marian"}
+
+
+@each(VARIANTS, slow=VARIANTS.keys() - USUAL)
 def test_the_tensors_written_are_bit_for_bit_those_that_transformers_wrote(name):
-    """And both read them: the same config and parameters here, the same logits there."""
+    """And both read them: the same config here, the same logits there."""
     assert_same_tensors(tensors(saved(name)), tensors(directory(name)))
-    again = jf.load(saved(name))
-    assert filled(again.config) == filled(loaded(name).config)
-    assert_same_leaves(again.params, loaded(name).params)
+    assert filled(pretrained_config(saved(name))) == filled(loaded(name).config)
     model = with_eos_of(reread(saved(name)), reference(name))
-    expected = logits(reference(name), inputs(name))
+    expected = expected_logits(name)
     assert np.abs(logits(model, inputs(name)) - expected).max() <= 1e-6 * expected.std()
 
 

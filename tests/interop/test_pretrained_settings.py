@@ -20,11 +20,6 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config.saved import to_json
 from jaxformer.interop import logit_parity
-from jaxformer.layers import rope
-from jaxformer.layers.head import pooled
-from jaxformer.layers.masks import TokenLayout
-from jaxformer.layers.pattern import layer_configs
-from jaxformer.layers.positions import rotate
 from jaxformer.models.transformer import specs
 from jaxformer.runs.config import origin_of, with_base, with_tokenizer_of
 from jaxformer.runs.init_from import warm_start
@@ -256,50 +251,12 @@ def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_lab
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {"bfloat16"}
 
 
-SCALED = {"none": {}, "yarn": dict(rope_scaling="yarn", rope_factor=3.0)}
-BASES = SMALL | dict(
-    window=3, window_pattern="wf", rope_window_theta=7.0, rope_fraction=0.5, head_dim=8, n_layers=3
-)
-
-
-@pytest.mark.parametrize("scaling", SCALED)
-def test_a_layer_with_a_window_turns_by_its_own_base_which_nothing_stretches(scaling):
-    config = ModelConfig(**BASES | SCALED[scaling])
-    x, positions = jax.random.normal(jax.random.key(0), (1, 9, 2, 8)), jax.numpy.arange(9)[None]
-    near = jax.numpy.concatenate([rope(x[..., :4], positions, 7.0), x[..., 4:]], -1)
-    far = rotate(dataclasses.replace(config, rope_window_theta=0.0), x, positions)
-    for layer, expected in zip(layer_configs(config, 3), (near, far, near), strict=True):
-        np.testing.assert_allclose(rotate(layer, x, positions), expected, atol=1e-6)
-
-
 def test_vectors_of_a_model_without_a_head_are_float32_whatever_its_products_are():
     config = ModelConfig(**BERT, head="none", dtype="bfloat16")
     assert (
         jf.forward(jf.init(config, jax.random.key(0)), config, np.arange(5)[None]).dtype
         == np.float32
     )
-
-
-@pytest.mark.parametrize("family, place", [("decoder", 3), ("encoder", 1)])
-def test_a_class_of_a_row_is_read_off_its_last_token_in_a_decoder_and_off_its_first_in_an_encoder(
-    family, place
-):
-    config = ModelConfig(**SMALL, family=family, head="classes", n_classes=2)
-    x = jax.random.normal(jax.random.key(1), (1, 5, config.d_model))
-    found = pooled({}, config, x, TokenLayout(np.arange(5)[None], np.array([[0, 1, 1, 1, 0]])))
-    np.testing.assert_allclose(found[:, 0], x[:, place], atol=1e-6)
-
-
-REFUSED = [
-    (dict(rope_window_theta=5.0, window=3, positions="alibi"), "needs model.positions='rope'"),
-    (dict(head_bias=True, head="classes", n_classes=2), "the other heads always have a bias"),
-]
-
-
-@pytest.mark.parametrize("changes, reason", REFUSED, ids=str)
-def test_a_setting_that_would_do_nothing_is_refused(changes, reason):
-    with pytest.raises(jf.ConfigError, match=reason):
-        ModelConfig(**SMALL | changes)
 
 
 @pytest.mark.parametrize(
@@ -329,6 +286,7 @@ def test_a_file_where_the_directory_should_be_is_left_alone(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_model_whose_positions_follow_the_padding_token_is_verified_without_that_token(tmp_path):
     config = ModelConfig(
         **BERT | dict(token_types=1, position_offset=2, max_length=40, tied_head=True)

@@ -73,7 +73,7 @@ def our_step(name, batch):
     )
 
 
-@each(TRAINED, slow=TRAINED[3:])
+@each(TRAINED, slow=TRAINED[1:])
 def test_a_step_of_training_moves_each_tensor_by_torchs_gradient_and_those_without_one_not_at_all(
     name,
 ):

@@ -66,6 +66,7 @@ def test_the_projection_reads_the_first_eos_of_a_padded_text(padding):
     assert close(found, outputs(model, {"input_ids": tokens}).text_embeds.numpy())
 
 
+@pytest.mark.slow
 def test_the_files_of_both_stacks_are_read_as_the_encoder_alone():
     both = made(tf.T5ForConditionalGeneration, T5 | {"tie_word_embeddings": False})
     directory = folder("text encoders", "both stacks")
