@@ -77,21 +77,6 @@ def test_a_run_that_resumes_is_the_same_run_of_the_service(
     assert service.calls[-4][1]["id"] != first["id"]
 
 
-def test_only_finite_numbers_are_given(tmp_path: Path) -> None:
-    calls = []
-
-    class Kept:
-        def log(self, step: int, numbers: Mapping[str, float]) -> None:
-            calls.append((step, dict(numbers)))
-
-        def close(self) -> None:
-            calls.append("closed")
-
-    with MetricsLog(tmp_path, tracker=Kept()) as log:
-        log.log(1, {"loss": 2.0, "grad_norm": float("inf")})
-    assert calls == [(1, {"loss": 2.0}), "closed"]
-
-
 @pytest.mark.parametrize("service", ["log", "finish"], indirect=True)
 def test_a_service_that_fails_is_warned_of_once_and_ends_no_run(
     tmp_path: Path, service: Service
