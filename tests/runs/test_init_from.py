@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_run import SETTINGS, write_text
+from tiny_run import write_text
 from warm_starts import SMALL, leaves, run
 
 import jaxformer as jf
@@ -125,19 +125,6 @@ def test_a_trunk_is_fine_tuned_to_tell_classes(base, encoder):
     assert json.loads((made / "metrics.jsonl").read_text().splitlines()[-1])["val_accuracy"] > 0.95
 
 
-def test_the_same_line_continues_a_run_that_began_from_another(base, trunk):
-    changes = under(
-        SETTINGS
-        | SMALL
-        | {"data.train": base / "text.txt", "run.init_from": trunk, "train.checkpoint_every": 1}
-    )
-    whole = run(base, "whole", **(changes | {"train__steps": 2}))
-    run(base, "parts", **(changes | {"train__steps": 1, "optimizer__decay_steps": 40}))
-    parts = run(base, "parts", **(changes | {"train__steps": 2, "optimizer__decay_steps": 40}))
-    for path, leaf in leaves(whole).items():
-        np.testing.assert_array_equal(leaves(parts)[path], leaf, err_msg=path)
-
-
 def test_a_setting_that_the_parameters_have_the_shape_for_takes_effect(base, trunk):
     """Context extension: a longer context and stretched positions are not dropped in silence."""
     asked = {
@@ -204,12 +191,6 @@ def test_settings_that_the_parameters_have_no_shape_for_are_refused_by_name(base
     assert "so embed.tokens is (300, 64) here, and (300, 32) in the base" in message
     assert "norm_eps" not in message and "configs/finetune.py" in message
     assert not (base / "refused").exists()
-
-
-def test_no_run_to_begin_from_is_said(base):
-    with pytest.raises(jf.ConfigError, match=r"run.init_from=.*nowhere.* has no config.json"):
-        run(base, "never", data__train=base / "text.txt", run__init_from=base / "nowhere")
-    assert not (base / "never").exists()
 
 
 def under(changes: dict) -> dict:

@@ -78,6 +78,7 @@ def test_a_run_that_skips_spikes_is_resumed_bitwise(
     assert "is a spike and was skipped" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_spike_ends_a_run_that_does_not_skip_it_and_a_higher_factor_continues_it(
     run: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
