@@ -46,18 +46,6 @@ def opened(browser: Any, file: Path, **options: Any) -> Iterator[View]:
     found.context.close()
 
 
-def test_without_a_browser_a_test_is_skipped_but_fails_in_ci(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("browser.NAMES", ())
-    for environment, stopped in ((None, pytest.skip.Exception), ("1", pytest.fail.Exception)):
-        monkeypatch.delenv("CI", raising=False)
-        if environment:
-            monkeypatch.setenv("CI", environment)
-        with pytest.raises(stopped, match="apt-get install chromium"), chromium():
-            pass
-
-
 def test_buttons_and_keys_step_forwards_and_backwards_within_the_target(view: View) -> None:
     press = view.tab.keyboard.press
     assert view.step() == 0 and view.tab.locator("#back").is_disabled()
@@ -77,18 +65,6 @@ def test_buttons_and_keys_step_forwards_and_backwards_within_the_target(view: Vi
     view.tab.locator("#slider").focus()
     press("ArrowRight")
     assert view.step() == 1
-
-
-def test_arrows_move_from_head_to_head_where_a_head_has_the_focus(view: View) -> None:
-    chosen = view.tab.locator("#grid [aria-pressed=true]")
-    chosen.focus()
-    assert chosen.get_attribute("aria-label") == "layer 1, mean of heads"
-    view.tab.keyboard.press("ArrowRight")
-    view.tab.keyboard.press("ArrowUp")
-    assert view.text("#name") == "Cross-attention, layer 0, head 0" and view.step() == 0
-    focused = view.tab.evaluate("document.activeElement.getAttribute('aria-label')")
-    assert focused == "layer 0, head 0"
-    assert view.tab.locator("#grid button[tabindex='0']").count() == 1
 
 
 def test_a_stage_tells_its_formula_and_the_shapes_of_the_step(view: View) -> None:
