@@ -54,6 +54,7 @@ def test_a_save_without_its_marker_does_not_count_and_is_removed(s3_bucket: str)
     " read.",
     status="0",
 )
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_copied_aside_also_after_a_kill_within_the_copy(
     s3_bucket: str,
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_save_that_the_store_refuses_is_one_message_and_the_checkpoints_before
     kept="Nothing is changed; the message says that this does not show damage.",
     status="2",
 )
+@pytest.mark.slow
 def test_a_checkpoint_that_the_store_does_not_give_is_no_damage(
     s3_faults: Faults, s3_bucket: str
 ) -> None:
