@@ -77,37 +77,6 @@ def test_an_entry_is_ended_at_its_limit_and_keeps_what_it_had_written(
     assert found["result"] == {"samples": [1]} and found["seconds"] < 30
 
 
-def test_the_queue_stops_before_its_time_ends(queue: ModuleType, tmp_path: Path) -> None:
-    entries = [queue.Entry(1, "slow", "sleeps.py", 50), queue.Entry(1, "next", "measures.py", 9)]
-    work = ran(queue, tmp_path / "out", entries, seconds=5)
-    assert work.states["slow"].startswith("out of time")
-    assert work.states["next"] == "left"
-    assert work.left() > 0
-
-
-def test_entries_of_pytorch_wait_until_it_is_installed(
-    queue: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queue.importlib.util, "find_spec", lambda name: None)
-    entries = [
-        queue.Entry(1, "torch", "measures.py", 9, torch=True),
-        queue.Entry(1, "jax", "measures.py", 9),
-    ]
-    absent = ran(queue, tmp_path / "absent", entries)
-    assert absent.states["torch"] == "left: no PyTorch here"
-    (tmp_path / "torch").mkdir()
-    order = []
-
-    def finished(command: list[str], environment: Any, log: Any, limit: float) -> str:
-        order.append(Path(log.name).stem)
-        (tmp_path / "torch/ready").touch()
-        return "ended"
-
-    monkeypatch.setattr(queue, "ended", finished)
-    ran(queue, tmp_path / "out", entries)
-    assert order == ["jax", "torch"]
-
-
 def test_every_entry_names_a_script_and_a_place_on_the_page_of_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

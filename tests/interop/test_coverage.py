@@ -2,7 +2,6 @@
 
 import runpy
 
-import pytest
 from page_blocks import ROOT
 
 from jaxformer.interop.architectures import HF_FAMILIES
@@ -15,8 +14,8 @@ def test_the_table_of_the_page_is_that_of_the_registry():
     assert page == FAMILIES["with_table"](page), "run python docs/hooks/families.py"
 
 
-@pytest.mark.parametrize("family", HF_FAMILIES, ids=lambda family: family.model_type)
-def test_a_family_has_models_that_test_it_and_says_what_it_covers(family):
-    assert FAMILIES["variants_of"](family)
-    assert family.covers
-    assert f"| `{family.model_type}` |" in FAMILIES["table"]()
+def test_a_family_has_models_that_test_it_and_says_what_it_covers():
+    table = FAMILIES["table"]()
+    for family in HF_FAMILIES:
+        assert FAMILIES["variants_of"](family) and family.covers, family.model_type
+        assert f"| `{family.model_type}` |" in table
