@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from families import SIZES
+from families import SIZES, params_of
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
@@ -24,10 +24,12 @@ BATCH = {"tokens": TOKENS, "targets": TOKENS[:, ::-1], "weights": jnp.ones(TOKEN
 def stepped(kind, mesh, experts=4, dropout=0.0):
     """The params after a step, and its loss."""
     config = jf.ModelConfig(
-        **SIZES | {"feed_forward": "experts", "n_experts": experts, "experts_per_token": 2},
+        **SIZES
+        | {"feed_forward": "experts", "n_experts": experts, "experts_per_token": 2}
+        | {"n_layers": 1},
         bias="all",
     )
-    params = jf.init(config, jax.random.key(0))
+    params = params_of(config)
     params = jf.quantize(params, kind) if kind else params
     lora = jf.LoRA(rank=2, targets=("experts",), dropout=dropout)
     adapted = jf.adapt(params, config, lora, jax.random.key(1))

@@ -20,16 +20,9 @@ def small_blocks(monkeypatch):
 
 
 def inputs(length=14, heads=4, kv_heads=2, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [
-        (2, length, heads, 8),
-        (2, length, kv_heads, 8),
-        (2, length, kv_heads, 8),
-        (2, length, heads, 8),
-    ]
-    return [
-        jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)
-    ]
+    rng = np.random.default_rng(0)
+    shapes = [(heads, 8), (kv_heads, 8), (kv_heads, 8), (heads, 8)]
+    return [rng.standard_normal((2, length, *shape)).astype(dtype) for shape in shapes]
 
 
 def reference(q, k, v, mask):
@@ -40,14 +33,18 @@ def reference(q, k, v, mask):
     return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
-def with_gradients(function, q, k, v, slope):
-    out, pull = jax.vjp(function, q, k, v)
-    return [np.asarray(a, np.float32) for a in (out, *pull(slope.astype(out.dtype)))]
+def with_gradients(function, *arrays):
+    @jax.jit
+    def both(q, k, v, slope):
+        out, pull = jax.vjp(function, q, k, v)
+        return out, *pull(slope.astype(out.dtype))
+
+    return [np.asarray(a, np.float32) for a in both(*arrays)]
 
 
-def assert_same(function, mask, q, k, v, slope, tolerance=1e-5):
-    found = with_gradients(jax.jit(function), q, k, v, slope)
-    wanted = with_gradients(lambda *a: reference(*a, mask), q, k, v, slope)
+def assert_same(function, mask, *arrays, tolerance=1e-5):
+    found = with_gradients(function, *arrays)
+    wanted = with_gradients(lambda *a: reference(*a, mask), *arrays)
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=name)
 
@@ -59,15 +56,15 @@ def to_past(q, k, v, **changes):
 
 
 def causal(length):
-    return jnp.tril(jnp.ones((2, length, length), bool))
+    return np.tril(np.ones((2, length, length), bool))
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 14, 37])
+@pytest.mark.parametrize("length", [1, 4, 14, 37])
 def test_any_length_gives_plain_causal_attention(length):
     assert_same(to_past, causal(length), *inputs(length))
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 4])
 def test_query_heads_share_key_heads(kv_heads):
     assert_same(to_past, causal(14), *inputs(kv_heads=kv_heads))
 
@@ -79,7 +76,7 @@ def test_packed_rows_see_their_own_segment_and_padding_gives_zero():
     layout = layout_of(segments, None, segments)
     packed = lambda q, k, v: blocked_attention(q, k, v, AttentionMask(layout, layout))  # noqa: E731
     assert_same(packed, mask, q, k, v, slope)
-    assert not np.any(packed(q, k, v)[0, 11:])
+    assert not np.any(jax.jit(packed)(q, k, v)[0, 11:])
 
 
 def test_positions_decide_and_not_the_order_of_the_keys():
@@ -103,7 +100,7 @@ def test_a_query_that_may_see_nothing_gives_zero_and_no_gradient():
 
 def test_bfloat16_is_near_the_float32_reference():
     q, k, v, slope = inputs(dtype=jnp.bfloat16)
-    assert to_past(q, k, v).dtype == jnp.bfloat16
+    assert jax.eval_shape(to_past, q, k, v).dtype == jnp.bfloat16
     assert_same(to_past, causal(14), q, k, v, slope, tolerance=0.05)
 
 

@@ -53,6 +53,7 @@ def arrays_of(m, depth, width, sizes, seed=0):
     return x, w, dy
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def with_gradients(kernel, x, w, dy, sizes):
     y, back = jax.vjp(GroupedRows(jnp.asarray(sizes, jnp.int32), kernel).product, x, w)
     return y, *back(dy)
@@ -76,7 +77,7 @@ def test_a_kernel_is_plain_numpy_and_gives_0_for_rows_of_no_group(kernel, case, 
     *_, sizes = CASES[case]
     x, w, dy = arrays_of(*CASES[case])
     cast = (jnp.asarray(array, dtype) for array in (x, w, dy))
-    computed = with_gradients(kernel, *cast, sizes)
+    computed = with_gradients(kernel, *cast, np.array(sizes))
     assert all(array.dtype == dtype for array in computed)
     assert_close(computed, expected(x, w, dy, sizes), TOLERANCES[dtype])
     for rows in computed[:2]:
@@ -91,7 +92,7 @@ def test_vmap_over_gradients(kernel):
     both_sizes = np.array([sizes, (0, 30, 0, 2)], np.int32)
     cases = [arrays_of(m, depth, width, one, seed) for seed, one in enumerate(both_sizes)]
     x, w, dy = (np.stack(arrays) for arrays in zip(*cases, strict=True))
-    computed = jax.vmap(functools.partial(with_gradients, kernel))(x, w, dy, both_sizes)
+    computed = jax.jit(jax.vmap(functools.partial(with_gradients, kernel)))(x, w, dy, both_sizes)
     for index, one in enumerate(both_sizes):
         reference = expected(*cases[index], one)
         assert_close([array[index] for array in computed], reference, 1e-5)
@@ -114,7 +115,7 @@ def test_blocks_that_do_not_divide_an_axis(kernel, monkeypatch):
     monkeypatch.setattr(grouped_pallas, "TILES_OF_GROUP", 1)
     sizes = (100, 0, 57, 90)
     x, w, dy = arrays_of(261, 300, 310, sizes)
-    computed = with_gradients(kernel, jnp.asarray(x), jnp.asarray(w), jnp.asarray(dy), sizes)
+    computed = with_gradients(kernel, x, w, dy, np.array(sizes))
     assert_close(computed, expected(x, w, dy, sizes), 1e-5)
 
 

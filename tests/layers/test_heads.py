@@ -210,9 +210,7 @@ def test_the_loss_is_the_weighted_cross_entropy_of_the_logits(name):
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        ["masked", "classes", "tags", "language of a source", "language, tied, scaled, capped"],
-        "masked",
-        "language, tied, scaled, capped",
+        ["masked", "classes", "language of a source", "language, tied, scaled, capped"], "masked"
     ),
 )
 def test_what_has_no_weight_has_no_gradient_and_the_rest_has_that_of_the_logits(name):
@@ -258,21 +256,19 @@ def test_the_objective_of_next_sentence_is_added_and_nats_are_those_of_the_words
     np.testing.assert_allclose(objective, words + extra, rtol=1e-4)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pooling", ["first", "last", "mean"])
-def test_pooling_leaves_padding_out(pooling, side):
+def test_pooling_leaves_padding_out(pooling):
     config = jf.ModelConfig(
         **(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling})
     )
     params, tokens = params_of(config), alone(config)["tokens"]
     pad = np.full((4, 5), 7)
-    order = slice(None, None, -1 if side == "right" else 1)
-    padded = np.concatenate([pad, tokens][order], 1)
-    segments = np.concatenate([np.zeros_like(pad), np.ones_like(tokens)][order], 1)
-    expected = jf.forward(params, config, tokens)
-    np.testing.assert_allclose(
-        jf.forward(params, config, padded, segment_ids=segments), expected, rtol=1e-4, atol=1e-5
-    )
+    padded = np.block([[pad, tokens], [tokens, pad]])
+    segments = np.repeat([[0] * 5 + [1] * 6, [1] * 6 + [0] * 5], 4, axis=0)
+    forward = jax.jit(jf.forward, static_argnums=1)
+    found = forward(params, config, padded, segment_ids=segments)
+    expected = forward(params, config, tokens)
+    np.testing.assert_allclose(found, np.tile(expected, (2, 1)), rtol=1e-4, atol=1e-5)
 
 
 def test_pooling_picks_the_token_or_the_mean():
