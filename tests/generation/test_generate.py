@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import slow_but
 from shapes import MODELS, VOCABULARY, forward, weights_and_tokens
 
 import jaxformer as jf
 from jaxformer.generation.decode import finish, fitted, start, stream_tokens
 from jaxformer.generation.sampling import Sampling, draw
-from jaxformer.generation.token_rules import keep_top_k, keep_top_p
 from jaxformer.generation.weights import prepared
 
 KEY = jax.random.key(7)
@@ -23,11 +23,13 @@ def greedy_without_cache(params, config, prompt, count):
     text = np.zeros((len(prompt), prompt.shape[1] + count), np.int32)
     text[:, : prompt.shape[1]] = prompt
     for at in range(prompt.shape[1], text.shape[1]):
-        text[:, at] = np.asarray(forward(params, config, text)[:, at - 1].argmax(-1))
+        text[:, at] = np.asarray(forward(params, config, text))[:, at - 1].argmax(-1)
     return text[:, prompt.shape[1] :]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", slow_but(MODELS, "llama", "gpt2", "experts in groups after a dense layer")
+)
 def test_greedy_generation_equals_the_model_without_a_cache(name):
     params, config, prompt = weights_and_tokens(name)
     found = jf.generate(params, config, prompt[:, :9], max_new_tokens=12, temperature=0)
@@ -35,9 +37,8 @@ def test_greedy_generation_equals_the_model_without_a_cache(name):
     np.testing.assert_array_equal(found, greedy_without_cache(params, config, prompt[:, :9], 12))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_layers_in_a_loop_write_the_same_text(name):
-    params, config, prompt = weights_and_tokens(name)
+def test_layers_in_a_loop_write_the_same_text():
+    params, config, prompt = weights_and_tokens("llama")
     looped = dataclasses.replace(config, layer_loop="scan")
     assert prepared(params, looped) is params
     found = jf.generate(params, looped, prompt[:, :9], max_new_tokens=12, temperature=0)
@@ -57,8 +58,7 @@ def test_layers_in_a_loop_are_compiled_once():
     assert products(3, "scan") == products(2, "scan") < products(3, "unroll")
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name, side", [("llama", "left"), ("gpt2", "right")])
 def test_a_padded_prompt_continues_as_it_would_alone(name, side):
     params, config, prompt = weights_and_tokens(name)
     long, short = prompt[:1, :11], prompt[1:, :6]
@@ -102,19 +102,6 @@ def test_the_last_token_is_not_read(count, reads):
     assert ("dot_general" in program) == reads
 
 
-def test_a_row_stops_at_its_end_token_and_the_others_go_on():
-    params, config, prompt = weights_and_tokens("gpt2")
-    free = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0))
-    end = int(free[0, 4])
-    stopped = np.asarray(
-        jf.generate(params, config, prompt, max_new_tokens=12, temperature=0, end_token=end)
-    )
-    first = [list(row).index(end) if end in row else 12 for row in free]
-    for row, (before, after) in enumerate(zip(free, stopped, strict=True)):
-        np.testing.assert_array_equal(after[: first[row] + 1], before[: first[row] + 1])
-        assert (after[first[row] :] == end).all()
-
-
 def test_a_row_stops_at_whichever_of_several_end_tokens_comes_first():
     params, config, prompt = weights_and_tokens("llama")
     free = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0))
@@ -142,34 +129,10 @@ def test_a_sampled_row_does_not_depend_on_its_neighbors():
     rules = {"key": jax.random.key(3), "temperature": 1.0}
     alone = jf.generate(params, config, prompt[:1], 12, **rules)
     others = np.concatenate([prompt[:1], (prompt + 1) % VOCABULARY, prompt[::-1]])
-    for rows in (prompt, others):
-        np.testing.assert_array_equal(jf.generate(params, config, rows, 12, **rules)[:1], alone)
+    np.testing.assert_array_equal(jf.generate(params, config, others, 12, **rules)[:1], alone)
 
 
-def test_draws_follow_the_distribution_of_the_model():
-    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
-    many = jnp.broadcast_to(logits, (40_000, 4))
-    share = np.bincount(np.asarray(draw(many, KEY, Sampling())), minlength=4) / 40_000
-    np.testing.assert_allclose(share, [0.5, 0.3, 0.15, 0.05], atol=0.01)
-    cold = np.bincount(np.asarray(draw(many, KEY, Sampling(temperature=0.5))), minlength=4) / 40_000
-    squared = np.square([0.5, 0.3, 0.15, 0.05])
-    np.testing.assert_allclose(cold, squared / squared.sum(), atol=0.01)
-
-
-def test_top_k_keeps_the_k_likeliest():
-    logits = jnp.array([[1.0, 4.0, 3.0, 2.0]])
-    np.testing.assert_array_equal(np.isfinite(keep_top_k(logits, 2)), [[False, True, True, False]])
-    np.testing.assert_array_equal(keep_top_k(logits, 9), logits)
-
-
-@pytest.mark.parametrize("p, kept", [(0.4, 1), (0.5, 1), (0.55, 2), (0.79, 2), (0.9, 3), (0.99, 4)])
-def test_top_p_keeps_the_fewest_that_reach_p(p, kept):
-    logits = jnp.log(jnp.array([[0.15, 0.5, 0.05, 0.3]]))
-    finite = np.isfinite(keep_top_p(logits, p))[0]
-    assert finite.sum() == kept and set(np.flatnonzero(finite)) == set([1, 3, 0, 2][:kept])
-
-
-SMALLEST = [1e-7, 1e-30, 1e-38, 1e-45, 5e-324]
+SMALLEST = [1e-38, 5e-324]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +149,7 @@ def test_the_least_temperature_and_probability_draw_the_likeliest_token(rules):
         np.testing.assert_array_equal(found, [1, 3, 2])
 
 
-@pytest.mark.parametrize("temperature", [1e30, 1e38, 1e39, 1e308])
+@pytest.mark.parametrize("temperature", [1e30, 1e308])
 def test_the_largest_temperatures_draw_every_token_alike_and_no_padding(temperature):
     logits = jnp.broadcast_to(jnp.array([0.0, 50.0, -50.0, 9.0, 99.0]), (40_000, 5))
     rules = Sampling(temperature=temperature, vocab_size=4)

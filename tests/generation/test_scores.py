@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from shapes import SIZES, forward, strong, tokens, weights_and_tokens
+from shapes import SIZES, forward, made, tokens, weights_and_tokens
 
 import jaxformer as jf
 
@@ -23,7 +23,7 @@ def test_a_score_is_the_log_probability_of_the_token_after_those_before_it():
     np.testing.assert_allclose(
         scores.alternative_log_probs[:, 1:], np.take_along_axis(logs[:, :-1], order, -1), atol=1e-5
     )
-    assert jf.score(params, config, rows).alternatives.shape == (*rows.shape, 0)
+    assert scored(params, config, rows).alternatives.shape == (*rows.shape, 0)
 
 
 def test_padding_and_the_first_token_of_a_segment_are_not_scored():
@@ -43,12 +43,12 @@ def test_padding_and_the_first_token_of_a_segment_are_not_scored():
 
 def test_the_likeliest_alternative_is_what_greedy_decoding_writes():
     config = jf.ModelConfig(family="encoder_decoder", **SIZES)
-    params = strong(jf.init(config, jax.random.key(0)))
+    params = made(config)
     source, start = tokens(seed=3), np.full((2, 1), 5)
-    made = np.asarray(jf.generate(params, config, start, 6, source=source, temperature=0))
-    text = np.concatenate([start, made], axis=1)
-    scores = jf.score(params, config, text, top=1, source=source)
-    np.testing.assert_array_equal(scores.alternatives[:, 1:, 0], made)
+    new = np.asarray(jf.generate(params, config, start, 6, source=source, temperature=0))
+    text = np.concatenate([start, new], axis=1)
+    scores = scored(params, config, text, top=1, source=source)
+    np.testing.assert_array_equal(scores.alternatives[:, 1:, 0], new)
     np.testing.assert_allclose(
         scores.alternative_log_probs[:, 1:, 0], scores.log_probs[:, 1:], atol=1e-5
     )
@@ -60,4 +60,4 @@ def test_what_cannot_be_scored_has_one_message():
         jf.score(params, config, rows, top=62)
     encoder = jf.ModelConfig(family="encoder", **SIZES)
     with pytest.raises(jf.ConfigError, match="scores need the head 'language'"):
-        jf.score(jf.init(encoder, jax.random.key(0)), encoder, rows)
+        jf.score(made(encoder), encoder, rows)

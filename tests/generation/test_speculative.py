@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.special import log_softmax
 from shapes import SIZES, forward, model, strong, weights_and_tokens
 
 import jaxformer as jf
@@ -19,7 +20,7 @@ from jaxformer.generation.weights import prepared
 TINY = jf.ModelConfig(vocab_size=5, d_model=16, n_layers=1, n_heads=2, d_ff=24, max_length=64)
 
 
-@functools.cache
+@jax.jit
 def tiny(seed):
     return strong(jf.init(TINY, jax.random.key(seed)), key=seed, size=0.3)
 
@@ -38,7 +39,6 @@ def draft_of(name):
         ("llama", "another", 6),
         ("gpt2", "look-up", 0),
         pytest.param("gpt2", "another", 0, marks=pytest.mark.slow),
-        pytest.param("no norm, no positions", "another", 0, marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_are_those_of_generate(name, draft, window):
@@ -62,22 +62,16 @@ def exact(params, prompt, count):
     """The probability of each text of `count` tokens after the prompt."""
     texts = np.array(list(itertools.product(range(5), repeat=count)))
     rows = np.concatenate([np.repeat(prompt, len(texts), axis=0), texts], axis=1)
-    logs = jax.nn.log_softmax(forward(params, TINY, rows), axis=-1)[:, prompt.shape[1] - 1 : -1]
-    chosen = np.take_along_axis(np.asarray(logs), texts[..., None], axis=-1)[..., 0]
-    return np.exp(chosen.sum(1))
+    logits = np.asarray(forward(params, TINY, rows))[:, prompt.shape[1] - 1 : -1]
+    chosen = np.take_along_axis(log_softmax(logits, axis=-1), texts[..., None], axis=-1)
+    return np.exp(chosen[..., 0].sum(1))
 
 
 @pytest.mark.parametrize(
-    "draft, rows",
-    [
-        ("another", 2),
-        pytest.param("another", 1, marks=pytest.mark.slow),
-        pytest.param("look-up", 1, marks=pytest.mark.slow),
-        pytest.param("look-up", 2, marks=pytest.mark.slow),
-    ],
+    "draft, rows", [("another", 2), pytest.param("look-up", 1, marks=pytest.mark.slow)]
 )
 def test_texts_have_the_distribution_of_the_model(draft, rows):
-    params, prompt, count, draws = tiny(0), np.array([[1, 2, 3, 1, 2]]), 4, 6000
+    params, prompt, count, draws = tiny(0), np.array([[1, 2, 3, 1, 2]]), 3, 4000
     models = [params, tiny(1)] if draft == "another" else [params]
     weights = tuple(prepared(model, TINY) for model in models)
     rows_of = np.repeat(prompt, rows, 0)

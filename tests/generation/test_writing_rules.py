@@ -2,7 +2,6 @@
 greedily, sampled and by beam search, or refused by name."""
 
 import functools
-import itertools
 import json
 
 import jax
@@ -12,6 +11,7 @@ import torch
 import transformers as tf
 from pretrained import PAD, inputs, loaded, reference
 from pretrained_tokenizers import saved
+from products import slow_but
 from shapes import weights_and_tokens
 
 import jaxformer as jf
@@ -107,18 +107,10 @@ NAMES = (
     *("min_length", "min_new_tokens", "forced_eos_token_id", "no_repeat_ngram_size 1"),
     *("no_repeat_ngram_size 3", "no_repeat_ngram_size 0", "all of them"),
 )
+CASES = [(name, 1 + 2 * (i % 2)) for i, name in enumerate(NAMES)] + [("all of them", 3)]
 
 
-QUICK = (("bad_words_ids", 1), ("all of them", 1), ("all of them", 3), ("repetition_penalty", 3))
-
-
-@pytest.mark.parametrize(
-    "name, beams",
-    [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in itertools.product(NAMES, (1, 3))
-    ],
-)
+@pytest.mark.parametrize("name, beams", slow_but(CASES, ("all of them", 1), ("all of them", 3)))
 def test_marian_writes_what_transformers_writes_by_the_rules_of_its_files(name, beams, tmp_path):
     stated = cases()[name]
     expected = theirs(beams, stated)
@@ -128,10 +120,8 @@ def test_marian_writes_what_transformers_writes_by_the_rules_of_its_files(name, 
     assert ours(beams, stated, tmp_path) == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mbart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pegasus", "m2m_100"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mbart", "pegasus", "m2m_100"])
 def test_beams_of_other_families_write_what_transformers_writes_in_a_forced_language(
     name, tmp_path
 ):
@@ -224,12 +214,11 @@ def test_a_penalty_that_is_not_applied_is_said(tmp_path):
         jf.writing_rules(tokenizer)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_row_keeps_the_rules_as_it_would_alone(side):
+def test_a_padded_row_keeps_the_rules_as_it_would_alone():
     params, config, prompt = weights_and_tokens("llama")
     rules = {"no_repeat_ngram_size": 1, "min_length": 9, "end_token": (*range(40),)}
     rules |= {"temperature": 0, "max_new_tokens": 6}
-    short, pad = prompt[1:, :6], ((0, 0), (5, 0) if side == "left" else (0, 5))
+    short, pad = prompt[1:, :6], ((0, 0), (5, 0))
     rows = np.concatenate([prompt[:1, :11], np.pad(short, pad)])
     real = np.concatenate([np.ones((1, 11), int), np.pad(np.ones_like(short), pad)])
     both = jf.generate(params, config, rows, segment_ids=real, **rules)

@@ -103,11 +103,6 @@ def test_auto_microbatches_are_one_whatever_the_memory(monkeypatch):
             assert resolved.tokens_per_step == 16 * 2 * 16
 
 
-def test_a_temperature_for_another_objective_is_refused():
-    with pytest.raises(jf.ConfigError, match="takes no temperature"):
-        jf.loss_of("mlm", model("llama", family="encoder"), temperature=0.1)
-
-
 COUNTS = {"ein": "one", "zwei": "two", "drei": "three", "vier": "four", "fünf": "five"}
 COLORS = {"rote": "red", "blaue": "blue", "gelbe": "yellow", "alte": "old", "neue": "new"}
 THINGS = {"Hüte": "hats", "Hunde": "dogs", "Bäume": "trees", "Steine": "stones", "Boote": "boats"}

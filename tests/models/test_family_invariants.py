@@ -299,16 +299,6 @@ def test_padding_is_no_length_that_stretches_rope(family, scaling):
     assert_documents_are_as_alone(config, "full")
 
 
-def test_generation_is_the_full_forward_again_and_again():
-    config = small("encoder_decoder", "disentangled")
-    params = params_of(config)
-    given = alone(config)
-    tokens = given.pop("tokens")
-    made = np.asarray(jf.generate(params, config, tokens, 6, temperature=0, **given))
-    logits = jf.forward(params, config, np.concatenate([tokens, made], 1), **given)
-    np.testing.assert_array_equal(np.asarray(logits[:, tokens.shape[1] - 1 : -1].argmax(-1)), made)
-
-
 def test_generation_from_padded_sources_and_prompts_equals_that_from_each_alone():
     """The prompts are padded on the left, the sources on the right."""
     config = small("encoder_decoder", "t5")

@@ -18,22 +18,11 @@ import pytest
 from custom_leaves import made
 from families import LATENT, SIZES, VARIANTS, alone
 from family_runs import TOKENIZER, printed, write_run
-from products import fewest
+from products import slow_but
 
 import jaxformer as jf
-from jaxformer.adapters.quantized import (
-    DYNAMIC_VALUES,
-    NF4_VALUES,
-    QUANTIZERS,
-    Int8Weight,
-    NF4Weight,
-    nearest,
-    nf4_rows,
-    to_int8,
-    to_nf4,
-)
+from jaxformer.adapters.quantized import NF4_VALUES, QUANTIZERS, nf4_rows, to_int8, to_nf4
 from jaxformer.arrays.params import Spec, contract, dotted, is_custom, lookup, rows, zeros
-from jaxformer.cli import main
 from jaxformer.interop import pretrained
 from jaxformer.models.quantize import is_quantized
 from jaxformer.models.transformer import specs
@@ -54,7 +43,7 @@ MODELS = {
     "encoder": {"family": "encoder", "token_types": 2, "layer_loop": "scan"},
     "encoder-decoder": {"family": "encoder_decoder", "positions": "t5", "bias": "all"},
     "bfloat16": {"dtype": "bfloat16", "activation": "gelu", "positions": "learned"},
-    "experts": EXPERTS | {"dense_layers": 1, "n_layers": 3, "shared_ff": 8},
+    "experts": EXPERTS | {"dense_layers": 1, "shared_ff": 8},
 }
 forward = jax.jit(jf.forward, static_argnums=1)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +61,7 @@ def case(name, kind):
 
 @functools.cache
 def start(config):
-    return jf.init(config, jax.random.key(0))
+    return jax.jit(jf.init, static_argnums=0)(config, jax.random.key(0))
 
 
 def drawn(*shape, seed=0):
@@ -118,10 +107,7 @@ def test_int8_rounds_half_to_even_and_a_channel_of_zeros_stays_zero():
     assert found.scale.tolist() == [[1, 0]] and not np.any(found.array()[:, 1])
 
 
-@pytest.mark.parametrize(
-    "shape, double",
-    [((3, 24, 4, 5), True), ((3, 24, 4, 5), False), ((1, 8, 8), True), ((2, 3, 7), False)],
-)
+@pytest.mark.parametrize("shape, double", [((3, 24, 4, 5), True), ((2, 3, 7), False)])
 def test_nf4_codes_are_the_nearest_of_each_block_two_to_a_byte(shape, double):
     weight = drawn(*shape)
     spec = row(shape, "layers embed heads head_dim"[: -9 if len(shape) < 4 else None], "embed")
@@ -146,7 +132,7 @@ def test_nf4_codes_are_the_nearest_of_each_block_two_to_a_byte(shape, double):
     assert found.shape == nf4_rows(spec, double).shape == shape and found.ndim == len(shape)
 
 
-@pytest.mark.parametrize("kind", QUANTIZERS)
+@pytest.mark.parametrize("kind", slow_but(QUANTIZERS, "int8", "nf4"))
 def test_each_expert_is_quantized_by_itself(kind):
     """Neither a scale nor a block has numbers of two experts, or of two layers."""
     quantizer, size = QUANTIZERS[kind], (3, 7)  # no multiple of a block
@@ -160,14 +146,6 @@ def test_each_expert_is_quantized_by_itself(kind):
         wanted = quantizer.make(weight[layer, expert], one)
         jax.tree.map(np.testing.assert_array_equal, leaf, wanted)
         np.testing.assert_array_equal(found.array()[layer, expert], wanted.array())
-
-
-def test_a_number_between_two_values_gets_the_lower_one():
-    for values in (NF4_VALUES, DYNAMIC_VALUES):
-        middles = (values[:-1] + values[1:]) / 2
-        above = np.nextafter(middles, np.float32(2))
-        assert nearest(middles, values).tolist() == list(range(len(middles)))
-        assert nearest(above, values).tolist() == list(range(1, len(values)))
 
 
 def test_blocks_of_zeros_and_of_one_number_are_kept():
@@ -185,9 +163,10 @@ def test_a_weight_takes_a_byte_or_half_of_one():
     assert 0.5 + 1 / 64 < bytes_of(to_nf4(weight, spec, double=True)) < 0.517
 
 
-@pytest.mark.parametrize(
-    "name, kind", [*fewest(itertools.product(MODELS, KINDS), 1), ("decoder, scanned", "nf4")]
-)
+LOGITS = [*zip(MODELS, itertools.cycle(KINDS)), ("decoder, scanned", "nf4")]
+
+
+@pytest.mark.parametrize("name, kind", slow_but(LOGITS, LOGITS[1], LOGITS[4]))
 def test_logits_are_those_of_the_arrays_bit_for_bit(name, kind):
     params, config, batch = case(name, kind)
     expected = forward(made(params), config, **batch)
@@ -197,7 +176,7 @@ def test_logits_are_those_of_the_arrays_bit_for_bit(name, kind):
     assert 0 < apart < (0.02 if kind == "int8" else 0.3)
 
 
-@each_kind
+@pytest.mark.parametrize("kind", slow_but(KINDS, "nf4"))
 def test_a_scan_over_layers_holds_the_arrays_of_one_layer(kind):
     wide = {"d_model": 64, "d_ff": 256, "n_layers": 8, "layer_loop": "scan"}
     config = jf.ModelConfig(**SIZES | wide)
@@ -214,7 +193,8 @@ def test_a_scan_over_layers_holds_the_arrays_of_one_layer(kind):
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("decoder", "nf4"), ("encoder-decoder", "int8"), ("experts", "int8")]
+    "name, kind",
+    slow_but([("encoder-decoder", "int8"), ("experts", "nf4")], ("encoder-decoder", "int8")),
 )
 def test_the_new_tokens_are_those_of_the_arrays(name, kind):
     params, config, batch = case(name, kind)
@@ -224,6 +204,7 @@ def test_the_new_tokens_are_those_of_the_arrays(name, kind):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_inspection_and_attention_maps_are_those_of_the_arrays():
     params, config, batch = case("encoder-decoder", "int8")
     for look in (
@@ -236,12 +217,13 @@ def test_inspection_and_attention_maps_are_those_of_the_arrays():
 
 @pytest.mark.parametrize(
     "make, width",
-    [(to_int8, 16), (to_nf4, 16), (functools.partial(to_nf4, double=True), 64)],
-    ids=["int8", "nf4", "nf4 double by rows"],
+    [(to_int8, 16), (functools.partial(to_nf4, double=True), 64)],
+    ids=["int8", "nf4 double by rows"],
 )
 def test_a_table_that_is_looked_up_and_the_head_it_is_tied_to_are_those_of_the_array(make, width):
     config = jf.ModelConfig(
-        **SIZES | {"d_model": width, "tied_head": True, "positions": "learned", "dtype": "bfloat16"}
+        **SIZES | {"d_model": width, "n_layers": 1, "tied_head": True, "positions": "learned"},
+        dtype="bfloat16",
     )
     table, params, batch = specs(config), start(config), alone(config)
     for part in ("tokens", "positions"):
@@ -334,7 +316,7 @@ def test_gradients_flow_through_a_leaf_and_none_into_it(kind):
         assert part.dtype == jax.dtypes.float0 or not np.any(part)
 
 
-@each_kind
+@pytest.mark.parametrize("kind", slow_but(KINDS, "nf4"))
 def test_a_step_leaves_quantized_leaves_as_they_are_and_trains_the_rest(kind):
     params, config, batch = case("decoder", kind)
     batch = batch | {"targets": batch["tokens"], "weights": jnp.ones(batch["tokens"].shape)}
@@ -345,19 +327,6 @@ def test_a_step_leaves_quantized_leaves_as_they_are_and_trains_the_rest(kind):
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), after.params, params)
     for leaf in jax.tree.leaves(moved, is_leaf=is_custom):
         assert any(jax.tree.leaves(leaf)) != is_custom(leaf)
-
-
-@pytest.mark.slow
-@each_kind
-def test_vmap_takes_a_stack_of_quantized_params(kind):
-    params, config, batch = case("decoder", kind)
-    two = jax.tree.map(lambda part: jnp.stack([part, part]), params)
-    found = jax.vmap(lambda p: jf.forward(p, config, **batch))(two)
-    np.testing.assert_allclose(found[1], forward(params, config, **batch), atol=1e-4)
-    both = jax.vmap(lambda p: jf.quantize(p, kind))(
-        jax.tree.map(lambda part: jnp.stack([part, part]), start(config))
-    )
-    jax.tree.map(np.testing.assert_array_equal, both, two)
 
 
 def refused(match, params, kind="int8"):
@@ -456,12 +425,6 @@ def test_evaluate_prints_the_loss_beside_that_of_the_unquantized_model(run, caps
     assert 0 < abs(found["val_loss"] - whole["val_loss"]) < 0.5
 
 
-def test_commands_refuse_another_kind(run, capsys):
-    for command in ("sample", "evaluate"):
-        assert main([command, str(run), "--quantize", "int4"]) == 2
-        assert "int8" in capsys.readouterr().err
-
-
 MESHES = """
 import json, sys
 import jax, numpy as np
@@ -510,12 +473,3 @@ def test_sharded_params_are_quantized_where_they_are_and_give_the_same_logits(tm
     for found in report:
         assert found["equal"] and found["loaded"] and found["split"] == 2
         assert found["logits"] < 2e-6
-
-
-def test_both_leaves_satisfy_the_protocol():
-    from jaxformer.arrays.params import CustomLeaf
-
-    params = case("decoder", "int8")[0], case("decoder", "nf4")[0]
-    for tree, kind in zip(params, (Int8Weight, NF4Weight), strict=True):
-        leaf = tree["blocks"]["ffn"]["up"]
-        assert isinstance(leaf, kind) and isinstance(leaf, CustomLeaf)

@@ -46,7 +46,7 @@ def assert_same(name, model, virtual):
     assert_close(our_logits(found, batch), wanted, batch)
 
 
-@each([*DECODERS, *ENCODER_DECODERS])
+@each([*DECODERS, *ENCODER_DECODERS], slow={*DECODERS, *ENCODER_DECODERS} - {"llama", "t5"})
 def test_a_prompt_is_that_of_peft(name):
     model, table = tuned(name, peft.PromptTuningConfig)
     scale = (
@@ -55,7 +55,7 @@ def test_a_prompt_is_that_of_peft(name):
     assert_same(name, model, {"prompt": jnp.asarray(table) / scale})
 
 
-@each([*DECODERS, *ENCODER_DECODERS])
+@each([*DECODERS, *ENCODER_DECODERS], slow={*DECODERS, *ENCODER_DECODERS} - {"gpt2", "bart"})
 def test_a_prefix_is_that_of_peft(name):
     """peft's table [P, 2 L K H] has for each layer its keys and then its values. In an
     encoder-decoder the encoder has none; peft repeats the table there, and each layer of the

@@ -132,12 +132,6 @@ def test_schedule_free_weights_are_those_of_optax_and_are_read_from_a_checkpoint
             np.testing.assert_allclose(read[f"params.{name}"], leaf, rtol=1e-6)
 
 
-def test_two_averages_of_one_run_are_refused():
-    optimizer = with_average(optax.contrib.schedule_free_adamw(1e-2), 0.9)
-    with pytest.raises(ConfigError, match=r"does so by itself: set train.ema to 0"):
-        jf.init_state({"w": jnp.ones(2)}, optimizer)
-
-
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run with an average, a checkpoint after each step, and its text."""

@@ -4,14 +4,12 @@ router by a step of one size against its load, whatever the optimizer."""
 import functools
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from learning_steps import a_batch, a_run, step_of
-from tiny_run import PLAIN, assert_same_run, line, train_here, write_text
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, dotted, init_params, rows, zeros
@@ -135,28 +133,6 @@ def test_a_frozen_balanced_bias_stays():
         assert bool(jnp.any(leaf != old)) == learns(dotted(path), leaf), dotted(path)
 
 
-@pytest.mark.slow
-def test_a_run_of_experts_continues_bitwise(tmp_path: Path):
-    text, changes = (
-        write_text(tmp_path / "text.txt"),
-        {
-            **PLAIN,
-            **{f"model.{name}": value for name, value in EXPERTS.items()},
-            "train.steps": 8,
-            "train.eval_every": 4,
-            "optimizer.decay_steps": 8,
-        },
-    )
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train_here(line(whole, text, changes)) == 0
-    assert train_here(line(parts, text, changes | {"train.steps": 4})) == 0
-    assert train_here(line(parts, text, changes)) == 0
-    assert_same_run(parts, whole)
-    bias = np.asarray(jf.load(parts).params["blocks"]["experts"]["router_bias"])
-    np.testing.assert_allclose(np.round(bias / BALANCED_RATE) * BALANCED_RATE, bias, atol=1e-6)
-    assert np.abs(bias).max() >= 2 * BALANCED_RATE
-
-
 def orthogonalized(gradient):
     """Five Newton-Schulz steps on one matrix, as arXiv:2502.16982, in float64."""
     x = gradient / np.linalg.norm(gradient)
@@ -190,12 +166,10 @@ def test_muon_takes_the_matrix_of_each_layer_and_expert_by_itself():
     params = jax.tree.map(np.zeros_like, gradients)
     updates, _ = jax.jit(lambda g: rule.update(g, rule.init(params), params))(gradients)
     found, given = updates["blocks"]["experts"], gradients["blocks"]["experts"]
-    for name, layer, expert in itertools.product(("gate", "up", "down"), range(2), range(4)):
-        wanted = orthogonalized(np.float64(given[name][layer, expert]))
-        np.testing.assert_allclose(found[name][layer, expert], wanted, atol=2e-3)
-    for name, layer in itertools.product(("router",), range(2)):
-        wanted = orthogonalized(np.float64(given[name][layer]))
-        np.testing.assert_allclose(found[name][layer], wanted, atol=2e-3)
+    matrices = [*itertools.product(("gate", "up", "down"), range(2), range(4))]
+    for name, *place in (*matrices, ("router", 0), ("router", 1)):
+        wanted = orthogonalized(np.float64(given[name][tuple(place)]))
+        np.testing.assert_allclose(found[name][tuple(place)], wanted, atol=2e-3)
     # A bias of each expert is no matrix: the first step of Adam is the sign of the gradient.
     by_adam = found["up_bias"] / np.sign(given["up_bias"])
     np.testing.assert_allclose(by_adam, by_adam.mean(), rtol=1e-3)
