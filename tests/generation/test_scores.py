@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from shapes import SIZES, forward, made, tokens, weights_and_tokens
+from families import params_of
+from shapes import SIZES, forward, tokens, weights_and_tokens
 
 import jaxformer as jf
 
@@ -43,7 +44,7 @@ def test_padding_and_the_first_token_of_a_segment_are_not_scored():
 
 def test_the_likeliest_alternative_is_what_greedy_decoding_writes():
     config = jf.ModelConfig(family="encoder_decoder", **SIZES)
-    params = made(config)
+    params = params_of(config)
     source, start = tokens(seed=3), np.full((2, 1), 5)
     new = np.asarray(jf.generate(params, config, start, 6, source=source, temperature=0))
     text = np.concatenate([start, new], axis=1)
@@ -60,4 +61,4 @@ def test_what_cannot_be_scored_has_one_message():
         jf.score(params, config, rows, top=62)
     encoder = jf.ModelConfig(family="encoder", **SIZES)
     with pytest.raises(jf.ConfigError, match="scores need the head 'language'"):
-        jf.score(made(encoder), encoder, rows)
+        jf.score(params_of(encoder), encoder, rows)

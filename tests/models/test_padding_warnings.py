@@ -49,12 +49,7 @@ CALLS = {"loss_of": causal_loss, "generate": greedy, "beam_search": searched}
 
 @pytest.mark.parametrize(
     "call, side, tokens",
-    [
-        ("loss_of", "left", LEFT),
-        ("loss_of", "right", RIGHT),
-        ("generate", "right", RIGHT),
-        ("beam_search", "left", LEFT),
-    ],
+    [("loss_of", "left", LEFT), ("generate", "right", RIGHT), ("beam_search", "left", LEFT)],
 )
 def test_rows_that_look_padded_are_warned_of_and_not_where_segment_ids_are_given(
     call, side, tokens

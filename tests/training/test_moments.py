@@ -2,6 +2,7 @@
 optimizer continues bitwise."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def through(kind, moment, has_sign, count):
     def once(key):
         return restored(STORES[kind](key, jnp.asarray(moment), spec, has_sign))
 
-    return np.asarray(jax.vmap(once)(jax.random.split(jax.random.key(0), count)))
+    return np.asarray(jax.jit(jax.vmap(once))(jax.random.split(jax.random.key(0), count)))
 
 
 @pytest.mark.parametrize("has_sign", [True, False])
@@ -91,11 +92,16 @@ def loss(params, batch, key):
     return {"loss": ((error**2).sum() + (params["vector"] ** 2).sum(), len(batch))}
 
 
+@functools.cache
+def optimizer_and_step(config, seed):
+    optimizer = make_optimizer(config, lambda step: 0.02, TABLE, seed)
+    return optimizer, jf.make_step(loss, optimizer)
+
+
 def state_after(config, steps, start=None, seed=0):
     """The state and the losses of a run of so many steps, which may begin with a state."""
-    optimizer = make_optimizer(config, lambda step: 0.02, TABLE, seed)
+    optimizer, step = optimizer_and_step(config, seed)
     state, losses = start or jf.init_state(TABLE, optimizer), []
-    step = jf.make_step(loss, optimizer)
     for number in range(int(state.step), steps):
         batch = np.random.default_rng(number).normal(size=(16, 8)).astype("f")
         state, metrics = step(state, batch)
@@ -132,7 +138,7 @@ def test_every_optimizer_continues_bitwise_from_a_checkpoint(name, tmp_path):
     with jf.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(half, 2)
     expected, _ = state_after(config, 4, half)
-    optimizer = make_optimizer(config, lambda step: 0.02, TABLE)
+    optimizer, _ = optimizer_and_step(config, 0)
     with jf.Checkpoints(tmp_path) as checkpoints:
         restored_state = checkpoints.newest(jf.init_state(TABLE, optimizer))
     assert int(restored_state.step) == 2
