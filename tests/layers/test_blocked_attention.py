@@ -1,4 +1,5 @@
-"""Blocked attention is plain attention: values, gradients, masks, dtypes and memory."""
+"""Blocked attention is plain attention in any number of blocks and any dtype, in less memory. Its
+masks are in test_kernels.py, its biases and dropout in test_fused_kernels.py."""
 
 import functools
 
@@ -10,7 +11,7 @@ import pytest
 from jaxformer.layers import blocked
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.dot_product import plain
-from jaxformer.layers.masks import AttentionMask, TokenLayout, layout_of
+from jaxformer.layers.masks import AttentionMask, layout_of
 
 
 @pytest.fixture(autouse=True)
@@ -62,40 +63,6 @@ def causal(length):
 @pytest.mark.parametrize("length", [1, 4, 14, 37])
 def test_any_length_gives_plain_causal_attention(length):
     assert_same(to_past, causal(length), *inputs(length))
-
-
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_query_heads_share_key_heads(kv_heads):
-    assert_same(to_past, causal(14), *inputs(kv_heads=kv_heads))
-
-
-def test_packed_rows_see_their_own_segment_and_padding_gives_zero():
-    q, k, v, slope = inputs()
-    segments = jnp.array([[1] * 5 + [2] * 6 + [0] * 3, [3] * 14])
-    mask = causal(14) & (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] != 0)
-    layout = layout_of(segments, None, segments)
-    packed = lambda q, k, v: blocked_attention(q, k, v, AttentionMask(layout, layout))  # noqa: E731
-    assert_same(packed, mask, q, k, v, slope)
-    assert not np.any(jax.jit(packed)(q, k, v)[0, 11:])
-
-
-def test_positions_decide_and_not_the_order_of_the_keys():
-    q, k, v, slope = inputs()
-    order = jax.random.permutation(jax.random.key(5), 14)
-    positions = jnp.broadcast_to(order, (2, 14))
-    mask = positions[:, None, :] <= positions[:, :, None]
-    layout = TokenLayout(positions)
-    by_position = AttentionMask(layout, layout)
-    assert_same(lambda q, k, v: blocked_attention(q, k, v, by_position), mask, q, k, v, slope)
-
-
-def test_a_query_that_may_see_nothing_gives_zero_and_no_gradient():
-    q, k, v, slope = inputs()
-    early, late = (TokenLayout(jnp.full((2, 14), position)) for position in (3, 9))
-    arrays = with_gradients(
-        lambda q, k, v: blocked_attention(q, k, v, AttentionMask(early, late)), q, k, v, slope
-    )
-    assert not any(np.any(a) for a in arrays)
 
 
 def test_bfloat16_is_near_the_float32_reference():

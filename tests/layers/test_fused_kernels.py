@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pallas_kernels
-from products import covering, slow_but
+from products import slow_but
 
 from jaxformer.layers import blocked, pallas
 from jaxformer.layers.dot_product import attention_weights, plain, weighted_values
@@ -94,17 +94,14 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(pallas_kernels, "pallas_call", functools.partial(call, interpret=True))
 
 
-# Every two of a kind, packing, a window and a number of heads together.
+# Of each kind packed and not, with a window and without, and each number of heads.
 SPLASHED = [
     ("decoder", 1, 20, 2),
     ("encoder", 0, 20, 4),
     ("cross", 1, 0, 1),
-    ("decoder", 0, 0, 1),
     ("decoder", 0, 0, 4),
     ("encoder", 1, 20, 1),
-    ("encoder", 0, 0, 2),
-    ("cross", 0, 20, 2),
-    ("cross", 1, 0, 4),
+    ("cross", 0, 0, 2),
 ]
 
 
@@ -129,7 +126,6 @@ FLASHED = [
     ("decoder", "bias", True, 2),
     ("encoder", "bias of each row", False, 1),
     ("cross", "plain", False, 4),
-    ("decoder", "bias of each row", False, 4),
     ("encoder", "plain", True, 2),
     ("cross", "bias", True, 1),
 ]
@@ -143,15 +139,18 @@ def test_flash_attention_is_plain_attention(
     assert_same("flash", *the_case(kind, packed, 0, kv_heads, scoring, LONG))
 
 
-# Each kind with each scoring, packed and not in turns.
+# Each kind and each scoring.
 BLOCKED = [
-    (kind, scoring, (i + j) % 2 == 1)
-    for i, kind in enumerate(KINDS)
-    for j, scoring in enumerate(SCORINGS)
+    ("decoder", "plain", True),
+    ("encoder", "scale", False),
+    ("cross", "soft-cap", True),
+    ("decoder", "sinks", False),
+    ("encoder", "bias", True),
+    ("cross", "bias of each row", False),
 ]
 
 
-@pytest.mark.parametrize("kind, scoring, packed", covering(BLOCKED, 1))
+@pytest.mark.parametrize("kind, scoring, packed", BLOCKED)
 def test_blocked_attention_scores_as_plain_attention_does(kind, scoring, packed):
     assert_same("blocked", *the_case(kind, packed, 20, 2, scoring))
 
@@ -168,15 +167,16 @@ def kept_weights(arrays, mask):
     matrix."""
     q, k = arrays[:2]
     length, heads = k.shape[1], k.shape[2]
-    unit = jnp.broadcast_to(jnp.eye(length)[:, None], (len(k), length, heads, length))
-    return jnp.swapaxes(KERNELS["blocked"].run(q, k, unit, mask) > 0, 1, 2)
+    unit = np.broadcast_to(np.eye(length)[:, None], (len(k), length, heads, length))
+    unit = jnp.asarray(unit, jnp.float32)
+    found = jax.jit(lambda q, k, unit: KERNELS["blocked"].run(q, k, unit, mask))(q, k, unit)
+    return np.swapaxes(np.asarray(found) > 0, 1, 2)
 
 
 @pytest.mark.parametrize(
     "case",
     [
         ("decoder", True, 20, 2, "bias of each row"),
-        pytest.param(("encoder", False, 0, 1, "soft-cap"), marks=pytest.mark.slow),
         pytest.param(("cross", True, 0, 2, "sinks"), marks=pytest.mark.slow),
     ],
     ids=lambda case: " ".join(map(str, case)),
@@ -192,7 +192,7 @@ def test_blocked_attention_drops_the_same_weights_forward_and_backward(case, mon
         weights = attention_weights(q, k, mask)
         return weighted_values(jnp.where(kept, weights / (1 - RATE), 0), v)
 
-    seen = attention_weights(*arrays[:2], mask) > 0
+    seen = jax.jit(lambda q, k: attention_weights(q, k, mask))(*arrays[:2]) > 0
     assert not (kept & ~seen).any()
     assert abs(float(kept.sum() / seen.sum()) - (1 - RATE)) < 0.02
     assert_same("blocked", arrays, mask, reference)

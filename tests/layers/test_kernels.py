@@ -44,9 +44,8 @@ def test_a_row_that_may_see_nothing_gives_zero_and_a_finite_gradient(kernel):
 
 
 @pytest.mark.parametrize(
-    "length, heads, kv_heads", [(128, 4, 2), (200, 3, 3), (31, 4, 1), (300, 2, 2)]
+    "length, heads, kv_heads, packed", [(200, 3, 3, True), (31, 4, 1, False), (300, 2, 2, True)]
 )
-@pytest.mark.parametrize("packed", [False, True])
 def test_the_blocked_kernel_equals_the_plain_one_forward_and_backward(
     length, heads, kv_heads, packed
 ):
@@ -102,41 +101,34 @@ def test_the_blocked_kernel_equals_the_plain_one_on_every_mask(
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("window", [0, 5])
-def test_no_window_stays_none_under_jit(window):
-    """A window of 0 must not become one that hides all."""
-    q, k, v = arrays((1, 12, 2, 8), (1, 12, 2, 8), (1, 12, 2, 8))
-    layout = layout_of(jnp.zeros((1, 12), jnp.int32), None, None)
-    expected = plain(q, k, v, AttentionMask(layout, layout, window=window))
-    run = jax.jit(
-        lambda q, k, v: KERNELS["blocked"].run(
-            q, k, v, AttentionMask(layout, layout, window=window)
-        )
-    )
-    np.testing.assert_allclose(run(q, k, v), expected, atol=1e-5)
+def a_wrong_kernel(q, k, v, mask):
+    return 1.01 * blocked_attention(q, k, v, mask)
 
 
-def test_a_wrong_kernel_is_caught_at_the_start(monkeypatch):
-    def wrong(q, k, v, mask):
-        return 1.01 * blocked_attention(q, k, v, mask)
+def a_kernel_that_lets_texts_read_each_other(q, k, v, mask):
+    whole = mask._replace(queries=layout_of(q[..., 0, 0], None, None))
+    return plain(q, k, v, whole._replace(keys=whole.queries))
 
+
+def a_kernel_whose_gradient_is_no_number(q, k, v, mask):
+    return plain(q, jnp.sqrt(k * 0) + k, v, mask)
+
+
+@pytest.mark.parametrize(
+    "wrong, segments, message",
+    [
+        (a_wrong_kernel, 0, "wrong on this device"),
+        (a_kernel_that_lets_texts_read_each_other, 2, "texts of one row read each other"),
+        (a_kernel_whose_gradient_is_no_number, 0, "wrong on this device"),
+    ],
+)
+def test_a_wrong_kernel_is_caught_at_the_start(wrong, segments, message, monkeypatch):
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=wrong))
-    with pytest.raises(RuntimeError, match="wrong on this device"):
-        check_attention("blocked", model("llama"), 2, 32)
+    with pytest.raises(RuntimeError, match=message):
+        check_attention("blocked", model("llama", max_segments=segments), 2, 32)
 
 
-def test_a_kernel_that_lets_texts_read_each_other_is_caught_at_the_start(monkeypatch):
-    def leaking(q, k, v, mask):
-        whole = mask._replace(queries=layout_of(q[..., 0, 0], None, None))
-        return plain(q, k, v, whole._replace(keys=whole.queries))
-
-    monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=leaking))
-    with pytest.raises(RuntimeError, match="texts of one row read each other"):
-        check_attention("blocked", model("llama", max_segments=2), 2, 32)
-
-
-@pytest.mark.parametrize("positions", ["t5", "alibi"])
-@pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
+@pytest.mark.parametrize("family, positions", [("decoder", "t5"), ("encoder_decoder", "alibi")])
 def test_the_check_compares_the_gradient_of_the_bias_on_padded_rows(family, positions, monkeypatch):
     config = model("llama", family=family, positions=positions, max_segments=1)
     assert "error" in check_attention("blocked", config, 2, 32)
@@ -159,10 +151,6 @@ def test_the_check_compares_the_gradient_of_the_bias_on_padded_rows(family, posi
     with pytest.raises(RuntimeError, match=r"dbias 1.0e-02, .* output \d.\de-0[6-9], allowed"):
         check_attention("blocked", config, 2, 32)
     assert padded == {True}
-
-
-def a_wrong_kernel(q, k, v, mask):
-    return 1.01 * blocked_attention(q, k, v, mask)
 
 
 def a_refused_kernel(q, k, v, mask):
@@ -202,15 +190,6 @@ def test_a_run_takes_the_next_kernel_where_that_chosen_fails_its_check(wrong, wh
     assert why in line and "\n" not in line and len(lines) == 1
     with pytest.raises((RuntimeError, IndexError), match=why):
         with_proven_kernel(resolved("blocked"), lines.append)
-
-
-def test_a_kernel_whose_gradient_is_no_number_is_caught_at_the_start(monkeypatch):
-    def run(q, k, v, mask):
-        return plain(q, jnp.sqrt(k * 0) + k, v, mask)
-
-    monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=run))
-    with pytest.raises(RuntimeError, match="wrong on this device"):
-        check_attention("blocked", model("llama"), 2, 32)
 
 
 def test_cudnn_reads_narrow_values_as_wide_as_its_keys(monkeypatch):
@@ -315,34 +294,6 @@ def test_packed_rows_are_refused_in_a_version_of_jax_whose_entry_is_not_known(mo
     name, sentence = choose("auto", case(segments=9))
     cudnn._entry.cache_clear()
     assert name == "blocked" and "known in versions 0.10 to 0.12" in sentence
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="score_mod came with JAX 0.12")
-def test_the_arguments_of_a_score_mod_have_no_gradient(monkeypatch):
-    """Why T5's biases, which are learned, go to cuDNN as biases: here JAX gives no error, but
-    zeros."""
-    from jax._src.cudnn import fused_attention_stablehlo as private
-
-    monkeypatch.setattr(private, "check_cudnn_version", lambda: 91300)
-    monkeypatch.setattr(private, "check_compute_capability", lambda capability: True)
-    monkeypatch.setattr(private, "is_cuda_compute_capability_equal", lambda capability: False)
-
-    def total(q, bias):
-        def add(score, bias):
-            return score + bias
-
-        out = private.dot_product_attention(q, q, q, score_mod=add, score_mod_args=(bias,))
-        return out.astype(jnp.float32).sum()
-
-    shapes = [
-        jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16),
-        jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.float32),
-    ]
-    texts = []
-    for argument in range(2):
-        gradient = jax.jit(jax.grad(total, argnums=argument)).trace(*shapes)
-        texts.append(gradient.lower(lowering_platforms=("cuda",)).as_text())
-    assert "fmhaSoftmaxBackward" in texts[0] and "fmhaSoftmaxBackward" not in texts[1]
 
 
 ORDERED = layout_of(jnp.zeros((1, 128), jnp.int32), None, None)

@@ -203,25 +203,6 @@ def test_swiglu_is_the_gated_feed_forward_of_any_leading_shape():
     )
 
 
-@pytest.mark.parametrize(
-    "equation, x, w",
-    [
-        ("BTD,DNH->BTNH", (2, 3, 8), (8, 4, 5)),
-        ("BTNH,NHD->BTD", (2, 3, 4, 5), (4, 5, 8)),
-        ("BTD,VD->BTV", (2, 3, 8), (9, 8)),
-    ],
-)
-def test_contract_is_einsum(equation, x, w):
-    a, b = array(*x), array(*w)
-    found = contract(
-        equation,
-        jnp.array(a),
-        jnp.array(b),
-        to=("batch", None, None, None)[: len(equation.split("->")[1])],
-    )
-    np.testing.assert_allclose(found, np.einsum(equation, a, b), rtol=1e-5, atol=1e-5)
-
-
 def test_a_weight_that_is_no_array_contracts_itself():
     class Doubled:
         def contract(self, equation, x, to, dtype):
