@@ -36,10 +36,12 @@ from jaxformer.interop.encoders import (
 )
 from jaxformer.interop.experts import DEEPSEEK_V3, EXPERT_FAMILIES
 from jaxformer.interop.family import Family
-from jaxformer.interop.gemma import GEMMA1, GEMMA2, GEMMA3
 from jaxformer.interop.gpt import BLOOM, FALCON, GPT2, GPT_NEO, GPT_NEOX, GPTJ, MPT, OPT
 from jaxformer.interop.llama import (
     COHERE,
+    GEMMA1,
+    GEMMA2,
+    GEMMA3,
     GLM4,
     GRANITE,
     LLAMA,
@@ -124,40 +126,28 @@ def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, 
     """The architecture as which a model is read, from the keys of its config.json."""
     model_type = values.get("model_type")
     stated = values.get("architectures") or []
-    if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
-        raise ConfigError(
-            f"{path}: architectures is {json.dumps(stated)[:80]}, and must be a list of names:"
-            " download the file again."
-        )
     of_type = [name for name, family in ARCHITECTURES.items() if family.model_type == model_type]
-    if of_type:
-        allowed = f"{model_type} has {', '.join(of_type)}"
-    else:
-        types = (f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES)
-        allowed = f"supported model types are {', '.join(types)}"
-    if not stated and len(of_type) != 1:
-        raise ConfigError(
-            f'{path} has no "architectures", which name the class of the model, and'
-            f" model_type={json.dumps(model_type)}; {allowed}."
-        )
-    names = [BASES.get(name, name) for name in stated or of_type]
-    name = next((name for name in names if name in ARCHITECTURES), None)
-    if name is None:
-        raise ConfigError(
-            f"{path} has architectures={json.dumps(stated)}, which is not a supported architecture;"
-            f" {allowed}."
-        )
-    family = ARCHITECTURES[name]
-    if model_type not in (None, family.model_type):
-        # The tensors of near relatives, such as Gemma and Llama, have the same names and shapes, so
-        # nothing later would notice.
+    names = []
+    if isinstance(stated, list) and stated:
+        names = [BASES.get(str(name), str(name)) for name in stated]
+    elif not stated and len(of_type) == 1:
+        names = of_type
+    name = next((name for name in names if name in ARCHITECTURES), "")
+    # The tensors of near relatives, such as Gemma and Llama, have the same names and shapes, so
+    # nothing later would notice that a model is computed as another.
+    if not name or model_type not in (None, ARCHITECTURES[name].model_type):
+        if of_type:
+            allowed = f"{model_type} has {', '.join(of_type)}"
+        else:
+            types = (f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES)
+            allowed = f"supported model types are {', '.join(types)}"
         raise ConfigError(
             f"{path} has model_type={json.dumps(model_type)} and"
-            f" architectures={json.dumps(stated)}, a class of"
-            f" model_type={json.dumps(family.model_type)}: the model would be computed as another"
-            f" than it is. Download config.json again, without edits; {allowed}."
+            f" architectures={json.dumps(stated)[:200]}, which are no model type that is supported"
+            f" and a list with a class of it: {allowed}. Download config.json again if it was"
+            " edited."
         )
-    return family, name
+    return ARCHITECTURES[name], name
 
 
 def architecture_of(config: ModelConfig, architecture: str | None = None) -> tuple[Family, str]:

@@ -27,9 +27,8 @@ from jaxformer.interop.fields import (
     keys,
     tied,
 )
-from jaxformer.interop.gemma import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.llama import INV_FREQ
+from jaxformer.interop.llama import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS, INV_FREQ
 from jaxformer.interop.rope import Rope
 from jaxformer.interop.tensor_table import AS_ROW, LINEAR, TensorRow, linear, norm, projections
 

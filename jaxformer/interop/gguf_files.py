@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxformer.files import ConfigError, first_of, located
-from jaxformer.interop.tensor_files import Entry, TensorFiles, refuse_pointer
+from jaxformer.interop.tensor_files import Entry, TensorFiles
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -150,7 +150,25 @@ class GgufFiles(TensorFiles):
         reader = _gguf_reader(path)
         self.directory, self.listing = path, path.name
         self.metadata = {key: field.contents() for key, field in reader.fields.items()}
-        architecture, row = _gguf_architecture(path, self.metadata)
+        kind = self.metadata.get("general.type", "model")
+        count = self.metadata.get("split.count", 1)
+        architecture = self.metadata.get("general.architecture")
+        if kind != "model":
+            raise ConfigError(
+                f"{path} has general.type={kind!r}, and only a model is read from GGUF."
+            )
+        if count > 1:
+            raise ConfigError(
+                f"{path} is one of {count} files of a model: join them with llama.cpp's"
+                " llama-gguf-split --merge."
+            )
+        if architecture not in GGUF_ARCHITECTURES:
+            raise ConfigError(
+                f"{path} has general.architecture={architecture!r}; those that are read from GGUF"
+                f" are {', '.join(GGUF_ARCHITECTURES)}. Where the same model is a Hugging Face"
+                " directory, read that."
+            )
+        row = GGUF_ARCHITECTURES[architecture]
         self._tensors = {}
         unread = []
         for tensor in reader.tensors:
@@ -295,30 +313,9 @@ def _gguf_reader(path: Path) -> "GGUFReader":
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
-        refuse_pointer(path)
         raise ConfigError(
             f"{path} is not a valid GGUF file ({error}). Download it again."
         ) from None
     if reader.byte_order != "I":
         raise ConfigError(f"{path} has the bytes of its numbers in the order of other machines.")
     return reader
-
-
-def _gguf_architecture(path: Path, metadata: Mapping[str, Any]) -> tuple[str, GgufArchitecture]:
-    """The architecture of a file and its row."""
-    name, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
-    if kind != "model":
-        raise ConfigError(f"{path} has general.type={kind!r}, and only a model is read from GGUF.")
-    count = metadata.get("split.count", 1)
-    if count > 1:
-        raise ConfigError(
-            f"{path} is one of {count} files of a model: join them with llama.cpp's"
-            " llama-gguf-split --merge."
-        )
-    if name not in GGUF_ARCHITECTURES:
-        raise ConfigError(
-            f"{path} has general.architecture={name!r}; those that are read from GGUF are"
-            f" {', '.join(GGUF_ARCHITECTURES)}. Where the same model is a Hugging Face directory,"
-            " read that."
-        )
-    return str(name), GGUF_ARCHITECTURES[str(name)]

@@ -96,7 +96,21 @@ class Rope(KeyMapping):
                     scaling[key] = [*numbers_of(value)] if isinstance(value, str) else value
             if kind in WITH_ORIGINAL:
                 scaling[ORIGINAL] = config.rope_original_length
-            keys["rope_scaling"] = _three_keys(scaling, config) if self.original else scaling
+            if self.original:
+                # LongRoPE with the keys that transformers 4 demands of Phi-3, and no others but for
+                # numbers that do not follow from the two lengths.
+                default_scale = dataclasses.replace(config, rope_attention_factor=0.0).rope_scale
+                following = {
+                    "factor": config.max_length / config.rope_original_length,
+                    "attention_factor": float(f"{default_scale:.9g}"),
+                    ORIGINAL: config.rope_original_length,
+                }
+                different: Keys = {"type": scaling.pop("rope_type")}
+                for key, value in scaling.items():
+                    if value != following.get(key):
+                        different[key] = value
+                scaling = different
+            keys["rope_scaling"] = scaling
         if self.local == self.theta:
             windowed = {"rope_type": "default", "rope_theta": window_theta}
             scaling = keys["rope_scaling"] or {"rope_type": "default"}
@@ -156,19 +170,6 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
     elif kind in WITH_ORIGINAL:
         scaling["rope_original_length"] = original
     return scaling
-
-
-def _three_keys(scaling: Keys, config: ModelConfig) -> Keys:
-    """LongRoPE with the keys that transformers 4 demands of Phi-3, and no others but for numbers
-    that do not follow from the two lengths."""
-    default_scale = dataclasses.replace(config, rope_attention_factor=0.0).rope_scale
-    following = {
-        "factor": config.max_length / config.rope_original_length,
-        "attention_factor": float(f"{default_scale:.9g}"),
-        ORIGINAL: config.rope_original_length,
-    }
-    different = {key: value for key, value in scaling.items() if value != following.get(key)}
-    return {"type": different.pop("rope_type")} | different
 
 
 def _entry_value(hf: HFConfig, key: str, value: Any, kind: type) -> float | bool | str:

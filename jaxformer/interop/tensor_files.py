@@ -34,7 +34,6 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
-POINTER = b"version https://git-lfs"
 # The files of a save, and the folder in it where they are made.
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5}\.safetensors|\.safetensors(\.index\.json)?)")
 DRAFTS = ".model-drafts-"
@@ -120,20 +119,19 @@ def copied_model(directory: Path, only: str = "") -> Path:
 
 
 def has_tensors(directory: Path) -> bool:
-    """Whether the files of weights of a model directory are there, and not only their index, or
-    what git leaves where they were not fetched."""
+    """Whether the files of weights of a model directory are there, and not only their index."""
     index = directory / INDEX
     if (directory / SINGLE).is_file() or not index.is_file():
         files = [*directory.glob("*.safetensors")]
     else:
         files = [directory / shard for shard in {*_read_index(index).values()}]
-    return bool(files) and all(file.is_file() and not _is_pointer(file) for file in files)
+    return bool(files) and all(file.is_file() for file in files)
 
 
 def names_in_index(directory: Path) -> list[str] | None:
     """The names of the tensors by the index of a model directory, None where it has none."""
     index = directory / INDEX
-    return [*_read_index(index)] if index.is_file() and not _is_pointer(index) else None
+    return [*_read_index(index)] if index.is_file() else None
 
 
 def _single_file(directory: Path, only: str) -> str:
@@ -161,7 +159,6 @@ def _single_file(directory: Path, only: str) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     """The shard of each tensor."""
-    refuse_pointer(path)
     shard_of = read_object(path, "download it again").get("weight_map")
     if not isinstance(shard_of, dict) or not all(isinstance(f, str) for f in shard_of.values()):
         raise ConfigError(
@@ -182,11 +179,10 @@ def _opened(path: Path) -> Iterator[safe_open]:
         with safe_open(path, "numpy", backend="pread") as file:
             yield file
     except SafetensorError as error:
-        refuse_pointer(path)
         # Of a download that stopped the library says only that the header or the length is wrong.
         raise ConfigError(
             f"{path}, of {path.stat().st_size:,} bytes, is not a valid safetensors file ({error})."
-            " Download or save it again."
+            " Download or save it again, or run `git lfs pull` where git has left a pointer."
         ) from None
     except OSError as error:
         reason = error.strerror or error
@@ -200,22 +196,6 @@ def _read_header(path: Path) -> dict[str, Entry]:
             tensor = file.get_slice(name)
             entries[name] = Entry(path.name, tuple(tensor.get_shape()), str(tensor.get_dtype()))
     return entries
-
-
-def _is_pointer(path: Path) -> bool:
-    start = b""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        start = file.read(len(POINTER))
-    return start == POINTER
-
-
-def refuse_pointer(path: Path) -> None:
-    """ConfigError for the text file that git leaves where a large file was not fetched."""
-    if _is_pointer(path):
-        raise ConfigError(
-            f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in"
-            f" {path.parent}."
-        )
 
 
 def write_tensors(

@@ -118,7 +118,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         ({"hidden_size": 2**20, "intermediate_size": 2**22}, "the two do not belong together"),
         ({"eos_token_id": -5}, "eos_token_id is -5"),
         ({"eos_token_id": 10**18}, "eos_token_id is 1000000000000000000"),
-        ({"architectures": 1.5}, "architectures is 1.5, and must be a list of names"),
+        ({"architectures": 1.5}, "architectures=1.5, which are no model type"),
         ({"rope_theta": "x"}, 'rope_theta="x" is not supported'),
         ({"torch_dtype": "\ud800"}, "is not JSON"),
     ],
