@@ -117,10 +117,10 @@ READERS = {
         ["tokenizer", "encode", "hf", "text.txt"],
         ["train", "tiny.py", "--run.dir", "new", "--run.init_from", "hf"],
     ],
-    "cache": [["train", "tiny.py", "--run.dir", "new"], ["prepare", "tiny.py", "--verify"]],
+    "cache": [["train", "tiny.py", "--run.dir", "new"], ["prepare", "tiny.py"]],
     "text.txt": [
         ["train", "tiny.py", "--run.dir", "new"],
-        ["prepare", "tiny.py", "--output", "made"],
+        ["prepare", "tiny.py"],
         ["tokenizer", "train", "text.txt", "--vocab_size", "300", "--output", "made"],
         ["tokenizer", "encode", "run", "text.txt"],
         ["evaluate", "run", "--data.validation", "text.txt", "--data.cache_dir", "cache"],

@@ -16,13 +16,13 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.data.label_templates import ClassTemplate, TagTemplate
 from jaxformer.data.templates import Template
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.loading import load, run_of
 from jaxformer.runs.objectives import row_format
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.metadata import ROLES, without_tokenizer
+from jaxformer.tokenizer.metadata import ROLES, TOKENIZER_FILE, missing
 from jaxformer.training.compiler_options import keep_compiled
 
 
@@ -67,7 +67,7 @@ def open_model(args: ModelArguments) -> Model:
             f"--pair needs an encoder, but {args.path} has model.family={config.family!r}."
         )
     if loaded.tokenizer is None:
-        raise without_tokenizer(args.path)
+        raise missing(located(args.path) / TOKENIZER_FILE)
     labels = loaded.labels or tuple(f"class {index}" for index in range(config.n_classes))
     return Model(args.path, loaded.params, config, loaded.tokenizer, labels, run_of(args.path))
 

@@ -21,8 +21,7 @@ from jaxformer.generation.decode import stream_tokens
 from jaxformer.generation.refill import refill
 from jaxformer.generation.stop_strings import StopStrings, before_stop, stream_before_stop
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.chat import ChatTemplate
-from jaxformer.tokenizer.messages import ASSISTANT
+from jaxformer.tokenizer.chat import ASSISTANT, ChatTemplate
 
 PROMPTS_ADVICE = 'give a text file with a prompt a line, or .jsonl with {"prompt": "..."} a line'
 # The most new tokens for which the layers are a loop: each token takes 7 to 16 ms more than with

@@ -74,7 +74,7 @@ class MessagesTemplate(AnswerTemplate):
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
         self.chat = ChatTemplate.of(tokenizer)
-        self.recipe = (self.chat.fingerprint(),)
+        self.recipe = (template_fingerprint(tokenizer),)
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         marked = [marked_text(self.chat, record[0], index) for index, record in enumerate(records)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, is_remote, make_directory
-from jaxformer.files.copies import opened, version_if_there
+from jaxformer.files.copies import version_if_there
 
 # Written last: what it describes is complete when it is there.
 MANIFEST = "manifest.json"
@@ -96,16 +96,12 @@ class Written:
         if version.size != self.size:
             raise _altered(path, f"it has {version.size:,} bytes of {self.size:,}")
 
-    def verify(self, path: Path) -> None:
-        """Compares the whole file with its digest."""
-        self.require_size(path)
-        if digest(path) != self.digest:
-            raise _altered(path, "its checksum is another")
-
     @functools.lru_cache(None)  # noqa: B019 (it is kept for the life of the process on purpose)
     def verify_once(self, path: Path) -> None:
         """Compares the whole file with its digest, the first time that this process asks."""
-        self.verify(path)
+        self.require_size(path)
+        if digest(path) != self.digest:
+            raise _altered(path, "its checksum is another")
 
 
 def _altered(path: Path, difference: str) -> ConfigError:
@@ -117,9 +113,6 @@ def _altered(path: Path, difference: str) -> ConfigError:
 
 def digest(path: Path) -> str:
     """A digest of a file's bytes."""
-    blake2b = functools.partial(hashlib.blake2b, digest_size=16)
-    if is_remote(path):
-        with opened(path) as remote:
-            return hashlib.file_digest(remote, blake2b).hexdigest()  # type: ignore[arg-type]
     with open(path, "rb") as file:
+        blake2b = functools.partial(hashlib.blake2b, digest_size=16)
         return hashlib.file_digest(file, blake2b).hexdigest()

@@ -4,24 +4,26 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from jaxformer.config.run import DataConfig, TokenizerConfig
+from jaxformer.config.run import DataConfig, TokenizerConfig, named_sources
 from jaxformer.config.settings import Log
-from jaxformer.data.cache_files import claimed
+from jaxformer.data.cache_files import claimed, remove_folder
 from jaxformer.data.examples import ExampleStore, open_or_encode
-from jaxformer.data.ids import scan_ids
+from jaxformer.data.ids import id_store, scan_ids
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.rows import Rows
-from jaxformer.data.sources import Piece, Source, fingerprint
+from jaxformer.data.sources import Piece, Source, find_source, fingerprint
+from jaxformer.data.sources.records import Fields
 from jaxformer.data.sources.source_files import PIECE_CHARACTERS
-from jaxformer.data.splits import Scan, SideName, Sides, Split, scan
+from jaxformer.data.splits import Scan, SideName, Sides, Split, file_groups, scan
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows, Template
-from jaxformer.data.texts import FORMAT, find_texts, megabytes, text_store
+from jaxformer.data.tokenizing import ProgressNotes, open_or_build
 from jaxformer.files import ConfigError, located
 from jaxformer.tokenizer import (
     Tokenizer,
@@ -31,6 +33,9 @@ from jaxformer.tokenizer import (
     train_bpe_tokenizer,
 )
 
+# A change in how text becomes tokens or files takes a new number, so that no older cache is read.
+FORMAT = 3
+STORES_TOGETHER = 16  # stores that are opened at the same time, as those of a URL
 # Where a tokenizer is trained on a part of the text, the most that is taken from one place.
 SAMPLE_CHARACTERS = 1 << 12
 
@@ -180,6 +185,16 @@ def prepare(
     return Corpus(tokenizer, task, labels, mixed["train"], mixed["validation"], sides, stores)
 
 
+def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
+    """The sources that `data.train` or `data.validation` names."""
+    specs = named_sources(getattr(data, setting.removeprefix("data.")))
+    if not specs:
+        raise ConfigError(
+            f"{setting} names no source: give a file, a directory, a glob, or stdlib."
+        )
+    return [find_source(spec, setting, fields, data.malformed) for spec in specs]
+
+
 def find_sides(
     data: DataConfig, settings: TokenizerConfig, task: Task, scans: Path, log: Log
 ) -> Sides:
@@ -214,10 +229,37 @@ def tokenizer_of(
     """The tokenizer of a run: that of a file; else a BPE of the text for training, or the
     characters of all text, kept in `cache`."""
     tokenizer = given_tokenizer(settings, task.specials)
-    tokenizer = tokenizer or _made_tokenizer(settings, sides, task.specials, cache, log)
+    if tokenizer is None:
+        train = sides["train"]
+        every = [*train, *sides["validation"]]
+        summary: tuple[object, ...] = tuple(dict.fromkeys(split.scan.content for split in every))
+        if settings.kind == "bpe":
+            texts = [split.identity() for split in train]
+            summary = (texts, settings.vocab_size, settings.training_bytes, settings.pattern)
+        path = cache / f"{fingerprint(FORMAT, settings.kind, *summary, *task.specials)}.json"
+        # Another process may be making it.
+        with claimed(cache, log):
+            if path.exists():
+                log(f"tokenizer: reusing {path}")
+            else:
+                began = time.perf_counter()
+                made = _made_of(settings, train, every, task.specials, log)
+                seconds = time.perf_counter() - began
+                log(f"tokenizer: {made.vocab_size:,} entries, made in {seconds:.1f} s")
+                made.save(path)
+        tokenizer = Tokenizer.load(path)
     if settings.chat_template:
         set_chat_template(tokenizer, settings.chat_template)
-    check_fit(task, vocab_size, tokenizer, settings.path)
+    if missing := ", ".join(task.missing(tokenizer)):
+        raise ConfigError(
+            f"tokenizer.path={settings.path} has no {missing}, which data.objective={task.name}"
+            " needs: add them to its added_tokens, or leave tokenizer.path empty to have one made."
+        )
+    if 0 < vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} is less than the tokenizer's {tokenizer.vocab_size:,}"
+            f" entries: set it to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's."
+        )
     return tokenizer
 
 
@@ -233,44 +275,28 @@ def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...]) -> Tok
     return Tokenizer.load(settings.path).with_special_tokens(settings.added)
 
 
-def _made_tokenizer(
-    settings: TokenizerConfig, sides: Sides, specials: tuple[str, ...], cache: Path, log: Log
+def _made_of(
+    settings: TokenizerConfig,
+    train: list[Split],
+    every: list[Split],
+    specials: tuple[str, ...],
+    log: Log,
 ) -> Tokenizer:
-    train = sides["train"]
-    every = [*train, *sides["validation"]]
-    summary: tuple[object, ...] = tuple(dict.fromkeys(split.scan.content for split in every))
-    if settings.kind == "bpe":
-        texts = [split.identity() for split in train]
-        summary = (texts, settings.vocab_size, settings.training_bytes, settings.pattern)
-    path = cache / f"{fingerprint(FORMAT, settings.kind, *summary, *specials)}.json"
-    if path.exists():
-        log(f"tokenizer: reusing {path}")
-        return Tokenizer.load(path)
-    with claimed(cache, log):
-        if path.exists():
-            # Another process made it meanwhile.
-            return Tokenizer.load(path)
-        began = time.perf_counter()
-        if settings.kind == "bpe":
-            limit = settings.training_bytes
-            total = sum(split.bytes for split in train)
-            names = " and ".join(str(split.source) for split in train)
-            log(
-                f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on"
-                f" {megabytes(min(total, limit))} of {names}"
-            )
-            shares = [round(limit * split.bytes / max(1, total)) for split in train]
-            pieces = itertools.chain.from_iterable(map(spread, train, shares))
-            made = train_bpe_tokenizer(pieces, settings.vocab_size, specials, settings.pattern)
-        else:
-            sources = [*{id(split.source): split.source for split in every}.values()]
-            log("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
-            characters = (piece.text for source in sources for piece in source.pieces())
-            made = character_tokenizer(characters, specials)
-        seconds = time.perf_counter() - began
-        log(f"tokenizer: {made.vocab_size:,} entries, made in {seconds:.1f} s")
-        made.save(path)
-        return Tokenizer.load(path)
+    if settings.kind == "characters":
+        sources = [*{id(split.source): split.source for split in every}.values()]
+        log("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
+        characters = (piece.text for source in sources for piece in source.pieces())
+        return character_tokenizer(characters, specials)
+    limit = settings.training_bytes
+    total = sum(split.bytes for split in train)
+    names = " and ".join(str(split.source) for split in train)
+    log(
+        f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on"
+        f" {megabytes(min(total, limit))} of {names}"
+    )
+    shares = [round(limit * split.bytes / max(1, total)) for split in train]
+    pieces = itertools.chain.from_iterable(map(spread, train, shares))
+    return train_bpe_tokenizer(pieces, settings.vocab_size, specials, settings.pattern)
 
 
 def spread(split: Split, limit: int) -> Iterator[str]:
@@ -290,14 +316,58 @@ def spread(split: Split, limit: int) -> Iterator[str]:
                 yield text
 
 
-def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> None:
-    """Raises ConfigError for a tokenizer (of `path`, if any) that a task or model cannot use."""
-    task.check_tokenizer(tokenizer, path)
-    if 0 < vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={vocab_size} is less than the tokenizer's {tokenizer.vocab_size:,}"
-            f" entries: set it to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's."
-        )
+def text_store(
+    source: Source,
+    text_scan: Scan,
+    folder: Path,
+    tokenizer: Tokenizer,
+    beginning: tuple[int, ...],
+    log: Log,
+) -> TokenStore:
+    """The tokens of a text in a directory of stores, made where there are none; each document
+    begins with the tokens `beginning`. Files of token ids stay as they are."""
+    # A store has the same name for equal text, tokenizer and tokens with which documents begin.
+    made_by: list[object] = [tokenizer.fingerprint()]
+    if beginning and not source.of_ids:
+        made_by.append([*beginning])
+    names = [fingerprint(FORMAT, part.content, *made_by) for part in text_scan.parts]
+    directories = [folder / name for name in names]
+    if source.of_ids:
+        return id_store(source, tokenizer, text_scan, directories, log)
+    began = time.perf_counter()
+    groups = file_groups(source)
+    with ThreadPoolExecutor(STORES_TOGETHER) as threads:
+        opened = [*threads.map(TokenStore.open, directories)]
+    missing = [part for part, store in zip(text_scan.parts, opened, strict=True) if store is None]
+    count = len(groups)
+    size = sum(part.bytes for part in missing)
+    if missing:
+        parts = f", {len(missing)} of {count} parts" if count > 1 else ""
+        log(f"{source}: tokenizing {megabytes(size)}{parts}")
+    elif count:
+        and_more = f" and {count - 1:,} more" if count > 1 else ""
+        log(f"{source}: reusing {directories[0]}{and_more}")
+    progress = ProgressNotes(log, size)
+    stores = []
+    for directory, group, part, store in zip(
+        directories, groups, text_scan.parts, opened, strict=True
+    ):
+        if store is None:
+            store = open_or_build(directory, group.pieces, tokenizer, progress, beginning)
+        if (part.documents, part.bytes) != (store.documents, store.bytes):
+            remove_folder(directory)
+            raise ConfigError(
+                f"{group}: its files changed while they were tokenized: run again when they no"
+                " longer change."
+            )
+        stores.append(store)
+    if missing:
+        log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
+    return TokenStore.joined(stores, fingerprint(names))
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
 
 
 def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:

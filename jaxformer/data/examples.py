@@ -98,33 +98,33 @@ def open_or_encode(
     """The finished store in a directory, or a new one. A second process on this machine waits and
     then reuses it."""
     with claimed(directory, log):
-        return ExampleStore.open(directory) or _encode(directory, records(), encode)
-
-
-def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) -> ExampleStore:
-    labels: Labels = {}
-    tokens = [np.zeros(0, np.int32)]
-    lengths = [np.zeros(1, np.int64)]
-    size = documents = part_count = 0
-    for batch in in_batches(records, lambda piece: len(piece.text), BATCH_CHARACTERS):
-        try:
-            examples = list(encode([piece.record for piece in batch], labels))
-        except RecordError as error:
-            raise ConfigError(f"{batch[error.index].location}: {error}") from None
-        sequences = list(itertools.chain.from_iterable(examples))
-        tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))
-        lengths.append(np.fromiter(map(len, sequences), np.int64))
-        size += sum(len(piece.text.encode()) for piece in batch)
-        documents = documents + len(batch)
-        part_count = len(examples[0])
-    ids = np.concatenate(tokens)
-    path = directory / "00000"
-    files = {
-        "tokens": write_arrays(path.with_suffix(".tokens"), [ids]),
-        "bounds": write_arrays(path.with_suffix(".bounds"), [np.cumsum(np.concatenate(lengths))]),
-    }
-    shard = Shard(path, len(ids), documents, size, files)
-    parts = max(part_count, 1)
-    record = shard.entry() | {"parts": parts, "labels": [*labels]}
-    write_text(directory / MANIFEST, json.dumps(record, indent=1))
-    return ExampleStore(shard, parts, [*labels])
+        store = ExampleStore.open(directory)
+        if store is not None:
+            return store
+        labels: Labels = {}
+        tokens = [np.zeros(0, np.int32)]
+        lengths = [np.zeros(1, np.int64)]
+        size = documents = 0
+        parts = 1
+        for batch in in_batches(records(), lambda piece: len(piece.text), BATCH_CHARACTERS):
+            try:
+                examples = list(encode([piece.record for piece in batch], labels))
+            except RecordError as error:
+                raise ConfigError(f"{batch[error.index].location}: {error}") from None
+            sequences = list(itertools.chain.from_iterable(examples))
+            tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))
+            lengths.append(np.fromiter(map(len, sequences), np.int64))
+            size += sum(len(piece.text.encode()) for piece in batch)
+            documents += len(batch)
+            parts = len(examples[0])
+        ids = np.concatenate(tokens)
+        bounds = np.cumsum(np.concatenate(lengths))
+        path = directory / "00000"
+        files = {
+            "tokens": write_arrays(path.with_suffix(".tokens"), [ids]),
+            "bounds": write_arrays(path.with_suffix(".bounds"), [bounds]),
+        }
+        shard = Shard(path, len(ids), documents, size, files)
+        record = shard.entry() | {"parts": parts, "labels": [*labels]}
+        write_text(directory / MANIFEST, json.dumps(record, indent=1))
+        return ExampleStore(shard, parts, [*labels])

@@ -6,7 +6,6 @@ holds its type. A .bin file is raw, and has the type that the tokenizer's vocabu
 """
 
 import functools
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,36 +14,15 @@ import numpy as np
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import claimed, remove_folder
 from jaxformer.data.sources import Source, fingerprint
-from jaxformer.data.sources.records import Fields, is_text
-from jaxformer.data.sources.source import find_id_files
 from jaxformer.data.sources.source_files import SourceFile, hash_fraction, unreadable
 from jaxformer.data.splits import Scan, cached_scan
 from jaxformer.data.store import IdArray, Shard, TokenStore
 from jaxformer.data.tokenizing import ProgressNotes, write_arrays, write_index
-from jaxformer.files import ConfigError, located, store_errors
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 
-SUFFIXES = (".npy", ".bin")
 # With fewer ids than this nothing is concluded from every second one being 0.
 FEWEST_TO_DOUBT = 16
-
-
-def find_ids(spec: str, setting: str, fields: Fields) -> Source | None:
-    """The files of ids that a spec names by their suffix, None where it names something else."""
-    path = located(os.path.expanduser(spec))
-    with store_errors(path, "read"):
-        if path.suffix.lower() not in SUFFIXES or path.is_dir():
-            return None
-    try:
-        files = find_id_files(spec, setting)
-    except OSError as error:
-        raise unreadable(f"{setting}: {spec}", error) from None
-    if not is_text(fields):
-        raise ConfigError(
-            f"{setting}: {spec} holds token ids of text, and data.objective reads records: name"
-            " their source."
-        )
-    return Source(setting, spec, files, fields)
 
 
 def scan_ids(source: Source, tokenizer: Tokenizer | None, folder: Path, log: Log) -> Scan:

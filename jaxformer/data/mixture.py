@@ -58,8 +58,12 @@ class Mixture(Rows):
         # Without weights every row is read as often.
         self._shares = [(0, sizes)]
         if data.weights.strip():
-            stated = phases("data.weights", data.weights)
-            self._shares = [(step, _whole(_numbers(text))) for step, text in stated]
+            self._shares = []
+            for step, text in phases("data.weights", data.weights):
+                weights = _numbers(text)
+                # Whole numbers in the same proportion.
+                scale = math.lcm(*(weight.denominator for weight in weights))
+                self._shares.append((step, [int(weight * scale) for weight in weights]))
 
     def most_segments(self) -> int | None:
         segment_counts = [rows.most_segments() for rows in self.source_rows]
@@ -178,9 +182,3 @@ def _numbers(text: str) -> list[Fraction]:
         except (ValueError, ZeroDivisionError):
             numbers.append(Fraction(-1))
     return numbers
-
-
-def _whole(weights: Sequence[Fraction]) -> list[int]:
-    """Whole numbers in the same proportion."""
-    scale = math.lcm(*(weight.denominator for weight in weights))
-    return [int(weight * scale) for weight in weights]

@@ -192,29 +192,25 @@ class Split:
         train_fraction = 1 - self.fraction
         held_out = self.side == "validation"
         if self.side == "all":
-            return pieces
-        if self.by_document:
-            return (
-                piece
-                for piece in pieces
-                if (hash_fraction(piece.document) < self.fraction) is held_out
-            )
-        if self.source.of_records:
+            yield from pieces
+        elif self.by_document:
+            for piece in pieces:
+                if (hash_fraction(piece.document) < self.fraction) is held_out:
+                    yield piece
+        elif self.source.of_records:
             border = round(self.scan.documents * train_fraction)
             start, stop = (border, None) if held_out else (0, border)
-            return itertools.islice(pieces, start, stop)
-        return _cut(pieces, int(self.scan.bytes * train_fraction), held_out)
+            yield from itertools.islice(pieces, start, stop)
+        else:
+            # A character that the border cuts goes to neither side.
+            border = int(self.scan.bytes * train_fraction)
+            for piece in pieces:
+                raw = piece.text.encode()
+                side = raw[max(0, border) :] if held_out else raw[: max(0, border)]
+                if text := side.decode(errors="ignore"):
+                    yield piece._replace(text=text)
+                border -= len(raw)
 
 
 # The texts of a run by what they are for; none for validation where nothing is held out.
 Sides = dict[SideName, list[Split]]
-
-
-def _cut(pieces: Iterator[Piece], border: int, after: bool) -> Iterator[Piece]:
-    """The text before, or after, a byte; a character that it cuts goes to neither side."""
-    for piece in pieces:
-        raw = piece.text.encode()
-        side = raw[max(0, border) :] if after else raw[: max(0, border)]
-        if text := side.decode(errors="ignore"):
-            yield piece._replace(text=text)
-        border -= len(raw)

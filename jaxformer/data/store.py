@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ INDEX_DTYPE = np.dtype(np.int64)
 NONE = np.zeros(0, INDEX_DTYPE)
 # An even number, as the test for ids of another width needs.
 BLOCK_IDS = 1 << 22
-STORES_TOGETHER = 16  # stores that are opened at the same time, as those of a URL
 COUNTS = ("tokens", "documents", "bytes")
 MOST_MAPS = 128  # files that are open at a time
 
@@ -119,10 +117,6 @@ class Shard:
             return False
         return True
 
-    def here(self, kind: str) -> Path:
-        """A file on this machine: itself, or the copy of that at a URL."""
-        return local_copy(self.file(kind), self.files[kind].digest)
-
     # Shared by all stores, since each map holds a file open.
     @functools.lru_cache(MOST_MAPS)  # noqa: B019
     def mapped(self, kind: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -132,7 +126,7 @@ class Shard:
             return np.zeros(shape, dtype)
         if kind == "tokens" and self.ids:
             return self.ids.mapped()
-        path = self.here(kind)
+        path = local_copy(self.file(kind), self.files[kind].digest)
         self.files[kind].verify_once(path)
         # A plain view: slices of np.memmap itself are several times slower to make.
         return np.memmap(path, dtype, "r", 0, shape).view(np.ndarray)
@@ -330,9 +324,3 @@ class TokenStore:
             yield self._shards[shard], low, low + end - start, start
             start = end
             run = run + (end == run_end)
-
-
-def open_stores(directories: Sequence[Path]) -> "list[TokenStore | None]":
-    """The store in each directory, as `TokenStore.open` gives it, several at a time."""
-    with ThreadPoolExecutor(STORES_TOGETHER) as threads:
-        return [*threads.map(TokenStore.open, directories)]

@@ -114,12 +114,3 @@ class Task(NamedTuple):
                 " tokenizer_config.json beside it, or set data.bos to auto or never."
             )
         return (token,)
-
-    def check_tokenizer(self, tokenizer: Tokenizer, path: str) -> None:
-        """Raises ConfigError where a tokenizer, that of tokenizer.path=`path`, lacks tokens."""
-        missing = ", ".join(self.missing(tokenizer))
-        if missing:
-            raise ConfigError(
-                f"tokenizer.path={path} has no {missing}, which data.objective={self.name} needs:"
-                " add them to its added_tokens, or leave tokenizer.path empty to have one made."
-            )

@@ -36,7 +36,7 @@ from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.directory import check_config, check_data, identity_of
 from jaxformer.runs.evaluation import corpus_of
 from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes
-from jaxformer.tokenizer.chat import ChatTemplate
+from jaxformer.tokenizer.chat import template_fingerprint
 from jaxformer.training.compiler_options import keep_compiled
 from jaxformer.training.state import TrainState, merged, split_frozen
 
@@ -219,7 +219,7 @@ def fingerprints_of(corpus: data.Corpus, reads_messages: bool) -> dict[str, str]
     if corpus.validation:
         fingerprints["validation"] = corpus.validation.fingerprint
     if reads_messages:
-        fingerprints["chat_template"] = ChatTemplate.of(corpus.tokenizer).fingerprint()
+        fingerprints["chat_template"] = template_fingerprint(corpus.tokenizer)
     return fingerprints
 
 

@@ -1,6 +1,7 @@
 """A byte-level BPE from its two tables, the bytes of each id and the merges in order, or from
 GPT-2's files of them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,24 @@ def byte_level_bpe(
     lacks follow its last id."""
     check_pattern(pattern)
     check_special_tokens(special_tokens)
-    ids = _checked_ids(vocab, merges)
+    ids = {entry: index for index, entry in vocab.items()}
+    if len(ids) < len(vocab):
+        repeated = [entry for entry, count in Counter(vocab.values()).items() if count > 1]
+        raise ConfigError(
+            f"the vocabulary holds {repeated[0]!r} at several ids: an entry has one id."
+        )
+    absent = [byte for byte in range(256) if bytes([byte]) not in ids]
+    if absent:
+        raise ConfigError(
+            f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {bytes(absent[:1])!r}:"
+            " add them."
+        )
+    for number, (first, second) in enumerate(merges):
+        if not ids.keys() >= {first, second, first + second}:
+            raise ConfigError(
+                f"merge {number}, {first!r} and {second!r}: one of them or their sum is not in the"
+                " vocabulary."
+            )
     characters = byte_characters()
     names = {entry: "".join(characters[byte] for byte in entry) for entry in ids}
     for name in special_tokens:
@@ -66,34 +84,6 @@ def byte_level_bpe(
     return backend
 
 
-def _checked_ids(
-    vocab: dict[int, bytes], merges: Sequence[tuple[bytes, bytes]]
-) -> dict[bytes, int]:
-    """The id of each entry."""
-    ids: dict[bytes, int] = {}
-    for index, entry in vocab.items():
-        if entry in ids:
-            raise ConfigError(
-                f"the vocabulary holds {entry!r} twice, as {ids[entry]} and as {index}: an entry"
-                " has one id."
-            )
-        ids[entry] = index
-    absent = [byte for byte in range(256) if bytes([byte]) not in ids]
-    if absent:
-        raise ConfigError(
-            f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {bytes(absent[:1])!r}:"
-            " add them."
-        )
-    for number, (first, second) in enumerate(merges):
-        unknown = [entry for entry in (first, second, first + second) if entry not in ids]
-        if unknown:
-            raise ConfigError(
-                f"merge {number}, {first!r} and {second!r}: {unknown[0]!r} is not in the"
-                " vocabulary."
-            )
-    return ids
-
-
 def from_files(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a vocab.json and the merges.txt beside it, with the special tokens and the
     template that transformers adds for the model's family.
@@ -106,8 +96,19 @@ def from_files(file: Path) -> tokenizers.Tokenizer:
     family = _family(file.parent, settings, vocab)
     space = bool(settings.get("add_prefix_space", False))
     names = [name for name in SPECIAL_TOKENS[family] if name in vocab]
-    words = pre_tokenizers.ByteLevel(add_prefix_space=space)
-    backend = _backend(vocab, _read_merges(file.with_name(MERGES_FILE), vocab), words)
+    merges = []
+    merges_file = file.with_name(MERGES_FILE)
+    for number, line in enumerate(read_text(merges_file, "restore it").split("\n"), 1):
+        tokens = line.removesuffix("\r").split(" ")
+        if tokens == [""] or (number == 1 and line.startswith("#version")):
+            continue
+        if len(tokens) != 2 or not vocab.keys() >= {*tokens, "".join(tokens)}:
+            raise ConfigError(
+                f"{merges_file}, line {number}: {line!r} is no merge of two entries to a third:"
+                " restore the file."
+            )
+        merges.append((tokens[0], tokens[1]))
+    backend = _backend(vocab, merges, pre_tokenizers.ByteLevel(add_prefix_space=space))
     added = read_optional(file.with_name(ADDED_FILE))
     # Ids are sorted as text, since malformed ones are detected only below.
     for content, index in sorted(added.items(), key=lambda item: str(item[1]).zfill(20)):
@@ -156,20 +157,3 @@ def _family(folder: Path, settings: dict[str, Any], vocab: dict[str, Any]) -> st
     name = name.removesuffix("Fast").removesuffix("Tokenizer").lower()
     guessed = "roberta" if vocab.keys() >= {*ROBERTA_SPECIAL} else "gpt2"
     return str(name or read_optional(folder / "config.json").get("model_type") or guessed)
-
-
-def _read_merges(file: Path, vocab: dict[str, Any]) -> list[tuple[str, str]]:
-    """The merges of a merges.txt."""
-    lines = read_text(file, "restore it").split("\n")
-    merges = []
-    for number, line in enumerate(lines, 1):
-        tokens = line.removesuffix("\r").split(" ")
-        if tokens == [""] or (number == 1 and line.startswith("#version")):
-            continue
-        if len(tokens) != 2 or not vocab.keys() >= {*tokens, "".join(tokens)}:
-            raise ConfigError(
-                f"{file}, line {number}: {line!r} is no merge of two entries to a third: restore"
-                " the file."
-            )
-        merges.append((tokens[0], tokens[1]))
-    return merges

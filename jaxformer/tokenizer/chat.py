@@ -1,5 +1,5 @@
-"""Chat templates: a conversation as the text that a model reads, its token ids, and which of them
-the assistant wrote.
+"""Conversations, which are lists of messages, and chat templates: a conversation as the text that a
+model reads, its token ids, and which of them the assistant wrote.
 
 A template is a text in Jinja, as tokenizers of Hugging Face models have it: chat_template.jinja, or
 chat_template in tokenizer_config.json.
@@ -23,13 +23,16 @@ import tokenizers
 
 from jaxformer.cluster.bounded import BoundedProcess, OutOfBounds
 from jaxformer.files import ConfigError, located, read_text
-from jaxformer.tokenizer.messages import ASSISTANT, Message, checked_messages, require_assistant
 from jaxformer.tokenizer.metadata import SETTINGS_FILE, TEMPLATE_FILE
 from jaxformer.tokenizer.pieces import without_panic
 from jaxformer.tokenizer.tokenizer import Tokenizer
 
+Message = dict[str, Any]  # a role, and a content or tool_calls
 Span = tuple[int, int]  # the indices of the first character and after the last one
 Marked = tuple[str, list[Span]]  # a text, and the spans that are learned
+
+ASSISTANT = "assistant"  # the role whose turns are learned
+SHAPE = 'a list of messages as [{"role": "user", "content": "..."}, ...]'
 
 # To be increased when conversations become other ids, so that no older cache is read.
 FORMAT_OF_CHATS = 1
@@ -55,6 +58,49 @@ PROBE = "\u2042probe\u2042"  # a text that no template writes by itself
 RENDERER = BoundedProcess("jaxformer.tokenizer.chat_environment", "answer")
 
 
+def checked_messages(value: Any) -> list[Message]:
+    """The messages of a conversation, each of which has a role and a text. Keys whose value is null
+    are left out, since Parquet and Arrow cannot tell them from missing ones.
+
+    A message with tool_calls may lack its content."""
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{_shown(value)} is no conversation: give {SHAPE}")
+    if not value:
+        raise ConfigError(f"the conversation has no messages: give {SHAPE}")
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"message {number} is {_shown(message)}: give {SHAPE}")
+        entries = {str(key): entry for key, entry in message.items() if entry is not None}
+        if not isinstance(entries.get("role"), str):
+            keys = ", ".join(map(repr, message)) or "none"
+            raise ConfigError(
+                f'message {number} has no "role" that is a string (its keys are {keys}): {SHAPE}'
+            )
+        content = entries.get("content", "" if entries.get("tool_calls") else None)
+        if not isinstance(content, str):
+            raise ConfigError(
+                f"message {number} has the content {_shown(content)}: give one string, and of a"
+                " list of parts their texts as one, since only text is read"
+            )
+        messages.append(entries)
+    return messages
+
+
+def require_assistant(messages: list[Message]) -> None:
+    """Raises ConfigError for a conversation in which the assistant has no turn."""
+    roles = [message["role"] for message in messages]
+    if ASSISTANT not in roles:
+        raise ConfigError(
+            f"no message has the role {ASSISTANT!r} (the roles are {', '.join(map(repr, roles))}),"
+            " so there is nothing to learn: only the turns of that role are learned"
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} ({str(value)[:40]!r})"
+
+
 class UnboundedTemplate(ConfigError):
     """A template exceeds its bounds of time or memory."""
 
@@ -71,7 +117,17 @@ class ChatTemplate:
     def __init__(self, text: str, tokenizer: Tokenizer, where: str, today: bool = False) -> None:
         """`where` names the template in messages. With `today`, strftime_now shows the current day
         instead of `TRAINING_DAY`."""
-        _require_jinja(where)
+        # Of older versions of jinja2 a template can leave the sandbox.
+        try:
+            version = importlib.metadata.version("jinja2")
+            import jinja2  # noqa: F401  (its metadata may exist without it)
+        except ImportError:
+            version = ""
+        if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST_JINJA:
+            raise ConfigError(
+                f"{where} needs jinja2 {'.'.join(map(str, OLDEST_JINJA))} or newer, and here it is"
+                f" {version or 'not installed'}: pip install 'jaxformer[chat]'."
+            )
         self.text, self.tokenizer, self.where = text, tokenizer, where
         # Marks that no text contains by chance: noncharacters of Unicode around random digits.
         digits = secrets.token_hex(8)
@@ -112,10 +168,15 @@ class ChatTemplate:
             encodings = without_panic(self._aligned.encode_batch, texts, add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             raise self.tokenizer.encoder.unencodable(texts, error) from None
-        return [
-            (encoding.ids, _inside(encoding.offsets, spans))
-            for encoding, (_, spans) in zip(encodings, conversations, strict=True)
-        ]
+        encoded = []
+        for encoding, (_, spans) in zip(encodings, conversations, strict=True):
+            # A token is learned where it lies within one of the spans.
+            learned = np.zeros(len(encoding.ids), bool)
+            begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            for begin, end in spans:
+                learned |= (begins >= begin) & (begins < end) & (ends <= end)
+            encoded.append((encoding.ids, [bool(value) for value in learned]))
+        return encoded
 
     def marked(self, messages: Sequence[Message]) -> Marked:
         """The text of a conversation, and the spans of it that are learned."""
@@ -167,11 +228,6 @@ class ChatTemplate:
             " and sample --chat writes on. In a copy of the template that tokenizer.chat_template"
             f" names, put the token that ends an answer after its content, inside of {GENERATION}."
         ]
-
-    def fingerprint(self) -> str:
-        """A digest of the template, the special tokens and the format: equal digests give equal ids
-        with a tokenizer."""
-        return _digest(self.text, self._names)
 
     def _ask(self, when: str, rendering: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The answer of `chat_environment`; `rendering` are the messages, names and cuts."""
@@ -311,38 +367,11 @@ def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
 
 
 def template_fingerprint(tokenizer: Tokenizer) -> str:
-    """`ChatTemplate.fingerprint` of the template of a tokenizer, empty where it has none."""
+    """A digest of the template of a tokenizer, the special tokens and the format: equal digests
+    give equal ids with a tokenizer. Empty where it has no template."""
     try:
         text, _ = template_of(tokenizer)
     except ConfigError:
         return ""
-    return _digest(text, special_names(tokenizer))
-
-
-def _digest(text: str, names: dict[str, str]) -> str:
-    content = json.dumps([FORMAT_OF_CHATS, text, names])
+    content = json.dumps([FORMAT_OF_CHATS, text, special_names(tokenizer)])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-
-def _require_jinja(where: str) -> None:
-    """Raises ConfigError where jinja2 is missing, or has a version whose sandbox a template can
-    leave."""
-    try:
-        version = importlib.metadata.version("jinja2")
-        import jinja2  # noqa: F401  (its metadata may exist without it)
-    except ImportError:
-        version = ""
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST_JINJA:
-        raise ConfigError(
-            f"{where} needs jinja2 {'.'.join(map(str, OLDEST_JINJA))} or newer, and here it is"
-            f" {version or 'not installed'}: pip install 'jaxformer[chat]'."
-        )
-
-
-def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens lie within one of the spans of characters, by their offsets."""
-    learned = np.zeros(len(offsets), bool)
-    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-    for begin, end in spans:
-        learned |= (begins >= begin) & (begins < end) & (ends <= end)
-    return [bool(value) for value in learned]

@@ -62,13 +62,41 @@ class Fast:
 
     @classmethod
     def of(cls, spec: dict[str, Any], backend: tokenizers.Tokenizer) -> "Fast | None":
-        """The encoder for a tokenizer.json; None where its ids could differ."""
+        """The encoder for a tokenizer.json; None where its ids could differ.
+
+        tiktoken merges two pieces if together they are the bytes of a token, BPE only the two that
+        the merge of this token names. Both give the same ids where BPE encodes the bytes of each
+        token as this token: as long as no merge crosses the borders of a token, the merges inside
+        do not depend on the text around it.
+        """
         pattern = pattern_of(spec)
-        ranks = _ranks(spec, backend) if pattern else None
-        if not ranks or not pattern:
+        model = spec["model"]
+        has_settings = any(model.get(name) for name in MERGE_SETTINGS)
+        if not pattern or model["type"] != "BPE" or spec["normalizer"] or has_settings:
             return None
+        added = spec["added_tokens"]
+        if not all(token["special"] for token in added):
+            return None  # the others are tokens in plain text too
+        vocab: dict[str, int] = model["vocab"]
+        made = ["".join(pair) for pair in model["merges"]]
+        order = [vocab[token] for token in made]
+        # Ids are tiktoken's ranks, so those of merges must ascend, each once.
+        if order != sorted({*order}) or not {*"".join(made)} <= BYTES.keys() <= vocab.keys():
+            return None
+        merge = backend.model.tokenize
+        if any(len(merge(token)) > 1 for token in made):
+            return None
+        # The core lacks entries that no merge makes, such as GPT-2's end of text where no file says
+        # that it is special. They must not occur in words, which are spelled in BYTES.
+        for token in vocab.keys() - {*made, *BYTES}:
+            if {*token} <= BYTES.keys() and vocab[token] in (piece.id for piece in merge(token)):
+                return None
         import tiktoken  # short texts do without
 
+        ranks = {
+            bytes(BYTES[character] for character in token): vocab[token]
+            for token in (*BYTES, *made)
+        }
         core = tiktoken.Encoding(
             pattern,
             pat_str=WORD_PATTERNS[pattern].words,
@@ -76,7 +104,6 @@ class Fast:
             # Without a special token the core would search for the empty one, at every byte.
             special_tokens={"\0 not a token": max(ranks.values()) + 1},
         )
-        added = spec["added_tokens"]
         # A plain search matches names where the library does, if all are searched in the text as it
         # is or all in the normalized text, and none strips spaces or must stand between spaces.
         plain = not any(
@@ -99,40 +126,6 @@ class Fast:
             for index, piece in enumerate(self._names_pattern.split(text))
         ]
         return np.concatenate(rows)
-
-
-def _ranks(spec: dict[str, Any], backend: tokenizers.Tokenizer) -> dict[bytes, int] | None:
-    """The bytes of each token with its id, in the order of merges; None where tiktoken would not
-    merge as BPE does.
-
-    tiktoken merges two pieces if together they are the bytes of a token, BPE only the two that the
-    merge of this token names. Both give the same ids where BPE encodes the bytes of each token as
-    this token: as long as no merge crosses the borders of a token, the merges inside do not depend
-    on the text around it.
-    """
-    model = spec["model"]
-    has_settings = any(model.get(name) for name in MERGE_SETTINGS)
-    if model["type"] != "BPE" or spec["normalizer"] or has_settings:
-        return None
-    if not all(token["special"] for token in spec["added_tokens"]):
-        return None  # the others are tokens in plain text too
-    vocab: dict[str, int] = model["vocab"]
-    made = ["".join(pair) for pair in model["merges"]]
-    order = [vocab[token] for token in made]
-    # Ids are tiktoken's ranks, so those of merges must ascend, each once.
-    if order != sorted({*order}) or not {*"".join(made)} <= BYTES.keys() <= vocab.keys():
-        return None
-    merge = backend.model.tokenize
-    if any(len(merge(token)) > 1 for token in made):
-        return None
-    # The core lacks entries that no merge makes, such as GPT-2's end of text where no file says
-    # that it is special. They must not occur in words, which are spelled in BYTES.
-    for token in vocab.keys() - {*made, *BYTES}:
-        if {*token} <= BYTES.keys() and vocab[token] in (piece.id for piece in merge(token)):
-            return None
-    return {
-        bytes(BYTES[character] for character in token): vocab[token] for token in (*BYTES, *made)
-    }
 
 
 def pattern_of(spec: dict[str, Any]) -> str | None:

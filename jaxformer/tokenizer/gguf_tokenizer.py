@@ -1,7 +1,7 @@
 """The tokenizer in the metadata of a GGUF file: byte-level BPE (`gpt2`), and SentencePiece's BPE
 (`llama`), whose merges follow from its vocabulary."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tokenizers
@@ -58,7 +58,18 @@ def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
     values["architecture"] = metadata.get(ARCHITECTURE_KEY)
     try:
         backend = GGUF_KINDS[kind](values, origin)
-        settings = _tokenizer_settings(values, metadata.get(TEMPLATE_KEY))
+        # The entries of a tokenizer_config.json.
+        settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+        if metadata.get(TEMPLATE_KEY) is not None:
+            settings["chat_template"] = metadata[TEMPLATE_KEY]
+        for role, name in GGUF_ROLES.items():
+            token = values.get(f"{name}_token_id")
+            if token is not None:
+                settings[f"{role}_token"] = tokens[token]
+        begins = kind == "llama" or values.get("pre") in WITH_BEGIN
+        for role, default in {"bos": begins, "eos": False}.items():
+            adds = bool(values.get(f"add_{role}_token", default))
+            settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
         _add_special_tokens(backend, values, settings)
         _set_template(backend, settings)
     except ConfigError:
@@ -122,11 +133,21 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
         raise ConfigError(f"{origin} has no score for each token in tokenizer.ggml.scores.")
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in values.get("merges", ())]
+    if not merges:
+        # Each way to cut a token into two, the token with the highest score first.
+        scored = []
+        for token, index in vocab.items():
+            cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+            cuts = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
+            for pair in sorted(cuts, key=lambda pair: (vocab[pair[0]], vocab[pair[1]])):
+                scored.append((scores[index], pair))
+        scored.sort(key=lambda merge: (merge[0], len(merge[1][0]), len(merge[1][1])), reverse=True)
+        merges = [pair for _, pair in scored]
     unknown = values.get("unknown_token_id")
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=merges or _implied_merges(vocab, scores),
+            merges=merges,
             fuse_unk=True,
             byte_fallback=True,
             unk_token=None if unknown is None else tokens[unknown],
@@ -151,34 +172,8 @@ GGUF_KINDS: dict[str, Callable[[TokenizerValues, str], tokenizers.Tokenizer]] = 
 }
 
 
-def _implied_merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Each way to cut a token into two, the token with the highest score first."""
-    merges = []
-    for token, index in vocab.items():
-        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
-        cuts = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
-        for pair in sorted(cuts, key=lambda pair: (vocab[pair[0]], vocab[pair[1]])):
-            merges.append((scores[index], pair))
-    merges.sort(key=lambda merge: (merge[0], len(merge[1][0]), len(merge[1][1])), reverse=True)
-    return [pair for _, pair in merges]
-
-
 def _token_types(values: TokenizerValues) -> list[int]:
     return [*values.get("token_type", ())] or [1] * len(values["tokens"])
-
-
-def _tokenizer_settings(values: TokenizerValues, template: str | None) -> dict[str, Any]:
-    """The entries of a tokenizer_config.json."""
-    settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
-    for role, name in GGUF_ROLES.items():
-        token = values.get(f"{name}_token_id")
-        if token is not None:
-            settings[f"{role}_token"] = values["tokens"][token]
-    begins = values["model"] == "llama" or values.get("pre") in WITH_BEGIN
-    for role, default in {"bos": begins, "eos": False}.items():
-        adds = bool(values.get(f"add_{role}_token", default))
-        settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
-    return settings if template is None else settings | {"chat_template": template}
 
 
 def _add_special_tokens(
@@ -206,12 +201,10 @@ def _set_template(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) ->
     }
     if not names:
         return
-    before, after = (f"{names[role]}" if role in names else "" for role in ("bos", "eos"))
+    single = [piece for piece in (names.get("bos"), "$A", names.get("eos")) if piece]
+    second = [piece for piece in (names.get("bos"), "$B", names.get("eos")) if piece]
     backend.post_processor = processors.TemplateProcessing(
-        single=[piece for piece in (before, "$A", after) if piece],
-        pair=[
-            *(piece for piece in (before, "$A", after) if piece),
-            *(f"{piece}:1" for piece in (before, "$B", after) if piece),
-        ],
+        single=single,
+        pair=[*single, *(f"{piece}:1" for piece in second)],
         special_tokens=[(name, backend.token_to_id(name)) for name in {*names.values()}],
     )

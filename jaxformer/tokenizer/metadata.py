@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxformer.files import ConfigError, located, read_object, read_text, write_text
+from jaxformer.files import ConfigError, read_object, read_text, write_text
 from jaxformer.tokenizer.pieces import without_panic
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -108,7 +108,24 @@ class TokenizerMetadata:
                 named_ids[role] = token
         ids: dict[str, list[int]] = {}
         for name in ("config.json", IDS_FILE):
-            ids |= _ids(backend, read_optional(folder / name), folder / name)
+            content = read_optional(folder / name)
+            for key, role in IDS.items():
+                values = content.get(key)
+                tokens: list[int] = []
+                for value in values if isinstance(values, list) else [values]:
+                    if value is None:
+                        continue
+                    # Old configs write -1 for no token.
+                    if type(value) is not int or not -1 <= value < 2**32:
+                        raise ConfigError(
+                            f"{folder / name}: {key} is {values!r}, and must be the id of a token,"
+                            " at least 0."
+                        )
+                    # Ids without a token, which pad a vocabulary, are left out.
+                    if value >= 0 and backend.id_to_token(value) is not None:
+                        tokens.append(value)
+                if tokens:
+                    ids[role] = tokens
         rules, rules_file = stored_rules(folder)
         template_file = folder / TEMPLATE_FILE
         return cls(
@@ -200,9 +217,9 @@ def tokenizer_file(path: Path) -> Path:
 
 def read_backend(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a tokenizer.json."""
-    remedy = "set tokenizer.path to a tokenizer.json"
     if not file.exists():
         raise missing(file)
+    remedy = "set tokenizer.path to a tokenizer.json"
     text = read_text(file, remedy)
     try:
         return without_panic(tokenizers.Tokenizer.from_str, text)
@@ -212,37 +229,19 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
         ) from None
 
 
-def without_tokenizer(folder: Path | str) -> ConfigError:
-    """The error for a model's directory without tokenizer.json, where text is to be read or
-    written."""
-    file = located(folder) / TOKENIZER_FILE
-    if _other_files(file):
-        return missing(file)
-    return ConfigError(f"{folder} has no {TOKENIZER_FILE}, so there is no text to read or write.")
-
-
 def missing(file: Path) -> ConfigError:
     """The error for a tokenizer.json that does not exist."""
-    folder, other_files = file.parent, _other_files(file)
-    if file.name != TOKENIZER_FILE or not other_files:
+    others = sorted({path.name for pattern in OTHER_FILES for path in file.parent.glob(pattern)})
+    if not others:
         return ConfigError(
             f"{file} does not exist: name a tokenizer.json, a directory of one, or of vocab.json"
             " and merges.txt."
         )
-    problem = f"{folder} has no tokenizer.json, but {', '.join(other_files)}"
-    if any(name.endswith(".spm") for name in other_files) and "merges.txt" not in other_files:
-        return ConfigError(
-            f"{problem}, which only Marian's own tokenizer reads: make token ids with that of"
-            " transformers, and call the model from Python."
-        )
+    folder = str(file.parent)
     return ConfigError(
-        f"{problem}: write one with transformers,"
-        f" AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
+        f"{file} does not exist, but {', '.join(others)}: write one with transformers,"
+        f" AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})."
     )
-
-
-def _other_files(file: Path) -> list[str]:
-    return sorted({path.name for pattern in OTHER_FILES for path in file.parent.glob(pattern)})
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: Path) -> None:
@@ -264,8 +263,23 @@ def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: P
                 f"{where} is {token.content!r}, which is token {actual} of tokenizer.json: the two"
                 " files do not belong together."
             )
+    special: list[tuple[str, Any]] = []  # each after its key, for messages
+    for key, value in settings.items():
+        if value is None or not key.endswith("_token"):
+            continue
+        # Other keys may name no token: CodeLlama's fill_token is where its class splits a text.
+        is_role = key.removesuffix("_token") in ROLES
+        may_be_token = isinstance(value, str | dict)
+        if is_role or (may_be_token and backend.token_to_id(_content(value)) is not None):
+            special.append((f"{file}: {key}", value))
+    for key in EXTRA:
+        extra = settings.get(key) or []
+        if not isinstance(extra, list | dict):
+            raise ConfigError(f"{file}: {key} is {extra!r}, and must be a list of tokens.")
+        entries = extra.items() if isinstance(extra, dict) else enumerate(extra)
+        special += [(f"{file}: {key}[{name}]", value) for name, value in entries]
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for where, value in _special_tokens(backend, settings, file):
+    for where, value in special:
         token = _added_token(value, where, special=True)
         if backend.token_to_id(token.content) is None:
             raise ConfigError(
@@ -274,27 +288,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: P
             )
         if token.content not in added:
             backend.add_tokens([token])
-
-
-def _special_tokens(
-    backend: tokenizers.Tokenizer, settings: dict[str, Any], file: Path
-) -> list[tuple[str, Any]]:
-    """The special tokens that a file names, each after its key for messages."""
-    tokens = []
-    for key, value in settings.items():
-        if value is None or not key.endswith("_token"):
-            continue
-        # Other keys may name no token: CodeLlama's fill_token is where its class splits a text.
-        is_role, may_be_token = key.removesuffix("_token") in ROLES, isinstance(value, str | dict)
-        if is_role or (may_be_token and backend.token_to_id(_content(value)) is not None):
-            tokens.append((f"{file}: {key}", value))
-    for key in EXTRA:
-        extra = settings.get(key) or []
-        if not isinstance(extra, list | dict):
-            raise ConfigError(f"{file}: {key} is {extra!r}, and must be a list of tokens.")
-        entries = extra.items() if isinstance(extra, dict) else enumerate(extra)
-        tokens += [(f"{file}: {key}[{name}]", value) for name, value in entries]
-    return tokens
 
 
 def _typed(value: Any) -> Any:
@@ -321,22 +314,3 @@ def _content(value: Any, where: str = "") -> str:
             f'{where} is {value!r}: a token is its text, or an object with its "content".'
         )
     return content
-
-
-def _ids(
-    backend: tokenizers.Tokenizer, content: dict[str, Any], file: Path
-) -> dict[str, list[int]]:
-    """The ids that a file of a model gives for roles, one or several for each. Ids without a token,
-    which pad a vocabulary, are left out."""
-    ids: dict[str, list[int]] = {}
-    for key, role in IDS.items():
-        values = content[key] if isinstance(content.get(key), list) else [content.get(key)]
-        for value in values:
-            # Old configs write -1 for no token.
-            if value is not None and (type(value) is not int or not -1 <= value < 2**32):
-                raise ConfigError(
-                    f"{file}: {key} is {content[key]!r}, and must be the id of a token, at least 0."
-                )
-            if value is not None and value >= 0 and backend.id_to_token(value) is not None:
-                ids.setdefault(role, []).append(value)
-    return ids

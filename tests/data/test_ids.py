@@ -199,7 +199,9 @@ def test_ids_need_their_tokenizer_and_an_objective_of_text(made: Path, tmp_path:
         ConfigError, match=r"many\.npy holds token ids, and tokenizer\.path is empty: set"
     ):
         prepare(replace(run, tokenizer=TokenizerConfig(kind="bytes")))
-    with pytest.raises(ConfigError, match=r"many\.npy holds token ids of text, .* reads records"):
+    with pytest.raises(
+        ConfigError, match=r"many\.npy is plain text, or ids of it, .* needs records"
+    ):
         prepare(run_of(made, made / "many.npy", tmp_path, objective="sft"))
     with pytest.raises(ConfigError, match=r"b\.npy\.gz is not a .*not compressed"):
         prepare(run_of(made, written(tmp_path, "b.npy.gz", b"ids"), tmp_path))

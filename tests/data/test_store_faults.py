@@ -8,7 +8,7 @@ import pytest
 from corpora import prepare
 from test_prepare import run_of, written
 
-from jaxformer.data import TokenStore, cache_files, open_or_build, texts, tokenizing
+from jaxformer.data import TokenStore, cache_files, corpus, open_or_build, tokenizing
 from jaxformer.data.sources import Piece
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import byte_tokenizer
@@ -62,7 +62,7 @@ def test_a_new_format_makes_every_store_anew(
 ) -> None:
     run = run_of(tmp_path, str(written(tmp_path)))
     prepare(run)
-    monkeypatch.setattr(texts, "FORMAT", texts.FORMAT + 1)
+    monkeypatch.setattr(corpus, "FORMAT", corpus.FORMAT + 1)
     prepare(run)
     assert len(list((tmp_path / "cache" / "stores").glob("*/manifest.json"))) == 2
 
@@ -122,6 +122,6 @@ def test_a_run_compares_a_checksum_when_it_first_reads_the_file(tmp_path: Path) 
     (path,) = tmp_path.glob("cache/stores/*/00000.tokens")
     raw = path.read_bytes()
     altered(path, raw[:-2] + bytes(2))
-    corpus = prepare(run)
+    train = prepare(run).train
     with pytest.raises(ConfigError, match=r"00000\.tokens was altered"):
-        corpus.train[0]
+        train[0]

@@ -383,7 +383,7 @@ def test_a_directory_with_other_forms_alone_is_told_what_to_do(tmp_path: Path) -
         (tmp_path / name).write_text("{}")
     with pytest.raises(
         ConfigError,
-        match=r"no tokenizer\.json, but merges\.txt, source\.spm, vocab\.json: .*save_pretrained",
+        match=r"does not exist, but merges\.txt, source\.spm, vocab\.json: .*save_pretrained",
     ):
         Tokenizer.load(tmp_path)
 

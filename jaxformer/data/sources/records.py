@@ -20,7 +20,7 @@ from jaxformer.data.sources.source_files import (
 )
 from jaxformer.files import ConfigError, is_remote
 from jaxformer.files.copies import opened
-from jaxformer.tokenizer.messages import ASSISTANT, checked_messages, require_assistant
+from jaxformer.tokenizer.chat import ASSISTANT, checked_messages, require_assistant
 
 # A text, a label, the words of a text or their tags, messages as the JSON of each, or a prompt and
 # completions (not empty), which are texts or messages; a record has one for each field.

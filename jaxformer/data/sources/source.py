@@ -50,6 +50,8 @@ FORMATS = {
     ".parquet": "parquet",
 }
 
+IDS = (".npy", ".bin")
+
 # Suffixes of files that are certainly not text.
 NOT_TEXT = re.compile(r"\.(json|csv|arrow|feather|zip|tar|tgz|bz2|xz|7z|npz|pt|pdf|bin|npy)")
 
@@ -180,11 +182,11 @@ def find_source(
         raise unreadable(f"{setting}: {spec}", error) from None
     needed = " and ".join(map(str, fields))
     for file in files:
-        if file.format in TEXTS and not is_text(fields):
+        if file.format in (*TEXTS, "ids") and not is_text(fields):
             raise ConfigError(
-                f"{setting}={spec}: {file.path} is plain text, and data.objective needs records of"
-                f" {needed}: give a .jsonl, .tsv or .parquet file, or line-aligned files as in"
-                " 'train.{de,en}'."
+                f"{setting}={spec}: {file.path} is plain text, or ids of it, and data.objective"
+                f" needs records of {needed}: give a .jsonl, .tsv or .parquet file, or line-aligned"
+                " files as in 'train.{de,en}'."
             )
         count = len(file.beside) + 1
         if file.format == "parallel" and count != len(fields):
@@ -206,16 +208,32 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     if spec == STDLIB:
         library = Path(sysconfig.get_path("stdlib"))
         modules = [
-            path for path in _below(library, NOT_STDLIB.__contains__) if path.suffix == ".py"
+            each for each in _below(library, NOT_STDLIB.__contains__) if each.suffix == ".py"
         ]
-        return tuple(
-            _file(path, PYTHON, path.relative_to(library).as_posix()) for path in modules
-        ), ""
+        files = [_file(each, PYTHON, each.relative_to(library).as_posix()) for each in modules]
+        return tuple(files), ""
     if spec.startswith(HUB):
         paths = dataset_files(spec.removeprefix(HUB), f"{setting}={spec}")
-        return tuple(_file(path, "arrow", path.name) for path in paths), ""
+        return tuple(_file(each, "arrow", each.name) for each in paths), ""
     if path.is_dir():
-        return _in_directory(path, setting)
+        # The files of known suffixes below it, without hidden ones.
+        if is_remote(path):
+            below = _objects(path, "find", path)
+        else:
+            below = _versions(_below(path, lambda name: name.startswith(".")))
+        known = {file: version for file, version in below.items() if _suffix(file) in FORMATS}
+        others = collections.Counter(
+            _suffix(file) or "without a suffix" for file in below if file not in known
+        )
+        left_out = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
+        if not known:
+            raise ConfigError(
+                f"{setting}: the directory {path} has no file of a known suffix"
+                f" ({', '.join(FORMATS)}; its files are {left_out or 'none'}): name text of another"
+                f' suffix by a glob, as in "{path}/**/*.py".'
+            )
+        files = [_text_file(*match, setting) for match in known.items()]
+        return _named(files, path, setting), left_out
     if (group := re.search(r"\{([^{}]*,[^{}]*)\}", spec)) and not path.exists():
         sides = [spec[: group.start()] + name + spec[group.end() :] for name in group[1].split(",")]
         roots, matches = zip(*(_matching(side, setting) for side in sides), strict=True)
@@ -233,19 +251,14 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
             files.append(SourceFile(first, "parallel", "", tuple(beside), versions))
         return _named(files, roots[0], setting), ""
     root, found = _matching(spec, setting)
-    return _named((_text_file(*match, setting) for match in found.items()), root, setting), ""
-
-
-def find_id_files(spec: str, setting: str) -> tuple[SourceFile, ...]:
-    """The files of token ids that a path or a glob names; of those of a URL, their copies, since
-    they are mapped into memory."""
-    root, matches = _matching(spec, setting)
-    files = (
-        SourceFile(path.absolute(), "ids", versions=(version,)) for path, version in matches.items()
-    )
+    if path.suffix.lower() not in IDS:
+        files = [_text_file(*match, setting) for match in found.items()]
+        return _named(files, root, setting), ""
+    files = [SourceFile(file.absolute(), "ids", versions=(found[file],)) for file in found]
     named = _named(files, root, setting)
+    # They are mapped into memory, and so those of a URL are copied.
     copies = local_copies([file.path for file in named])
-    return tuple(replace(file, path=copy) for file, copy in zip(named, copies, strict=True))
+    return tuple(replace(file, path=copy) for file, copy in zip(named, copies, strict=True)), ""
 
 
 def dataset_files(name: str, where: str) -> list[Path]:
@@ -297,27 +310,6 @@ def dataset_files(name: str, where: str) -> list[Path]:
             " directory."
         )
     return files
-
-
-def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str]:
-    """The files of known suffixes below a directory, without hidden ones."""
-    if is_remote(root):
-        matches = _objects(root, "find", root)
-    else:
-        matches = _versions(_below(root, lambda name: name.startswith(".")))
-    readable = {path: version for path, version in matches.items() if _suffix(path) in FORMATS}
-    others = collections.Counter(
-        _suffix(path) or "without a suffix" for path in matches if path not in readable
-    )
-    left_out = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
-    if not readable:
-        raise ConfigError(
-            f"{setting}: the directory {root} has no file of a known suffix"
-            f" ({', '.join(FORMATS)}; its files are {left_out or 'none'}): name text of another"
-            f' suffix by a glob, as in "{root}/**/*.py".'
-        )
-    files = (_text_file(*match, setting) for match in readable.items())
-    return _named(files, root, setting), left_out
 
 
 def _below(root: Path, leaves_out: Callable[[str], bool]) -> list[Path]:

@@ -159,11 +159,18 @@ def read_blocks(path: Path) -> Iterator[bytes]:
         yield from _raw_blocks(path, READ_BYTES)
         return
     unpacker: Any = None
+    damaged: type[Exception] = Exception
     for block in _raw_blocks(path, PACKED_BLOCK_BYTES):
         while block:
             # A file is a sequence of gzip members or zstd frames.
-            if unpacker is None:
-                unpacker, damaged = _unpacker(suffix)
+            if unpacker is None and suffix == ".gz":
+                unpacker = zlib.decompressobj(wbits=31)
+                damaged = zlib.error
+            elif unpacker is None:
+                import zstandard  # its start takes 50 ms, and few files are .zst
+
+                unpacker = zstandard.ZstdDecompressor().decompressobj()
+                damaged = zstandard.ZstdError
             try:
                 yield unpacker.decompress(block)
             except damaged as error:
@@ -178,15 +185,6 @@ def read_blocks(path: Path) -> Iterator[bytes]:
     if unpacker is not None:
         # The stream reader of zstandard would take a truncated file for one that ends there.
         raise ConfigError(f"{path} is truncated: make or fetch it again.")
-
-
-def _unpacker(suffix: str) -> tuple[Any, type[Exception]]:
-    """What decompresses one member, and its error."""
-    if suffix == ".gz":
-        return zlib.decompressobj(wbits=31), zlib.error
-    import zstandard  # its start takes 50 ms, and few files are .zst
-
-    return zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
 
 
 def _raw_blocks(path: Path, size: int) -> Iterator[bytes]:

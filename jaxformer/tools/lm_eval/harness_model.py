@@ -6,10 +6,10 @@ from typing import Any
 from lm_eval.api.registry import register_model
 
 from jaxformer.config.train import Weights
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, located
 from jaxformer.runs.harness import HarnessModel
 from jaxformer.runs.loading import load
-from jaxformer.tokenizer.metadata import without_tokenizer
+from jaxformer.tokenizer.metadata import TOKENIZER_FILE, missing
 
 IGNORED = {"device", "max_batch_size"}  # given to every model by the harness
 # Those of `HarnessModel`, which has their defaults.
@@ -44,7 +44,7 @@ class JaxformerLM(HarnessModel):
         settings: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
         model = load(str(path), step, weights=weights, **settings)
         if model.tokenizer is None:
-            raise without_tokenizer(path)
+            raise missing(located(path) / TOKENIZER_FILE)
         super().__init__(
             replace(model, config=replace(model.config, **settings)),
             str(path),
