@@ -28,7 +28,7 @@ from workloads import words_file
 
 import jaxformer as jf
 from jaxformer.arrays.params import init_params
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.report.plot import STYLE
 from jaxformer.runs.objectives import loss_of
 from jaxformer.training.optimizers.run_optimizer import make_optimizer

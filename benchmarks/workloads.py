@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import get_type_hints
 
 from jaxformer import ModelConfig, RunConfig, load_config
-from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.config.run import DataConfig
 from jaxformer.config.settings import choices
-from jaxformer.config.train import TrainConfig
+from jaxformer.config.train import OptimizerConfig, TrainConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 

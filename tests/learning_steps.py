@@ -3,9 +3,8 @@
 import numpy as np
 from shapes import LENGTH, model, tokens
 
-from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.config.run import RunConfig
-from jaxformer.config.train import TrainConfig
+from jaxformer.config.train import OptimizerConfig, TrainConfig
 from jaxformer.runs.objectives import loss_of
 from jaxformer.training.step import make_step
 

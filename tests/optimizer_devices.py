@@ -12,7 +12,7 @@ from optimizer_variants import VARIANTS
 
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.arrays.params import Spec, dotted, normal, ones
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.state import init_state
 

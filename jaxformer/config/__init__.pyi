@@ -1,8 +1,7 @@
 from .adapter import AdapterConfig
 from .model import ModelConfig
-from .optimizer import OptimizerConfig
 from .run import DataConfig, RunConfig, RunSettings, TokenizerConfig
-from .train import LaunchConfig, MeshConfig, TrainConfig
+from .train import LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
     "AdapterConfig",

@@ -1,6 +1,5 @@
 """Configs from files, from the command line, and back from a run directory."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -14,9 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.optimizer import OptimizerConfig
-from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig, flat, suggestion
-from jaxformer.config.saved import from_json
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig, flat, from_json, suggestion
 from jaxformer.config.settings import VOLATILE, choices, step_range
 from jaxformer.files import ConfigError, is_remote, located, read_text, store_errors
 
@@ -91,7 +88,9 @@ def read_config(path: str | Path) -> RunConfig:
     if not name.isidentifier() or located(path).exists():
         file, name = str(path), ""
     source = located(file)
-    if not _is_file(source):
+    with store_errors(source, "read"):
+        is_file = source.is_file() if is_remote(source) else os.path.isfile(source)
+    if not is_file:
         raise ConfigError(
             f"config {file}: no such file. Give a Python file that defines `config`, as in"
             " configs/quickstart.py."
@@ -100,11 +99,11 @@ def read_config(path: str | Path) -> RunConfig:
         return from_json(read_text(source), str(source))
     if source.suffix != ".py" or is_remote(source):
         raise ConfigError(f"config {file} must be a Python file (.py) or the config.json of a run.")
+    sys.path.insert(0, str(source.parent))
     try:
-        with _importable(source.parent):
-            spec = importlib.util.spec_from_file_location(f"jaxformer_config_{source.stem}", source)
-            module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-            spec.loader.exec_module(module)  # type: ignore[union-attr]
+        spec = importlib.util.spec_from_file_location(f"jaxformer_config_{source.stem}", source)
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
     except ConfigError as error:
         raise ConfigError(f"config {file}: {error}") from error
     except Exception as error:
@@ -116,6 +115,8 @@ def read_config(path: str | Path) -> RunConfig:
             f"config {file}, line {line}: {type(error).__name__}: {error}"
             f"{f'. {suggestion(unknown[1])}' if unknown else ''}"
         ) from error
+    finally:
+        sys.path.remove(str(source.parent))
     config = getattr(module, name or "config", None)
     if not isinstance(config, RunConfig):
         configs = [key for key, value in vars(module).items() if isinstance(value, RunConfig)]
@@ -124,20 +125,6 @@ def read_config(path: str | Path) -> RunConfig:
             f" {configs or 'none'}."
         )
     return config
-
-
-def _is_file(source: Path) -> bool:
-    with store_errors(source, "read"):
-        return source.is_file() if is_remote(source) else os.path.isfile(source)
-
-
-@contextlib.contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
 
 
 def known_vocabulary(tokenizer: TokenizerConfig) -> int:
@@ -163,7 +150,21 @@ def check(config: RunConfig) -> RunConfig:
             f"run.profile={config.run.profile!r} names step {traced[-1]}, and the run has"
             f" train.steps={config.train.steps}: name steps of the run."
         )
-    problems += _schedule_problems(config.optimizer, config.train.steps)
+    warmup = config.optimizer.warmup_steps
+    end = config.optimizer.decay_steps
+    steps = config.train.steps
+    if warmup > steps and end <= warmup:
+        problems.append(
+            f"optimizer.warmup_steps={warmup} is longer than the run, train.steps={steps}, which"
+            " would never reach optimizer.learning_rate: use fewer warm-up steps or more steps, or"
+            " set optimizer.decay_steps to the last step of the longer run that this one begins."
+        )
+    if 0 < end <= warmup < steps:
+        problems.append(
+            f"optimizer.decay_steps={end} is the step at which the decay ends, and"
+            f" optimizer.warmup_steps={warmup} lasts until then or longer: end the decay later, or"
+            " the warm-up earlier."
+        )
     trained = tokenizer.kind == "bpe" and not tokenizer.path
     if trained and 0 < model.vocab_size < tokenizer.vocab_size:
         problems.append(
@@ -185,29 +186,6 @@ def check(config: RunConfig) -> RunConfig:
     if problems:
         raise ConfigError("\n".join(problems))
     return config
-
-
-def _schedule_problems(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
-    """A message for each setting of the schedule that no step of the run would follow."""
-    warmup = optimizer.warmup_steps
-    end = optimizer.decay_steps
-    if optimizer.schedule == "wsd" and not optimizer.wsd_decay_fraction:
-        yield (
-            "optimizer.wsd_decay_fraction=0.0 leaves no step to decay in: use a larger fraction, or"
-            " optimizer.schedule=constant."
-        )
-    if warmup > steps and end <= warmup:
-        yield (
-            f"optimizer.warmup_steps={warmup} is longer than the run, train.steps={steps}, which"
-            " would never reach optimizer.learning_rate: use fewer warm-up steps or more steps, or"
-            " set optimizer.decay_steps to the last step of the longer run that this one begins."
-        )
-    if 0 < end <= warmup < steps:
-        yield (
-            f"optimizer.decay_steps={end} is the step at which the decay ends, and"
-            f" optimizer.warmup_steps={warmup} lasts until then or longer: end the decay later, or"
-            " the warm-up earlier."
-        )
 
 
 def _virtual_problems(

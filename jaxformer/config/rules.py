@@ -97,16 +97,8 @@ def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
     if heads := [*_heads(config)]:
         return heads
-    problems = [*_unmet(config), *_positions(config), *_experts(config)]
-    problems += [*_latent(config), *_others(config)]
-    # What is wrong with this model is wrong with its base too, and is said once.
-    if problems or config.parametrization != "mup":
-        return problems
-    return [*_base(config)]
-
-
-def _unmet(config: Any) -> Iterator[str]:
     defaults = {field.name: field.default for field in fields(config)}
+    problems = []
     for (other, allowed), needed_by in NEEDS.items():
         if getattr(config, other) in allowed.split():
             continue
@@ -116,7 +108,23 @@ def _unmet(config: Any) -> Iterator[str]:
             if current == value if value else current != defaults[setting]:
                 name, needed = SETTING_OF.get(setting, setting), SETTING_OF.get(other, other)
                 values = " or ".join(map(repr, allowed.split()))
-                yield f"{name}={current!r} needs model.{needed}={values}: {why}."
+                problems.append(f"{name}={current!r} needs model.{needed}={values}: {why}.")
+    problems += [*_positions(config), *_experts(config), *_others(config)]
+    # What is wrong with this model is wrong with its base too, and is said once.
+    if problems or config.parametrization != "mup":
+        return problems
+    text, widths = config.mup_base, widths_of(config.mup_base)
+    if "d_model" not in widths or not {*widths} <= {*WIDTH_SETTINGS} or 0 in widths.values():
+        return [
+            f"mup_base={text!r} must be widths of the model that learning rates are found at, with"
+            " parametrization='mup': d_model and whichever of"
+            f" {', '.join(WIDTH_SETTINGS[1:])} are not as here, as in 'd_model=64 n_heads=4'."
+        ]
+    try:
+        config.base_model  # noqa: B018
+    except ConfigError as error:
+        return [f"mup_base={text!r} is no model: {error}"]
+    return []
 
 
 def _heads(config: Any) -> Iterator[str]:
@@ -212,26 +220,22 @@ def _experts(config: Any) -> Iterator[str]:
         )
 
 
-def _latent(config: Any) -> Iterator[str]:
-    width, rotated, kv_heads = config.head_width, config.rope_head_dim, config.n_kv_heads
-    if config.mixer != "latent":
-        return
-    if not config.kv_rank:
-        yield "mixer='latent' needs model.kv_rank, the width of what all keys and values are of."
-    if not 0 < rotated < width:
-        yield (
-            f"rope_head_dim={rotated} must be 1 to {width - 1} with mixer='latent': of the"
-            f" {width} dimensions of a head (model.head_dim) it counts those with one key for all"
-            " heads."
-        )
-    if kv_heads not in (0, config.n_heads):
-        yield (
-            f"n_kv_heads={kv_heads} needs model.mixer='attention': with 'latent' each head has keys"
-            " of its own, so set it to 0."
-        )
-
-
 def _others(config: Any) -> Iterator[str]:
+    head_width, rotated, kv_heads = config.head_width, config.rope_head_dim, config.n_kv_heads
+    if config.mixer == "latent":
+        if not config.kv_rank:
+            yield "mixer='latent' needs model.kv_rank, the width of which all keys and values are."
+        if not 0 < rotated < head_width:
+            yield (
+                f"rope_head_dim={rotated} must be 1 to {head_width - 1} with mixer='latent': of the"
+                f" {head_width} dimensions of a head (model.head_dim) it counts those with one key"
+                " for all heads."
+            )
+        if kv_heads not in (0, config.n_heads):
+            yield (
+                f"n_kv_heads={kv_heads} needs model.mixer='attention': with 'latent' each head has"
+                " keys of its own, so set it to 0."
+            )
     groups, layers, width = config.layer_groups, config.n_layers, config.embedded_width
     if groups and layers % groups:
         yield (
@@ -247,21 +251,6 @@ def _others(config: Any) -> Iterator[str]:
         names = names_of(getattr(config, name))
         if not set(names) <= set(allowed):
             yield f"{name}={' '.join(names)!r} must be names of {' '.join(allowed)}."
-
-
-def _base(config: Any) -> Iterator[str]:
-    text, widths = config.mup_base, widths_of(config.mup_base)
-    if "d_model" not in widths or not {*widths} <= {*WIDTH_SETTINGS} or 0 in widths.values():
-        yield (
-            f"mup_base={text!r} must be widths of the model that learning rates are found at, with"
-            " parametrization='mup': d_model and whichever of"
-            f" {', '.join(WIDTH_SETTINGS[1:])} are not as here, as in 'd_model=64 n_heads=4'."
-        )
-        return
-    try:
-        config.base_model  # noqa: B018
-    except ConfigError as error:
-        yield f"mup_base={text!r} is no model: {error}"
 
 
 def widths_of(text: str) -> dict[str, int]:

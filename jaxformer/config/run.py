@@ -6,15 +6,20 @@ The docstring below a field is its help text on the command line. Configs are ha
 
 import dataclasses
 import difflib
+import json
 import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.config.settings import Bounds, Count, Natural, Section, TableAt, Volatile
-from jaxformer.config.train import LaunchConfig, MeshConfig, TrainConfig
+from jaxformer.config.train import LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxformer.files import ConfigError, parse_object
+
+# Of config.json. To be raised when a setting is renamed or removed, or means something else than
+# before.
+VERSION = 3
 
 TrackerName = Annotated[
     Literal["auto", "tensorboard", "wandb", "trackio", "none"],
@@ -221,3 +226,43 @@ def suggestion(unknown: str) -> str:
         of_section = [setting for setting in fields if setting.startswith(f"{section}.")]
         return f"The settings of {section} are {', '.join(of_section)}."
     return f"Settings are named section.field; the sections are {', '.join(sections)}."
+
+
+def to_json(config: RunConfig) -> str:
+    """All settings of a run by section, after the version of their layout."""
+    return json.dumps({"version": VERSION} | dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(text: str, where: str) -> RunConfig:
+    """The inverse of `to_json`; `where` names the file in a ConfigError.
+
+    A file of another version is refused. Settings that the file lacks have their defaults.
+
+    run.compilation_cache keeps its default: the writer of the file must not choose the directory
+    from which this machine loads compiled programs, or in which it stores them.
+    """
+    written = parse_object(text, where, "give the config.json of a run")
+    version = written.pop("version", 1)
+    if type(version) is not int or version != VERSION:
+        raise ConfigError(
+            f"{where} was written by another version of jaxformer: its version is {version!r}, and"
+            f" this one reads version {VERSION}. Read it with the jaxformer that wrote it, whose"
+            " `jaxformer convert` writes a Hugging Face directory that this one takes too."
+        )
+    names = []
+    for section, entry in written.items():
+        names += [f"{section}.{name}" for name in entry] if isinstance(entry, dict) else [section]
+    settings = flat(RunConfig())
+    unknown = [name for name in names if name not in settings]
+    if unknown:
+        lines = "".join(f"\n  {name}: {suggestion(name)}" for name in unknown)
+        raise ConfigError(f"{where} has settings that this jaxformer does not know:{lines}")
+    written.get("run", {}).pop("compilation_cache", None)
+    sections = {}
+    try:
+        for field_of_run in dataclasses.fields(RunConfig):
+            kind: Any = field_of_run.default_factory
+            sections[field_of_run.name] = kind(**written.get(field_of_run.name, {}))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return RunConfig(**sections)

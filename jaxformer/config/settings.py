@@ -3,7 +3,7 @@
 import functools
 import math
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -114,7 +114,35 @@ class Section:
     """A group of settings. Construction raises ConfigError naming every invalid field."""
 
     def __post_init__(self) -> None:
-        problems = list(_field_problems(self)) or self.conflicts()
+        problems = []
+        for name, hint in _hints(type(self)).items():  # type: ignore[arg-type]
+            value: Any = getattr(self, name)
+            kind, extras = _literal(hint), getattr(hint, "__metadata__", ())
+            words: tuple[str, ...] = ()
+            if get_origin(kind) in (Union, UnionType):
+                # The setting may be a word instead, as of int | Literal["auto"].
+                kind, literal = get_args(kind)
+                words = get_args(literal)
+            types = (int, float) if kind is float else kind
+            if get_origin(kind) is Literal:
+                if value not in choices(kind):
+                    problem = (
+                        f"{name}={value!r} is not one of {', '.join(map(repr, choices(kind)))}."
+                    )
+                    for table in extras:
+                        if isinstance(table, TableAt):
+                            problem += f" Import the code that adds your own row to {table.path}."
+                    problems.append(problem)
+            elif isinstance(value, str) and value in words:
+                continue
+            elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
+                allowed = " or ".join([f"of type {kind.__name__}", *map(repr, words)])
+                problems.append(f"{name}={value!r} is not {allowed}.")
+            else:
+                bounds = [extra for extra in extras if isinstance(extra, Bounds)]
+                if not all(bound.hold(value) for bound in bounds):
+                    problems.append(f"{name}={value!r} must be {bounds[0]}.")
+        problems = problems or self.conflicts()
         if problems:
             raise ConfigError("\n".join(f"{type(self).section}.{problem}" for problem in problems))
 
@@ -128,42 +156,6 @@ class Section:
 @functools.cache
 def _hints(section: Any) -> dict[str, Any]:
     return get_type_hints(section, include_extras=True)
-
-
-def _field_problems(section: Section) -> Iterator[str]:
-    for name, hint in _hints(type(section)).items():  # type: ignore[arg-type]
-        value: Any = getattr(section, name)
-        kind, extras = _literal(hint), getattr(hint, "__metadata__", ())
-        kind, words = _kind_and_words(kind)
-        types = (int, float) if kind is float else kind
-        if get_origin(kind) is Literal:
-            if value not in choices(kind):
-                allowed = ", ".join(map(repr, choices(kind)))
-                tables = [extra.path for extra in extras if isinstance(extra, TableAt)]
-                if tables:
-                    yield (
-                        f"{name}={value!r} is not one of {allowed}. Import the code that adds your"
-                        f" own row to {tables[0]}."
-                    )
-                else:
-                    yield f"{name}={value!r} is not one of {allowed}."
-        elif isinstance(value, str) and value in words:
-            continue
-        elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
-            allowed = " or ".join([f"of type {kind.__name__}", *map(repr, words)])
-            yield f"{name}={value!r} is not {allowed}."
-        else:
-            bounds = [extra for extra in extras if isinstance(extra, Bounds)]
-            if not all(bound.hold(value) for bound in bounds):
-                yield f"{name}={value!r} must be {bounds[0]}."
-
-
-def _kind_and_words(kind: Any) -> tuple[Any, tuple[str, ...]]:
-    """The type of a setting, and the words that it may be instead, as of int | Literal["auto"]."""
-    if get_origin(kind) not in (Union, UnionType):
-        return kind, ()
-    kind, words = get_args(kind)
-    return kind, get_args(words)
 
 
 def divisors(number: int) -> str:

@@ -16,8 +16,7 @@ import jax
 
 from jaxformer.checkpoints.saving import require_savable
 from jaxformer.config.config_file import differences, read_config
-from jaxformer.config.run import RunConfig
-from jaxformer.config.saved import to_json
+from jaxformer.config.run import RunConfig, to_json
 from jaxformer.files import (
     LOCK,
     ConfigError,

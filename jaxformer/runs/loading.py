@@ -13,8 +13,14 @@ from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.config_file import read_config
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import DataConfig, ObjectiveName, RunConfig, RunSettings, TokenizerConfig
-from jaxformer.config.saved import to_json
+from jaxformer.config.run import (
+    DataConfig,
+    ObjectiveName,
+    RunConfig,
+    RunSettings,
+    TokenizerConfig,
+    to_json,
+)
 from jaxformer.config.settings import imported_table
 from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError, located, write_text

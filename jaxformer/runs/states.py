@@ -6,8 +6,8 @@ import jax
 from jaxformer.arrays.out_of_memory import memory_of
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.config_file import read_config
-from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.config.settings import Log
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError, located
 from jaxformer.files.appended import flush_appended
 from jaxformer.runs.setup import RunSetup

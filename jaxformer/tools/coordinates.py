@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from jaxformer.arrays.params import Specs, init_params
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.config.rules import widths_of
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.capture import Request
 from jaxformer.layers.head import head

@@ -204,7 +204,7 @@ def test_loading_a_run_imports_neither_optimizers_nor_the_training_package(tmp_p
 import sys, jax, jaxformer as jf
 from pathlib import Path
 from jaxformer.config.run import RunConfig
-from jaxformer.config.saved import to_json
+from jaxformer.config.run import to_json
 config = jf.ModelConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)
 with jf.Checkpoints(sys.argv[1]) as checkpoints:
     checkpoints.save({"params": jf.init(config, jax.random.key(0))}, 0)

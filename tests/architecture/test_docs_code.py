@@ -19,7 +19,7 @@ from jaxformer.cli import COMMANDS, main
 from jaxformer.cli.arguments import parse, parse_with_config
 from jaxformer.cli.plan import PlanArguments
 from jaxformer.config.config_file import settings_in
-from jaxformer.config.saved import to_json
+from jaxformer.config.run import to_json
 from jaxformer.files import ConfigError
 
 pytestmark = pytest.mark.docs

@@ -18,10 +18,9 @@ import jaxformer as jf
 from jaxformer.arrays.params import Spec, ones
 from jaxformer.config import model as config_model
 from jaxformer.config.config_file import read_config
-from jaxformer.config.optimizer import OptimizerConfig
-from jaxformer.config.run import RunConfig
-from jaxformer.config.saved import from_json, to_json
+from jaxformer.config.run import RunConfig, from_json, to_json
 from jaxformer.config.settings import Table, TableAt, choices
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.norm import NORMS, NormRow

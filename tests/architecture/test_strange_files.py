@@ -10,8 +10,7 @@ import pytest
 from products import covering
 
 from jaxformer.cli import main
-from jaxformer.config.run import RunConfig
-from jaxformer.config.saved import to_json
+from jaxformer.config.run import RunConfig, to_json
 from jaxformer.data import tokenizing
 from jaxformer.data.sources import find_source
 from jaxformer.data.splits import Scan, cached_scan, scan

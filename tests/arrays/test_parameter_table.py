@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 import jaxformer as jf
 from jaxformer.arrays import params
 from jaxformer.arrays.params import contract, rows
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.transformer import specs
 from jaxformer.training.optimizers import muon, rule_table

@@ -16,8 +16,7 @@ import jaxformer as jf
 import jaxformer.config as config
 from jaxformer.cli import main
 from jaxformer.config.config_file import read_config
-from jaxformer.config.run import RunConfig, flat
-from jaxformer.config.saved import from_json, to_json
+from jaxformer.config.run import RunConfig, flat, from_json, to_json
 from jaxformer.config.settings import Section
 from jaxformer.models.cost import parameter_count
 from jaxformer.runs.config import parse_arguments

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import jaxformer as jf
-from jaxformer.config.run import RunConfig, RunSettings
-from jaxformer.config.saved import VERSION, from_json, to_json
+from jaxformer.config.run import VERSION, RunConfig, RunSettings, from_json, to_json
 from jaxformer.files import ConfigError
 
 RUN = RunConfig(model=jf.ModelConfig(n_layers=3))
@@ -30,21 +29,15 @@ def test_what_a_file_lacks_has_its_default() -> None:
 
 
 def test_a_file_of_another_version_is_refused_by_name() -> None:
-    with pytest.raises(
-        ConfigError, match=r"a/config.json was written by a newer.*version is 4.*Upgrade"
-    ):
-        from_json(written(version=VERSION + 1), "runs/a/config.json")
     without = json.loads(to_json(RUN))
     del without["version"]
-    for text, version in ((json.dumps(without), 1), (written(version=2), 2)):
-        with pytest.raises(ConfigError, match=rf"older jaxformer: its version is {version}, .*3"):
+    texts = {"1": json.dumps(without)}
+    texts |= {repr(version): written(version=version) for version in (2, 4, "3", 3.0, True, None)}
+    for version, text in texts.items():
+        with pytest.raises(
+            ConfigError, match=rf"here was written by another .*: its version is {version}, .* 3"
+        ):
             from_json(text, "here")
-
-
-@pytest.mark.parametrize("version", ["2", True, None])
-def test_a_version_that_is_no_number_is_refused(version: Any) -> None:
-    with pytest.raises(ConfigError, match=r"here: version=.* must be a whole number"):
-        from_json(written(version=version), "here")
 
 
 def test_every_unknown_section_and_field_is_named() -> None:
@@ -56,9 +49,12 @@ def test_every_unknown_section_and_field_is_named() -> None:
     said = str(raised.value).splitlines()
     assert [line.strip().partition(":")[0] for line in said] == [
         "here has settings that this jaxformer does not know",
-        *("model.n_layer", "model.quantum", "train", "adapters.rank"),
+        "model.n_layer",
+        "model.quantum",
+        "train",
+        "adapters.rank",
     ]
-    assert "model.n_layers" in said[1] and "no such section" in said[4] and "mesh" in said[4]
+    assert "model.n_layers" in said[1] and "adapter.rank" in said[4]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ REFUSED = [
     ("train.eval_tasks_every=3", "eval_tasks_every=3 is no multiple of train.eval_every="),
     ("train.average_from=5", "set train.ema to 1 for the plain mean"),
     ("train.ema=1 train.average_from=600", "leaves no step of train.steps=600"),
-    ("optimizer.schedule=wsd optimizer.wsd_decay_fraction=0", "optimizer.schedule=constant"),
+    ("optimizer.wsd_decay_fraction=0", "must be at least 1e-06 and below 1"),
     ("optimizer.warmup_steps=10 optimizer.decay_steps=10", "end the decay later"),
     ("optimizer.decay_steps=0 optimizer.warmup_steps=601", "longer than the run, train.steps=600"),
     ("optimizer.warmup_steps=601 optimizer.decay_steps=601", "is longer than the run"),

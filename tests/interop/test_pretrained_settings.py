@@ -17,8 +17,7 @@ from jaxformer.arrays.params import map_specs
 from jaxformer.cli import convert
 from jaxformer.cli.arguments import ConvertArguments
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig
-from jaxformer.config.saved import to_json
+from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig, to_json
 from jaxformer.interop import logit_parity
 from jaxformer.models.transformer import specs
 from jaxformer.runs.config import origin_of, with_base, with_tokenizer_of

@@ -14,7 +14,7 @@ from shapes import forward, made, model
 
 import jaxformer as jf
 from jaxformer.arrays.params import map_specs, rows
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.config_equivalence import standard_form
 from jaxformer.models.transformer import specs

@@ -16,8 +16,7 @@ from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig
-from jaxformer.config.saved import to_json
+from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig, to_json
 from jaxformer.runs.init_from import check_base, warm_start
 
 SIZES = dict(vocab_size=29, d_model=16, n_layers=3, n_heads=2, d_ff=24, max_length=32)

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxformer.cli import main
-from jaxformer.config.optimizer import OptimizerConfig
-from jaxformer.config.run import RunConfig, RunSettings
-from jaxformer.config.saved import to_json
-from jaxformer.config.train import TrainConfig
+from jaxformer.config.run import RunConfig, RunSettings, to_json
+from jaxformer.config.train import OptimizerConfig, TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.report.metrics import MetricsLog
 from jaxformer.tools.run_comparison import configurations, read_runs

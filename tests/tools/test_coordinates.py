@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxformer as jf
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.tools.coordinates import coordinates, disproportionate, widths_between
 
 WIDE = jf.ModelConfig(

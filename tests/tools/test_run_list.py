@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from jaxformer.cli import main
-from jaxformer.config.run import RunConfig, RunSettings
-from jaxformer.config.saved import to_json
+from jaxformer.config.run import RunConfig, RunSettings, to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.report.metrics import MetricsLog

@@ -17,9 +17,8 @@ import jaxformer as jf
 from jaxformer.arrays.mesh import MESH_AXES, make_mesh
 from jaxformer.arrays.params import map_specs, rows
 from jaxformer.config.config_file import check
-from jaxformer.config.optimizer import OptimizerConfig
 from jaxformer.config.run import RunConfig
-from jaxformer.config.train import TrainConfig
+from jaxformer.config.train import OptimizerConfig, TrainConfig
 from jaxformer.models import transformer
 from jaxformer.training.optimizers.rule_table import OPTIMIZERS
 from jaxformer.training.optimizers.run_optimizer import decay_groups, decay_mask, make_optimizer

@@ -12,7 +12,7 @@ from optimizer_variants import VARIANTS
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, normal, ones
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.moments import STORES, block_length, code_book, restored
 from jaxformer.training.optimizers.rule_table import OPTIMIZERS

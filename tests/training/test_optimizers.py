@@ -13,7 +13,7 @@ from shapes import model
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, normal, ones, rows
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.groups import group_lines, leaf_groups
 from jaxformer.training.optimizers.rule_table import OPTIMIZERS, unread

@@ -23,8 +23,7 @@ import jax
 
 from jaxformer.arrays.hardware import GIB, Device
 from jaxformer.arrays.mesh import bytes_of_device, mesh_of
-from jaxformer.config.run import RunConfig
-from jaxformer.config.saved import from_json, to_json
+from jaxformer.config.run import RunConfig, from_json, to_json
 from jaxformer.files import ConfigError, write_text
 from jaxformer.models.cost import flops_per_token
 from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jaxformer.arrays.params import Spec, Specs, dotted, is_target, map_specs, unknown_target
-from jaxformer.config.optimizer import GROUP_WORDS, OptimizerConfig
 from jaxformer.config.settings import parsed_groups
+from jaxformer.config.train import GROUP_WORDS, OptimizerConfig
 from jaxformer.files import ConfigError
 
 

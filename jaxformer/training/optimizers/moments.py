@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from jaxformer.arrays.params import NamedAxes, Spec, Specs, dotted
-from jaxformer.config.optimizer import Moments
 from jaxformer.config.settings import Table
+from jaxformer.config.train import Moments
 
 # Numbers of a matrix that share a scale, at most (arXiv:2110.02861 has 2048 of a flattened tensor).
 MOMENT_BLOCK = 256

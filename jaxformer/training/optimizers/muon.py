@@ -10,7 +10,7 @@ from optax.contrib import muon as optax_muon
 
 from jaxformer.arrays.params import NamedAxes, Spec, Specs, map_specs
 from jaxformer.arrays.sharding import HEAD_AXES
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.training.optimizers.update_rule import (
     ADAM,
     MatrixAxes,

@@ -3,8 +3,8 @@
 import optax
 
 from jaxformer.arrays.params import Specs
-from jaxformer.config.optimizer import OptimizerConfig, OptimizerName
 from jaxformer.config.settings import ImportedRow, Table
+from jaxformer.config.train import OptimizerConfig, OptimizerName
 from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.update_rule import ADAM, RULE_SETTINGS, UpdateRule, of_entries
 

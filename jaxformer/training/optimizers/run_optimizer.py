@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jaxformer.arrays.params import Spec, Specs, map_specs
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.groups import Group, leaf_groups
 from jaxformer.training.optimizers.rule_table import OPTIMIZERS, require_moments

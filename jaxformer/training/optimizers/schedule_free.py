@@ -4,7 +4,7 @@ import optax
 from optax.contrib import schedule_free as optax_schedule_free
 
 from jaxformer.arrays.params import Specs
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.update_rule import UpdateRule
 

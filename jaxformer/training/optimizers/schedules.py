@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxformer.config.optimizer import OptimizerConfig, Schedule
 from jaxformer.config.settings import Table
+from jaxformer.config.train import OptimizerConfig, Schedule
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxformer.arrays.params import NamedAxes, Spec, Specs, map_specs
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.training.optimizers.update_rule import ADAM, UpdateRule, map_arrays, matrix_axes
 
 # Steps from one improvement of the eigenvectors to the next, as in the paper.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxformer.arrays.params import Specs
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.training.optimizers.update_rule import UpdateRule
 
 # Steps from one estimate of the Hessian to the next, as in the paper: an estimate takes about as

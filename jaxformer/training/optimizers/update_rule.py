@@ -9,7 +9,7 @@ import jax
 import optax
 
 from jaxformer.arrays.params import Spec, Specs
-from jaxformer.config.optimizer import OptimizerConfig
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 
 Rule = Callable[[OptimizerConfig, Specs], optax.GradientTransformation]
