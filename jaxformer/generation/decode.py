@@ -197,6 +197,11 @@ def start(
     limit = np.int32(max_new_tokens)
     weights = prompt_weights(params, config)
     stream = _prefill(weights, config, slots, (tokens, segments), source_rows, key, limit)
+    if not isinstance(stream.logits, jax.core.Tracer) and bool(jnp.isnan(stream.logits).any()):
+        raise ConfigError(
+            "the logits after the prompt are NaN: the weights hold numbers that are not finite, or"
+            " overflow in this dtype."
+        )
     return stream if n == 1 else jax.jit(repeated, static_argnums=1)(stream, n)
 
 

@@ -26,6 +26,7 @@ from jaxformer.models.inputs import Inputs, warn_of_padding
 from jaxformer.models.transformer import hidden
 
 MOST_AHEAD = 64  # proposed tokens of a round
+BY_LENGTH = ("dynamic", "longrope")  # scalings of RoPE that depend on the length of a call
 LOOKUPS = (3, 2, 1)  # the newest tokens that are looked up, as many as possible
 
 
@@ -80,6 +81,14 @@ def speculate(
                 f" {config.vocab_size}: a draft must have the same tokens, so that what it proposes"
                 " can be compared. Choose another, or leave it out to look up tokens in the text."
             )
+    longest = jnp.shape(prompt)[-1] + max_new_tokens + ahead
+    if config.rope_scaling in BY_LENGTH and longest > config.original_length:
+        raise ConfigError(
+            f"model.rope_scaling={config.rope_scaling!r} turns a token by the length of what is"
+            f" read with it, and a round reads {ahead} tokens more than it keeps: beyond"
+            f" {config.original_length} tokens (here {longest}) the text would differ from that of"
+            " jf.generate. Use jf.generate."
+        )
     warn_of_padding("prompt", prompt, segment_ids)
     streams, weights = [], []
     for model_params, model_config in models:

@@ -128,7 +128,13 @@ def load_pretrained(
         sharding = placement(mesh, spec.shape, spec.axes)
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            return read_leaf(path, index, jnp.dtype(dtype))
+            numbers = read_leaf(path, index, jnp.dtype(dtype))
+            if dtype == "float16" and not np.isfinite(numbers).all():
+                raise ConfigError(
+                    f"{directory}: {path} has values beyond the range of float16: load it as"
+                    " bfloat16 or float32."
+                )
+            return numbers
 
         array = _placed(read, spec, sharding, dtype)
         if quantize is None or not is_quantized(spec, quantize):

@@ -59,7 +59,11 @@ class Rope(KeyMapping):
             # Parameters by kind of layer; older files have one table for both kinds.
             windowed = parameters.get(SLIDING) or {}
             parameters = parameters.get(FULL) or parameters
-        entry = {**(parameters or scaling or self.otherwise or {}), **scaling}
+        # As transformers does: rope_scaling replaces rope_parameters, theta included. Where layers
+        # of two kinds have bases of their own, it is added to the parameters of one kind.
+        entry = dict(scaling or parameters or self.otherwise or {})
+        if self.local:
+            entry = {**parameters, **scaling} or dict(self.otherwise or {})
         if self.original:
             entry[ORIGINAL] = hf.number(*self.original)
         rotation: ConfigFields = {

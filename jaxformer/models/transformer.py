@@ -132,10 +132,10 @@ def hidden(
 ) -> Output:
     """The residual stream before the head [B, T, D], the cache with these tokens if one is given,
     and an `Aux`: sums to add to the loss, metrics, and captures."""
+    # Generation has counted the tokens that it reads into a cache.
+    if cache is None:
+        _check_context(params, config, inputs)
     if "virtual" in params:
-        # Generation has counted the tokens that it reads into a cache.
-        if cache is None:
-            _check_context(params, config, inputs)
         params, inputs = with_virtual(params, config, inputs, key)
     return MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
 
@@ -156,7 +156,8 @@ def context_of(params: Params, config: ModelConfig, source: bool = False) -> int
 
 
 def _check_context(params: Params, config: ModelConfig, inputs: Inputs) -> None:
-    """Raises ConfigError for rows longer than the learned positions after the virtual tokens."""
+    """Raises ConfigError for rows longer than the learned positions, of which virtual tokens take
+    some."""
     if config.embedded_positions != "learned":
         return
     for name, layout in (("tokens", inputs.layout), ("source", inputs.source_layout)):
@@ -165,10 +166,11 @@ def _check_context(params: Params, config: ModelConfig, inputs: Inputs) -> None:
             continue
         limit, length = context_of(params, config, name == "source"), layout.positions.shape[1]
         if length > limit:
+            virtual = config.max_length - limit
             raise ConfigError(
-                f"{name} has rows of {length}, and behind {config.max_length - limit} virtual"
-                f" tokens the learned positions of model.max_length={config.max_length} reach"
-                f" {limit}: shorten the rows, or use fewer virtual tokens."
+                f"{name} has rows of {length}, and behind {virtual} virtual tokens the learned"
+                f" positions of model.max_length={config.max_length} reach {limit}: shorten the"
+                f" rows{', or use fewer virtual tokens' if virtual else ''}."
             )
 
 

@@ -1,6 +1,7 @@
 """The state of a training run between steps, for any parameters and any optax optimizer."""
 
 import contextlib
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxformer.training.compiler_options import compiler_options
 # leaf's dotted path and the leaf itself (its `Spec`, where a table of specs was given). None: all
 # but those whose `Spec`, or whose custom leaf, has `trainable` False.
 Trainable = Any
+HALF = ("bfloat16", "float16")
 
 
 @struct.dataclass
@@ -92,6 +94,14 @@ def _copied(
 
     shardings = state_shardings(params, optimizer, mesh, frozen)
     learned, still = split_frozen(params, frozen)
+    short = {jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(learned)} & {*HALF}
+    if short:
+        warnings.warn(
+            f"parameters that learn are {' and '.join(sorted(short))}: an update of less than about"
+            " 1/256 (bfloat16) or 1/2048 (float16) of a number is lost. Learn float32 params, and"
+            " compute in bfloat16 by dtype='bfloat16' of the ModelConfig.",
+            stacklevel=3,
+        )
     learned_shardings, still_shardings = split_frozen(shardings.params, frozen)
     shardings = replace(shardings, params=learned_shardings)
     program = jax.jit(copy, out_shardings=shardings, compiler_options=compiler_options(mesh))
@@ -200,9 +210,12 @@ def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
 
 
 def updated_if(applied: jax.Array, new: Any, old: Any) -> Any:
-    """`new` if the update of a step is applied, else `old`, by a select, which is fused with the
-    update and needs no copy. On a CPU it is a branch, which copies, because a select would change
-    how the update is rounded there."""
+    """`new`, in the dtypes of `old`, if the update of a step is applied, else `old`: by a select,
+    which is fused with the update and needs no copy; on a CPU by a branch, which copies, because a
+    select would change how the update is rounded there."""
+    # Gradients are float32, and so are moments that an optimizer makes from them, though those of
+    # bfloat16 parameters began as bfloat16.
+    new = jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), new, old)
 
     def branch(applied: jax.Array, new: Any, old: Any) -> Any:
         return jax.lax.cond(applied, lambda new, old: new, lambda new, old: old, new, old)

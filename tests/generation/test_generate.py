@@ -182,3 +182,10 @@ def test_a_prompt_that_cannot_be_continued_is_refused_in_words(prompt, changes, 
     params, config, _ = weights_and_tokens("llama")
     with pytest.raises(jf.ConfigError, match=said):
         jf.generate(params, config, prompt, **({"key": KEY, "max_new_tokens": 4} | changes))
+
+
+def test_weights_that_are_not_numbers_write_no_text():
+    params, config, prompt = weights_and_tokens("llama")
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
+    with pytest.raises(jf.ConfigError, match="the logits after the prompt are NaN"):
+        jf.generate(broken, config, prompt, max_new_tokens=4, temperature=0)

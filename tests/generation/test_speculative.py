@@ -117,3 +117,6 @@ def test_a_draft_that_cannot_be_has_one_message():
         speculate(params, encoder, prompt, 4, temperature=0)
     with pytest.raises(jf.ConfigError, match="needs key="):
         speculate(params, config, prompt, 4)
+    scaling = dict(rope_scaling="dynamic", rope_factor=2.0, rope_original_length=32)
+    with pytest.raises(jf.ConfigError, match=r"beyond 32 tokens \(here 37\).*jf.generate"):
+        speculate(params, model("llama", **scaling), prompt, 9, ahead=4, temperature=0)

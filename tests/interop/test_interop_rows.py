@@ -509,3 +509,16 @@ def test_a_part_of_the_experts_is_that_part_of_their_tensors(kind):
                 # One expert at a time, and those asked for.
                 matrix = leaf[0, 0].size
                 assert sizes == [matrix] * (leaf[index].size // matrix)
+
+
+def test_values_beyond_float16_are_refused_where_they_are_read_and_written(tmp_path):
+    config = jf.ModelConfig(vocab_size=9, d_model=4, n_layers=1, n_heads=1, d_ff=4)
+    params = jf.init(config, jax.random.key(0))
+    params["final_norm"]["scale"] = params["final_norm"]["scale"].at[2].set(1e5)
+    jf.save_pretrained(tmp_path, params, config, dtype="bfloat16")
+    with pytest.raises(
+        jf.ConfigError, match=r"final_norm\.scale has values beyond the range of float16"
+    ):
+        jf.load(tmp_path, dtype="float16")
+    with pytest.raises(jf.ConfigError, match="beyond the range of float16"):
+        jf.save_pretrained(tmp_path / "out", params, config, dtype="float16")

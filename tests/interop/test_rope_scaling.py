@@ -1,6 +1,8 @@
 """Scalings of RoPE, as config.json states them, against the functions of transformers that compute
 their frequencies and attention factors."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,6 +121,27 @@ def test_frequencies_and_attention_factors_are_those_of_transformers(name, lengt
 
 def test_every_scaling_is_compared_with_transformers():
     assert {stated["rope_type"] for stated, *_ in SCALINGS.values()} == {*FREQUENCIES} - {"none"}
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPTNeoX", "StableLm", "Olmo3", "Gemma3"]
+)
+def test_rope_scaling_beside_rope_parameters_is_followed_as_transformers_does(name, key):
+    """What model cards tell people to add to a config.json."""
+    plain = {"rope_type": "default", "rope_theta": 7e5}
+    kind = dict(sliding_attention=dict(plain), full_attention=dict(plain))
+    class_name = f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
+    keys = getattr(tf, class_name)().to_dict()
+    keys["rope_parameters"] = kind if name in ("Gemma3", "Olmo3") else plain
+    keys["rope_scaling"] = {key: "linear", "factor": 4.0}
+    theirs = getattr(tf, class_name).from_dict(copy.deepcopy(keys)).rope_parameters
+    theirs = theirs.get("full_attention", theirs)
+    architecture = f"{name}ForCausalLM"
+    config = ARCHITECTURES[architecture].read(HFConfig(keys), architecture)
+    assert config.rope_theta == theirs["rope_theta"]
+    expected = ("none", 1) if theirs["rope_type"] == "default" else ("linear", 4)
+    assert (config.rope_scaling, config.rope_factor) == expected
 
 
 LONGROPE = dict(rope_scaling="longrope", rope_short_factor="1 1", rope_long_factor="1 2")

@@ -9,7 +9,9 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from products import fewest
+from shapes import weights_and_tokens
 
+import jaxformer as jf
 from jaxformer.adapters.low_rank import LowRank
 from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.losses import cross_entropy as cross_entropy_module
@@ -299,3 +301,11 @@ def test_logits_of_bfloat16_are_rounded_and_nothing_else(dtype, tile, kind):
     assert rounded.dtype == dtype
     np.testing.assert_allclose(*(a.astype(jnp.float32) for a in (rounded, exact)), atol=0.08)
     assert np.any(rounded != exact)
+
+
+def test_a_loss_refuses_rows_beyond_the_learned_positions():
+    params, config, _ = weights_and_tokens("gpt2")
+    tokens = np.ones((1, 65), int)
+    batch = {"tokens": tokens, "targets": tokens, "weights": np.ones((1, 65), np.float32)}
+    with pytest.raises(jf.ConfigError, match=r"tokens has rows of 65, .*max_length=64 reach 64"):
+        jf.loss_of("causal", config)(params, batch, None)

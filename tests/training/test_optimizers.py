@@ -377,3 +377,57 @@ def test_the_steps_of_every_optimizer_equal_those_of_one_device_with_its_state_d
         # A basis of SOAP turns by far more than its factors do.
         assert result["apart"] < (2e-3 if "soap" in name else 1e-5), name
         assert result["replicated"] == [], name
+
+
+def test_adafactor_is_that_of_optax_for_each_matrix_by_the_names_of_its_axes():
+    """Heads of 64 are outputs of one matrix; layers and experts are factored and clipped alone."""
+    wide = ("layers", "embed", "heads", "head_dim")
+    many = ("layers", "experts", "embed", "mlp")
+    table = {
+        "heads": Spec((2, 130, 3, 64), wide, normal(1.0), inputs=("embed",)),
+        "experts": Spec((2, 20, 128, 140), many, normal(1.0), inputs=("embed",)),
+        "narrow": Spec((2, 130, 100), ("layers", "embed", "mlp"), normal(1.0), inputs=("embed",)),
+        "vector": TABLE["vector"],
+    }
+    peer = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    rule = OPTIMIZERS["adafactor"].rule(config_of(name="adafactor"), table)
+    shape = {"heads": (2, 130, 192), "experts": (40, 128, 140)}
+    one_by_one = {k: shape.get(k, s.shape) for k, s in table.items()}
+    params = {k: jnp.zeros(s.shape) for k, s in table.items()}
+    state = rule.init(params)
+    assert max(leaf.size for leaf in jax.tree.leaves(state.squares["heads"])) == 2 * 192
+    apart = {k: jnp.zeros(one_by_one[k]) for k in table}
+    peers = {k: jax.vmap(peer.init)(apart[k]) for k in table}
+    for gradient in random_trees(3, table=table):
+        # Layers and experts of different sizes, so that a common clipping would show.
+        for name in table:
+            sizes = 10.0 ** np.arange(table[name].shape[0])
+            gradient[name] *= sizes.reshape(-1, *[1] * (gradient[name].ndim - 1)).astype("f")
+        directions, state = rule.update(gradient, state, params)
+        for name in table:
+            g = gradient[name].reshape(one_by_one[name])
+            wanted, peers[name] = jax.vmap(peer.update)(g, peers[name], apart[name])
+            np.testing.assert_allclose(
+                np.asarray(directions[name]).reshape(g.shape), wanted, rtol=2e-5, atol=1e-7
+            )
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "lion", "rmsprop", "sgd"])
+def test_half_precision_params_keep_their_dtypes_and_are_warned_of(name):
+    """100 steps of 1e-4 move numbers of 0.02; updates of less than 1/256 of a number are lost."""
+    optimizer = getattr(optax, name)(1e-4)
+    params = {"small": jnp.full((4,), 0.02, jnp.bfloat16), "one": jnp.ones((4,), jnp.bfloat16)}
+    with pytest.warns(UserWarning, match="parameters that learn are bfloat16: an update of less"):
+        state = jf.init_state(params, optimizer)
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
+
+    def loss(params, batch, key):
+        total = sum(leaf.astype(jnp.float32).sum() for leaf in params.values())
+        return {"loss": (total * batch["x"].sum(), 1.0)}
+
+    step = jf.make_step(loss, optimizer)
+    for _ in range(100):
+        state, _ = step(state, {"x": np.ones((1,), np.float32)})
+    assert jax.tree.map(lambda leaf: leaf.dtype, state) == dtypes
+    moved = {k: float(jnp.abs(state.params[k] - params[k]).max()) for k in params}
+    assert moved["small"] > 0.004 and moved["one"] == 0

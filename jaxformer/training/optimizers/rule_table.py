@@ -2,22 +2,10 @@
 
 import optax
 
-from jaxformer.arrays.params import Specs
 from jaxformer.config.settings import ImportedRow, Table
 from jaxformer.config.train import OptimizerConfig, OptimizerName
 from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.update_rule import ADAM, RULE_SETTINGS, UpdateRule, of_entries
-
-
-def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Factored second moments and clipped updates, at the schedule's own rate (arXiv:1804.04235).
-
-    Moments are factored over the two longest axes of a leaf: those of the matrix of each layer and
-    expert, unless there are more experts than the matrix has rows or columns. The updates of all
-    layers and experts of a leaf are clipped together.
-    """
-    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-
 
 OPTIMIZERS: Table[UpdateRule] = Table(
     OptimizerName,
@@ -28,7 +16,7 @@ OPTIMIZERS: Table[UpdateRule] = Table(
             ADAM,
             width_factor=of_entries,
         ),
-        "adafactor": UpdateRule(_adafactor),
+        "adafactor": ImportedRow("jaxformer.training.optimizers.adafactor:adafactor"),
         "lion": UpdateRule(
             lambda c, specs: optax.scale_by_lion(c.b1, c.b2),
             ("b1", "b2"),

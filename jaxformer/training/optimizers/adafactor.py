@@ -1,0 +1,87 @@
+"""Adafactor (arXiv:1804.04235): second moments from the means of a matrix over rows and columns."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxformer.arrays.params import Spec, Specs
+from jaxformer.config.train import OptimizerConfig
+from jaxformer.training.optimizers.update_rule import UpdateRule, map_arrays, matrix_axes
+
+# As in T5X: matrices that are narrower keep full moments, steps are forgotten with 1 - t^-0.8, and
+# directions of a larger root mean square than 1 are divided by it.
+LEAST_SIDE = 128
+DECAY = 0.8
+LARGEST_RMS = 1.0
+EPSILON = 1e-30
+
+
+class AdafactorState(NamedTuple):
+    """The number of steps, and of each leaf the means of the squared gradient: over the outputs and
+    over the inputs of its matrices, with axes of length 1, or (full,) where it is not factored."""
+
+    steps: jax.Array
+    squares: Any
+
+
+def is_factored(spec: Spec) -> bool:
+    """Whether the inputs and the outputs of a leaf's matrices are both at least `LEAST_SIDE`."""
+    return spec.is_matrix and min(spec.fan_in, spec.fan_out) >= LEAST_SIDE
+
+
+def scale_by_adafactor(specs: Specs) -> optax.GradientTransformation:
+    """The direction g / sqrt(v), clipped for each leaf of a layer and an expert, at the schedule's
+    own rate. v of a matrix is row x column / mean(row), with the means over inputs and outputs by
+    the names of the axes, so that it is the same however the layers are stacked."""
+
+    def zeros(spec: Spec, leaf: jax.Array) -> tuple[jax.Array, ...]:
+        if not is_factored(spec):
+            return (jnp.zeros_like(leaf),)
+        _, left, right = matrix_axes(spec)
+        row = [1 if i in right else size for i, size in enumerate(leaf.shape)]
+        column = [1 if i in left else size for i, size in enumerate(leaf.shape)]
+        return jnp.zeros(row, leaf.dtype), jnp.zeros(column, leaf.dtype)
+
+    def init(params: Any) -> AdafactorState:
+        return AdafactorState(jnp.int32(0), map_arrays(zeros, specs, params))
+
+    def update(
+        updates: Any, state: AdafactorState, params: Any = None
+    ) -> tuple[Any, AdafactorState]:
+        kept = 1 - (state.steps + 1.0) ** -DECAY
+
+        def squares_of(spec: Spec, g: jax.Array, before: tuple[jax.Array, ...]) -> Any:
+            square = jnp.square(g) + EPSILON
+            means: tuple[jax.Array, ...] = (square,)
+            if is_factored(spec):
+                _, left, right = matrix_axes(spec)
+                row = square.mean(right, keepdims=True)
+                column = square.mean(left, keepdims=True)
+                means = (row, column)
+            return tuple(kept * v + (1 - kept) * new for v, new in zip(before, means, strict=True))
+
+        def direction(spec: Spec, g: jax.Array, squares: tuple[jax.Array, ...]) -> jax.Array:
+            _, left, right = matrix_axes(spec)
+            if is_factored(spec):
+                row, column = squares
+                row = row / row.mean(left, keepdims=True)
+                scaled = g * row**-0.5 * column**-0.5
+            else:
+                scaled = g * squares[0] ** -0.5
+            rms = jnp.sqrt(jnp.square(scaled).mean(left + right, keepdims=True))
+            return scaled / jnp.maximum(1.0, rms / LARGEST_RMS)
+
+        squares = map_arrays(squares_of, specs, updates, state.squares)
+        directions = map_arrays(direction, specs, updates, squares)
+        return directions, AdafactorState(optax.safe_increment(state.steps), squares)
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+
+
+def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
+    return scale_by_adafactor(specs)
+
+
+adafactor = UpdateRule(_adafactor)
