@@ -38,6 +38,7 @@ from jaxformer.interop.config_equivalence import standard_form
 from jaxformer.interop.family import Family
 from jaxformer.interop.gguf_files import GgufFiles, is_gguf
 from jaxformer.interop.hf_config import HFConfig, check_dtype, is_pretrained, read_config_json
+from jaxformer.interop.sentence_modules import stated_pooling, write_modules
 from jaxformer.interop.tensor_files import (
     TensorFiles,
     copied_model,
@@ -213,6 +214,8 @@ def _opened(location: Path) -> Opened:
         files = family.files(directory, values)
     hf = HFConfig(values, family.named(files.entries))
     config = _config_of(path, hf, family, architecture)
+    if config.output not in ("classes", "projection") and not is_gguf(location):
+        config = dataclasses.replace(config, pooling=stated_pooling(location))
 
     # Before anything makes room for what a config.json says.
     described = sum(math.prod(spec.shape) for spec in rows(model_specs(config)).values())
@@ -401,6 +404,8 @@ def save_pretrained(
         keys.pop("forced_bos_token_id", None)
     keys |= {key: value for key, value in family.required_ids.items() if keys[key] is None}
     keys |= family.write(config, name)
+    if config.output not in ("classes", "projection") and config.pooling in ("first", "last"):
+        write_modules(directory, config.pooling, config.d_model)
     if keys.pop("num_labels", None):
         labels = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))
         keys["id2label"] = dict(enumerate(labels))

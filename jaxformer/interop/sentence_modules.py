@@ -1,0 +1,96 @@
+"""How sentence-transformers makes the vector of a text from what a model computes: modules.json of
+a model directory, with a config.json for each module."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxformer.files import ConfigError, parse_object, read_object, read_text, write_text
+
+# The name of a pooling there, the key that older files have for it, and model.pooling.
+POOLINGS = {
+    "cls": ("pooling_mode_cls_token", "first"),
+    "mean": ("pooling_mode_mean_tokens", "mean"),
+    "lasttoken": ("pooling_mode_lasttoken", "last"),
+    "max": ("pooling_mode_max_tokens", ""),
+    "mean_sqrt_len_tokens": ("pooling_mode_mean_sqrt_len_tokens", ""),
+    "weightedmean": ("pooling_mode_weightedmean_tokens", ""),
+}
+LISTING = "modules.json"
+ADVICE = "compute the vectors with sentence-transformers, or remove modules.json to load the model"
+
+
+def stated_pooling(directory: Path) -> str:
+    """The `model.pooling` that the modules of a directory ask for, "auto" where it has none. Raises
+    ConfigError for a module, a pooling or a prompt that jaxformer does not follow."""
+    path = directory / LISTING
+    if not path.is_file():
+        return "auto"
+    modules = parse_object(f'{{"modules": {read_text(path)}}}', str(path), ADVICE)["modules"]
+    pooling = "auto"
+    for module in modules if isinstance(modules, list) else [modules]:
+        stated = module if isinstance(module, dict) else {}
+        kind = str(stated.get("type")).rpartition(".")[2]
+        if kind == "Pooling":
+            pooling = _pooling_of(directory / str(stated.get("path")) / "config.json")
+        elif kind not in ("Transformer", "Normalize"):
+            raise ConfigError(
+                f"{path} has the module {str(stated.get('type'))!r}, which is not followed;"
+                f" Transformer, Pooling and Normalize are: {ADVICE}."
+            )
+    _require_plain_texts(directory)
+    return pooling
+
+
+def _pooling_of(path: Path) -> str:
+    keys = read_object(path, ADVICE)
+    stated = keys.get("pooling_mode")
+    if stated is None:
+        stated = [name for name, (key, _) in POOLINGS.items() if keys.get(key)] or ["mean"]
+    names = stated if isinstance(stated, list) else [stated]
+    pooling = POOLINGS.get(str(names[0]), ("", ""))[1] if len(names) == 1 else ""
+    if not pooling:
+        raise ConfigError(
+            f"{path} asks for the pooling {' with '.join(map(str, names))}, which is not followed;"
+            f" cls, mean and lasttoken are: {ADVICE}."
+        )
+    return pooling
+
+
+def _require_plain_texts(directory: Path) -> None:
+    """ConfigError where texts are changed before they are tokenized."""
+    path = directory / "sentence_bert_config.json"
+    if path.is_file() and read_object(path, ADVICE).get("do_lower_case"):
+        raise ConfigError(
+            f"{path} has do_lower_case, which is not followed: write the texts in lower case, and"
+            " set it to false."
+        )
+    path = directory / "config_sentence_transformers.json"
+    stated: dict[str, Any] = read_object(path, ADVICE) if path.is_file() else {}
+    name, prompts = stated.get("default_prompt_name"), stated.get("prompts")
+    prompt = prompts.get(name) if isinstance(prompts, dict) else None
+    if name is not None and prompt:
+        raise ConfigError(
+            f"{path} puts the prompt {str(prompt)!r} before each text, which is not followed: write"
+            " it before the texts, and set default_prompt_name to null."
+        )
+
+
+def write_modules(directory: Path, pooling: str, width: int) -> None:
+    """Writes the modules of a model whose vectors are not the mean of the tokens, which
+    sentence-transformers takes where there are none."""
+    (name,) = (name for name, (_, stated) in POOLINGS.items() if stated == pooling)
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": place,
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, (kind, place) in enumerate([("Transformer", ""), ("Pooling", "1_Pooling")])
+    ]
+    keys: dict[str, Any] = {key: key == POOLINGS[name][0] for key, _ in POOLINGS.values()}
+    keys["word_embedding_dimension"] = width
+    write_text(directory / LISTING, json.dumps(modules, indent=2))
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    write_text(directory / "1_Pooling" / "config.json", json.dumps(keys, indent=2))
