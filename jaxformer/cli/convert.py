@@ -128,6 +128,7 @@ def _write_pretrained(model: Loaded, args: ConvertArguments, folder: Path) -> No
         architecture=args.architecture,
         dtype=args.dtype,
         labels=model.labels,
+        problem_type=model.problem_type,
     )
     kind = read_object(folder / "config.json")["architectures"][0]
     count = sum(file.suffix == ".safetensors" for file in files)

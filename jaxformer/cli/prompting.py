@@ -37,6 +37,7 @@ class Model:
     tokenizer: Tokenizer
     labels: tuple[str, ...]
     run: RunConfig
+    problem_type: str = ""
     stops: tuple[int, ...] = ()
 
     @property
@@ -69,7 +70,10 @@ def open_model(args: ModelArguments) -> Model:
     if loaded.tokenizer is None:
         raise missing(located(args.path) / TOKENIZER_FILE)
     labels = loaded.labels or tuple(f"class {index}" for index in range(config.n_classes))
-    return Model(args.path, loaded.params, config, loaded.tokenizer, labels, run_of(args.path))
+    run, problem_type = run_of(args.path), loaded.problem_type
+    return Model(
+        args.path, loaded.params, config, loaded.tokenizer, labels, run, problem_type=problem_type
+    )
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -108,6 +108,35 @@ class HFConfig:
         )
 
 
+PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
+# Functions of sentence-transformers that stand for one of these.
+ACTIVATIONS = {"Identity": "regression", "Sigmoid": "multi_label_classification"}
+
+
+def problem_type_of(values: Mapping[str, Any], path: Path) -> str:
+    """What the head of classes of a config.json answers, in the words of transformers: one class of
+    several, each class for itself, or numbers; empty where it says nothing. ConfigError for others.
+    """
+    newer = values.get("sentence_transformers")
+    function = newer.get("activation_fn") if isinstance(newer, dict) else None
+    function = function or values.get("sbert_ce_default_activation_function")
+    if function:
+        name = str(function).rpartition(".")[2]
+        if name not in ACTIVATIONS:
+            raise ConfigError(
+                f"{path} applies {str(function)!r} to the logits of its classes, which is not"
+                f" followed; {' and '.join(ACTIVATIONS)} are: remove it to see probabilities."
+            )
+        return ACTIVATIONS[name]
+    problem_type = values.get("problem_type") or ""
+    if problem_type and problem_type not in PROBLEM_TYPES:
+        raise ConfigError(
+            f"{path} has problem_type={json.dumps(problem_type)[:80]}, which is none of"
+            f" {', '.join(PROBLEM_TYPES)}."
+        )
+    return str(problem_type)
+
+
 def quantization_of(values: Mapping[str, Any]) -> str:
     """The method by which the weights beside a config.json are packed; empty where it has none."""
     config = values.get(QUANTIZATION)

@@ -37,7 +37,13 @@ from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.config_equivalence import standard_form
 from jaxformer.interop.family import Family
 from jaxformer.interop.gguf_files import GgufFiles, is_gguf
-from jaxformer.interop.hf_config import HFConfig, check_dtype, is_pretrained, read_config_json
+from jaxformer.interop.hf_config import (
+    HFConfig,
+    check_dtype,
+    is_pretrained,
+    problem_type_of,
+    read_config_json,
+)
 from jaxformer.interop.sentence_modules import stated_pooling, write_modules
 from jaxformer.interop.tensor_files import (
     TensorFiles,
@@ -71,11 +77,13 @@ class SavedTokenizer(Protocol):
 
 
 class Pretrained(NamedTuple):
-    """What a model directory holds, besides text; `metadata` are those of a GGUF file."""
+    """What a model directory holds, besides text; `problem_type` is that of `Loaded`, and
+    `metadata` are those of a GGUF file."""
 
     params: Params
     config: ModelConfig
     labels: tuple[str, ...]
+    problem_type: str
     metadata: Mapping[str, Any]
 
 
@@ -115,7 +123,7 @@ def load_pretrained(
     into whatever shards the files are cut. ConfigError for an architecture or an option that is not
     supported, and for tensors that do not fit config.json, each by its name and file.
     """
-    family, config, labels, files, unknown = _opened(directory)
+    family, config, labels, problem_type, files, unknown = _opened(directory)
     if unknown:
         warnings.warn(
             f"{directory}/config.json has keys that change nothing in {family.model_type}, in"
@@ -144,7 +152,8 @@ def load_pretrained(
         return jax.block_until_ready(quantized)
 
     metadata = files.metadata if isinstance(files, GgufFiles) else {}
-    return Pretrained(map_specs(load_leaf, model_specs(config)), config, labels, metadata)
+    params = map_specs(load_leaf, model_specs(config))
+    return Pretrained(params, config, labels, problem_type, metadata)
 
 
 def _placed(
@@ -195,6 +204,7 @@ class Opened(NamedTuple):
     family: Family
     config: ModelConfig
     labels: tuple[str, ...]
+    problem_type: str
     files: TensorFiles
     unknown: list[str]
 
@@ -242,7 +252,8 @@ def _opened(location: Path) -> Opened:
             originals = matched(files.entries, (copy.of,), family.prefix, family.renamed)
             if copy.of not in originals or not _equal(files, copy.name, originals[copy.of]):
                 config = dataclasses.replace(config, tied_head=False)
-    return Opened(family, config, names, files, hf.unknown())
+    problem_type = problem_type_of(values, path) if config.output == "classes" else ""
+    return Opened(family, config, names, problem_type, files, hf.unknown())
 
 
 def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> ModelConfig:
@@ -330,6 +341,7 @@ def save_pretrained(
     tokenizer: SavedTokenizer | None = None,
     *,
     labels: tuple[str, ...] = (),
+    problem_type: str = "",
     architecture: str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -410,5 +422,7 @@ def save_pretrained(
         labels = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))
         keys["id2label"] = dict(enumerate(labels))
         keys["label2id"] = {label: index for index, label in enumerate(labels)}
+        if problem_type:
+            keys["problem_type"] = problem_type
     write_text(directory / "config.json", json.dumps(keys, indent=2) + "\n")
     return files

@@ -52,9 +52,10 @@ MOST_EVALUATION_TOKENS = 1024
 @dataclass(frozen=True)
 class Loaded:
     """A model read from disk. `tokenizer` is None where the directory has none; `labels` are the
-    names of its classes. Where `params` have an adapter, `base` is the directory of the model below
-    it, and `learned` are the branches of the params that learned with it. `step` is that of the
-    checkpoint of a run, else None."""
+    names of its classes, and `problem_type` is what a Hugging Face config.json says that these
+    answer. Where `params` have an adapter, `base` is the directory of the model below it, and
+    `learned` are the branches of the params that learned with it. `step` is that of the checkpoint
+    of a run, else None."""
 
     params: Params
     config: ModelConfig
@@ -63,6 +64,7 @@ class Loaded:
     base: str = ""
     learned: tuple[str, ...] = ()
     step: int | None = None
+    problem_type: str = ""
 
 
 class Reading(TypedDict, total=False):
@@ -128,7 +130,13 @@ def load(
             if from_gguf
             else Tokenizer.find(folder)
         )
-        return Loaded(pretrained.params, pretrained.config, tokenizer, pretrained.labels)
+        return Loaded(
+            pretrained.params,
+            pretrained.config,
+            tokenizer,
+            pretrained.labels,
+            problem_type=pretrained.problem_type,
+        )
     return _load_run(folder, step, mesh, dtype, quantize, base, weights)
 
 
@@ -147,14 +155,17 @@ def _load_adapter(
     base_dir = base_of(folder, base)
     below = load(base_dir, mesh=mesh, dtype=dtype, quantize=quantize)
     config, params, labels = adapted_config(folder, below.config), below.params, below.labels
+    problem_type = below.problem_type
     if config != below.config:
         # The adapter has a head of its own.
         shared_names = model_specs(config).keys() - {"head"}
         params = {name: branch for name, branch in params.items() if name in shared_names}
-        labels = ()
+        labels, problem_type = (), ""
     params = read_adapter(folder, params, config)
     tokenizer, learned = Tokenizer.find(folder) or below.tokenizer, learned_of(folder, config)
-    return Loaded(params, config, tokenizer, labels, str(base_dir), learned)
+    return Loaded(
+        params, config, tokenizer, labels, str(base_dir), learned, problem_type=problem_type
+    )
 
 
 def _load_run(
@@ -264,6 +275,19 @@ def run_of(path: str | Path, weights: bool = True) -> RunConfig:
     )
 
 
+def require_exclusive(model: Loaded, path: str | Path) -> None:
+    """ConfigError for a head whose classes are not those of which each text has one, as a run's."""
+    if model.config.output == "classes" and (
+        model.problem_type in ("multi_label_classification", "regression")
+        or model.config.n_classes == 1
+    ):
+        raise ConfigError(
+            f"{path} has a head of {model.config.n_classes} classes with problem_type="
+            f"{model.problem_type!r}, and a run learns and measures one class of several:"
+            " `jaxformer predict` gives the numbers of this head."
+        )
+
+
 def labels_of(path: str | Path) -> tuple[str, ...]:
     """The names of the classes or tags of a model directory, in the order of their numbers; empty
     where it has or names none."""
@@ -301,6 +325,7 @@ def save_run(target: Path, model: Loaded, origin: Path, run_dir: Path | None = N
     """Writes a model, read from the model directory `origin`, as a run directory with one
     checkpoint, of step 0. `run_dir` is its path, if it is moved afterwards."""
     run_dir = run_dir or target
+    require_exclusive(model, origin)
     if model.tokenizer is not None:
         model.tokenizer.save(target / "tokenizer.json", follow=False)
     with Checkpoints(target) as checkpoints:

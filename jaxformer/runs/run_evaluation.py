@@ -20,7 +20,7 @@ from jaxformer.runs.evaluation import (
     own_cache,
     unwatched,
 )
-from jaxformer.runs.loading import Reading, load, run_of, text_directory
+from jaxformer.runs.loading import Reading, load, require_exclusive, run_of, text_directory
 from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
 from jaxformer.runs.reference import Reference
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options
@@ -48,6 +48,7 @@ def evaluate_run(
     """
     _refuse_gguf(path)
     model = load(path, step, **reading)
+    require_exclusive(model, path)
     run = _on_text(run_of(path), located(path), validation, objective, cache_dir)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
