@@ -33,9 +33,14 @@ Marked = tuple[str, list[Span]]  # a text, and the spans that are learned
 
 ASSISTANT = "assistant"  # the role whose turns are learned
 SHAPE = 'a list of messages as [{"role": "user", "content": "..."}, ...]'
+# Keys by which a turn is learned (1, true) or not (0, false): of OpenAI and Mistral, axolotl, and
+# ms-swift. No template reads them.
+LEARNED = ("weight", "train", "training", "loss")
+# The key of the first message for the tools that a record has beside its messages.
+TOOLS = "tools beside the messages"
 
 # To be increased when conversations become other ids, so that no older cache is read.
-FORMAT_OF_CHATS = 1
+FORMAT_OF_CHATS = 2
 
 # The day that strftime_now shows in training data, so that tokens do not depend on the date; Llama
 # 3's template has it where there is no clock.
@@ -78,23 +83,72 @@ def checked_messages(value: Any) -> list[Message]:
                 f'message {number} has no "role" that is a string (its keys are {keys}): {SHAPE}'
             )
         content = entries.get("content", "" if entries.get("tool_calls") else None)
+        if isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+            texts = [text for text in parts if isinstance(text, str)]
+            if len(texts) == len(content):
+                content = entries["content"] = "".join(texts)
         if not isinstance(content, str):
             raise ConfigError(
-                f"message {number} has the content {_shown(content)}: give one string, and of a"
-                " list of parts their texts as one, since only text is read"
+                f"message {number} has the content {_shown(content)}: give one string, or a list of"
+                ' {"type": "text", "text": "..."}, since only text is read'
             )
         messages.append(entries)
     return messages
 
 
-def require_assistant(messages: list[Message]) -> None:
-    """Raises ConfigError for a conversation in which the assistant has no turn."""
-    roles = [message["role"] for message in messages]
-    if ASSISTANT not in roles:
+def learned_turns(messages: list[Message]) -> list[int]:
+    """The indices of the assistant's messages that are learned: all but those that a key of
+    `LEARNED` excludes. Raises ConfigError where there are none, and for other values of a key."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    for index in turns:
+        for key in LEARNED:
+            if messages[index].get(key, 1) not in (0, 1):
+                raise ConfigError(
+                    f"message {index + 1} has {key}={_shown(messages[index][key])}: a turn is"
+                    " learned (1, true) or not (0, false)"
+                )
+    if not turns:
+        roles = ", ".join(repr(message["role"]) for message in messages)
         raise ConfigError(
-            f"no message has the role {ASSISTANT!r} (the roles are {', '.join(map(repr, roles))}),"
-            " so there is nothing to learn: only the turns of that role are learned"
+            f"no message has the role {ASSISTANT!r} (the roles are {roles}), so there is nothing to"
+            " learn: only the turns of that role are learned"
         )
+    learned = [i for i in turns if all(messages[i].get(key, 1) for key in LEARNED)]
+    if not learned:
+        raise ConfigError(
+            f"{', '.join(LEARNED)} exclude all turns of the role {ASSISTANT!r}, so there is nothing"
+            " to learn"
+        )
+    return learned
+
+
+def rendered_message(message: Message) -> Message:
+    """A message as a template reads it."""
+    return {key: value for key, value in message.items() if key not in (*LEARNED, TOOLS)}
+
+
+def with_tools(message: Message, tools: Any) -> Message:
+    """The first message of a conversation, with the tools of its record: a list of objects, or its
+    JSON. Raises ConfigError for something else."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            tools = None
+    if not isinstance(tools, list):
+        raise ConfigError("tools beside messages are a list of functions, or its JSON")
+    return {**message, TOOLS: without_nulls(tools)} if tools else message
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the keys of its objects that are null, which Parquet and Arrow give to the
+    objects that lack a key of others."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(entry) for entry in value]
+    return value
 
 
 def _shown(value: Any) -> str:
@@ -181,8 +235,7 @@ class ChatTemplate:
     def marked(self, messages: Sequence[Message]) -> Marked:
         """The text of a conversation, and the spans of it that are learned."""
         checked = checked_messages(messages)
-        require_assistant(checked)
-        turns = [i for i, message in enumerate(checked) if message["role"] == ASSISTANT]
+        turns = learned_turns(checked)
         cuts = [(len(checked), False)]
         if not self.has_blocks:
             # For each turn the prompt for it, and the messages up to its end.
@@ -191,12 +244,29 @@ class ChatTemplate:
         text, spans = self._without_marks(full_text)
         if not self.has_blocks:
             spans = self._turns(turns, text, texts)
+        else:
+            spans = self._learned_blocks(checked, turns, spans)
         if not spans:
             raise ConfigError(
                 f"{self.where} writes nothing of the assistant's turns inside of {GENERATION}, so"
                 " there is nothing to learn: put these blocks around its content"
             )
         return text, spans
+
+    def _learned_blocks(
+        self, messages: list[Message], learned: list[int], spans: list[Span]
+    ) -> list[Span]:
+        """Those of the generation blocks that are of learned turns, where each turn has one."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if len(learned) == len(turns):
+            return spans
+        if len(spans) != len(turns):
+            raise ConfigError(
+                f"the conversation excludes turns from what is learned, and {self.where} writes"
+                f" {len(spans)} generation blocks for {len(turns)} turns, so that those of a turn"
+                " cannot be told: write one block a turn"
+            )
+        return [span for index, span in zip(turns, spans, strict=True) if index in learned]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The text of messages, with the beginning of an answer if `add_generation_prompt`."""
@@ -250,7 +320,12 @@ class ChatTemplate:
     def _texts(self, messages: Sequence[Message], cuts: Sequence[tuple[int, bool]]) -> list[str]:
         """The text, with marks, of each cut: so many of the messages, and whether with the
         beginning of an answer."""
-        rendering = {"messages": [*messages], "names": self._names, "cuts": cuts}
+        rendering = {
+            "messages": [*map(rendered_message, messages)],
+            "tools": next((message[TOOLS] for message in messages if TOOLS in message), None),
+            "names": self._names,
+            "cuts": cuts,
+        }
         answer = self._ask(f"where {len(messages)} messages are rendered", rendering)
         texts: list[str] = answer["texts"]
         if len(texts) == len(cuts):

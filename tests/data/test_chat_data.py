@@ -67,7 +67,11 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     call = {"role": "assistant", "tool_calls": [{"name": "look"}]}
-    records = [*RECORDS, {"id": "tools", "messages": [{"role": "user", "content": "?"}, call]}]
+    asked = [{"role": "user", "content": "?"}, call]
+    tools = [{"name": "look"}, {"name": "hear", "parameters": {"a": 1}}]
+    # pyarrow takes the columns from the first record.
+    records = [record | {"tools": None} for record in RECORDS]
+    records += [{"id": "tools", "messages": asked, "tools": tools}]
     write_lines(tmp_path / "a.jsonl", records)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=2)
@@ -75,6 +79,7 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
     found = read(tmp_path / "a.jsonl")
     conversations = [[json.loads(message) for message in record[0]] for record in found]
     assert conversations[:-1] == [*CONVERSATIONS.values()] and conversations[-1][1] == call
+    assert tools in conversations[-1][0].values()
     for spec in (tmp_path / "a.jsonl.gz", tmp_path / "a.parquet", f"datasets:{tmp_path / 'set'}"):
         assert read(spec) == found, spec
     pieces = [*find_source(str(tmp_path / "a.jsonl"), "data.train", FIELDS).pieces()]
@@ -196,7 +201,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
         r"line 2: .*: message 1 has no .role",
     ),
     "parts": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, SAID]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, SAID]},
         r"line 2: .*: message 1 has the content list .*only text is read",
     ),
     "no field": (

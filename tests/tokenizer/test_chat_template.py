@@ -19,6 +19,8 @@ from jaxformer.tokenizer.chat import (
     UnboundedTemplate,
     set_chat_template,
     template_fingerprint,
+    with_tools,
+    without_nulls,
 )
 
 
@@ -204,6 +206,35 @@ def test_the_end_of_a_turn_is_a_special_token(tmp_path: Path) -> None:
     assert both("gpt2", plain, tmp_path / "plain")[0].end_of_turn(ask) is None
 
 
+@pytest.mark.parametrize("style", ["chatml", "mistral"])
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+def test_turns_that_the_data_excludes_are_read_and_not_learned(style, key, tmp_path):
+    """In blocks of a template and without them; the text is that without the key."""
+    kind = STYLES[style][1]
+    for template in (STYLES[style][0], BLOCKS[style]):
+        ours, _ = both(kind, template, tmp_path / f"{len(template)}")
+        turns = [USER, {"role": "assistant", "content": "no"}, USER, SAID]
+        ids, every = ours.encode(turns)
+        excluded = [USER, {**turns[1], key: 0 if key == "weight" else False}, USER, SAID]
+        again, learned = ours.encode(excluded)
+        assert again == ids
+        text = ours.tokenizer.decode([i for i, kept in zip(ids, learned, strict=True) if kept])
+        assert "b" in text and "no" not in text and sum(learned) < sum(every)
+
+
+def test_tools_and_parts_of_text_are_rendered_as_transformers_does(tmp_path):
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    ours, hf = both("llama3", template, tmp_path)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": None}}}]
+    stated = [with_tools(USER, json.dumps(tools)), SAID]
+    text = hf.apply_chat_template([USER, SAID], tools=without_nulls(tools), tokenize=False)
+    assert '"name": "f"' in text and ours.render(stated) == text
+    parts = {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}
+    assert ours.encode([parts, SAID]) == ours.encode([{"role": "user", "content": "ab"}, SAID])
+    with pytest.raises(ConfigError, match="tools beside messages are a list of functions"):
+        with_tools(USER, "search")
+
+
 USER = {"role": "user", "content": "a"}
 SAID = {"role": "assistant", "content": "b"}
 REFUSED: dict[str, tuple[str, Any, str]] = {
@@ -216,6 +247,15 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         CHATML,
         [{"role": "user", "content": [{"type": "image"}]}, SAID],
         r"message 1 has the content list .*, since only text is read",
+    ),
+    "a weight": (CHATML, [USER, {**SAID, "weight": 0.5}], r"message 2 has weight=float \('0.5'\)"),
+    "no turn left": (CHATML, [USER, {**SAID, "train": False}], r"exclude all turns of the role"),
+    "blocks of no turn": (
+        BLOCKS["chatml"].replace(
+            "{% generation %}", "{% generation %}+{% endgeneration %}{% generation %}"
+        ),
+        [USER, SAID, USER, {**SAID, "weight": 0}],
+        r"4 generation blocks for 2 turns",
     ),
     "a number": (CHATML, [{"role": "user", "content": 3}, SAID], r"the content int \('3'\)"),
     "no assistant": (CHATML, [USER], r"no message has the role 'assistant' \(the roles are 'user'"),

@@ -20,7 +20,13 @@ from jaxformer.data.sources.source_files import (
 )
 from jaxformer.files import ConfigError, is_remote
 from jaxformer.files.copies import opened
-from jaxformer.tokenizer.chat import ASSISTANT, checked_messages, require_assistant
+from jaxformer.tokenizer.chat import (
+    ASSISTANT,
+    checked_messages,
+    learned_turns,
+    rendered_message,
+    with_tools,
+)
 
 # A text, a label, the words of a text or their tags, messages as the JSON of each, or a prompt and
 # completions (not empty), which are texts or messages; a record has one for each field.
@@ -146,6 +152,9 @@ def _column_rows(file: SourceFile, fields: Fields) -> Iterator[dict[str, Any]]:
         raise ConfigError(
             f"{path} needs pyarrow, which is not installed: pip install 'jaxformer[parquet]'."
         ) from None
+    wanted = [field.name for field in fields]
+    if any(field.kind in ("messages", "prompt") for field in fields):
+        wanted.append("tools")
     try:
         with contextlib.ExitStack() as stack:
             batches: Iterable[pyarrow.RecordBatch]
@@ -159,11 +168,9 @@ def _column_rows(file: SourceFile, fields: Fields) -> Iterator[dict[str, Any]]:
                 data = stack.enter_context(opened(path)) if is_remote(path) else path
                 parquet = stack.enter_context(ParquetFile(data))
                 present = parquet.schema_arrow.names
-                batches = parquet.iter_batches(
-                    ROWS_AT_ONCE, columns=[field.name for field in fields], use_threads=False
-                )
+                batches = parquet.iter_batches(ROWS_AT_ONCE, columns=wanted, use_threads=False)
             _require_columns(present, fields, str(path))
-            names = [field.name for field in fields if field.name in present]
+            names = [name for name in wanted if name in present]
             for batch in batches:
                 yield from batch.select(names).to_pylist()
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
@@ -235,7 +242,7 @@ def _value(row: dict[str, object], field: RecordField) -> Value:
     if field.name not in row:
         return ()
     entry = row[field.name]
-    value = _converted(entry, field.kind)
+    value = _converted(entry, field.kind, row.get("tools"))
     if value is None:
         content = "null" if entry is None else type(entry).__name__
         raise RecordError(
@@ -252,8 +259,9 @@ def _value(row: dict[str, object], field: RecordField) -> Value:
     return value
 
 
-def _converted(value: Any, kind: Kind) -> Value | None:
-    """What a value of JSON is as a field of this kind, None where it cannot be one."""
+def _converted(value: Any, kind: Kind, tools: object = None) -> Value | None:
+    """What a value of JSON is as a field of this kind, None where it cannot be one. Messages get
+    the `tools` of their record."""
     if kind in ("words", "tags"):
         entries = value.split() if isinstance(value, str) else value
         if not isinstance(entries, list):
@@ -264,7 +272,9 @@ def _converted(value: Any, kind: Kind) -> Value | None:
         try:
             messages = checked_messages(value)
             if kind == "messages":
-                require_assistant(messages)
+                learned_turns(messages)
+            if tools is not None:
+                messages[0] = with_tools(messages[0], tools)
             return tuple(json.dumps(message, ensure_ascii=False) for message in messages)
         except (ConfigError, TypeError) as error:
             # A TypeError is of values that Arrow has, and JSON has not.
@@ -290,8 +300,10 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
     if are_answers and prompt and not isinstance(prompt, str):
         conversations = [(*prompt, *side) for side in sides]
     before = [messages[:-1] for messages in conversations]
+    answers = list[Value]()
     for messages in conversations if are_answers else ():
-        answer = json.loads(messages[-1])
+        answer = rendered_message(json.loads(messages[-1]))
+        answers.append((json.dumps(answer, ensure_ascii=False),))
         is_full = answer.get("content", "").strip() or answer.get("tool_calls")
         are_answers = are_answers and answer["role"] == ASSISTANT and bool(is_full)
     if not are_answers or not before[0] or before[0] != before[1]:
@@ -300,7 +312,7 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
             "give three strings; or messages, where each side ends with one message of the role"
             f" {ASSISTANT!r} that is not empty, after the same messages, at least one.",
         )
-    return before[0], *(messages[-1:] for messages in conversations)
+    return before[0], *answers
 
 
 def readable(value: Value, kind: Kind) -> str:
