@@ -2,11 +2,13 @@
 settings that they give it."""
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from jaxformer.files import ConfigError, read_object, read_text, write_text
 from jaxformer.tokenizer.pieces import without_panic
@@ -65,6 +67,15 @@ RULES_NOT_TAKEN = (
 )
 PENALTIES = ("encoder_repetition_penalty",)
 
+# Classes that read tokenizer.json as it is.
+GENERIC_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
+# Keys of BERT's classes: the attribute of the normalizer, and the default.
+BERT_KEYS: dict[str, tuple[str, bool | None]] = {
+    "do_lower_case": ("lowercase", True),
+    "strip_accents": ("strip_accents", None),
+    "tokenize_chinese_chars": ("handle_chinese_chars", True),
+}
+
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
@@ -100,6 +111,7 @@ class TokenizerMetadata:
             for key, value in content.items():
                 if value is not None or key not in settings:
                     settings[key] = _typed(value)
+        _follow_class(backend, settings)
         named_ids: dict[str, int] = {}
         for role in ROLES:
             value = settings.get(f"{role}_token")
@@ -222,11 +234,19 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
     remedy = "set tokenizer.path to a tokenizer.json"
     text = read_text(file, remedy)
     try:
-        return without_panic(tokenizers.Tokenizer.from_str, text)
+        backend = without_panic(tokenizers.Tokenizer.from_str, text)
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(
             f"{file} is not a tokenizer.json of the tokenizers library ({error}): {remedy}."
         ) from None
+    if getattr(backend.model, "dropout", None):
+        warnings.warn(
+            f"{file}: the BPE dropout of {backend.model.dropout} is left out, so that a text has the"
+            " same ids each time.",
+            stacklevel=2,
+        )
+        backend.model.dropout = None
+    return backend
 
 
 def missing(file: Path) -> ConfigError:
@@ -242,6 +262,26 @@ def missing(file: Path) -> ConfigError:
         f"{file} does not exist, but {', '.join(others)}: write one with transformers,"
         f" AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})."
     )
+
+
+def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    """Gives the backend what a class of transformers reads from tokenizer_config.json, and not from
+    tokenizer.json: how BERT's normalizes a text, and whether one begins with a space."""
+    name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+    if name in GENERIC_CLASSES:
+        return
+    normalizer = backend.normalizer
+    if isinstance(normalizer, normalizers.BertNormalizer):
+        for key, (attribute, default) in BERT_KEYS.items():
+            if name or key in settings:
+                setattr(normalizer, attribute, settings.get(key, default))
+    if "Llama" in name or "add_prefix_space" not in settings:
+        return
+    step = backend.pre_tokenizer
+    steps = [*step] if isinstance(step, pre_tokenizers.Sequence) else [step]
+    for part in steps:
+        if isinstance(part, pre_tokenizers.ByteLevel):
+            part.add_prefix_space = bool(settings["add_prefix_space"])
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: Path) -> None:

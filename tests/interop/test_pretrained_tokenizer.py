@@ -508,3 +508,35 @@ def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path)
         jf.load(tmp_path)
     (tmp_path / "merges.txt").unlink()
     assert jf.load(tmp_path).tokenizer is None
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        ("bert", {"tokenizer_class": "BertTokenizer", "do_lower_case": False}),
+        ("bert", {"tokenizer_class": "DistilBertTokenizerFast", "strip_accents": False}),
+        ("bert", {"tokenizer_class": "MPNetTokenizer", "tokenize_chinese_chars": False}),
+        ("bert", {"tokenizer_class": "BertTokenizer", "strip_accents": True}),
+        ("bert", {"do_lower_case": False}),  # of a class that reads tokenizer.json as it is
+        ("gpt2", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
+        ("bart", {"tokenizer_class": "RobertaTokenizer", "add_prefix_space": True}),
+        ("gpt2", {"add_prefix_space": True}),
+    ],
+)
+def test_what_a_class_reads_from_its_settings_is_that_of_transformers(kind, settings, tmp_path):
+    folder = copied(saved(kind), tmp_path / "tokenizer", **settings)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = Tokenizer.load(folder)
+    for text in ("Héllo Wörld, naïve CAFÉ", "東京 bar"):
+        assert ours.encode(text, special_tokens=True) == theirs(text)["input_ids"]
+
+
+def test_bpe_dropout_is_left_out_and_said(tmp_path):
+    folder = copied(saved("gpt2"), tmp_path / "tokenizer")
+    file = folder / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    plain = Tokenizer.load(folder).encode("Hello world, hello")
+    file.write_text(json.dumps(spec | {"model": spec["model"] | {"dropout": 0.5}}))
+    with pytest.warns(UserWarning, match="the BPE dropout of 0.5 is left out"):
+        tokenizer = Tokenizer.load(folder)
+    assert all(tokenizer.encode("Hello world, hello") == plain for _ in range(20))
