@@ -4,7 +4,7 @@ completion that is preferred and the one that is not; and how all are cut."""
 
 import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,6 +16,36 @@ from jaxformer.data.templates import SidesTemplate, Template, joined
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.chat import ChatTemplate, Marked, UnboundedTemplate, template_fingerprint
+
+JOINT_IDS = "ids of joint texts"
+
+
+def joint_ids(tokenizer: Tokenizer, records: list[Record]) -> list[list[list[int]]]:
+    """The ids of each prompt, and those that follow for each of its completions: the ids of both as
+    one text, which are others than those of each alone where a token reaches over the border, or
+    where the tokenizer puts a space before a text. The prompt ends where the ids of a joint text
+    are no longer those of the prompt alone, as it is given to the model that continues it."""
+    prompts = tokenizer.encode_batch([str(prompt) for prompt, *_ in records])
+    sides = range(1, len(records[0]))
+    joint = [
+        tokenizer.encode_batch([f"{record[0]}{record[side]}" for record in records])
+        for side in sides
+    ]
+    borders = [
+        min(common_length(prompt, ids) for ids in texts)
+        for prompt, *texts in zip(prompts, *joint, strict=True)
+    ]
+    begins = [ids[:border] for ids, border in zip(joint[0], borders, strict=True)]
+    completions = [
+        [ids[border:] for ids, border in zip(texts, borders, strict=True)] for texts in joint
+    ]
+    return [begins, *completions]
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of ids with which both begin."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 class AnswerTemplate(Template):
@@ -61,8 +91,12 @@ class AnswerTemplate(Template):
 class SFTTemplate(AnswerTemplate):
     """A prompt, its answer and the end token, of which only the answer and its end are learned."""
 
+    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        super().__init__(row_format, tokenizer)
+        self.recipe = (JOINT_IDS,)
+
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        for prompt, answer in super().encode(records, labels):
+        for prompt, answer in zip(*joint_ids(self.tokenizer, records), strict=True):
             ids = [*self.before, *prompt, *answer, self.end]
             yield ids, (len(ids) - len(answer) - 1, len(ids))
 
@@ -97,13 +131,13 @@ class PreferenceTemplate(SidesTemplate, AnswerTemplate):
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
-        self.recipe = (template_fingerprint(tokenizer),)
+        self.recipe = (JOINT_IDS, template_fingerprint(tokenizer))
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         """The ids of each prompt and of both completions, with the tokens that begin and end a
         text; of messages those of the chat template alone."""
         texts = [record for record in records if isinstance(record[0], str)]
-        written = iter(super().encode(texts, labels) if texts else ())
+        written = zip(*joint_ids(self.tokenizer, texts), strict=True) if texts else iter(())
         spoken = self._answers(records)
         for record in records:
             if not isinstance(record[0], str):
@@ -144,8 +178,7 @@ class PreferenceTemplate(SidesTemplate, AnswerTemplate):
                 if places:
                     begin = min(begin, places[0])
                 ends.append(places[-1] + 1 if places else len(ids))
-            both = zip(chosen[:begin], rejected[:begin], strict=True)
-            begin = next((place for place, ids in enumerate(both) if ids[0] != ids[1]), begin)
+            begin = common_length(chosen[:begin], rejected[:begin])
             yield chosen[:begin], chosen[begin : ends[0]], rejected[begin : ends[1]]
 
     @functools.cached_property

@@ -29,6 +29,7 @@ TEKKEN_WORDS = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 WITH_BEGIN = ("llama3", "llama-v3", "llama-bpe")  # begin a text unless the file says otherwise
+WHOLE_WORDS = (*WITH_BEGIN, "tekken")  # a word that is a token is one, whatever its merges
 SINGLE_DIGITS = ("smollm", "starcoder")  # each digit is a word
 # The pattern of words by `pre`.
 PATTERN_OF_PRE = {
@@ -108,7 +109,9 @@ def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenize
             f" {', '.join(PATTERN_OF_PRE)}. Where the same model is a Hugging Face directory, read"
             " that."
         )
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=name in WHOLE_WORDS)
+    )
     is_gpt2 = PATTERN_OF_PRE[name] == GPT2_WORDS
     steps: list[pre_tokenizers.PreTokenizer] = []
     if name in SINGLE_DIGITS:

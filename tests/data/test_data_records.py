@@ -10,20 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from corpora import prepare, template_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretrained_tokenizers import saved
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import NumpyBatch, cache_files
+from jaxformer.data.answer_templates import PreferenceTemplate, SFTTemplate
 from jaxformer.data.corpus import joined_labels
 from jaxformer.data.examples import ExampleStore, open_or_encode
+from jaxformer.data.rows import RowFormat
 from jaxformer.data.sources import Piece, find_source
 from jaxformer.data.sources.records import Fields, Record, RecordField
 from jaxformer.data.templates import ExampleRows, PairTemplate
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer import MARKS, byte_tokenizer
+from jaxformer.tokenizer import MARKS, Tokenizer, byte_tokenizer
 
 BYTES = byte_tokenizer()
 END = BYTES.end_token
@@ -206,6 +210,27 @@ def test_only_answers_are_learnt(tmp_path: Path) -> None:
     row, _, said = one_row(tmp_path, run, [{"source": "a" * 14, "target": "xyz"}])
     assert row["targets"].tolist() == [*b"a" * 13, *b"xyz"] and row["weights"].sum() == 3
     assert any("1 of 1 examples are longer than a row, and are cut" in line for line in said)
+
+
+@pytest.mark.parametrize("kind", ["llama2", "gpt2", "qwen3", "t5"])
+def test_prompt_and_answer_are_the_ids_of_the_joint_text(kind):
+    """With SentencePiece no space comes between them; the prompt is that which a model continues,
+    as far as the joint text has its ids."""
+    theirs = transformers.AutoTokenizer.from_pretrained(saved(kind))
+    tokenizer = Tokenizer.load(saved(kind))
+    pairs = [("2+2=", "4"), ("Hello", " world"), ("Hello ", "world"), ("the w", "orld"), ("", "a")]
+    template = SFTTemplate(RowFormat(32, 32), tokenizer)
+    preferences = PreferenceTemplate(RowFormat(32, 32), tokenizer)
+    triples = [(prompt, answer, "other") for prompt, answer in pairs]
+    chosen = [[*a, *b] for a, b, _ in preferences.encode(triples, {})]
+    for (prompt, answer), (ids, edges), both in zip(
+        pairs, template.encode(pairs, {}), chosen, strict=True
+    ):
+        joint = theirs(prompt + answer, add_special_tokens=False)["input_ids"]
+        assert ids == both == [*template.before, *joint, tokenizer.end_token]
+        begin = edges[0] - len(template.before)
+        alone = theirs(prompt, add_special_tokens=False)["input_ids"]
+        assert joint[:begin] == alone[:begin] and joint[: begin + 1] != alone[: begin + 1]
 
 
 def test_a_text_to_classify_is_framed_as_in_bert(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from gguf_models import tiny, written  # noqa: E402
 from pretrained_tokenizers import HARD  # noqa: E402
 
 from jaxformer.interop.gguf_files import GGUF_TYPES, GgufFiles  # noqa: E402
+from jaxformer.tokenizer.gguf_tokenizer import gguf_tokenizer  # noqa: E402
+from jaxformer.tokenizer.pieces import BYTES  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("gguf")
 GEMMA = dict(
@@ -217,3 +219,22 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(jf.ConfigError, match=r"pip install 'jaxformer\[gguf\]'"):
         jf.load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "tekken", "gpt-2", "qwen2", "smollm"])
+def test_a_word_that_is_a_token_is_one_where_llama_cpp_ignores_its_merges(pre):
+    tokens = [*BYTES, "ab", "abc", "Ġab"]
+    tokenizer = gguf_tokenizer(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.merges": ["a b"],
+            "tokenizer.ggml.eos_token_id": 0,
+        },
+        "a file",
+    )
+    found = [tokenizer.shown(token) for token in tokenizer.encode("abc ab abca")]
+    whole = [*("abc", " ab"), *(" ", "ab", "c", "a")]
+    merged = [*("ab", "c"), *(" ", "ab"), *(" ", "ab", "c", "a")]
+    assert found == (whole if pre in ("llama-bpe", "llama3", "tekken") else merged)
