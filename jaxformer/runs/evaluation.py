@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxformer import data
 from jaxformer.arrays.params import Params
@@ -23,6 +22,10 @@ Evaluation = dict[str, float]
 Watch = Callable[[Iterable[Batch], int], Iterable[Batch]]
 
 
+# The bytes of text that the targets of a batch stand for.
+CountBytes = Callable[[Batch], jax.Array]
+
+
 def unwatched(batches: Iterable[Batch], count: int) -> Iterable[Batch]:
     """Shows nothing."""
     return batches
@@ -31,23 +34,23 @@ def unwatched(batches: Iterable[Batch], count: int) -> Iterable[Batch]:
 def make_evaluation(
     objective: str,
     config: ModelConfig,
-    token_bytes: np.ndarray | None = None,
+    bytes_of: CountBytes | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[[Params, Iterable[Batch]], Evaluation]:
     """A function of params and batches to `val_loss` (nats per target) and the other entries of the
     loss and the metrics of the objective.
 
-    `val_accuracy` is the fraction of targets that are the most likely class. With `token_bytes`
-    [V], the UTF-8 bytes of each token, also `val_bits_per_byte` (including ends of text). `options`
-    are those of the loss; a loss of preferences is per pair.
+    `val_accuracy` is the fraction of targets that are the most likely class. With `bytes_of` also
+    `val_bits_per_byte` (including ends of text). `options` are those of the loss; a loss of
+    preferences is per pair.
     """
     loss = loss_of(objective, config, **(options or {}))
     metrics = OBJECTIVES[objective].metrics
 
     def sums(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
         terms = dict(loss(params, batch, None))
-        if token_bytes is not None:
-            length = (jnp.asarray(token_bytes)[batch["targets"]] * batch["weights"]).sum()
+        if bytes_of is not None:
+            length = bytes_of(batch)
             terms["bytes"] = (length, length)
         return {**terms, **(metrics(params, config, batch) if metrics else {})}
 
@@ -69,10 +72,29 @@ def make_evaluation(
     return evaluate
 
 
-def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:
-    """The bytes of each token if every byte of the text is predicted once; None where bits per byte
-    are not defined."""
-    return corpus.tokenizer.token_bytes() if corpus.task.every_token else None
+def bytes_of_targets(corpus: data.Corpus) -> CountBytes | None:
+    """The UTF-8 bytes of text of targets, if every byte of the text is predicted once; None where
+    bits per byte are not defined."""
+    if not corpus.task.every_token:
+        return None
+    tokenizer = corpus.tokenizer
+    sizes, space, end = tokenizer.token_bytes(), tokenizer.spelled_space(), tokenizer.end_token
+    has_space_before = tokenizer.has_space_before()
+
+    def count(batch: Batch) -> jax.Array:
+        targets, weights = batch["targets"], batch["weights"]
+        total = (jnp.asarray(sizes)[targets] * weights).sum()
+        if has_space_before:
+            total -= ((targets == end) * weights).sum()
+        if space:
+            # A space that is spelled in three bytes is one. The last two tell it, and are at hand
+            # at the start of a row, too.
+            _, second, third = space
+            ends_space = (batch["tokens"] == second) & (targets == third)
+            total -= 2 * (ends_space * weights).sum()
+        return total
+
+    return count
 
 
 def corpus_of(

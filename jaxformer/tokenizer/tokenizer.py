@@ -28,7 +28,7 @@ from jaxformer.tokenizer.metadata import (
     read_optional,
     tokenizer_file,
 )
-from jaxformer.tokenizer.pieces import Spelling
+from jaxformer.tokenizer.pieces import SPACE, Spelling
 
 IdSequence = Sequence[int] | np.ndarray
 
@@ -328,6 +328,24 @@ class Tokenizer:
         for token, index in self._vocab.items():
             sizes[index] = self._spelling.size(token)
         return sizes
+
+    def spelled_space(self) -> tuple[int, ...]:
+        """The ids of the three tokens of a byte that spell a space, where the vocabulary has no
+        token for SentencePiece's mark of it; else empty. They stand for one byte together."""
+        names = [f"<0x{byte:02X}>" for byte in SPACE.encode()]
+        if not self._spelling.spaced or SPACE in self._vocab or not {*names} <= self._vocab.keys():
+            return ()
+        return tuple(self._vocab[name] for name in names)
+
+    def has_space_before(self) -> bool:
+        """Whether a text gets a space before it, as by SentencePiece, which the text has not."""
+        if not self._spelling.spaced:
+            return False
+        try:
+            first = self.encode("a")
+        except ConfigError:  # it has no "a"
+            return False
+        return self.shown(first[0]).startswith(" ") or tuple(first[:3]) == self.spelled_space()
 
     def fingerprint(self) -> str:
         """A digest that is equal for tokenizers that agree in everything that affects training."""
