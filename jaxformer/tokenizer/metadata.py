@@ -59,11 +59,23 @@ RULES_TAKEN = (
     "repetition_penalty",
 )
 RULES_NOT_TAKEN = (
+    "constraints",
+    "diversity_penalty",
+    "dola_layers",
     "encoder_no_repeat_ngram_size",
+    "epsilon_cutoff",
+    "eta_cutoff",
     "exponential_decay_length_penalty",
     "force_words_ids",
-    "constraints",
+    "guidance_scale",
+    "max_time",
+    "penalty_alpha",
     "sequence_bias",
+    "stop_strings",
+    "token_healing",
+    "top_h",
+    "typical_p",
+    "watermarking_config",
 )
 PENALTIES = ("encoder_repetition_penalty",)
 
@@ -196,7 +208,8 @@ def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
     keys = (*RULES_TAKEN, *RULES_NOT_TAKEN, *PENALTIES)
     # Values that constrain nothing.
     neutral: dict[str, tuple[Any, ...]] = dict.fromkeys(keys, (None, 0, [], {}))
-    neutral |= dict.fromkeys(("repetition_penalty", *PENALTIES), (None, 1))
+    factors = ("repetition_penalty", "guidance_scale", "typical_p", *PENALTIES)
+    neutral |= dict.fromkeys(factors, (None, 1))
     neutral |= {"forced_eos_token_id": (None, [])}
     stored = {key: values.get(key) for key in keys}
     return {key: value for key, value in stored.items() if value not in neutral[key]}, file

@@ -17,6 +17,7 @@ from shapes import weights_and_tokens
 import jaxformer as jf
 from jaxformer.generation.beam import beam_search
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.metadata import PENALTIES, RULES_NOT_TAKEN, RULES_TAKEN
 
 NEW = 16  # tokens of a text
 START = 3
@@ -242,3 +243,36 @@ def test_a_rule_of_another_type_is_refused(rules):
     params, config, prompt = weights_and_tokens("llama")
     with pytest.raises(jf.ConfigError, match=next(iter(rules))):
         jf.generate(params, config, prompt, 4, temperature=0, **rules)
+
+
+# What the caller of `jf.generate` or of a command says.
+OF_THE_CALL = """
+do_sample temperature top_k top_p min_p num_beams num_beam_groups length_penalty early_stopping
+max_length max_new_tokens num_return_sequences
+"""
+# Of the same text: ids that the tokenizer takes, caches, outputs, and helpers that are not used.
+WITHOUT_EFFECT = """
+bos_token_id eos_token_id pad_token_id decoder_start_token_id forced_bos_token_id
+assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind
+cache_config cache_implementation compile_config continuous_batching_config disable_compile
+is_assistant low_memory max_cache_len max_matching_ngram_size num_assistant_tokens
+num_assistant_tokens_schedule output_attentions output_hidden_states output_logits output_scores
+prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits
+return_dict_in_generate speculation_type target_lookbehind transformers_version use_cache use_mtp
+_from_model_config
+"""
+
+
+def test_each_key_of_transformers_is_followed_refused_or_of_no_effect_on_the_rules():
+    lists = [*RULES_TAKEN, *RULES_NOT_TAKEN, *PENALTIES]
+    lists += [*OF_THE_CALL.split(), *WITHOUT_EFFECT.split()]
+    assert len({*lists}) == len(lists)
+    assert {*vars(tf.GenerationConfig())} <= {*lists}
+
+
+@pytest.mark.parametrize("key", RULES_NOT_TAKEN)
+def test_a_rule_that_is_not_followed_is_refused_by_name(key, tmp_path):
+    tokenizer = tokenizer_of(tmp_path, {key: ["x"]})
+    with pytest.raises(jf.ConfigError, match=f"{key} has .*, which is not followed here"):
+        jf.writing_rules(tokenizer)
+    assert "end_token" in jf.writing_rules(tokenizer_of(tmp_path, {key: None}))
