@@ -46,9 +46,10 @@ def written(
     metadata: Mapping[str, Any] = {},
     tokenizer: str = "gpt2",
     pre: str = "qwen2",
+    changed: Mapping[str, Any] = {},
 ) -> Path:
-    """The file of a model. `types` are those of tensors by their GGUF names, else F32; K-quants get
-    random blocks, which the package cannot make of numbers."""
+    """The file of a model, with `changed` metadata. `types` are those of tensors by their GGUF
+    names, else F32; K-quants get random blocks, which the package cannot make of numbers."""
     known = architecture if architecture != "exaone" else "llama"
     writer = gguf.GGUFWriter(path, architecture)
     _write_config(writer, model.config)
@@ -57,6 +58,9 @@ def written(
         kind = gguf.GGUFValueType.get_type(value)
         kind = gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.INT32 else kind
         writer.add_key_value(key, value, kind)
+    for key, value in changed.items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.kv_data[0][key] = gguf.gguf_writer.GGUFValue(value, kind)
     tensors = gguf_tensors(known, model)
     if hasattr(model, "rope_factors"):
         tensors["rope_freqs.weight"] = model.rope_factors

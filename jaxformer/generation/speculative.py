@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxformer.arrays.params import Params
@@ -81,7 +82,7 @@ def speculate(
                 f" {config.vocab_size}: a draft must have the same tokens, so that what it proposes"
                 " can be compared. Choose another, or leave it out to look up tokens in the text."
             )
-    longest = jnp.shape(prompt)[-1] + max_new_tokens + ahead
+    longest = np.shape(prompt)[-1] + max_new_tokens + ahead
     if config.rope_scaling in BY_LENGTH and longest > config.original_length:
         raise ConfigError(
             f"model.rope_scaling={config.rope_scaling!r} turns a token by the length of what is"

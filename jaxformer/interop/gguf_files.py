@@ -38,6 +38,9 @@ GGUF_TYPES = [
     "IQ4_NL",
     "IQ4_XS",
 ]
+LONGEST_ARRAY = 1 << 24  # entries of metadata: no vocabulary has as many
+# What is raised by values of a wrong type or size in a stranger's file.
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 GGUF_EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
 
 # Metadata below the name of the architecture, and their keys in a config.json.
@@ -149,6 +152,16 @@ class GgufFiles(TensorFiles):
     def __init__(self, path: Path) -> None:
         reader = _gguf_reader(path)
         self.directory, self.listing = path, path.name
+        try:
+            self._read_names(reader, path)
+        except ConfigError:
+            raise
+        except MALFORMED as error:
+            raise ConfigError(
+                f"{path} has metadata of a wrong type or size ({error}). Download it again."
+            ) from None
+
+    def _read_names(self, reader: "GGUFReader", path: Path) -> None:
         self.metadata = {key: field.contents() for key, field in reader.fields.items()}
         kind = self.metadata.get("general.type", "model")
         count = self.metadata.get("split.count", 1)
@@ -303,16 +316,36 @@ class GgufFiles(TensorFiles):
 def _gguf_reader(path: Path) -> "GGUFReader":
     try:
         # A package of its own extra.
-        from gguf import GGUFReader
+        from gguf import GGUFReader, GGUFValueType
     except ImportError:
         raise ConfigError(
             f"{path} needs the package gguf, which is not installed: pip install 'jaxformer[gguf]'."
         ) from None
+
+    class BoundedReader(GGUFReader):
+        """One that reads nothing beyond the end of the file, and makes no array that is longer than
+        what is left of it."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **keys: Any) -> Any:
+            if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise ValueError(f"at byte {offset} it states more than it holds")
+            return super()._get(offset, dtype, count, *order, **keys)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == GGUFValueType.ARRAY:
+                kind = int(self._get(orig_offs, np.uint32)[0])
+                length = int(self._get(orig_offs + 4, np.uint64)[0])
+                if kind == GGUFValueType.ARRAY or length > LONGEST_ARRAY:
+                    raise ValueError(
+                        f"at byte {orig_offs} is an array of {length} entries of type {kind}"
+                    )
+            return super()._get_field_parts(orig_offs, raw_type)
+
     try:
-        reader = GGUFReader(path)
+        reader = BoundedReader(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
+    except (*MALFORMED, MemoryError) as error:
         raise ConfigError(
             f"{path} is not a valid GGUF file ({error}). Download it again."
         ) from None

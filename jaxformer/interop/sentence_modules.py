@@ -3,31 +3,32 @@ a model directory, with a config.json for each module."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxformer.files import ConfigError, parse_object, read_object, read_text, write_text
 
 # The name of a pooling there, the key that older files have for it, and model.pooling.
-POOLINGS = {
+Pooling = Literal["auto", "first", "last", "mean"]
+POOLINGS: dict[str, tuple[str, Pooling | None]] = {
     "cls": ("pooling_mode_cls_token", "first"),
     "mean": ("pooling_mode_mean_tokens", "mean"),
     "lasttoken": ("pooling_mode_lasttoken", "last"),
-    "max": ("pooling_mode_max_tokens", ""),
-    "mean_sqrt_len_tokens": ("pooling_mode_mean_sqrt_len_tokens", ""),
-    "weightedmean": ("pooling_mode_weightedmean_tokens", ""),
+    "max": ("pooling_mode_max_tokens", None),
+    "mean_sqrt_len_tokens": ("pooling_mode_mean_sqrt_len_tokens", None),
+    "weightedmean": ("pooling_mode_weightedmean_tokens", None),
 }
 LISTING = "modules.json"
 ADVICE = "compute the vectors with sentence-transformers, or remove modules.json to load the model"
 
 
-def stated_pooling(directory: Path) -> str:
+def stated_pooling(directory: Path) -> Pooling:
     """The `model.pooling` that the modules of a directory ask for, "auto" where it has none. Raises
     ConfigError for a module, a pooling or a prompt that jaxformer does not follow."""
     path = directory / LISTING
     if not path.is_file():
         return "auto"
     modules = parse_object(f'{{"modules": {read_text(path)}}}', str(path), ADVICE)["modules"]
-    pooling = "auto"
+    pooling: Pooling = "auto"
     for module in modules if isinstance(modules, list) else [modules]:
         stated = module if isinstance(module, dict) else {}
         kind = str(stated.get("type")).rpartition(".")[2]
@@ -42,14 +43,14 @@ def stated_pooling(directory: Path) -> str:
     return pooling
 
 
-def _pooling_of(path: Path) -> str:
+def _pooling_of(path: Path) -> Pooling:
     keys = read_object(path, ADVICE)
     stated = keys.get("pooling_mode")
     if stated is None:
         stated = [name for name, (key, _) in POOLINGS.items() if keys.get(key)] or ["mean"]
     names = stated if isinstance(stated, list) else [stated]
-    pooling = POOLINGS.get(str(names[0]), ("", ""))[1] if len(names) == 1 else ""
-    if not pooling:
+    pooling = POOLINGS.get(str(names[0]), ("", None))[1] if len(names) == 1 else None
+    if pooling is None:
         raise ConfigError(
             f"{path} asks for the pooling {' with '.join(map(str, names))}, which is not followed;"
             f" cls, mean and lasttoken are: {ADVICE}."

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.metadata import TokenizerMetadata
-from jaxformer.tokenizer.pieces import BYTES
+from jaxformer.tokenizer.pieces import BYTES, without_panic
 from jaxformer.tokenizer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
@@ -42,6 +42,16 @@ PATTERN_OF_PRE = {
 
 def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
     """The tokenizer in the metadata of a GGUF file; `origin` names the file in messages."""
+    try:
+        return _tokenizer_of(metadata, origin)
+    except ConfigError:
+        raise
+    # Of values of a wrong type; and of the tokenizers library, which has no class for its errors.
+    except Exception as error:
+        raise ConfigError(f"{origin}: its tokenizer cannot be read ({error}).") from None
+
+
+def _tokenizer_of(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
     values = {
         key.removeprefix(TOKENIZER_KEYS): value
         for key, value in metadata.items()
@@ -56,27 +66,29 @@ def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
         )
     if not isinstance(tokens, list) or len({*tokens}) != len(tokens):
         raise ConfigError(f"{origin} lacks tokenizer.ggml.tokens, or has a token twice in it.")
+    for name in (*GGUF_ROLES.values(), "eot"):
+        value = values.get(f"{name}_token_id")
+        if value is not None and value not in range(len(tokens)):
+            raise ConfigError(
+                f"{origin} has {TOKENIZER_KEYS}{name}_token_id={str(value)[:60]}, which is none of"
+                f" its {len(tokens)} tokens."
+            )
     values["architecture"] = metadata.get(ARCHITECTURE_KEY)
-    try:
-        backend = GGUF_KINDS[kind](values, origin)
-        # The entries of a tokenizer_config.json.
-        settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
-        if metadata.get(TEMPLATE_KEY) is not None:
-            settings["chat_template"] = metadata[TEMPLATE_KEY]
-        for role, name in GGUF_ROLES.items():
-            token = values.get(f"{name}_token_id")
-            if token is not None:
-                settings[f"{role}_token"] = tokens[token]
-        begins = kind == "llama" or values.get("pre") in WITH_BEGIN
-        for role, default in {"bos": begins, "eos": False}.items():
-            adds = bool(values.get(f"add_{role}_token", default))
-            settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
-        _add_special_tokens(backend, values, settings)
-        _set_template(backend, settings)
-    except ConfigError:
-        raise
-    except Exception as error:  # of the tokenizers library, which has no class for its errors
-        raise ConfigError(f"{origin}: its tokenizer cannot be read ({error}).") from None
+    backend = without_panic(GGUF_KINDS[kind], values, origin)
+    # The entries of a tokenizer_config.json.
+    settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    if metadata.get(TEMPLATE_KEY) is not None:
+        settings["chat_template"] = metadata[TEMPLATE_KEY]
+    for role, name in GGUF_ROLES.items():
+        token = values.get(f"{name}_token_id")
+        if token is not None:
+            settings[f"{role}_token"] = tokens[token]
+    begins = kind == "llama" or values.get("pre") in WITH_BEGIN
+    for role, default in {"bos": begins, "eos": False}.items():
+        adds = bool(values.get(f"add_{role}_token", default))
+        settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
+    _add_special_tokens(backend, values, settings)
+    _set_template(backend, settings)
     named_ids = {
         role: values[f"{name}_token_id"]
         for role, name in GGUF_ROLES.items()
@@ -140,8 +152,11 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
         # Each way to cut a token into two, the token with the highest score first.
         scored = []
         for token, index in vocab.items():
-            cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
-            cuts = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
+            cuts = [
+                (token[:at], token[at:])
+                for at in range(1, len(token))
+                if token[:at] in vocab and token[at:] in vocab
+            ]
             for pair in sorted(cuts, key=lambda pair: (vocab[pair[0]], vocab[pair[1]])):
                 scored.append((scores[index], pair))
         scored.sort(key=lambda merge: (merge[0], len(merge[1][0]), len(merge[1][1])), reverse=True)

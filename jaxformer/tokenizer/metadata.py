@@ -254,8 +254,8 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
         ) from None
     if getattr(backend.model, "dropout", None):
         warnings.warn(
-            f"{file}: the BPE dropout of {backend.model.dropout} is left out, so that a text has the"
-            " same ids each time.",
+            f"{file}: the BPE dropout of {backend.model.dropout} is left out, so that a text has"
+            " the same ids each time.",
             stacklevel=2,
         )
         backend.model.dropout = None
@@ -291,7 +291,9 @@ def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> No
     if "Llama" in name or "add_prefix_space" not in settings:
         return
     step = backend.pre_tokenizer
-    steps = [*step] if isinstance(step, pre_tokenizers.Sequence) else [step]
+    steps: list[Any] = [step]
+    if isinstance(step, pre_tokenizers.Sequence):
+        steps = list(step)  # type: ignore[call-overload]
     for part in steps:
         if isinstance(part, pre_tokenizers.ByteLevel):
             part.add_prefix_space = bool(settings["add_prefix_space"])

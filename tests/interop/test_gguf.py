@@ -1,7 +1,9 @@
 """A GGUF file is the model that transformers reads from it, by tensors and by tokens; what
 is not read is refused by name."""
 
+import struct
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -238,3 +240,64 @@ def test_a_word_that_is_a_token_is_one_where_llama_cpp_ignores_its_merges(pre):
     whole = [*("abc", " ab"), *(" ", "ab", "c", "a")]
     merged = [*("ab", "c"), *(" ", "ab"), *(" ", "ab", "c", "a")]
     assert found == (whole if pre in ("llama-bpe", "llama3", "tekken") else merged)
+
+
+def header(*values: tuple[str, bytes]) -> bytes:
+    """A GGUF file without tensors: metadata by their names, each its type and its bytes."""
+    pairs = [struct.pack("<Q", len(name)) + name.encode() + value for name, value in values]
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs)
+
+
+def array_of(kind: int, length: int, content: bytes = b"") -> bytes:
+    return struct.pack("<IIQ", 9, kind, length) + content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(("x", array_of(4, 2**60))),
+        header(("x", array_of(4, 10**6))),
+        header(("x", array_of(9, 1, array_of(4, 1, b"1234")[4:]))),
+        header(("x", struct.pack("<IQ", 8, 2**62))),
+        header()[:20],
+        b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60),
+    ],
+)
+def test_a_file_that_states_more_than_it_holds_is_refused_at_once(content, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(jf.ConfigError, match=r"m\.gguf is not a valid GGUF file"):
+        jf.load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"model": ["gpt2"]}, "its tokenizer cannot be read"),
+        ({"tokens": [["a"]]}, "its tokenizer cannot be read"),
+        ({"eos_token_id": -1}, r"eos_token_id=-1, which is none of its 256 tokens"),
+        ({"eot_token_id": 256}, r"eot_token_id=256, which is none of its 256 tokens"),
+        ({"bos_token_id": "a"}, r"bos_token_id=a, which is none of its 256 tokens"),
+        ({"token_type": [1]}, "its tokenizer cannot be read"),
+        ({"merges": [3]}, "its tokenizer cannot be read"),
+    ],
+)
+def test_metadata_of_a_tokenizer_of_a_wrong_type_are_one_message(change, said):
+    values = {"model": "gpt2", "pre": "gpt-2", "tokens": [*BYTES], "merges": ["a b"]} | change
+    with pytest.raises(jf.ConfigError, match=f"a file.*{said}"):
+        gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in values.items()}, "a file")
+
+
+def test_a_long_token_costs_no_memory():
+    values = {"model": "llama", "tokens": ["<unk>", "a", "a" * 60_000], "scores": [0.0, -1.0, -2.0]}
+    values = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    tracemalloc.start()
+    gguf_tokenizer(values | {"general.architecture": "llama"}, "a file")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("key", ["embedding_length", "attention.head_count", "block_count"])
+def test_metadata_of_a_model_of_a_wrong_type_are_one_message(key, tmp_path):
+    path = written(tmp_path / "m.gguf", "qwen2", made("qwen2"), changed={f"qwen2.{key}": "text"})
+    with pytest.raises(jf.ConfigError, match=r"m\.gguf"):
+        jf.load(path)
