@@ -342,8 +342,8 @@ def main() -> None:
         options.folder = Path(folder)
         if options.smoke:
             options.text, options.recipes = words_file(options.folder), [BASELINE, "muon"]
-            options.seeds, options.samples, options.trials = 1, 2, 2
-            TASKS[options.task] = replace(TASKS[options.task], base_steps=4)
+            options.seeds, options.samples, options.trials = 1, 1, 2
+            TASKS[options.task] = replace(TASKS[options.task], base_steps=2)
         measure(options)
 
 

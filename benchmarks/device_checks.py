@@ -19,6 +19,16 @@ STEPS, BREAK = 10, 6  # of the run that is stopped and continued
 CHECKED = replace(
     TINY_LLAMA, n_layers=4, d_model=512, n_heads=8, d_ff=1408, vocab_size=4096, max_length=256
 )
+SMOKE_CHECKED = replace(
+    CHECKED,
+    n_layers=2,
+    d_model=64,
+    n_heads=4,
+    n_kv_heads=2,
+    d_ff=128,
+    vocab_size=512,
+    max_length=64,
+)
 KINDS = ("bfloat16", "int8", "nf4")
 # The largest error of logits in float32 beside those of the CPU, as a share of their deviation, and
 # by how much of it the logit of a token that decoding took may lie below the highest one of a
@@ -64,10 +74,10 @@ def resumes(smoke: bool, settings: dict[str, object] | None = None) -> dict[str,
     }
 
 
-def logits_beside_the_cpu() -> dict[str, Any]:
+def logits_beside_the_cpu(smoke: bool) -> dict[str, Any]:
     """The largest difference of logits in float32 from those that the CPU of this machine computes
     with the same weights, as a share of their standard deviation."""
-    config = replace(CHECKED, dtype="float32")
+    config = replace(SMOKE_CHECKED if smoke else CHECKED, dtype="float32")
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.max_length))
     forward = jax.jit(jf.forward, static_argnums=1)
     found = []
@@ -80,17 +90,18 @@ def logits_beside_the_cpu() -> dict[str, Any]:
     return {"error": error, "right": error <= ALLOWED["float32"]}
 
 
-def decoding_beside_the_forward_pass() -> dict[str, Any]:
+def decoding_beside_the_forward_pass(smoke: bool) -> dict[str, Any]:
     """For each kind of weights in bfloat16: by how much the logits of the tokens that greedy
     decoding took lie below the highest ones of a forward pass over them, as a share of the
     standard deviation of logits."""
-    config = replace(CHECKED, dtype="bfloat16")
-    prompt = np.random.default_rng(0).integers(config.vocab_size, size=(2, 64)).astype(np.int32)
+    config = replace(SMOKE_CHECKED if smoke else CHECKED, dtype="bfloat16")
+    length = min(64, config.max_length // 2)  # of the prompt, and of what is written
+    prompt = np.random.default_rng(0).integers(config.vocab_size, size=(2, length)).astype(np.int32)
     master = jax.jit(jf.init, static_argnums=0)(config, jax.random.key(0))
     found: dict[str, Any] = {}
     for kind in KINDS:
         params = master if kind == "bfloat16" else jf.quantize(master, kind)
-        new = np.asarray(jf.generate(params, config, prompt, 64, temperature=0.0))
+        new = np.asarray(jf.generate(params, config, prompt, length, temperature=0.0))
         tokens = np.concatenate([prompt, new], axis=1)
         logits = jax.jit(jf.forward, static_argnums=1)(params, config, tokens).astype(jnp.float32)
         # The logits [rows, new, vocabulary] that the token after each position was taken from.

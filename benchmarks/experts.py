@@ -134,7 +134,7 @@ def trained(variant: Variant, seed: int, steps: int, options: argparse.Namespace
 
 def timed(options: argparse.Namespace) -> dict[str, list[Answer]]:
     """The time of steps of each model by its title, in turn."""
-    models = {variant.title: variant for variant in VARIANTS if variant.longer == 1}
+    models = {variant.title: variant for variant in options.variants if variant.longer == 1}
     steps = {title: ready(config_of(variant, options)) for title, variant in models.items()}
     states = {title: entry.state() for title, entry in steps.items()}
     times: dict[str, list[Answer]] = {title: [] for title in models}
@@ -213,15 +213,16 @@ def cells(row: Answer) -> list[str]:
 
 def measure(options: argparse.Namespace) -> None:
     """Trains all runs, times their steps, and prints the table."""
-    dense_steps = sorted({steps_of_flops(variant, options) for variant in VARIANTS})
+    variants = options.variants
+    dense_steps = sorted({steps_of_flops(variant, options) for variant in variants})
     asked = [(DENSE, steps) for steps in dense_steps]
-    asked += [(variant, round(options.steps * variant.longer)) for variant in VARIANTS[1:]]
+    asked += [(variant, round(options.steps * variant.longer)) for variant in variants[1:]]
     runs: Runs = {}
     for variant, steps in asked:
         for seed in range(options.seeds):
             runs[variant.title, seed, steps] = trained(variant, seed, steps, options)
     times = timed(options)
-    rows = [summary(variant, runs, times, options) for variant in VARIANTS]
+    rows = [summary(variant, runs, times, options) for variant in variants]
     print_table(HEADER, [cells(row) for row in rows])
     coverage = interval_ranks(options.seeds).coverage
     versions = {name: version(name) for name in ("jax", "jaxlib")}
@@ -245,10 +246,12 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/experts"))
     add_smoke(parser)
     options = parser.parse_args()
+    options.variants = VARIANTS
     if options.smoke:
+        options.variants = VARIANTS[:2]
         with tempfile.TemporaryDirectory(prefix="jaxformer-experts-") as folder:
             options.text, options.runs = words_file(Path(folder)), Path(folder)
-            options.steps, options.seeds, options.samples = 3, 1, 2
+            options.steps, options.seeds, options.samples = 1, 1, 2
             measure(options)
         return
     measure(options)

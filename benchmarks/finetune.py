@@ -47,7 +47,7 @@ SIZES = {
 SMOKE_SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 256,
@@ -175,7 +175,7 @@ def main() -> None:
     add_smoke(parser)
     options = parser.parse_args()
     if options.smoke:
-        options.samples, options.length = 2, 32
+        options.samples, options.length = 1, 32
     tokens = options.batch * options.length
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), SMOKE_SIZES if options.smoke else SIZES)

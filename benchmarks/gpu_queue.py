@@ -75,7 +75,7 @@ def entries() -> list[Entry]:
         "llama_1b_window",
         "olmoe_4_layers",
     ):
-        found.append(Entry(4, f"train_{name}", timing(name), 90, smoke=name == "bert_base_padded"))
+        found.append(Entry(4, f"train_{name}", timing(name), 90))
     found.append(Entry(5, "variants", "gpu_variants.py", 300, smoke=True))
     for name in (
         "llama_1b_8k",

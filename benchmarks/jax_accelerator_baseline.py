@@ -58,10 +58,10 @@ class Commands:
         return {"resume": resumes(self.smoke)}
 
     def logits(self) -> dict[str, Any]:
-        return {"logits": logits_beside_the_cpu()}
+        return {"logits": logits_beside_the_cpu(self.smoke)}
 
     def decoding(self) -> dict[str, Any]:
-        return {"decoding": decoding_beside_the_forward_pass()}
+        return {"decoding": decoding_beside_the_forward_pass(self.smoke)}
 
     def check(self, name: str, fsdp: str) -> dict[str, Any]:
         try:

@@ -23,7 +23,7 @@ from jaxformer.config.run import RunConfig
 
 # The workloads that torch_gpu_baseline.py has the mathematics of.
 BASELINES = ("gpt2_124m_gpu", "llama_1b_gpu")
-SMOKE = ("llama_1b_gpu", "bert_base_padded", "llama_1b_window")
+SMOKE = ("llama_1b_gpu", "bert_base_padded")
 
 
 def baseline(name: str, run: RunConfig, options: argparse.Namespace) -> Answer:

@@ -23,6 +23,8 @@ FOLDER = ROOT / "benchmarks"
 WORKERS = {
     path.stem for path in FOLDER.glob("*_baseline.py")
 }  # started by the benchmarks themselves
+# The checks of the device are those of train_gpu.
+ARGUMENTS = {"train_tpu": ("--part", "times")}
 NEEDS = {
     "train_cpu": ("torch",),
     "decode_cpu": ("torch", "transformers"),
@@ -79,7 +81,7 @@ def test_a_benchmark_runs_in_small(name: str) -> None:
     for package in NEEDS.get(name, ()):
         pytest.importorskip(package)
     before = {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()}
-    printed = in_small(name)
+    printed = in_small(name, *ARGUMENTS.get(name, ()))
     assert "| ---" in printed or "|---" in printed, "no table was printed"
     after = {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()}
     assert before == after, "a smoke test saves nothing"
@@ -108,24 +110,6 @@ def test_checkouts_that_differ_are_told_apart() -> None:
     params = {"head": np.array([1.0, -4.0], np.float32)}
     assert differences(params, {"head": np.array([1.5, -4.0], np.float32)}) == 0.125
     assert differences(params, {"head": np.array([[1.0, -4.0]], np.float32)}) == math.inf
-
-
-def test_a_program_of_another_library_is_counted_as_ours_are(tmp_path: Path) -> None:
-    compiled = importlib.import_module("compiled")
-    rows = compiled.saved("compiled")
-    ours = rows["llama3_8b_v5e"]["counts"]["seconds"] * 1e3
-    (line,) = compiled.beside_peers({"llama3_8b_v5e": rows["llama3_8b_v5e"]})
-    assert line[2] == f"{ours:,.1f} ms" and line[5] == "3,424.0 ms"
-    assert line[7] == f"{ours / 3424:.0%}" and line[4] == "MaxText 0.2.5"
-    # A peak that is not known is an empty cell.
-    (line, *_) = compiled.beside_peers({"llama_1b_unrolled": rows["llama_1b"]})
-    assert [line[6], line[8]] == ["", ""]
-    assert compiled.beside_peers({"llama_1b_unrolled": {"error": "not installed"}}) == []
-    path, size = tmp_path / "peer.hlo", 2**28
-    text = f"ENTRY %m (p: f32[{size}]) -> f32[{size}] {{\n  ROOT %c = f32[{size}]{{0}} copy(%p)\n}}"
-    path.write_text(text.replace("{\n", f"{{\n  %p = f32[{size}]{{0}} parameter(0)\n"))
-    told = compiled.counted(compiled.ROWS["gpt2_v5e"], path)
-    assert told.startswith("peer.hlo as gpt2_124m, 32 rows, fsdp 4: traffic 2.0 GiB, at least 2.6")
 
 
 def test_an_interval_has_the_median_as_often_as_it_says() -> None:
@@ -245,32 +229,6 @@ def test_the_page_of_ablations_is_that_of_its_runs() -> None:
     assert (ROOT / "docs/ablations.md").read_text() == ablations.page(experiment)
 
 
-SOURCE = '''
-class Reader:
-    def __init__(self): ...
-
-    def read_all(self, path):
-        """Read a file."""
-        return open(path).read()
-
-    def walk_tree(self, node):
-        return [self.walk_tree(child) for child in node]
-
-    async def close_file(self):
-        self.file.close()
-'''
-
-
-def test_the_task_of_names_does_not_show_them(tmp_path: Path) -> None:
-    pretraining = importlib.import_module("pretraining")
-    path = tmp_path / "reader.py"
-    path.write_text(SOURCE)
-    records = {record["target"]: record["source"] for record in pretraining.named_functions(path)}
-    assert [*records] == ["read_all", "close_file"]  # walk_tree names itself
-    assert records["read_all"].startswith("def f(self, path):\n    ")
-    assert all(name not in source for name, source in records.items())
-
-
 def test_pretraining_and_its_task_read_no_file_of_the_validation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -296,31 +254,6 @@ def test_pretraining_and_its_task_read_no_file_of_the_validation(
     }
     read = "".join(record["text"] for record in corpus)
     assert all(f"{record['target']}(" not in read for record in validation)
-
-
-SCHEDULE = """
-     0x0   :  { %s1 = smov 0 }
-     0x4 LB: > { %s2 = sphi %s1 } /* Start region 9 */
-    0x10   : > { %9 = sbr.rel (%p1) target = $region3 } /* Start region 2 */
-    0x11   : > { %10 = sbr.rel (%p2) target = $region5 } /* Start region 4 */
-    0x51   : > { %v3 = vadd }
-    0x52 PF: > { %v4 = vld } /* Start/End empty region 5 :: Start region 6 */
-    0x60   : > { %11 = sbr.rel (!%p3) target = $region7 }
-   0x160   : > { %v5 = vst }
-   0x161 PF: > { %s4 = sld } /* End region 6 :: Start region 7 */
-   0x170   : > { %12 = sbr.rel (!%p3) target = $region8 }
-   0x173 PF: > { %s5 = sld } /* Start/End empty region 8 */
-   0x180 PF: > { %s6 = sld } /* Start/End empty region 3 */
-   0x18f   :  { %13 = sbr.rel (!%p4) target = $region9 }
-"""
-
-
-def test_a_schedule_is_read_by_its_branches() -> None:
-    blocks = importlib.import_module("attention_blocks")
-    found = blocks.schedule(SCHEDULE)
-    assert found == {"block": 0x161 - 0x61, "ends": 0x52 - 0x12, "step": 0x18F - 0x100 - 0x40}
-    # Of two times four blocks, six are not hidden by a causal mask; two rows of blocks begin.
-    assert blocks.bundles("dq", found, (512, 256), 1024) == 256 * 6 + 64 * 2 + 79 * 8
 
 
 def test_the_blocks_of_kernels_are_those_of_the_shortest_schedule() -> None:
