@@ -151,7 +151,7 @@ def of_pairs(kind: str) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("kind", ["none", "lora"])
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.slow), "lora"])
 def test_the_products_of_dpo_are_those_of_its_program(kind: str, tmp_path: Path) -> None:
     """The reference of a whole model scores batches in a program of its own, and that below an
     adapter in the step, without the adapter."""

@@ -160,6 +160,7 @@ def test_a_continuation_without_tokens_is_refused_as_the_harness_refuses_it(dire
         lm._loglikelihood_tokens([(None, [5], [])])
 
 
+@one_directory
 def test_a_continuation_is_greedy_exactly_where_the_model_would_write_it(directory, hf):
     """Token by token: what transformers writes, the same with one token changed, all of them asked
     for together."""
@@ -257,6 +258,7 @@ def test_writing_ends_where_a_text_has_its_stop_and_another_takes_its_row(direct
     assert written(lm, CONTEXTS[:1], until=[], max_gen_toks=80) == [""] and len(chunks) == 1
 
 
+@pytest.mark.slow
 @one_directory
 def test_a_draw_from_one_token_is_greedy_and_one_from_all_follows_the_seed(directory):
     lm = JaxformerLM(directory, batch_size=4)
