@@ -118,6 +118,7 @@ def one_page_command(*arguments):
     return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_one_page_is_a_command_that_trains_on_a_file(tmp_path):
     (tmp_path / "text.txt").write_bytes(("Ob Jürg wohl käme? " * 50).encode()[:650])  # the least
     done = one_page_command(tmp_path / "text.txt", "--steps", "2")
@@ -179,6 +180,7 @@ def test_docstrings_have_a_topic_and_stand_on_one_side(tmp_path, monkeypatch):
     assert not sides[0] & sides[1] and 2 < len(sides[0]) / len(sides[1]) < 4
 
 
+@pytest.mark.slow
 def test_answers_about_functions_are_one_sentence_and_are_split_by_module(tmp_path, monkeypatch):
     module = example("stdlib_answers")
     monkeypatch.chdir(tmp_path)

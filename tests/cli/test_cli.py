@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import ROOT, STEPS, copy, line, logged, reference
+from tiny_run import PLAIN, ROOT, STEPS, copy, line, logged, reference
 
 import jaxformer as jf
 from jaxformer.cli import COMMANDS, main
@@ -58,7 +58,7 @@ def test_the_run_shows_what_it_does_and_ends_with_the_next_command(
     peak = 2e12
     monkeypatch.setattr("jaxformer.runs.setup.published_peak", lambda run, mesh: peak)
     run_dir = tmp_path / "run"
-    changes = {"train.steps": 2, "train.checkpoint_every": 0, "run.sample_tokens": 8}
+    changes = PLAIN | {"train.steps": 2, "train.checkpoint_every": 0, "run.sample_tokens": 8}
     assert main(["train", *line(run_dir, trained[1], changes)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     banner = (
