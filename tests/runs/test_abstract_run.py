@@ -24,7 +24,7 @@ from jaxformer.runs.setup import make_setup
 SIZES = dict(d_model=16, n_layers=2, n_heads=2, max_length=32, layer_loop="scan")
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, *[*CASES][::2]))
+@pytest.mark.parametrize("case", slow_but(CASES, *[*CASES][::4]))
 def test_the_step_without_data_is_the_step_of_the_run(case: str, tmp_path: Path) -> None:
     run, _ = prepared(case, tmp_path, run=RunSettings(dir=str(tmp_path / "run")))
     run = replace(run, model=replace(run.model, **SIZES), train=TrainConfig(batch_size=4))

@@ -38,7 +38,7 @@ def holder_of(url: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("kind", ["s3_bucket", "gcs_bucket"])
+@pytest.mark.parametrize("kind", ["s3_bucket", pytest.param("gcs_bucket", marks=pytest.mark.slow)])
 def test_a_directory_belongs_to_one_process_and_a_killed_one_leaves_it(kind: str, request) -> None:
     url = f"{request.getfixturevalue(kind)}/run"
     folder, process = located(url), holder_of(url)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import SIZES, alone
+from products import slow_but
 
 import jaxformer as jf
 from jaxformer.arrays.params import contract
@@ -94,7 +95,7 @@ def test_one_program_arranges_all_layers_and_one_trace_reads_them(monkeypatch):
     assert len(traced) == 2  # the prompt, and a step
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", slow_but([1, 2, 3], 1))
 def test_weights_with_their_outputs_first_are_those_of_the_params(rows):
     """On a CPU all matrices of a layer are stored so; each stands for what the params have."""
     config = jf.ModelConfig(**SIZES | {"dtype": "float32"})
