@@ -15,6 +15,7 @@ import zstandard
 from corpora import prepare, tokenize
 from faulty_server import NONE, Faults
 from hub_server import REPOSITORY
+from products import slow_but
 from tiny_run import line, logged, write_text
 
 from jaxformer.cli import main
@@ -86,8 +87,7 @@ def batches_of(run: RunConfig, log: Callable[[str], None] = quiet) -> str:
     ("bucket", "spec"),
     [
         ("s3_bucket", ""),
-        ("s3_bucket", "/**/*.jsonl*"),
-        ("gcs_bucket", "/b/*"),
+        *slow_but([("s3_bucket", "/**/*.jsonl*"), ("gcs_bucket", "/b/*")]),
         ("memory_bucket", "/e.jsonl"),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_corpus_in_a_bucket_gives_the_batches_of_the_disk(
     assert batches_of(local) == batches_of(remote)
 
 
-@pytest.mark.parametrize("bucket", ["s3_bucket", "gcs_bucket"])
+@pytest.mark.parametrize("bucket", slow_but(["s3_bucket", "gcs_bucket"], "s3_bucket"))
 def test_a_cache_in_a_bucket_is_shared_and_read_from_copies(
     bucket: str, tmp_path: Path, copies_of_the_test: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -169,6 +169,7 @@ def test_an_unchanged_object_is_not_read_again_and_a_changed_one_is(
     assert any("reading" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_interrupted_work_goes_on_from_its_shard(
     s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

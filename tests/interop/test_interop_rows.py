@@ -280,8 +280,9 @@ def test_no_model_type_of_transformers_is_read_as_the_class_of_another_one():
     assert {*FAMILY, "gemma", "olmo", "phi3", "xlm-roberta", "mbart", "mt5"} <= {*kinds}
     types = {name: family.model_type for name, family in ARCHITECTURES.items()}
     types |= {base: types[name] for base, name in BASES.items()}
-    for kind in kinds:
-        for name, expected in types.items():
+    for index, kind in enumerate(kinds):
+        # Each with a seventh of the classes.
+        for name, expected in [*types.items()][index % 7 :: 7]:
             keys = {"model_type": kind, "architectures": ["NoSuchModel", name]}
             if kind == expected:
                 assert stated_architecture(Path(), keys)[0].model_type == kind

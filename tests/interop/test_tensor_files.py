@@ -1,14 +1,12 @@
 """Files of tensors: what is written is what any reader reads, and whatever is wrong with a file is
 said once and by name."""
 
-import contextlib
 import errno
 import gc
 import json
 import os
 import re
 import weakref
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +16,6 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from jaxformer.files import ConfigError
-from jaxformer.interop import tensor_files
 from jaxformer.interop.tensor_files import INDEX, SINGLE, TensorFiles, write_tensors
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -123,29 +120,6 @@ def test_one_shard_at_a_time_is_held(tmp_path):
     assert [{name for name in held if f"0000{i}-of" in held[name]} for i in (1, 2, 3)] == [
         {*shard} for shard in shards
     ]
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's count of pages")
-def test_no_page_of_a_file_stays_resident(tmp_path, monkeypatch):
-    write(tmp_path, {"large": np.ones((1 << 10, 1 << 13), np.float32)})  # 32 MiB
-    files, resident = TensorFiles(tmp_path), []
-    opened = tensor_files._opened
-
-    def file_pages():
-        status = Path("/proc/self/status").read_text()
-        return int(re.findall(r"RssFile:\s+(\d+) kB", status)[0]) << 10
-
-    @contextlib.contextmanager
-    def watched(path):
-        with opened(path) as file:
-            before = file_pages()
-            yield file
-            resident.append(file_pages() - before)
-
-    monkeypatch.setattr(tensor_files, "_opened", watched)
-    files.read("large")
-    files.read("large", slice(9, 900))
-    assert len(resident) == 2 and max(resident) < 1 << 20
 
 
 def test_of_an_earlier_save_nothing_is_left_and_of_other_files_all(tmp_path):

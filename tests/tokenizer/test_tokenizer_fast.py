@@ -71,7 +71,8 @@ def test_hard_text_has_the_ids_of_tiktoken_and_of_the_tokenizers_library(pattern
     ] == made.encode_batch(pieces)
 
 
-@pytest.mark.parametrize("pattern", slow_but([*WORD_PATTERNS], "llama3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", WORD_PATTERNS)
 def test_every_character_is_split_alike(pattern: str) -> None:
     made, texts = MADE[pattern], all_characters()
     assert made.encode_batch(texts) == plain(made, *texts)
