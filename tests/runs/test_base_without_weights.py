@@ -11,7 +11,7 @@ from pretrained_variants import FURTHER_VARIANTS, VARIANTS
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.interop.pretrained import pretrained_config
-from jaxformer.interop.tensor_files import INDEX, POINTER, SINGLE
+from jaxformer.interop.tensor_files import INDEX
 from jaxformer.tokenizer.makers import train_bpe_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -54,18 +54,14 @@ def test_names_in_the_index_are_those_of_the_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("adapter", "is_pointer"),
+    "adapter",
     [
-        ([], True),
-        (["--adapter.kind", "lora", "--adapter.base", "nf4", "--data.objective", "dpo"], False),
-        (["--adapter.kind", "prefix", "--adapter.tokens", "4"], False),
+        [],
+        ["--adapter.kind", "lora", "--adapter.base", "nf4", "--data.objective", "dpo"],
+        ["--adapter.kind", "prefix", "--adapter.tokens", "4"],
     ],
 )
-def test_a_plan_needs_no_weights(
-    adapter: list[str], is_pointer: bool, base: Path, capsys: Capture
-) -> None:
-    if is_pointer:  # of git, in place of the weights
-        (base / SINGLE).write_bytes(POINTER + b".github.com/spec/v1\n")
+def test_a_plan_needs_no_weights(adapter: list[str], base: Path, capsys: Capture) -> None:
     asked = [str(ROOT / "configs" / "finetune.py"), "--run.init_from", str(base)]
     asked += ["--data.sequence_length", "32", *adapter]
     assert main(["plan", *asked, "--device", "h100"]) == 0
