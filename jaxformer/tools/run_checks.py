@@ -20,7 +20,7 @@ import jax
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.checkpoints.saving import require_savable
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig, named_sources
-from jaxformer.files import ConfigError, first_of, is_remote, located, store_errors, write_text
+from jaxformer.files import ConfigError, is_remote, located, store_errors, write_text
 from jaxformer.files.copies import version_if_there
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
@@ -30,15 +30,12 @@ from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import compile_step
-from jaxformer.tools.coordinates import STEPS, coordinates, disproportionate, widths_between
 from jaxformer.training.state import TrainState
 
 VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 # Device files of accelerators, and the extra of jaxformer that brings what drives them.
 DRIVERS = {"/dev/nvidia[0-9]*": "cuda12 or cuda13", "/dev/accel[0-9]*": "tpu"}
-
-COORDINATE_ROWS = 4  # of a batch, on which the coordinates of a model in muP are compared
 
 
 class Finding(NamedTuple):
@@ -71,7 +68,6 @@ def examine(run: RunConfig) -> Iterator[Finding]:
     yield disk(setup.target, run.run.dir, run.train.keep_checkpoints + 1)
     proven = yield from kernel(setup)
     yield from dry_run(proven)
-    yield from transfer(setup)
 
 
 def versions() -> Finding:
@@ -233,42 +229,3 @@ def dry_run(setup: RunSetup) -> Iterator[Finding]:
     )
     finite = math.isfinite(first["loss"]) and math.isfinite(first["grad_norm"])
     yield Finding("ok" if finite else "problem", "one step", pace)
-
-
-def transfer(setup: RunSetup) -> Iterator[Finding]:
-    """In muP, whether activations and logits move as far in the first steps at this width as at
-    that of model.mup_base; nothing for another parametrization."""
-    model, check = setup.model, "coordinates"
-    if model.parametrization != "mup":
-        return
-    models = widths_between(model)
-    if setup.base is not None or setup.has_reference:
-        yield Finding("note", check, "not compared over widths with an adapter or a reference.")
-        return
-    if len(models) == 1:
-        yield Finding("ok", check, f"this is the base model of model.mup_base={model.mup_base!r}")
-        return
-    batch = {name: array[:COORDINATE_ROWS] for name, array in setup.batches[0].items()}
-    table = coordinates(models, setup.run.optimizer, batch, setup.task.name)
-    widths = ", ".join(str(model.d_model) for model in models)
-    low, high = (pick(table, key=lambda name: table[name].growth) for pick in (min, max))
-    text = (
-        f"in {STEPS} steps at the widths {widths} the changes of {len(table)} activations grow by"
-        f" the width to the power {table[low].growth:+.2f} ({low}) to {table[high].growth:+.2f}"
-        f" ({high})"
-    )
-    bad = [
-        f"{name} {' '.join(f'{change:.3g}' for change in table[name].changes)}"
-        for name in disproportionate(table)
-    ]
-    if bad:
-        yield Finding(
-            "problem",
-            check,
-            f"{text}, and should keep their size: {first_of(bad, 6, between=', ')}. A learning rate"
-            " found at the base width does not hold here: name all widths that differ in"
-            " model.mup_base, lower optimizer.learning_rate if it diverges, and give your own"
-            " optimizers the right width_factor.",
-        )
-        return
-    yield Finding("ok", check, text)

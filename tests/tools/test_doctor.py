@@ -13,7 +13,6 @@ from tiny_run import line, logged, train_here, write_text
 from jaxformer.cli import main
 from jaxformer.files import located
 from jaxformer.layers import kernels
-from jaxformer.training.optimizers.rule_table import OPTIMIZERS
 
 pytestmark = pytest.mark.slow
 
@@ -41,29 +40,6 @@ def test_a_run_that_can_start_has_no_problem_and_nothing_is_written(
         assert f"ok {check}: " in out
     assert "Compiled the step in" in out and "a step takes about" in out
     assert "No problem was found." in out and not run_dir.parent.exists()
-
-
-def test_a_model_in_mup_is_compared_over_its_widths(
-    text: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = {
-        "model.d_model": 128,
-        "model.n_heads": 8,
-        "model.parametrization": "mup",
-        "model.mup_base": "d_model=32 n_heads=2",
-        "optimizer.name": "adamw",
-        "optimizer.learning_rate": 3e-3,
-    }
-    arguments = ["doctor", *line(tmp_path / "run", text, changes)]
-    assert main(arguments) == 0
-    out = printed(capsys)
-    assert "ok coordinates: in 4 steps at the widths 32, 64, 128 the changes of" in out
-    # A rule of one's own that says nothing of the width.
-    row = OPTIMIZERS["adamw"]
-    monkeypatch.setitem(OPTIMIZERS, "adamw", row._replace(width_factor=lambda config, spec: 1.0))
-    assert main(arguments) == 1
-    out = printed(capsys)
-    assert "problem coordinates: " in out and "logits" in out and "width_factor" in out
 
 
 def test_each_problem_is_named_and_the_status_is_one(
