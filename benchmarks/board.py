@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxformer.cluster.entry_point import keep_memory
+from jaxformer.cli import keep_memory
 
 keep_memory()
 

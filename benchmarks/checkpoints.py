@@ -9,7 +9,7 @@ metrics.jsonl (`train.log_every`) are made with and without the digests of the s
 of them, in turns.
 """
 
-from jaxformer.cluster.entry_point import keep_memory
+from jaxformer.cli import keep_memory
 
 keep_memory()  # as train.py does, before JAX is imported
 

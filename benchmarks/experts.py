@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxformer.cluster.entry_point import keep_memory
+from jaxformer.cli import keep_memory
 
 keep_memory()
 

@@ -6,7 +6,7 @@ import resource
 import time
 from typing import Any
 
-from jaxformer.cluster.entry_point import keep_memory
+from jaxformer.cli import keep_memory
 
 keep_memory()
 

@@ -4,7 +4,7 @@ import argparse
 import time
 from typing import Any
 
-from jaxformer.cluster.entry_point import keep_memory
+from jaxformer.cli import keep_memory
 
 keep_memory()
 

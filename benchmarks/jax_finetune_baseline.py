@@ -9,7 +9,7 @@ from typing import Any
 
 from serving import serve
 
-from jaxformer.cluster.entry_point import keep_memory
+from jaxformer.cli import keep_memory
 
 keep_memory()
 

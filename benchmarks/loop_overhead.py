@@ -7,7 +7,7 @@ first, and each pair gives a ratio of tokens/s. Seconds are of the wall, from th
 step to the end of the last, so a checkpoint's time counts.
 """
 
-from jaxformer.cluster.entry_point import keep_memory
+from jaxformer.cli import keep_memory
 
 keep_memory()  # as train.py does, before JAX is imported
 

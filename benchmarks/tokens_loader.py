@@ -6,7 +6,7 @@ ahead on a thread; while a model trains it has only what the step leaves of the 
 times that of training is asked of it alone.
 """
 
-from jaxformer.cluster.entry_point import keep_memory
+from jaxformer.cli import keep_memory
 
 keep_memory()  # as train.py does, before JAX is imported
 

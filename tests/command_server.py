@@ -53,7 +53,7 @@ def main() -> None:
 
 def _import_all() -> None:
     """What commands import, other than what starts threads or a backend."""
-    from jaxformer.cluster.entry_point import keep_memory
+    from jaxformer.cli import keep_memory
 
     keep_memory()
     from jax._src import compiler
@@ -62,7 +62,7 @@ def _import_all() -> None:
 
     own = [module.name for module in pkgutil.walk_packages(jaxformer.__path__, "jaxformer.")]
     for name in (*LATER, *own):
-        if not {"lm_eval", "harness", "__main__", "nnx"} & {*name.split(".")}:
+        if not {"lm_eval", "harness", "harness_model", "__main__", "nnx"} & {*name.split(".")}:
             importlib.import_module(name)
     # JAX has the first process alone write to the compilation cache, but what another compiles for
     # a CPU has a key of its own.

@@ -42,7 +42,7 @@ from jaxformer import data
 from jaxformer.config import DataConfig, TokenizerConfig
 from jaxformer.layers.positions import sinusoids
 from jaxformer.runs.objectives import task_of
-from jaxformer.runs.translate import translate
+from jaxformer.runs.run_evaluation import translate
 
 # %% [markdown]
 # ## The model

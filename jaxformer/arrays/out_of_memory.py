@@ -1,4 +1,4 @@
-"""Out of memory as an error class. `remedies.py` lists the settings that need less."""
+"""Out of memory as an error class."""
 
 import contextlib
 import re
@@ -13,7 +13,7 @@ ON_CHIP = re.compile(r"\b[vs]mem\b|shared memory", re.IGNORECASE)
 class OutOfMemory(RuntimeError):
     """A device has not enough memory for a run. The message says what the run was doing, and what
     the compiler or the allocator said; existing checkpoints are untouched. For the error of a run,
-    `jaxformer.tools.remedies.advice` names the settings that need less.
+    `jaxformer.cli.train.advice` names the settings that need less.
 
     `place` is what the run was doing. `on_chip` says whether a kernel does not fit in the small
     memory beside the processors.

@@ -16,6 +16,8 @@ from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError, is_remote, located
 from jaxformer.runs.config import parse_arguments
 
+# Options of `sample` of which one alone can be used.
+APART = (("--prompts", "--chat"), ("--prompts", "--beams"), ("--prompts", "--n"), ("--chat", "--n"))
 QUANTIZATIONS = "{" + ",".join(choices(Quantization)) + "}"
 ConfigArgumentsT = TypeVar("ConfigArgumentsT", bound="ConfigArguments")
 RunPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -131,6 +133,25 @@ class SampleArguments(ModelArguments):
     """Number of texts to write for the prompt, which is read once."""
     seed: OptionalInt = None
     """Random seed. If not given, each call samples another text."""
+
+    def check(self) -> None:
+        """Raises ConfigError for values that are out of range or do not go together."""
+        used = {
+            "--prompts": self.prompts is not None,
+            "--chat": self.chat,
+            "--beams": self.beams != 0,
+            "--n": self.n != 1,
+        }
+        for first, second in APART:
+            if used[first] and used[second]:
+                raise ConfigError(f"{first} and {second} do not go together: use one of them.")
+        if self.system and not self.chat:
+            raise ConfigError("--system is a message of a conversation: add --chat.")
+        for name in ("n", "rows", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} {getattr(self, name)} must be at least 1.")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"--seed {self.seed} must be a whole number of 64 bits.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from jaxformer.tools.attention_page import (
     attention_page,
 )
 from jaxformer.tools.inspect import attention_maps, attention_masks, inspect, logit_lens
-from jaxformer.tools.model_shapes import SYMBOLS, Shape, ShapeRow, formula_of, shapes_of
+from jaxformer.tools.model_shapes import SYMBOLS, Shape, formula_of, shapes_of
 
 PADDING = "[padding]"  # shown as the text of a token of padding
 MAX_TOKENS = 256  # a page of more could not be read, nor opened quickly
@@ -117,10 +117,22 @@ def _inputs(
     if config.family == "encoder_decoder":
         source_limit = min(MAX_TOKENS, model.context(source=True))
         check_size(len(source) + args.padding, source_limit, "on a page")
-        if args.target is None:
-            ids, beams = _target(model, start, source, limit - len(start), args.beams)
-        else:
+        rules = model.writing_rules() | {"source": [source]}
+        count = limit - len(start)
+        if args.target is not None:
             ids = tokens_of(model.tokenizer, args.target)
+        elif args.beams:
+            rules |= {"beams": args.beams, "keep": 1}
+            texts, steps = beam_search_steps(model.params, config, [start], count, **rules)
+            best = np.asarray(texts.tokens[0, 0]).tolist()
+            ids = model.before_end(best)
+            # There are no candidates for the start but its last token, nor after the last step.
+            beams = [[] for _ in start[1:]] + beam_candidates(model, steps, best)
+            length = len(start) + len(ids)
+            beams = (beams + [[] for _ in range(length)])[:length]
+        else:
+            made = generate(model.params, config, [start], count, temperature=0.0, **rules)
+            ids = model.before_end(made[0].tolist())
         rows = {"tokens": model.tokenizer.as_target(ids), "source": source}
     elif config.family == "decoder" and config.output in ("language", "none"):
         rows = {"tokens": start}
@@ -134,27 +146,6 @@ def _inputs(
             rows[name] = rows[name] + [0] * args.padding
     check_size(len(rows["tokens"]), limit, "on a page")
     return {name: np.array(row, np.int32) for name, row in rows.items()}, beams
-
-
-def _target(
-    model: Model, start: list[int], source: list[int], count: int, beams: int
-) -> tuple[list[int], list[list[BeamCandidate]]]:
-    """The tokens that the model writes for a source, without the end token, and for each token of
-    the target the candidates of a beam search, if there is one."""
-    rules = model.writing_rules() | {"source": [source]}
-    if not beams:
-        made = generate(model.params, model.config, [start], count, temperature=0.0, **rules)
-        return model.before_end(made[0].tolist()), []
-    rules |= {"beams": beams, "keep": 1}
-    texts, steps = beam_search_steps(model.params, model.config, [start], count, **rules)
-    best = np.asarray(texts.tokens[0, 0]).tolist()
-    ids = model.before_end(best)
-    # There are no candidates for the start but its last token, nor for tokens after the last step.
-    candidates: list[list[BeamCandidate]] = [[] for _ in start[1:]]
-    candidates += beam_candidates(model, steps, best)
-    length = len(start) + len(ids)
-    candidates += [[] for _ in range(length - len(candidates))]
-    return ids, candidates[:length]
 
 
 def _likeliest(logits: jax.Array) -> Sequence[jax.Array]:
@@ -202,35 +193,30 @@ def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[
     except ConfigError as error:
         print(f"note: the page has no diagram of the model: {error}", file=sys.stderr)
         return []
+    # The mixers with maps.
+    attending = [name for name in MIXERS if MIXERS[name].capture == "attention_out"]
     stages: list[Stage] = []
     for row in rows:
         if not row.makes:  # parameters that no sublayer reads
             continue
-        stage = _stage(row, config)
+        stack, _, path = row.name.partition(".")
+        box: Box
+        if stack == "head":
+            box = "output"
+        elif stack == "encoder" or (stack != "decoder" and config.family == "encoder"):
+            box = "encoder"
+        else:
+            box = "decoder"
+        kinds = {**dict.fromkeys(attending, box), "cross": "cross"}
+        kind = "" if row.depth else kinds.get(path.rpartition(".")[2], "")
+        reads, makes = _axes(row.reads_symbols, row.reads), _axes(row.makes_symbols, row.makes)
+        stage = Stage(box, row.name, row.layers, reads, makes, row.parameters, kind=kind)
         if row.depth:
             sublayer = stages[-1]
             stages[-1] = sublayer._replace(products=(*sublayer.products, stage))
         else:
             stages.append(stage._replace(formula=formula_of(config, row.name)))
     return stages
-
-
-def _stage(row: ShapeRow, config: ModelConfig) -> Stage:
-    """A row of `jaxformer shapes` with the box of the diagram that it stands in."""
-    stack, _, path = row.name.partition(".")
-    box: Box
-    if stack == "head":
-        box = "output"
-    elif stack == "encoder" or (stack != "decoder" and config.family == "encoder"):
-        box = "encoder"
-    else:
-        box = "decoder"
-    # The mixers with maps.
-    attending = [name for name in MIXERS if MIXERS[name].capture == "attention_out"]
-    kinds = {**dict.fromkeys(attending, box), "cross": "cross"}
-    kind = "" if row.depth else kinds.get(path.rpartition(".")[2], "")
-    reads, makes = _axes(row.reads_symbols, row.reads), _axes(row.makes_symbols, row.makes)
-    return Stage(box, row.name, row.layers, reads, makes, row.parameters, kind=kind)
 
 
 def _axes(symbols: Sequence[str], shapes: Sequence[Shape]) -> list[list[tuple[str, int]]]:

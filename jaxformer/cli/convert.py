@@ -43,6 +43,12 @@ def run(args: ConvertArguments) -> int:
         raise ConfigError(f"{args.source} has no adapter to merge: leave out --merge.")
     if args.merge:
         model = dataclasses.replace(model, params=merge(model.params))
+    elif has_adapter and args.verify:
+        raise ConfigError(
+            f"--verify compares whole models, and {args.source} has an adapter: add --merge, or"
+            " leave out --verify."
+        )
+    size = human_count(sum(leaf.size for leaf in jax.tree.leaves(model.params)))
     with complete_or_empty(target, to_run) as folder:
         if has_adapter and not args.merge:
             _write_adapter(model, args, folder)
@@ -50,11 +56,24 @@ def run(args: ConvertArguments) -> int:
             save_run(folder, model, args.source, target)
             use = "to sample from or to fine-tune (--run.init_from)"
             print(
-                f"{target}: a run of {model.config.family} {_size(model)},"
+                f"{target}: a run of {model.config.family} of {size} parameters,"
                 f" {use if model.tokenizer else 'without a tokenizer'}"
             )
         else:
-            _write_pretrained(model, args, folder)
+            files = save_pretrained(
+                folder,
+                model.params,
+                model.config,
+                model.tokenizer,
+                architecture=args.architecture,
+                dtype=args.dtype,
+                labels=model.labels,
+                problem_type=model.problem_type,
+            )
+            kind = read_object(folder / "config.json")["architectures"][0]
+            count = sum(file.suffix == ".safetensors" for file in files)
+            in_files = f"in {count} files" if count > 1 else f"in {count} file"
+            print(f"{target}: {kind} of {size} parameters, {args.dtype}, {in_files}")
         if args.verify:
             return _verified(model, args, args.source if to_run else folder)
     return 0
@@ -93,11 +112,6 @@ def complete_or_empty(target: Path, to_run: bool) -> Iterator[Path]:
 
 
 def _write_adapter(model: Loaded, args: ConvertArguments, folder: Path) -> None:
-    if args.verify:
-        raise ConfigError(
-            f"--verify compares whole models, and {args.source} has an adapter: add"
-            " --merge, or leave out --verify."
-        )
     if added := run_of(args.source).tokenizer.added:
         raise ConfigError(
             f"{args.source} has added {', '.join(added)} to the vocabulary of its base, which an"
@@ -117,27 +131,6 @@ def _write_adapter(model: Loaded, args: ConvertArguments, folder: Path) -> None:
         model.tokenizer.save(folder / "tokenizer.json")
     over_base = f" over {base}" if base else ""
     print(f"{args.target}: an adapter of peft{over_base}, {args.dtype}")
-
-
-def _write_pretrained(model: Loaded, args: ConvertArguments, folder: Path) -> None:
-    files = save_pretrained(
-        folder,
-        model.params,
-        model.config,
-        model.tokenizer,
-        architecture=args.architecture,
-        dtype=args.dtype,
-        labels=model.labels,
-        problem_type=model.problem_type,
-    )
-    kind = read_object(folder / "config.json")["architectures"][0]
-    count = sum(file.suffix == ".safetensors" for file in files)
-    in_files = f"in {count} files" if count > 1 else f"in {count} file"
-    print(f"{args.target}: {kind} {_size(model)}, {args.dtype}, {in_files}")
-
-
-def _size(model: Loaded) -> str:
-    return f"of {human_count(sum(leaf.size for leaf in jax.tree.leaves(model.params)))} parameters"
 
 
 def _verified(model: Loaded, args: ConvertArguments, directory: Path) -> int:

@@ -6,33 +6,28 @@ from jaxformer.cli.arguments import DoctorArguments
 from jaxformer.config.run import RunConfig
 from jaxformer.report import printable
 from jaxformer.report.banner import WIDTH
-from jaxformer.tools.run_checks import Finding, examine
+from jaxformer.tools.run_checks import examine
 
 
 def run(_: DoctorArguments, config: RunConfig) -> int:
     problems = 0
     for finding in examine(config):
         problems += finding.kind == "problem"
-        print(_wrapped(finding), flush=True)
+        text = printable(f"{finding.kind:<8}{finding.check}: {finding.text}")
+        indent = ""
+        for paragraph in text.splitlines():
+            lines = textwrap.wrap(
+                paragraph.strip(),
+                WIDTH,
+                initial_indent=indent,
+                subsequent_indent=" " * 8,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            print("\n".join(lines), flush=True)
+            indent = " " * 8
     if not problems:
         print("No problem was found.")
         return 0
     print("1 problem." if problems == 1 else f"{problems} problems.")
     return 1
-
-
-def _wrapped(finding: Finding) -> str:
-    """A finding in lines that are no longer than WIDTH, indented below the first."""
-    text = printable(f"{finding.kind:<8}{finding.check}: {finding.text}")
-    lines: list[str] = []
-    for paragraph in text.splitlines():
-        indent = " " * 8 if lines else ""
-        lines += textwrap.wrap(
-            paragraph.strip(),
-            WIDTH,
-            initial_indent=indent,
-            subsequent_indent=" " * 8,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return "\n".join(lines)

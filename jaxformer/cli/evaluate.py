@@ -8,8 +8,7 @@ from jaxformer.cli.arguments import EvaluateArguments, check_output
 from jaxformer.config.run import RunSettings
 from jaxformer.files import ConfigError, write_text
 from jaxformer.report import ProgressBar
-from jaxformer.runs.run_evaluation import evaluate_run, translate_run
-from jaxformer.runs.translate import bleu_metric
+from jaxformer.runs.run_evaluation import bleu_metric, evaluate_run, translate_run
 from jaxformer.training.compiler_options import keep_compiled
 
 METRIC_FORMATS = {
@@ -27,7 +26,26 @@ def run(args: EvaluateArguments) -> int:
     check_output(args.output)
     keep_compiled(RunSettings().compilation_cache)
     if args.beams:
-        _translate(args)
+        metric = bleu_metric(args.bleu_tokenizer)
+        translations = translate_run(
+            args.path,
+            args.validation,
+            args.step,
+            args.cache_dir,
+            quantize=args.quantize,
+            weights=args.weights,
+            search={"beams": args.beams, "length_penalty": args.length_penalty},
+        )
+        outputs = translations.outputs
+        score = metric.corpus_score(outputs, [translations.references]).score
+        print(
+            f"BLEU {score:.2f} of {len(outputs):,} texts with {args.beams} beams"
+            f" ({metric.get_signature()})"
+        )
+        if args.output is not None:
+            lines = (" ".join(text.split()) + "\n" for text in outputs)
+            write_text(args.output, "".join(lines))
+            print(f"{args.output}: the translations, one per line")
     for kind in (None, args.quantize) if args.quantize else (None,):
         with ProgressBar(0, stream=sys.stderr) as progress:
             metrics = evaluate_run(
@@ -70,27 +88,3 @@ def _metrics_line(metrics: dict[str, float]) -> str:
         if is_accuracy and name not in METRIC_FORMATS:
             texts.append(f"{head.replace('_', '-')} accuracy {value:.2%}")
     return ", ".join(texts)
-
-
-def _translate(args: EvaluateArguments) -> None:
-    """Prints the BLEU of the translations, and writes them to --output."""
-    metric = bleu_metric(args.bleu_tokenizer)
-    translations = translate_run(
-        args.path,
-        args.validation,
-        args.step,
-        args.cache_dir,
-        quantize=args.quantize,
-        weights=args.weights,
-        search={"beams": args.beams, "length_penalty": args.length_penalty},
-    )
-    references, outputs = translations.references, translations.outputs
-    score = metric.corpus_score(outputs, [references]).score
-    print(
-        f"BLEU {score:.2f} of {len(outputs):,} texts with {args.beams} beams"
-        f" ({metric.get_signature()})"
-    )
-    if args.output is not None:
-        lines = (" ".join(text.split()) + "\n" for text in outputs)
-        write_text(args.output, "".join(lines))
-        print(f"{args.output}: the translations, one per line")

@@ -11,7 +11,6 @@ import jax
 from jaxformer.arrays.hardware import name_of
 from jaxformer.cli.arguments import PlanArguments
 from jaxformer.config.run import RunConfig
-from jaxformer.config.train import MeshConfig
 from jaxformer.files import located
 from jaxformer.runs.config import origin_of
 from jaxformer.runs.loading import lacks_weights
@@ -23,11 +22,16 @@ from jaxformer.tools.plan.targets import parse_target
 
 
 def run(args: PlanArguments, config: RunConfig) -> int:
-    if args.compile and not args.device:
+    name, devices = args.device, args.devices
+    if args.compile and not name:
         target = parse_target(args.compile)
-        name, devices = target.kind, args.devices or target.size
-    else:
-        name, devices = device_of(args.device, args.devices, config.mesh)
+        name, devices = target.kind, devices or target.size
+    elif not name:
+        # Those of this machine where they are accelerators of the table, or a cpu.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        name = name_of(jax.devices()[0].device_kind) or "cpu"
+        if not devices and name != "cpu" and not math.prod(config.mesh.sizes.values()):
+            devices = jax.device_count()
     planned = planned_run(config, name, devices)
     base = config.run.init_from
     start = located(base)
@@ -48,14 +52,3 @@ def run(args: PlanArguments, config: RunConfig) -> int:
     if compiled is not None:
         print("\n".join(["", *compiled.lines()]))
     return 0
-
-
-def device_of(name: str, devices: int, mesh: MeshConfig) -> tuple[str, int]:
-    """The name and number of the devices: as asked, or those of this machine where they are
-    accelerators of the table, or a cpu."""
-    if name:
-        return name, devices
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    live = name_of(jax.devices()[0].device_kind) or "cpu"
-    stated = math.prod(mesh.sizes.values())
-    return live, devices or (0 if stated or live == "cpu" else jax.device_count())

@@ -27,10 +27,10 @@ PROMPTS_ADVICE = 'give a text file with a prompt a line, or .jsonl with {"prompt
 # The most new tokens for which the layers are a loop: each token takes 7 to 16 ms more than with
 # unrolled layers, which take 2 s longer to compile (GPT-2 124M and SmolLM2-135M, two cores).
 SHORT_TEXT = 64
-APART = (("--prompts", "--chat"), ("--prompts", "--beams"), ("--prompts", "--n"), ("--chat", "--n"))
 
 
 def run(args: SampleArguments) -> int:
+    args.check()
     model = open_model(args)
     head, family = model.config.output, model.config.family
     if head != "language":
@@ -40,28 +40,27 @@ def run(args: SampleArguments) -> int:
         )
     if args.chat and family != "decoder":
         raise ConfigError(f"--chat is for a decoder, and {args.path} has model.family={family!r}.")
-    used = {
-        "--prompts": args.prompts is not None,
-        "--chat": args.chat,
-        "--beams": args.beams != 0,
-        "--n": args.n != 1,
-    }
-    for first, second in APART:
-        if used[first] and used[second]:
-            raise ConfigError(f"{first} and {second} do not go together: use one of them.")
-    if args.system and not args.chat:
-        raise ConfigError("--system is a message of a conversation: add --chat, or leave it out.")
-    for name in ("n", "rows", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1.")
-    if args.seed is not None and not -(2**63) <= args.seed < 2**63:
-        raise ConfigError(f"--seed {args.seed} must be a whole number of 64 bits.")
     if args.prompts is not None:
         _write_prompts(model, args, args.prompts)
-    elif args.chat:
+        return 0
+    if args.chat:
         _converse(model, args)
-    else:
-        _write(model, args)
+        return 0
+    if args.prompt is None and family != "decoder":
+        raise ConfigError(f"{args.path} is a model that needs a text: give one with --prompt.")
+    start, source = start_of(model, args.prompt or "")
+    if args.prompt is None:
+        start = start or [model.tokenizer.end_token]
+    _check_prompt(model, start, source)
+    beginning = "" if source else args.prompt or ""
+    if args.n == 1:
+        print(beginning, end="")
+        _print_growing(model, args, start, source)
+        return 0
+    rows = np.concatenate([*_pieces(model, args, start, source)], axis=1)
+    for number, row in enumerate(rows.tolist(), 1):
+        print(f"--- {number} of {args.n}")
+        print(beginning + _text_after(model, args, start, row))
     return 0
 
 
@@ -86,25 +85,6 @@ def _check_prompt(model: Model, start: list[int], source: list[int]) -> None:
     else:
         context = model.context()
         check_size(len(start), context - 1, f"before a new token into the context of {context}")
-
-
-def _write(model: Model, args: SampleArguments) -> None:
-    """Prints the text that continues the prompt, or the target of the prompt as a source."""
-    if args.prompt is None and model.config.family != "decoder":
-        raise ConfigError(f"{args.path} is a model that needs a text: give one with --prompt.")
-    start, source = start_of(model, args.prompt or "")
-    if args.prompt is None:
-        start = start or [model.tokenizer.end_token]
-    _check_prompt(model, start, source)
-    beginning = "" if source else args.prompt or ""
-    if args.n == 1:
-        print(beginning, end="")
-        _print_growing(model, args, start, source)
-        return
-    rows = np.concatenate([*_pieces(model, args, start, source)], axis=1)
-    for number, row in enumerate(rows.tolist(), 1):
-        print(f"--- {number} of {args.n}")
-        print(beginning + _text_after(model, args, start, row))
 
 
 def _text_after(model: Model, args: SampleArguments, start: list[int], made: list[int]) -> str:

@@ -2,12 +2,14 @@
 it is split."""
 
 import codecs
+import functools
 import itertools
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,17 +33,14 @@ IDS_PER_BLOCK = 1 << 14  # token ids written at a time
 SHOWN_ENTRIES = 10
 
 
-def run(args: TrainTokenizerArguments | EncodeArguments | InspectArguments) -> int:
-    if isinstance(args, TrainTokenizerArguments):
-        _train(args)
-    elif isinstance(args, EncodeArguments):
-        _encode(args)
-    else:
-        _inspect(args)
-    return 0
+@functools.singledispatch
+def run(args: Any) -> int:
+    """Each of the three commands has arguments of its own type."""
+    raise TypeError(args)
 
 
-def _train(args: TrainTokenizerArguments) -> None:
+@run.register
+def _train(args: TrainTokenizerArguments) -> int:
     target = args.output / TOKENIZER_FILE
     if target.exists():
         raise ConfigError(f"{target} already exists: choose another --output.")
@@ -85,6 +84,7 @@ def _train(args: TrainTokenizerArguments) -> None:
         entries += f" (the text has no pairs left for {args.vocab_size:,})"
     seconds = time.perf_counter() - began
     print(f"{target}: {entries}, including {len(merges):,} merges, {seconds:.1f} s")
+    return 0
 
 
 def _size(path: Path) -> int:
@@ -96,7 +96,8 @@ def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _encode(args: EncodeArguments) -> None:
+@run.register
+def _encode(args: EncodeArguments) -> int:
     check_output(args.output)
     tokenizer, size, count = Tokenizer.load(args.tokenizer), 0, 0
 
@@ -143,9 +144,11 @@ def _encode(args: EncodeArguments) -> None:
         print()
     rate = f", {size / count:.3f} bytes per token" if count else ""
     print(f"{count:,} tokens of {size:,} bytes{rate}", file=sys.stderr)
+    return 0
 
 
-def _inspect(args: InspectArguments) -> None:
+@run.register
+def _inspect(args: InspectArguments) -> int:
     tokenizer = Tokenizer.load(args.tokenizer)
     sizes, ordinary = tokenizer.token_bytes(), tokenizer.ordinary()
     role_tokens = {role: tokenizer.special(role) for role in ROLES}
@@ -162,3 +165,4 @@ def _inspect(args: InspectArguments) -> None:
         rate = size / max(1, len(ids))
         print(f"text: {size:,} bytes in {len(ids):,} tokens, {rate:.3f} bytes per token")
         print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in ids))
+    return 0

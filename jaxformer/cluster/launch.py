@@ -155,35 +155,34 @@ def _launched(settings: LaunchConfig) -> tuple[str, RunProcess]:
                 " --launch.coordinator HOST:PORT --launch.process I --launch.processes N, or"
                 " --launch.processes 1 for a process alone."
             ) from error
-        return name, RunProcess(index, count, address, _devices(cluster.get_local_process_id()))
-    return "", ALONE
-
-
-def _devices(local_index: int | None) -> list[int] | None:
-    """The GPUs of one of the processes of a machine, which share them evenly; None for all."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        gpus = len(glob.glob("/dev/nvidia[0-9]*"))
-    else:
-        gpus = len([entry for entry in listed.split(",") if entry.strip()])
-    # How many processes this machine has. Slurm lists all machines, as in 4(x2),3.
-    text = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get(
-        "SLURM_STEP_TASKS_PER_NODE", "1"
-    )
-    counts: list[int] = []
-    for tasks, _, machines in re.findall(r"(\d+)(\(x(\d+)\))?", text):
-        counts += [int(tasks)] * int(machines or 1)
-    node = int(os.environ.get("SLURM_NODEID", 0))
-    local_count = counts[node] if node < len(counts) else counts[0]
-    if local_index is None or local_count == 1 or gpus <= 1:
-        return None  # the only process, or one that the launcher gave its GPU
-    if gpus % local_count:
-        raise ConfigError(
-            f"{local_count} processes on this machine cannot share its {gpus} GPUs evenly: start"
-            " one a GPU, or one a machine."
+        # The GPUs of this process, where those of a machine share them.
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if listed is None:
+            gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+        else:
+            gpus = len([entry for entry in listed.split(",") if entry.strip()])
+        # How many processes this machine has. Slurm lists all machines, as in 4(x2),3.
+        text = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get(
+            "SLURM_STEP_TASKS_PER_NODE", "1"
         )
-    share = gpus // local_count
-    return list(range(local_index * share, (local_index + 1) * share))
+        counts: list[int] = []
+        for tasks, _, machines in re.findall(r"(\d+)(\(x(\d+)\))?", text):
+            counts += [int(tasks)] * int(machines or 1)
+        node = int(os.environ.get("SLURM_NODEID", 0))
+        local_count = counts[node] if node < len(counts) else counts[0]
+        local_index = cluster.get_local_process_id()
+        if local_index is None or local_count == 1 or gpus <= 1:
+            # The only process, or one that the launcher gave its GPU.
+            return name, RunProcess(index, count, address)
+        if gpus % local_count:
+            raise ConfigError(
+                f"{local_count} processes on this machine cannot share its {gpus} GPUs evenly:"
+                " start one a GPU, or one a machine."
+            )
+        share = gpus // local_count
+        own = list(range(local_index * share, (local_index + 1) * share))
+        return name, RunProcess(index, count, address, own)
+    return "", ALONE
 
 
 class Channel:
@@ -436,50 +435,48 @@ class RollCall:
         for watch in self._watches if self.index == 0 else ():
             watch.join(max(deadline - time.monotonic(), 0.0))
 
-    def catch_aborts(self) -> None:
-        """Replaces the message and status of an abort by JAX, whose own watch may be faster."""
+    def initialize(self, devices: list[int] | None, timeout: float) -> None:
+        """Starts JAX's own service, and replaces the message and status of an abort by JAX, whose
+        own watch may be faster. `devices` are the local GPUs of this process, None for all."""
+        # Its handler of SIGTERM would replace ours.
+        jax.config.update("jax_enable_preemption_service", False)
+        # JAX's service measures silence by the wall clock, and takes a clock that is set back for a
+        # silence of 500,000 years. It then ends all processes, unless it may go on without those
+        # that it takes for lost.
+        jax.config.update("jax_enable_recoverability", True)
+        utils.absl_set_min_log_level(ERROR)  # it warns of that setting
+        try:
+            jax.distributed.initialize(
+                self.coordinator,
+                self.count,
+                self.index,
+                local_device_ids=devices,
+                cluster_detection_method="deactivate",
+                initialization_timeout=math.ceil(max(SERVICE_SECONDS, timeout)),  # some are slow
+                heartbeat_timeout_seconds=SILENCE,
+                shutdown_timeout_seconds=SERVICE_SECONDS,
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"this process cannot join the others ({error}): join them before any array is"
+                " made, by train.py, or by jax.distributed.initialize() at the beginning of the"
+                " program."
+            ) from error
+        finally:
+            utils.absl_set_min_log_level(int(os.environ.get("TF_CPP_MIN_LOG_LEVEL") or WARNING))
         libc = ctypes.CDLL(None)
 
-        def handler(_: int) -> None:
+        def on_abort(_: int) -> None:
             if self._another_ended.wait(5):
                 self._exit()
             libc.signal(signal.SIGABRT, None)  # the default
 
-        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
-        libc.signal(signal.SIGABRT, self._handler)
+        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
+        libc.signal(signal.SIGABRT, self._on_abort)
+        atexit.register(self.wait_for_others, SERVICE_SECONDS)  # before JAX ends its service
 
 
 _joined: list[RollCall] = []  # the roll call of this process, if it has joined others
-
-
-def _initialize(process: RunProcess, call: RollCall, timeout: float) -> None:
-    # Its handler of SIGTERM would replace ours.
-    jax.config.update("jax_enable_preemption_service", False)
-    # JAX's service measures silence by the wall clock, and takes a clock that is set back for a
-    # silence of 500,000 years. It then ends all processes, unless it may go on without those that
-    # it takes for lost.
-    jax.config.update("jax_enable_recoverability", True)
-    utils.absl_set_min_log_level(ERROR)  # it warns of that setting
-    try:
-        jax.distributed.initialize(
-            process.coordinator,
-            process.count,
-            process.index,
-            local_device_ids=process.devices,
-            cluster_detection_method="deactivate",
-            initialization_timeout=math.ceil(max(SERVICE_SECONDS, timeout)),  # some may be slow
-            heartbeat_timeout_seconds=SILENCE,
-            shutdown_timeout_seconds=SERVICE_SECONDS,
-        )
-    except RuntimeError as error:
-        raise ConfigError(
-            f"this process cannot join the others ({error}): join them before any array is made, by"
-            " train.py, or by jax.distributed.initialize() at the beginning of the program."
-        ) from error
-    finally:
-        utils.absl_set_min_log_level(int(os.environ.get("TF_CPP_MIN_LOG_LEVEL") or WARNING))
-    call.catch_aborts()
-    atexit.register(call.wait_for_others, SERVICE_SECONDS)  # before JAX ends its service
 
 
 @contextlib.contextmanager
@@ -516,7 +513,7 @@ def joined(
         call = RollCall(process.index, process.count, process.coordinator, settings.timeout)
         _joined.append(call)
         try:
-            _initialize(process, call, settings.timeout)
+            call.initialize(process.devices, settings.timeout)
             describe(log)
             if request := current():
                 request.tell = call.stopped

@@ -8,6 +8,7 @@ JAX.
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -182,6 +183,31 @@ def doing(what: str) -> Iterator[None]:
         _current.while_doing = previous
         raise
     _current.while_doing = previous
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """A block that imports libraries and does nothing else, so that a signal may end the process in
+    it without unwinding."""
+    request = current() or StopRequest()
+    request.imports = True
+    try:
+        yield
+    finally:
+        request.imports = False
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """The exit status of a program that signals may end: 128 + the signal's number, 143 for SIGTERM
+    and 130 for SIGINT."""
+    with watched(ends=True) as request:
+        try:
+            return run()
+        except KeyboardInterrupt as stop:
+            request.signal = getattr(stop, "signal", signal.SIGINT)
+            with contextlib.suppress(OSError):  # a terminal that was closed
+                print(request.ending(), file=sys.stderr)
+            return 128 + int(request.signal)
 
 
 class _Watch:

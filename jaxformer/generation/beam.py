@@ -228,7 +228,16 @@ def _search(
         inputs = Inputs(tokens, token_layout)
         x, cache, _ = hidden(params, config, inputs, replace(cache, k=k, v=v))
         live = live._replace(logits=head(params, config, x, token_layout)[:, 0])
-        closed |= _closes(live, finished, rules, i + 1, n)
+        best = live.logs.max(axis=1)  # [B]
+        if rules.early_stopping == "never":
+            # A log-probability only falls, and is divided by penalty(n) at most: this is the best
+            # score that a live text can still reach.
+            closed |= best / rules.penalty(n) <= finished.scores[:, rules.kept - 1]
+        else:
+            closes = jnp.isfinite(finished.scores).all(axis=1)
+            if not rules.early_stopping:
+                closes &= best / rules.penalty(i + 1) <= finished.scores.min(axis=1)
+            closed |= closes
         return i + 1, live, finished, cache, closed, steps
 
     i, live, finished, _, closed, steps = jax.lax.while_loop(
@@ -238,21 +247,6 @@ def _search(
     best = _best(finished, Beams(live.tokens, live.logs / rules.penalty(i)))
     best = jax.tree.map(lambda a: a[:, : rules.kept], _where(closed, finished, best))
     return best, None if steps is None else steps._replace(done=i)
-
-
-def _closes(
-    live: _Live, finished: Beams, rules: Search, length: jax.Array, longest: int
-) -> jax.Array:
-    """Which rows [B] end, after a step to texts of `length` of at most `longest` tokens."""
-    best = live.logs.max(axis=1)  # [B]
-    if rules.early_stopping == "never":
-        # A log-probability only falls, and is divided by penalty(longest) at most: this is the
-        # best score that a live text can still reach.
-        return best / rules.penalty(longest) <= finished.scores[:, rules.kept - 1]
-    is_full = jnp.isfinite(finished.scores).all(axis=1)
-    if rules.early_stopping:
-        return is_full
-    return is_full & (best / rules.penalty(length) <= finished.scores.min(axis=1))
 
 
 def _where(rows: jax.Array, left: Beams, right: Beams) -> Beams:

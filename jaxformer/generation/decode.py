@@ -24,7 +24,7 @@ from jaxformer.generation.prompts import capacity, read_rows, rung
 from jaxformer.generation.sampling import Sampling, draw, sampling_key
 from jaxformer.generation.stop_strings import StopStrings, TokenBytes
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
-from jaxformer.generation.weights import has_int8, prepared, prompt_weights
+from jaxformer.generation.weights import has_int8, prepared
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
@@ -195,7 +195,8 @@ def start(
         )
     slots = rung(tokens.shape[1] + max_new_tokens + spare, config.max_length)
     limit = np.int32(max_new_tokens)
-    weights = prompt_weights(params, config)
+    # Prepared weights lack the prompt of a source.
+    weights = params if "virtual" in params else prepared(params, config)
     stream = _prefill(weights, config, slots, (tokens, segments), source_rows, key, limit)
     if not isinstance(stream.logits, jax.core.Tracer) and bool(jnp.isnan(stream.logits).any()):
         raise ConfigError(

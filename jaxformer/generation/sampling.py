@@ -18,10 +18,10 @@ from jaxformer.generation.token_rules import (
     apply_rules,
     are_ids,
     are_words,
-    check_values,
     is_end,
     is_function,
     number_from,
+    rules_of,
     tempered,
     whole_from,
 )
@@ -91,7 +91,13 @@ class TextRules:
     ] = None
 
     def __post_init__(self) -> None:
-        check_values(self)
+        messages = []
+        for name, row in rules_of(type(self)).items():
+            value = getattr(self, name)
+            if not row.values.allowed(value):
+                messages.append(f"{name}={value!r} must be {row.values.words}")
+        if messages:
+            raise ConfigError("; ".join(messages))
 
 
 @dataclass(frozen=True)

@@ -51,16 +51,11 @@ def score(
     segments = inputs.get("segment_ids")
     segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments)
     follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
-    following = _scores_of(logits[:, :-1], tokens[:, 1:], follows, top)
-    # Each array begins with the first tokens, which nothing predicts.
-    return jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (1, 0), *[(0, 0)] * (a.ndim - 2))), following)
-
-
-def _scores_of(logits: jax.Array, targets: jax.Array, is_scored: jax.Array, top: int) -> Scores:
-    """The scores of targets [B, T] by the logits [B, T, V] of their positions."""
     if not 0 <= top <= logits.shape[-1]:
         raise ConfigError(f"top={top} must be from 0 to the {logits.shape[-1]} tokens there are.")
-    logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    log_probs = jnp.take_along_axis(logs, targets[..., None], axis=-1)[..., 0]
+    logs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32), axis=-1)
+    log_probs = jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1)[..., 0]
     best, ids = jax.lax.top_k(logs, top)
-    return Scores(jnp.where(is_scored, log_probs, 0.0), is_scored, ids.astype(jnp.int32), best)
+    following = Scores(jnp.where(follows, log_probs, 0.0), follows, ids.astype(jnp.int32), best)
+    # Each array begins with the first tokens, which nothing predicts.
+    return jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (1, 0), *[(0, 0)] * (a.ndim - 2))), following)

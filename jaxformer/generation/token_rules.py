@@ -71,17 +71,6 @@ def is_used(settings: Any, name: str) -> bool:
     return getattr(settings, name) != getattr(type(settings), name)
 
 
-def check_values(settings: Any) -> None:
-    """Raises ConfigError with one message for all values that are out of range."""
-    messages = []
-    for name, row in rules_of(type(settings)).items():
-        value = getattr(settings, name)
-        if not row.values.allowed(value):
-            messages.append(f"{name}={value!r} must be {row.values.words}")
-    if messages:
-        raise ConfigError("; ".join(messages))
-
-
 def number_from(low: float, high: float, *besides: float) -> Callable[[Any], bool]:
     """Whether a value is a number of this range, but none of those `besides`."""
 

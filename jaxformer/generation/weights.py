@@ -11,16 +11,7 @@ from flax import struct
 
 from jaxformer.adapters.output_major_codes import Int8Head, OutputMajorNF4
 from jaxformer.adapters.quantized import Int8Weight, NF4Weight
-from jaxformer.arrays.params import (
-    Params,
-    RowGroups,
-    Spec,
-    contract,
-    dotted,
-    is_custom,
-    lookup,
-    rows,
-)
+from jaxformer.arrays.params import Params, RowGroups, contract, dotted, is_custom, lookup, rows
 from jaxformer.arrays.sharding import Axes, explicit_axes, platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.head import matrix_path
@@ -104,12 +95,6 @@ def _has_turned_head(params: Params, config: ModelConfig) -> bool:
     return is_int8 and in_float32 and platform() == "cpu" and not explicit_axes()
 
 
-def prompt_weights(params: Params, config: ModelConfig) -> Params:
-    """The weights with which a prompt is read: those of `prepared`, or where there are virtual
-    tokens the params as they are, since prepared weights lack the prompt of a source."""
-    return params if "virtual" in params else prepared(params, config)
-
-
 def has_int8(weights: Params) -> bool:
     """Whether some weights are codes of int8; not under a transform of JAX, within which a program
     has no options of its own."""
@@ -159,7 +144,7 @@ def _prepare(params: Params, config: ModelConfig) -> Params:
     if _is_looped(params, config):
         return _others(params, config) | {"blocks": blocks}
     if "virtual" in params:
-        blocks = _with_leading_keys(params, config)["blocks"]
+        blocks = jax.jit(with_leading_keys, static_argnums=1)(params, config)["blocks"]
     stacks = stacks_of(blocks)
     counts = [len(jax.tree.leaves(stacked)[0]) for stacked in stacks]
     layers = [
@@ -167,11 +152,6 @@ def _prepare(params: Params, config: ModelConfig) -> Params:
         for p, i in layer_order(counts)
     ]
     return _others(params, config) | {"blocks": layers}
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _with_leading_keys(params: Params, config: ModelConfig) -> Params:
-    return with_leading_keys(params, config)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -190,21 +170,14 @@ def _others(params: Params, config: ModelConfig) -> Params:
 def _layer(stacked: Params, index: np.int32, config: ModelConfig, prefix: str) -> Params:
     """A layer of a stack, as the decode loop reads it. One program serves all layers: one for the
     whole stack takes three seconds to compile for 30 layers. `prefix` is that of the stack in the
-    table of the blocks."""
+    table of the blocks.
+
+    The outputs of each matrix come before its inputs: on a CPU of arrays, elsewhere of NF4 weights.
+    """
     layer = jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked
     )
-    return _output_major(_cast(layer, config), rows(specs(config)["blocks"]), prefix)
-
-
-def _cast(params: Params, config: ModelConfig) -> Params:
-    dtype = compute_dtype(config)
-    return jax.tree.map(lambda w: w.astype(dtype), params, is_leaf=is_custom)  # type: ignore[no-any-return]
-
-
-def _output_major(layer: Params, table: dict[str, Spec], prefix: str) -> Params:
-    """A layer with the outputs of each matrix before its inputs: on a CPU of arrays, elsewhere of
-    NF4 weights."""
+    table = rows(specs(config)["blocks"])
     turned_kinds = (jax.Array,) if platform() == "cpu" else (NF4Weight,)
 
     def turned(path: Any, leaf: Any) -> Any:
@@ -219,4 +192,10 @@ def _output_major(layer: Params, table: dict[str, Spec], prefix: str) -> Params:
             return OutputMajorNF4.of(leaf, n)
         return OutputMajor(jnp.moveaxis(leaf, range(n), range(-n, 0)), n)
 
+    layer = _cast(layer, config)
     return jax.tree.map_with_path(turned, layer, is_leaf=is_custom)  # type: ignore[no-any-return]
+
+
+def _cast(params: Params, config: ModelConfig) -> Params:
+    dtype = compute_dtype(config)
+    return jax.tree.map(lambda w: w.astype(dtype), params, is_leaf=is_custom)  # type: ignore[no-any-return]

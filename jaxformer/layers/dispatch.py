@@ -215,17 +215,6 @@ def _names(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
-def _gathered(leaf: Any, sharding: Any) -> Any:
-    """A weight of a device, gathered along the axes of the mesh that divide `embed`."""
-    if is_custom(leaf):
-        return leaf
-    for axis, entry in enumerate(sharding):
-        names = tuple(name for name in _names(entry) if name in PARAMETERS["embed"])
-        if names and axis > 0:
-            leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
-    return leaf
-
-
 def sends_rows(k: int, devices: int) -> bool:
     """Whether rows travel, and not tokens, where so many devices have different tokens and
     experts."""
@@ -254,7 +243,15 @@ def _on_device(
     arrays = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
     tokens = RoutedTokens(*arrays)
     if division.weights is not None:
-        weights = {name: _gathered(leaf, division.weights[name]) for name, leaf in weights.items()}
+        whole = {}
+        for name, leaf in weights.items():
+            # Arrays are gathered along the axes of the mesh that divide `embed`.
+            for axis, entry in enumerate(() if is_custom(leaf) else division.weights[name]):
+                along = tuple(one for one in _names(entry) if one in PARAMETERS["embed"])
+                if along and axis > 0:
+                    leaf = jax.lax.all_gather(leaf, along, axis=axis, tiled=True)
+            whole[name] = leaf
+        weights = whole
     for name in division.added_once:
         weights[name] = weights[name] * (jax.lax.axis_index(division.width) == 0)
     n, k = tokens.experts.shape

@@ -93,11 +93,6 @@ def _to_heads(x: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
 
 
-def _to_tokens(x: jax.Array) -> jax.Array:
-    """The inverse of `_to_heads`."""
-    return jax.lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
-
-
 def mask_of_device(
     mask: AttentionMask,
     sides: tuple[TokenLayout, TokenLayout],
@@ -145,7 +140,10 @@ def on_each_device(
         q = _to_heads(q) if exchanges else q
         k, v = (_to_heads(x) if exchanges_keys else x for x in (k, v))
         out = run(q, k, v, mask_of_device(mask, sides, sinks, bias))
-        return _to_tokens(out) if exchanges else out
+        if not exchanges:
+            return out
+        # The inverse of `_to_heads`.
+        return jax.lax.all_to_all(out, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
 
     by_rows, per_head = PartitionSpec(batch), PartitionSpec(heads)
     # The kernels do not declare along which axes their results vary, so that is not checked.

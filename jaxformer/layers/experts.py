@@ -95,7 +95,12 @@ def route(
     if config.router_bias == "balanced":
         select = scores + jax.lax.stop_gradient(params["router_bias"]).astype(jnp.float32)
     if config.router_groups > 1:
-        select = _in_top_groups(select, config.router_groups, config.router_top_groups)
+        # Only the groups with the highest sums of their two best scores (arXiv:2412.19437).
+        of_group = select.reshape(*select.shape[:-1], config.router_groups, -1)
+        best, _ = jax.lax.top_k(of_group, min(2, of_group.shape[-1]))
+        _, chosen = jax.lax.top_k(best.sum(-1), config.router_top_groups)  # [B, T, top]
+        allowed = (chosen[..., None] == jnp.arange(config.router_groups)).any(-2)  # [B, T, G]
+        select = jnp.where(allowed[..., None], of_group, -jnp.inf).reshape(select.shape)
     _, experts = jax.lax.top_k(jax.lax.stop_gradient(select), k)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.router_renormalize:
@@ -106,19 +111,16 @@ def route(
     experts = jnp.where(real[..., None], experts, number)
     kept = experts
     if config.expert_capacity and capped:
-        kept = _within_capacity(experts, number, capacity_of(config, x.shape[1]))
+        # The first choices of all tokens of a row come before the second ones, in their order.
+        b, t, _ = experts.shape
+        in_order = experts.swapaxes(1, 2).reshape(b, k * t)
+        one_hot = in_order[..., None] == jnp.arange(number)  # [B, K T, E]
+        before = jnp.cumsum(one_hot, axis=1, dtype=jnp.int32) - 1
+        position = jnp.where(one_hot, before, 0).sum(-1)
+        kept = jnp.where(position < capacity_of(config, t), in_order, number)
+        kept = kept.reshape(b, k, t).swapaxes(1, 2)
     aux = _router_aux(params, config, logits, scores, experts, kept, real)
     return Routes(kept, weights), aux
-
-
-def _in_top_groups(select: jax.Array, groups: int, top: int) -> jax.Array:
-    """Scores [B, T, E] with -inf for the experts outside of the groups with the highest sums of
-    their two best scores (arXiv:2412.19437)."""
-    of_group = select.reshape(*select.shape[:-1], groups, -1)
-    best, _ = jax.lax.top_k(of_group, min(2, of_group.shape[-1]))
-    _, chosen = jax.lax.top_k(best.sum(-1), top)  # [B, T, top]
-    allowed = (chosen[..., None] == jnp.arange(groups)).any(-2)  # [B, T, G]
-    return jnp.where(allowed[..., None], of_group, -jnp.inf).reshape(select.shape)
 
 
 def capacity_of(config: ModelConfig, length: int) -> int:
@@ -133,18 +135,6 @@ def capacity_of(config: ModelConfig, length: int) -> int:
             " none."
         )
     return capacity
-
-
-def _within_capacity(experts: jax.Array, number: int, capacity: int) -> jax.Array:
-    """The experts [B, T, K] with E in place of those that have `capacity` tokens of the row before:
-    the first choices of all tokens come before the second ones, in the order of the tokens."""
-    b, t, k = experts.shape
-    in_order = experts.swapaxes(1, 2).reshape(b, k * t)
-    one_hot = in_order[..., None] == jnp.arange(number)  # [B, K T, E]
-    before = jnp.cumsum(one_hot, axis=1, dtype=jnp.int32) - 1
-    position = jnp.where(one_hot, before, 0).sum(-1)
-    kept = jnp.where(position < capacity, in_order, number)
-    return kept.reshape(b, k, t).swapaxes(1, 2)
 
 
 def _router_aux(

@@ -146,7 +146,28 @@ class KernelRow:
 
     def serves(self, mask: AttentionMask, heads: int) -> bool:
         """Whether the kernel can serve a call of so many query heads."""
-        return not self.lacks & _needs_of_call(mask, heads).features()
+        sides = (mask.queries, mask.keys)
+        lengths = tuple(side.positions.shape[-1] for side in sides)
+        segments = 0.0
+        if any(side.segments is not None for side in sides):
+            segments = mask.max_segments or math.inf
+        is_ordered = mask.balanced or all(side.ordered for side in sides)
+        rate, key = mask.dropout
+        needs = Needs(
+            lengths=lengths,
+            exchanges=tuple(exchange_of(length, heads) for length in lengths),
+            context=free_axes().get(CONTEXT, 1),
+            segments=segments,
+            causal=mask.causal,
+            window=mask.window,
+            leading=mask.leading,
+            has_dropout=bool(rate) and key is not None,
+            is_biased=mask.scoring.bias is not None,
+            has_soft_cap=bool(mask.scoring.soft_cap),
+            has_sinks=mask.scoring.sinks is not None,
+            own_positions=mask.causal and not is_ordered,
+        )
+        return not self.lacks & needs.features()
 
 
 # Features that not every kernel has, and why a run that needs one cannot use a kernel without it.
@@ -177,30 +198,6 @@ FEATURES = {
 EVERY = frozenset({"positions", "dropout", "leading", "divided queries"})
 CUDNN = EVERY | {"many segments", "window to both sides", "wide values"}
 CUDNN |= {"biased texts", "biased window", "biased odd length", "soft-cap", "sinks"}
-
-
-def _needs_of_call(mask: AttentionMask, heads: int) -> Needs:
-    sides = (mask.queries, mask.keys)
-    lengths = tuple(side.positions.shape[-1] for side in sides)
-    segments = 0.0
-    if any(side.segments is not None for side in sides):
-        segments = mask.max_segments or math.inf
-    is_ordered = mask.balanced or all(side.ordered for side in sides)
-    rate, key = mask.dropout
-    return Needs(
-        lengths=lengths,
-        exchanges=tuple(exchange_of(length, heads) for length in lengths),
-        context=free_axes().get(CONTEXT, 1),
-        segments=segments,
-        causal=mask.causal,
-        window=mask.window,
-        leading=mask.leading,
-        has_dropout=bool(rate) and key is not None,
-        is_biased=mask.scoring.bias is not None,
-        has_soft_cap=bool(mask.scoring.soft_cap),
-        has_sinks=mask.scoring.sinks is not None,
-        own_positions=mask.causal and not is_ordered,
-    )
 
 
 def _cudnn_device(case: Case) -> str:

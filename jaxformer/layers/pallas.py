@@ -176,6 +176,7 @@ def _splash_kernel(
     """The kernel for so many heads, and for queries and keys of these numbers, of which each of
     `devices` has a part of the queries."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     rows, keys = shape
     limits = blocks_for("tpu", keys, mask.window)
@@ -192,8 +193,15 @@ def _splash_kernel(
         block_q_dq=queries,
         block_kv_dq=seen_keys,
     )
+    # The mask of positions, which for the kernel are the index in the row.
+    seen: Any = masks.FullMask(shape)
+    if mask.causal or mask.window:
+        back = mask.window - 1 if mask.window else None
+        seen = _band()(shape, (back, 0 if mask.causal else back), offset=0)
+        if mask.balanced:
+            seen.q_sequence = balanced_index(rows, devices)
     return kernels.make_splash_mha(
-        _splash_mask(heads, shape, mask, devices),
+        masks.MultiHeadMask([seen] * heads),
         block_sizes=blocks,
         attn_logits_soft_cap=mask.scoring.soft_cap or None,
         residual_checkpoint_name="attention",
@@ -219,20 +227,6 @@ def _band() -> Any:
             return allowed
 
     return Band
-
-
-def _splash_mask(heads: int, shape: tuple[int, int], mask: AttentionMask, devices: int) -> Any:
-    """The mask of positions, which for the kernel are the index in the row."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    if not mask.causal and not mask.window:
-        return masks.MultiHeadMask([masks.FullMask(shape)] * heads)
-
-    back = mask.window - 1 if mask.window else None
-    band = _band()(shape, (back, 0 if mask.causal else back), offset=0)
-    if mask.balanced:
-        band.q_sequence = balanced_index(shape[0], devices)
-    return masks.MultiHeadMask([band] * heads)
 
 
 def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -261,35 +255,27 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
     ids = None
     if any(side.segments is not None for side in (mask.queries, mask.keys)):
         ids = kernels.SegmentIds(*(side_ids[:, None] for side_ids in segment_ids(mask)))
+    limits = blocks_for("flash", k.shape[1])
+    of_queries, of_keys = _dividing(q.shape[1], limits.queries), _dividing(k.shape[1], limits.keys)
+    blocks = kernels.BlockSizes(
+        block_q=of_queries,
+        block_k_major=of_keys,
+        block_k=of_keys,
+        block_b=1,
+        block_q_major_dkv=of_queries,
+        block_k_major_dkv=of_keys,
+        block_k_dkv=of_keys,
+        block_q_dkv=of_queries,
+        block_k_major_dq=of_keys,
+        block_k_dq=of_keys,
+        block_q_dq=of_queries,
+    )
     kernel = functools.partial(
-        kernels.flash_attention,
-        causal=mask.causal,
-        sm_scale=scale,
-        block_sizes=_flash_blocks(q.shape[1], k.shape[1]),
+        kernels.flash_attention, causal=mask.causal, sm_scale=scale, block_sizes=blocks
     )
     of_row = jax.vmap(_keeping_output(kernel), in_axes=(0, 0, 0, bias_axis, 0))
     out = jnp.swapaxes(of_row(queries, *repeated, bias, ids)[:, 0], 1, 2)
     return out if ids is None else jnp.where(sees_any(mask)[..., None, None], out, 0)
-
-
-def _flash_blocks(rows: int, keys: int) -> Any:
-    from jax.experimental.pallas.ops.tpu import flash_attention as kernels
-
-    limits = blocks_for("flash", keys)
-    queries, seen_keys = _dividing(rows, limits.queries), _dividing(keys, limits.keys)
-    return kernels.BlockSizes(
-        block_q=queries,
-        block_k_major=seen_keys,
-        block_k=seen_keys,
-        block_b=1,
-        block_q_major_dkv=queries,
-        block_k_major_dkv=seen_keys,
-        block_k_dkv=seen_keys,
-        block_q_dkv=queries,
-        block_k_major_dq=seen_keys,
-        block_k_dq=seen_keys,
-        block_q_dq=queries,
-    )
 
 
 def _keeping_output(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -89,28 +89,22 @@ def flops_per_token(
     source_length = source_length or length
     # Source tokens per target token.
     share = source_length / length
-    total = sum(matrix_flops(config, share, table or specs(config)).values())
-    total += score_flops(config, length, source_length)
-    if reference:
-        total += flops_per_token(config, length, source_length) / 3
-    return round(total)
-
-
-def matrix_flops(config: ModelConfig, share: float, table: Specs) -> dict[str, float]:
-    """The FLOPs in `flops_per_token` of each matrix of a table, by its path; those of a tied output
-    layer are at the path of the embedding. `share` is the number of source tokens per token."""
-    flops, leaves = {}, rows(table)
-    for path, spec in leaves.items():
+    leaves = rows(table or specs(config))
+    total = 0.0
+    for spec in leaves.values():
         if spec.is_matrix and not spec.lookup:
             passes = 1.0 if spec.trainable else 2 / 3
-            flops[path] = 6 * passes * spec.active * math.prod(spec.shape)
-            flops[path] *= share if spec.reads == "source" else 1
+            flops = 6 * passes * spec.active * math.prod(spec.shape)
+            total += flops * (share if spec.reads == "source" else 1)
     if is_tied(config):
         # With an adapter on the embedding, this path is not a leaf.
         embedding = leaves.get("embed.tokens")
         passes = 1.0 if embedding is not None and embedding.trainable else 2 / 3
-        flops["embed.tokens"] = 6 * passes * config.vocab_size * config.embedded_width
-    return flops
+        total += 6 * passes * config.vocab_size * config.embedded_width
+    total += score_flops(config, length, source_length)
+    if reference:
+        total += flops_per_token(config, length, source_length) / 3
+    return round(total)
 
 
 def block_arrays(layer: ModelConfig, stack: Stack, sizes: Sizes) -> list[StoredArray]:

@@ -47,7 +47,9 @@ def quantize(params: Params, kind: str) -> Params:
             )
         if name in token_rows:
             return quantized_leaf(name, weight, token_rows[name], kind)
-        spec = specs_of_block.get(_within_block(names))
+        # After "blocks" may stand the position in a repeating pattern.
+        inside = names[names.index("blocks") + 1 :]
+        spec = specs_of_block.get(".".join(inside[inside[0].isdecimal() :]))
         # A vector [L, D] of each layer that our blocks lack, such as one of a user's own norm.
         if spec is None and weight.ndim <= 2:
             return weight
@@ -142,9 +144,3 @@ def _block_rows() -> dict[str, Spec]:
     latent = ModelConfig(mixer="latent", kv_rank=2, query_rank=2, rope_head_dim=2, bias="all")
     table = rows(block_specs(latent)) | rows(block_specs(experts))
     return table | rows(block_specs(dense, cross=True))
-
-
-def _within_block(names: list[str]) -> str:
-    """The path of a leaf in its block, after "blocks" and the position in a repeating pattern."""
-    inside = names[names.index("blocks") + 1 :]
-    return ".".join(inside[inside[0].isdecimal() :])

@@ -40,15 +40,6 @@ def kept_points(config: ModelConfig) -> tuple[str, ...]:
 def recomputed(layer: Callable[..., Any], config: ModelConfig, scanned: bool) -> Callable[..., Any]:
     """The layer under the policy of its config. Outside of a scan, the compiler must be kept from
     merging the second computation with the first (`prevent_cse`)."""
-
-    def named(x: jax.Array, *arguments: Any) -> Any:
-        return layer(checkpoint_name(x, "input"), *arguments)
-
-    run = named if "input" in names_of(config.offload) else layer
-    return jax.checkpoint(run, policy=_policy(config), prevent_cse=not scanned)
-
-
-def _policy(config: ModelConfig) -> Callable[..., Any]:
     policies, offloaded = jax.checkpoint_policies, names_of(config.offload)
     names = list(kept_points(config))
     if offloaded:
@@ -57,20 +48,24 @@ def _policy(config: ModelConfig) -> Callable[..., Any]:
                 f"model.offload={config.offload!r} moves activations from an accelerator to its"
                 " host, and this is a CPU: leave it empty."
             )
-        named = policies.save_and_offload_only_these_names(
+        saved = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=names,
             names_which_can_be_offloaded=list(offloaded),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        named = policies.save_only_these_names(*names)
+        saved = policies.save_only_these_names(*names)
     if config.remat == "dots":
-        named = policies.save_from_both_policies(named, policies.dots_with_no_batch_dims_saveable)
+        saved = policies.save_from_both_policies(saved, policies.dots_with_no_batch_dims_saveable)
 
     fused = FUSED if "attention" in names else ()
 
     def policy(primitive: Any, *values: Any, **parameters: Any) -> Any:
-        return primitive.name in fused or named(primitive, *values, **parameters)
+        return primitive.name in fused or saved(primitive, *values, **parameters)
 
-    return policy
+    def named(x: jax.Array, *arguments: Any) -> Any:
+        return layer(checkpoint_name(x, "input"), *arguments)
+
+    run = named if "input" in offloaded else layer
+    return jax.checkpoint(run, policy=policy, prevent_cse=not scanned)

@@ -29,12 +29,61 @@ def with_virtual(
     params: Params, config: ModelConfig, inputs: Inputs, key: jax.Array | None = None
 ) -> tuple[Params, Inputs]:
     """The params and inputs that a family reads instead of params with virtual tokens: layers with
-    leading keys, or a source that begins with the prompt."""
+    leading keys, or a source that begins with the prompt.
+
+    Each row of such a source has a copy of the P tokens of the prompt for each of the n segments
+    that a row may have, and then its S tokens. Copies for segments that a row does not have are
+    padding.
+    """
     prompt = params["virtual"].get("prompt")
     params = with_leading_keys(params, config, key)
     if prompt is None or config.family != "encoder_decoder":
         return params, inputs
-    return _with_prompt(params, config, inputs, prompt)
+    source, layout = inputs.source, inputs.source_layout
+    # In later calls of generation the source is in the cache.
+    if source is None or layout is None:
+        return params, inputs
+    tokens, rows = len(prompt), layout.positions.shape[0]
+    # The static maximum of the number of segments in a row of a source.
+    segments = 1
+    if isinstance(layout.segments, jax.core.Tracer):
+        if not config.max_segments:
+            raise ConfigError(
+                "a prompt in an encoder-decoder is read once for each segment of a source, and"
+                " under jax.jit source_segment_ids are not known: set model.max_segments to the"
+                " most that a row has (1 where they only mark padding)."
+            )
+        segments = config.max_segments
+    elif layout.segments is not None:
+        segments = max(int(layout.segments.max()), 1)
+    in_prompt = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), segments)  # [n P]
+
+    def for_all_rows(values: jax.Array) -> jax.Array:
+        """[n P] -> [B, n P]"""
+        repeated = jnp.broadcast_to(values, (rows, len(in_prompt)))
+        return constrain(repeated, ("batch", "sequence"))
+
+    prompt_ids = in_prompt - tokens  # [n P], of -P .. -1
+    positions, ids = for_all_rows(in_prompt), for_all_rows(prompt_ids)
+    segment_ids = None
+    if layout.segments is not None:
+        numbers = jnp.arange(1, segments + 1, dtype=jnp.int32)  # [n]
+        present = (layout.segments[:, :, None] == numbers).any(1)  # [B, n]
+        prompt_segments = jnp.repeat(jnp.where(present, numbers, 0), tokens, axis=1)  # [B, n P]
+        segment_ids = jnp.concatenate([prompt_segments, layout.segments], axis=1)  # [B, n P + S]
+    with_prompt = TokenLayout(
+        jnp.concatenate([positions, layout.positions + tokens], axis=1),
+        segment_ids,
+        # With segments, the prompt of one segment is not next to its text.
+        ordered=layout.ordered and segment_ids is None,
+    )
+    source = jnp.concatenate([ids, source], axis=1)
+    encoder = params["encoder"]
+    tables = params["embed"] | encoder.get("embed", {})
+    prompted = {"tokens": PromptedTable(tables["tokens"], prompt)}
+    encoder = encoder | {"embed": encoder.get("embed", {}) | prompted}
+    inputs = replace(inputs, source=source, source_layout=with_prompt)
+    return params | {"encoder": encoder}, inputs
 
 
 def with_leading_keys(params: Params, config: ModelConfig, key: jax.Array | None = None) -> Params:
@@ -119,60 +168,3 @@ class PromptedTable:
 
     def astype(self, dtype: Any) -> "PromptedTable":
         return PromptedTable(self.weight.astype(dtype), self.prompt.astype(dtype))
-
-
-def _with_prompt(
-    params: Params, config: ModelConfig, inputs: Inputs, prompt: jax.Array
-) -> tuple[Params, Inputs]:
-    """The params and inputs of an encoder-decoder whose source begins with the prompt: each row has
-    a copy of the P tokens of the prompt for each of the n segments that a row may have, and then
-    its S tokens. Copies for segments that a row does not have are padding."""
-    source, layout = inputs.source, inputs.source_layout
-    # In later calls of generation the source is in the cache.
-    if source is None or layout is None:
-        return params, inputs
-    tokens, rows = len(prompt), layout.positions.shape[0]
-    segments = _segments_of_source(config, layout.segments)
-    in_prompt = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), segments)  # [n P]
-
-    def for_all_rows(values: jax.Array) -> jax.Array:
-        """[n P] -> [B, n P]"""
-        repeated = jnp.broadcast_to(values, (rows, len(in_prompt)))
-        return constrain(repeated, ("batch", "sequence"))
-
-    prompt_ids = in_prompt - tokens  # [n P], of -P .. -1
-    positions, ids = for_all_rows(in_prompt), for_all_rows(prompt_ids)
-    segment_ids = None
-    if layout.segments is not None:
-        numbers = jnp.arange(1, segments + 1, dtype=jnp.int32)  # [n]
-        present = (layout.segments[:, :, None] == numbers).any(1)  # [B, n]
-        prompt_segments = jnp.repeat(jnp.where(present, numbers, 0), tokens, axis=1)  # [B, n P]
-        segment_ids = jnp.concatenate([prompt_segments, layout.segments], axis=1)  # [B, n P + S]
-    with_prompt = TokenLayout(
-        jnp.concatenate([positions, layout.positions + tokens], axis=1),
-        segment_ids,
-        # With segments, the prompt of one segment is not next to its text.
-        ordered=layout.ordered and segment_ids is None,
-    )
-    source = jnp.concatenate([ids, source], axis=1)
-    encoder = params["encoder"]
-    tables = params["embed"] | encoder.get("embed", {})
-    prompted = {"tokens": PromptedTable(tables["tokens"], prompt)}
-    encoder = encoder | {"embed": encoder.get("embed", {}) | prompted}
-    inputs = replace(inputs, source=source, source_layout=with_prompt)
-    return params | {"encoder": encoder}, inputs
-
-
-def _segments_of_source(config: ModelConfig, segments: jax.Array | None) -> int:
-    """The static maximum of the number of segments in a row of a source."""
-    if segments is None:
-        return 1
-    if not isinstance(segments, jax.core.Tracer):
-        return max(int(segments.max()), 1)
-    if not config.max_segments:
-        raise ConfigError(
-            "a prompt in an encoder-decoder is read once for each segment of a source, and under"
-            " jax.jit source_segment_ids are not known: set model.max_segments to the most that a"
-            " row has (1 where they only mark padding)."
-        )
-    return config.max_segments

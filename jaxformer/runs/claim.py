@@ -42,7 +42,32 @@ def claimed(folder: Path, name: str) -> Iterator[None]:
         "machine": _machine(),
         "id": uuid.uuid4().hex,
     }
-    _take(path, record, name)
+    first, began = "", time.monotonic()
+    while not _put(path, record):
+        holder = _read(path)
+        if not holder:
+            continue  # it was removed in between
+        if _is_left(holder) or time.monotonic() - began > LEFT_AFTER:
+            _remove(path)
+            if _put(path, record):
+                time.sleep(SETTLING)
+                if _read(path).get("id") == record["id"]:
+                    break
+            continue
+        holding = f"{holder.get('id')} {holder.get('renewed')}"
+        by = f"process {holder.get('pid')} on {holder.get('host')}"
+        if first and holding != first:
+            raise ConfigError(
+                f"{name} is in use by another process: {by} holds {path}. Wait for it, or choose"
+                " another run.dir."
+            )
+        if not first:
+            warnings.warn(
+                f"{by} claims {name}: waiting up to {LEFT_AFTER:g} s for whether it renews {path}.",
+                stacklevel=3,
+            )
+        first = holding
+        time.sleep(RENEWAL / 4)
     released = threading.Event()
     thread = threading.Thread(target=_renew, args=(path, record, released), daemon=True)
     thread.start()
@@ -61,35 +86,6 @@ def is_claimed(folder: Path) -> bool:
     where that cannot be read."""
     record = _read(folder / CLAIM)
     return bool(record) and not _is_left(record)
-
-
-def _take(path: Path, record: dict[str, Any], name: str) -> None:
-    first, began = "", time.monotonic()
-    while not _put(path, record):
-        holder = _read(path)
-        if not holder:
-            continue  # it was removed in between
-        if _is_left(holder) or time.monotonic() - began > LEFT_AFTER:
-            _remove(path)
-            if _put(path, record):
-                time.sleep(SETTLING)
-                if _read(path).get("id") == record["id"]:
-                    return
-            continue
-        holding = f"{holder.get('id')} {holder.get('renewed')}"
-        by = f"process {holder.get('pid')} on {holder.get('host')}"
-        if first and holding != first:
-            raise ConfigError(
-                f"{name} is in use by another process: {by} holds {path}. Wait for it, or choose"
-                " another run.dir."
-            )
-        if not first:
-            warnings.warn(
-                f"{by} claims {name}: waiting up to {LEFT_AFTER:g} s for whether it renews {path}.",
-                stacklevel=4,
-            )
-        first = holding
-        time.sleep(RENEWAL / 4)
 
 
 def _put(path: Path, record: dict[str, Any]) -> bool:

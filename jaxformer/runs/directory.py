@@ -34,7 +34,7 @@ from jaxformer.runs.claim import claimed
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
-ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
+ROLLBACKS = "rollbacks.json"  # of `runs.states`
 DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run directory
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
@@ -79,7 +79,13 @@ def lock(run_dir: str, restart: bool) -> Iterator[None]:
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        lock_file = _opened(folder / LOCK)
+        # A link is not followed, and nothing that is there is changed.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(folder / LOCK, flags, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, f"{LOCK} is not a regular file")
+        lock_file = os.fdopen(descriptor, "r+")
     except OSError as error:
         raise ConfigError(
             f"{name} cannot be written ({error.strerror}): choose another run.dir."
@@ -95,8 +101,15 @@ def lock(run_dir: str, restart: bool) -> Iterator[None]:
             _prepare(folder, restart)
             yield
         finally:
-            if missing:
-                _remove_empty(folder, missing)
+            is_empty = {entry.name for entry in folder.iterdir()} <= {LOCK, "checkpoints"}
+            if missing and is_empty:
+                # A folder of checkpoints that is not empty stays.
+                with contextlib.suppress(OSError):
+                    if (folder / "checkpoints").exists():
+                        (folder / "checkpoints").rmdir()
+                    (folder / LOCK).unlink()
+                    for path in missing:
+                        path.rmdir()
 
 
 def _prepare(folder: Path, restart: bool) -> None:
@@ -107,16 +120,6 @@ def _prepare(folder: Path, restart: bool) -> None:
         require_no_links(folder)
         if (folder / "metrics.jsonl").is_file() and not any(folder.glob("checkpoints/*")):
             require_checkpoints(folder)
-
-
-def _opened(path: Path) -> Any:
-    """The lock file, which is made where it is missing. A link is not followed, and nothing that is
-    there is changed."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{path} is not a regular file")
-    return os.fdopen(descriptor, "r+")
 
 
 def require_no_links(folder: Path) -> None:
@@ -136,18 +139,6 @@ def require_no_links(folder: Path) -> None:
             " written; nothing was changed. Put the directory itself there, or choose another"
             " run.dir. To keep a run on another disk, name a directory there as run.dir."
         )
-
-
-def _remove_empty(folder: Path, missing: list[Path]) -> None:
-    """Removes the directories that `lock` has made, where nothing was written there."""
-    if {entry.name for entry in folder.iterdir()} <= {LOCK, "checkpoints"}:
-        # A folder of checkpoints that is not empty stays.
-        with contextlib.suppress(OSError):
-            if (folder / "checkpoints").exists():
-                (folder / "checkpoints").rmdir()
-            (folder / LOCK).unlink()
-            for path in missing:
-                path.rmdir()
 
 
 def check_config(run: RunConfig) -> None:
@@ -230,11 +221,6 @@ def claim(run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
 def profile_dir(run_dir: str) -> Path:
     """Where a run keeps the trace of run.profile."""
     return located(run_dir) / "profile"
-
-
-def is_begun(run_dir: str) -> bool:
-    """Whether the run directory belongs to the config of an earlier command."""
-    return (located(run_dir) / "config.json").is_file()
 
 
 def release(run_dir: str) -> None:

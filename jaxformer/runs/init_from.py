@@ -3,7 +3,6 @@ be new."""
 
 import contextlib
 import dataclasses
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,16 +19,10 @@ from jaxformer.files import ConfigError
 from jaxformer.models.adapt import quantization_of
 from jaxformer.models.transformer import OF_OBJECTIVE
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.models.upcycling import (
-    check_upcycling,
-    dense_of,
-    is_upcycled,
-    upcycle,
-    upcycled_text,
-)
+from jaxformer.models.upcycling import dense_of, is_upcycled, upcycle
 from jaxformer.runs.added_tokens import new_rows_of, with_new_rows
 from jaxformer.runs.config import OWN
-from jaxformer.runs.loading import labels_of, load_base, run_of
+from jaxformer.runs.loading import load_base, run_of
 from jaxformer.runs.objectives import objective_specs
 from jaxformer.tokenizer import Tokenizer
 
@@ -51,7 +44,18 @@ def check_base(model: ModelConfig, adapter: AdapterConfig, base: str) -> None:
         _check_trunk(model, base_model, base)
         return
     _check_trunk(dense_of(model), base_model, base)
-    check_upcycling(model, base)
+    if model.expert_width != model.ff_width:
+        raise ConfigError(
+            f"model.expert_ff={model.expert_ff} is not {model.ff_width}, the width of the dense"
+            f" feed-forward of run.init_from={base!r}, of which each expert is a copy: set it to"
+            f" {model.ff_width}, or to 0, which is the same."
+        )
+    if model.shared_ff:
+        raise ConfigError(
+            f"model.shared_ff={model.shared_ff} adds a new shared expert to the copies of the"
+            f" dense feed-forward of run.init_from={base!r}, so that the model would not begin from"
+            " that one: set it to 0, or train without run.init_from."
+        )
     if adapter.kind != "none":
         raise ConfigError(
             f"adapter.kind={adapter.kind!r} learns beside a model that stays as it is, and the"
@@ -104,14 +108,6 @@ def with_grown_vocabulary(
     size = tokenizer.with_special_tokens(settings.added).vocab_size
     before = model.vocab_size or run_of(base).model.vocab_size
     return dataclasses.replace(model, vocab_size=max(before, size))
-
-
-def labels_before(output: str, origin: Path) -> tuple[str, ...]:
-    """The labels that a run goes on with: those of the model directory `origin`. Empty where that
-    has another head than `output`, or this has no labels."""
-    if output not in ("classes", "tags") or run_of(origin).model.output != output:
-        return ()
-    return labels_of(origin)
 
 
 def trunk_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -195,5 +191,10 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
             else place_array(value, placement(mesh, spec.shape, spec.axes))
         )
 
-    upcycled = f"Upcycled: {upcycled_text(run.model)}" if routers else ""
+    upcycled = ""
+    if routers:
+        upcycled = (
+            f"Upcycled: the {run.model.n_experts} experts of a layer are copies of its dense"
+            " feed-forward."
+        )
     return WarmStart(map_specs(leaf, table), new, upcycled, added)

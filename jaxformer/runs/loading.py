@@ -108,7 +108,28 @@ def load(
     if weights == "average" and (is_adapter(folder) or is_gguf(folder) or is_pretrained(folder)):
         raise ConfigError(no_average(folder))
     if is_adapter(folder):
-        return _load_adapter(folder, step, mesh, dtype, quantize, base)
+        from jaxformer.interop.peft_reading import adapted_config, learned_of, read_adapter
+
+        if step is not None:
+            raise ConfigError(f"{folder} is an adapter, which has no steps: leave out step={step}.")
+        base_dir = base_of(folder, base)
+        below = load(base_dir, mesh=mesh, dtype=dtype, quantize=quantize)
+        config, params, labels = adapted_config(folder, below.config), below.params, below.labels
+        problem_type = below.problem_type
+        if config != below.config:
+            # The adapter has a head of its own.
+            shared_names = model_specs(config).keys() - {"head"}
+            params = {name: branch for name, branch in params.items() if name in shared_names}
+            labels, problem_type = (), ""
+        return Loaded(
+            read_adapter(folder, params, config),
+            config,
+            Tokenizer.find(folder) or below.tokenizer,
+            labels,
+            str(base_dir),
+            learned_of(folder, config),
+            problem_type=problem_type,
+        )
     from_gguf = is_gguf(folder)
     if not from_gguf and not (folder / "config.json").is_file():
         hub = "" if folder.exists() else f" (hf download {path} --local-dir DIRECTORY gets one)"
@@ -138,34 +159,6 @@ def load(
             problem_type=pretrained.problem_type,
         )
     return _load_run(folder, step, mesh, dtype, quantize, base, weights)
-
-
-def _load_adapter(
-    folder: Path,
-    step: int | None,
-    mesh: Mesh | None,
-    dtype: str,
-    quantize: Quantization | None,
-    base: str | Path | None,
-) -> Loaded:
-    from jaxformer.interop.peft_reading import adapted_config, learned_of, read_adapter
-
-    if step is not None:
-        raise ConfigError(f"{folder} is an adapter, which has no steps: leave out step={step}.")
-    base_dir = base_of(folder, base)
-    below = load(base_dir, mesh=mesh, dtype=dtype, quantize=quantize)
-    config, params, labels = adapted_config(folder, below.config), below.params, below.labels
-    problem_type = below.problem_type
-    if config != below.config:
-        # The adapter has a head of its own.
-        shared_names = model_specs(config).keys() - {"head"}
-        params = {name: branch for name, branch in params.items() if name in shared_names}
-        labels, problem_type = (), ""
-    params = read_adapter(folder, params, config)
-    tokenizer, learned = Tokenizer.find(folder) or below.tokenizer, learned_of(folder, config)
-    return Loaded(
-        params, config, tokenizer, labels, str(base_dir), learned, problem_type=problem_type
-    )
 
 
 def _load_run(
@@ -232,13 +225,6 @@ def load_base(
     merged = merge(loaded.params)
     params = quantize_params(merged, quantize) if quantize else merged
     return dataclasses.replace(loaded, params=params)
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a directory is that of a run."""
-    if is_adapter(folder) or not (folder / "config.json").is_file():
-        return False
-    return not is_pretrained(folder)
 
 
 def has_adapter(folder: Path) -> bool:

@@ -12,8 +12,8 @@ from jaxformer.files import located
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
 from jaxformer.report.metrics import FILE, STATE
 from jaxformer.runs.evaluation import Evaluation
-from jaxformer.runs.rollback import batch_text
 from jaxformer.runs.setup import RunSetup
+from jaxformer.runs.states import batch_text
 from jaxformer.training.loop import BAD_STEPS, is_finite
 from jaxformer.training.spikes import IN_A_ROW, is_spike, spike_text
 from jaxformer.training.state import TrainState

@@ -86,24 +86,6 @@ class Objective(NamedTuple):
     dropout: bool = True
 
 
-def _preference(name: str) -> Objective:
-    """An objective of pairs: a prompt, the completion that is preferred, and the one that is
-    not."""
-    sides = (RecordField("", side, "completion") for side in ("chosen", "rejected"))
-    return Objective(
-        ("decoder",),
-        "language",
-        (RecordField("", "prompt", "prompt"), *sides),
-        template="jaxformer.data.answer_templates:PreferenceTemplate",
-        loss=f"jaxformer.losses.preferences:{name}_loss",
-        rowwise=True,
-        sequences=2,
-        reference=name in ("dpo", "ipo"),
-        # As in TRL: with dropout the model would differ from its reference before the first step.
-        dropout=False,
-    )
-
-
 # For a model's family and head, `auto` is the first that both can learn.
 OBJECTIVES: Table[Objective] = Table(
     ObjectiveName,
@@ -182,7 +164,27 @@ OBJECTIVES: Table[Objective] = Table(
             sequences=2,
             compares_rows=True,
         ),
-        **{name: _preference(name) for name in ("dpo", "ipo", "orpo", "simpo")},
+        **{
+            # Of pairs: a prompt, the completion that is preferred, and the one that is not.
+            name: Objective(
+                ("decoder",),
+                "language",
+                (
+                    RecordField("", "prompt", "prompt"),
+                    RecordField("", "chosen", "completion"),
+                    RecordField("", "rejected", "completion"),
+                ),
+                template="jaxformer.data.answer_templates:PreferenceTemplate",
+                loss=f"jaxformer.losses.preferences:{name}_loss",
+                rowwise=True,
+                sequences=2,
+                reference=name in ("dpo", "ipo"),
+                # As in TRL: with dropout the model would differ from its reference before the
+                # first step.
+                dropout=False,
+            )
+            for name in get_args(PreferenceObjective)
+        },
     },
     besides=("auto",),
 )
@@ -210,29 +212,6 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
             f" model.head={head}: change the model, or set data.objective to one that it can learn"
             f" ({', '.join(fitting)})."
         )
-    _check_rows(name, model, data)
-    return name
-
-
-def _fitting(model: ModelConfig) -> list[str]:
-    """The objectives that a model can learn."""
-    family, head = model.family, model.output
-    rows = OBJECTIVES.items()
-    return [name for name, row in rows if family in row.families and head == row.head]
-
-
-def objective_specs(name: str, config: ModelConfig) -> Specs:
-    """The table of the parameters that an objective brings, {"objective": {name: ...}}; empty for
-    one without any. `jf.specs(config) | objective_specs(name, config)` is the table that a run
-    trains. "auto" is the objective that a run of the model has by default."""
-    if name == "auto":
-        name = next(iter(_fitting(config)), name)
-    specs = OBJECTIVES[name].specs if name in OBJECTIVES else None
-    return {OF_OBJECTIVE: {name: specs(config)}} if specs else {}
-
-
-def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
-    """Raises ConfigError where settings ask what the rows of an objective are not made for."""
     row = OBJECTIVES[name]
     if data.messages_field and not row.of_messages:
         able = ", ".join(key for key, entry in OBJECTIVES.items() if entry.of_messages)
@@ -267,6 +246,24 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
             f"data.sequence_length={data.sequence_length}, data.source_length={data.source_length}:"
             f" a row of data.objective={name} takes at least {row.shortest} tokens."
         )
+    return name
+
+
+def _fitting(model: ModelConfig) -> list[str]:
+    """The objectives that a model can learn."""
+    family, head = model.family, model.output
+    rows = OBJECTIVES.items()
+    return [name for name, row in rows if family in row.families and head == row.head]
+
+
+def objective_specs(name: str, config: ModelConfig) -> Specs:
+    """The table of the parameters that an objective brings, {"objective": {name: ...}}; empty for
+    one without any. `jf.specs(config) | objective_specs(name, config)` is the table that a run
+    trains. "auto" is the objective that a run of the model has by default."""
+    if name == "auto":
+        name = next(iter(_fitting(config)), name)
+    specs = OBJECTIVES[name].specs if name in OBJECTIVES else None
+    return {OF_OBJECTIVE: {name: specs(config)}} if specs else {}
 
 
 def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:

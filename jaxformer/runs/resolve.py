@@ -190,7 +190,8 @@ def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     base, run_dir = run.run.init_from, run.run.dir
     if base:
         # Imported here, because it reads model directories of every format.
-        from jaxformer.runs.init_from import check_base, labels_before
+        from jaxformer.runs.init_from import check_base
+        from jaxformer.runs.loading import labels_of, run_of
 
         origin = origin_of(located(run_dir), located(base))
         tokenizer = with_tokenizer_of(origin, run.tokenizer)
@@ -200,7 +201,10 @@ def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         model, tokenizer = with_added_tokens(run.model, run.tokenizer, run.run)
         run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
         # What a directory holds that is begun anew counts no longer.
-        labels = labels_before(run.model.output, located(base) if run.run.restart else origin)
+        origin = located(base) if run.run.restart else origin
+        head = run.model.output
+        if head in ("classes", "tags") and run_of(origin).model.output == head:
+            labels = labels_of(origin)
     check_start(objective_of(run.model, run.data), run.adapter, base)
     return run, labels
 

@@ -53,7 +53,18 @@ def with_kernel(
     check_length(mesh, length)
     check_experts(mesh, model.n_experts if model.feed_forward == "experts" else 0)
     exchange = exchange_of(length, model.n_heads, mesh.shape)
-    capability = _capability(mesh)
+    # Of GPUs; that of Hopper where it is not known. Only an attached device states its own.
+    capability: tuple[int, ...] = kernels.HOPPER
+    if on == "gpu":
+        device: Any = (
+            mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+        )
+        stated = getattr(device, "compute_capability", None)
+        name = name_of(device.device_kind)
+        if stated:
+            capability = tuple(int(number) for number in stated.split("."))
+        elif name:
+            capability = DEVICES[name].capability
     case = kernels.Case(
         on,
         dtype,
@@ -91,16 +102,3 @@ def microbatches_of(train: TrainConfig, row_bytes: float, mesh: AnyMesh) -> int:
     rows = train.batch_size // batch_devices(mesh)
     fewest = math.ceil(train.batch_size * row_bytes / CPU_ACTIVATIONS)
     return next((count for count in range(fewest, rows) if rows % count == 0), rows)
-
-
-def _capability(mesh: AnyMesh) -> tuple[int, ...]:
-    """The compute capability of the GPUs of a mesh; that of Hopper where it is not known."""
-    if platform(mesh) != "gpu":
-        return kernels.HOPPER
-    device: Any = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
-    # Only an attached device states its capability.
-    stated = getattr(device, "compute_capability", None)
-    if stated:
-        return tuple(int(number) for number in stated.split("."))
-    name = name_of(device.device_kind)
-    return DEVICES[name].capability if name else kernels.HOPPER

@@ -187,7 +187,12 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         from jaxformer.runs.task_evaluation import Tasks
 
         tasks = Tasks(run.train.eval_tasks, resolved.model, corpus.tokenizer)
-    fingerprints = fingerprints_of(corpus, reads_messages=bool(run.data.messages_field))
+    fingerprints = {"tokenizer": corpus.tokenizer.fingerprint(), "train": corpus.train.fingerprint}
+    if corpus.validation:
+        fingerprints["validation"] = corpus.validation.fingerprint
+    if run.data.messages_field:
+        # Their template is part of the data.
+        fingerprints["chat_template"] = template_fingerprint(corpus.tokenizer)
     base_record = base.record if base else {}
     record = check_data(run.run.dir, fingerprints, corpus.labels, base_record)
     check_config(run)
@@ -210,17 +215,6 @@ def source_names(rows: Rows) -> tuple[str, ...]:
     """The names of the sources of rows; empty for those of one source."""
     names = tuple(name for name, _ in rows.sources(""))
     return names if len(names) > 1 else ()
-
-
-def fingerprints_of(corpus: data.Corpus, reads_messages: bool) -> dict[str, str]:
-    """What data.json says of the data of a run, beside its labels. Where it reads messages, their
-    template is part of it."""
-    fingerprints = {"tokenizer": corpus.tokenizer.fingerprint(), "train": corpus.train.fingerprint}
-    if corpus.validation:
-        fingerprints["validation"] = corpus.validation.fingerprint
-    if reads_messages:
-        fingerprints["chat_template"] = template_fingerprint(corpus.tokenizer)
-    return fingerprints
 
 
 def published_peak(model: ModelConfig, mesh: Mesh) -> float | None:

@@ -1,16 +1,27 @@
-"""The states from which a run goes on: the first one and those of its checkpoints, and how its
-schedule has changed since."""
+"""The states from which a run goes on: the first one, those of its checkpoints, and after
+a bad step that of a rollback, with the batches after that of the step."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 import jax
 
 from jaxformer.arrays.out_of_memory import memory_of
 from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.cluster.processes import require_same, together
 from jaxformer.config.config_file import read_config
 from jaxformer.config.settings import Log
 from jaxformer.config.train import OptimizerConfig
-from jaxformer.files import ConfigError, located
+from jaxformer.data.batches import BatchesByStep
+from jaxformer.data.rows import NumpyBatch
+from jaxformer.files import ConfigError, located, read_object, write_text
 from jaxformer.files.appended import flush_appended
+from jaxformer.report.metrics import LARGEST_STEP
+from jaxformer.runs.directory import ROLLBACKS
 from jaxformer.runs.setup import RunSetup
+from jaxformer.training.loop import BAD_STEPS, Diverged
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import TrainState, init_state, state_of
 
@@ -87,3 +98,109 @@ def changed_schedule(run_dir: str, optimizer: OptimizerConfig, steps: int, step:
         f"\n  --optimizer.decay_steps {end}: the schedule as it was planned, and its final rate"
         f" after that\n  --optimizer.decay_steps {steps}: the new schedule, with that jump"
     )
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """From step `at` on (steps that were done then), batches are taken `skip` later than before."""
+
+    at: int
+    skip: int
+
+
+def read_rollbacks(run_dir: str) -> list[Rollback]:
+    """The rollbacks of a run in their order."""
+    path = located(run_dir) / ROLLBACKS
+    if not path.is_file():
+        return []
+    advice = "restore it: without it the run cannot be continued with the batches that it had"
+    entries = read_object(path, advice).get("rollbacks")
+    try:
+        rollbacks = [Rollback(**entry) for entry in entries]  # type: ignore[union-attr]
+        numbers = [number for one in rollbacks for number in (one.at, one.skip)]
+        if all(type(number) is int and 0 <= number <= LARGEST_STEP for number in numbers):
+            return rollbacks
+    except TypeError:
+        pass
+    raise ConfigError(f"{path} holds no list of rollbacks: {advice}.")
+
+
+def shift(rollbacks: list[Rollback], step: int) -> int:
+    """How many batches were left out before the batch of a step, counted from 0."""
+    return sum(rollback.skip for rollback in rollbacks if rollback.at <= step)
+
+
+class ShiftedBatches:
+    """The batches of a run with rollbacks: `batches[step]` is batch step + `shift`."""
+
+    def __init__(self, batches: BatchesByStep, rollbacks: list[Rollback]) -> None:
+        self._batches, self._rollbacks = batches, rollbacks
+
+    def __getitem__(self, step: int) -> NumpyBatch:
+        batch: NumpyBatch = self._batches[step + shift(self._rollbacks, step)]
+        return batch
+
+    def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
+        """The batches from step `start` on, prepared ahead between two rollbacks."""
+        later = sorted({rollback.at for rollback in self._rollbacks if rollback.at > start})
+        first = start
+        for stop in later:
+            yield from itertools.islice(self._ahead(first), stop - first)
+            first = stop
+        yield from self._ahead(first)
+
+    def _ahead(self, first: int) -> Iterator[NumpyBatch]:
+        ahead: Iterator[NumpyBatch] = self._batches.iterate(first + shift(self._rollbacks, first))
+        return ahead
+
+
+def batches_of(run_dir: str, batches: BatchesByStep) -> BatchesByStep:
+    """The batches of a run by step, from which a rollback takes some."""
+    if not (located(run_dir) / ROLLBACKS).is_file():
+        return batches
+    return ShiftedBatches(batches, read_rollbacks(run_dir))
+
+
+def batch_text(setup: RunSetup, step: int) -> str:
+    """The rows of the batch of a step, counted from 1."""
+    moved = shift(read_rollbacks(setup.run.run.dir), step - 1)
+    numbers = setup.batches.row_numbers(step - 1 + moved)
+    return f"its batch: rows {', '.join(map(str, numbers))} of the training data"
+
+
+def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: Log) -> TrainState:
+    """The state to train on from after a bad step, where train.on_bad_step is rollback: that of the
+    newest checkpoint, or the first one, after the batch of the step was recorded as left out.
+    `error.state` is freed. Otherwise, and after `BAD_STEPS` rollbacks, the error is raised."""
+    run_dir, why = setup.run.run.dir, ""
+    rollbacks = read_rollbacks(run_dir)
+    can_roll_back = setup.run.train.on_bad_step == "rollback"
+    if not can_roll_back or len(rollbacks) >= BAD_STEPS:
+        if can_roll_back:
+            why = f"\n  the run was rolled back {BAD_STEPS} times before, which is the limit"
+        message = f"{error}\n  {batch_text(setup, error.step)}{why}"
+        raise Diverged(message, error.step) from None
+    checkpoints.wait()
+    # Before it is written, and after the last save.
+    require_same({ROLLBACKS: str(rollbacks), "checkpoints": str(checkpoints.steps())})
+    jax.tree.map(lambda leaf: leaf.delete(), error.state)
+    state: TrainState | None = checkpoints.restore(setup.target_over_base, log)
+    if state is None:
+        state = first_state(setup, log)
+    at, bad = int(state.step), error.step - 1  # counted from 0
+    skip = bad + shift(rollbacks, bad) + 1 - (at + shift(rollbacks, at))
+    rollbacks.append(Rollback(at, skip))
+
+    def write() -> None:
+        if jax.process_index() == 0:
+            table = {"rollbacks": [asdict(rollback) for rollback in rollbacks]}
+            path = located(run_dir) / ROLLBACKS
+            write_text(path, json.dumps(table, indent=2) + "\n", follow=False)
+
+    together(write)
+    require_same({ROLLBACKS: str(read_rollbacks(run_dir))})
+    log(
+        f"WARNING: {str(error).partition('. ')[0]}. Rolled back to step {at}, and the next {skip}"
+        f" batches are left out (rollback {len(rollbacks)} of at most {BAD_STEPS})."
+    )
+    return state

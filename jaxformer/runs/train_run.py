@@ -33,7 +33,7 @@ from jaxformer.files.uploads import LocalFolder
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.metrics import STATE
 from jaxformer.report.trackers import chosen_tracker
-from jaxformer.runs.directory import check_config, claim, is_begun, lock, profile_dir, release
+from jaxformer.runs.directory import check_config, claim, lock, profile_dir, release
 from jaxformer.runs.evaluation import (
     Evaluation,
     Watch,
@@ -43,9 +43,8 @@ from jaxformer.runs.evaluation import (
 )
 from jaxformer.runs.kernel_check import with_proven_kernel
 from jaxformer.runs.metric_logger import MetricLogger, is_due, is_logged, logged_before
-from jaxformer.runs.rollback import batches_of, recovered
 from jaxformer.runs.setup import RunSetup, make_setup
-from jaxformer.runs.states import checkpoints_of, first_state
+from jaxformer.runs.states import batches_of, checkpoints_of, first_state, recovered
 from jaxformer.runs.summary import summary
 from jaxformer.training.loop import BAD_STEPS, Advance, Diverged, Hook, Interrupted, SkipSteps, fit
 from jaxformer.training.program import Metrics
@@ -78,7 +77,7 @@ class Result:
 
 
 class RunOutOfMemory(OutOfMemory):
-    """A device has not enough memory for a run. `jaxformer.tools.remedies.advice(error)` is the
+    """A device has not enough memory for a run. `jaxformer.cli.train.advice(error)` is the
     text of what to change.
 
     `setup` is the run, `saved` the step of its newest checkpoint, None without one. `begun` says
@@ -120,7 +119,7 @@ def _train(run: RunConfig, begin: float) -> Result:
             # What a run holds that is begun anew is moved away, by the first process for all.
             if not run.run.restart:
                 check_config(run)
-            return is_begun(run.run.dir)
+            return (located(run.run.dir) / "config.json").is_file()
 
         begun = together(open_directory)
         setup = together(lambda: make_setup(run, log))

@@ -95,13 +95,11 @@ def _last(lines: list[dict[str, Any]], name: str) -> float | None:
 
 def is_running(run_dir: Path) -> bool:
     """Whether a process trains in a run directory."""
-    return is_claimed(run_dir) if is_remote(run_dir) else is_locked(run_dir / LOCK)
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process has locked this file, as the process of a run does while it lives."""
+    if is_remote(run_dir):
+        return is_claimed(run_dir)
+    # Its process has locked this file while it lives.
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

@@ -195,7 +195,24 @@ def _placed(
     batches: IndexedBatches | Iterable[Batch], first: int, steps: int, mesh: AnyMesh | None
 ) -> Iterator[Batch]:
     """The batches from step `first` on, each placed on the devices."""
-    iterator = _iterator(batches, first)
+    iterator: Iterator[Batch]
+    if hasattr(batches, "iterate"):
+        iterator = batches.iterate(first)
+    elif hasattr(batches, "__getitem__"):
+        iterator = (batches[step] for step in itertools.count(first))
+    elif not isinstance(batches, Iterable):
+        raise ConfigError(
+            f"batches of type {type(batches).__name__} give no batch: let batches[k] be that of"
+            " step k."
+        )
+    elif first:
+        raise ConfigError(
+            f"the run continues after step {first}, and batches is a plain iterable, which begins"
+            " anew: give an object whose batches[k] is the batch of step k, or another checkpoint"
+            " directory."
+        )
+    else:
+        iterator = iter(batches)
     for step in itertools.count(first):
         try:
             batch = next(iterator)
@@ -205,26 +222,6 @@ def _placed(
                 " give more of them, or fewer steps."
             ) from error
         yield place_batch(batch, mesh)
-
-
-def _iterator(batches: IndexedBatches | Iterable[Batch], first: int) -> Iterator[Batch]:
-    """The batches from step `first` on."""
-    if hasattr(batches, "iterate"):
-        return batches.iterate(first)  # type: ignore[no-any-return]
-    if hasattr(batches, "__getitem__"):
-        return (batches[step] for step in itertools.count(first))
-    if not isinstance(batches, Iterable):
-        raise ConfigError(
-            f"batches of type {type(batches).__name__} give no batch: let batches[k] be that of"
-            " step k."
-        )
-    if first:
-        raise ConfigError(
-            f"the run continues after step {first}, and batches is a plain iterable, which begins"
-            " anew: give an object whose batches[k] is the batch of step k, or another checkpoint"
-            " directory."
-        )
-    return iter(batches)
 
 
 class _Reader:

@@ -63,27 +63,11 @@ def init_state(
       ConfigError: if `trainable` does not fit the tree.
     """
     frozen = frozen_paths(tree, trainable)
-
-    if not is_table(tree):
-        return _copied(tree, optimizer, mesh, frozen)
+    options = compiler_options(mesh)
 
     def draw() -> TrainState:
         params = init_params(tree, jax.random.key(seed))
         return TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen)
-
-    shardings = None if mesh is None else state_shardings(tree, optimizer, mesh, frozen)
-    program = jax.jit(draw, out_shardings=shardings, compiler_options=compiler_options(mesh))
-    return program()  # type: ignore[no-any-return]
-
-
-def _copied(
-    params: Params,
-    optimizer: optax.GradientTransformation,
-    mesh: AnyMesh | None,
-    frozen: tuple[str, ...],
-) -> TrainState:
-    """The state before the first step, with the values of `params`; leaves that learn are copied
-    from it."""
 
     def copy(learned: Params) -> TrainState:
         learned = jax.tree.map(jnp.array, learned)
@@ -92,20 +76,23 @@ def _copied(
     def placed(leaf: Any, sharding: Sharding) -> jax.Array:
         return place_array(jnp.asarray(leaf), sharding)
 
-    shardings = state_shardings(params, optimizer, mesh, frozen)
-    learned, still = split_frozen(params, frozen)
+    if all(isinstance(leaf, Spec) for leaf in jax.tree.leaves(tree)):  # a table
+        table_shardings = None if mesh is None else state_shardings(tree, optimizer, mesh, frozen)
+        program = jax.jit(draw, out_shardings=table_shardings, compiler_options=options)
+        return program()  # type: ignore[no-any-return]
+    shardings = state_shardings(tree, optimizer, mesh, frozen)
+    learned, still = split_frozen(tree, frozen)
     short = {jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(learned)} & {*HALF}
     if short:
         warnings.warn(
             f"parameters that learn are {' and '.join(sorted(short))}: an update of less than about"
             " 1/256 (bfloat16) or 1/2048 (float16) of a number is lost. Learn float32 params, and"
             " compute in bfloat16 by dtype='bfloat16' of the ModelConfig.",
-            stacklevel=3,
+            stacklevel=2,
         )
     learned_shardings, still_shardings = split_frozen(shardings.params, frozen)
     shardings = replace(shardings, params=learned_shardings)
-    program = jax.jit(copy, out_shardings=shardings, compiler_options=compiler_options(mesh))
-    state = program(learned)
+    state = jax.jit(copy, out_shardings=shardings, compiler_options=options)(learned)
     still = jax.tree.map(placed, still, still_shardings)
     return replace(state, params=merged(state.params, still, frozen))
 
@@ -137,11 +124,6 @@ def abstract_state(
         _shapes(tree, optimizer, frozen),
         state_shardings(tree, optimizer, mesh, frozen),
     )
-
-
-def is_table(tree: Any) -> bool:
-    """Whether a tree is a table of specs, and not params."""
-    return all(isinstance(leaf, Spec) for leaf in jax.tree.leaves(tree))
 
 
 def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
@@ -235,10 +217,20 @@ def state_shardings(
     """The sharding of each leaf. A moment has that of the parameter with whose path its own path
     ends, and `NamedAxes` that of its axes; all others are replicated."""
     shapes = _shapes(tree, optimizer, frozen)
-    leaves = jax.tree.leaves_with_path(tree)
-    table = {path: (tuple(leaf.shape), _sharding_of(leaf, mesh)) for path, leaf in leaves}
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     devices = mesh_of(tree) if mesh is None else mesh
-    everywhere: Sharding = _default() if devices is None else replicated(devices)
+    everywhere: Sharding = default if devices is None else replicated(devices)
+    # Of a parameter: by the names of its axes, or as it is, or replicated.
+    table: dict[Any, tuple[Any, Sharding]] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if isinstance(leaf, Spec):
+            current = placement(mesh, leaf.shape, leaf.axes)
+        else:
+            current = getattr(leaf, "sharding", None) or default
+            is_there = isinstance(current, NamedSharding) and current.mesh == mesh
+            if mesh is not None and not is_there:
+                current = replicated(mesh)
+        table[path] = (tuple(leaf.shape), current)
 
     def sharding_at(path: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, NamedAxes):
@@ -255,20 +247,6 @@ def state_shardings(
     return jax.tree.map_with_path(  # type: ignore[no-any-return]
         sharding_at, shapes, is_leaf=lambda node: isinstance(node, NamedAxes)
     )
-
-
-def _sharding_of(leaf: Any, mesh: AnyMesh | None) -> Sharding:
-    """The sharding of a parameter: by the names of its axes, or as it is, or replicated."""
-    if isinstance(leaf, Spec):
-        return placement(mesh, leaf.shape, leaf.axes)
-    current = getattr(leaf, "sharding", None) or _default()
-    if mesh is None or (isinstance(current, NamedSharding) and current.mesh == mesh):
-        return current
-    return replicated(mesh)
-
-
-def _default() -> Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def mesh_of(state: Any) -> AnyMesh | None:

@@ -20,8 +20,8 @@ from jaxformer.report import MetricsLog, read_metrics
 from jaxformer.report.plot import plot_losses
 from jaxformer.runs.directory import require_checkpoints
 from jaxformer.runs.metric_logger import logged_before
-from jaxformer.runs.rollback import read_rollbacks
 from jaxformer.runs.run_reading import record_of
+from jaxformer.runs.states import read_rollbacks
 from jaxformer.tokenizer import byte_tokenizer
 from jaxformer.tokenizer.chat import ChatTemplate
 

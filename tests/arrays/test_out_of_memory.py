@@ -12,9 +12,9 @@ from tiny_run import line, logged, saved, train_here, write_text
 
 import jaxformer as jf
 from jaxformer.arrays.out_of_memory import is_out_of_memory, memory_of
+from jaxformer.cli.train import advice
 from jaxformer.runs import kernel_check, states
 from jaxformer.runs import train_run as composer
-from jaxformer.tools import remedies
 from jaxformer.training.program import Step
 
 pytestmark = pytest.mark.slow
@@ -173,7 +173,7 @@ def test_the_initial_state_and_the_check_of_the_kernel_are_named(
     with pytest.raises(jf.OutOfMemory, match="vmem") as caught:
         jf.train(run)
     assert caught.value.place == "the check of model.attention_kernel"
-    assert "--model.attention_kernel xla" in remedies.advice(caught.value)
+    assert "--model.attention_kernel xla" in advice(caught.value)
     assert not (tmp_path / "run/config.json").exists()
 
 

@@ -16,7 +16,7 @@ import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.cli.prompting import text_of, tokens_of
 from jaxformer.generation.beam import beam_search
-from jaxformer.runs.translate import translate
+from jaxformer.runs.run_evaluation import translate
 from jaxformer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow

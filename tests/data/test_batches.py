@@ -15,7 +15,7 @@ from jaxformer.config.run import DataConfig
 from jaxformer.data import Batches, EvaluationBatches, RowBlocks, TokenStore
 from jaxformer.data import evaluation_batches as batches_of_rows
 from jaxformer.files import ConfigError
-from jaxformer.runs.rollback import Rollback, ShiftedBatches
+from jaxformer.runs.states import Rollback, ShiftedBatches
 
 
 def batches_of(made: TokenStore, data: DataConfig, *rest: Any) -> Batches:

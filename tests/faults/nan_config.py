@@ -41,6 +41,6 @@ if "BAD_TOKEN" in os.environ:
 if "BAD_UPDATE" in os.environ:
     OPTIMIZERS["muon"] = muon._replace(rule=update)
 if "BAD_STEPS" in os.environ:
-    from jaxformer.runs import rollback, train_run
+    from jaxformer.runs import states, train_run
 
-    rollback.BAD_STEPS = train_run.BAD_STEPS = int(os.environ["BAD_STEPS"])
+    states.BAD_STEPS = train_run.BAD_STEPS = int(os.environ["BAD_STEPS"])

@@ -218,7 +218,7 @@ def test_a_signal_in_convert(
 def test_a_second_signal_ends_at_once() -> None:
     code = (
         "import time\n"
-        "from jaxformer.cluster.entry_point import guarded\n"
+        "from jaxformer.cluster.signals import guarded\n"
         "from jaxformer.cluster.signals import current\n"
         "def run():\n"
         "    with current().hold():\n"
@@ -246,7 +246,7 @@ def test_a_second_signal_ends_at_once() -> None:
 def test_a_signal_whose_exception_python_drops() -> None:
     code = (
         "import gc, os, signal, sys, time\n"
-        "from jaxformer.cluster.entry_point import guarded\n"
+        "from jaxformer.cluster.signals import guarded\n"
         "def collected(*_):\n"
         "    gc.callbacks.remove(collected)\n"
         "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(1)\n"

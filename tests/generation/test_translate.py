@@ -13,7 +13,7 @@ from shapes import strong
 import jaxformer as jf
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import padded
-from jaxformer.runs.translate import bleu_metric, translate
+from jaxformer.runs.run_evaluation import bleu_metric, translate
 from jaxformer.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

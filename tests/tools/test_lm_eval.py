@@ -20,8 +20,8 @@ from jaxformer.cli import main as jaxformer_main
 from jaxformer.generation import refill as refill_file
 from jaxformer.runs import harness as harness_file
 from jaxformer.runs.harness import token_scores
-from jaxformer.tools.lm_eval import harness_model, main
-from jaxformer.tools.lm_eval.harness_model import JaxformerLM
+from jaxformer.tools import harness_model
+from jaxformer.tools.harness_model import JaxformerLM
 
 pytestmark = pytest.mark.xdist_group("lm_eval")
 one_directory = pytest.mark.parametrize("directory", ["gpt2"], indirect=True)
@@ -475,13 +475,13 @@ def test_the_command_evaluates_a_directory(directory, tasks, expected, tmp_path)
 
 def test_the_command_says_a_mistake_in_one_message(monkeypatch, capsys):
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: JaxformerLM("/nowhere"))
-    assert main() == 2
+    assert jaxformer_main(["lm_eval"]) == 2
     assert capsys.readouterr().err.startswith("error: /nowhere has no config.json")
 
 
 def test_without_the_harness_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
-    assert main() == 2
+    assert jaxformer_main(["lm_eval"]) == 2
     said = capsys.readouterr()
     assert 'pip install "jaxformer[lm_eval]"' in said.err and len(said.err.splitlines()) == 1

@@ -24,9 +24,8 @@ from jaxformer.config.config_file import read_config
 from jaxformer.config.run import RunConfig
 from jaxformer.models.cost import activation_bytes, flops_per_token, parameter_count
 from jaxformer.runs.selection import CPU_ACTIVATIONS
-from jaxformer.tools.plan.bound import link_bytes
 from jaxformer.tools.plan.memory import activations, bias_bytes, memory_plan, planned_stacks
-from jaxformer.tools.plan.plan import Plan, make_plan
+from jaxformer.tools.plan.plan import Plan, link_bytes, make_plan
 from jaxformer.tools.plan.planned import PlannedRun, planned_run, replanned
 from jaxformer.tools.plan.report import parameters_by_part, plan_numbers, plan_text
 from jaxformer.training.optimizers.run_optimizer import make_optimizer

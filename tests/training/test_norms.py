@@ -8,7 +8,7 @@ import pytest
 from learning_steps import a_batch, a_run, step_of
 
 import jaxformer as jf
-from jaxformer.training.norms import squares_by_leaf
+from jaxformer.arrays.params import dotted
 
 pytestmark = pytest.mark.fast
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.fast
 def norms(step, gradient, update):
     trees = {"grad_norm": gradient, "update_norm": update}
     return {
-        f"{name}/{path}": jnp.sqrt(square)
+        f"{name}/{dotted(path)}": jnp.sqrt(jnp.square(leaf).sum())
         for name, tree in trees.items()
-        for path, square in squares_by_leaf(tree).items()
+        for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
 

@@ -35,23 +35,56 @@ def plan_text(plan: Plan, title: str) -> str:
         (name, f"{size:,}", f"{size / total:.1%}")
         for name, size in [*parts.items(), ("all", total)]
     ]
+    sections = [
+        banner(_head(plan), title),
+        _titled("Parameters (exact)", parameters, right=(1, 2)),
+        memory_text(plan),
+    ]
+    if plan.changes:
+        table = []
+        for change in plan.changes:
+            settings = " ".join(f"--{name} {value}" for name, value in change.settings.items())
+            table.append((settings, human_bytes(change.peak)))
+        sections.append(_titled("Smallest changes that fit (estimate)", table))
+    elif plan.changes is not None:
+        sections.append(
+            "No change of mesh.fsdp, mesh.context, microbatches, remat and layer_loop fits: use"
+            " more devices."
+        )
     products = [
         ("of the model, a token", flops.per_token, "exact, forward and backward"),
         ("of the model, a step", flops.model, "exact"),
         ("recomputed", flops.recomputed, "estimate"),
         ("skipped, masked scores", flops.skipped, "estimate"),
     ]
-    counted = [(name, _flops(number), word) for name, number, word in products if number]
-    sections = [
-        banner(_head(plan), title),
-        _titled("Parameters (exact)", parameters, right=(1, 2)),
-        memory_text(plan),
-        _changes(plan),
-        _titled("Products, over all devices", counted),
-        _bound(plan),
-        banner({"words": WORDS}, "How to read this"),
-    ]
-    return "\n\n".join(section for section in sections if section)
+    counted = []
+    for name, number, word in products:
+        if number:
+            # `1.5 GFLOP`, `60.7 PFLOP`.
+            power = min(max(math.floor(math.log10(number) / 3), 2), 5)
+            amount = f"{number / 1000**power:,.4g} {'MGTP'[power - 2]}FLOP"
+            counted.append((name, amount, word))
+    sections.append(_titled("Products, over all devices", counted))
+    title, least = "Least time (bound)", plan.bound
+    if least.seconds is not None:
+        counts_masked = ", which counts masked scores too," if flops.skipped else ""
+        binding = {"memory": "memory traffic"}.get(least.binds, least.binds)
+        steps = plan.planned.run.train.steps
+        entries: dict[str, str | list[str]] = {
+            "a step": [
+                f"not faster than {human_time(least.seconds)}, which the {binding} take;"
+                f" MFU{counts_masked} at most {plan.mfu or 0:.1%}",
+                f"products {human_time(least.products or 0)}, memory traffic"
+                f" {human_time(least.memory or 0)}, links {human_time(least.links or 0)}",
+            ],
+            f"{steps:,} steps": f"not faster than {human_time(steps * least.seconds)}",
+        }
+        sections.append(banner(entries, title))
+    elif plan.planned.device.platform != "cpu":
+        none = {"a step": "no bound, because no peak of this device is published"}
+        sections.append(banner(none, title))
+    sections.append(banner({"words": WORDS}, "How to read this"))
+    return "\n\n".join(sections)
 
 
 def _head(plan: Plan) -> dict[str, str | list[str]]:
@@ -124,49 +157,6 @@ def memory_text(plan: Plan) -> str:
         share = f"{memory.capacity / device_bytes:.0%} of the {human_bytes(device_bytes)}"
         blocks.append(f"{INDENT}JAX takes {share} of a GPU; XLA_CLIENT_MEM_FRACTION changes that.")
     return "\n".join(blocks)
-
-
-def _changes(plan: Plan) -> str:
-    if plan.changes is None:
-        return ""
-    if not plan.changes:
-        return (
-            "No change of mesh.fsdp, mesh.context, microbatches, remat and layer_loop fits: use"
-            " more devices."
-        )
-    table = []
-    for change in plan.changes:
-        settings = " ".join(f"--{name} {value}" for name, value in change.settings.items())
-        table.append((settings, human_bytes(change.peak)))
-    return _titled("Smallest changes that fit (estimate)", table)
-
-
-def _flops(number: float) -> str:
-    """`1.5 GFLOP`, `60.7 PFLOP`."""
-    power = min(max(math.floor(math.log10(number) / 3), 2), 5)
-    return f"{number / 1000**power:,.4g} {'MGTP'[power - 2]}FLOP"
-
-
-def _bound(plan: Plan) -> str:
-    """The least time of a step and of the run; nothing for a CPU, of which no peak is published."""
-    title, least = "Least time (bound)", plan.bound
-    if least.seconds is None:
-        if plan.planned.device.platform == "cpu":
-            return ""
-        return banner({"a step": "no bound, because no peak of this device is published"}, title)
-    counted = ", which counts masked scores too," if plan.products.skipped else ""
-    binding = {"memory": "memory traffic"}.get(least.binds, least.binds)
-    steps = plan.planned.run.train.steps
-    entries: dict[str, str | list[str]] = {
-        "a step": [
-            f"not faster than {human_time(least.seconds)}, which the {binding} take;"
-            f" MFU{counted} at most {plan.mfu or 0:.1%}",
-            f"products {human_time(least.products or 0)}, memory traffic"
-            f" {human_time(least.memory or 0)}, links {human_time(least.links or 0)}",
-        ],
-        f"{steps:,} steps": f"not faster than {human_time(steps * least.seconds)}",
-    }
-    return banner(entries, title)
 
 
 def _titled(title: str, table: Sequence[Sequence[str]], right: Collection[int] = (1,)) -> str:

@@ -25,9 +25,8 @@ from jaxformer.report import read_metrics
 from jaxformer.report.metrics import STATE
 from jaxformer.runs.evaluation import own_cache
 from jaxformer.runs.metric_logger import as_logged
-from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup, make_setup
-from jaxformer.runs.states import first_state
+from jaxformer.runs.states import batches_of, first_state
 from jaxformer.runs.train_run import compile_step
 from jaxformer.tools.verify.run_files import Statement, Verdict
 from jaxformer.training.state import TrainState, on_mesh

@@ -58,7 +58,9 @@ def average_of_weights(decay: float, start: int = 0) -> optax.GradientTransforma
             raise ValueError(optax.NO_PARAMS_MSG)  # type: ignore[attr-defined]
         steps = optax.safe_increment(state.steps)
         count = jnp.maximum(steps - start, 1)
-        share = share_of_newest(decay, count)
+        # w_n. 1 - d^n is -expm1(n log d), which does not cancel where d is near 1.
+        number = count.astype(jnp.float32)
+        share = 1 / number if decay == 1 else (1 - decay) / -jnp.expm1(number * math.log(decay))
 
         def moved(average: jax.Array, new: jax.Array) -> jax.Array:
             new = new.astype(jnp.float32)
@@ -68,12 +70,3 @@ def average_of_weights(decay: float, start: int = 0) -> optax.GradientTransforma
         return updates, AverageState(steps, jax.tree.map(moved, state.average, weights))
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
-
-
-def share_of_newest(decay: float, count: jax.Array) -> jax.Array:
-    """(1 - d) / (1 - d^n), float32, and 1 / n for d = 1: what of an average of n weights is the
-    newest. 1 - d^n is -expm1(n log d), which does not cancel where d is near 1."""
-    number = count.astype(jnp.float32)
-    if decay == 1:
-        return 1 / number
-    return (1 - decay) / -jnp.expm1(number * math.log(decay))

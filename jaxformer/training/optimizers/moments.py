@@ -95,7 +95,10 @@ def restored(state: Any) -> Any:
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, BlockCodes):
-            return _from_codes(leaf)
+            codes, scales = leaf.codes.value, leaf.scales.value
+            numbers = jnp.asarray(code_book(leaf.has_sign))[codes]
+            blocks = numbers.reshape(*scales.shape, -1) * scales[..., None]
+            return blocks.reshape(codes.shape)
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
     return jax.tree.map(of_leaf, state, is_leaf=lambda node: isinstance(node, BlockCodes))
@@ -130,13 +133,6 @@ def _int8(key: jax.Array, moment: jax.Array, spec: Spec, has_sign: bool) -> Bloc
         codes = jnp.where(fractions > 0, jnp.maximum(codes, 1), codes)
     codes = codes.astype(jnp.uint8).reshape(moment.shape)
     return BlockCodes(NamedAxes(codes, spec.axes), NamedAxes(scales, spec.axes), has_sign)
-
-
-def _from_codes(stored: BlockCodes) -> jax.Array:
-    codes, scales = stored.codes.value, stored.scales.value
-    numbers = jnp.asarray(code_book(stored.has_sign))[codes]
-    blocks = numbers.reshape(*scales.shape, -1) * scales[..., None]
-    return blocks.reshape(codes.shape)
 
 
 def block_length(length: int) -> int:

@@ -7,6 +7,26 @@ from jaxformer.config.train import OptimizerConfig, OptimizerName
 from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.update_rule import ADAM, RULE_SETTINGS, UpdateRule, of_entries
 
+
+def _schedule_free(
+    c: OptimizerConfig, schedule: optax.Schedule, base: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Schedule-free learning (arXiv:2405.15682). The parameters of the train state are y; the state
+    of the optimizer holds z and b1, and the weights to evaluate are x = (y - (1 - b1) z) / b1.
+
+    The average takes the place of Adam's first moment.
+    z -= r (g / sqrt(v) + d y), x = (1 - c) x + c z, y = (1 - b1) z + b1 x, with c = r^2 / sum r^2,
+    in which r is the largest rate so far.
+    """
+    if not c.b1:
+        raise ConfigError(
+            "optimizer.b1=0.0: schedule_free divides by b1, the part of the average in the weights"
+            " at which gradients are taken. Set it above 0, such as 0.9."
+        )
+    # optax counts the steps of its weights from 1, and those of the rate from 0.
+    return optax.contrib.schedule_free(base, lambda count: schedule(count - 1), b1=c.b1)
+
+
 OPTIMIZERS: Table[UpdateRule] = Table(
     OptimizerName,
     {
@@ -28,7 +48,14 @@ OPTIMIZERS: Table[UpdateRule] = Table(
         "normuon": ImportedRow("jaxformer.training.optimizers.muon:normuon"),
         "soap": ImportedRow("jaxformer.training.optimizers.soap:soap"),
         "sophia": ImportedRow("jaxformer.training.optimizers.sophia:sophia"),
-        "schedule_free": ImportedRow("jaxformer.training.optimizers.schedule_free:schedule_free"),
+        "schedule_free": UpdateRule(
+            lambda c, specs: optax.scale_by_rms(
+                c.b2, c.eps, eps_in_sqrt=False, bias_correction=True
+            ),
+            ("b1", "b2", "eps"),
+            {"nu": False},
+            _schedule_free,
+        ),
     },
 )
 
@@ -44,13 +71,3 @@ def unread(config: OptimizerConfig) -> list[str]:
         for value in [getattr(config, name)]
         if value != getattr(default, name)
     ]
-
-
-def require_moments(config: OptimizerConfig) -> None:
-    """Raises ConfigError for optimizer.moments that the chosen rule does not have."""
-    if not OPTIMIZERS[config.name].moments:
-        rules = ", ".join(name for name in OPTIMIZERS if OPTIMIZERS[name].moments)
-        raise ConfigError(
-            f"optimizer.moments={config.moments!r} rounds moments of the shape of a parameter, and"
-            f" optimizer.name={config.name!r} has none: choose one of {rules}, or float32."
-        )

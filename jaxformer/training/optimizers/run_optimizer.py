@@ -11,7 +11,7 @@ from jaxformer.arrays.params import Spec, Specs, map_specs
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.groups import Group, leaf_groups
-from jaxformer.training.optimizers.rule_table import OPTIMIZERS, require_moments
+from jaxformer.training.optimizers.rule_table import OPTIMIZERS
 from jaxformer.training.optimizers.update_rule import map_arrays
 
 Mask = dict[str, Any]
@@ -45,12 +45,19 @@ def make_optimizer(
     `seed` is that of the rounding of optimizer.moments.
     """
     factors, row = leaf_groups(config, specs), OPTIMIZERS[config.name]
-    rule = row.rule(scaled_eps(config, specs), specs)
+    # Gradients are smaller by the growth of the width, and so is eps (arXiv:2505.01618, table 1).
+    growth = max((spec.growth[0] for spec in jax.tree.leaves(specs) if spec.trainable), default=1)
+    rule = row.rule(replace(config, eps=config.eps / growth) if growth != 1 else config, specs)
     if config.moments != "float32":
         # Imported here, because only runs that round read it.
         from jaxformer.training.optimizers.moments import with_stored_moments
 
-        require_moments(config)
+        if not row.moments:
+            rules = ", ".join(name for name in OPTIMIZERS if OPTIMIZERS[name].moments)
+            raise ConfigError(
+                f"optimizer.moments={config.moments!r} rounds moments of the shape of a parameter,"
+                f" and optimizer.name={config.name!r} has none: choose one of {rules}, or float32."
+            )
         rule = with_stored_moments(rule, row.moments, config.moments, specs, seed)
     if config.cautious:
         rule = cautious(rule, specs)
@@ -66,7 +73,13 @@ def make_optimizer(
         steps = [row.around(config, schedule, optax.chain(*steps))]
     norm = config.clip_norm
     clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
-    return _with_sign_rates(optax.chain(clip, *steps), specs)
+    optimizer = optax.chain(clip, *steps)
+    rates = {spec.sign_rate for spec in jax.tree.leaves(specs) if spec.trainable} - {0.0}
+    if not rates:
+        return optimizer
+    signs = {rate: optax.chain(optax.scale_by_sign(), optax.scale(-rate)) for rate in rates}
+    labels = map_specs(lambda _, spec: spec.sign_rate, specs)
+    return optax.partition({0.0: optimizer, **signs}, labels)
 
 
 def width_factors(config: OptimizerConfig, specs: Specs) -> dict[str, Any]:
@@ -88,13 +101,6 @@ def width_factors(config: OptimizerConfig, specs: Specs) -> dict[str, Any]:
             " parametrization 'standard'."
         )
     return map_specs(lambda _, spec: factor(config, spec), specs)
-
-
-def scaled_eps(config: OptimizerConfig, specs: Specs) -> OptimizerConfig:
-    """The settings with eps divided by the growth of the width, as gradients are smaller by that
-    (arXiv:2505.01618, table 1)."""
-    growth = max((spec.growth[0] for spec in jax.tree.leaves(specs) if spec.trainable), default=1)
-    return config if growth == 1 else replace(config, eps=config.eps / growth)
 
 
 def weight_decay(config: OptimizerConfig, factors: Any) -> optax.GradientTransformation:
@@ -141,18 +147,3 @@ def _scale_by_factors(factors: Any) -> list[optax.GradientTransformation]:
         return update * factor
 
     return [optax.stateless(lambda updates, params: map_arrays(scale, factors, updates))]
-
-
-def _with_sign_rates(
-    rule: optax.GradientTransformation, specs: Specs
-) -> optax.GradientTransformation:
-    """The rule for all leaves but those with a `Spec.sign_rate`."""
-    rates = {spec.sign_rate for spec in jax.tree.leaves(specs) if spec.trainable} - {0.0}
-    if not rates:
-        return rule
-    signs = {rate: optax.chain(optax.scale_by_sign(), optax.scale(-rate)) for rate in rates}
-
-    def label(_: str, spec: Spec) -> float:
-        return spec.sign_rate
-
-    return optax.partition({0.0: rule, **signs}, map_specs(label, specs))

@@ -1,4 +1,5 @@
-"""The model class that the evaluation harness makes from `--model_args`."""
+"""The model class that EleutherAI's evaluation harness makes from `--model_args`. Importing this
+file registers it."""
 
 from dataclasses import replace
 from typing import Any
