@@ -2,7 +2,7 @@
 and the message of a mistake come at once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -326,6 +326,18 @@ class CompareArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshArguments:
+    """Sizes of axes of the mesh, where they are not the run's."""
+
+    data: OptionalInt = None
+    """0 uses the devices that are left."""
+    fsdp: OptionalInt = None
+    expert: OptionalInt = None
+    context: OptionalInt = None
+    tensor: OptionalInt = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyArguments:
     """Verifies a run on any machine: that no line of its log, no checkpoint, tokenizer or data was
     altered, that some of its steps, done again, give the figures that were logged, and that its
@@ -334,16 +346,7 @@ class VerifyArguments:
 
     path: RunPath
     """Run directory."""
-    data: Annotated[OptionalInt, tyro.conf.arg(name="mesh.data")] = None
-    """Size of that axis of the mesh, if not the run's; 0 uses the devices that are left."""
-    fsdp: Annotated[OptionalInt, tyro.conf.arg(name="mesh.fsdp")] = None
-    """Size of that axis of the mesh, if not the run's."""
-    expert: Annotated[OptionalInt, tyro.conf.arg(name="mesh.expert")] = None
-    """Size of that axis of the mesh, if not the run's."""
-    context: Annotated[OptionalInt, tyro.conf.arg(name="mesh.context")] = None
-    """Size of that axis of the mesh, if not the run's."""
-    tensor: Annotated[OptionalInt, tyro.conf.arg(name="mesh.tensor")] = None
-    """Size of that axis of the mesh, if not the run's."""
+    mesh: MeshArguments = field(default_factory=MeshArguments)
     cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
     """Directory in which tokenized text is stored and found again. If empty, that of the
     environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data."""

@@ -74,7 +74,17 @@ def run(args: AttentionArguments) -> int:
         beams = []
     elif logits.ndim == 2 and model.config.output != "none":
         candidates = _choices(model, *map(np.asarray, _likeliest(logits)))
-    walkthrough = walkthrough_of(model, rows, args.layers, beams)
+    source = rows.get("source")
+    masks = attention_masks(model.config, layers=args.layers or None, **rows)
+    walkthrough = Walkthrough(
+        stages=stages_of(
+            model.config, rows["tokens"].shape[1], 0 if source is None else source.shape[1]
+        ),
+        symbols={name: symbol.meaning for name, symbol in SYMBOLS.items()},
+        masks={kind: np.asarray(mask)[:, 0] for kind, mask in masks.items()},
+        beams=beams,
+        lens=lens_of(model, rows, args.layers),
+    )
     page = attention_page(
         maps,
         texts,
@@ -161,25 +171,6 @@ def _choices(model: Model, probabilities: np.ndarray, entries: np.ndarray) -> li
     text = model.tokenizer.shown if over_tokens else model.labels.__getitem__
     rows = zip(entries.tolist(), probabilities.tolist(), strict=True)
     return [[(text(entry), share) for entry, share in zip(*row, strict=True)] for row in rows]
-
-
-def walkthrough_of(
-    model: Model,
-    rows: dict[str, np.ndarray],
-    layers: Sequence[int],
-    beams: Sequence[Sequence[BeamCandidate]],
-) -> Walkthrough:
-    """All that a page shows of one example beside its maps: `rows` [1, T] by the names of
-    `jf.forward`, the numbers of the layers to show (none: all), and the beams of each token."""
-    length, source = rows["tokens"].shape[1], rows.get("source")
-    masks = attention_masks(model.config, layers=layers or None, **rows)
-    return Walkthrough(
-        stages=stages_of(model.config, length, 0 if source is None else source.shape[1]),
-        symbols={name: symbol.meaning for name, symbol in SYMBOLS.items()},
-        masks={kind: np.asarray(mask)[:, 0] for kind, mask in masks.items()},
-        beams=beams,
-        lens=lens_of(model, rows, layers),
-    )
 
 
 # The order of computation

@@ -149,10 +149,9 @@ def _row(template: Template, example: list[Sequence[int]]) -> dict[str, np.ndarr
 
 def typed_lines() -> Iterator[str]:
     """The lines of standard input that are not blank."""
-    is_closed = sys.stdin is None or sys.stdin.closed
-    is_terminal = not is_closed and sys.stdin.isatty()
+    is_terminal = sys.stdin.isatty()
     any_line = False
-    while not is_closed:
+    while True:
         if is_terminal:
             print("> ", end="", file=sys.stderr, flush=True)
         try:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.cli.arguments import VerifyArguments
 from jaxformer.config.format import escaped
 from jaxformer.files import ConfigError
@@ -20,13 +19,12 @@ def run(args: VerifyArguments) -> int:
     was."""
     if args.steps < 0:
         raise ConfigError(f"--steps {args.steps}: give a number of steps, at least 0.")
-    mesh = {axis: getattr(args, axis) for axis in MESH_AXES}
     verdicts: Counter[str] = Counter()
     for subject, verdict, text in verify(
         args.path,
         lambda line: None,
         steps=args.steps,
-        mesh={axis: size for axis, size in mesh.items() if size is not None},
+        mesh={axis: size for axis, size in vars(args.mesh).items() if size is not None},
         cache_dir=args.cache_dir,
     ):
         verdicts[verdict] += 1

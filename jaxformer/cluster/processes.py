@@ -4,7 +4,6 @@ A single process agrees with itself and asks nobody."""
 import contextlib
 import itertools
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -20,7 +19,6 @@ POLL_MS = 1000
 # A process that has dispatched step n has seen the end of step n - 1, in which all took part. So
 # what one publishes before it dispatches step n + 1 is seen by all before they leave step n + 2.
 LEAD = 2
-LOOK_SECONDS = 1.0  # about the time between two looks of an evaluation
 
 _ROUNDS = itertools.count()  # Every process counts the same rounds.
 
@@ -119,9 +117,7 @@ class StopAgreement:
     def __init__(self, steps: int) -> None:
         self._steps, self._prefix = steps, f"jaxformer/stop/{next(_ROUNDS)}"
         self._agreed: tuple[int, int] | None = None  # the last step, and the signal
-        self._step, self._published = 0, False
-        # Evaluations begun; the batches of the last look and of the next one; the time of the last.
-        self._evaluations, self._last_look, self._next_look, self._since = 0, 0, 0, 0.0
+        self._step, self._published, self._evaluations = 0, False, 0
 
     def after(self, step: int, signal: int | None) -> int | None:
         """The signal by which the run stops after `step`, None where it does not. To be called once
@@ -137,33 +133,18 @@ class StopAgreement:
         return self._agreed[1]
 
     def before(self, batch: int | None, signal: int | None) -> int | None:
-        """The signal by which all processes leave an evaluation before a batch, counted from 0,
-        None where they do not; without a batch it is `at_end`.
-
-        The first process decides, and says when all look again: after as many batches as take about
-        LOOK_SECONDS, and at most twice as many as the last time.
-        """
+        """The signal by which all processes leave an evaluation before a batch, counted from 0, as
+        the first process decides, None where they do not; without a batch it is `at_end`."""
         if batch is None:
             return self.at_end(signal)
-        if batch == 0:
-            self._evaluations, self._last_look, self._next_look = self._evaluations + 1, 0, 0
-            self._since = time.monotonic()
+        self._evaluations += batch == 0
         self._publish(signal)
-        if batch < self._next_look:
-            return None
         key = f"{self._prefix}/evaluation/{self._evaluations}/{batch}"
         if jax.process_index() == 0:
             request = self._request()
-            done, now = batch - self._last_look, time.monotonic()
-            in_time = int(done * LOOK_SECONDS / max(now - self._since, 1e-3))
-            self._since = now
-            next_look = batch + max(min(in_time, 2 * done), 1)
-            decision = [None if request is None else request[1], next_look]
-            client().key_value_set(key, json.dumps(decision))
-        number, self._next_look = json.loads(read_key(key))
-        self._last_look = batch
-        agreed: int | None = number
-        return agreed
+            client().key_value_set(key, "" if request is None else str(request[1]))
+        number = read_key(key)
+        return int(number) if number else None
 
     def at_end(self, signal: int | None) -> int | None:
         """The signal that any process received, None where none did."""

@@ -2,7 +2,6 @@
 disentangled attention, whose bias depends on queries and keys."""
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +119,14 @@ def score_bias(
 ) -> Float[Array, "B N T S"]:
     """The bias of the scores, float32 [B or 1, N, T, S], or with P leading keys
     [B or 1, N, T, P + S]."""
-    return BIASES[config.positions](table, config, key_distances(mask), mask.causal)
+    distance = key_distances(mask)
+    if config.positions == "alibi":
+        slopes = jnp.asarray(alibi_slopes(config.n_heads), jnp.float32)
+        return -slopes[:, None, None] * jnp.abs(distance)[:, None].astype(jnp.float32)
+    buckets, far = config.relative_buckets, config.relative_distance
+    bucket = relative_bucket(distance, not mask.causal, buckets, far)
+    rows = lookup(table, bucket, ("batch", "sequence", None, "heads"))  # type: ignore[arg-type]
+    return jnp.moveaxis(rows, -1, 1)
 
 
 def key_distances(mask: AttentionMask) -> Int[Array, "B T S"]:
@@ -143,23 +149,3 @@ def key_distances(mask: AttentionMask) -> Int[Array, "B T S"]:
     of_leading = jnp.broadcast_to(of_leading, (rows, *of_leading.shape[1:]))
     of_tokens = jnp.broadcast_to(of_tokens, (rows, *of_tokens.shape[1:]))
     return jnp.concatenate([of_leading, of_tokens], axis=-1)
-
-
-def _alibi(
-    table: jax.Array | None, config: ModelConfig, distance: jax.Array, causal: bool
-) -> jax.Array:
-    slopes = jnp.asarray(alibi_slopes(config.n_heads), jnp.float32)
-    return -slopes[:, None, None] * jnp.abs(distance)[:, None].astype(jnp.float32)
-
-
-def _t5(
-    table: jax.Array | None, config: ModelConfig, distance: jax.Array, causal: bool
-) -> jax.Array:
-    buckets, far = config.relative_buckets, config.relative_distance
-    bucket = relative_bucket(distance, not causal, buckets, far)
-    rows = lookup(table, bucket, ("batch", "sequence", None, "heads"))  # type: ignore[arg-type]
-    return jnp.moveaxis(rows, -1, 1)
-
-
-Bias = Callable[[jax.Array | None, ModelConfig, jax.Array, bool], jax.Array]
-BIASES: dict[str, Bias] = {"alibi": _alibi, "t5": _t5}

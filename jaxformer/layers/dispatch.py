@@ -54,15 +54,6 @@ class Routes(NamedTuple):
     weights: jax.Array
 
 
-class RoutedTokens(NamedTuple):
-    """The tokens [N, D] of a device, with the experts int32 [N, K] and the weights float32 [N, K]
-    of each."""
-
-    x: jax.Array
-    experts: jax.Array
-    scale: jax.Array
-
-
 class ExpertRows(NamedTuple):
     """Pairs of a token and an expert, sorted by expert: a row for each.
 
@@ -229,69 +220,6 @@ def most_rows(tokens: int, rows: int, k: int, dispatch: Dispatch, devices: int) 
     return min(most, rows * number * dispatch.capacity) if dispatch.capacity else most
 
 
-def _on_device(
-    run: RunExperts,
-    dispatch: Dispatch,
-    division: Division,
-    weights: Params,
-    x: jax.Array,
-    experts: jax.Array,
-    scale: jax.Array,
-) -> jax.Array:
-    """The sum for the tokens [B, T, D] of a device, with the experts that it has."""
-    shape = x.shape
-    arrays = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
-    tokens = RoutedTokens(*arrays)
-    if division.weights is not None:
-        whole = {}
-        for name, leaf in weights.items():
-            # Arrays are gathered along the axes of the mesh that divide `embed`.
-            for axis, entry in enumerate(() if is_custom(leaf) else division.weights[name]):
-                along = tuple(one for one in _names(entry) if one in PARAMETERS["embed"])
-                if along and axis > 0:
-                    leaf = jax.lax.all_gather(leaf, along, axis=axis, tiled=True)
-            whole[name] = leaf
-        weights = whole
-    for name in division.added_once:
-        weights[name] = weights[name] * (jax.lax.axis_index(division.width) == 0)
-    n, k = tokens.experts.shape
-    of_all = division.of_tokens
-    most = most_rows(n * of_all, shape[0] * of_all, k, dispatch, division.devices)
-    if sends_rows(k, of_all):
-        out = _by_rows(run, dispatch, most, weights, tokens)
-    else:
-        out = _by_tokens(run, dispatch, division, most, weights, tokens)
-    if division.width:
-        out = jax.lax.psum(out, division.width)
-    return out.reshape(shape)
-
-
-def _by_tokens(
-    run: RunExperts,
-    dispatch: Dispatch,
-    division: Division,
-    most: int,
-    weights: Params,
-    tokens: RoutedTokens,
-) -> jax.Array:
-    """[N, D] -> [N, D], the tokens of all devices gathered and the sums scattered."""
-    number = dispatch.number // division.devices
-    if division.of_tokens > 1:
-        tokens = jax.tree.map(lambda a: jax.lax.all_gather(a, EXPERT, tiled=True), tokens)
-    x, experts, scale = tokens
-    if division.devices > 1:
-        experts = experts - number * jax.lax.axis_index(EXPERT)
-        # Those of other devices are none.
-        experts = jnp.where((experts < 0) | (experts >= number), number, experts)
-    pairs = sorted_pairs(experts, number, most)
-    rows = gather(x, pairs, dispatch.kernel)
-    y = run(weights, rows, _scale_of_rows(scale, pairs), GroupedRows(pairs.sizes, dispatch.kernel))
-    out = combine(y, pairs, dispatch.kernel)
-    if division.of_tokens > 1:
-        return jax.lax.psum_scatter(out, EXPERT, tiled=True)
-    return jax.lax.psum(out, EXPERT) if division.devices > 1 else out
-
-
 class Traffic(NamedTuple):
     """An all-to-all as a device sees it, int32 [P] each: the offset and the number of the rows that
     it sends to each device, their offset there, and the number that it gets from each."""
@@ -328,30 +256,72 @@ def exchanged(x: jax.Array, most: int, traffic: Traffic) -> jax.Array:
     return jnp.zeros((most, *x.shape[1:]), x.dtype).at[targets].set(blocks, mode="drop")
 
 
-def _by_rows(
-    run: RunExperts, dispatch: Dispatch, most: int, weights: Params, tokens: RoutedTokens
+def _on_device(
+    run: RunExperts,
+    dispatch: Dispatch,
+    division: Division,
+    weights: Params,
+    x: jax.Array,
+    experts: jax.Array,
+    scale: jax.Array,
 ) -> jax.Array:
-    """[N, D] -> [N, D], each row sent to the device of its expert and back."""
-    x, experts, scale = tokens
-    devices = jax.lax.axis_size(EXPERT)
-    me = jax.lax.axis_index(EXPERT)
-    kernel, number = dispatch.kernel, dispatch.number // devices
-    pairs = sorted_pairs(experts, dispatch.number, experts.size)
-    # [P, P, E / P]: the rows that each device sends to each expert of each.
-    sizes = jax.lax.all_gather(pairs.sizes, EXPERT).reshape(devices, devices, number)
-    there, back = traffic_of(sizes.sum(-1), me)
-    rows = exchanged(gather(x, pairs, kernel), most, there)
-    scale = exchanged(_scale_of_rows(scale, pairs)[:, None], most, there)
-    # They arrive by source, and from each by expert.
-    ends = jnp.cumsum(sizes[:, me].reshape(-1))
-    block = jnp.searchsorted(ends, jnp.arange(most), side="right")
-    expert = jnp.where(block < len(ends), block % number, number)
-    here = sorted_pairs(expert[:, None].astype(jnp.int32), number, most)
-    y = run(
-        weights,
-        gather(rows, here, kernel),
-        _scale_of_rows(scale, here),
-        GroupedRows(here.sizes, kernel),
-    )
-    returned = exchanged(combine(y, here, kernel), experts.size, back)
-    return combine(returned, pairs, kernel)
+    """The sum for the tokens [B, T, D] of a device, with the experts that it has."""
+    shape, kernel = x.shape, dispatch.kernel
+    x, experts, scale = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
+    if division.weights is not None:
+        whole = {}
+        for name, leaf in weights.items():
+            # Arrays are gathered along the axes of the mesh that divide `embed`.
+            for axis, entry in enumerate(() if is_custom(leaf) else division.weights[name]):
+                along = tuple(one for one in _names(entry) if one in PARAMETERS["embed"])
+                if along and axis > 0:
+                    leaf = jax.lax.all_gather(leaf, along, axis=axis, tiled=True)
+            whole[name] = leaf
+        weights = whole
+    for name in division.added_once:
+        weights[name] = weights[name] * (jax.lax.axis_index(division.width) == 0)
+    (n, k), devices, of_all = experts.shape, division.devices, division.of_tokens
+    number = dispatch.number // devices
+    most = most_rows(n * of_all, shape[0] * of_all, k, dispatch, devices)
+
+    def summed(x: jax.Array, scale: jax.Array, pairs: ExpertRows) -> jax.Array:
+        """The sum of the experts of this device for tokens [N, D] with these scales [N, K]."""
+        rows = gather(x, pairs, kernel)
+        groups = GroupedRows(pairs.sizes, kernel)
+        return combine(run(weights, rows, _scale_of_rows(scale, pairs), groups), pairs, kernel)
+
+    if sends_rows(k, of_all):
+        # Each row is sent to the device of its expert and back.
+        me = jax.lax.axis_index(EXPERT)
+        pairs = sorted_pairs(experts, dispatch.number, experts.size)
+        # [P, P, E / P]: the rows that each device sends to each expert of each.
+        sizes = jax.lax.all_gather(pairs.sizes, EXPERT).reshape(devices, devices, number)
+        there, back = traffic_of(sizes.sum(-1), me)
+        rows = exchanged(gather(x, pairs, kernel), most, there)
+        scale = exchanged(_scale_of_rows(scale, pairs)[:, None], most, there)
+        # They arrive by source, and from each by expert.
+        ends = jnp.cumsum(sizes[:, me].reshape(-1))
+        block = jnp.searchsorted(ends, jnp.arange(most), side="right")
+        expert = jnp.where(block < len(ends), block % number, number)
+        here = sorted_pairs(expert[:, None].astype(jnp.int32), number, most)
+        returned = exchanged(summed(rows, scale, here), experts.size, back)
+        out = combine(returned, pairs, kernel)
+    else:
+        # The tokens of all devices are gathered, and the sums scattered.
+        if of_all > 1:
+            x, experts, scale = (
+                jax.lax.all_gather(array, EXPERT, tiled=True) for array in (x, experts, scale)
+            )
+        if devices > 1:
+            experts = experts - number * jax.lax.axis_index(EXPERT)
+            # Those of other devices are none.
+            experts = jnp.where((experts < 0) | (experts >= number), number, experts)
+        pairs = sorted_pairs(experts, number, most)
+        out = summed(x, scale, pairs)
+        if of_all > 1:
+            out = jax.lax.psum_scatter(out, EXPERT, tiled=True)
+        elif devices > 1:
+            out = jax.lax.psum(out, EXPERT)
+    if division.width:
+        out = jax.lax.psum(out, division.width)
+    return out.reshape(shape)

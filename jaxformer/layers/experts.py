@@ -34,7 +34,7 @@ from jaxformer.layers.dispatch import (
     most_rows,
     sends_rows,
 )
-from jaxformer.layers.ffn import FEED_FORWARD, ffn, ffn_specs, hidden_layer
+from jaxformer.layers.ffn import FEED_FORWARD, ffn, ffn_specs, hidden_of, units
 from jaxformer.layers.grouped import GroupedRows
 from jaxformer.layers.linear import INITIALIZERS
 from jaxformer.layers.masks import AttentionMask
@@ -211,7 +211,7 @@ def _expert_rows(
 
     up = linear("up", rows, "MD,EDF->MF")
     gate = linear("gate", rows, "MD,EDF->MF") if config.gated else None
-    hidden = hidden_layer(config, up, gate)
+    hidden = hidden_of(config, units(config, up, gate), up)
     scale = scale.astype(hidden.dtype)[:, None]
     y = contract("MF,EFD->MD", hidden * scale, weights["down"], groups=groups)
     bias = weights.get("down_bias")

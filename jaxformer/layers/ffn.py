@@ -84,10 +84,6 @@ ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
         "quick_gelu": quick_gelu,
     },
 )
-# What the activated gate multiplies, of up x; for other activations it is up x itself.
-GATE_FACTORS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "swiglu_clamped": lambda up: jnp.clip(up, -CLAMP, CLAMP) + 1
-}
 
 
 def units(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
@@ -95,15 +91,13 @@ def units(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) -> 
     return ACTIVATIONS[config.activation](up if gate is None else gate)
 
 
-def hidden_layer(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-    """act(up), or act(gate) times what its activation makes of up."""
-    return _hidden_of(config, units(config, up, gate), up)
-
-
-def _hidden_of(config: ModelConfig, active: jax.Array, up: jax.Array) -> jax.Array:
-    """The hidden layer from its activated units, which a gate multiplies by what it makes of up."""
-    factor = GATE_FACTORS.get(config.activation, lambda up: up)
-    return active * factor(up) if config.gated else active
+def hidden_of(config: ModelConfig, active: jax.Array, up: jax.Array) -> jax.Array:
+    """The hidden layer from its activated units, which a gate multiplies with what it has of up."""
+    if not config.gated:
+        return active
+    if config.activation == "swiglu_clamped":
+        up = jnp.clip(up, -CLAMP, CLAMP) + 1
+    return active * up
 
 
 def swiglu(
@@ -144,7 +138,7 @@ def captured_ffn(
     up = linear("BTD,DF->BTF", params, "up", x)
     gate = linear("BTD,DF->BTF", params, "gate", x) if config.gated else None
     active, captures = request.apply("mlp_units", units(config, up, gate))
-    hidden = _hidden_of(config, active, up)
+    hidden = hidden_of(config, active, up)
     return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", "sequence", None)), captures
 
 
@@ -159,8 +153,7 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     return [StoredArray(name, hidden) for name in names]
 
 
-# In formulas; the others are written as they are named, and up x as it is.
-FACTOR_TEXTS = {"swiglu_clamped": "clip({}, ±7) + 1"}
+# In formulas; the others are written as they are named.
 ACTIVATION_TEXTS = {
     "swiglu": "silu",
     "swiglu_clamped": "clamped_swish",
@@ -178,7 +171,7 @@ def _formula(config: ModelConfig) -> tuple[str, ...]:
     down = f"W_down{biased_text(config, 'ffn', 'c')}"
     if config.gated:
         gate = f"x W_gate{biased_text(config, 'ffn', 'a')}"
-        factor = FACTOR_TEXTS.get(config.activation, "{}").format(up)
+        factor = f"clip({up}, ±7) + 1" if config.activation == "swiglu_clamped" else up
         return (f"ffn = ({act}({gate}) ⊙ ({factor})) {down}",)
     return (f"ffn = {act}({up}) {down}",)
 

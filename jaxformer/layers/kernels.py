@@ -31,54 +31,52 @@ HOPPER = (9, 0)
 MOST_SEGMENTS = 64
 
 
-class Needs(NamedTuple):
-    """What attention has to do, for all batches of a training run or for one call.
+def features_of(
+    *,
+    lengths: tuple[int, ...],
+    exchanges: tuple[Exchange, ...],
+    context: int,
+    segments: int | float,
+    causal: bool,
+    window: int,
+    leading: int,
+    has_dropout: bool,
+    is_biased: bool,
+    has_soft_cap: bool,
+    has_sinks: bool,
+    own_positions: bool = False,
+    width: int = 0,
+    value_width: int = 0,
+) -> set[str]:
+    """The names in `FEATURES` of what a kernel must have for all batches of a training run, or for
+    one call.
 
     `lengths` and `exchanges` are those of queries and of keys; `segments` is the highest segment
     id, infinite where it is not known and 0 without ids.
     """
-
-    lengths: tuple[int, ...]
-    exchanges: tuple[Exchange, ...]
-    context: int
-    segments: float
-    causal: bool
-    window: int
-    leading: int
-    has_dropout: bool
-    is_biased: bool
-    has_soft_cap: bool
-    has_sinks: bool
-    own_positions: bool = False
-    width: int = 0
-    value_width: int = 0
-
-    def features(self) -> set[str]:
-        """The names in `FEATURES` of what a kernel must have."""
-        biased = self.is_biased
-        is_gathered = self.exchanges[0] == "gather"
-        needed = {
-            "segments": self.segments,
-            "many segments": self.segments > MOST_SEGMENTS,
-            "any length": any(length % 128 for length in self.lengths),
-            "window": self.window,
-            "window to both sides": self.window and not self.causal,
-            "value width": self.value_width != self.width,
-            "wide values": self.value_width > self.width,
-            "positions": self.own_positions,
-            "leading": self.leading,
-            "divided queries": is_gathered,
-            "short pieces": is_gathered and any(n % (256 * self.context) for n in self.lengths),
-            "one device": "none" in self.exchanges,
-            "dropout": self.has_dropout,
-            "score bias": biased,
-            "biased texts": biased and self.segments > 1,
-            "biased window": biased and self.window,
-            "biased odd length": biased and any(length % 2 for length in self.lengths),
-            "soft-cap": self.has_soft_cap,
-            "sinks": self.has_sinks,
-        }
-        return {name for name, value in needed.items() if value}
+    is_gathered = exchanges[0] == "gather"
+    needed = {
+        "segments": segments,
+        "many segments": segments > MOST_SEGMENTS,
+        "any length": any(length % 128 for length in lengths),
+        "window": window,
+        "window to both sides": window and not causal,
+        "value width": value_width != width,
+        "wide values": value_width > width,
+        "positions": own_positions,
+        "leading": leading,
+        "divided queries": is_gathered,
+        "short pieces": is_gathered and any(length % (256 * context) for length in lengths),
+        "one device": "none" in exchanges,
+        "dropout": has_dropout,
+        "score bias": is_biased,
+        "biased texts": is_biased and segments > 1,
+        "biased window": is_biased and window,
+        "biased odd length": is_biased and any(length % 2 for length in lengths),
+        "soft-cap": has_soft_cap,
+        "sinks": has_sinks,
+    }
+    return {name for name, value in needed.items() if value}
 
 
 class Case(NamedTuple):
@@ -100,10 +98,10 @@ class Case(NamedTuple):
     exchange: Exchange = "none"
     context: int = 1
 
-    def needs(self) -> Needs:
+    def features(self) -> set[str]:
         """What the batches need of a kernel."""
         model = self.model
-        return Needs(
+        return features_of(
             lengths=(self.length,),
             exchanges=(self.exchange,),
             context=self.context,
@@ -141,7 +139,7 @@ class KernelRow:
         reason = self.device(case)
         if reason:
             return reason
-        missing = self.lacks & case.needs().features()
+        missing = self.lacks & case.features()
         return next((reason for name, reason in FEATURES.items() if name in missing), "")
 
     def serves(self, mask: AttentionMask, heads: int) -> bool:
@@ -153,7 +151,7 @@ class KernelRow:
             segments = mask.max_segments or math.inf
         is_ordered = mask.balanced or all(side.ordered for side in sides)
         rate, key = mask.dropout
-        needs = Needs(
+        needed = features_of(
             lengths=lengths,
             exchanges=tuple(exchange_of(length, heads) for length in lengths),
             context=free_axes().get(CONTEXT, 1),
@@ -167,7 +165,7 @@ class KernelRow:
             has_sinks=mask.scoring.sinks is not None,
             own_positions=mask.causal and not is_ordered,
         )
-        return not self.lacks & needs.features()
+        return not self.lacks & needed
 
 
 # Features that not every kernel has, and why a run that needs one cannot use a kernel without it.

@@ -7,7 +7,7 @@ instead of the model's. Each layer gets its own config, so that no layer depends
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxformer.config.model import ModelConfig
 
@@ -74,22 +74,14 @@ def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
     return tuple(configs)
 
 
-class Repetition(NamedTuple):
-    """How the layers of a stack repeat: after the first `lead` layers, their configs repeat every
-    `period` layers."""
-
-    lead: int
-    period: int
-
-
 @functools.lru_cache
-def repetition_of(configs: tuple[ModelConfig, ...]) -> Repetition:
-    """The smallest lead with which the configs repeat, and the smallest period after it. Without a
-    repetition the lead is 0 and the period has all layers."""
+def repetition_of(configs: tuple[ModelConfig, ...]) -> tuple[int, int]:
+    """The smallest number of leading layers behind which the configs repeat, and the smallest
+    period with which they do. Without a repetition the lead is 0 and the period has all layers."""
     depth = len(configs)
     for lead in range(depth):
         following = configs[lead:]
         for period in range(1, len(following)):
             if all(layer == following[i % period] for i, layer in enumerate(following)):
-                return Repetition(lead, period)
-    return Repetition(0, depth)
+                return lead, period
+    return 0, depth

@@ -1,5 +1,7 @@
 """`loss.png`: the loss curves of a run, drawn from its metrics."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,16 +40,8 @@ def plot_losses(run_dir: str | Path) -> Path:
             " (train.log_every)."
         )
 
-    import matplotlib  # takes 0.2 s, and a run needs it once, at its end
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
     path = located(run_dir) / "loss.png"
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 5), dpi=160)
-        # Not a constrained layout, in which the labels of giant numbers leave no room for curves.
-        figure.subplots_adjust(left=0.1, right=0.97, top=0.93, bottom=0.11, hspace=0.1)
-        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    with panels(path, (8, 5), (5, 1)) as (top, bottom):
         draw_curve(top, lines, "loss", "training", BLUE)
         draw_curve(top, lines, "val_loss", "validation", RED)
         top.set_ylim(*limits(np.append(column(lines, "loss"), column(lines, "val_loss"))))
@@ -57,12 +51,30 @@ def plot_losses(run_dir: str | Path) -> Path:
         top.legend(loc="upper right")
         draw_curve(bottom, lines, "learning_rate", "", INK)
         bottom.set_ylabel("learning rate")
-        bottom.xaxis.set_major_formatter(EngFormatter(sep=""))
         bottom.yaxis.set_major_formatter("{x:g}")
         bottom.set_xlabel("tokens" if any("tokens" in line for line in lines) else "steps")
+    return path
+
+
+@contextlib.contextmanager
+def panels(
+    path: Path, size: tuple[float, float], heights: tuple[float, float]
+) -> Iterator[tuple["Axes", "Axes"]]:
+    """Two panels, one above the other over the same tokens, which are written as a PNG at the end
+    of the block."""
+    import matplotlib  # takes 0.2 s, and a run needs it once, at its end
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, dpi=150)
+        # Not a constrained layout, in which the labels of giant numbers leave no room for curves.
+        figure.subplots_adjust(left=0.1, right=0.97, top=0.93, bottom=0.1, hspace=0.1)
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+        yield top, bottom
+        bottom.xaxis.set_major_formatter(EngFormatter(sep=""))
         with replacing(path, follow=False) as file:
             figure.savefig(file, format="png")
-    return path
 
 
 def draw_curve(

@@ -414,7 +414,11 @@ class HarnessModel(TemplateLM):
         self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: dict[str, Any]
     ) -> Iterator[tuple[int, str]]:
         """The numbers of the contexts and their texts, cut at the stops, as the texts end."""
-        prompts, sources = self._prompts(contexts, count)
+        beginning = self._beginning
+        most = self._source_length if beginning else self.max_length - count
+        encoded = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+        _warn(sum(len(prompt) > most for prompt in encoded), len(encoded), most)
+        read = [prompt[-most:] for prompt in encoded]
         ends = rules["end_token"]
 
         def text_of(tokens: list[int]) -> str:
@@ -428,28 +432,16 @@ class HarnessModel(TemplateLM):
         texts = refill(
             self.params,
             self.config,
-            prompts,
+            [beginning] * len(read) if beginning else read,
             count,
             rows=self.batch_size,
             key=jax.random.key(np.random.randint(2**31)),  # the harness has seeded NumPy
-            sources=sources,
+            sources=read if beginning else None,
             stopped=stopped,
             **rules,
         )
         for number, tokens in texts:
             yield number, postprocess_generated_text(text_of(tokens), stops, None)
-
-    def _prompts(
-        self, contexts: Sequence[str], count: int
-    ) -> tuple[list[list[int]], list[list[int]] | None]:
-        """The tokens after which `count` tokens are written, and the sources of an
-        encoder-decoder."""
-        beginning = self._beginning
-        most = self._source_length if beginning else self.max_length - count
-        encoded = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
-        _warn(sum(len(prompt) > most for prompt in encoded), len(encoded), most)
-        read = [prompt[-most:] for prompt in encoded]
-        return ([beginning] * len(read), read) if beginning else (read, None)
 
 
 class Rehearsal(HarnessModel):

@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 
 from jaxformer.arrays.mesh import AnyMesh, batch_sharding, place_batch
 from jaxformer.arrays.params import Params
-from jaxformer.checkpoints.digests import as_text, digests
+from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
 from jaxformer.data.batches import BatchesByStep
-from jaxformer.files import ConfigError, first_of, located, read_object, write_text
+from jaxformer.files import ConfigError, located, read_object, write_text
 from jaxformer.losses.preferences import REFERENCE_ARRAYS, reference_log_probs
 from jaxformer.models.transformer import check_model
 from jaxformer.runs.directory import OtherData
@@ -24,7 +24,7 @@ from jaxformer.runs.loading import load_base
 from jaxformer.training.compiler_options import compiler_options
 from jaxformer.training.state import on_mesh
 
-RECORD = "reference.json"  # in a run directory: the digest of each leaf of the reference
+RECORD = "reference.json"  # in a run directory: the fingerprint of the reference
 
 
 def with_reference(batch: dict[str, Any], pairs: int, mesh: AnyMesh) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Reference:
     Args:
       start: run.init_from, a run directory or a Hugging Face model.
       config: the model of the run.
-      run_dir: the directory of the run; the digests that it holds are compared.
+      run_dir: the directory of the run; the fingerprint that it holds is compared.
       mesh: the devices; None: this machine's first one.
     """
 
@@ -49,7 +49,7 @@ class Reference:
     ) -> None:
         self._start, self._config, self._mesh = start, config, mesh
         self._record = located(run_dir) / RECORD
-        self._loaded: tuple[Params, dict[str, str]] | None = None
+        self._loaded: tuple[Params, str] | None = None
 
         def score(params: Params, batch: Any) -> dict[str, jax.Array]:
             return reference_log_probs(params, config, batch)
@@ -58,14 +58,14 @@ class Reference:
         options = compiler_options(mesh)
         self._score = jax.jit(score, out_shardings=shardings, compiler_options=options)
 
-    def load(self) -> tuple[Params, dict[str, str]]:
-        """The params and their digests, which are read once. Raises ConfigError where they cannot
-        be read, do not fit the model of the run, or are not those that it began with."""
+    def load(self) -> tuple[Params, str]:
+        """The params, which are read once, and their fingerprint. Raises ConfigError where they
+        cannot be read, do not fit the model of the run, or are not those that it began with."""
         if self._loaded is None:
             self._loaded = self._read()
         return self._loaded
 
-    def _read(self) -> tuple[Params, dict[str, str]]:
+    def _read(self) -> tuple[Params, str]:
         try:
             params = load_base(self._start, self._mesh).params
             check_model(params, self._config)
@@ -74,34 +74,24 @@ class Reference:
                 f"run.init_from={self._start!r}, with which data.objective compares the model,"
                 f" cannot be used: {error}"
             ) from error
-        # All processes compute the digests together.
-        sums = jax.device_get(digests(flat_leaves(params)))
-        leaf_digests = {path: as_text(digest) for path, digest in sums.items()}
+        # All processes compute it together.
+        now = fingerprint(flat_leaves(params))
         if self._record.is_file():
-            self._require_same(leaf_digests)
-        return params, leaf_digests
-
-    def _require_same(self, leaf_digests: dict[str, str]) -> None:
-        recorded = read_object(self._record, "restore it").get("digests")
-        before = recorded if isinstance(recorded, dict) else {}
-        differing = [
-            path
-            for path in {**before, **leaf_digests}
-            if before.get(path) != leaf_digests.get(path)
-        ]
-        if differing:
-            raise OtherData(
-                f"run.init_from={self._start!r} is not the model that this run began"
-                f" with, according to {self._record}: other values of"
-                f" {first_of(differing, 5, ', ')}. Restore it (further training of a run directory"
-                " gives it a newer checkpoint), or choose another run.dir."
-            )
+            before = read_object(self._record, "restore it").get("fingerprint")
+            if before != now:
+                raise OtherData(
+                    f"run.init_from={self._start!r} is not the model that this run began with: its"
+                    f" fingerprint is {now}, and {self._record} has {before}. Restore it (further"
+                    " training of a run directory gives it a newer checkpoint), or choose another"
+                    " run.dir."
+                )
+        return params, now
 
     def keep(self) -> None:
-        """Writes the digests of the params into the run directory, where it has none yet."""
-        _, leaf_digests = self.load()
+        """Writes the fingerprint of the params into the run directory, where it has none yet."""
+        _, now = self.load()
         if jax.process_index() == 0 and not self._record.is_file():
-            text = json.dumps({"digests": leaf_digests}, indent=1) + "\n"
+            text = json.dumps({"fingerprint": now}) + "\n"
             write_text(self._record, text, follow=False)
 
     def __call__(self, batch: Any) -> Any:

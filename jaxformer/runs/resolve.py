@@ -322,7 +322,6 @@ def resolve_without_data(
     """As `resolve`, for a run whose data is not read, with its global batch as shapes: what can be
     lowered or compiled for devices that are not here. `packed` says whether rows come with segment
     ids; None: as the run's objective and packing make them."""
-    check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     model, tokenizer = with_added_tokens(run.model, run.tokenizer, run.run)
     model, notes = with_assumed_sizes(model)
     run = dataclasses.replace(run, model=model, tokenizer=tokenizer)

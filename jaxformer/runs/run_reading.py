@@ -3,7 +3,7 @@
 import functools
 import reprlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,15 +208,19 @@ def base_directory(
 
 def require_base(run_dir: Path, base_dir: Path, below: Params, record: Mapping[str, Any]) -> None:
     """Raises ConfigError if a model is not the one that the adapter of a run was trained on."""
-    learned = record.get("learned", ())
-    base_params = {name: branch for name, branch in below.items() if name not in learned}
-    base_fingerprint = fingerprint(flat_leaves(base_params))
+    base_fingerprint = fingerprint_below(below, record.get("learned", ()))
     if base_fingerprint != record.get("base", base_fingerprint):
         raise ConfigError(
             f"{base_dir} is not the model that the adapter in {run_dir} was trained on: its"
             f" fingerprint is {base_fingerprint}, and data.json has {record['base']}. Restore that"
             " model, or name the directory that holds it, as in jf.load(path, base=DIRECTORY)."
         )
+
+
+def fingerprint_below(params: Params, learned: Collection[str]) -> str:
+    """The fingerprint of the model below an adapter, without the branches that learn with it."""
+    base_params = {name: branch for name, branch in params.items() if name not in learned}
+    return fingerprint(flat_leaves(base_params))
 
 
 def record_of(run_dir: Path) -> dict[str, Any]:

@@ -23,8 +23,6 @@ from jaxformer.arrays.mesh import (
 )
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.arrays.sharding import platform
-from jaxformer.checkpoints.digests import fingerprint
-from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import Log
@@ -36,6 +34,7 @@ from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.directory import check_config, check_data, identity_of
 from jaxformer.runs.evaluation import corpus_of
 from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes
+from jaxformer.runs.run_reading import fingerprint_below
 from jaxformer.tokenizer.chat import template_fingerprint
 from jaxformer.training.compiler_options import keep_compiled
 from jaxformer.training.state import TrainState, merged, split_frozen
@@ -74,8 +73,7 @@ class Base(NamedTuple):
 def base_below(start: "WarmStart", init_from: str, run_dir: str) -> Base:
     """The model of run.init_from, below the adapter of a run."""
     learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
-    base_params = {name: branch for name, branch in start.params.items() if name not in learned}
-    base_fingerprint = fingerprint(flat_leaves(base_params))
+    base_fingerprint = fingerprint_below(start.params, learned)
     path = located(run_dir) / "data.json"
     before = read_object(path).get("base") if path.is_file() else None
     if before not in (None, base_fingerprint):

@@ -5,11 +5,11 @@ import math
 import jax
 
 from jaxformer.arrays.mesh import bytes_of_device
+from jaxformer.config.model import ModelConfig
 from jaxformer.models.cost import count_text
-from jaxformer.models.stack import compute_dtype
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
-from jaxformer.training.compiler_options import option_lines
+from jaxformer.training.compiler_options import compiler_options
 from jaxformer.training.optimizers.groups import group_lines
 from jaxformer.training.optimizers.rule_table import unread
 from jaxformer.training.optimizers.run_optimizer import decay_groups
@@ -36,14 +36,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         learning, _ = split_frozen(setup.target.params, setup.target.frozen)
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(learning))
         parameters += f", of which {human_count(size)} learn"
-    layers = str(model.n_layers)
-    if model.family == "encoder_decoder":
-        layers = f"{model.encoder_layers} + {layers}"
-    lines["model"] = (
-        f"{model.family}, {parameters}, {layers} layers, {model.d_model} wide, {model.n_heads}"
-        f" heads ({model.kv_heads} key-value), {compute_dtype(model)} products, layers"
-        f" {LOOPS[model.layer_loop]}"
-    )
+    lines["model"] = model_text(model, parameters)
     lines["learning rate"] = schedule_text(optimizer, train.steps)
     lines["weight decay"] = "; ".join(
         f"{name}: {tensors} tensors, {human_count(size)} parameters"
@@ -67,8 +60,8 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     lines["memory"] = memory
     lines["FLOPs"] = flops
     lines["attention"] = setup.kernel
-    if options := option_lines(setup.mesh):
-        lines["compiler"] = options
+    if options := compiler_options(setup.mesh):
+        lines["compiler"] = [f"{name}={value}" for name, value in options.items()]
     asked, adapter = setup.asked.model, setup.asked.adapter
     rates = {"model.dropout": asked.dropout, "adapter.dropout": adapter.dropout}
     if asked.attention_dropout != "auto":
@@ -77,6 +70,18 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     if named and not setup.objective.dropout:
         lines["dropout"] = f"none: data.objective={setup.task.name} does not apply {named}"
     return {**lines, **_data(setup), "run directory": run.run.dir}
+
+
+def model_text(model: ModelConfig, parameters: str) -> str:
+    """The family and the sizes of a model, of which nothing is automatic any more."""
+    layers = str(model.n_layers)
+    if model.family == "encoder_decoder":
+        layers = f"{model.encoder_layers} + {layers}"
+    return (
+        f"{model.family}, {parameters}, {layers} layers, {model.d_model} wide, {model.n_heads}"
+        f" heads ({model.kv_heads} key-value), {model.vocab_size:,} tokens, {model.dtype} products,"
+        f" layers {LOOPS[model.layer_loop]}, remat {model.remat}"
+    )
 
 
 def peak_text(platform: str, flops: float | None) -> str:

@@ -6,8 +6,6 @@ the version of libtpu: an option is tried first, with a program that does nothin
 
 import functools
 import os
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,70 +15,35 @@ from jaxformer.arrays.mesh import AnyMesh, replicated
 from jaxformer.arrays.sharding import PARAMETERS, platform
 
 
-class OptionRow(NamedTuple):
-    """An option; `applies` takes the platform and the sizes of the axes of the mesh, if any."""
-
-    name: str
-    value: int | str
-    applies: Callable[[str, Mapping[str, int]], bool]
-    effect: str
-
-
-COMPILER_OPTIONS = (
-    # Programs run as fast as with LLVM's third level (1.00 times, 0.90 to 1.09, 14 samples in turn
-    # on two cores of an AMD EPYC with AVX-512); a step takes a quarter less time to compile, and
-    # the initial values a fifth of the time.
-    OptionRow(
-        "xla_backend_optimization_level",
-        1,
-        lambda platform, sizes: platform == "cpu",
-        "LLVM's first level",
-    ),
-    # A windowed product multiplies each piece of a weight while the next one arrives, and adds up
-    # its results in bfloat16 in main memory, once a piece. Without that a step of 16 rows of
-    # llama3_8b on v5e:4x4 with fsdp 16 moves 423 GiB of main memory a device instead of 922, and
-    # takes at least 2,926 ms instead of 3,256 (`benchmarks/compiled.py`; nothing was run).
-    OptionRow(
-        "xla_tpu_enable_windowed_einsum_for_all_gather",
-        "false",
-        lambda platform, sizes: (
-            platform == "tpu" and any(sizes.get(name, 1) > 1 for name in PARAMETERS["embed"])
-        ),
-        "weights are gathered before their product, not in pieces during it",
-    ),
-)
+def wanted_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
+    """The options for the devices of a mesh (None: the default device), except those that XLA_FLAGS
+    or LIBTPU_INIT_ARGS names."""
+    on, options = platform(mesh), dict[str, int | str]()
+    if on == "cpu":
+        # LLVM's first level. Programs run as fast as with the third one (1.00 times, 0.90 to 1.09,
+        # 14 samples in turn on two cores of an AMD EPYC with AVX-512); a step takes a quarter less
+        # time to compile, and the initial values a fifth of the time.
+        options["xla_backend_optimization_level"] = 1
+    sizes = {} if mesh is None else mesh.shape
+    if on == "tpu" and any(sizes.get(name, 1) > 1 for name in PARAMETERS["embed"]):
+        # Weights are gathered before their product, not in pieces during it. A windowed product
+        # multiplies each piece of a weight while the next one arrives, and adds up its results in
+        # bfloat16 in main memory, once a piece. Without that a step of 16 rows of llama3_8b on
+        # v5e:4x4 with fsdp 16 moves 423 GiB of main memory a device instead of 922, and takes at
+        # least 2,926 ms instead of 3,256 (`benchmarks/compiled.py`; nothing was run).
+        options["xla_tpu_enable_windowed_einsum_for_all_gather"] = "false"
+    words = f"{os.environ.get('XLA_FLAGS')} {os.environ.get('LIBTPU_INIT_ARGS')}".split()
+    named = {word.lstrip("-").partition("=")[0] for word in words}
+    return {name: value for name, value in options.items() if name not in named}
 
 
 def compiler_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
-    """The options for the devices of a mesh (None: the default device): the rows that apply and
-    that its compiler has, except those that XLA_FLAGS or LIBTPU_INIT_ARGS names."""
-    return {row.name: row.value for row in rows_for(mesh) if not _is_refused(mesh, row)}
-
-
-def option_lines(mesh: AnyMesh | None = None) -> list[str]:
-    """A line for each of `compiler_options`, and one for each row that the compiler does not
-    have."""
-    return [
-        f"{row.name} is left out: this compiler does not have it"
-        if _is_refused(mesh, row)
-        else f"{row.name}={row.value} ({row.effect})"
-        for row in rows_for(mesh)
-    ]
-
-
-def rows_for(mesh: AnyMesh | None) -> list[OptionRow]:
-    """The rows of the table for the devices of a mesh that no variable of the environment names."""
-    words = f"{os.environ.get('XLA_FLAGS')} {os.environ.get('LIBTPU_INIT_ARGS')}".split()
-    named = {word.lstrip("-").partition("=")[0] for word in words}
-    on, sizes = platform(mesh), {} if mesh is None else dict(mesh.shape)
-    return [row for row in COMPILER_OPTIONS if row.name not in named and row.applies(on, sizes)]
-
-
-def _is_refused(mesh: AnyMesh | None, row: OptionRow) -> bool:
+    """Those of `wanted_options` that the compiler for the devices has."""
+    options = wanted_options(mesh)
     # The compiler for CPUs, which comes with jaxlib, is not asked, and an abstract mesh has none.
     if platform(mesh) == "cpu" or isinstance(mesh, AbstractMesh):
-        return False
-    return refuses(mesh, row.name, row.value)
+        return options
+    return {name: value for name, value in options.items() if not refuses(mesh, name, value)}
 
 
 @functools.cache

@@ -37,7 +37,8 @@ def a_batch():
 
 def changes_of(model, optimizer):
     """The root mean square of the change of each activation in a few steps; two seeds' mean."""
-    batch, loss = a_batch(), jf.loss_of("causal", model)
+    batch = {name: jnp.asarray(array) for name, array in a_batch().items()}
+    loss = jf.loss_of("causal", model)
     rule = make_optimizer(optimizer, lambda step: optimizer.learning_rate, jf.specs(model))
 
     def mean_loss(params):

@@ -10,12 +10,7 @@ import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.tools.plan.planned import abstract_mesh
 from jaxformer.training import compiler_options as options
-from jaxformer.training.compiler_options import (
-    COMPILER_OPTIONS,
-    compiler_options,
-    option_lines,
-    refuses,
-)
+from jaxformer.training.compiler_options import compiler_options, refuses
 
 pytestmark = pytest.mark.fast
 
@@ -66,18 +61,12 @@ def test_programs_on_a_cpu_have_one_option_on_every_mesh():
         assert compiler_options(abstract_mesh(count, sizes(**axes), "cpu")) == LEVEL
 
 
-def test_what_a_compiler_does_not_have_is_left_out_and_said(monkeypatch):
+def test_an_option_that_a_compiler_does_not_have_is_left_out(monkeypatch):
     """The compiler for CPUs is asked for the option of TPUs, which it does not have."""
-    mesh, row = make_mesh(), COMPILER_OPTIONS[1]._replace(applies=lambda platform, sizes: True)
+    mesh = make_mesh()
     monkeypatch.setattr(options, "platform", lambda mesh: "tpu")
-    monkeypatch.setattr(options, "COMPILER_OPTIONS", (row,))
-    assert compiler_options(mesh) == {}
-    assert option_lines(mesh) == [f"{GATHERS} is left out: this compiler does not have it"]
-    # In its place one that it has.
-    row = row._replace(name="xla_backend_optimization_level", value="1")
-    monkeypatch.setattr(options, "COMPILER_OPTIONS", (row,))
-    assert compiler_options(mesh) == {row.name: "1"}
-    assert option_lines(mesh) == [f"{row.name}=1 ({row.effect})"]
+    monkeypatch.setattr(options, "wanted_options", lambda mesh: {GATHERS: "false", **LEVEL})
+    assert compiler_options(mesh) == LEVEL
 
 
 def test_an_option_is_tried_once_and_on_the_mesh_in_force():

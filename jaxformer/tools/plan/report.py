@@ -9,10 +9,10 @@ from jaxformer.arrays.params import rows
 from jaxformer.models.cost import count_text
 from jaxformer.report import banner, human_bytes, human_time
 from jaxformer.report.banner import INDENT, aligned
-from jaxformer.runs.summary import LOOPS
+from jaxformer.runs.summary import model_text
 from jaxformer.tools.plan.plan import Plan
 from jaxformer.tools.plan.planned import PlannedRun
-from jaxformer.training.compiler_options import compiler_options, option_lines
+from jaxformer.training.compiler_options import compiler_options
 
 WORDS = (
     "exact: follows from the settings; estimate: what a compiler is expected to need, which"
@@ -91,9 +91,6 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     planned = plan.planned
     run, model, device = planned.run, planned.model, planned.device
     mesh = ", ".join(f"{name} {size}" for name, size in planned.mesh.shape.items())
-    layers = str(model.n_layers)
-    if model.family == "encoder_decoder":
-        layers = f"{model.encoder_layers} + {model.n_layers}"
     source = f" and sources of {planned.source_length:,}" if planned.source_length else ""
     pairs = f", both of {run.train.batch_size:,} pairs" if planned.of_pairs else ""
     exchange = [EXCHANGE_WORDS[planned.exchange]] if planned.context > 1 else []
@@ -108,11 +105,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     head: dict[str, str | list[str]] = {
         "devices": f"{planned.mesh.size} x {planned.device_name}{figures}",
         "mesh": [mesh, *check_split(planned.specs, planned.mesh)],
-        "model": (
-            f"{model.family}, {count_text(planned.specs)}, {layers} layers,"
-            f" {model.d_model} wide, {model.vocab_size:,} tokens, {model.dtype} products,"
-            f" layers {LOOPS[model.layer_loop]}, remat {model.remat}"
-        ),
+        "model": model_text(model, count_text(planned.specs)),
         "attention": [planned.kernel, *exchange],
         "a step": (
             f"{planned.sequences:,} rows of {planned.length:,} tokens{source}{pairs},"
@@ -121,8 +114,8 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
             f" time{tokens}"
         ),
     }
-    if lines := option_lines(planned.mesh):
-        head["compiler"] = lines
+    if options := compiler_options(planned.mesh):
+        head["compiler"] = [f"{name}={value}" for name, value in options.items()]
     if planned.notes:
         head["assumed"] = list(planned.notes)
     return head
