@@ -16,12 +16,12 @@ CORE_SECONDS = 10.0  # CPU time for one question
 WAITING = 6  # an answer may take so many times as long by the clock, since the machine may be busy
 MEMORY = 1 << 30  # bytes of address space
 
-# Run as `python -c PROGRAM MODULE FUNCTION SECONDS MEMORY`.
+# Run as `python -c PROGRAM MODULE FUNCTION SECONDS`.
 PROGRAM = """
 import importlib, sys
 from jaxformer.cluster.bounded import serve
-module, function, seconds, memory = sys.argv[1:]
-serve(getattr(importlib.import_module(module), function), float(seconds), int(memory))
+module, function, seconds = sys.argv[1:]
+serve(getattr(importlib.import_module(module), function), float(seconds))
 """
 
 
@@ -32,18 +32,16 @@ class OutOfBounds(Exception):
 class BoundedProcess:
     """A process that answers questions, one after another, by `module.function(question)`.
 
-    Questions and answers are JSON. `seconds` is the CPU time that one answer may take, and `memory`
+    Questions and answers are JSON. `seconds` is the CPU time that one answer may take, and MEMORY
     the address space of the process in bytes; on Windows only six times `seconds` by the clock are
     bounded. The process starts with the first question, and ends where its input does, with the
     process that started it. The module must not import jax, whose start takes longer than most
     answers.
     """
 
-    def __init__(
-        self, module: str, function: str, seconds: float = CORE_SECONDS, memory: int = MEMORY
-    ) -> None:
+    def __init__(self, module: str, function: str, seconds: float = CORE_SECONDS) -> None:
         self.seconds = seconds
-        self._arguments = [module, function, str(seconds), str(memory)]
+        self._arguments = [module, function, str(seconds)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -93,7 +91,7 @@ class BoundedProcess:
         )
 
 
-def serve(answer_to: Callable[[Any], Any], seconds: float, memory: int) -> None:
+def serve(answer_to: Callable[[Any], Any], seconds: float) -> None:
     """The program of a `BoundedProcess`: answers the questions on standard input, a line of JSON
     each, on standard output, until the input ends."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):  # to a job, whose run still saves
@@ -111,7 +109,7 @@ def serve(answer_to: Callable[[Any], Any], seconds: float, memory: int) -> None:
                 resource.setrlimit(number, (math.ceil(value), resource.getrlimit(number)[1]))
 
     limit("RLIMIT_CORE", 0)
-    limit("RLIMIT_AS", memory)
+    limit("RLIMIT_AS", MEMORY)
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     for line in questions:
@@ -119,7 +117,7 @@ def serve(answer_to: Callable[[Any], Any], seconds: float, memory: int) -> None:
         try:
             reply = {"answer": answer_to(json.loads(line))}
         except MemoryError:
-            reply = {"failed": f"takes more than {memory / (1 << 30):g} GiB of memory"}
+            reply = {"failed": f"takes more than {MEMORY / (1 << 30):g} GiB of memory"}
         except RecursionError:
             reply = {"failed": "is nested too deeply"}
         except OutOfBounds as error:  # the function has bounds of its own

@@ -112,13 +112,10 @@ def state_of(
 
 
 def abstract_state(
-    tree: Any,
-    optimizer: optax.GradientTransformation,
-    mesh: AnyMesh | None = None,
-    trainable: Trainable = None,
+    tree: Any, optimizer: optax.GradientTransformation, mesh: AnyMesh | None = None
 ) -> TrainState:
     """`init_state` as shapes, dtypes and shardings, with no array made."""
-    frozen = frozen_paths(tree, trainable)
+    frozen = frozen_paths(tree, None)
     return jax.tree.map(  # type: ignore[no-any-return]
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         _shapes(tree, optimizer, frozen),

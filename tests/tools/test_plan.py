@@ -395,7 +395,7 @@ def test_the_command_prints_text_or_json(capsys: Capture) -> None:
     text = capsys.readouterr().out
     option = "xla_tpu_enable_windowed_einsum_for_all_gather"
     words = (
-        f"{option}=false (weights",
+        f"{option}=false",
         "4 x v5e",
         "attention",
         "exact",
