@@ -34,7 +34,6 @@ from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.directory import check_config, check_data, identity_of
 from jaxformer.runs.evaluation import corpus_of
 from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes
-from jaxformer.runs.run_reading import fingerprint_below
 from jaxformer.tokenizer.chat import template_fingerprint
 from jaxformer.training.compiler_options import keep_compiled
 from jaxformer.training.state import TrainState, merged, split_frozen
@@ -72,6 +71,9 @@ class Base(NamedTuple):
 
 def base_below(start: "WarmStart", init_from: str, run_dir: str) -> Base:
     """The model of run.init_from, below the adapter of a run."""
+    # Imported here, because only such a run has a model to read.
+    from jaxformer.runs.run_reading import fingerprint_below
+
     learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
     base_fingerprint = fingerprint_below(start.params, learned)
     path = located(run_dir) / "data.json"
