@@ -214,16 +214,19 @@ def state_shardings(
     """The sharding of each leaf. A moment has that of the parameter with whose path its own path
     ends, and `NamedAxes` that of its axes; all others are replicated."""
     shapes = _shapes(tree, optimizer, frozen)
-    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     devices = mesh_of(tree) if mesh is None else mesh
-    everywhere: Sharding = default if devices is None else replicated(devices)
+    everywhere: Sharding
+    if devices is None:
+        everywhere = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    else:
+        everywhere = replicated(devices)
     # Of a parameter: by the names of its axes, or as it is, or replicated.
     table: dict[Any, tuple[Any, Sharding]] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         if isinstance(leaf, Spec):
             current = placement(mesh, leaf.shape, leaf.axes)
         else:
-            current = getattr(leaf, "sharding", None) or default
+            current = getattr(leaf, "sharding", None) or everywhere
             is_there = isinstance(current, NamedSharding) and current.mesh == mesh
             if mesh is not None and not is_there:
                 current = replicated(mesh)
