@@ -74,7 +74,7 @@ class Template:
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "train": (["train", "tiny.py", "--run.dir", "new"], []),
     "plan": (["plan", "tiny.py"], ["device", "devices", "compile"]),
-    "prepare": (["prepare", "tiny.py"], ["output", "shard"]),
+    "prepare": (["prepare", "tiny.py"], []),
     "sample": (
         ["sample", "run", "--prompt", "the cat", "--max_new_tokens", "4"],
         *[["prompt", "max_new_tokens", "min_p", "temperature", "top_k", "top_p", "beams"]],
