@@ -21,7 +21,6 @@ MESHES = {
     "expert 2 x tensor 2 x data 2": dict(data=2, expert=2, tensor=2),
     "expert 2 x context 2 x fsdp 2": dict(data=1, fsdp=2, expert=2, context=2),
     "fsdp 4 x tensor 2": dict(data=1, fsdp=4, tensor=2),
-    "data 8": dict(data=8),
 }
 EXPERTS = {"feed_forward": "experts", "n_experts": 8, "expert_ff": 32}
 SIGMOID = {
@@ -40,28 +39,20 @@ SLOW_CASES = {
     "top 2": (
         {},
         [
-            ("expert 4 x fsdp 2", {}),
             ("expert 2 x context 2 x fsdp 2", {}),
             ("fsdp 4 x tensor 2", {}),
-            ("data 8", {}),
             ("expert 8", {"expert_kernel": "xla"}),
             ("expert 8", {"expert_kernel": "ragged"}),
         ],
     ),
-    "biases, learned router": (
-        {"bias": "all", "router_bias": "learned", "activation": "gelu"},
+    "one expert, biases, learned router, encoder": (
+        {"experts_per_token": 1, "router_renormalize": False, "family": "encoder"}
+        | {"bias": "all", "router_bias": "learned", "activation": "gelu"},
         [("expert 2 x tensor 2 x data 2", {})],
     ),
     "alternating": ({"expert_pattern": "de", "n_layers": 2}, [("expert 4 x fsdp 2", {})]),
-    "capacity": (
-        {"expert_capacity": 1.0},
-        [("expert 8", {}), ("expert 2 x context 2 x fsdp 2", {})],
-    ),
-    "sigmoid in groups": (SIGMOID, [("expert 4 x fsdp 2", {}), ("fsdp 4 x tensor 2", {})]),
-    "one expert, encoder": (
-        {"experts_per_token": 1, "router_renormalize": False, "family": "encoder"},
-        [("expert 2 x tensor 2 x data 2", {})],
-    ),
+    "capacity": ({"expert_capacity": 1.0}, [("expert 2 x context 2 x fsdp 2", {})]),
+    "sigmoid in groups": (SIGMOID, [("expert 4 x fsdp 2", {})]),
     "both": (
         {"family": "encoder_decoder", "n_encoder_layers": 1, "positions": "t5"},
         [("expert 2 x tensor 2 x data 2", {})],
