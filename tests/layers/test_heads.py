@@ -157,28 +157,6 @@ def test_the_logits_are_the_formula_of_the_head(name):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_the_output_layer_is_a_product_of_the_width_of_the_model_and_a_bias_apart(name):
-    params, config, batch = case(name)
-    x, layout = residual(params, config, batch)
-    layer = output_layer(params, config, readout(params, config, x, layout))
-    logits = jnp.einsum("btd,vd->btv", layer.rows, layer.matrix) + (
-        0 if layer.bias is None else layer.bias
-    )
-    logits = 1.5 * jnp.tanh(logits / 1.5) if config.logit_soft_cap else logits
-    expected = jf.forward(params, config, **batch)
-    np.testing.assert_allclose(
-        logits[:, 0] if config.output == "classes" else logits, expected, rtol=1e-4, atol=1e-4
-    )
-    width = config.embedded_width if config.output == "masked" else config.d_model
-    assert layer.rows.shape[-1] == layer.matrix.shape[-1] == width
-    assert (
-        ("bias" in params.get("head", {}))
-        == (layer.bias is not None)
-        == (config.output != "language")
-    )
-
-
 def targets_of(config, seed=0):
     """Targets and weights as the data gives them: a few hidden tokens, a class a row, or all tokens
     but padding."""
@@ -192,19 +170,28 @@ def targets_of(config, seed=0):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_the_loss_is_the_weighted_cross_entropy_of_the_logits(name):
+def test_the_output_layer_gives_the_logits_and_the_loss_is_their_weighted_cross_entropy(name):
     params, config, batch = case(name)
+    x, layout = residual(params, config, batch)
+    layer = output_layer(params, config, readout(params, config, x, layout))
+    logits = np.einsum("btd,vd->btv", layer.rows, layer.matrix)
+    logits = logits if layer.bias is None else logits + np.asarray(layer.bias)
+    logits = 1.5 * np.tanh(logits / 1.5) if config.logit_soft_cap else logits
+    expected = jf.forward(params, config, **batch)
+    expected = expected[:, None] if config.output == "classes" else expected
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    width = config.embedded_width if config.output == "masked" else config.d_model
+    assert layer.rows.shape[-1] == layer.matrix.shape[-1] == width
+    has_bias = config.output != "language"
+    assert ("bias" in params.get("head", {})) == (layer.bias is not None) == has_bias
+
     goal = targets_of(config)
-    logits = jf.forward(params, config, **batch)
-    logits = logits[:, None] if config.output == "classes" else logits
-    expected = (goal["weights"] * softmax_nats(logits, goal["targets"])).sum()
-    more = {
-        "next_sentence": np.ones((2, 1), int),
-        "next_sentence_weights": np.zeros((2, 1), np.float32),
-    }
-    objective, nats = sums(params, config, batch | goal | (more if config.next_sentence else {}))
-    np.testing.assert_allclose(nats, expected, rtol=1e-4)
-    np.testing.assert_allclose(objective, expected, rtol=1e-4)
+    nats_of_logits = (goal["weights"] * softmax_nats(expected, goal["targets"])).sum()
+    if config.next_sentence:
+        goal["next_sentence"] = np.ones((2, 1), int)
+        goal["next_sentence_weights"] = np.zeros((2, 1), np.float32)
+    for found in sums(params, config, batch | goal):
+        np.testing.assert_allclose(found, nats_of_logits, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

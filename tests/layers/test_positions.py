@@ -59,96 +59,59 @@ DIVISORS = {
     "rope_short_factor": "1 1.1 1.2 1.3 1.4 1.5 1.6 1.7",
     "rope_long_factor": "1, 1.5, 2, 2.5, 3, 4, 6, 8",
 }
-# transformers 5.23, ROPE_INIT_FUNCTIONS of a LlamaConfig with the same settings: inverse
-# frequencies
-PUBLISHED = {
-    "linear": (
-        {"rope_scaling": "linear", "rope_factor": 4.0},
-        [0.25, 0.07905694, 0.025, 0.007905695, 0.0025, 0.0007905695, 0.00025, 7.905695e-05],
-    ),
-    "dynamic, 200 tokens": (
-        {"rope_scaling": "dynamic", "rope_factor": 4.0},
-        [
-            1.0,
-            0.2292584,
-            0.0525594,
-            0.01204968,
-            0.002762491,
-            0.0006333241,
-            0.0001451948,
-            3.328714e-05,
-        ],
-    ),
-    "yarn": (
-        {"rope_scaling": "yarn", "rope_factor": 4.0},
-        [1.0, 0.2371708, 0.05, 0.007905695, 0.0025, 0.0007905695, 0.00025, 7.905695e-05],
-    ),
-    "yarn, other turns": (
-        {
-            "rope_scaling": "yarn",
-            "rope_factor": 8.0,
-            "rope_theta": 500_000.0,
-            "rope_original_length": 4096,
-        }
-        | {"rope_fast": 16.0, "rope_slow": 2.0},
-        [
-            1.0,
-            0.1939228,
-            0.03760603,
-            0.004102124,
-            0.0001767767,
-            3.428102e-05,
-            6.64787e-06,
-            1.289173e-06,
-        ],
-    ),
-    "llama3": (
-        {"rope_scaling": "llama3", "rope_factor": 8.0},
-        [1.0, 0.2443846, 0.01304226, 0.003952847, 0.00125, 0.0003952847, 0.000125, 3.952847e-05],
-    ),
-    "llama3 of Llama 3.2": (
-        {
-            "rope_scaling": "llama3",
-            "rope_factor": 32.0,
-            "rope_theta": 500_000.0,
-            "rope_original_length": 8192,
-        },
-        [
-            1.0,
-            0.1939228,
-            0.03760603,
-            0.007292665,
-            0.0004295567,
-            8.570256e-06,
-            1.661967e-06,
-            3.222933e-07,
-        ],
-    ),
-    "longrope, 200 tokens of 64": (
-        {"rope_scaling": "longrope", "rope_factor": 4.0} | DIVISORS,
-        [1.0, 0.2108185, 0.05, 0.01264911, 0.003333333, 0.0007905695, 0.0001666667, 3.952847e-05],
-    ),
-    "longrope, 200 tokens of 200": (
-        {"rope_scaling": "longrope", "rope_factor": 4.0, "rope_original_length": 200} | DIVISORS,
-        [1.0, 0.2874798, 0.08333334, 0.02432521, 0.007142857, 0.002108185, 0.000625, 0.0001860163],
-    ),
+# The names of transformers for the settings, and settings by these names.
+NAMES = {
+    "rope_type": "rope_scaling",
+    "rope_theta": "rope_theta",
+    "factor": "rope_factor",
+    "original_max_position_embeddings": "rope_original_length",
+    "beta_fast": "rope_fast",
+    "beta_slow": "rope_slow",
+    "high_freq_factor": "rope_fast",
+    "low_freq_factor": "rope_slow",
+}
+OF_LLAMA = {"rope_type": "llama3", "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+FAR = {"rope_theta": 500_000.0, "original_max_position_embeddings": 8192}
+STRETCHED = {
+    "linear": {"rope_type": "linear"},
+    "dynamic": {"rope_type": "dynamic"},
+    "yarn": {"rope_type": "yarn"},
+    "yarn, other turns": {"rope_type": "yarn", "beta_fast": 16.0, "beta_slow": 2.0} | FAR,
+    "llama3": OF_LLAMA,
+    "llama3 of Llama 3.2": OF_LLAMA | FAR | {"factor": 32.0},
+    "longrope, 200 tokens of 64": {"rope_type": "longrope"},
+    "longrope, 200 tokens of 200": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 200,
+    },
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", STRETCHED)
 def test_stretched_rope_has_the_published_frequencies(name):
-    settings, expected = PUBLISHED[name]
-    config = jf.ModelConfig(**(SMALL | settings))
-    found = jax.jit(FREQUENCIES[config.rope_scaling], static_argnums=0)(
-        config, jnp.arange(200)[None]
-    )
+    utilities = pytest.importorskip("transformers.modeling_rope_utils")
+    from transformers import LlamaConfig
+
+    theirs = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    theirs |= STRETCHED[name]
+    ours = SMALL | {NAMES[key]: value for key, value in theirs.items()}
+    if theirs["rope_type"] == "longrope":
+        ours |= DIVISORS
+        for key, divisors in DIVISORS.items():
+            numbers = divisors.replace(",", " ").split()
+            theirs[key.removeprefix("rope_")] = [float(number) for number in numbers]
+    config = jf.ModelConfig(**ours)
+    sizes = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=64)
+    reference = LlamaConfig(**sizes, rope_parameters=theirs)
+    expected, _ = utilities.ROPE_INIT_FUNCTIONS[config.rope_scaling](reference, "cpu", seq_len=200)
+    find = jax.jit(FREQUENCIES[config.rope_scaling], static_argnums=0)
+    found = find(config, jnp.arange(200)[None])
     np.testing.assert_allclose(np.squeeze(found), expected, rtol=2e-6)
 
 
-def test_every_way_to_stretch_rope_is_held_against_published_numbers():
-    assert {settings["rope_scaling"] for settings, _ in PUBLISHED.values()} == set(FREQUENCIES) - {
-        "none"
-    }
+def test_every_way_to_stretch_rope_is_held_against_transformers():
+    kinds = {settings["rope_type"] for settings in STRETCHED.values()}
+    assert kinds == set(FREQUENCIES) - {"none"}
 
 
 LONG_SCALING = {"rope_scaling": "longrope"} | DIVISORS
