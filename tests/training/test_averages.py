@@ -22,7 +22,6 @@ from jaxformer.files import ConfigError
 from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.runs.run_reading import SavedWeights, reader_of
 from jaxformer.training.optimizers.ema import with_average
-from jaxformer.training.spikes import skip_spikes
 
 STEPS = 8
 CHANGES = PLAIN | {
@@ -94,18 +93,6 @@ def test_training_is_the_same_with_an_average_and_a_step_left_out_is_not_average
     np.testing.assert_array_equal(seen[0], results["plain"].params["w"])
     np.testing.assert_array_equal(seen[1], state.optimizer[1].average["w"])
     assert np.abs(seen[0] - seen[1]).max() > 1e-3
-
-
-def test_a_step_that_is_left_out_as_a_spike_is_not_averaged():
-    optimizer = skip_spikes(with_average(optax.adamw(1e-2), 0.9), window=4)
-    step, state = jf.make_step(loss, optimizer), jf.init_state({"w": jnp.ones((4, 3))}, optimizer)
-    trail = []
-    for number in range(10):
-        state, _ = step(state, batch_of(number, 1e4 if number == 6 else 1.0))
-        trail.append(np.asarray(state.params["w"]))
-    np.testing.assert_array_equal(trail[6], trail[5])
-    average = evaluation_weights(state.params, state.optimizer)["w"]
-    np.testing.assert_allclose(average, mean(trail[:6] + trail[7:], 0.9, 0), rtol=1e-5)
 
 
 def test_schedule_free_weights_are_those_of_optax_and_are_read_from_a_checkpoint(tmp_path):

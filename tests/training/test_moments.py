@@ -15,7 +15,6 @@ from jaxformer.arrays.params import Spec, normal, ones
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.moments import STORES, block_length, code_book, restored
-from jaxformer.training.optimizers.rule_table import OPTIMIZERS
 from jaxformer.training.optimizers.run_optimizer import make_optimizer
 
 MATRIX = Spec((8, 64), ("embed", "mlp"), normal(0.1), inputs=("embed",))
@@ -144,7 +143,3 @@ def test_every_optimizer_continues_bitwise_from_a_checkpoint(name, tmp_path):
     assert int(restored_state.step) == 2
     continued, _ = state_after(config, 4, restored_state)
     jax.tree.map(np.testing.assert_array_equal, continued, expected)
-
-
-def test_every_rule_is_tried():
-    assert {settings["name"] for settings in VARIANTS.values()} == {*OPTIMIZERS}

@@ -132,23 +132,6 @@ def test_a_run_continues_on_another_mesh_and_what_eight_devices_saved_loads_on_o
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_torn_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
-    whole: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected, text = whole
-    newest = STEPS // 2
-    run_dir = copy_until(newest, expected, tmp_path / "run")
-    tear(run_dir / "checkpoints" / str(newest))
-    assert train_here(line(run_dir, text)) == 0
-    out = capsys.readouterr().out
-    assert (
-        f"WARNING: the checkpoint of step {newest} cannot be read" in out
-        and f"from step {newest - EVERY}" in out
-    )
-    assert_same_run(run_dir, expected)
-
-
 def test_where_no_checkpoint_can_be_read_nothing_is_overwritten(
     whole: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
