@@ -192,7 +192,7 @@ def test_rows_in_tiles_equal_rows_at_once_in_value_and_gradient(custom):
     np.testing.assert_allclose(at_once, (plain * weights).sum(1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", slow_but(OBJECTIVES[:3], "dpo"))
+@pytest.mark.parametrize("name", slow_but(["dpo", "orpo"], "dpo"))
 def test_a_pair_is_never_split_so_an_accumulated_step_equals_the_big_one(name, models):
     batch = a_batch(8) | scored(models[1], CONFIG, a_batch(8))
 
@@ -236,7 +236,7 @@ def test_a_reference_without_adapters_is_that_of_the_arrays_and_gets_no_gradient
         return jax.tree.map(lambda n: n.weight if is_custom(n) else n, params, is_leaf=is_custom)
 
     def gradient(loss, batch):
-        return jax.value_and_grad(lambda params: loss(params, batch, None)["loss"][0])(params)
+        return jax.jit(jax.value_and_grad(lambda p: loss(p, batch, None)["loss"][0]))(params)
 
     batch = a_batch()
     given = gradient(jf.loss_of("dpo", CONFIG), batch | scored(base, CONFIG, batch))

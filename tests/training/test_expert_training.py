@@ -58,10 +58,7 @@ def bias_of(state):
 
 @pytest.mark.parametrize(
     "name, pieces",
-    [
-        ("adamw", 4),
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("muon", "sophia", "soap")),
-    ],
+    [("adamw", 4), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("muon", "sophia"))],
 )
 def test_a_balanced_bias_moves_by_its_rate_towards_equal_loads(name, pieces):
     """By the load of the whole batch, also where it is computed in microbatches."""

@@ -4,8 +4,6 @@
 import functools
 import os
 import signal
-import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -147,8 +145,8 @@ def test_params_that_were_given_outlive_the_steps():
 
 @pytest.mark.parametrize(
     "trainable",
-    [lambda path, leaf: path.startswith("1"), [{"w": False}, True], [{"w": False}, (True, True)]],
-    ids=["function", "branches", "leaves"],
+    [lambda path, leaf: path.startswith("1"), [{"w": False}, True]],
+    ids=["function", "branches"],
 )
 def test_leaves_that_do_not_learn_stay_and_have_no_moments(trainable):
     state, _ = trained(steps=3, trainable=trainable)
@@ -322,38 +320,3 @@ def test_labels_smoothed_or_not_are_options_of_a_loss_and_others_are_refused():
         jf.loss_of("causal", config, temperature=2.0)
     with pytest.raises(jf.ConfigError, match="'casual' is not one of 'causal'"):
         jf.loss_of("casual", config)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_damaged_checkpoint_is_set_aside_with_its_reason_and_nothing_is_deleted(tmp_path):
-    trained(steps=2 * EVERY, directory=tmp_path)
-    newest = tmp_path / "checkpoints" / str(2 * EVERY)
-    before = {
-        path.relative_to(newest): path.read_bytes() for path in newest.rglob("*") if path.is_file()
-    }
-    largest = max(before, key=lambda name: len(before[name]))
-    before[largest] = before[largest][: len(before[largest]) // 2]
-    (newest / largest).write_bytes(before[largest])
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        state, rest = trained(directory=tmp_path)
-    assert_equal(state, whole()[0])
-    assert rest[0][0] == EVERY + 1 and any("set aside as" in str(one.message) for one in said)
-    aside = tmp_path / "checkpoints" / f"damaged-{2 * EVERY}"
-    assert {name: (aside / name).read_bytes() for name in before} == before
-    assert str(newest) in (aside / "damage.txt").read_text()
-
-
-def test_an_error_that_proves_no_damage_stops_the_run_and_changes_nothing(tmp_path, monkeypatch):
-    trained(steps=2 * EVERY, directory=tmp_path)
-    before = sorted(str(path) for path in Path(tmp_path).rglob("*"))
-
-    def fails(*_):
-        raise OSError(116, "Stale file handle")
-
-    monkeypatch.setattr("jaxformer.checkpoints.reading.read_manifest", fails)
-    with pytest.raises(
-        jf.ConfigError, match="does not show that it is damaged; nothing was changed"
-    ):
-        trained(directory=tmp_path)
-    assert sorted(str(path) for path in Path(tmp_path).rglob("*")) == before
