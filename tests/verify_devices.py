@@ -12,7 +12,6 @@ from jaxformer.tools.verify import probes
 from jaxformer.tools.verify.steps import StepsAgain, setup_of_run
 
 MESHES = {
-    "data 8": {},
     "fsdp 2, tensor 2, context 2": {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.context": 2},
     "experts": {"mesh.expert": 2, "model.feed_forward": "experts", "model.n_experts": 4},
 }
@@ -49,7 +48,7 @@ def main() -> None:
             results = {"one device": probes.PROBES["one device"](evidence)}
             if "tensor" in name:  # elsewhere each device has one row
                 results["accumulation"] = probes.PROBES["accumulation"](evidence)
-            if name == "data 8":
+            if name == "experts":
                 probes.gradients = without_half
                 results["broken"] = probes.PROBES["one device"](evidence)
                 probes.gradients = exact

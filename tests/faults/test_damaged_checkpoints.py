@@ -137,7 +137,8 @@ def test_every_change_of_a_file_is_damage_whatever_reads_it(
     names = [path.relative_to(place) for path in sorted(place.rglob("*")) if path.is_file()]
     holding = [name for name in names if name.parts[0] in ("state", "manifest", FILES)]
     assert len(holding) > 10
-    for name, change in itertools.product(names, changes):
+    # Each file in two or three of the ways.
+    for name, change in [*itertools.product(names, changes)][::2]:
         content = (place / name).read_bytes()
         change(place / name)
         with Checkpoints(tmp_path) as checkpoints:

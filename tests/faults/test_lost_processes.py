@@ -25,11 +25,11 @@ from tiny_run import write_text as write_documents
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
-STEPS = 80
+STEPS = 40
 LONGER = SMALL | {
     "train.steps": STEPS,
     "optimizer.decay_steps": STEPS,
-    "train.eval_every": 40,
+    "train.eval_every": 20,
     "train.checkpoint_every": 10,
 }
 MINUTE = 60.0
@@ -45,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     kept="The others end within a minute and name it. Continued, the run is the uninterrupted one.",
     status="3; 137 for the process itself",
 )
-@pytest.mark.parametrize("victim, lines", [(1, 25), (0, 14)])
+@pytest.mark.parametrize("victim, lines", [(1, 24), (0, 14)])
 def test_where_one_process_is_killed_the_others_name_it_and_end(
     victim: int, lines: int, whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_clock_that_is_set_back_ends_no_process(tmp_path: Path) -> None:
     try:
         wait_until(lambda: lines_logged(run_dir) >= 5, first)
         is_back.touch()
-        time.sleep(15)  # JAX's service looked for silent processes every few seconds
+        time.sleep(10)  # JAX's service looked for silent processes every few seconds
         assert first.poll() is None and second.poll() is None
         second.terminate()
         errors = [finish(process, 143)[1] for process in (first, second)]

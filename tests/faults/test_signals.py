@@ -81,7 +81,7 @@ def test_a_signal_in_an_evaluation(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     text = reference(tmp_path_factory)[1]
-    held = write_text(tmp_path / "held.txt", documents=3000, seed=1)
+    held = write_text(tmp_path / "held.txt", documents=1500, seed=1)
     changes = {"data.validation": held, "train.eval_every": 20, "train.checkpoint_every": 1000}
     expected, run_dir = tmp_path / "whole", tmp_path / "run"
     finish(fork(line(expected, text, changes)))
