@@ -42,6 +42,7 @@ from pretrained import (
 )
 from pretrained import logits as theirs
 from pretrained_variants import BERT, FAMILY, LLAMA, ROBERTA
+from products import slow_but
 from safetensors.torch import load_file, save_file
 
 import jaxformer as jf
@@ -194,7 +195,7 @@ TARGETS = {  # settings of peft, and the leaves of llama that they adapt
 
 
 @pytest.mark.xdist_group("llama")
-@pytest.mark.parametrize("case", TARGETS)
+@pytest.mark.parametrize("case", slow_but(TARGETS, "all linear layers", "an embedding"))
 def test_the_targets_are_those_of_peft(case):
     settings, names = TARGETS[case]
     model, place = saved("llama", case, **settings)
@@ -228,7 +229,7 @@ def test_adapters_of_tables_and_heads_made_here_compute_the_same_in_peft(name):
 
 
 @pytest.mark.xdist_group("gpt-neox")
-@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("old", slow_but([False, True], True))
 def test_the_output_layer_of_gpt_neox_has_its_names_of_two_versions(old):
     model, place = saved("gpt-neox", f"output {old}", target_modules=["lm_head"])
     back, found, batch = folder("gpt-neox", "output back"), jf.load(place), inputs("gpt-neox")
@@ -264,7 +265,7 @@ def test_components_that_are_zero_are_not_written():
     ].shape == (1, 42)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert masked"])
+@pytest.mark.parametrize("name", slow_but(["gpt2", "bert masked"], "bert masked"))
 def test_an_adapter_of_the_class_without_a_head_is_the_same(name):
     """GPT2Model and BertModel, whose modules are named without the first part."""
     base = reference(name).base_model
@@ -288,7 +289,7 @@ HEADS = {  # the class with a head of its own, over a base that has another one
 }
 
 
-@each(HEADS, slow=["roberta masked", "bert pre-training"])
+@each(HEADS, slow=HEADS.keys() - {"bert masked"})
 def test_a_head_that_the_adapter_brings_replaces_that_of_the_base(name):
     architecture, settings, task, more = HEADS[name]
     model = made(architecture, settings)
@@ -494,7 +495,7 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize("case", TIED)
+@pytest.mark.parametrize("case", slow_but(TIED, "the table of a tied model", "its output layer"))
 def test_an_embedding_that_peft_adapts_in_one_place_alone_is_refused(case):
     name, targets, message = TIED[case]
     if case == "positions of BART":
@@ -512,7 +513,7 @@ def test_an_embedding_that_peft_adapts_in_one_place_alone_is_refused(case):
         jf.load(place)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "bart"])
+@pytest.mark.parametrize("name", slow_but(["gpt2", "t5", "bart"], "gpt2"))
 def test_the_table_of_a_tied_model_is_not_written(name):
     model = loaded(name)
     lora = jf.LoRA(rank=2, targets=("embed.tokens",))

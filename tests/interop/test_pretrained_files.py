@@ -29,10 +29,7 @@ import jaxformer as jf
 from jaxformer.interop.pretrained import pretrained_config
 
 ONE = "model.safetensors"
-
-
-def without_prefix(held):
-    return {name.split(".", 1)[1]: w for name, w in held.items()}
+SIDES = ("encoder", "decoder")
 
 
 def copies(source, *names):
@@ -43,55 +40,15 @@ def extra(shapes):
     return lambda held: held | {name: torch.ones(shape) for name, shape in shapes.items()}
 
 
-def older_norms(held):
-    return {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-            "LayerNorm.bias", "LayerNorm.beta"
-        ): w
-        for name, w in held.items()
-    }
-
-
 def less(*words):
     return lambda held: {
         name: w for name, w in held.items() if not any(word in name for word in words)
     }
 
 
-MASK = torch.ones(1, 1, 128, 128).tril()
+# Others are those of tests/published.py.
 FILES = {
-    "gpt2 without a prefix": ("gpt2", without_prefix),
-    "gpt2 with masks": (
-        "gpt2",
-        both(
-            extra({"transformer.h.0.attn.bias": MASK.shape, "transformer.h.1.attn.masked_bias": ()})
-        ),
-    ),
-    "gpt2 of 2019": (
-        "gpt2",
-        both(without_prefix, extra({"h.0.attn.bias": MASK.shape, "h.1.attn.masked_bias": ()})),
-    ),
     "gpt2 with its head": ("gpt2", copies("transformer.wte.weight", "lm_head.weight")),
-    "llama with frequencies": (
-        "llama",
-        extra({f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (5,) for i in range(2)}),
-    ),
-    "llama tied with its head": (
-        "llama tied, heads from width",
-        copies("model.embed_tokens.weight", "lm_head.weight"),
-    ),
-    "bloom without a prefix": ("bloom", without_prefix),
-    "gpt-neox with masks": (
-        "gpt-neox",
-        extra(
-            {
-                "gpt_neox.layers.0.attention.bias": MASK.shape,
-                "gpt_neox.layers.0.attention.masked_bias": (),
-                "gpt_neox.layers.1.attention.rotary_emb.inv_freq": (2,),
-            }
-        ),
-    ),
-    "bert of 2018": ("bert pre-training", older_norms),
     "bert with copies": (
         "bert masked",
         both(
@@ -100,51 +57,12 @@ FILES = {
             extra({"bert.embeddings.position_ids": (1, 128)}),
         ),
     ),
-    "roberta with copies": (
-        "roberta masked",
-        both(
-            copies("roberta.embeddings.word_embeddings.weight", "lm_head.decoder.weight"),
-            copies("lm_head.bias", "lm_head.decoder.bias"),
-            extra({"roberta.embeddings.position_ids": (1, 128)}),
-        ),
-    ),
-    "t5 with copies": (
-        "t5",
-        both(
-            copies(
-                "shared.weight",
-                "encoder.embed_tokens.weight",
-                "decoder.embed_tokens.weight",
-                "lm_head.weight",
-            ),
-            extra(
-                {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": (8, 4)}
-            ),
-        ),
-    ),
-    "bart with copies": (
-        "bart",
-        copies(
-            "model.shared.weight",
-            "model.encoder.embed_tokens.weight",
-            "model.decoder.embed_tokens.weight",
-            "lm_head.weight",
-        ),
-    ),
     "marian with copies and sinusoids": (
         "marian",
         both(
-            copies(
-                "model.shared.weight",
-                "model.encoder.embed_tokens.weight",
-                "model.decoder.embed_tokens.weight",
-            ),
-            extra(
-                {
-                    f"model.{side}.embed_positions.weight": (128, 42)
-                    for side in ("encoder", "decoder")
-                }
-            ),
+            copies("model.shared.weight", "model.encoder.embed_tokens.weight"),
+            copies("model.shared.weight", "model.decoder.embed_tokens.weight"),
+            extra({f"model.{side}.embed_positions.weight": (128, 42) for side in SIDES}),
         ),
     ),
 }

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
+from products import slow_but
 from tiny_run import write_text
 from warm_starts import leaves, run
 
@@ -74,7 +75,7 @@ def checked(run):
     check_base(run.model, run.adapter, run.run.init_from)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "decoder", "encoder_decoder"))
 def test_the_upcycled_model_computes_at_first_what_the_dense_one_does(family, tmp_path):
     config, choice = dense(family), CHOICES[family]
     model = dataclasses.replace(config, **EXPERTS, **choice)
