@@ -175,11 +175,3 @@ def test_the_initial_state_and_the_check_of_the_kernel_are_named(
     assert caught.value.place == "the check of model.attention_kernel"
     assert "--model.attention_kernel xla" in advice(caught.value)
     assert not (tmp_path / "run/config.json").exists()
-
-
-def test_other_errors_pass(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replace(monkeypatch, states, "init_state", "INTERNAL: something else")
-    assert train_here(line(tmp_path / "run", text, SMALL)) == 1
-    assert "failed: JaxRuntimeError: INTERNAL: something else" in capsys.readouterr().err

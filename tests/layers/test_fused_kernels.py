@@ -105,7 +105,7 @@ SPLASHED = [
 ]
 
 
-@pytest.mark.parametrize("kind, packed, window, kv_heads", slow_but(SPLASHED, *SPLASHED[:3]))
+@pytest.mark.parametrize("kind, packed, window, kv_heads", slow_but(SPLASHED, *SPLASHED[:2]))
 def test_splash_attention_is_plain_attention(kind, packed, window, kv_heads):
     assert_same("tpu", *the_case(kind, packed, window, kv_heads, "plain"))
 
@@ -123,15 +123,15 @@ def test_splash_attention_scores_as_plain_attention_does_over_several_blocks(
 
 
 FLASHED = [
-    ("decoder", "bias", True, 2),
-    ("encoder", "bias of each row", False, 1),
+    ("decoder", "bias of each row", True, 2),
     ("cross", "plain", False, 4),
+    ("encoder", "bias of each row", False, 1),
     ("encoder", "plain", True, 2),
     ("cross", "bias", True, 1),
 ]
 
 
-@pytest.mark.parametrize("kind, scoring, packed, kv_heads", slow_but(FLASHED, *FLASHED[:3]))
+@pytest.mark.parametrize("kind, scoring, packed, kv_heads", slow_but(FLASHED, *FLASHED[:2]))
 def test_flash_attention_is_plain_attention(
     kind, scoring, packed, kv_heads, interpreted, monkeypatch
 ):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from products import covering
+from products import covering, slow_but
 
 from jaxformer.files import ConfigError
 from jaxformer.layers import grouped_pallas
@@ -86,7 +86,7 @@ def test_a_kernel_is_plain_numpy_and_gives_0_for_rows_of_no_group(kernel, case, 
         assert not np.asarray(computed[2][group]).any()
 
 
-@pytest.mark.parametrize("kernel", GROUPED_KERNELS)
+@pytest.mark.parametrize("kernel", slow_but(GROUPED_KERNELS, "loop", "tpu"))
 def test_vmap_over_gradients(kernel):
     m, depth, width, sizes = CASES["odd"]
     both_sizes = np.array([sizes, (0, 30, 0, 2)], np.int32)

@@ -112,7 +112,7 @@ def test_the_step_lowers_where_devices_divide_rows_and_no_heads(platform, kernel
 
 @pytest.mark.parametrize(
     "platform, family",
-    [("gpu", "encoder_decoder"), pytest.param("tpu", "decoder", marks=pytest.mark.slow)],
+    slow_but([("gpu", "encoder_decoder"), ("tpu", "decoder")], ("tpu", "decoder")),
 )
 def test_dropout_stores_no_array_of_all_weights(platform, family):
     """A step with dropout lowers with blocked attention: no array has all queries and keys."""
@@ -170,11 +170,12 @@ def test_the_host_keeps_the_points_that_it_is_asked_to_and_the_inputs_of_layers(
         text = lowered(dataclasses.replace(run, model=model), mesh_of("tpu", SIZES["4 devices"]))
         return text.count('"pinned_host"')
 
-    assert [moved(offload) for offload in ("", "out", "out,input")] == [0, 1, 2]
+    assert [moved(offload) for offload in ("out", "out,input")] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("platform", "devices", "in_a_ring"), [("tpu", 8, True), ("tpu", 4, False), ("gpu", 8, False)]
+    ("platform", "devices", "in_a_ring"),
+    slow_but([("tpu", 8, True), ("tpu", 4, False), ("gpu", 8, False)], ("tpu", 8, True)),
 )
 def test_the_gradient_of_the_head_is_scattered(platform, devices, in_a_ring):
     """Where XLA for TPUs would sum all of it on every device, in a ring."""
