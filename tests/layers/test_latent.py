@@ -12,14 +12,13 @@ import pytest
 from families import LATENT, SIZES, alone, cached, laid_out, params_of
 
 import jaxformer as jf
-from jaxformer.cli.attention import _stage
+from jaxformer.cli.attention import stages_of
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.latent import absorbs, latent_attention, latent_specs
 from jaxformer.layers.masks import AttentionMask, layout_of
 from jaxformer.layers.positions import rope
 from jaxformer.layers.sublayer import Call
 from jaxformer.models.cost import score_flops
-from jaxformer.tools.model_shapes import shapes_of
 
 forward = jax.jit(jf.forward, static_argnums=1)
 CASES = {
@@ -194,7 +193,7 @@ def test_the_page_of_attention_has_its_maps():
     maps = jf.attention_maps(params_of(config), config, alone(config)["tokens"]).decoder
     assert maps.shape == (2, 4, 4, 6, 6)
     np.testing.assert_allclose(maps.sum(-1), 1, rtol=1e-5)
-    kinds = {row.name: _stage(row, config).kind for row in shapes_of(config, 1, 8)}
+    kinds = {stage.name: stage.kind for stage in stages_of(config, 8)}
     assert kinds["decoder.0.latent"] == "decoder" and kinds["decoder.0.ffn"] == ""
 
 
