@@ -180,17 +180,6 @@ def test_dropout_is_of_what_the_adapter_reads_and_differs_by_leaf_and_key():
     assert jnp.all(jnp.abs(mean - plain) < 6 * deviation + 1e-6)
 
 
-def test_a_loss_of_the_table_drops_out_with_a_key():
-    config, params = model("decoder")
-    lora = jf.LoRA(rank=2, dropout=0.5)
-    adapted = noised(jf.adapt(params, config, lora, jax.random.key(1)))
-    batch = batch_of(config)
-    loss = jax.jit(jf.loss_of("causal", config))
-    keys = (None, jax.random.key(0), jax.random.key(1))
-    found = {float(loss(adapted, batch, key)["loss"][0]) for key in keys}
-    assert len(found) == 3
-
-
 BAD = {
     "a target that fits nothing": (
         {"targets": ("atention",)},

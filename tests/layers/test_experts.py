@@ -263,17 +263,6 @@ def test_the_metrics_of_the_router_are_those_of_plain_numpy():
     assert float(loss / weight) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.fast
-def test_a_router_that_cannot_tell_experts_apart_has_a_balance_of_one():
-    config, params, x, call = layer(experts_per_token=5)
-    flat = params | {"router": jnp.zeros_like(params["router"])}
-    _, aux = route(flat, config, x, call.mask)
-    metrics = sums_of(aux)
-    assert metrics["router_balance"] == pytest.approx(1)
-    assert metrics["expert_load_min"] == metrics["expert_load_max"] == pytest.approx(1)
-    assert metrics["router_entropy"] == pytest.approx(np.log(5))
-
-
 def test_the_loss_has_the_sums_of_the_router_and_nats_beside_it():
     config = model("experts")
     text = tokens(4, 25)

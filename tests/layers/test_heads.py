@@ -243,21 +243,6 @@ def test_the_objective_of_next_sentence_is_added_and_nats_are_those_of_the_words
     np.testing.assert_allclose(objective, words + extra, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pooling", ["first", "last", "mean"])
-def test_pooling_leaves_padding_out(pooling):
-    config = jf.ModelConfig(
-        **(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling})
-    )
-    params, tokens = params_of(config), alone(config)["tokens"]
-    pad = np.full((4, 5), 7)
-    padded = np.block([[pad, tokens], [tokens, pad]])
-    segments = np.repeat([[0] * 5 + [1] * 6, [1] * 6 + [0] * 5], 4, axis=0)
-    forward = jax.jit(jf.forward, static_argnums=1)
-    found = forward(params, config, padded, segment_ids=segments)
-    expected = forward(params, config, tokens)
-    np.testing.assert_allclose(found, np.tile(expected, (2, 1)), rtol=1e-4, atol=1e-5)
-
-
 def test_pooling_picks_the_token_or_the_mean():
     x = jnp.arange(24, dtype=jnp.float32).reshape(2, 6, 2)
     layout = layout_of(jnp.zeros((2, 6), jnp.int32), None, jnp.array([[0, 1, 1, 1, 0, 0], [1] * 6]))

@@ -162,15 +162,6 @@ def test_leading_layers_may_differ_from_the_pattern_without_unstacking_it(widths
     jax.tree.map(np.testing.assert_array_equal, stacked, params["blocks"])
 
 
-@pytest.mark.slow
-def test_the_layers_of_a_pattern_generate(widths):
-    config = Patterned(**SIZES | WIDE)
-    params, prompt = params_of(config), alone(config)["tokens"][:2]
-    found = jf.generate(params, config, prompt, 3, temperature=0)
-    logits = forward(params, config, np.concatenate([prompt, found], 1)[:, :-1])
-    np.testing.assert_array_equal(found, logits[:, -3:].argmax(-1))
-
-
 LOOPS = {"scan": {"layer_loop": "scan"}, "scan, remat": SCANNED, "remat": {"remat": "full"}}
 
 

@@ -381,12 +381,6 @@ def test_every_token_sees_the_leading_keys_whatever_its_segment_and_the_window(n
         assert "".join(".x"[int(key)] for key in found[query]) == lead + row
 
 
-def test_a_window_wide_enough_hides_nothing():
-    layout = layout_of(jnp.zeros((1, 6), jnp.int32), None, None)
-    assert visible(AttentionMask(layout, layout, causal=False)) is None
-    assert visible(AttentionMask(layout, layout, causal=False, window=6)).all()
-
-
 @pytest.mark.parametrize("buckets, far", [(256, 512), (6, 9), (32, 128)])
 def test_rows_of_disentangled_positions_are_those_of_transformers(buckets, far):
     reference = pytest.importorskip("transformers.models.deberta_v2.modeling_deberta_v2")
