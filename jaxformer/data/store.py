@@ -26,7 +26,6 @@ import numpy as np
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, require_counts
 from jaxformer.files import read_object, write_text
 from jaxformer.files.copies import local_copies, local_copy
-from jaxformer.tokenizer import Tokenizer
 
 INDEX_DTYPE = np.dtype(np.int64)
 NONE = np.zeros(0, INDEX_DTYPE)
@@ -179,23 +178,13 @@ class TokenStore:
 
     @classmethod
     def complete(
-        cls,
-        directory: Path,
-        shards: Sequence[Shard],
-        tokenizer: Tokenizer,
-        beginning: tuple[int, ...],
+        cls, directory: Path, shards: Sequence[Shard], dtype: np.dtype, beginning: tuple[int, ...]
     ) -> "TokenStore":
         """The store of shards that are written, whose manifest this writes."""
-        store = cls(shards, tokenizer.dtype, directory.name, beginning)
-        record: dict[str, Any] = {
-            "dtype": tokenizer.dtype.name,
-            "tokenizer": tokenizer.fingerprint(),
-            "beginning": [*beginning],
-            **{name: getattr(store, name) for name in COUNTS},
-            "shards": [shard.entry() for shard in shards],
-        }
+        entries = [shard.entry() for shard in shards]
+        record = {"dtype": dtype.name, "beginning": [*beginning], "shards": entries}
         write_text(directory / MANIFEST, json.dumps(record, indent=1))
-        return store
+        return cls(shards, dtype, directory.name, beginning)
 
     @classmethod
     def joined(cls, stores: "Sequence[TokenStore]", fingerprint: str) -> "TokenStore":

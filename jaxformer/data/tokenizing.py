@@ -97,7 +97,7 @@ def open_or_build(
                 shard = _write_shard(directory / f"{index:05d}", group, tokenizer, beginning)
             progress.tell()
             shards.append(shard)
-        return TokenStore.complete(directory, shards, tokenizer, beginning)
+        return TokenStore.complete(directory, shards, tokenizer.dtype, beginning)
 
 
 def _by_shard(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[ShardPiece]:
