@@ -153,7 +153,8 @@ def without_adapters(params: Params) -> Params:
 
 def merge(params: Params) -> Params:
     """Plain params that compute the same: to each adapted weight its product is added in float32,
-    and the sum has the dtype of the weight; a quantized weight is dequantized first."""
+    and the sum has the dtype of the weight. Quantized weights are dequantized, with an adapter or
+    without one."""
     if has_virtual(params):
         raise ConfigError(
             "the virtual tokens of prompt tuning and prefix tuning cannot be merged into weights:"
@@ -162,9 +163,9 @@ def merge(params: Params) -> Params:
 
     def merged_weight(node: Any) -> Any:
         if not is_adapted(node):
-            return node
+            return node.array() if is_custom(node) else node
         weight = node.weight.array() if is_custom(node.weight) else node.weight
         return (weight.astype(node.scale.dtype) + node.product()).astype(weight.dtype)
 
-    merged: Params = jax.tree.map(merged_weight, params, is_leaf=is_adapted)
+    merged: Params = jax.tree.map(merged_weight, params, is_leaf=is_custom)
     return merged

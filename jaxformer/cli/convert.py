@@ -3,6 +3,7 @@ directory to a run, or an adapter to peft's format or into its model."""
 
 import contextlib
 import dataclasses
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax
 
 from jaxformer.adapters.adapted_params import merge
 from jaxformer.adapters.low_rank import is_adapted
+from jaxformer.arrays.params import is_custom
 from jaxformer.cli.arguments import ConvertArguments
 from jaxformer.files import ConfigError, is_remote, located, read_object, store_errors
 from jaxformer.files.uploads import LocalFolder
@@ -42,6 +44,7 @@ def run(args: ConvertArguments) -> int:
     if args.merge and not has_adapter:
         raise ConfigError(f"{args.source} has no adapter to merge: leave out --merge.")
     if args.merge:
+        _tell_rounded(model, args.source)
         model = dataclasses.replace(model, params=merge(model.params))
     elif has_adapter and args.verify:
         raise ConfigError(
@@ -109,6 +112,20 @@ def complete_or_empty(target: Path, to_run: bool) -> Iterator[Path]:
         if is_new:
             with contextlib.suppress(OSError):  # it has the files
                 target.rmdir()
+
+
+def _tell_rounded(model: Loaded, source: Path) -> None:
+    """Says which weights were rounded when the base of an adapter was quantized."""
+    leaves = [
+        leaf.weight if is_adapted(leaf) else leaf
+        for leaf in jax.tree.leaves(model.params, is_leaf=is_custom)
+    ]
+    count = sum(math.prod(leaf.shape) for leaf in leaves if is_custom(leaf))
+    if count:
+        print(
+            f"{source}: {human_count(count)} weights are those of the quantized base, which are"
+            " rounded, as the adapter was trained on them"
+        )
 
 
 def _write_adapter(model: Loaded, args: ConvertArguments, folder: Path) -> None:

@@ -229,7 +229,11 @@ def write_tensors(
         for file, names in split.filename_to_tensors.items():
             tensors = {name: as_stored(name, tensor(name), shapes[name][1]) for name in names}
             # Without the metadata transformers refuses a file.
+            # Of the mode that a new file has here, which safetensors does not give it.
+            (drafts / file).touch()
+            mode = (drafts / file).stat().st_mode
             save_file(tensors, drafts / file, {"format": "pt"})
+            (drafts / file).chmod(mode)
             del tensors  # before the next ones are made
         if split.is_sharded:
             index = {

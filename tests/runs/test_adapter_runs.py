@@ -164,8 +164,10 @@ def test_a_new_head_learns_with_the_adapter_and_is_saved(base, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4_double"])
-def test_a_run_over_a_quantized_base_saves_the_adapter(base, kind, tmp_path):
+def test_a_run_over_a_quantized_base_saves_the_adapter(base, kind, tmp_path, capsys):
+    """On some of its matrices; merged, all are plain, and files are readable as others here are."""
     changes = {"adapter.base": kind, "train.steps": 2, "train.eval_every": 0}
+    changes |= {"adapter.targets": "attention", "adapter.groups": ""}
     assert train_here(adapter_line(tmp_path / "run", base, **changes)) == 0
     loaded = jf.load(tmp_path / "run")
     # The base is quantized in its blocks alone.
@@ -178,6 +180,15 @@ def test_a_run_over_a_quantized_base_saves_the_adapter(base, kind, tmp_path):
     found = jf.forward(loaded.params, loaded.config, tokens)
     merged = jf.forward(jf.merge(loaded.params), loaded.config, tokens)
     np.testing.assert_allclose(found, merged, atol=1e-5 * float(merged.std()))
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--merge"]) == 0
+    assert "weights are those of the quantized base, which are rounded" in capsys.readouterr().out
+    written = jf.load(tmp_path / "hf")
+    again = jf.forward(written.params, written.config, tokens)
+    np.testing.assert_allclose(again, merged, atol=1e-5 * float(merged.std()))
+    (tmp_path / "plain").touch()
+    mode = (tmp_path / "plain").stat().st_mode
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode == mode
 
 
 EXPERTS = {
