@@ -27,6 +27,7 @@ from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, require_
 from jaxformer.files import read_object, write_text
 from jaxformer.files.copies import local_copies, local_copy
 
+ID_DTYPES = ("uint16", "uint32")
 INDEX_DTYPE = np.dtype(np.int64)
 NONE = np.zeros(0, INDEX_DTYPE)
 # An even number, as the test for ids of another width needs.
@@ -171,7 +172,11 @@ class TokenStore:
             record = read_object(directory / MANIFEST)
             beginning = tuple(map(int, record.get("beginning", ())))
             shards = [Shard.of(directory, entry) for entry in record["shards"]]
-            store = cls(shards, np.dtype(record["dtype"]), directory.name, beginning)
+            dtype = np.dtype(record["dtype"])
+            sizes = [(shard.files["tokens"].size, shard.tokens) for shard in shards]
+            if dtype.name not in ID_DTYPES or any(s != n * dtype.itemsize for s, n in sizes):
+                return None
+            store = cls(shards, dtype, directory.name, beginning)
         except WRONG_RECORD:
             return None
         return store if all(shard.is_there() for shard in shards) else None

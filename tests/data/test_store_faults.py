@@ -40,6 +40,16 @@ def test_a_file_of_another_size_is_found_without_reading_it(tmp_path: Path) -> N
         TokenStore.open(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "bool", "uint32", "object"])
+def test_a_manifest_of_another_type_of_ids_is_no_store(dtype: str, tmp_path: Path) -> None:
+    store = built(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"uint16"', f'"{dtype}"'))
+    assert TokenStore.open(tmp_path) is None
+    again = built(tmp_path)
+    assert again.read(0, 40).tolist() == store.read(0, 40).tolist()
+
+
 def test_each_side_of_each_fraction_has_its_own_fingerprint(tmp_path: Path) -> None:
     whole = built(tmp_path)
     sides = [
