@@ -51,7 +51,8 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     line. If it is still unwritten when the log is closed, a warning names the missing steps.
 
     Every line ends with `before`, the digest of the line before it; in the first line it is that of
-    `identity`, which says as JSON which run this is.
+    `identity`, which says as JSON which run this is. A run that resumes warns of lines that do not
+    follow from those before them, and where the last one is of an earlier step than `due`.
 
     `tracker` gets the finite numbers of each line that is written, and is closed with the log; by
     default it is TensorBoard, where tensorboardX is installed.
@@ -64,6 +65,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         began: float | None = None,
         tracker: Tracker | None = None,
         identity: Mapping[str, Any] | None = None,
+        due: int = 0,
     ) -> None:
         began = time.monotonic() if began is None else began
         self.path = located(run_dir) / FILE
@@ -77,7 +79,22 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
                 file.writelines(line.raw + b"\n" for line in remaining)
         seconds = [line.entry.get("seconds", 0.0) for line in remaining]
         self._zero = began - max(seconds, default=0.0)
-        self._before = line_digest(remaining[-1].raw) if remaining else first_digest(identity or {})
+        self._before = first_digest(identity or {})
+        faults = list[str]()
+        for number, line in enumerate(remaining, start=1):
+            is_known = BEFORE in line.entry and (number > 1 or identity is not None)
+            if is_known and line.entry[BEFORE] != self._before:
+                faults.append(f"line {number} does not follow from what is before it")
+            self._before = line_digest(line.raw)
+        last = remaining[-1].entry["step"] if remaining else 0
+        if resume_step and last < due:
+            faults.append(f"the last line is of step {last}, and step {due} was logged")
+        if faults:
+            warnings.warn(
+                f"{self.path}: {faults[0]}, so lines were removed or altered, or are of another"
+                " run. The run goes on, and `jaxformer verify` says the same of it.",
+                stacklevel=2,
+            )
         try:
             self._file = open_appended(self.path)
         except OSError as error:

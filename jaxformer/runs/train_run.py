@@ -306,7 +306,8 @@ def _steps(
         if jax.process_index() == 0:
             tracker = chosen_tracker(run.tracker)(located(run.dir), first, flat(setup.run))
             progress = stack.enter_context(ProgressBar(settings.steps, first, run.progress))
-            metrics_log = MetricsLog(run.dir, first, began, tracker, setup.identity)
+            due = first - first % settings.log_every or min(first, 1)
+            metrics_log = MetricsLog(run.dir, first, began, tracker, setup.identity, due)
             stack.enter_context(metrics_log)
             logger = MetricLogger(setup, first, metrics_log, progress, before)
             hooks.append(logger)
