@@ -128,13 +128,14 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
     Raises Altered where the digests themselves were altered or are missing, and OSError where a
     file exists and cannot be read, which says nothing about its bytes.
     """
-    try:
-        content = (checkpoint / FILES).read_bytes()
-    except FileNotFoundError:
-        raise Altered(f"{FILES} is missing") from None
-    table = _parsed(content)
+    if not (checkpoint / FILES).is_file():
+        raise Altered(f"{FILES} is missing")
+    table = _parsed((checkpoint / FILES).read_bytes())
 
     def is_altered(name: str) -> bool:
+        # Reading a pipe or a device may not end.
+        if not (checkpoint / name).is_file():
+            return True
         try:
             return file_digest(checkpoint / name) != table[name]
         except (FileNotFoundError, NotADirectoryError):

@@ -10,7 +10,9 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import platform
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, cast
@@ -47,8 +49,8 @@ class Damaged(Exception):
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions of Python, jaxformer, JAX and Orbax, as a checkpoint records them; empty for a
-    package that is not installed, as jaxformer in a checkout."""
+    """The versions of Python, jaxformer, JAX and Orbax, and the devices, as a checkpoint records
+    them; empty for a package that is not installed, as jaxformer in a checkout."""
 
     def version_of(name: str) -> str:
         try:
@@ -57,7 +59,15 @@ def versions() -> dict[str, str]:
             return ""
 
     names = ("jaxformer", "jax", "jaxlib", "orbax-checkpoint")
-    return {"python": platform.python_version()} | {name: version_of(name) for name in names}
+    device = jax.devices()[0]
+    machine = [str(jax.device_count()), device.device_kind, os.environ.get("XLA_FLAGS", "")]
+    if device.platform == "cpu":
+        # Sums are made as the vectors of a model of CPU ask for.
+        cpu = Path("/proc/cpuinfo")
+        text = cpu.read_text(encoding="utf-8") if cpu.is_file() else ""
+        machine += [str(os.cpu_count()), *re.findall("^model name\t*: (.*)$", text, re.M)[:1]]
+    found = {name: version_of(name) for name in names}
+    return {"python": platform.python_version(), "devices": " ".join(machine)} | found
 
 
 def flat_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:

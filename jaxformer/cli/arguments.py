@@ -181,6 +181,9 @@ class EvaluateArguments(ModelArguments):
 
     validation: Annotated[str, tyro.conf.arg(name="data.validation")] = ""
     """Text to evaluate on, as data.validation takes it. If empty, the held-out text of the run."""
+    train: Annotated[str, tyro.conf.arg(name="data.train")] = ""
+    """Training text of the run, of which it held out a part, to be named where its config names a
+    URL or the hub."""
     objective: Annotated[ObjectiveName, tyro.conf.arg(name="data.objective")] = "auto"
     """Objective of a Hugging Face model; auto selects pairs for an encoder-decoder, and the
     objective of its head otherwise."""
@@ -350,6 +353,10 @@ class VerifyArguments:
     cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
     """Directory in which tokenized text is stored and found again. If empty, that of the
     environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data."""
+    train: Annotated[str, tyro.conf.arg(name="data.train")] = ""
+    """Training text of the run, to be named where its config names a URL or the hub."""
+    validation: Annotated[str, tyro.conf.arg(name="data.validation")] = ""
+    """Held-out text of the run, to be named where its config names a URL or the hub."""
     steps: int = 5
     """Number of steps that are done again, from the checkpoints nearest to them; 0 reads files
     only."""

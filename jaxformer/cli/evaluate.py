@@ -32,6 +32,7 @@ def run(args: EvaluateArguments) -> int:
             args.validation,
             args.step,
             args.cache_dir,
+            args.train,
             quantize=args.quantize,
             weights=args.weights,
             search={"beams": args.beams, "length_penalty": args.length_penalty},
@@ -57,6 +58,7 @@ def run(args: EvaluateArguments) -> int:
                 quantize=kind,
                 weights=args.weights,
                 watch=progress.evaluation,
+                train=args.train,
             )
         line = _metrics_line(metrics)
         print(f"{kind or 'unquantized'}: {line}" if args.quantize else line)

@@ -26,6 +26,8 @@ def run(args: VerifyArguments) -> int:
         steps=args.steps,
         mesh={axis: size for axis, size in vars(args.mesh).items() if size is not None},
         cache_dir=args.cache_dir,
+        train=args.train,
+        validation=args.validation,
     ):
         verdicts[verdict] += 1
         print(f"{verdict:<17}  {subject}: {escaped(text)}", flush=True)

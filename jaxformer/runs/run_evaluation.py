@@ -24,17 +24,16 @@ from jaxformer.runs.evaluation import (
     Watch,
     bytes_of_targets,
     corpus_of,
+    looked_at,
     make_evaluation,
-    own_cache,
     unwatched,
 )
-from jaxformer.runs.loading import Reading, load, require_exclusive, run_of, text_directory
+from jaxformer.runs.loading import Reading, load, require_exclusive, run_of
 from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
 from jaxformer.runs.reference import Reference
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.metadata import tokenizer_file
 
 
 def evaluate_run(
@@ -44,6 +43,7 @@ def evaluate_run(
     objective: ObjectiveName = "auto",
     cache_dir: str | Path = "",
     watch: Watch = unwatched,
+    train: str = "",
     **reading: Unpack[Reading],
 ) -> Evaluation:
     """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on
@@ -52,13 +52,14 @@ def evaluate_run(
     A Hugging Face model has held out nothing, and may be evaluated with another `objective` than
     that of its family. A run with "dpo" or "ipo" is compared with its run.init_from. Tokenized text
     is cached in `cache_dir`, by default that of this user (`own_cache`), and never where the run
-    says, because a run directory may come from somebody else. `watch` takes the batches and their
-    number, and yields the batches, as `ProgressBar.evaluation` does.
+    says, because a run directory may come from somebody else; for the same reason text of the run
+    at a URL or on the hub has to be named, as `validation` or `train`. `watch` takes the batches
+    and their number, and yields the batches, as `ProgressBar.evaluation` does.
     """
     _refuse_gguf(path)
     model = load(path, step, **reading)
     require_exclusive(model, path)
-    run = _on_text(run_of(path), located(path), validation, objective, cache_dir)
+    run = _on_text(run_of(path), located(path), validation, train, objective, cache_dir)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
         raise _nothing_held_out(path)
@@ -92,13 +93,14 @@ def translate_run(
     validation: str = "",
     step: int | None = None,
     cache_dir: str | Path = "",
+    train: str = "",
     search: Mapping[str, Any] = MappingProxyType({}),
     **reading: Unpack[Reading],
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search
     with the keywords `search` of `beam_search`."""
     _refuse_gguf(path)
-    run = _on_text(run_of(path), located(path), validation, cache_dir=cache_dir)
+    run = _on_text(run_of(path), located(path), validation, train, cache_dir=cache_dir)
     objective = objective_of(run.model, run.data)
     if objective != "seq2seq":
         raise ConfigError(
@@ -131,12 +133,16 @@ def _on_text(
     run: RunConfig,
     path: Path,
     validation: str,
+    train: str,
     objective: ObjectiveName = "auto",
     cache_dir: str | Path = "",
 ) -> RunConfig:
-    """`run` with the tokenizer it was trained with and a cache of this user, and without its
-    training text where the text to evaluate on is separate."""
-    text = validation or run.data.validation
+    """`run` as it is looked at, without its training text where the text to evaluate on is
+    separate."""
+    # Where the text to evaluate on is separate, that of the training is not read.
+    trained_on = train or validation or run.data.validation
+    run = looked_at(run, path, cache_dir, trained_on, validation)
+    text = run.data.validation
     if objective != "auto" and run.data.train:
         trained = objective_of(run.model, run.data)
         raise ConfigError(
@@ -145,16 +151,14 @@ def _on_text(
         )
     if not text and not run.data.train:
         raise _nothing_held_out(path)
-    settings = dataclasses.replace(run.data, cache_dir=str(cache_dir or own_cache()))
+    settings = run.data
     if objective != "auto":
         settings = dataclasses.replace(settings, objective=objective)
     if text:
         named = dataclasses.replace(settings, validation=text)
         data.find_texts(named, "data.validation", task_of(run.model, named).fields)
         settings = dataclasses.replace(named, train=text, weights="")
-    file = str(tokenizer_file(text_directory(path)))
-    tokenizer = dataclasses.replace(run.tokenizer, path=file, chat_template="")
-    return dataclasses.replace(run, data=settings, tokenizer=tokenizer)
+    return dataclasses.replace(run, data=settings)
 
 
 def translate(

@@ -4,7 +4,9 @@ probe fails where that which it looks at is broken."""
 import dataclasses
 import fcntl
 import json
+import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +18,14 @@ import pytest
 from conftest import CACHE
 from tiny_run import PLAIN, contents, line, train_here, write_text
 
+from jaxformer.checkpoints.reading import versions
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cli import main
 from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.dot_product import plain
 from jaxformer.report.metrics import LARGEST_STEP, first_digest, line_digest
+from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.tools.verify import Statement, probes, verify
 from jaxformer.tools.verify.probes import PROBES, Evidence
 from jaxformer.tools.verify.run_files import read_run
@@ -85,9 +89,10 @@ def test_a_run_is_verified_by_a_relative_path_and_nothing_in_it_changes(
     before = contents(runs.run)
     monkeypatch.chdir(runs.run.parent)
     found = {one.subject: one for one in statements(Path("run"))}
-    rounded = {name for name, one in found.items() if one.verdict != "equal"}
+    rounded = {name for name, one in found.items() if one.verdict == "equal to rounding"}
     assert rounded == {"kernels", "accumulation"}
-    assert {found[name].verdict for name in rounded} == {"equal to rounding"}
+    unknown = {name for name, one in found.items() if one.verdict == "unknown"}
+    assert unknown == {"tokenizer_config.json"} and "step 8" in found
     assert {"metrics.jsonl", "checkpoint 4", "checkpoint 8", "data"} <= {*found}
     assert sum(name.startswith("step ") for name in found) == 5
     assert contents(runs.run) == before
@@ -240,9 +245,52 @@ def test_figures_are_equal_or_rounded_or_not() -> None:
     assert compared(now, logged, 1e-3)[0] == "equal"
     assert compared(now | {"loss": 2.0001, "state": "b"}, logged, 1e-3)[0] == "equal to rounding"
     assert compared(now | {"state": "b"}, logged, 1e-3)[0] == "equal to rounding"
+    assert compared(now | {"state": "b"}, logged, 1e-3, exact=True)[0] == "NO"
     assert compared(now | {"loss": 2.0001}, logged, 1e-3)[0] == "NO"
     assert compared(now | {"loss": 2.1, "state": "b"}, logged, 1e-3)[0] == "NO"
     assert compared(now | {"loss": float("nan"), "state": "b"}, logged, 1e-3)[0] == "NO"
+
+
+def test_another_state_is_no_rounding_on_the_machine_of_the_run(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = StepsAgain(setup_of_run(runs.run, quiet, cache_dir=f"{CACHE}/data"), quiet)
+    again.logged[8] = again.logged[8] | {"state": "0" * 16}
+    (statement,) = again.statements([8])
+    assert statement.verdict == "NO" and "state, another one" in statement.text
+    monkeypatch.setenv("XLA_FLAGS", "--another_flag")
+    versions.cache_clear()
+    (statement,) = again.statements([8])
+    assert statement.verdict == "equal to rounding"
+    monkeypatch.undo()
+    versions.cache_clear()
+
+
+@pytest.mark.parametrize("place", ["http://127.0.0.1:9/text.txt", "datasets:somebody/texts"])
+def test_text_that_a_stranger_names_on_a_network_is_read_where_it_is_named_again(
+    place: str, runs: Runs, tmp_path: Path
+) -> None:
+    run_dir = copied(runs, tmp_path)
+    config = json.loads((run_dir / "config.json").read_text())
+    config["data"]["train"] = place
+    config["train"] |= {"eval_tasks": "/nowhere.yaml", "eval_tasks_every": 4}
+    config["run"]["compilation_cache"] = str(tmp_path / "theirs")
+    (run_dir / "config.json").write_text(json.dumps(config))
+    said = f"add --data.train '{place}'"
+    found = {one.subject: one.text for one in statements(run_dir)}
+    assert said in found["steps done again"]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        evaluate_run(run_dir)
+    assert not refused(run_dir, train=str(runs.text), steps=1)
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_a_pipe_in_a_checkpoint_is_an_altered_file(runs: Runs, tmp_path: Path) -> None:
+    run_dir = copied(runs, tmp_path)
+    file = next((run_dir / "checkpoints" / "8").rglob("d/*"))
+    file.unlink()
+    os.mkfifo(file)
+    assert "checkpoint 8: files are not as they were saved" in refused(run_dir, steps=0)
 
 
 # Probes, each on the sound run and on a broken one.

@@ -27,13 +27,15 @@ def verify(
     steps: int = 5,
     mesh: Mapping[str, int] | None = None,
     cache_dir: str | Path = "",
+    train: str = "",
+    validation: str = "",
 ) -> Iterator[Statement]:
     """What is found of the run directory `path`, in the order in which it is found out: its files;
     then `steps` of its steps, done again; then the probes. Writes nothing there.
 
     With 0 steps, or where a file was altered, only the files are read. `mesh` are sizes of axes of
-    the mesh in place of those of the run; tokenized text is stored in `cache_dir`, by default that
-    of this user. Raises ConfigError where `path` is no run directory, is still being written, has
+    the mesh in place of those of the run; `cache_dir`, `train` and `validation` are those of
+    `looked_at`. Raises ConfigError where `path` is no run directory, is still being written, has
     no chain, or the mesh does not fit the devices.
     """
     files = read_run(path)
@@ -54,7 +56,7 @@ def verify(
         yield Statement(REST, "unknown", f"none: {obstacle}")
         return
     try:
-        setup = setup_of_run(files.folder, log, mesh, cache_dir)
+        setup = setup_of_run(files.folder, log, mesh, cache_dir, train, validation)
         if setup.reference:
             setup.reference.load()
     except OtherData as error:
@@ -79,7 +81,11 @@ def verify(
     if text := " ".join(filter(None, lines)):
         yield Statement("kernels", "equal to rounding", text)
     again = StepsAgain(setup, log)
-    yield from again.statements(again.drawn(steps))
+    drawn = again.drawn(steps)
+    yield from again.statements(drawn)
+    if again.starts[-1] and again.starts[-1] not in drawn:
+        text = "the steps that lead to it were not done again: they are many, or it was not logged."
+        yield Statement(f"checkpoint {again.starts[-1]}", "unknown", text)
     state = again.newest(LARGEST_STEP)
     yield from probed(Evidence(again, state, again.batches[int(state.step)]))
 

@@ -28,6 +28,8 @@ from jaxformer.tools.listing import is_running
 
 # "equal" is to the bit; "unknown" is what could not be compared here.
 Verdict = Literal["equal", "equal to rounding", "NO", "unknown"]
+# Files of a run that nothing in it has a digest of.
+UNRECORDED = ("chat_template.jinja", "generation_config.json", "tokenizer_config.json")
 LISTED = 5  # problems of one kind
 
 
@@ -132,6 +134,10 @@ def compared_files(files: RunFiles) -> Iterator[Statement]:
         is_same = actual == recorded
         text = f"its fingerprint is {actual}, and that in data.json {recorded}."
         yield Statement(path.name, "equal" if is_same else "NO", text)
+    unknown = [name for name in UNRECORDED if (files.folder / name).exists()]
+    if unknown:
+        text = "they decide what the model writes, and the run has no digest of them."
+        yield Statement(", ".join(unknown), "unknown", text)
     for step in saved_steps(files.folder):
         yield _checkpoint(files, step)
 

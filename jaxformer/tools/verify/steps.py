@@ -1,9 +1,9 @@
 """Steps of a run that are done again, and compared with what the run logged.
 
-On the devices, mesh and versions of the run each figure is equal to the bit. Elsewhere sums are
-made in another order: a sum of n products then differs by about sqrt(n) roundings of its dtype, for
-float32 and n = 4096 by 4e-6 of its value, and each step in between adds as much. `ROUNDING` allows
-some hundred times that.
+On the devices, mesh and versions of the run each figure and the state are equal to the bit, but for
+GPUs, which add up in no fixed order. Elsewhere sums are made in another order: a sum of n products
+then differs by about sqrt(n) roundings of its dtype, for float32 and n = 4096 by 4e-6 of its value,
+and each step in between adds as much. `ROUNDING` allows some hundred times that.
 """
 
 import dataclasses
@@ -15,15 +15,23 @@ from typing import Any
 
 import jax
 
+from jaxformer.arrays.sharding import platform
 from jaxformer.checkpoints.digests import fingerprint
-from jaxformer.checkpoints.reading import Damaged, flat_leaves, read_checkpoint, saved_steps
+from jaxformer.checkpoints.reading import (
+    Damaged,
+    flat_leaves,
+    read_checkpoint,
+    read_manifest,
+    saved_steps,
+    versions,
+)
 from jaxformer.config.config_file import read_config
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, located
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import read_metrics
 from jaxformer.report.metrics import STATE
-from jaxformer.runs.evaluation import own_cache
+from jaxformer.runs.evaluation import looked_at
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import batches_of, first_state
@@ -31,28 +39,29 @@ from jaxformer.runs.train_run import compile_step
 from jaxformer.tools.verify.run_files import Statement, Verdict
 from jaxformer.training.state import TrainState, on_mesh
 
+FEW = 200  # steps that are done again for the newest checkpoint
 # The largest difference of a figure, relative to the logged one, that is called rounding, by the
 # dtype of the products.
 ROUNDING = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
 def setup_of_run(
-    path: str | Path, log: Log, mesh: Mapping[str, int] | None = None, cache_dir: str | Path = ""
+    path: str | Path,
+    log: Log,
+    mesh: Mapping[str, int] | None = None,
+    cache_dir: str | Path = "",
+    train: str = "",
+    validation: str = "",
 ) -> RunSetup:
     """The setup of the run directory `path`, which is only read.
 
-    `mesh` are sizes of axes of the mesh in place of those of the run; tokenized text is stored in
-    `cache_dir`, by default that of this user. Raises ConfigError where `path` is no run directory,
+    `mesh` are sizes of axes of the mesh in place of those of the run; `cache_dir`, `train` and
+    `validation` are those of `looked_at`. Raises ConfigError where `path` is no run directory,
     its data has changed, or the mesh does not fit the devices.
     """
     folder = located(path).absolute()
-    run = read_config(folder / "config.json")
-    run = dataclasses.replace(
-        run,
-        run=dataclasses.replace(run.run, dir=str(folder), profile=""),
-        mesh=dataclasses.replace(run.mesh, **(mesh or {})),
-        data=dataclasses.replace(run.data, cache_dir=str(cache_dir or own_cache())),
-    )
+    run = looked_at(read_config(folder / "config.json"), folder, cache_dir, train, validation)
+    run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, **(mesh or {})))
     return make_setup(run, log)
 
 
@@ -70,6 +79,15 @@ class StepsAgain:
             self.bound = ROUNDING[str(compute_dtype(setup.model))]
         # The lines of metrics.jsonl with a training loss, by their steps.
         self.logged = {line["step"]: line for line in read_metrics(self.folder) if "loss" in line}
+
+    def is_of_this_machine(self, step: int) -> bool:
+        """Whether the process that logged a step ran on the devices, mesh and versions of this one,
+        by the next checkpoint, which it saved."""
+        mesh = read_config(self.folder / "config.json").mesh
+        after = [saved for saved in self.starts if saved >= step]
+        if not after or mesh != self.setup.run.mesh or platform(self.setup.mesh) == "gpu":
+            return False
+        return read_manifest(self.folder / "checkpoints" / str(after[0]))["versions"] == versions()
 
     def newest(self, step: int) -> TrainState:
         """The newest saved state from before a step, or the first state of the run."""
@@ -105,14 +123,21 @@ class StepsAgain:
         return {**metrics, STATE: fingerprint(leaves)}
 
     def drawn(self, count: int) -> list[int]:
-        """So many logged steps, ascending, drawn from twice as many: those nearest behind a
-        checkpoint or the beginning, since all steps in between have to be done again."""
+        """So many logged steps, ascending: that of the newest checkpoint, where at most `FEW` steps
+        lead to it, and others that are drawn from twice as many, those nearest behind a checkpoint
+        or the beginning, since all steps in between have to be done again."""
 
         def distance(step: int) -> int:
             return min(step - start for start in self.starts if start < step)
 
-        nearest = sorted((step for step in self.logged if step), key=distance)[: 2 * count]
-        return sorted(random.SystemRandom().sample(nearest, min(count, len(nearest))))
+        steps = sorted((step for step in self.logged if step), key=distance)
+        nearest = steps[: 2 * count]
+        drawn = random.SystemRandom().sample(nearest, min(count, len(nearest)))
+        # The newest checkpoint is what somebody would use.
+        newest = self.starts[-1]
+        if drawn and newest in self.logged and newest not in drawn and distance(newest) <= FEW:
+            drawn[0] = newest
+        return sorted(drawn)
 
     def statements(self, steps: Sequence[int]) -> Iterator[Statement]:
         """Does logged steps again, in ascending order, each from its newest earlier checkpoint, or
@@ -135,25 +160,29 @@ class StepsAgain:
             while int(state.step) < step:
                 state, metrics = self.advance(state)
             figures = self.figures_of(state, metrics)
-            verdict, text = compared(figures, self.logged[step], self.bound)
+            exact = self.is_of_this_machine(step)
+            verdict, text = compared(figures, self.logged[step], self.bound, exact)
             source = f"from step {begun}" if begun else "from the beginning"
             yield Statement(f"step {step}", verdict, f"{source}: {text}.")
 
 
 def compared(
-    now: Mapping[str, Any], logged: Mapping[str, Any], bound: float
+    now: Mapping[str, Any], logged: Mapping[str, Any], bound: float, exact: bool = False
 ) -> tuple[Verdict, str]:
     """How figures compare with those of a line that has them, and a phrase about each. Differences
     of up to `bound` are rounding, but where the state is that of the log to the bit every figure
-    has to be."""
+    has to be. Where `exact`, another state is NO."""
     names: dict[Verdict, list[str]] = {"equal": [], "equal to rounding": [], "NO": []}
     has_same_state = STATE in now and now[STATE] == logged.get(STATE)
     for name in now:
         if name not in logged:
             continue
         if name == STATE:
-            verdict: Verdict = "equal" if has_same_state else "equal to rounding"
-            names[verdict].append("state" if has_same_state else "state, another one")
+            verdict: Verdict = "NO" if exact else "equal to rounding"
+            if has_same_state:
+                names["equal"].append("state")
+            else:
+                names[verdict].append("state, another one")
             continue
         difference = abs(now[name] - logged[name]) / max(abs(logged[name]), 1e-12)
         both_odd = math.isnan(now[name]) and math.isnan(logged[name])
