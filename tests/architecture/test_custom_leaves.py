@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from custom_leaves import LowRank, Rounded, low_rank, made, rounded
 from families import SIZES, alone
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jaxformer as jf
@@ -20,7 +19,6 @@ from jaxformer.losses import cross_entropy as losses
 from jaxformer.losses.cross_entropy import cross_entropy
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.transformer import specs
-from jaxformer.tools.nnx import Transformer
 
 MODELS = {
     "tied decoder": {"tied_head": True, "window": 3, "window_pattern": "wf"},
@@ -135,13 +133,6 @@ def test_parts_of_whole_numbers_have_no_gradient_and_the_others_theirs_in_tiles(
     tiled, dense = (jax.grad(objective, argnums=(0, 1))(x, leaf.scale, tile) for tile in (4, 8))
     for a, b in zip(tiled, dense, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2)
-
-
-def test_a_module_of_flax_holds_its_parts():
-    _, params, config, batch = case("tied decoder")
-    module = Transformer(config, params)
-    np.testing.assert_allclose(module(batch["tokens"]), forward(params, config, **batch), atol=1e-5)
-    assert len(jax.tree.leaves(nnx.state(module, nnx.Param))) == len(jax.tree.leaves(params))
 
 
 def test_a_model_directory_refuses_it_by_name(tmp_path):

@@ -157,6 +157,7 @@ def test_an_added_name_passes_through_json_config_files_and_the_command_line(
     assert found.model.activation == "cubed"
 
 
+@pytest.mark.slow
 def test_a_run_with_an_added_activation_trains_from_its_config_file(tmp_path: Path) -> None:
     file, text = tmp_path / "mine.py", write_text(tmp_path / "text.txt")
     file.write_text(CONFIG_FILE)

@@ -3,15 +3,13 @@
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from orbax.checkpoint._src.metadata import checkpoint as metadata
-from tiny_run import EVERY, STEPS, contents, copy, line, params_of, reference, saved
+from tiny_run import EVERY, STEPS, contents, copy, line, params_of, reference
 
 import jaxformer as jf
 from jaxformer.checkpoints.saving import Checkpoints
@@ -139,36 +137,6 @@ def test_a_save_is_untouched_by_the_steps_that_reuse_its_buffers(tmp_path: Path)
         np.testing.assert_array_equal(restored.params["w"], expected)
         np.testing.assert_array_equal(restored.optimizer["m"], np.full_like(w, step))
         shutil.rmtree(tmp_path / "checkpoints" / str(step))
-
-
-def test_what_orbax_says_of_a_description_not_yet_written_is_told_of_no_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One thread of a save reads what another one writes, and at times before it is there."""
-    write = metadata._MetadataStoreImpl.write
-
-    def late(self: object, file_path: Path, content: object) -> None:
-        time.sleep(0.2)
-        write(self, file_path, content)
-
-    monkeypatch.setattr(metadata._MetadataStoreImpl, "write", late)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(TrainState(jnp.int32(1), {"w": jnp.ones(3)}, {}), 1)
-    assert caplog.text == ""
-
-
-def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(TrainState(jnp.int32(step), {"w": jnp.ones(3)}, {}), step)
-    assert saved(tmp_path) == [2, 3]
-
-
-def test_the_functions_keep_their_names_after_their_modules_were_imported() -> None:
-    from jaxformer.generation import decode
-    from jaxformer.runs import train_run
-
-    assert jf.train is train_run.train and jf.generate is decode.generate
 
 
 def test_train_in_python_is_the_job_of_the_command(trained: Path, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_every_type_is_dequantized_as_by_transformers_whichever_rows_are_read(tm
             np.testing.assert_array_equal(files.read(name, rows), array[rows], strict=True)
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken"])
+@pytest.mark.parametrize("pre", slow_but(["gpt-2", "llama-bpe", "qwen2", "tekken"], "tekken"))
 def test_words_are_those_of_transformers(pre, tmp_path):
     path = written(tmp_path / "m.gguf", "qwen2", made("qwen2"), pre=pre)
     tokenizer = tf.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -8,6 +8,7 @@ import jax
 import pytest
 import torch
 from pretrained import directory, folder, loaded, rewrite, tensors
+from products import slow_but
 from safetensors.torch import load_file, save_file
 
 import jaxformer as jf
@@ -244,7 +245,7 @@ UNSTATED = {
 }
 
 
-@pytest.mark.parametrize("case", UNSTATED)
+@pytest.mark.parametrize("case", slow_but(UNSTATED, "a capacity of experts", "two at once"))
 def test_a_model_that_no_architecture_states_is_refused_with_the_fields_in_the_way(case, tmp_path):
     architecture, fields, words = UNSTATED[case]
     config = jf.ModelConfig(**SMALL | fields)

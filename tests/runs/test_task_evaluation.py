@@ -56,6 +56,7 @@ def files(tasks, *names):
     return ",".join(str(tasks / f"{name}.yaml") for name in names)
 
 
+@pytest.mark.slow
 def test_the_results_are_those_of_the_harness_and_the_same_each_time(tasks):
     from jaxformer.runs.harness import HarnessModel
     from jaxformer.runs.loading import Loaded

@@ -351,8 +351,6 @@ def test_kernels_are_counted_by_target_with_the_products_inside() -> None:
     keys = (*arrays, "%s = bf16[2,128,2,64]{3,2,1,0} parameter(2)")
     seen = sum(min(token + 1, 100) for token in range(128))
     assert counted(*keys, square).kernels == 2 * 2 * 2 * 4 * seen * 64
-    every = square.replace(": 100", ": 0")
-    assert counted(*keys, every).kernels == 2 * 2 * 2 * 4 * 128 * 128 * 64 // 2
     pallas = (
         '%o = bf16[8,8]{1,0} custom-call(%q), custom_call_target="tpu_custom_call",'
         ' backend_config={"custom_call_config":{"body":"TUz","cost_estimate":'
@@ -367,8 +365,6 @@ def test_kernels_are_counted_by_target_with_the_products_inside() -> None:
         ' custom_call_target="tpu_custom_call"',
     )
     assert counted(*splash).kernels == 2 * 4 * scores * 64 // 2
-    one_row = [line.replace("bf16[2,", "bf16[").replace("{3,2,1,0}", "{2,1,0}") for line in splash]
-    assert counted(*one_row).kernels == 4 * scores * 64 // 2
     rows = [f"%{name} = {kind} parameter({n})" for n, (name, kind) in enumerate(GROUPED.items(), 2)]
     for result, name, width in (
         ("bf16[64,24]{1,0}", "grouped_product", 24),
@@ -381,8 +377,6 @@ def test_kernels_are_counted_by_target_with_the_products_inside() -> None:
         assert counted(*rows, triton).kernels == 2 * 64 * 16 * width
     unknown = '%o = f32[8]{0} custom-call(%q, %k), custom_call_target="other"'
     assert counted(*arrays, unknown).kernels == 0
-    allocated = '%o = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"'
-    assert counted(allocated).custom_calls == {} and counted(allocated).bytes == 0
 
 
 def layers(x: jax.Array, w: jax.Array) -> jax.Array:

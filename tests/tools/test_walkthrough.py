@@ -84,6 +84,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("walk") / "run", "encoder_decoder")
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_beams_that_found_the_target(
     translator: Path, tmp_path: Path, capsys: Capture
 ) -> None:
