@@ -13,7 +13,7 @@ from custom_leaves import low_rank as leaf_of_a_user
 from custom_leaves import made
 from families import SIZES, alone, params_of
 from forced_devices import on_eight_devices
-from products import fewest
+from products import fewest, slow_but
 from test_lora import batch_of, forward, learning_leaves, merge, noised
 
 import jaxformer as jf
@@ -149,7 +149,10 @@ def test_experts_are_no_layers():
 
 @pytest.mark.parametrize(
     "kind, changes",
-    [("int8", {"n_layers": 2}), ("nf4_double", {"n_layers": 3, "layer_loop": "scan"})],
+    slow_but(
+        [("int8", {"n_layers": 2}), ("nf4_double", {"n_layers": 3, "layer_loop": "scan"})],
+        ("int8", {"n_layers": 2}),
+    ),
 )
 def test_a_quantized_base_with_an_adapter_is_its_merged_model(kind, changes):
     config, params = model(dense_layers=1, **changes)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import SIZES, alone, cached, params_of
+from products import slow_but
 
 import jaxformer as jf
 from jaxformer.adapters.virtual_tokens import PrefixTuning, virtual_specs
@@ -128,7 +129,7 @@ def test_layers_of_different_tables_are_a_stack_for_each_position(widths):
     np.testing.assert_array_equal(layers[2]["ffn"]["up"], params["blocks"]["0"]["ffn"]["up"][1])
 
 
-@pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
+@pytest.mark.parametrize("family", slow_but(["decoder", "encoder_decoder"], "decoder"))
 def test_layers_of_different_tables_are_the_same_in_a_scan_and_under_a_cache(family, widths):
     """Two whole periods of two layers and one layer more, in a scan; the gradient too."""
     config = Patterned(
@@ -215,7 +216,9 @@ GROUPS = {"n_layers": 6, "layer_groups": 2}
 DEPTH_3 = {"window": 3, "window_pattern": "wwf"}
 
 
-@pytest.mark.parametrize("family, more", [("encoder", {}), ("decoder", DEPTH_3)])
+@pytest.mark.parametrize(
+    "family, more", slow_but([("encoder", {}), ("decoder", DEPTH_3)], ("decoder", DEPTH_3))
+)
 def test_layers_of_a_group_are_layers_with_equal_parameters(family, more):
     """In a scan and under a cache too; a gradient is the sum of those of the group's layers, and
     every layer costs what it costs with parameters of its own."""
