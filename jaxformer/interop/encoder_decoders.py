@@ -68,7 +68,7 @@ BART_ROWS = (
 )
 REPEATED = tuple(f"model.{side}.embed_tokens.weight" for side in STACKS)
 
-LEARNED = Constant(positions="learned", position_offset=2)
+LEARNED_POSITIONS = Constant(positions="learned", position_offset=2)
 SINUSOIDAL = Constant(positions="sinusoidal", sinusoids="half")  # sines first
 # Sinusoids that some files hold; they are computed.
 TABLES = r"(en|de)coder\.embed_positions\.weights?$"
@@ -132,7 +132,7 @@ def bart_like(
         prefix="model.",
         bases=(f"{name}Model",),
         copies=tied_copy("lm_head.weight", "model.shared.weight", *REPEATED),
-        ignored=() if LEARNED in more else (TABLES,),
+        ignored=() if LEARNED_POSITIONS in more else (TABLES,),
         computed=computed,
         covers=covers,
     )
@@ -141,7 +141,7 @@ def bart_like(
 BART = bart_like(
     "bart",
     "Bart",
-    LEARNED,
+    LEARNED_POSITIONS,
     norms="post",
     normed_embedding=True,
     covers="encoders and decoders of different depth; scaled embedding",
@@ -183,7 +183,7 @@ PEGASUS = bart_like(
 MBART = bart_like(
     "mbart",
     "MBart",
-    LEARNED,
+    LEARNED_POSITIONS,
     norms="pre",
     normed_embedding=True,
     covers="mBART-50 too: norms before the sublayers and of the embedding; tokens of languages",

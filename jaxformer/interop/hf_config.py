@@ -110,7 +110,7 @@ class HFConfig:
 
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 # Functions of sentence-transformers that stand for one of these.
-ACTIVATIONS = {"Identity": "regression", "Sigmoid": "multi_label_classification"}
+CLASS_ACTIVATIONS = {"Identity": "regression", "Sigmoid": "multi_label_classification"}
 
 
 def problem_type_of(values: Mapping[str, Any], path: Path) -> str:
@@ -122,12 +122,12 @@ def problem_type_of(values: Mapping[str, Any], path: Path) -> str:
     function = function or values.get("sbert_ce_default_activation_function")
     if function:
         name = str(function).rpartition(".")[2]
-        if name not in ACTIVATIONS:
+        if name not in CLASS_ACTIVATIONS:
             raise ConfigError(
                 f"{path} applies {str(function)!r} to the logits of its classes, which is not"
-                f" followed; {' and '.join(ACTIVATIONS)} are: remove it to see probabilities."
+                f" followed; {' and '.join(CLASS_ACTIVATIONS)} are: remove it to see probabilities."
             )
-        return ACTIVATIONS[name]
+        return CLASS_ACTIVATIONS[name]
     problem_type = values.get("problem_type") or ""
     if problem_type and problem_type not in PROBLEM_TYPES:
         raise ConfigError(

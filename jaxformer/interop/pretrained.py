@@ -416,8 +416,8 @@ def save_pretrained(
         keys.pop("forced_bos_token_id", None)
     keys |= {key: value for key, value in family.required_ids.items() if keys[key] is None}
     keys |= family.write(config, name)
-    if config.output not in ("classes", "projection") and config.pooling in ("first", "last"):
-        write_modules(directory, config.pooling, config.d_model)
+    if config.output not in ("classes", "projection") and config.text_pooling in ("first", "last"):
+        write_modules(directory, config.text_pooling, config.d_model)
     if keys.pop("num_labels", None):
         labels = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))
         keys["id2label"] = dict(enumerate(labels))

@@ -9,7 +9,7 @@ from jaxformer.files import ConfigError, parse_object, read_object, read_text, w
 
 # The name of a pooling there, the key that older files have for it, and model.pooling.
 Pooling = Literal["auto", "first", "last", "mean"]
-POOLINGS: dict[str, tuple[str, Pooling | None]] = {
+POOLING_KEYS: dict[str, tuple[str, Pooling | None]] = {
     "cls": ("pooling_mode_cls_token", "first"),
     "mean": ("pooling_mode_mean_tokens", "mean"),
     "lasttoken": ("pooling_mode_lasttoken", "last"),
@@ -47,9 +47,9 @@ def _pooling_of(path: Path) -> Pooling:
     keys = read_object(path, ADVICE)
     stated = keys.get("pooling_mode")
     if stated is None:
-        stated = [name for name, (key, _) in POOLINGS.items() if keys.get(key)] or ["mean"]
+        stated = [name for name, (key, _) in POOLING_KEYS.items() if keys.get(key)] or ["mean"]
     names = stated if isinstance(stated, list) else [stated]
-    pooling = POOLINGS.get(str(names[0]), ("", None))[1] if len(names) == 1 else None
+    pooling = POOLING_KEYS.get(str(names[0]), ("", None))[1] if len(names) == 1 else None
     if pooling is None:
         raise ConfigError(
             f"{path} asks for the pooling {' with '.join(map(str, names))}, which is not followed;"
@@ -80,7 +80,7 @@ def _require_plain_texts(directory: Path) -> None:
 def write_modules(directory: Path, pooling: str, width: int) -> None:
     """Writes the modules of a model whose vectors are not the mean of the tokens, which
     sentence-transformers takes where there are none."""
-    (name,) = (name for name, (_, stated) in POOLINGS.items() if stated == pooling)
+    (name,) = (name for name, (_, stated) in POOLING_KEYS.items() if stated == pooling)
     modules = [
         {
             "idx": index,
@@ -90,7 +90,7 @@ def write_modules(directory: Path, pooling: str, width: int) -> None:
         }
         for index, (kind, place) in enumerate([("Transformer", ""), ("Pooling", "1_Pooling")])
     ]
-    keys: dict[str, Any] = {key: key == POOLINGS[name][0] for key, _ in POOLINGS.values()}
+    keys: dict[str, Any] = {key: key == POOLING_KEYS[name][0] for key, _ in POOLING_KEYS.values()}
     keys["word_embedding_dimension"] = width
     write_text(directory / LISTING, json.dumps(modules, indent=2))
     (directory / "1_Pooling").mkdir(exist_ok=True)

@@ -112,7 +112,7 @@ def with_base(
     chosen, default = dataclasses.asdict(model), dataclasses.asdict(ModelConfig())
     changed = {name for name, value in chosen.items() if value != default[name]}
     own = {*OWN}
-    if model.pooling == "auto" and model.head not in ("classes", "projection"):
+    if chosen["pooling"] == "auto" and model.output not in ("classes", "projection"):
         own.remove("pooling")  # then that of the vectors of texts, which the base states
     asked = {name: chosen[name] for name in (own | changed) - stated}
     try:

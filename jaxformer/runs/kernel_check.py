@@ -37,7 +37,7 @@ REFERENCE_PRODUCTS = {"cpu": 2**32, "gpu": 2**40, "tpu": 2**40}
 # The largest error of a kernel, relative to the largest element of the reference.
 TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
 
-ADVICE = "Choose the kernel xla, and report it."
+USE_XLA = "Choose the kernel xla, and report it."
 Results = dict[str, jax.Array]
 ResolvedRun = TypeVar("ResolvedRun", bound=Resolved)
 
@@ -164,7 +164,7 @@ def _held(what: str, cases: Sequence[Mapping[str, Any]], allowed: float) -> str:
             worst[name] = float(np.maximum(worst.get(name, 0.0), error))
     if not all(error <= allowed for error in worst.values()):  # a NaN fails too
         stated = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
-        raise RuntimeError(f"{what}: relative errors {stated}, allowed {allowed:g}. {ADVICE}")
+        raise RuntimeError(f"{what}: relative errors {stated}, allowed {allowed:g}. {USE_XLA}")
     forward = worst.pop("output")
     return f"error {forward:.0e} forward, {max(worst.values()):.0e} backward"
 
@@ -191,7 +191,7 @@ def check_attention(
         errors, leak = _attention_errors(name, config, rows, *kind)
         if leak > 0:
             raise RuntimeError(
-                f"{what}: texts of one row read each other (gradients up to {leak:.1e}). {ADVICE}"
+                f"{what}: texts of one row read each other (gradients up to {leak:.1e}). {USE_XLA}"
             )
         cases.append(errors)
     return _held(f"{what} in {dtype}", cases, TOLERANCE[dtype])
@@ -336,7 +336,7 @@ def check_experts(name: str, rows: int, weights: tuple[int, int, int], dtype: An
         first = compute(x, w, dy, sizes)
         second = compute(x, w, dy, sizes)
         if not all(jnp.array_equal(first[key], second[key], equal_nan=True) for key in first):
-            raise RuntimeError(f"{what}: two runs of one program differ. {ADVICE}")
+            raise RuntimeError(f"{what}: two runs of one program differ. {USE_XLA}")
         cases.append(errors_of(first, x, w, dy))
     # Only a CPU multiplies float32 without rounding by default.
     is_exact = jnp.dtype(dtype) == jnp.float32 and platform() == "cpu"

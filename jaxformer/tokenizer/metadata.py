@@ -41,7 +41,7 @@ SENTINELS = tuple(f"<extra_id_{index}>" for index in range(100))
 
 # Keys of config.json and generation_config.json, and the roles of the tokens. The target of an
 # encoder-decoder begins with `start`; `forced` is the first token that the decoder then writes.
-IDS = {f"{role}_token_id": role for role in ("bos", "eos", "pad")} | {
+ID_KEYS = {f"{role}_token_id": role for role in ("bos", "eos", "pad")} | {
     "decoder_start_token_id": "start",
     "forced_bos_token_id": "forced",
 }
@@ -133,7 +133,7 @@ class TokenizerMetadata:
         ids: dict[str, list[int]] = {}
         for name in ("config.json", IDS_FILE):
             content = read_optional(folder / name)
-            for key, role in IDS.items():
+            for key, role in ID_KEYS.items():
                 values = content.get(key)
                 tokens: list[int] = []
                 for value in values if isinstance(values, list) else [values]:

@@ -18,7 +18,7 @@ from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, is_gpt2
 from jaxformer.tokenizer.encoding import Encoder, pattern_of
 from jaxformer.tokenizer.frame import Frame, Slot
 from jaxformer.tokenizer.metadata import (
-    IDS,
+    ID_KEYS,
     ROLES,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
@@ -173,7 +173,9 @@ class Tokenizer:
             ids = self.ids()
             # Where there are rules, transformers takes no ids from config.json, so all are written.
             if not self.metadata.rules:
-                ids = {key: token for key, token in ids.items() if token != implied.get(IDS[key])}
+                ids = {
+                    key: token for key, token in ids.items() if token != implied.get(ID_KEYS[key])
+                }
             self.metadata.write(file.parent, names, ids, max_length, follow)
         write_text(file, self._backend.to_str(pretty=True), follow)
 
@@ -297,7 +299,7 @@ class Tokenizer:
         if "eos" in ids_by_role:
             ends = [*self.end_tokens]
             ids_by_role |= {"start": self.start_token, "eos": ends if len(ends) > 1 else ends[0]}
-        return {key: ids_by_role[role] for key, role in IDS.items() if role in ids_by_role}
+        return {key: ids_by_role[role] for key, role in ID_KEYS.items() if role in ids_by_role}
 
     def sentinels(self) -> list[int]:
         """The ids of <extra_id_0>, <extra_id_1> and so on (T5, arXiv:1910.10683)."""
