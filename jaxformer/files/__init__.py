@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from jaxformer.files.stores import explained, opened_url
 
 LOCK = ".lock"  # the file in a run directory that the process of the run locks
+MOST_DIGITS = 300  # of a whole number in a JSON file: more overflow a float
 
 
 class ConfigError(ValueError):
@@ -184,10 +185,17 @@ def read_text(path: Path, advice: str = "restore it, or remove it") -> str:
         raise ConfigError(f"{path} is not UTF-8 ({error}): {advice}.") from None
 
 
+def _whole_number(digits: str) -> int:
+    """A whole number of a JSON text, which no part of this package needs to be as long as this."""
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
 def parse_object(text: str | bytes, where: str, advice: str) -> dict[str, Any]:
     """The object that a JSON text holds; `where` names the text in the message of ConfigError."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_whole_number)
         raw = text.encode() if isinstance(text, str) else text
         if b"\\ud" in raw.lower():  # raises for a lone surrogate, which is no text
             json.dumps(value, ensure_ascii=False).encode()

@@ -540,3 +540,23 @@ def test_bpe_dropout_is_left_out_and_said(tmp_path):
     with pytest.warns(UserWarning, match="the BPE dropout of 0.5 is left out"):
         tokenizer = Tokenizer.load(folder)
     assert all(tokenizer.encode("Hello world, hello") == plain for _ in range(20))
+
+
+@pytest.mark.parametrize(
+    "index, said",
+    [
+        (5, r"gives the id 5 to '.*' and to '.*'"),
+        (2**31, r"gives 'Ġ' the id 2147483648, and ids are below 16777216"),
+        (2**32 - 1, "ids are below"),
+        (-1, "is not a tokenizer.json"),
+        (10**400, "is not a tokenizer.json"),
+    ],
+)
+def test_an_id_that_cannot_be_is_one_message(index, said, tmp_path):
+    folder = copied(saved("gpt2"), tmp_path / "tokenizer")
+    file = folder / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    spec["model"]["vocab"]["Ġ"] = index
+    file.write_text(json.dumps(spec))
+    with pytest.raises(ConfigError, match=said):
+        Tokenizer.load(folder)
