@@ -47,6 +47,8 @@ def claimed(folder: Path, name: str) -> Iterator[None]:
         holder = _read(path)
         if not holder:
             continue  # it was removed in between
+        if holder.get("id") == record["id"]:
+            break  # the store took it, and answered that it had failed
         if _is_left(holder) or time.monotonic() - began > LEFT_AFTER:
             _remove(path)
             if _put(path, record):

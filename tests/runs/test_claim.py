@@ -79,6 +79,22 @@ def test_a_claim_of_another_machine_counts_while_it_is_renewed(
     assert read_object(folder / "claim.json")["id"] == "a"
 
 
+def test_a_put_that_was_stored_and_answered_by_an_error_is_a_claim(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = claim.put_new
+
+    def answered_late(path, content):
+        put(path, content)
+        return put(path, content)  # as the second attempt of a client
+
+    monkeypatch.setattr(claim, "put_new", answered_late)
+    folder = located(f"{s3_bucket}/run")
+    with claimed(folder, "run.dir"):
+        assert is_claimed(folder)
+    assert not (folder / "claim.json").exists()
+
+
 def test_a_process_whose_claim_was_taken_over_ends(s3_bucket: str) -> None:
     path = located(f"{s3_bucket}/run/claim.json")
     process = holder_of(str(path.parent))
