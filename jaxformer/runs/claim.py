@@ -23,6 +23,7 @@ from jaxformer.files.stores import put_new
 CLAIM = "claim.json"
 RENEWAL = 10.0  # seconds between two renewals
 LEFT_AFTER = 60.0  # seconds without a renewal after which nobody holds a claim
+READINGS = 4  # of a claim, which its holder may renew while it is read
 SETTLING = 1.0  # seconds in which of two processes that take over a claim the last one wins
 
 
@@ -97,16 +98,17 @@ def _put(path: Path, record: dict[str, Any]) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     """The record of a claim; empty where there is none. Raises ConfigError."""
-    with store_errors(path, "read"):
-        if not path.exists():
-            return {}
-    try:
-        return read_object(path, "remove it if no process trains there")
-    except ConfigError:
+    for attempt in range(READINGS):
         with store_errors(path, "read"):
-            if path.exists():
+            if not path.exists():
+                return {}
+        try:
+            return read_object(path, "remove it if no process trains there")
+        except ConfigError:
+            # It may have been removed or renewed in between.
+            if attempt == READINGS - 1:
                 raise
-        return {}  # it was removed in between
+    return {}
 
 
 def _remove(path: Path) -> None:
