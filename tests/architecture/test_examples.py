@@ -31,19 +31,21 @@ def example(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["own_loss", "own_model"])
 def test_an_example_trains_and_is_resumed_bitwise(name, tmp_path, monkeypatch):
-    module = example(name)
-    whole = module.main(str(tmp_path / "whole"))
-    fit = jf.fit
+    module, fit = example(name), jf.fit
 
-    def half(step, state, batches, *, steps, **rest):
-        return fit(
-            step, state, batches, steps=steps if "checkpoints" not in rest else steps // 2, **rest
-        )
+    def run(share: int, folder: str):
+        """The example with so many tenths of its steps; a fit before it has four of them."""
 
-    monkeypatch.setattr(jf, "fit", half)
-    assert int(module.main(str(tmp_path / "parts")).step) * 2 == int(whole.step)
-    monkeypatch.setattr(jf, "fit", fit)
-    jax.tree.map(np.testing.assert_array_equal, module.main(str(tmp_path / "parts")), whole)
+        def shorter(step, state, batches, *, steps, **rest):
+            tenths = share if "checkpoints" in rest else 4
+            return fit(step, state, batches, steps=steps * tenths // 10, **rest)
+
+        monkeypatch.setattr(jf, "fit", shorter)
+        return module.main(str(tmp_path / folder))
+
+    whole = run(4, "whole")
+    assert int(run(2, "parts").step) * 2 == int(whole.step)
+    jax.tree.map(np.testing.assert_array_equal, run(4, "parts"), whole)
 
 
 def test_one_page_of_plain_jax_equals_the_library():
