@@ -210,9 +210,14 @@ def test_the_answers_of_haystacks_are_what_their_needles_state():
 
 
 @pytest.mark.slow
-def test_each_scaling_of_rope_finds_needles_far_beyond_the_trained_length():
+def test_each_scaling_of_rope_finds_needles_far_beyond_the_trained_length(monkeypatch):
     page = example("long_context")
-    accuracies = page.main()
+    haystacks = page.haystacks
+    # Of 128 rows, 32 tell as much.
+    monkeypatch.setattr(
+        page, "haystacks", lambda seed, rows, size: haystacks(seed, min(rows, 32), size)
+    )
+    accuracies = page.main(steps=300)
     trained, _, beyond = accuracies.pop("none")
     # Seeds 0 to 2 have 0.98 to 1.00 and 0.29 to 0.37, and with a scaling 0.80 to 1.00.
     assert trained > 0.95 and beyond < 0.5
