@@ -5,6 +5,8 @@ import contextlib
 import ctypes
 import dataclasses
 import glob
+import hmac
+import ipaddress
 import json
 import math
 import os
@@ -23,7 +25,8 @@ from jax._src.lib import utils  # JAX has no public name for the level of its li
 
 from jaxformer.arrays.out_of_memory import is_out_of_memory
 from jaxformer.cluster.processes import LOST, LostProcess, exchange, together
-from jaxformer.cluster.signals import Stopped, current, name_of
+from jaxformer.cluster.signals import STOPPING, Stopped, current, name_of
+from jaxformer.config.format import escaped
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
 from jaxformer.files import ConfigError
@@ -37,6 +40,8 @@ SERVICE_SECONDS = 60  # for JAX's own service, once all have come
 SILENCE = 2_000_000_000
 WARNING, ERROR = 1, 2  # log levels of JAX's libraries
 
+SIGNALS = {name_of(number): int(number) for number in STOPPING}
+LONGEST_NAME = 255  # characters of the name of a host
 LONGEST_MESSAGE = 2**16  # characters
 GRACE = 10.0  # seconds in which a process may end by itself, after another has failed
 STOP_GRACE = 2.0  # the same, after a signal has ended another, where there is nothing to save
@@ -49,6 +54,11 @@ VERDICT_SECONDS = 15.0  # to wait for word of another process, after a collectiv
 # The system closes the connections of a machine that is gone after 40 s.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 START_AGAIN = "Start the same command in all processes again; it continues the run."
+
+
+def _secret() -> str:
+    """What all processes of a run know and nobody else, by the environment."""
+    return os.environ.get("JAXFORMER_SECRET", "")
 
 
 @dataclass(frozen=True)
@@ -186,7 +196,8 @@ def _launched(settings: LaunchConfig) -> tuple[str, RunProcess]:
 
 
 class Channel:
-    """A connection to another process that carries JSON objects, one per line."""
+    """A connection to another process that carries JSON objects, one per line. Whatever is at the
+    other end, its texts are printed escaped, and nothing else of a message is trusted."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -205,9 +216,14 @@ class Channel:
         """The next message; empty where the connection has ended, or sends something else."""
         try:
             message = json.loads(self._input.readline(LONGEST_MESSAGE))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
-        return message if isinstance(message, dict) else {}
+        if not isinstance(message, dict):
+            return {}
+        return {
+            key: escaped(value) if isinstance(value, str) else value
+            for key, value in message.items()
+        }
 
     def is_open(self) -> bool:
         try:
@@ -294,12 +310,16 @@ class RollCall:
         and enters the process."""
         connection.settimeout(max(deadline - time.monotonic(), ACCEPT_SECONDS))
         channel = Channel(connection)
-        message = channel.read()
+        message = channel.read() if self._may_come(connection) else {}
         index, count, host = (message.get(name) for name in ("index", "count", "host"))
+        secret = str(message.get("secret", ""))
+        is_of_run = hmac.compare_digest(secret.encode(), _secret().encode())
         with self._guard:
-            if type(index) is not int or not isinstance(host, str) or not self._gathering:
+            is_expected = is_of_run and self._gathering
+            if type(index) is not int or not isinstance(host, str) or not is_expected:
                 connection.close()  # no process of this run, or too late
                 return
+            host = host[:LONGEST_NAME]
             has_come = index in self._channels and self._channels[index].is_open()
             if count != self.count or not 0 < index < self.count or has_come:
                 channel.send(
@@ -311,6 +331,20 @@ class RollCall:
             else:
                 connection.settimeout(None)
                 self._channels[index], self.hosts[index] = channel, host
+
+    def _may_come(self, connection: socket.socket) -> bool:
+        """Whether a connection may be of a process of this run by where it comes from: without a
+        secret, from this machine where the coordinator is on it alone, else from a network that is
+        not the internet."""
+        own = self.coordinator.rpartition(":")[0].strip("[]")
+        with contextlib.suppress(OSError, ValueError):
+            peer = ipaddress.ip_address(connection.getpeername()[0].partition("%")[0])
+            peer = getattr(peer, "ipv4_mapped", None) or peer
+            coordinator = ipaddress.ip_address(socket.gethostbyname(own))
+            if _secret() or not coordinator.is_private:
+                return True
+            return peer.is_loopback if coordinator.is_loopback else peer.is_private
+        return True
 
     def _join(self, timeout: float) -> None:
         """The others connect to process 0 and wait for its answer. Where the connection is closed
@@ -327,7 +361,9 @@ class RollCall:
                 time.sleep(min(RETRY_SECONDS, seconds))
                 continue
             channel = Channel(connection)
-            channel.send(index=self.index, count=self.count, host=socket.gethostname())
+            channel.send(
+                index=self.index, count=self.count, host=socket.gethostname(), secret=_secret()
+            )
             # Process 0 may have begun to wait just now. Where it ends it closes the connection.
             connection.settimeout(timeout + ANSWER_MARGIN)
             reply = channel.read()
@@ -335,9 +371,11 @@ class RollCall:
                 raise ConfigError(f"process {self.index} was refused: {reply['refused']}")
             if "missing" in reply:
                 raise LostProcess(reply["missing"])
-            if "hosts" in reply:
+            hosts = reply.get("hosts")
+            if isinstance(hosts, list) and len(hosts) == self.count:
                 connection.settimeout(None)
-                self.hosts, self._channels = reply["hosts"], {0: channel}
+                self.hosts = [escaped(str(host)[:LONGEST_NAME]) for host in hosts]
+                self._channels = {0: channel}
                 return
             connection.close()
             reason = "what answers there is not process 0 of this run, or has ended"
@@ -356,7 +394,8 @@ class RollCall:
             if text := message.get("failed"):
                 self._end_with(f"{name} failed: {text}")
             elif text := message.get("lost"):
-                self._end_with(text, message.get("signal"))
+                # Of no other signal than those that stop a run.
+                self._end_with(str(text), SIGNALS.get(str(message.get("signal"))))
         if not ended_well:
             self._end_with(f"{name} has died: it was killed, or its machine is gone.")
 
@@ -369,7 +408,7 @@ class RollCall:
             self.lost, self.signal = text, number
             self._another_ended.set()
         if self.index == 0:
-            self._send(lost=text, signal=number)
+            self._send(lost=text, signal=None if number is None else name_of(number))
         grace = GRACE
         if number is not None:
             # Stops this process as if it had received the signal too.
@@ -395,7 +434,7 @@ class RollCall:
     def stopped(self, number: int) -> None:
         """Tells the others of a signal that ends this process."""
         name = f"process {self.index} ({self.hosts[self.index]}) was stopped by {name_of(number)}."
-        self._send(lost=name, signal=number)
+        self._send(lost=name, signal=name_of(number))
 
     def verdict(self, error: BaseException, expected: tuple[type[BaseException], ...]) -> None:
         """Tells the others of an error that ends this process. Raises LostProcess or Stopped

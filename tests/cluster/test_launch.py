@@ -3,6 +3,7 @@ scripts of launch/."""
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import threading
@@ -184,6 +185,32 @@ def test_a_process_whose_first_message_is_late_is_admitted() -> None:
         assert channel.read()["hosts"][1] == "slow"
         close_all(first.result(5), second.result(5))
         channel.send(bye=True)
+
+
+@pytest.mark.parametrize("message", [b'{"signal": 9, "lost": "x"}', b"[" * 60_000, b"\xff\x00{"])
+def test_what_a_stranger_sends_neither_joins_nor_ends_a_run(
+    message: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process has to know the secret of the run, and a signal is one of those that stop a run."""
+    monkeypatch.setenv("JAXFORMER_SECRET", "of the run")
+    coordinator = f"localhost:{free_port()}"
+    first = join_in_thread(0, 2, coordinator)
+    with connect(coordinator) as stranger, connect(coordinator) as guesser:
+        stranger.sendall(message + b"\n")
+        Channel(guesser).send(index=1, count=2, host="guess", secret="guessed")
+        assert Channel(guesser).read() == {}  # it is closed
+        second = join_in_thread(1, 2, coordinator)
+        calls = [first.result(10), second.result(10)]
+    assert calls[0].hosts == [socket.gethostname()] * 2
+    ended: list[object] = []
+    monkeypatch.setattr(calls[0], "_end_with", lambda *found: ended.append(found))
+    calls[1]._channels[0].send(lost="\x1b[2Jgone", signal=9)
+    calls[1]._channels[0].send(lost="stopped", signal="SIGTERM")
+    deadline = time.monotonic() + 10
+    while len(ended) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended == [("\\x1b[2Jgone", None), ("stopped", signal.SIGTERM)]
+    close_all(*calls)
 
 
 def test_a_process_whose_connection_is_closed_connects_again() -> None:
