@@ -188,7 +188,7 @@ def test_a_field_without_a_setting_is_named_where_it_is_missing(registered, tmp_
     data = DataConfig(train=str(records), objective="preferences", sequence_length=16)
     run = jf.RunConfig(data=data, tokenizer=TokenizerConfig(kind="bytes"))
     for record, said in {
-        '{"source": "q", "chosen": "yes"}': r"no field 'rejected': .*; data\.objective reads",
+        '{"source": "q", "chosen": "yes"}': r"no field 'rejected': .*; set data\.objective",
         '{"source": "q", "chosen": "yes", "rejected": 3}': "field 'rejected' is int: it has to be",
     }.items():
         records.write_text(f"{record}\n")

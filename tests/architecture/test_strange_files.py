@@ -189,9 +189,11 @@ def test_a_scan_of_other_types_is_made_again(key: str, text: str, tmp_path: Path
 def test_a_store_whose_manifest_has_other_types_is_not_read(
     key: str, text: str, tmp_path: Path
 ) -> None:
-    shard = {"name": "00000", "tokens": 1, "documents": 1, "bytes": 1, "files": {}}
+    (tmp_path / "00000.tokens").write_bytes(bytes(2))
+    files = {"tokens": {"size": 2, "digest": "0"}}
+    shard = {"name": "00000", "tokens": 1, "documents": 1, "bytes": 1, "files": files}
     path = tmp_path / "manifest.json"
-    made_by = {"dtype": "uint16", "tokenizer": "0" * 32}
+    made_by = {"dtype": "uint16"}
     path.write_text(json.dumps(made_by | {"shards": [shard]}))
     assert TokenStore.open(tmp_path) is not None
     written = json.dumps(made_by | {"shards": [shard | {key: "HERE"}]})
