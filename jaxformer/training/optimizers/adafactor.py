@@ -20,7 +20,8 @@ EPSILON = 1e-30
 
 class AdafactorState(NamedTuple):
     """The number of steps, and of each leaf the means of the squared gradient: over the outputs and
-    over the inputs of its matrices, with axes of length 1, or (full,) where it is not factored."""
+    over the inputs of its matrices, with axes of length 1. Where it is not factored, it is one
+    array under the leaf's own path, so that it is divided over the devices as the leaf is."""
 
     steps: jax.Array
     squares: Any
@@ -36,9 +37,9 @@ def scale_by_adafactor(specs: Specs) -> optax.GradientTransformation:
     own rate. v of a matrix is row x column / mean(row), with the means over inputs and outputs by
     the names of the axes, so that it is the same however the layers are stacked."""
 
-    def zeros(spec: Spec, leaf: jax.Array) -> tuple[jax.Array, ...]:
+    def zeros(spec: Spec, leaf: jax.Array) -> Any:
         if not is_factored(spec):
-            return (jnp.zeros_like(leaf),)
+            return jnp.zeros_like(leaf)
         _, left, right = matrix_axes(spec)
         row = [1 if i in right else size for i, size in enumerate(leaf.shape)]
         column = [1 if i in left else size for i, size in enumerate(leaf.shape)]
@@ -52,24 +53,21 @@ def scale_by_adafactor(specs: Specs) -> optax.GradientTransformation:
     ) -> tuple[Any, AdafactorState]:
         kept = 1 - (state.steps + 1.0) ** -DECAY
 
-        def squares_of(spec: Spec, g: jax.Array, before: tuple[jax.Array, ...]) -> Any:
-            square = jnp.square(g) + EPSILON
-            means: tuple[jax.Array, ...] = (square,)
+        def squares_of(spec: Spec, g: jax.Array, before: Any) -> Any:
+            new: Any = jnp.square(g) + EPSILON
             if is_factored(spec):
                 _, left, right = matrix_axes(spec)
-                row = square.mean(right, keepdims=True)
-                column = square.mean(left, keepdims=True)
-                means = (row, column)
-            return tuple(kept * v + (1 - kept) * new for v, new in zip(before, means, strict=True))
+                new = new.mean(right, keepdims=True), new.mean(left, keepdims=True)
+            return jax.tree.map(lambda v, mean: kept * v + (1 - kept) * mean, before, new)
 
-        def direction(spec: Spec, g: jax.Array, squares: tuple[jax.Array, ...]) -> jax.Array:
+        def direction(spec: Spec, g: jax.Array, squares: Any) -> jax.Array:
             _, left, right = matrix_axes(spec)
             if is_factored(spec):
                 row, column = squares
                 row = row / row.mean(left, keepdims=True)
                 scaled = g * row**-0.5 * column**-0.5
             else:
-                scaled = g * squares[0] ** -0.5
+                scaled = g * squares**-0.5
             rms = jnp.sqrt(jnp.square(scaled).mean(left + right, keepdims=True))
             return scaled / jnp.maximum(1.0, rms / LARGEST_RMS)
 
