@@ -225,7 +225,9 @@ def _opened(location: Path) -> Opened:
     hf = HFConfig(values, family.named(files.entries))
     config = _config_of(path, hf, family, architecture)
     if config.output not in ("classes", "projection") and not is_gguf(location):
-        config = dataclasses.replace(config, pooling=stated_pooling(location))
+        pooling = stated_pooling(location)
+        if pooling != "auto":
+            config = dataclasses.replace(config, pooling=pooling)
 
     # Before anything makes room for what a config.json says.
     described = sum(math.prod(spec.shape) for spec in rows(model_specs(config)).values())

@@ -1,10 +1,7 @@
 """Evaluation: a model's loss on held-out text, per token and per byte."""
 
-import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,13 +10,9 @@ import jax.numpy as jnp
 from jaxformer import data
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import DataConfig, RunConfig, RunSettings, named_sources
+from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import Log
-from jaxformer.config.train import LaunchConfig
-from jaxformer.files import ConfigError, is_remote, located
-from jaxformer.runs.loading import text_directory
 from jaxformer.runs.objectives import OBJECTIVES, loss_of, task_of
-from jaxformer.tokenizer.metadata import tokenizer_file
 from jaxformer.training.step import Batch, Sums
 from jaxformer.training.totals import make_totals
 
@@ -120,56 +113,3 @@ def corpus_of(
         model_labels=data.ModelLabels(labels, new_labels),
         log=log,
     )
-
-
-def looked_at(
-    run: RunConfig,
-    path: str | Path,
-    cache_dir: str | Path = "",
-    train: str = "",
-    validation: str = "",
-) -> RunConfig:
-    """The config of the model directory `path` for somebody who only looks at it and may not have
-    made it: what the run is, without the places, tasks and options of whoever trained it.
-
-    Tokenized text is kept in `cache_dir`, by default that of this user. `train` and `validation`
-    replace data.train and data.validation. Raises ConfigError for text at a URL or on the hub that
-    they do not name, since it is asked for with the credentials of the reader.
-    """
-    named = {"train": train, "validation": validation}
-    for name, text in named.items():
-        stated = "" if text else getattr(run.data, name)
-        for source in named_sources(stated):
-            of_hub = source.startswith("datasets:") and not Path(source[9:]).exists()
-            if is_remote(source) or of_hub:
-                raise ConfigError(
-                    f"{path} was trained with data.{name}={stated!r}, which whoever made this"
-                    f" directory has chosen: add --data.{name} {stated!r} to read it."
-                )
-    texts = dataclasses.replace(
-        run.data,
-        cache_dir=str(cache_dir or own_cache()),
-        train=train or run.data.train,
-        validation=validation or run.data.validation,
-    )
-    folder = located(path)
-    tokenizer = dataclasses.replace(
-        run.tokenizer, path=str(tokenizer_file(text_directory(folder))), chat_template=""
-    )
-    own = RunSettings(
-        dir=str(folder), init_from=run.run.init_from, seed=run.run.seed, sample_tokens=0
-    )
-    return dataclasses.replace(
-        run,
-        run=own,
-        data=texts,
-        tokenizer=tokenizer,
-        train=dataclasses.replace(run.train, eval_tasks="", eval_tasks_every=0),
-        launch=LaunchConfig(),
-    )
-
-
-def own_cache() -> str:
-    """The directory in which this user keeps tokenized text: that of the environment variable
-    JAXFORMER_DATA_CACHE, else the default of data.cache_dir."""
-    return os.environ.get("JAXFORMER_DATA_CACHE") or DataConfig.cache_dir

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, get_args
@@ -19,11 +20,12 @@ from jaxformer.config.run import (
     RunConfig,
     RunSettings,
     TokenizerConfig,
+    named_sources,
     to_json,
 )
 from jaxformer.config.settings import imported_table
-from jaxformer.config.train import Weights
-from jaxformer.files import ConfigError, located, write_text
+from jaxformer.config.train import LaunchConfig, Weights
+from jaxformer.files import ConfigError, is_remote, located, write_text
 from jaxformer.interop.gguf_files import is_gguf
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
 from jaxformer.interop.peft_config import base_of, is_adapter
@@ -305,6 +307,59 @@ def text_directory(path: str | Path) -> Path:
     if is_adapter(folder) and not tokenizer_file(folder).is_file():
         return text_directory(base_of(folder))
     return folder
+
+
+def looked_at(
+    run: RunConfig,
+    path: str | Path,
+    cache_dir: str | Path = "",
+    train: str = "",
+    validation: str = "",
+) -> RunConfig:
+    """The config of the model directory `path` for somebody who only looks at it and may not have
+    made it: what the run is, without the places, tasks and options of whoever trained it.
+
+    Tokenized text is kept in `cache_dir`, by default that of this user. `train` and `validation`
+    replace data.train and data.validation. Raises ConfigError for text at a URL or on the hub that
+    they do not name, since it is asked for with the credentials of the reader.
+    """
+    named = {"train": train, "validation": validation}
+    for name, text in named.items():
+        stated = "" if text else getattr(run.data, name)
+        for source in named_sources(stated):
+            of_hub = source.startswith("datasets:") and not Path(source[9:]).exists()
+            if is_remote(source) or of_hub:
+                raise ConfigError(
+                    f"{path} was trained with data.{name}={stated!r}, which whoever made this"
+                    f" directory has chosen: add --data.{name} {stated!r} to read it."
+                )
+    texts = dataclasses.replace(
+        run.data,
+        cache_dir=str(cache_dir or own_cache()),
+        train=train or run.data.train,
+        validation=validation or run.data.validation,
+    )
+    folder = located(path)
+    tokenizer = dataclasses.replace(
+        run.tokenizer, path=str(tokenizer_file(text_directory(folder))), chat_template=""
+    )
+    own = RunSettings(
+        dir=str(folder), init_from=run.run.init_from, seed=run.run.seed, sample_tokens=0
+    )
+    return dataclasses.replace(
+        run,
+        run=own,
+        data=texts,
+        tokenizer=tokenizer,
+        train=dataclasses.replace(run.train, eval_tasks="", eval_tasks_every=0),
+        launch=LaunchConfig(),
+    )
+
+
+def own_cache() -> str:
+    """The directory in which this user keeps tokenized text: that of the environment variable
+    JAXFORMER_DATA_CACHE, else the default of data.cache_dir."""
+    return os.environ.get("JAXFORMER_DATA_CACHE") or DataConfig.cache_dir
 
 
 def save_run(target: Path, model: Loaded, origin: Path, run_dir: Path | None = None) -> None:

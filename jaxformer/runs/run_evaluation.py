@@ -24,11 +24,10 @@ from jaxformer.runs.evaluation import (
     Watch,
     bytes_of_targets,
     corpus_of,
-    looked_at,
     make_evaluation,
     unwatched,
 )
-from jaxformer.runs.loading import Reading, load, require_exclusive, run_of
+from jaxformer.runs.loading import Reading, load, looked_at, require_exclusive, run_of
 from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
 from jaxformer.runs.reference import Reference
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options

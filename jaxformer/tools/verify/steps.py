@@ -31,7 +31,7 @@ from jaxformer.files import ConfigError, located
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import read_metrics
 from jaxformer.report.metrics import STATE
-from jaxformer.runs.evaluation import looked_at
+from jaxformer.runs.loading import looked_at
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import batches_of, first_state
