@@ -3,9 +3,12 @@
 Import it after `keep_memory()`, since it imports JAX.
 """
 
+import dataclasses
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,8 +41,11 @@ class Ready:
 
 
 def ready(run: RunConfig) -> Ready:
-    """The compiled step of a run and the batches of its text, prepared as `jf.train` does."""
-    setup = make_setup(run, _quiet)
+    """The compiled step of a run and the batches of its text, prepared as `jf.train` does, whatever
+    its run directory holds."""
+    with tempfile.TemporaryDirectory(prefix="jaxformer-steps-") as folder:
+        settings = dataclasses.replace(run.run, dir=str(Path(folder, "run")))
+        setup = make_setup(dataclasses.replace(run, run=settings), _quiet)
     return Ready(
         mesh=setup.mesh,
         step=loop.compile_step(setup, _quiet),

@@ -4,15 +4,19 @@ A single process agrees with itself and asks nobody."""
 import contextlib
 import itertools
 import json
+import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 
+from jaxformer.cluster.signals import current
 from jaxformer.files import ConfigError, first_of
 
 AgreedT = TypeVar("AgreedT")
 
+LONG_SECONDS = 120.0  # of waiting for another process, after which it is named
 LOST = 3  # the exit status of a process that has lost another
 # Milliseconds that one request for a key waits. Between two requests Python handles signals.
 POLL_MS = 1000
@@ -35,7 +39,7 @@ def exchange(text: str) -> list[str]:
     prefix = f"jaxformer/exchange/{next(_ROUNDS)}"
     client().key_value_set(f"{prefix}/{jax.process_index()}", text)
     if jax.process_index() == 0:
-        gathered = [read_key(f"{prefix}/{index}") for index in range(jax.process_count())]
+        gathered = [read_key(f"{prefix}/{index}", index) for index in range(jax.process_count())]
         client().key_value_set(f"{prefix}/all", json.dumps(gathered))
     texts: list[str] = json.loads(read_key(f"{prefix}/all"))
     return texts
@@ -87,9 +91,11 @@ def require_same(values: Mapping[str, str]) -> None:
         )
 
 
-def read_key(key: str) -> str:
-    """The value of a key, once a process has set it. A process that takes long is waited for
-    without a bound; where one dies or fails, the roll call ends this process."""
+def read_key(key: str, setter: int = 0) -> str:
+    """The value of a key, once the process `setter` has set it. A process that takes long is waited
+    for without a bound; where one dies or fails, the roll call ends this process. After
+    `LONG_SECONDS` a line says for whom this process waits, and a signal ends the wait."""
+    began, told = time.monotonic(), False
     while True:
         try:
             value: str = client().blocking_key_value_get(key, POLL_MS)
@@ -97,6 +103,20 @@ def read_key(key: str) -> str:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise LostProcess(f"the coordinator of the run does not answer: {error}") from error
+        if time.monotonic() - began < LONG_SECONDS:
+            continue
+        if not told:
+            told = True
+            print(
+                f"waiting: process {setter} of {jax.process_count()} has not come for"
+                f" {LONG_SECONDS:g} s to where process {jax.process_index()} waits for it. Look"
+                " whether it hangs; a signal to any process ends the run.",
+                file=sys.stderr,
+                flush=True,
+            )
+        request = current()
+        if request is not None:
+            request.obey()
 
 
 def client() -> Any:

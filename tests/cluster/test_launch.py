@@ -19,6 +19,7 @@ from jax.errors import JaxRuntimeError
 from several import free_port
 
 from jaxformer.checkpoints.saving import NotSaved
+from jaxformer.cluster import processes, signals
 from jaxformer.cluster.launch import Channel, RollCall, RunProcess, find_process
 from jaxformer.cluster.processes import LostProcess
 from jaxformer.config.config_file import differences
@@ -289,3 +290,18 @@ def test_every_part_of_the_scripts_is_explained() -> None:
     page = (ROOT / "docs/scale.md").read_text()
     for word in ("USR1@120", "requeue", "backoffLimit", "podFailurePolicy", "--worker=all"):
         assert word in page
+
+
+def test_a_process_that_does_not_come_is_named_and_a_signal_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Silent:
+        def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+            raise JaxRuntimeError("DEADLINE_EXCEEDED: nobody has set it")
+
+    monkeypatch.setattr(processes, "client", Silent)
+    monkeypatch.setattr(processes, "LONG_SECONDS", 0.2)
+    with signals.watched() as request, pytest.raises(signals.Stopped), request.hold():
+        threading.Timer(0.5, lambda: setattr(request, "signal", signal.SIGTERM)).start()
+        processes.read_key("a key", 3)
+    assert "waiting: process 3 of 1 has not come for 0.2 s" in capsys.readouterr().err
