@@ -138,7 +138,11 @@ def load_pretrained(
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             numbers = read_leaf(path, index, jnp.dtype(dtype))
-            if dtype == "float16" and not np.isfinite(numbers).all():
+            if dtype != "float16" or not np.isinf(numbers).any():
+                return numbers
+            # The file may hold infinities itself.
+            stored = read_leaf(path, index, jnp.dtype("float32"))
+            if (np.isinf(numbers) & np.isfinite(stored)).any():
                 raise ConfigError(
                     f"{directory}: {path} has values beyond the range of float16: load it as"
                     " bfloat16 or float32."

@@ -94,10 +94,10 @@ def test_a_decoder_answers_to_the_prompt_that_it_is_given_later() -> None:
     template = template_of(
         SFTTemplate, RunConfig(model=ModelConfig(), data=DataConfig(sequence_length=64)), tokenizer
     )
-    (parts,) = template.encode([("the cat", "sat")], {})
+    (parts,) = template.encode([("the cat", " sat")], {})
     row = template.arrays(*(np.array(part) for part in parts))
     prompt = tokenizer.as_prompt(tokenizer.encode("the cat"))
-    answer = tokenizer.encode("sat")
+    answer = tokenizer.encode("the cat sat")[len(tokenizer.encode("the cat")) :]
     assert (
         row["tokens"].tolist() == [*prompt, *answer] and row["targets"][-1] == tokenizer.end_token
     )
