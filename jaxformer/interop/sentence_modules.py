@@ -60,12 +60,12 @@ def _pooling_of(path: Path) -> Pooling:
 
 def _require_plain_texts(directory: Path) -> None:
     """ConfigError where texts are changed before they are tokenized."""
-    path = directory / "sentence_bert_config.json"
-    if path.is_file() and read_object(path, ADVICE).get("do_lower_case"):
-        raise ConfigError(
-            f"{path} has do_lower_case, which is not followed: write the texts in lower case, and"
-            " set it to false."
-        )
+    for path in sorted(directory.glob("sentence_*_config.json")):
+        if read_object(path, ADVICE).get("do_lower_case"):
+            raise ConfigError(
+                f"{path} has do_lower_case, which is not followed: write the texts in lower case,"
+                " and set it to false."
+            )
     path = directory / "config_sentence_transformers.json"
     stated: dict[str, Any] = read_object(path, ADVICE) if path.is_file() else {}
     name, prompts = stated.get("default_prompt_name"), stated.get("prompts")

@@ -36,6 +36,7 @@ SHAPE = 'a list of messages as [{"role": "user", "content": "..."}, ...]'
 # Keys by which a turn is learned (1, true) or not (0, false): of OpenAI and Mistral, axolotl, and
 # ms-swift. No template reads them.
 LEARNED = ("weight", "train", "training", "loss")
+LEARNED_IN_PART = "train_detail"  # of axolotl
 # The key of the first message for the tools that a record has beside its messages.
 TOOLS = "tools beside the messages"
 
@@ -102,6 +103,11 @@ def learned_turns(messages: list[Message]) -> list[int]:
     `LEARNED` excludes. Raises ConfigError where there are none, and for other values of a key."""
     turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     for index in turns:
+        if messages[index].get(LEARNED_IN_PART):
+            raise ConfigError(
+                f"message {index + 1} has {LEARNED_IN_PART}, and a turn is learned whole or not:"
+                " leave it out"
+            )
         for key in LEARNED:
             if messages[index].get(key, 1) not in (0, 1):
                 raise ConfigError(

@@ -249,6 +249,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         r"message 1 has the content list .*, since only text is read",
     ),
     "a weight": (CHATML, [USER, {**SAID, "weight": 0.5}], r"message 2 has weight=float \('0.5'\)"),
+    "a part": (CHATML, [USER, {**SAID, "train_detail": [{}]}], r"message 2 has train_detail, and"),
     "no turn left": (CHATML, [USER, {**SAID, "train": False}], r"exclude all turns of the role"),
     "blocks of no turn": (
         BLOCKS["chatml"].replace(

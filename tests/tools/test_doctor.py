@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import line, logged, train_here, write_text
+from tiny_run import ROOT, SETTINGS, line, logged, train_here, write_text
 
 from jaxformer.cli import main
+from jaxformer.config.run import to_json
 from jaxformer.files import located
 from jaxformer.layers import kernels
+from jaxformer.runs.config import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +42,19 @@ def test_a_run_that_can_start_has_no_problem_and_nothing_is_written(
         assert f"ok {check}: " in out
     assert "Compiled the step in" in out and "a step takes about" in out
     assert "No problem was found." in out and not run_dir.parent.exists()
+
+
+def test_tasks_that_a_run_names_are_not_read(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Files of tasks are code, and a run directory may be somebody else's."""
+    settings = SETTINGS | {"run.dir": tmp_path / "run", "data.train": text}
+    config = load_config(
+        ROOT / "configs/quickstart.py", [f"{name}={value}" for name, value in settings.items()]
+    )
+    train = dataclasses.replace(config.train, eval_tasks=str(tmp_path / "nowhere.yaml"))
+    path = tmp_path / "config.json"
+    path.write_text(to_json(dataclasses.replace(config, train=train)))
+    assert main(["doctor", str(path)]) == 0
+    assert "note train.eval_tasks: not read" in printed(capsys)
 
 
 def test_each_problem_is_named_and_the_status_is_one(
