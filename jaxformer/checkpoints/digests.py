@@ -128,13 +128,16 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
     Raises Altered where the digests themselves were altered or are missing, and OSError where a
     file exists and cannot be read, which says nothing about its bytes.
     """
-    if not (checkpoint / FILES).is_file():
-        raise Altered(f"{FILES} is missing")
-    table = _parsed((checkpoint / FILES).read_bytes())
+    if _may_never_end(checkpoint / FILES):
+        raise Altered(f"{FILES} is no file")
+    try:
+        content = (checkpoint / FILES).read_bytes()
+    except FileNotFoundError:
+        raise Altered(f"{FILES} is missing") from None
+    table = _parsed(content)
 
     def is_altered(name: str) -> bool:
-        # Reading a pipe or a device may not end.
-        if not (checkpoint / name).is_file():
+        if _may_never_end(checkpoint / name):
             return True
         try:
             return file_digest(checkpoint / name) != table[name]
@@ -145,6 +148,11 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
     with ThreadPoolExecutor(READERS) as pool:
         answers = pool.map(is_altered, names)
     return [name for name, altered in zip(names, answers, strict=True) if altered]
+
+
+def _may_never_end(path: Path) -> bool:
+    """Whether a path is that of a pipe or a device, whose reading may not end."""
+    return not is_remote(path) and path.exists() and not (path.is_file() or path.is_dir())
 
 
 def _parsed(content: bytes) -> dict[str, FileDigest]:

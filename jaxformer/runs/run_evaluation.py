@@ -138,11 +138,12 @@ def _on_text(
 ) -> RunConfig:
     """`run` as it is looked at, without its training text where the text to evaluate on is
     separate."""
-    # Where the text to evaluate on is separate, that of the training is not read.
-    trained_on = train or validation or run.data.validation
-    run = looked_at(run, path, cache_dir, trained_on, validation)
+    is_trained = bool(run.data.train)
+    if validation or run.data.validation:
+        train = train or run.data.train  # which is not read
+    run = looked_at(run, path, cache_dir, train, validation)
     text = run.data.validation
-    if objective != "auto" and run.data.train:
+    if objective != "auto" and is_trained:
         trained = objective_of(run.model, run.data)
         raise ConfigError(
             f"{path} is evaluated with the objective of its training, data.objective={trained}:"
