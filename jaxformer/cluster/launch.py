@@ -41,6 +41,8 @@ SILENCE = 2_000_000_000
 WARNING, ERROR = 1, 2  # log levels of JAX's libraries
 
 SIGNALS = {name_of(number): int(number) for number in STOPPING}
+# Of a process: its index, their number, and its index on its machine.
+OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 LONGEST_NAME = 255  # characters of the name of a host
 LONGEST_MESSAGE = 2**16  # characters
 GRACE = 10.0  # seconds in which a process may end by itself, after another has failed
@@ -149,11 +151,19 @@ def _launched(settings: LaunchConfig) -> tuple[str, RunProcess]:
         if "JOB_COMPLETION_INDEX" in os.environ:  # no other pod is one of several processes
             kinds["Kubernetes"] = clusters.K8sCluster
     for name, cluster in kinds.items():
+        local_index: int | None
         try:
-            is_whole = cluster.is_env_present()  # Open MPI 5 does not say where processes meet
-            if not is_whole and name != "Open MPI":
+            if name == "Open MPI":
+                # Version 5 does not say where processes meet, and JAX then asks for mpi4py.
+                is_whole = "OMPI_MCA_orte_hnp_uri" in os.environ
+                index, count, local_index = (int(os.environ[key]) for key in OPEN_MPI)
+            elif cluster.is_env_present():
+                is_whole = True
+                index, count = cluster.get_process_id(), cluster.get_process_count()
+                local_index = cluster.get_local_process_id()
+            else:
                 continue
-            index, count, address = cluster.get_process_id(), cluster.get_process_count(), ""
+            address = ""
             if name == "Slurm":
                 count = int(os.environ["SLURM_STEP_NUM_TASKS"])
             if count > 1 and is_whole:
@@ -180,7 +190,6 @@ def _launched(settings: LaunchConfig) -> tuple[str, RunProcess]:
             counts += [int(tasks)] * int(machines or 1)
         node = int(os.environ.get("SLURM_NODEID", 0))
         local_count = counts[node] if node < len(counts) else counts[0]
-        local_index = cluster.get_local_process_id()
         if local_index is None or local_count == 1 or gpus <= 1:
             # The only process, or one that the launcher gave its GPU.
             return name, RunProcess(index, count, address)
