@@ -63,6 +63,21 @@ def _secret() -> str:
     return os.environ.get("JAXFORMER_SECRET", "")
 
 
+def may_come(coordinator: str, peer: str) -> bool:
+    """Whether the address `peer` may be that of a process of the run whose process 0 is at the host
+    `coordinator`: of this machine for localhost, and not of the internet where that host is not."""
+    address = ipaddress.ip_address(peer.partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    if coordinator in ("localhost", "127.0.0.1", "::1"):
+        return address.is_loopback
+    try:
+        own = ipaddress.ip_address(socket.gethostbyname(coordinator))
+    except OSError:
+        return True
+    # /etc/hosts may give this machine's own name a loopback address, which says nothing of others.
+    return own.is_global or own.is_loopback or not address.is_global
+
+
 @dataclass(frozen=True)
 class RunProcess:
     """A process among those of a run.
@@ -319,7 +334,11 @@ class RollCall:
         and enters the process."""
         connection.settimeout(max(deadline - time.monotonic(), ACCEPT_SECONDS))
         channel = Channel(connection)
-        message = channel.read() if self._may_come(connection) else {}
+        message = {}
+        with contextlib.suppress(OSError):
+            peer = connection.getpeername()[0]
+            if _secret() or may_come(self.coordinator.rpartition(":")[0].strip("[]"), peer):
+                message = channel.read()
         index, count, host = (message.get(name) for name in ("index", "count", "host"))
         secret = str(message.get("secret", ""))
         is_of_run = hmac.compare_digest(secret.encode(), _secret().encode())
@@ -340,20 +359,6 @@ class RollCall:
             else:
                 connection.settimeout(None)
                 self._channels[index], self.hosts[index] = channel, host
-
-    def _may_come(self, connection: socket.socket) -> bool:
-        """Whether a connection may be of a process of this run by where it comes from: without a
-        secret, from this machine where the coordinator is on it alone, else from a network that is
-        not the internet."""
-        own = self.coordinator.rpartition(":")[0].strip("[]")
-        with contextlib.suppress(OSError, ValueError):
-            peer = ipaddress.ip_address(connection.getpeername()[0].partition("%")[0])
-            peer = getattr(peer, "ipv4_mapped", None) or peer
-            coordinator = ipaddress.ip_address(socket.gethostbyname(own))
-            if _secret() or not coordinator.is_private:
-                return True
-            return peer.is_loopback if coordinator.is_loopback else peer.is_private
-        return True
 
     def _join(self, timeout: float) -> None:
         """The others connect to process 0 and wait for its answer. Where the connection is closed
@@ -387,7 +392,10 @@ class RollCall:
                 self._channels = {0: channel}
                 return
             connection.close()
-            reason = "what answers there is not process 0 of this run, or has ended"
+            reason = (
+                "what answers there is not process 0 of this run, has ended, or has another"
+                " JAXFORMER_SECRET"
+            )
             time.sleep(min(RETRY_SECONDS, seconds))
         raise LostProcess(
             f"process 0 of {self.count} did not come within launch.timeout={timeout:g} seconds: it"

@@ -31,15 +31,13 @@ def joint_ids(tokenizer: Tokenizer, records: list[Record]) -> list[list[list[int
         tokenizer.encode_batch([f"{record[0]}{record[side]}" for record in records])
         for side in sides
     ]
-    borders = [
-        min(common_length(prompt, ids) for ids in texts)
-        for prompt, *texts in zip(prompts, *joint, strict=True)
-    ]
-    begins = [ids[:border] for ids, border in zip(joint[0], borders, strict=True)]
-    completions = [
-        [ids[border:] for ids, border in zip(texts, borders, strict=True)] for texts in joint
-    ]
-    return [begins, *completions]
+    parts: list[list[list[int]]] = [[] for _ in records[0]]  # the prompts, and each completion
+    for prompt, *texts in zip(prompts, *joint, strict=True):
+        border = min(common_length(prompt, ids) for ids in texts)
+        parts[0].append(texts[0][:border])
+        for completions, ids in zip(parts[1:], texts, strict=True):
+            completions.append(ids[border:])
+    return parts
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

@@ -333,7 +333,7 @@ def looked_at(
                     f"{path} was trained with data.{name}={stated!r}, which whoever made this"
                     f" directory has chosen: add --data.{name} {stated!r} to read it."
                 )
-    texts = dataclasses.replace(
+    data = dataclasses.replace(
         run.data,
         cache_dir=str(cache_dir or own_cache()),
         train=train or run.data.train,
@@ -349,7 +349,7 @@ def looked_at(
     return dataclasses.replace(
         run,
         run=own,
-        data=texts,
+        data=data,
         tokenizer=tokenizer,
         train=dataclasses.replace(run.train, eval_tasks="", eval_tasks_every=0),
         launch=LaunchConfig(),

@@ -20,7 +20,7 @@ from several import free_port
 
 from jaxformer.checkpoints.saving import NotSaved
 from jaxformer.cluster import processes, signals
-from jaxformer.cluster.launch import Channel, RollCall, RunProcess, find_process
+from jaxformer.cluster.launch import Channel, RollCall, RunProcess, find_process, may_come
 from jaxformer.cluster.processes import LostProcess
 from jaxformer.config.config_file import differences
 from jaxformer.config.run import RunConfig, flat
@@ -305,3 +305,23 @@ def test_a_process_that_does_not_come_is_named_and_a_signal_ends_the_wait(
         threading.Timer(0.5, lambda: setattr(request, "signal", signal.SIGTERM)).start()
         processes.read_key("a key", 3)
     assert "waiting: process 3 of 1 has not come for 0.2 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "coordinator, peer, may",
+    [
+        ("localhost", "127.0.0.1", True),
+        ("localhost", "::ffff:127.0.0.1", True),
+        ("localhost", "10.0.0.2", False),
+        ("10.0.0.1", "10.0.0.2", True),
+        ("10.0.0.1", "100.64.0.2", True),  # of a provider or of pods
+        ("10.0.0.1", "fe80::1%eth0", True),
+        ("10.0.0.1", "8.8.8.8", False),
+        ("8.8.4.4", "8.8.8.8", True),
+        ("127.0.1.1", "8.8.8.8", True),  # the name of this machine in its /etc/hosts
+    ],
+)
+def test_a_process_comes_from_no_other_network_than_the_coordinator(
+    coordinator: str, peer: str, may: bool
+) -> None:
+    assert may_come(coordinator, peer) == may

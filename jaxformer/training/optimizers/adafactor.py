@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxformer.arrays.params import Spec, Specs
-from jaxformer.config.train import OptimizerConfig
 from jaxformer.training.optimizers.update_rule import UpdateRule, map_arrays, matrix_axes
 
 # As in T5X: matrices that are narrower keep full moments, steps are forgotten with 1 - t^-0.8, and
@@ -41,6 +40,8 @@ def scale_by_adafactor(specs: Specs) -> optax.GradientTransformation:
         if not is_factored(spec):
             return jnp.zeros_like(leaf)
         _, left, right = matrix_axes(spec)
+        # With axes of length 1, so that both broadcast against the leaf: [layers, inputs, 1] and
+        # [layers, 1, outputs].
         row = [1 if i in right else size for i, size in enumerate(leaf.shape)]
         column = [1 if i in left else size for i, size in enumerate(leaf.shape)]
         return jnp.zeros(row, leaf.dtype), jnp.zeros(column, leaf.dtype)
@@ -68,6 +69,7 @@ def scale_by_adafactor(specs: Specs) -> optax.GradientTransformation:
                 scaled = g * row**-0.5 * column**-0.5
             else:
                 scaled = g * squares**-0.5
+            # Of each layer and expert alone: the mean is over all axes but those.
             rms = jnp.sqrt(jnp.square(scaled).mean(left + right, keepdims=True))
             return scaled / jnp.maximum(1.0, rms / LARGEST_RMS)
 
@@ -78,8 +80,4 @@ def scale_by_adafactor(specs: Specs) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
-def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    return scale_by_adafactor(specs)
-
-
-adafactor = UpdateRule(_adafactor)
+adafactor = UpdateRule(lambda config, specs: scale_by_adafactor(specs))
