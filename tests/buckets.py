@@ -48,14 +48,18 @@ def s3_bucket(s3_server: str) -> str:
 @pytest.fixture(scope="session")
 def gcs_server() -> Iterator[str]:
     """The address of a server of Google Cloud Storage, which gcsfs and the commands that a test
-    starts find by STORAGE_EMULATOR_HOST. Uploads keep to `ifGenerationMatch=0`, which that server
-    does not read itself."""
+    starts find by STORAGE_EMULATOR_HOST. It keeps to the conditions on an object's generation and
+    sends the generation with an object's bytes, which that server does not do by itself."""
     emulator = pytest.importorskip("gcp_storage_emulator.server")
     from gcp_storage_emulator.handlers import objects
 
     with pytest.MonkeyPatch.context() as patch:
-        upload = objects._multipart_upload
-        patch.setattr(objects, "_multipart_upload", functools.partial(_only_new, upload))
+        for name in ("_media_upload", "_multipart_upload"):
+            upload = getattr(objects, name)
+            patch.setattr(objects, name, functools.partial(_upload_if_unchanged, upload))
+        patch.setattr(
+            objects, "download", functools.partial(_download_with_generation, objects.download)
+        )
         server = emulator.create_server("127.0.0.1", 0, in_memory=True)
         server.start()
         address = f"http://127.0.0.1:{server._api._httpd.socket.getsockname()[1]}"
@@ -64,13 +68,24 @@ def gcs_server() -> Iterator[str]:
         server.stop()
 
 
-def _only_new(upload, request, response, storage) -> None:
-    only_new = request.query.get("ifGenerationMatch") == ["0"]
-    names = storage.objects.get(request.params["bucket_name"], {})
-    if only_new and request.data["meta"]["name"] in names:
+def _upload_if_unchanged(upload, request, response, storage) -> None:
+    if "name" in request.query:
+        name = request.query["name"][0]
+    else:
+        name = request.data["meta"]["name"]
+    stored = storage.objects.get(request.params["bucket_name"], {}).get(name)
+    generation = stored["generation"] if stored else "0"
+    if request.query.get("ifGenerationMatch", [generation]) != [generation]:
         response.status = HTTPStatus.PRECONDITION_FAILED
     else:
         upload(request, response, storage)
+
+
+def _download_with_generation(download, request, response, storage) -> None:
+    names = storage.objects.get(request.params["bucket_name"], {})
+    if stored := names.get(request.params["object_id"]):
+        response["x-goog-generation"] = stored["generation"]
+    download(request, response, storage)
 
 
 @pytest.fixture
@@ -98,8 +113,7 @@ def any_bucket(request) -> str:
 
 @pytest.fixture
 def gcs_bucket_of_tensorstore(gcs_bucket: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The same, where TensorStore finds the server too. That server ignores the conditions of
-    TensorStore's writes, which rarely conflict: enough for a few saves."""
+    """The same, where TensorStore finds the server too."""
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", os.environ["STORAGE_EMULATOR_HOST"])
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
     return gcs_bucket
