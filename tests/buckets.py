@@ -69,10 +69,7 @@ def gcs_server() -> Iterator[str]:
 
 
 def _upload_if_unchanged(upload, request, response, storage) -> None:
-    if "name" in request.query:
-        name = request.query["name"][0]
-    else:
-        name = request.data["meta"]["name"]
+    name = request.query["name"][0] if "name" in request.query else request.data["meta"]["name"]
     stored = storage.objects.get(request.params["bucket_name"], {}).get(name)
     generation = stored["generation"] if stored else "0"
     if request.query.get("ifGenerationMatch", [generation]) != [generation]:
