@@ -1,11 +1,5 @@
-"""A headless Chromium for tests of pages, which notes what a page asks for and complains of; and
-for pictures of a page:
+"""A headless Chromium for tests of pages, which notes what a page asks for and complains of."""
 
-python tests/browser.py PAGE.html PICTURE.png [--phone] [--dark] [--press KEY,KEY] [--stage NAME]
-                                              [--at SELECTOR]
-"""
-
-import argparse
 import os
 import shutil
 from collections.abc import Iterator
@@ -114,30 +108,3 @@ class View:
             return Array.from({ length: count }, (_, i) => [...data.slice(4 * i, 4 * i + 4)]);
         }"""
         return list(self.tab.locator(selector).evaluate(script))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Takes a picture of a page in Chromium.")
-    parser.add_argument("page", type=Path)
-    parser.add_argument("picture", type=Path)
-    parser.add_argument("--phone", action="store_true", help="at the width of a phone")
-    parser.add_argument("--dark", action="store_true")
-    parser.add_argument("--press", default="", help="keys that are pressed, with commas between")
-    parser.add_argument("--stage", default="", help="the stage that is chosen, by its name")
-    parser.add_argument("--at", default="", help="a window's view of this part; else all")
-    asked = parser.parse_args()
-    options: dict[str, Any] = {**(PHONE if asked.phone else DESKTOP)}
-    options["color_scheme"] = "dark" if asked.dark else "light"
-    with chromium() as browser:
-        view = View(browser, asked.page, **options)
-        if asked.stage:
-            view.tab.click(f"button.stage[title='{asked.stage}']")
-        for key in filter(None, asked.press.split(",")):
-            view.tab.keyboard.press(key)
-        scrolled = f"document.querySelector({asked.at or 'body'!r}).scrollIntoView()"
-        view.tab.evaluate(scrolled)
-        view.tab.screenshot(path=asked.picture, full_page=not asked.at)
-
-
-if __name__ == "__main__":
-    main()

@@ -84,13 +84,23 @@ jaxtyping.install_import_hook(
 )
 
 
+# What a file that has tests of a mark says: a decorator, or a function that adds the mark.
+MARKED = {
+    "fast": ("mark.fast",),
+    "docs": ("mark.docs",),
+    "real": ("mark.real", "MARKS"),
+    "slow": ("slow", "covering("),
+}
+
+
 def pytest_ignore_collect(collection_path, config):
-    """`pytest -m fast` and `pytest -m docs` import only the files that have such a test, since the
-    others bring PyTorch."""
-    mark = config.option.markexpr
-    if mark not in ("fast", "docs") or not collection_path.name.startswith("test_"):
+    """`pytest -m MARK` imports only the files that have such a test, since the others bring
+    PyTorch."""
+    words = MARKED.get(config.option.markexpr)
+    if words is None or not collection_path.name.startswith("test_"):
         return None
-    return f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") or None
+    text = collection_path.read_text(encoding="utf-8")
+    return not any(word in text for word in words) or None
 
 
 @pytest.hookimpl(tryfirst=True)

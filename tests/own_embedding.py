@@ -1,8 +1,6 @@
 """An embedding from outside the package, as a row of `EMBEDDINGS`: a narrow table of tokens and a
 matrix to the width of the model (ALBERT, arXiv:1909.11942), and two numbers of each token that are
 an input of their own.
-
-Run on eight forced host devices, it prints the losses of a step on a mesh and on one device.
 """
 
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ from own_sublayer import SIZES, batch, trained
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, lookup
-from jaxformer.layers.embed import EMBEDDINGS, WHOLE, Embedding
+from jaxformer.layers.embed import WHOLE, Embedding
 from jaxformer.layers.linear import INITIALIZERS, linear
 
 WIDTH = 8
@@ -55,13 +53,3 @@ def batch_with_features(step):
 
 def losses(steps, mesh=None):
     return trained(jf.ModelConfig(**CONFIG), batch_with_features, steps, mesh)
-
-
-def main():
-    EMBEDDINGS["narrow"] = ROW
-    mesh = jf.make_mesh(data=2, fsdp=2, tensor=2)
-    print(*losses(3)[0], *losses(3, mesh)[0])
-
-
-if __name__ == "__main__":
-    main()

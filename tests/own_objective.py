@@ -1,7 +1,5 @@
 """An objective from outside the package with a parameter of its own: beside the next token, the
 token after it is predicted by a second matrix.
-
-Run on eight forced host devices, it prints the losses of a step on a mesh and on one device.
 """
 
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ from jaxformer.layers.linear import INITIALIZERS
 from jaxformer.losses.cross_entropy import cross_entropy
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
-from jaxformer.runs.objectives import OBJECTIVES, Objective, objective_specs
+from jaxformer.runs.objectives import Objective, objective_specs
 
 NAME = "two_ahead"
 
@@ -60,16 +58,3 @@ def losses(steps, mesh=None):
 
     state = jf.fit(step, state, Batches(batch), steps=steps, hooks=[keep])
     return seen, state.params
-
-
-def main():
-    OBJECTIVES[NAME] = ROW
-    mesh = jf.make_mesh(data=2, fsdp=2, tensor=2)
-    on_mesh, params = losses(3, mesh)
-    second = params["objective"][NAME]["weight"]
-    print(*losses(3)[0], *on_mesh)
-    print(second.sharding.shard_shape(second.shape))
-
-
-if __name__ == "__main__":
-    main()

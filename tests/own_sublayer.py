@@ -1,12 +1,4 @@
-"""A sublayer from outside the package: a gated mean over the window, as a row of `MIXERS`.
-
-Run on eight forced host devices, it prints the losses of a step on a mesh and on one device.
-"""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""A sublayer from outside the package: a gated mean over the window, as a row of `MIXERS`."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +7,6 @@ import optax
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec
-from jaxformer.layers.block import MIXERS
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.masks import visible
 from jaxformer.layers.output import Aux, Output
@@ -101,26 +92,5 @@ def trained(config, batch_of, steps, mesh=None):
     return seen, state.params
 
 
-def printed_on_eight_devices(script):
-    """The lines that a script of this folder prints on eight forced host devices."""
-    folder = Path(__file__).parent
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{folder}:{folder.parent}"}
-    command = [sys.executable, str(folder / script)]
-    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
-
 def losses(steps, mesh=None):
     return trained(jf.ModelConfig(**CONFIG), batch, steps, mesh)
-
-
-def main():
-    MIXERS["mean"] = ROW
-    mesh = jf.make_mesh(data=2, fsdp=2, tensor=2)
-    print(*losses(3)[0], *losses(3, mesh)[0])
-
-
-if __name__ == "__main__":
-    main()

@@ -6,8 +6,6 @@ import itertools
 import json
 import math
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import jax
 import numpy as np
@@ -144,69 +142,6 @@ def test_differences_are_of_pairs_and_may_be_infinite() -> None:
     assert intervals.interval_text(equal).startswith("+0.0000 (-0.1000 to +0.1000")
     with pytest.raises(ValueError, match="zip"):
         intervals.paired_interval([1.0], base)
-
-
-def ablations_of(module: ModuleType, losses: list[list[float | None]]) -> Any:
-    """An experiment of `ablations`, of the losses of its first rows: those of two rates, then of
-    seeds with the first rate."""
-    result: dict[str, Any] = {"text": "a.txt", "steps": 3, "rates": [0.1, 0.2], "runs": []}
-    result |= {"versions": {"jax": "1"}, "cpu": "a CPU"}
-    experiment = module.Experiment(module.BASE, module.VARIANTS, result)
-    for variant, values in zip(module.VARIANTS, losses, strict=False):
-        seeds = [module.TUNING_SEED] * 2 + [*range(len(values) - 2)]
-        for seed, rate, loss in zip(seeds, [0.1, 0.2] + [0.1] * 9, values, strict=False):
-            settings = experiment.settings_of(variant, rate, seed)
-            run = {"title": variant.title, "settings": settings, "loss": loss, "parameters": 2000}
-            result["runs"].append(run)
-    return experiment
-
-
-def test_the_page_of_ablations_says_which_rows_lie_apart() -> None:
-    ablations = importlib.import_module("ablations")
-    base = [2.0, 2.1, 2.0, 2.2, 2.4, 2.6, 2.8]
-    rows = [
-        base,
-        [2.5, None, *(loss + 0.1 for loss in base[2:6]), None],
-        [1.9, 2.0, *(loss - 0.1 for loss in base[2:])],
-        [2.0, 2.1, 2.1, *base[3:]],
-    ]
-    text = ablations.page(ablations_of(ablations, rows))
-    (first, worse, better, equal) = [line for line in text.splitlines() if "2.0k" in line]
-    assert first.startswith("| base: ") and "| 2.4000 |  |  |" in first
-    assert worse == "| no norm | 2.0k | 0.1 (an end) | 2.5000 | +0.1000 (+0.1000 to +inf) | worse |"
-    assert better.endswith("| -0.1000 (-0.1000 to -0.1000) | better |")
-    assert equal.endswith("| +0.0000 (+0.0000 to +0.1000) | not apart from 0 |")
-    assert "| no norm | 2.5000 | diverged |" in text and "(94%)" in text
-    assert "    --model.norm none" in text and "QK-norm" not in text
-
-    four = ablations_of(ablations, [row[:6] for row in rows])
-    assert ablations.page(four).count("| too few seeds |") == 3
-
-
-def test_seeded_runs_that_are_missing_are_made(tmp_path: Path) -> None:
-    ablations, seeded = importlib.import_module("ablations"), importlib.import_module("seeded")
-    # The second row lacks its second rate, by which the first may be the better one.
-    experiment = ablations_of(ablations, [[None, 1.9], [2.0]])
-    experiment = seeded.Experiment(ablations.BASE, ablations.VARIANTS[:2], experiment.result)
-    made, path = [], tmp_path / "runs.json"
-
-    def train(settings: dict[str, Any]) -> dict[str, Any]:
-        made.append((settings["run.seed"], settings["optimizer.learning_rate"]))
-        return {"loss": 3.0, "parameters": 1, "seconds": 0.0}
-
-    seeded.make_missing(experiment, 2, train, path)
-    assert made == [(seeded.TUNING_SEED, 0.2), (0, 0.2), (0, 0.1), (1, 0.2), (1, 0.1)]
-    saved = json.loads(path.read_text())
-    assert saved["runs"] == experiment.result["runs"] and saved["machine"]["cores"]
-    seeded.make_missing(experiment, 2, train, path)
-    assert len(made) == 5
-
-    # A file continues where it is of the same, and is refused otherwise.
-    asked = {"text": "a.txt", "steps": 3, "rates": [0.1, 0.2]}
-    path.write_text(json.dumps(seeded.begun(tmp_path / "none", asked) | {"runs": saved["runs"]}))
-    assert seeded.begun(path, asked)["runs"] == saved["runs"]
-    with pytest.raises(SystemExit, match="steps 3, now 4"):
-        seeded.begun(path, asked | {"steps": 4})
 
 
 def test_every_row_of_the_ablations_is_a_run() -> None:

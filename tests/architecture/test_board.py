@@ -20,47 +20,6 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
-def trials(best: float, number: int, rules: ModuleType) -> dict[float, float]:
-    """The losses by exponent of so many trials, where the loss grows away from `best`."""
-    losses: dict[float, float] = {}
-    for _ in range(number):
-        exponent = rules.next_exponent(losses)
-        losses[exponent] = abs(exponent - best)
-    return losses
-
-
-def test_learning_rates_are_tried_towards_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = module("board_rules", monkeypatch)
-    assert list(trials(0.1, 5, rules)) == [0, 1, -1, 0.5, -0.5]
-    assert list(trials(0.4, 5, rules)) == [0, 1, -1, 0.5, 0.25]
-    assert list(trials(0.6, 5, rules)) == [0, 1, -1, 2, 0.5]
-    assert list(trials(9.0, 5, rules)) == [0, 1, -1, 2, 3]
-    assert list(trials(-1.7, 5, rules)) == [0, 1, -1, -2, -3]
-    diverged = {0.0: math.inf, 1.0: math.inf, -1.0: 3.0}
-    assert rules.next_exponent(diverged) == -2
-
-
-def ladder(loss_of_steps: float, first: int, rules: ModuleType) -> dict[int, float]:
-    """The losses by rung of one seed, for a loss that falls with the logarithm of the steps and is
-    5 after `loss_of_steps`."""
-    losses: dict[int, float] = {}
-    while (rung := rules.next_rung(losses, 5.0, first)) is not None:
-        losses[rung] = 5 - math.log(rules.rung_steps(200, rung) / loss_of_steps)
-    return losses
-
-
-@pytest.mark.parametrize("first", [-2, 2, 5])
-@pytest.mark.parametrize("needed", [95.0, 140.0, 290.0])
-def test_the_steps_to_a_loss_lie_between_two_horizons(
-    needed: float, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rules = module("board_rules", monkeypatch)
-    losses = ladder(needed, first, rules)
-    by_steps = {rules.rung_steps(200, rung): loss for rung, loss in losses.items()}
-    assert sum(loss <= 5 for loss in losses.values()) == 1 or min(losses) == first
-    assert rules.steps_to_reach(by_steps, 5.0) == pytest.approx(needed)
-
-
 def test_a_row_claims_only_what_its_interval_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     rules, intervals = (module(name, monkeypatch) for name in ("board_rules", "intervals"))
     base = intervals.interval_of([190.0, 200.0, 205.0, 210.0, 220.0])

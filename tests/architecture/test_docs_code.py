@@ -3,7 +3,6 @@ where their page asks for it; all other command lines are read by the parsers of
 `page_blocks.py` says how."""
 
 import re
-import shutil
 import tomllib
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,7 +19,6 @@ from jaxformer.cli.arguments import parse, parse_with_config
 from jaxformer.cli.plan import PlanArguments
 from jaxformer.config.config_file import settings_in
 from jaxformer.config.run import to_json
-from jaxformer.files import ConfigError
 
 pytestmark = pytest.mark.docs
 
@@ -176,78 +174,3 @@ def parse_command(command: str, arguments: list[str], place: str) -> None:
             parse(command, arguments)
     except SystemExit as stop:
         assert stop.code == 0, f"{place}: jaxformer {command} {' '.join(arguments)}"
-
-
-def test_a_comment_says_what_is_done_with_the_block_below_it() -> None:
-    page = (
-        "<!-- docs-test: setup: x = 1 -->\n```python\ny = x\n```\n\n"
-        "Records: <!-- docs-test: file: a.jsonl -->\n\n```\n{}\n```\n"
-        "<!-- docs-test: run: --train.steps 3 -->\n```\npython a.py CONFIG \\\n  --a 1 # b\n```\n"
-        "<!-- docs-test: skip: needs a GPU -->\n```text\nloss 3\n```\n"
-        "```\njaxformer runs && pytest\n```\n"
-    )
-    found = [(block.action, block.detail, block.language) for block in blocks_of(page)]
-    assert found == [
-        ("run", "", "python"),
-        ("run", "", "python"),
-        ("file", "a.jsonl", ""),
-        ("run", "--train.steps 3", ""),
-        ("skip", "needs a GPU", "text"),
-        ("parse", "", ""),
-    ]
-    commands = [[*command_lines(block.text)] for block in blocks_of(page) if not block.language]
-    assert commands[1:] == [
-        [["python", "a.py", "CONFIG", "--a", "1"]],
-        [["jaxformer", "runs"], ["pytest"]],
-    ]
-
-
-def test_a_loop_of_the_shell_gives_the_commands_of_its_first_round() -> None:
-    loop = "for seed in 1 2; do\n  python a.py $seed --dir a/$seed\ndone\npython b.py\n"
-    assert [*command_lines(loop)] == [["python", "a.py", "1", "--dir", "a/1"], ["python", "b.py"]]
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        "```\nloss 3.2\n```\n",
-        "```text\nloss 3.2\n```\n",
-        "```json\n{}\n```\n",
-        "```\nkubectl apply\n```\n",
-        "<!-- docs-test: skip: -->\n```\nloss 3.2\n```\n",
-        "<!-- docs-test: skip: output -->\n\nSome text.\n\n```\nloss 3.2\n```\n",
-        "<!-- docs-test: skipped: output -->\n```\nloss 3.2\n```\n",
-    ],
-)
-def test_a_block_that_is_neither_run_nor_skipped_with_a_reason_is_refused(page: str) -> None:
-    with pytest.raises(ValueError, match=r"line \d"):
-        list(blocks_of(page))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "python train.py configs/quickstart.py --model.layers 3",
-        "jaxformer sample runs/a --propmt x",
-        "jaxformer tokenizer trian a",
-        "jaxformer plan configs/none.py",
-        'pip install -e ".[tests]"',
-        "pytest -m solw",
-        "python benchmarks/none.py",
-        "python benchmarks/train_cpu.py --worklods small",
-    ],
-)
-def test_a_command_line_with_a_mistake_fails(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    with pytest.raises((ConfigError, AssertionError)):
-        for words in command_lines(line):
-            check_line(words, "here")
-
-
-def test_a_command_that_fails_fails_its_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(ROOT / "configs", "configs")
-    with pytest.raises(AssertionError, match="ended with 2"):
-        run_line("python train.py configs/quickstart.py --data.train gone.jsonl")

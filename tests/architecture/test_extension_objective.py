@@ -8,7 +8,7 @@ import numpy as np
 import own_objective
 import pytest
 from own_objective import NAME
-from own_sublayer import SIZES, batch, printed_on_eight_devices
+from own_sublayer import SIZES, batch
 from tiny_run import PLAIN, assert_same_run, copy_until, line, logged, saved, train_here, write_text
 
 import jaxformer as jf
@@ -119,11 +119,3 @@ def test_plan_counts_its_parameter_and_an_adapter_leaves_it_trainable() -> None:
     table = run_specs(adapted.data.objective, adapted.model, adapted.adapter)
     learning = {path for path, spec in rows(table).items() if spec.trainable}
     assert PATH in learning and "head.weight" not in learning
-
-
-@pytest.mark.slow
-def test_a_sharded_step_equals_the_step_of_one_device() -> None:
-    numbers, shard = printed_on_eight_devices("own_objective.py")
-    values = np.array(numbers.split(), float)
-    np.testing.assert_allclose(values[3:], values[:3], rtol=1e-5)
-    assert shard == "(61, 16)"  # fsdp divides the width

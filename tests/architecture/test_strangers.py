@@ -11,7 +11,6 @@ from tiny_run import copy, reference, write_text
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.files import ConfigError
 
 Capture = pytest.CaptureFixture[str]
 
@@ -87,26 +86,6 @@ def test_labels_that_are_no_names_are_refused(
     run_dir = copy(trained[0], tmp_path / "run")
     changed(run_dir / "data.json", labels=labels)
     refused(capsys, ["sample", str(run_dir)], "data.json: labels=", "list of names")
-
-
-def test_metrics_that_are_no_lines_of_json_are_refused(
-    trained: tuple[Path, Path], tmp_path: Path
-) -> None:
-    run_dir = copy(trained[0], tmp_path / "run")
-    path = run_dir / "metrics.jsonl"
-    path.write_bytes(b"[" * 200_000 + b'\n{"step": 2}\n')
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 1, is not a JSON object"):
-        read(run_dir)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a device, a pipe or a socket"):
-        read(run_dir)
-
-
-def read(run_dir: Path) -> list[dict[str, Any]]:
-    from jaxformer.report import read_metrics
-
-    return read_metrics(run_dir)
 
 
 @pytest.mark.parametrize(

@@ -195,33 +195,6 @@ def test_every_control_has_a_name_and_shows_its_focus(view: View) -> None:
         assert {*ring} != {"none"}
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_have_enough_contrast(browser: Any, file: Path, scheme: str) -> None:
-    """A ratio of 4.5 at least, as WCAG 2.2 asks of small text."""
-    for view in opened(browser, file, **DESKTOP, color_scheme=scheme):
-        colors = {
-            name: np.array(view.tab.evaluate(f"rgb('--{name}')")[:3]) / 255
-            for name in ("page", "raised", "ink", "soft", "mark", "seen", "on-seen", "unseen")
-        }
-        for ink in ("ink", "soft", "mark"):
-            assert min(contrast(colors[ink], colors[on]) for on in ("page", "raised")) >= 4.5
-        assert contrast(colors["seen"], colors["on-seen"]) >= 4.5
-        assert contrast(colors["seen"], colors["unseen"]) >= 3
-
-
-def contrast(one: np.ndarray, other: np.ndarray) -> float:
-    """The ratio of the luminances of two sRGB colors [3], from 1 to 21."""
-    weights = np.array([0.2126, 0.7152, 0.0722])
-    light, dark = sorted(
-        (
-            float(weights @ np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4))
-            for c in (one, other)
-        ),
-        reverse=True,
-    )
-    return (light + 0.05) / (dark + 0.05)
-
-
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_no_text_breaks_the_page_in_a_browser(browser: Any, tmp_path: Path, hostile: str) -> None:
     path = tmp_path / "page.html"
