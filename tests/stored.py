@@ -13,16 +13,9 @@ from corpora import cut_rows
 from hypothesis import strategies as st
 
 from jaxformer.config.run import DataConfig, RunConfig
-from jaxformer.data import (
-    Batches,
-    NumpyBatch,
-    RowBlocks,
-    Rows,
-    TokenStore,
-    open_or_build,
-    tokenizing,
-)
-from jaxformer.data.sources import Piece
+from jaxformer.data import Batches, NumpyBatch, RowBlocks, Rows, TokenStore, open_or_build
+from jaxformer.data import store as store_files
+from jaxformer.data.documents import Piece
 from jaxformer.data.task import causal_rows
 from jaxformer.tokenizer import byte_tokenizer
 
@@ -36,7 +29,7 @@ def stored(sizes: list[int], first: int = 0) -> Iterator[TokenStore]:
     """A store of documents of these sizes, in shards of about 50 tokens, its letters from the
     `first` of the alphabet on."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizing, "SHARD_CHARACTERS", 50)
+        patch.setattr(store_files, "SHARD_CHARACTERS", 50)
         letters = (chr(97 + (first + place) % 26) for place in range(sum(sizes)))
         pieces = [
             Piece("".join(islice(letters, size)), str(index), True)

@@ -14,8 +14,7 @@ import numpy as np
 from jaxformer.cli.arguments import ModelArguments
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings
-from jaxformer.data.label_templates import ClassTemplate, TagTemplate
-from jaxformer.data.templates import Template
+from jaxformer.data.templates import ClassTemplate, TagTemplate, Template
 from jaxformer.files import ConfigError, located
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.loading import load, run_of

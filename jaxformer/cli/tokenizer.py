@@ -20,10 +20,10 @@ from jaxformer.cli.arguments import (
     check_output,
 )
 from jaxformer.config.format import escaped
-from jaxformer.data.sources import find_source
-from jaxformer.data.sources.records import RecordField
-from jaxformer.data.sources.source_files import PACKED, READ_BYTES, read_blocks
-from jaxformer.data.tokenizing import ProgressNotes
+from jaxformer.data.documents import PACKED, READ_BYTES, read_blocks
+from jaxformer.data.records import RecordField
+from jaxformer.data.source import find_source
+from jaxformer.data.store import ProgressNotes
 from jaxformer.files import ConfigError, located, replacing
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.bpe import blocks_of, train_on

@@ -4,11 +4,10 @@ batch from its step."""
 from jaxformer.data.batches import Batches, EvaluationBatches, RowBlocks, evaluation_batches
 from jaxformer.data.corpus import Corpus, ModelLabels, find_texts, prepare
 from jaxformer.data.rows import NumpyBatch, RowFormat, Rows
-from jaxformer.data.sources import Source, find_source
-from jaxformer.data.store import TokenStore
+from jaxformer.data.source import Source, find_source
+from jaxformer.data.store import TokenStore, open_or_build
 from jaxformer.data.task import Task
 from jaxformer.data.templates import Template
-from jaxformer.data.tokenizing import open_or_build
 
 __all__ = [
     "Batches",

@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxformer.config.run import DataConfig
+from jaxformer.data.documents import Piece, Value
 from jaxformer.data.examples import open_or_encode
+from jaxformer.data.records import Kind
 from jaxformer.data.rows import NumpyBatch, Rows, numbers_below
-from jaxformer.data.sources import Piece
-from jaxformer.data.sources.records import Kind, Value
+from jaxformer.data.store import open_or_build
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows
-from jaxformer.data.tokenizing import open_or_build
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import byte_tokenizer
 

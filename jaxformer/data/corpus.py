@@ -11,19 +11,17 @@ from typing import NamedTuple, get_args
 
 from jaxformer.config.run import DataConfig, TokenizerConfig, named_sources
 from jaxformer.config.settings import Log
-from jaxformer.data.cache_files import claimed, remove_folder
+from jaxformer.data.documents import PIECE_CHARACTERS, Piece, fingerprint
 from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.ids import id_store, scan_ids
 from jaxformer.data.mixture import Mixture, check_shares
+from jaxformer.data.records import Fields
 from jaxformer.data.rows import Rows
-from jaxformer.data.sources import Piece, Source, find_source, fingerprint
-from jaxformer.data.sources.records import Fields
-from jaxformer.data.sources.source_files import PIECE_CHARACTERS
+from jaxformer.data.source import Source, find_source
 from jaxformer.data.splits import Scan, SideName, Sides, Split, file_groups, scan
-from jaxformer.data.store import TokenStore
+from jaxformer.data.store import ProgressNotes, TokenStore, claimed, open_or_build, remove_folder
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows, Template
-from jaxformer.data.tokenizing import ProgressNotes, open_or_build
 from jaxformer.files import ConfigError, located
 from jaxformer.tokenizer import (
     Tokenizer,

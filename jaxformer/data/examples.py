@@ -15,12 +15,16 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer.config.settings import Log
-from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, claimed, require_counts
-from jaxformer.data.sources import Piece
-from jaxformer.data.sources.records import Record
-from jaxformer.data.sources.source_files import RecordError
-from jaxformer.data.store import Shard
-from jaxformer.data.tokenizing import BATCH_CHARACTERS, write_arrays
+from jaxformer.data.documents import Piece, Record, RecordError
+from jaxformer.data.store import (
+    BATCH_CHARACTERS,
+    MANIFEST,
+    WRONG_RECORD,
+    Shard,
+    claimed,
+    require_counts,
+    write_arrays,
+)
 from jaxformer.files import ConfigError, read_object, write_text
 from jaxformer.tokenizer.words import in_batches
 

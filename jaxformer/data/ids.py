@@ -12,12 +12,19 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer.config.settings import Log
-from jaxformer.data.cache_files import claimed, remove_folder
-from jaxformer.data.sources import Source, fingerprint
-from jaxformer.data.sources.source_files import SourceFile, hash_fraction, unreadable
+from jaxformer.data.documents import SourceFile, fingerprint, hash_fraction, unreadable
+from jaxformer.data.source import Source
 from jaxformer.data.splits import Scan, cached_scan
-from jaxformer.data.store import IdArray, Shard, TokenStore
-from jaxformer.data.tokenizing import ProgressNotes, write_arrays, write_index
+from jaxformer.data.store import (
+    IdArray,
+    ProgressNotes,
+    Shard,
+    TokenStore,
+    claimed,
+    remove_folder,
+    write_arrays,
+    write_index,
+)
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 

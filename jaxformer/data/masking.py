@@ -3,8 +3,7 @@
 import numpy as np
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.best_fit import BestFit
-from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, numbered, padded
+from jaxformer.data.rows import BestFit, NumpyBatch, RowFormat, TextRows, numbered, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, Tokenizer
 from jaxformer.tokenizer.frame import closed

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxformer.config.settings import Log
-from jaxformer.data.cache_files import WRONG_RECORD, make_folder, require_counts
-from jaxformer.data.sources import Piece, Source, fingerprint
-from jaxformer.data.sources.source_files import PACKED, Skipped, SourceFile, hash_fraction
-from jaxformer.data.store import TokenStore
-from jaxformer.data.tokenizing import ProgressNotes
+from jaxformer.data.documents import PACKED, Piece, Skipped, SourceFile, fingerprint, hash_fraction
+from jaxformer.data.source import Source
+from jaxformer.data.store import (
+    WRONG_RECORD,
+    ProgressNotes,
+    TokenStore,
+    make_folder,
+    require_counts,
+)
 from jaxformer.files import ConfigError, read_object, write_text
 
 # With fewer documents to hold out than this the choice by hash could miss, so the end of the text

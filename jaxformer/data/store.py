@@ -12,20 +12,139 @@ manifest that joins them.
 """
 
 import bisect
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import os
+import reprlib
+import shutil
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, require_counts
-from jaxformer.files import read_object, write_text
-from jaxformer.files.copies import local_copies, local_copy
+from jaxformer.config.settings import Log
+from jaxformer.data.documents import Piece, hash_fraction
+from jaxformer.files import (
+    ConfigError,
+    is_remote,
+    make_directory,
+    read_object,
+    replacing,
+    write_text,
+)
+from jaxformer.files.copies import local_copies, local_copy, version_if_there
+from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.words import in_batches
+
+# Written last: what it describes is complete when it is there.
+MANIFEST = "manifest.json"
+# What comes of a JSON file that is missing (ConfigError, a ValueError) or of other content.
+WRONG_RECORD = (ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError)
+LARGEST_COUNT = 2**62
+
+
+@contextlib.contextmanager
+def claimed(directory: Path, log: Log) -> Iterator[bool]:
+    """Makes a directory and locks it against other processes of this machine during the block.
+
+    Gives False where the file system cannot lock, and for a URL: work may then be done twice, with
+    the same result.
+    """
+    make_folder(directory)
+    if sys.platform == "win32" or is_remote(directory):
+        yield False
+        return
+    import fcntl
+
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        locked = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"waiting for another process that is at work in {directory}")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            locked = False
+        yield locked
+    finally:
+        os.close(handle)
+
+
+def make_folder(directory: Path) -> None:
+    """Makes a directory of the cache."""
+    try:
+        make_directory(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: {directory} cannot be made ({error.strerror or error}): set"
+            " data.cache_dir to a directory that can be written."
+        ) from None
+
+
+def remove_folder(directory: Path) -> None:
+    """Removes a directory of the cache with all that is in it, as far as it can be removed."""
+    if not is_remote(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+        return
+    store: Any = directory
+    # Whatever the store raises: what stays is found again by its checksums.
+    with contextlib.suppress(Exception):
+        store.fs.rm(store.path, recursive=True)
+
+
+def require_counts(record: Mapping[str, Any], *names: str) -> None:
+    """Raises TypeError where one of these entries of a JSON object is no count."""
+    for name in names:
+        if type(record[name]) is not int or not 0 <= record[name] <= LARGEST_COUNT:
+            raise TypeError(f"{name} is {reprlib.repr(record[name])}, not a count")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was written: its size in bytes and a digest of its content."""
+
+    size: int
+    digest: str
+
+    def require_size(self, path: Path) -> None:
+        """FileNotFoundError where the file is gone, ConfigError where it has another size."""
+        version = version_if_there(path)
+        if version is None:
+            raise FileNotFoundError(path)
+        if version.size != self.size:
+            raise _altered(path, f"it has {version.size:,} bytes of {self.size:,}")
+
+    @functools.lru_cache(None)  # noqa: B019 (it is kept for the life of the process on purpose)
+    def verify_once(self, path: Path) -> None:
+        """Compares the whole file with its digest, the first time that this process asks."""
+        self.require_size(path)
+        if digest(path) != self.digest:
+            raise _altered(path, "its checksum is another")
+
+
+def _altered(path: Path, difference: str) -> ConfigError:
+    return ConfigError(
+        f"{path} was altered since it was written ({difference}): restore it, or remove it to have"
+        " it made again from the text."
+    )
+
+
+def digest(path: Path) -> str:
+    """A digest of a file's bytes."""
+    with open(path, "rb") as file:
+        blake2b = functools.partial(hashlib.blake2b, digest_size=16)
+        return hashlib.file_digest(file, blake2b).hexdigest()
+
 
 ID_DTYPES = ("uint16", "uint32")
 INDEX_DTYPE = np.dtype(np.int64)
@@ -318,3 +437,156 @@ class TokenStore:
             yield self._shards[shard], low, low + end - start, start
             start = end
             run = run + (end == run_end)
+
+
+SHARD_CHARACTERS = 64 << 20
+BATCH_CHARACTERS = 1 << 21  # enough to keep all cores encoding
+SECONDS_BETWEEN_NOTES = 5.0
+
+Item = TypeVar("Item")
+# Of each document of a shard: the place after its end (int64), the bytes of its text (int64), and
+# the `hash_fraction` of its name (float64).
+DocumentIndex = tuple["array | np.ndarray", "array | np.ndarray", "array | np.ndarray"]
+
+
+class ShardPiece(NamedTuple):
+    """A piece of text, a number that is equal for the pieces of a shard, the bytes of its document
+    up to its end, and whether it is the first one of its document."""
+
+    piece: Piece
+    shard: int
+    size: int
+    begins: bool
+
+
+class ProgressNotes:
+    """Reports, at most every 5 seconds, how much of `total` bytes of text is done; 0 is unknown."""
+
+    def __init__(
+        self, log: Log = lambda line: None, total: int = 0, work: str = "tokenized"
+    ) -> None:
+        self.log = log
+        self.done = 0
+        self._total = total
+        self._work = work
+        self._began = self._last_note = time.monotonic()
+
+    def tell(self) -> None:
+        now = time.monotonic()
+        if now - self._last_note < SECONDS_BETWEEN_NOTES:
+            return
+        self._last_note = now
+        rate = self.done / (now - self._began)
+        of_total = left = ""
+        if self._total and rate:
+            of_total = f" of {self._total / 1e9:.2f}"
+            left = f", {max(0, self._total - self.done) / rate / 60:.0f} min left"
+        self.log(f"{self._work} {self.done / 1e9:.2f}{of_total} GB, {rate / 1e6:.1f} MB/s{left}")
+
+
+def open_or_build(
+    directory: Path,
+    pieces: Callable[[], Iterable[Piece]],
+    tokenizer: Tokenizer,
+    progress: ProgressNotes | None = None,
+    beginning: tuple[int, ...] = (),
+) -> TokenStore:
+    """The finished store in a directory, or a new one, which keeps the shards that an earlier
+    attempt finished.
+
+    Each document begins with the tokens `beginning`. A second process on this machine waits and
+    then reuses.
+    """
+    if (store := TokenStore.open(directory)) is not None:
+        return store
+    progress = progress or ProgressNotes()
+    with claimed(directory, progress.log) as alone:
+        if (store := TokenStore.open(directory)) is not None:
+            return store
+        for draft in directory.glob("*.tmp") if alone else ():
+            draft.unlink(missing_ok=True)
+        shards = []
+        groups = itertools.groupby(_by_shard(pieces(), progress), lambda entry: entry.shard)
+        # The pieces of a shard that is there are read and passed over.
+        for index, (_, group) in enumerate(groups):
+            shard = Shard.finished(directory, index)
+            if not shard:
+                shard = _write_shard(directory / f"{index:05d}", group, tokenizer, beginning)
+            progress.tell()
+            shards.append(shard)
+        return TokenStore.complete(directory, shards, tokenizer.dtype, beginning)
+
+
+def _by_shard(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[ShardPiece]:
+    """The pieces with what is counted over several of them."""
+    size = 0
+    characters = 0
+    begins = True
+    for piece in pieces:
+        piece_size = len(piece.text.encode())
+        size = size + piece_size
+        progress.done = progress.done + piece_size
+        characters += len(piece.text)
+        yield ShardPiece(piece, (characters - 1) // SHARD_CHARACTERS, size, begins)
+        size = 0 if piece.ends else size
+        begins = piece.ends
+
+
+def _write_shard(
+    path: Path, pieces: Iterable[ShardPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
+) -> Shard:
+    before = np.array(beginning, np.uint32)
+    tokens = 0
+    ends = array("q")
+    sizes = array("q")
+    hashes = array("d")
+    read = hashlib.blake2b(digest_size=16)
+    end = np.array([tokenizer.end_token], np.uint32)
+    batches = in_batches(pieces, lambda entry: len(entry.piece.text), BATCH_CHARACTERS)
+    with replacing(path.with_suffix(".tokens")) as file:
+        for batch in _ahead(batches):
+            rows = []
+            encoded = tokenizer.encode_arrays([entry.piece.text for entry in batch])
+            for (piece, _, size, begins), ids in zip(batch, encoded, strict=True):
+                first = before if begins else before[:0]
+                rows += [first, ids, end[: piece.ends]]
+                tokens += len(first) + len(ids) + piece.ends
+                if piece.ends:
+                    ends.append(tokens)
+                    sizes.append(size)
+                    hashes.append(hash_fraction(piece.document))
+            raw = np.concatenate(rows).astype(tokenizer.dtype).tobytes()
+            read.update(raw)
+            file.write(raw)
+    written = Written(tokens * tokenizer.dtype.itemsize, read.hexdigest())
+    return write_index(path, tokens, (ends, sizes, hashes), {"tokens": written})
+
+
+def write_index(path: Path, tokens: int, table: DocumentIndex, files: dict[str, Written]) -> Shard:
+    """Writes a shard's index of documents, and then that the shard is finished.
+
+    `files` are those of the shard that are written already.
+    """
+    ends, sizes, _ = table
+    files = files | {"documents": write_arrays(path.with_suffix(".documents"), table)}
+    shard = Shard(path, tokens, len(ends), int(np.sum(sizes)), files)
+    write_text(path.with_suffix(".json"), json.dumps(shard.entry()))
+    return shard
+
+
+def write_arrays(path: Path, arrays: "Iterable[array | np.ndarray]") -> Written:
+    """Writes arrays one after the other to a file."""
+    raw = b"".join(each.tobytes() for each in arrays)
+    with replacing(path) as file:
+        file.write(raw)
+    return Written(len(raw), hashlib.blake2b(raw, digest_size=16).hexdigest())
+
+
+def _ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The same items; a thread makes the next one while one is in use."""
+    end = object()
+    with ThreadPoolExecutor(1) as behind:
+        waiting = behind.submit(next, items, end)
+        while (item := waiting.result()) is not end:
+            waiting = behind.submit(next, items, end)
+            yield item  # type: ignore[misc]

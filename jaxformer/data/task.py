@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.best_fit import BestFitRows
-from jaxformer.data.rows import CausalRows, RowFormat, Rows, WindowRows
-from jaxformer.data.sources.records import Fields, Kind, RecordField
+from jaxformer.data.records import Fields, Kind, RecordField
+from jaxformer.data.rows import BestFitRows, CausalRows, RowFormat, Rows, WindowRows
 from jaxformer.data.store import TokenStore
 from jaxformer.data.templates import Template
 from jaxformer.files import ConfigError

@@ -13,8 +13,10 @@ from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, ObjectiveName, PreferenceObjective
 from jaxformer.config.settings import Table
+from jaxformer.data.masking import MaskedRows, missing_marks
+from jaxformer.data.records import RecordField
 from jaxformer.data.rows import RowFormat, check_windows
-from jaxformer.data.sources.records import RecordField
+from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.task import (
     MakeRows,
     Task,
@@ -24,7 +26,16 @@ from jaxformer.data.task import (
     nothing_missing,
     reads_plain_text,
 )
-from jaxformer.data.templates import PairTemplate, Template
+from jaxformer.data.templates import (
+    ClassTemplate,
+    ContrastiveTemplate,
+    MessagesTemplate,
+    PairTemplate,
+    PreferenceTemplate,
+    SFTTemplate,
+    TagTemplate,
+    Template,
+)
 from jaxformer.files import ConfigError
 from jaxformer.losses.heads import accuracy, head_loss
 from jaxformer.models.transformer import OF_OBJECTIVE
@@ -98,8 +109,8 @@ OBJECTIVES: Table[Objective] = Table(
             "masked",
             ("text",),
             MARKS,
-            rows="jaxformer.data.masking:MaskedRows",
-            missing="jaxformer.data.masking:missing_marks",
+            rows=MaskedRows,
+            missing=missing_marks,
             metrics=accuracy,
             rowwise=True,
         ),
@@ -108,7 +119,7 @@ OBJECTIVES: Table[Objective] = Table(
             "language",
             ("text",),
             SENTINELS,
-            rows="jaxformer.data.spans:SpanRows",
+            rows=SpanRows,
             missing=missing_sentinels,
             takes_packing=False,
             rowwise=True,
@@ -117,7 +128,7 @@ OBJECTIVES: Table[Objective] = Table(
             ("encoder_decoder",),
             "language",
             ("text",),
-            rows="jaxformer.data.spans:PrefixRows",
+            rows=PrefixRows,
             takes_packing=False,
             rowwise=True,
         ),
@@ -132,8 +143,8 @@ OBJECTIVES: Table[Objective] = Table(
             ("decoder",),
             "language",
             ("source", "target"),
-            template="jaxformer.data.answer_templates:SFTTemplate",
-            of_messages="jaxformer.data.answer_templates:MessagesTemplate",
+            template=SFTTemplate,
+            of_messages=MessagesTemplate,
             rowwise=True,
         ),
         "classes": Objective(
@@ -141,7 +152,7 @@ OBJECTIVES: Table[Objective] = Table(
             "classes",
             ("text", "pair", "label"),
             MARKS,
-            "jaxformer.data.label_templates:ClassTemplate",
+            ClassTemplate,
             metrics=accuracy,
             rowwise=True,
         ),
@@ -150,7 +161,7 @@ OBJECTIVES: Table[Objective] = Table(
             "tags",
             ("words", "tags"),
             MARKS,
-            "jaxformer.data.label_templates:TagTemplate",
+            TagTemplate,
             metrics=accuracy,
             rowwise=True,
         ),
@@ -159,7 +170,7 @@ OBJECTIVES: Table[Objective] = Table(
             "none",
             ("source", "target"),
             MARKS,
-            "jaxformer.data.label_templates:ContrastiveTemplate",
+            ContrastiveTemplate,
             loss="jaxformer.losses.contrastive:contrastive_loss",
             sequences=2,
             compares_rows=True,
@@ -174,7 +185,7 @@ OBJECTIVES: Table[Objective] = Table(
                     RecordField("", "chosen", "completion"),
                     RecordField("", "rejected", "completion"),
                 ),
-                template="jaxformer.data.answer_templates:PreferenceTemplate",
+                template=PreferenceTemplate,
                 loss=f"jaxformer.losses.preferences:{name}_loss",
                 rowwise=True,
                 sequences=2,

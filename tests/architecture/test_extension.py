@@ -16,7 +16,7 @@ from tiny_run import assert_same_run, line, logged, saved, train_here
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.config.run import DataConfig, TokenizerConfig
-from jaxformer.data.sources.records import RecordField
+from jaxformer.data.records import RecordField
 from jaxformer.data.templates import Template, joined
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.runs.objectives import OBJECTIVES, Objective

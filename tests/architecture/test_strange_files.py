@@ -11,8 +11,8 @@ from products import fewest
 
 from jaxformer.cli import main
 from jaxformer.config.run import RunConfig, to_json
-from jaxformer.data import tokenizing
-from jaxformer.data.sources import find_source
+from jaxformer.data import store as store_files
+from jaxformer.data.source import find_source
 from jaxformer.data.splits import Scan, cached_scan, scan
 from jaxformer.data.store import TokenStore
 from jaxformer.files import ConfigError
@@ -133,7 +133,7 @@ def test_the_largest_and_smallest_numbers_are_drawn(
 def test_the_reading_of_one_long_document_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizing, "SECONDS_BETWEEN_NOTES", 0)
+    monkeypatch.setattr(store_files, "SECONDS_BETWEEN_NOTES", 0)
     file, said = tmp_path / "long.txt", list[str]()
     with open(file, "wb") as written:
         written.write(b"A beginning.\n" * 2**17)

@@ -16,9 +16,9 @@ from stored import BYTES, SIZES, data, rows_of, stored
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.data import evaluation_batches, open_or_build
-from jaxformer.data.best_fit import BestFit, best_fit
+from jaxformer.data.documents import Piece
 from jaxformer.data.masking import MaskedRows
-from jaxformer.data.sources import Piece
+from jaxformer.data.rows import BestFit, best_fit
 from jaxformer.tokenizer import MARKS, byte_tokenizer
 
 CAPACITIES = st.integers(1, 40)

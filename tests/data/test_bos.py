@@ -15,9 +15,9 @@ from pretrained_tokenizers import change, copied, saved
 import jaxformer as jf
 from jaxformer import data
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data import tokenizing
-from jaxformer.data.answer_templates import SFTTemplate
-from jaxformer.data.sources import Piece
+from jaxformer.data import store as store_files
+from jaxformer.data.documents import Piece
+from jaxformer.data.templates import SFTTemplate
 from jaxformer.files import ConfigError
 from jaxformer.runs.objectives import objective_of, task_of
 from jaxformer.runs.run_evaluation import evaluate_run
@@ -109,7 +109,7 @@ def test_windows_that_begin_anywhere_do_not_learn_the_bos(tmp_path: Path) -> Non
 def test_a_document_in_several_shards_has_one_bos(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 6)
+    monkeypatch.setattr(store_files, "SHARD_CHARACTERS", 6)
     tokenizer = Tokenizer.load(saved("llama3"))
     pieces = [Piece("the cat ", "0", False)] * 3
     pieces += [Piece("sat", "0", True), Piece("a", "1", True)]

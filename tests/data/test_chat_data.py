@@ -19,8 +19,9 @@ from jaxformer.cluster.bounded import BoundedProcess
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Corpus
-from jaxformer.data.sources import find_source
-from jaxformer.data.sources.records import Fields, Record, RecordField
+from jaxformer.data.documents import Record
+from jaxformer.data.records import Fields, RecordField
+from jaxformer.data.source import find_source
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import ChatTemplate, Tokenizer, train_bpe_tokenizer
 from jaxformer.tokenizer.chat import template_fingerprint

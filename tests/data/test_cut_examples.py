@@ -13,12 +13,17 @@ from corpora import prepare
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data.answer_templates import MessagesTemplate, PreferenceTemplate, SFTTemplate
+from jaxformer.data.documents import Piece
 from jaxformer.data.examples import ExampleStore, Parts, open_or_encode
-from jaxformer.data.label_templates import TagTemplate
 from jaxformer.data.rows import RowFormat
-from jaxformer.data.sources import Piece
-from jaxformer.data.templates import ExampleRows, Template
+from jaxformer.data.templates import (
+    ExampleRows,
+    MessagesTemplate,
+    PreferenceTemplate,
+    SFTTemplate,
+    TagTemplate,
+    Template,
+)
 from jaxformer.files import ConfigError
 from jaxformer.runs.objectives import objective_of
 from jaxformer.tokenizer import byte_tokenizer

@@ -15,9 +15,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from jaxformer.data.sources import Source, find_source
-from jaxformer.data.sources.records import Fields, RecordField
-from jaxformer.data.sources.source_files import Skipped
+from jaxformer.data.documents import Skipped
+from jaxformer.data.records import Fields, RecordField
+from jaxformer.data.source import Source, find_source
 from jaxformer.data.splits import scan
 from jaxformer.files import ConfigError
 

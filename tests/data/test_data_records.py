@@ -18,14 +18,15 @@ from pretrained_tokenizers import saved
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data import NumpyBatch, cache_files
-from jaxformer.data.answer_templates import PreferenceTemplate, SFTTemplate
+from jaxformer.data import NumpyBatch
+from jaxformer.data import store as store_files
 from jaxformer.data.corpus import joined_labels
+from jaxformer.data.documents import Piece, Record
 from jaxformer.data.examples import ExampleStore, open_or_encode
+from jaxformer.data.records import Fields, RecordField
 from jaxformer.data.rows import RowFormat
-from jaxformer.data.sources import Piece, find_source
-from jaxformer.data.sources.records import Fields, Record, RecordField
-from jaxformer.data.templates import ExampleRows, PairTemplate
+from jaxformer.data.source import find_source
+from jaxformer.data.templates import ExampleRows, PairTemplate, PreferenceTemplate, SFTTemplate
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import MARKS, Tokenizer, byte_tokenizer
 
@@ -309,7 +310,7 @@ def test_examples_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_examples_that_were_altered_without_a_trace_are_refused(name: str, tmp_path: Path) -> None:
     stored(tmp_path, [("ab", "x"), ("", "yz")], run_of(sequence_length=16))
     # As in another process.
-    cache_files.Written.verify_once.cache_clear()
+    store_files.Written.verify_once.cache_clear()
     path = tmp_path / name
     raw, found = bytearray(path.read_bytes()), path.stat()
     raw[-3] ^= 1

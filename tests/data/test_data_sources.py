@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config.run import Malformed
-from jaxformer.data.sources import Piece, Source, find_source
-from jaxformer.data.sources import source_files as document_reader
-from jaxformer.data.sources.source_files import ErrorHandler, Skipped, SourceFile, text_documents
+from jaxformer.data import documents as document_reader
+from jaxformer.data.documents import ErrorHandler, Piece, Skipped, SourceFile, text_documents
+from jaxformer.data.source import Source, find_source
 from jaxformer.data.splits import Scan, Split, scan
 from jaxformer.files import ConfigError
 

@@ -23,9 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Corpus, TokenStore, cache_files, corpus, open_or_build, tokenizing
+from jaxformer.data import Corpus, TokenStore, corpus, open_or_build
+from jaxformer.data import store as store_files
+from jaxformer.data.documents import Piece
 from jaxformer.data.rows import CausalRows, Rows
-from jaxformer.data.sources import Piece
 from jaxformer.data.store import IdArray, Shard
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer
@@ -57,8 +58,8 @@ def test_the_store_is_the_documents_one_after_the_other(
     expected = [token for text in texts for token in (*text.encode(), BYTES.end_token)]
     begins = np.cumsum([len(text.encode()) + 1 for text in texts])
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizing, "SHARD_CHARACTERS", shard)
-        patch.setattr(tokenizing, "BATCH_CHARACTERS", 16)
+        patch.setattr(store_files, "SHARD_CHARACTERS", shard)
+        patch.setattr(store_files, "BATCH_CHARACTERS", 16)
         open_or_build(Path(folder), lambda: pieces_of(texts), BYTES)
         made = TokenStore.open(Path(folder))
         assert made is not None
@@ -91,7 +92,7 @@ def test_ids_take_two_bytes_as_long_as_they_fit(
 def test_interrupted_work_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 100)
+    monkeypatch.setattr(store_files, "SHARD_CHARACTERS", 100)
     texts = [f"{index:050d}" for index in range(20)]
 
     def torn() -> Iterator[Piece]:
@@ -120,7 +121,7 @@ def test_interrupted_work_goes_on_where_it_stopped(
 def test_what_is_missing_is_made_again_and_what_was_altered_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 10)
+    monkeypatch.setattr(store_files, "SHARD_CHARACTERS", 10)
     texts = ["x" * 9, "y" * 9, "z" * 9]
     whole = open_or_build(tmp_path, lambda: pieces_of(texts), BYTES).read(0, 30)
     for name in ("00000.documents", "00002.tokens", "00001.json"):
@@ -146,8 +147,8 @@ def test_the_sides_of_a_store_are_its_documents_each_on_one_side(
     places = draw.draw(st.lists(st.floats(0, 0.999), min_size=len(texts), max_size=len(texts)))
     fraction = draw.draw(st.floats(0.01, 0.99))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizing, "SHARD_CHARACTERS", shard)
-        patch.setattr(tokenizing, "hash_fraction", lambda name: places[int(name)])
+        patch.setattr(store_files, "SHARD_CHARACTERS", shard)
+        patch.setattr(store_files, "hash_fraction", lambda name: places[int(name)])
         pieces = [
             Piece(part, str(n), end)
             for n, text in enumerate(texts)
@@ -190,9 +191,9 @@ def test_the_sides_of_a_store_are_its_documents_each_on_one_side(
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from jaxformer.data import tokenizing as store
+from jaxformer.data import store
 from jaxformer.data.rows import CausalRows, Rows
-from jaxformer.data.sources import Piece
+from jaxformer.data.documents import Piece
 from jaxformer.tokenizer import byte_tokenizer
 store.SHARD_CHARACTERS = 100
 write = store._write_shard
@@ -249,8 +250,8 @@ def _sparse_store(folder: Path, size: int) -> TokenStore:
         file.truncate(2 * size)
     ends = np.arange(1000, size, 1000).astype(np.int64)
     (folder / "00000.documents").write_bytes(np.stack([ends, ends, ends]).tobytes())
-    written = cache_files.digest(folder / "00000.documents")
-    files = {"documents": cache_files.Written(24 * len(ends), written)}
+    written = store_files.digest(folder / "00000.documents")
+    files = {"documents": store_files.Written(24 * len(ends), written)}
     ids = IdArray(folder / "ids.bin", np.dtype(np.uint16), 0, size)
     shard = Shard(folder / "00000", size, len(ends), 0, files, ids)
     return TokenStore([shard], np.dtype(np.uint16), "sparse")

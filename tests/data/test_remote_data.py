@@ -20,8 +20,9 @@ from tiny_run import line, logged, write_text
 
 from jaxformer.cli import main
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batches, tokenizing
-from jaxformer.data.sources import find_source
+from jaxformer.data import Batches
+from jaxformer.data import store as store_files
+from jaxformer.data.source import find_source
 from jaxformer.files import ConfigError, copies, located
 from jaxformer.tokenizer import Tokenizer
 
@@ -173,10 +174,10 @@ def test_an_unchanged_object_is_not_read_again_and_a_changed_one_is(
 def test_interrupted_work_goes_on_from_its_shard(
     s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 500)
+    monkeypatch.setattr(store_files, "SHARD_CHARACTERS", 500)
     text, cache = put(f"{s3_bucket}/text"), f"{s3_bucket}/cache"
     written: list[str] = []
-    write_shard = tokenizing._write_shard
+    write_shard = store_files._write_shard
 
     def stopping(path: Path, *rest: Any) -> Any:
         if len(written) == 3:
@@ -184,11 +185,11 @@ def test_interrupted_work_goes_on_from_its_shard(
         written.append(path.name)
         return write_shard(path, *rest)
 
-    monkeypatch.setattr(tokenizing, "_write_shard", stopping)
+    monkeypatch.setattr(store_files, "_write_shard", stopping)
     with pytest.raises(KeyboardInterrupt):
         prepare(run_of(cache, text), quiet)
     monkeypatch.setattr(
-        tokenizing,
+        store_files,
         "_write_shard",
         lambda path, *rest: written.append(path.name) or write_shard(path, *rest),
     )

@@ -11,8 +11,8 @@ from test_prepare import run_of, written
 
 from jaxformer.config.run import TokenizerConfig
 from jaxformer.data import splits
-from jaxformer.data.sources.records import RecordField
-from jaxformer.data.sources.source import find_source
+from jaxformer.data.records import RecordField
+from jaxformer.data.source import find_source
 from jaxformer.data.splits import Scan, Split, file_groups, scan
 
 

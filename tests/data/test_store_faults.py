@@ -8,8 +8,9 @@ import pytest
 from corpora import prepare
 from test_prepare import run_of, written
 
-from jaxformer.data import TokenStore, cache_files, corpus, open_or_build, tokenizing
-from jaxformer.data.sources import Piece
+from jaxformer.data import TokenStore, corpus, open_or_build
+from jaxformer.data import store as store_files
+from jaxformer.data.documents import Piece
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import byte_tokenizer
 
@@ -21,7 +22,7 @@ def built(folder: Path, documents: int = 20) -> TokenStore:
     of holding out."""
     pieces = [Piece(f"{index:09d}", str(index), True) for index in range(documents)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizing, "hash_fraction", lambda name: int(name) / documents)
+        patch.setattr(store_files, "hash_fraction", lambda name: int(name) / documents)
         return open_or_build(folder, lambda: pieces, TOKENIZER)
 
 
@@ -86,7 +87,7 @@ def test_drafts_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> N
 def test_a_store_of_more_shards_than_files_may_be_open_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 9)
+    monkeypatch.setattr(store_files, "SHARD_CHARACTERS", 9)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
     try:
@@ -115,8 +116,8 @@ def test_a_file_is_compared_once_in_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built(tmp_path)
-    reads, digest = [], cache_files.digest
-    monkeypatch.setattr(cache_files, "digest", lambda path: reads.append(path.name) or digest(path))
+    reads, digest = [], store_files.digest
+    monkeypatch.setattr(store_files, "digest", lambda path: reads.append(path.name) or digest(path))
     for _ in range(3):
         store = TokenStore.open(tmp_path)
         assert store is not None and len(store.read(0, 20)) == 20

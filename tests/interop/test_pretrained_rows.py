@@ -13,10 +13,9 @@ from tokenizers import Tokenizer as Backend
 from jaxformer.cli.sample import growing_text
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
-from jaxformer.data.answer_templates import SFTTemplate
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.store import IdArray, Shard, TokenStore
-from jaxformer.data.templates import PairTemplate
+from jaxformer.data.templates import PairTemplate, SFTTemplate
 from jaxformer.tokenizer import SENTINELS, Tokenizer
 
 

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from tokenizers.processors import TemplateProcessing
 
-from jaxformer.data.label_templates import ClassTemplate
 from jaxformer.data.rows import RowFormat
+from jaxformer.data.templates import ClassTemplate
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import (
     MARKS,

@@ -16,7 +16,7 @@ from shapes import made, model
 import jaxformer as jf
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.data import RowFormat
-from jaxformer.data.label_templates import ContrastiveTemplate
+from jaxformer.data.templates import ContrastiveTemplate
 from jaxformer.report import read_metrics
 from jaxformer.runs.resolve import resolve_without_data
 from jaxformer.tokenizer import MARKS, byte_tokenizer

@@ -12,8 +12,8 @@ from corpora import cut_rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.data import NumpyBatch, TokenStore, open_or_build
+from jaxformer.data.documents import Piece
 from jaxformer.data.masking import MaskedRows
-from jaxformer.data.sources import Piece
 from jaxformer.data.spans import PrefixRows, SpanRows, hidden_counts, random_parts, raw_length
 from jaxformer.data.store import IdArray, Shard
 from jaxformer.files import ConfigError

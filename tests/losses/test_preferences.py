@@ -21,7 +21,7 @@ from jaxformer.arrays.params import is_custom
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.data import Batches, RowFormat, evaluation_batches
-from jaxformer.data.answer_templates import PreferenceTemplate
+from jaxformer.data.templates import PreferenceTemplate
 from jaxformer.losses.cross_entropy import row_nats
 from jaxformer.runs.evaluation import make_evaluation
 from jaxformer.runs.resolve import resolve

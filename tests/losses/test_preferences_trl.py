@@ -16,7 +16,7 @@ from trl.experimental.orpo import ORPOTrainer
 
 import jaxformer as jf
 from jaxformer.data import RowFormat
-from jaxformer.data.answer_templates import PreferenceTemplate
+from jaxformer.data.templates import PreferenceTemplate
 from jaxformer.losses.preferences import pairs_of
 from jaxformer.tokenizer import byte_tokenizer
 

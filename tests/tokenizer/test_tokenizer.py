@@ -13,7 +13,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.data.sources import source_files as documents
+from jaxformer.data import documents as documents
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import (
     END_OF_TEXT,

@@ -4,20 +4,32 @@ that they hold."""
 import collections
 import contextlib
 import glob
-import hashlib
-import json
 import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jaxformer.config.run import Malformed
-from jaxformer.data.sources.records import (
-    Fields,
+from jaxformer.data.documents import (
+    PACKED,
+    PYTHON,
+    ErrorHandler,
+    Piece,
     Record,
+    Skipped,
+    SourceFile,
+    TextPiece,
+    fingerprint,
+    in_pieces,
+    python_document,
+    text_documents,
+    unreadable,
+)
+from jaxformer.data.records import (
+    Fields,
     RecordField,
     column_records,
     is_text,
@@ -25,18 +37,6 @@ from jaxformer.data.sources.records import (
     parallel_records,
     readable,
     tsv_records,
-)
-from jaxformer.data.sources.source_files import (
-    PACKED,
-    PYTHON,
-    ErrorHandler,
-    Skipped,
-    SourceFile,
-    TextPiece,
-    in_pieces,
-    python_document,
-    text_documents,
-    unreadable,
 )
 from jaxformer.files import ConfigError, is_remote, located, store_errors
 from jaxformer.files.copies import ObjectVersion, local_copies, version_if_there, version_in
@@ -84,20 +84,6 @@ RECORDS: dict[str, Callable[[SourceFile, Fields, ErrorHandler], Iterator[Record]
     "parquet": column_records,
     "arrow": column_records,
 }
-
-
-class Piece(NamedTuple):
-    """A part of a document, the document's name within its source, and whether it ends here.
-
-    A record is one piece: its fields, its texts, words and messages joined by line breaks, and
-    its file and line, for messages.
-    """
-
-    text: str
-    document: str
-    ends: bool
-    record: Record = ()
-    location: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,11 +181,6 @@ def find_source(
                 f" {len(fields)}: {needed}."
             )
     return Source(setting, spec, files, fields, policy, left_out)
-
-
-def fingerprint(*summary: object) -> str:
-    """A short digest of values that JSON can hold."""
-    return hashlib.blake2b(json.dumps(summary).encode(), digest_size=16).hexdigest()
 
 
 def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:

@@ -5,12 +5,13 @@ or it is skipped and counted by reason."""
 import codecs
 import hashlib
 import itertools
+import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxformer.config.run import Malformed
 from jaxformer.files import ConfigError, is_remote
@@ -32,8 +33,26 @@ SEPARATOR = re.compile(r"(<\|endoftext\|>)(?:\r?\n)?")
 LONGEST_SEPARATOR = len("\r\n<|endoftext|>\r\n")
 PIECE_CHARACTERS = 1 << 16
 
+# A text, a label, the words of a text or their tags, messages as the JSON of each, or a prompt and
+# completions (not empty), which are texts or messages; a record has one for each field.
+Value = str | tuple[str, ...]
+Record = tuple[Value, ...]
 # A piece of a document, and whether the document ends with it.
 TextPiece = tuple[str, bool]
+
+
+class Piece(NamedTuple):
+    """A part of a document, the document's name within its source, and whether it ends here.
+
+    A record is one piece: its fields, its texts, words and messages joined by line breaks, and
+    its file and line, for messages.
+    """
+
+    text: str
+    document: str
+    ends: bool
+    record: Record = ()
+    location: str = ""
 
 
 class Skipped(dict[str, tuple[int, str]]):
@@ -139,6 +158,11 @@ def hash_fraction(name: str) -> float:
     """A number from 0 to 1 that depends on a name alone; documents are held out in its order."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
+
+
+def fingerprint(*summary: object) -> str:
+    """A short digest of values that JSON can hold."""
+    return hashlib.blake2b(json.dumps(summary).encode(), digest_size=16).hexdigest()
 
 
 def is_blank(text: str) -> bool:

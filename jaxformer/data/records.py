@@ -11,10 +11,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from jaxformer.data.sources.source_files import (
+from jaxformer.data.documents import (
     ErrorHandler,
+    Record,
     RecordError,
     SourceFile,
+    Value,
     is_blank,
     text_lines,
 )
@@ -28,10 +30,6 @@ from jaxformer.tokenizer.chat import (
     with_tools,
 )
 
-# A text, a label, the words of a text or their tags, messages as the JSON of each, or a prompt and
-# completions (not empty), which are texts or messages; a record has one for each field.
-Value = str | tuple[str, ...]
-Record = tuple[Value, ...]
 Kind = Literal["text", "label", "words", "tags", "messages", "prompt", "completion"]
 RawRow = TypeVar("RawRow")
 
