@@ -2,10 +2,10 @@
 what the compiler says: whether blocks fit into its vector memory, and how long its schedule is.
 Nothing is run. The table `LARGE_FROM` of `jaxformer/layers/pallas.py` follows from it.
 
-    python benchmarks/attention_blocks.py [--devices v5e v6e] [--heads 128] [--kernels tpu flash]
+    python benchmarks/attention_blocks.py [--devices v5e v6e] [--heads 128]
 
-Needs the extra plan-tpu. Each program is value and gradients of causal attention in bfloat16, of
-one row and one head, flash attention with a bias. Results are saved after each of them in
+Needs the extra plan-tpu. Each program is value and gradients of causal splash attention in
+bfloat16, of one row and one head. Results are saved after each of them in
 results/attention_blocks.json; what that file has is not compiled again.
 
 The length of a kernel's schedule is counted in bundles (of instructions that a core issues
@@ -40,10 +40,9 @@ from jaxformer.tools.plan.targets import TPU_AXES, parse_target
 NAME = "attention_blocks"
 LENGTHS = (1024, 2048, 4096, 8192)
 SIZES = [(512, 512), (512, 1024), (1024, 512), (1024, 1024), (1024, 2048), (2048, 1024)]
-HEADER = ["device", "kernel", "head", "packed", "queries", "keys", *(f"{n:,}" for n in LENGTHS)]
-# Files of the final schedules of kernels, not of fusions; the name of flash attention's forward
-# pass is that of its transforms.
-KERNEL = re.compile(r"\d+-((?:splash|flash|jvp_).*)\.\d+-\d+-final_bundles\.txt")
+HEADER = ["device", "head", "packed", "queries", "keys", *(f"{n:,}" for n in LENGTHS)]
+# Files of the final schedules of kernels, not of fusions.
+KERNEL = re.compile(r"\d+-(splash.*)\.\d+-\d+-final_bundles\.txt")
 LARGE = 30  # bundles; shorter branches wait for copies
 BUNDLE = re.compile(r"^ *0x([0-9a-f]+) +")
 SKIPS = re.compile(r"sbr\.rel \([^)]*\) target = \$region(\d+)")
@@ -86,18 +85,10 @@ def bundles(kernel: str, found: dict[str, int], blocks: tuple[int, int], length:
     return found["block"] * seen + found["ends"] * begun + found["step"] * rows * columns
 
 
-def measure(
-    device: str, kernel: str, head: int, blocks: tuple[int, int], packed: bool, dumps: Path
-) -> Answer:
+def measure(device: str, head: int, blocks: tuple[int, int], packed: bool, dumps: Path) -> Answer:
     """The schedules of the kernels of a program, which the compiler writes to the directory
     `dumps`, or an "error" in their place."""
-    about = {
-        "device": device,
-        "kernel": kernel,
-        "head": head,
-        "blocks": [*blocks],
-        "packed": packed,
-    }
+    about = {"device": device, "head": head, "blocks": [*blocks], "packed": packed}
     length = 4 * max(blocks)  # the schedule of a block does not depend on it
     try:
         target = parse_target(f"{device}:{'x'.join('1' * TPU_AXES[device])}")
@@ -110,11 +101,10 @@ def measure(
     with jax.set_mesh(mesh):
         place = NamedSharding(mesh, PartitionSpec())
         row = jax.ShapeDtypeStruct((1, length, 1, head), jnp.bfloat16, sharding=place)
-        wide = (1, 1, length, length) if kernel == "flash" else (1, 1, 1, 1)
-        bias = jax.ShapeDtypeStruct(wide, jnp.bfloat16, sharding=place)
-        step = jax.jit(jax.value_and_grad(attention_of(kernel, packed), argnums=(0, 1, 2, 3)))
+        sinks = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=place)
+        step = jax.jit(jax.value_and_grad(attention_of(packed), argnums=(0, 1, 2, 3)))
         try:
-            step.lower(row, row, row, bias).compile()
+            step.lower(row, row, row, sinks).compile()
         except jax.errors.JaxRuntimeError as error:
             full = re.search(r"memory space vmem.*?%(\w+)", str(error), re.DOTALL)
             if not full:
@@ -125,16 +115,14 @@ def measure(
     return about | {"kernels": kernels}
 
 
-def attention_of(kernel: str, packed: bool) -> Callable[..., jax.Array]:
-    """A scalar of causal attention as a function of q, k, v and the bias of flash attention."""
+def attention_of(packed: bool) -> Callable[..., jax.Array]:
+    """A scalar of causal attention as a function of q, k, v and the sinks of packed rows."""
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
         ids = jnp.ones(q.shape[:2], jnp.int32)
         side = layout_of(ids, None, ids if packed else None)
-        scoring = Scoring(bias=bias) if kernel == "flash" else Scoring()
-        if packed and kernel == "tpu":
-            scoring = Scoring(soft_cap=30.0, sinks=bias[0, :, 0, 0].astype(jnp.float32))
-        out = KERNELS[kernel].run(q, k, v, AttentionMask(side, side, scoring=scoring))
+        scoring = Scoring(soft_cap=30.0, sinks=sinks) if packed else Scoring()
+        out = KERNELS["tpu"].run(q, k, v, AttentionMask(side, side, scoring=scoring))
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     return attention
@@ -151,7 +139,7 @@ def cells(result: Answer) -> list[str]:
     """A row of the table: bundles of a head of a causal row, by its length."""
     queries, keys = result["blocks"]
     packed = "yes" if result["packed"] else "no"
-    about = [result["device"], result["kernel"], str(result["head"]), packed]
+    about = [result["device"], str(result["head"]), packed]
     about += [str(queries), str(keys)]
     if "error" in result:
         return [*about, result["error"], *[""] * (len(LENGTHS) - 1)]
@@ -163,7 +151,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", nargs="*", default=["v5e", "v6e", "v5p"], choices=TPU_AXES)
-    parser.add_argument("--kernels", nargs="*", default=["tpu", "flash"], choices=["tpu", "flash"])
     parser.add_argument("--heads", nargs="*", type=int, default=[64, 128, 256], help="their widths")
     parser.add_argument("--blocks", nargs="*", default=[], help="as 512x1024: queries x keys")
     parser.add_argument("--packed", action="store_true", help="rows with segment ids")
@@ -173,9 +160,7 @@ def main() -> None:
         # libtpu reads it when it is loaded.
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true"
         if options.smoke:
-            print_table(
-                HEADER, [cells(measure("v5e", "flash", 128, (128, 128), False, Path(dumps)))]
-            )
+            print_table(HEADER, [cells(measure("v5e", 128, (128, 128), False, Path(dumps)))])
             save(NAME, {}, smoke=True)
         else:
             compile_all(options, Path(dumps))
@@ -187,12 +172,12 @@ def compile_all(options: argparse.Namespace, dumps: Path) -> None:
     rows: dict[str, Answer] = json.loads(path.read_text())["rows"] if path.is_file() else {}
     asked = [text.split("x") for text in options.blocks]
     sizes = [(int(queries), int(keys)) for queries, keys in asked] or SIZES
-    cases = itertools.product(options.devices, options.kernels, options.heads, sizes)
-    for device, kernel, head, blocks in cases:
-        name = f"{device}_{kernel}_{head}_{blocks[0]}x{blocks[1]}{'_packed' * options.packed}"
+    cases = itertools.product(options.devices, options.heads, sizes)
+    for device, head, blocks in cases:
+        name = f"{device}_{head}_{blocks[0]}x{blocks[1]}{'_packed' * options.packed}"
         if name not in rows:
-            rows[name] = measure(device, kernel, head, blocks, options.packed, dumps)
-            print(f"{name}: {', '.join(cells(rows[name])[6:])}", flush=True)
+            rows[name] = measure(device, head, blocks, options.packed, dumps)
+            print(f"{name}: {', '.join(cells(rows[name])[5:])}", flush=True)
             save(NAME, {"rows": rows}, smoke=False)
     print_table(HEADER, [cells(rows[name]) for name in sorted(rows)])
 

@@ -27,7 +27,7 @@ Parametrization = Annotated[
     Literal["standard", "mup"], TableAt("jaxformer.models.transformer.PARAMETRIZATIONS")
 ]
 AttentionKernel = Annotated[
-    Literal["auto", "xla", "blocked", "ring", "cudnn", "tpu", "flash"],
+    Literal["auto", "xla", "blocked", "ring", "cudnn", "tpu"],
     TableAt("jaxformer.layers.kernels.KERNELS"),
 ]
 

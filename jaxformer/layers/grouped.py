@@ -4,11 +4,11 @@ Every kernel maps rows x [M, A] sorted by group, matrices w [E, A, B] and the si
 groups to [M, B]. `xla` is the reference, for every transform and device, with the work of all
 experts for all rows; the others have gradients of their own, and no forward-mode derivative. The
 rows after the last group belong to none: every kernel gives 0 for them, whatever they contain.
-`choose_grouped` selects a kernel for a training run and gives the reason.
+`runs/selection.py` selects a kernel for a training run.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from jaxformer.config.settings import ImportedRow, Table
 from jaxformer.config.variants import ExpertKernel
-from jaxformer.files import ConfigError
 
 # product(x, w, sizes, transposed) -> [M, B], or with w [E, B, A] transposed.
 Product = Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
@@ -165,7 +164,12 @@ GROUPED_KERNELS: Table[GroupedRow] = Table(
     besides=("auto",),
 )
 # In the order in which auto prefers them.
-PREFERRED_KERNELS = {"cpu": ("loop",), "gpu": ("gpu", "loop"), "tpu": ("tpu", "ragged", "loop")}
+# The reference serves where all others have failed.
+PREFERRED_KERNELS = {
+    "cpu": ("loop", "xla"),
+    "gpu": ("gpu", "loop", "xla"),
+    "tpu": ("tpu", "ragged", "loop", "xla"),
+}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -197,31 +201,3 @@ class GroupedRows(NamedTuple):
         if self.kernel == "xla":
             return _dense(x, w, self.sizes)
         return _with_gradients("loop" if self.kernel == "auto" else self.kernel, x, w, self.sizes)
-
-
-def choose_grouped(
-    asked: str, platform: str, capability: tuple[int, ...], failed: Mapping[str, str] = {}
-) -> tuple[str, str]:
-    """The name of the kernel for the experts of a run on a device, and a text that names and
-    explains the choice. `failed` has kernels that "auto" passes over, and why.
-
-    Raises ConfigError if the one asked for by name does not run there.
-    """
-    rows = GROUPED_KERNELS
-    if asked != "auto":
-        reason = rows[asked].refuses(platform, capability)
-        if reason:
-            able = [name for name in rows if not rows[name].refuses(platform, capability)]
-            raise ConfigError(
-                f"model.expert_kernel={asked!r} cannot run here: {reason}. Choose"
-                f" {' or '.join(repr(name) for name in ('auto', *able))}."
-            )
-        return asked, f"{asked} ({rows[asked].what}), as asked"
-    passed: list[str] = []
-    # The reference serves where all others have failed.
-    for name in (*PREFERRED_KERNELS[platform], "xla"):
-        reason = failed.get(name) or rows[name].refuses(platform, capability)
-        if not reason:
-            return name, f"{name} ({rows[name].what})" + "".join(passed)
-        passed.append(f"; not {name}: {reason}")
-    raise ConfigError(f"no kernel of experts runs on a {platform}: {'; '.join(failed.values())}")

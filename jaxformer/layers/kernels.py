@@ -1,12 +1,12 @@
-"""The attention kernels: a table of implementations of attention, and the choice of one of them.
+"""The attention kernels: a table of implementations of attention, and what each cannot do.
 
 Every kernel maps q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] and an `AttentionMask` to [B, T, N,
-W]; `xla` is the reference, in plain jax.numpy, for every transform and device. `choose` selects one
-for a training run and gives the reason.
+W]; `xla` is the reference, in plain jax.numpy, for every transform and device. `runs/selection.py`
+selects one for a training run.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,13 +16,12 @@ from jaxformer.arrays.sharding import free_axes
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.config.variants import BIASED_SCORES, AttentionKernel
-from jaxformer.files import ConfigError
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.cudnn import cudnn_attention, lacks_packed_rows
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.exchange import CONTEXT, Exchange, Kernel, exchange_of, on_each_device, placed
 from jaxformer.layers.masks import AttentionMask
-from jaxformer.layers.pallas import flash_attention, splash_attention, splash_on_mesh
+from jaxformer.layers.pallas import splash_attention, splash_on_mesh
 from jaxformer.layers.ring import around_ring, ring_attention
 
 HOPPER = (9, 0)
@@ -45,38 +44,68 @@ def features_of(
     has_soft_cap: bool,
     has_sinks: bool,
     own_positions: bool = False,
-    width: int = 0,
-    value_width: int = 0,
-) -> set[str]:
-    """The names in `FEATURES` of what a kernel must have for all batches of a training run, or for
-    one call.
+    has_wide_values: bool = False,
+) -> dict[str, str]:
+    """The features that a kernel must have for all batches of a training run, or for one call, with
+    the reason why a run cannot use a kernel without each.
 
     `lengths` and `exchanges` are those of queries and of keys; `segments` is the highest segment
     id, infinite where it is not known and 0 without ids.
     """
     is_gathered = exchanges[0] == "gather"
-    needed = {
-        "segments": segments,
-        "many segments": segments > MOST_SEGMENTS,
-        "any length": any(length % 128 for length in lengths),
-        "window": window,
-        "window to both sides": window and not causal,
-        "value width": value_width != width,
-        "wide values": value_width > width,
-        "positions": own_positions,
-        "leading": leading,
-        "divided queries": is_gathered,
-        "short pieces": is_gathered and any(length % (256 * context) for length in lengths),
-        "one device": "none" in exchanges,
-        "dropout": has_dropout,
-        "score bias": is_biased,
-        "biased texts": is_biased and segments > 1,
-        "biased window": is_biased and window,
-        "biased odd length": is_biased and any(length % 2 for length in lengths),
-        "soft-cap": has_soft_cap,
-        "sinks": has_sinks,
+    features = {
+        "many segments": (
+            segments > MOST_SEGMENTS,
+            f"it takes rows of at most {MOST_SEGMENTS} texts, and these have more",
+        ),
+        "window to both sides": (
+            window and not causal,
+            "its window is to the left, and an encoder's is to both sides",
+        ),
+        "wide values": (
+            has_wide_values,
+            "its values are at most as wide as its keys, and model.value_dim is more",
+        ),
+        "positions": (own_positions, "its positions are the index, and these rows have their own"),
+        "short pieces": (
+            is_gathered and any(length % (256 * context) for length in lengths),
+            "each device has two pieces of a row, which are multiples of 128 tokens, and"
+            " data.sequence_length / (2 mesh.context) is not",
+        ),
+        "one device": (
+            "none" in exchanges,
+            "its keys pass between the devices of mesh.context, which is 1",
+        ),
+        "leading": (
+            leading,
+            "it has no keys that all segments see, as those of adapter.kind=prompt and prefix",
+        ),
+        "divided queries": (
+            is_gathered,
+            "it needs all tokens of a row, and mesh.tensor x mesh.context does not divide"
+            " model.n_heads",
+        ),
+        "dropout": (
+            has_dropout,
+            "it has no dropout of attention weights, and model.attention_dropout is not 0",
+        ),
+        "score bias": (is_biased, "it has no bias of the scores, and model.positions adds one"),
+        "biased texts": (
+            is_biased and segments > 1,
+            "it has no bias of the scores of packed rows, and model.positions adds one",
+        ),
+        "biased window": (
+            is_biased and window,
+            "it has no window beside a bias of the scores, as model.positions adds one",
+        ),
+        "biased odd length": (
+            is_biased and any(length % 2 for length in lengths),
+            "beside a bias of the scores its sequences have even lengths",
+        ),
+        "soft-cap": (has_soft_cap, "it has no soft-cap, and model.attention_soft_cap is set"),
+        "sinks": (has_sinks, "it has no sinks, and model.attention_sinks is set"),
     }
-    return {name for name, value in needed.items() if value}
+    return {name: reason for name, (is_needed, reason) in features.items() if is_needed}
 
 
 class Case(NamedTuple):
@@ -98,8 +127,8 @@ class Case(NamedTuple):
     exchange: Exchange = "none"
     context: int = 1
 
-    def features(self) -> set[str]:
-        """What the batches need of a kernel."""
+    def features(self) -> dict[str, str]:
+        """What the batches need of a kernel, as `features_of` gives it."""
         model = self.model
         return features_of(
             lengths=(self.length,),
@@ -113,15 +142,14 @@ class Case(NamedTuple):
             is_biased=model.positions in BIASED_SCORES,
             has_soft_cap=model.attention_soft_cap > 0,
             has_sinks=model.attention_sinks,
-            width=model.head_width,
-            value_width=model.value_width,
+            has_wide_values=model.value_width > model.head_width,
         )
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel, its description, the features of `FEATURES` that it lacks, and why it cannot run on
-    a device (empty if it can).
+    """A kernel, its description, the features that it lacks, by their names in `features_of`, and
+    why it cannot run on a device (empty if it can).
 
     `on_mesh` runs it on the devices of a mesh: `on_each_device` if the compiler cannot divide it
     among them. `balanced` are the exchanges in which it reads `exchange.balanced` tokens.
@@ -136,11 +164,8 @@ class KernelRow:
 
     def refuses(self, case: Case) -> str:
         """Why the kernel cannot serve a training run; empty if it can."""
-        reason = self.device(case)
-        if reason:
-            return reason
-        missing = self.lacks & case.features()
-        return next((reason for name, reason in FEATURES.items() if name in missing), "")
+        missing = (why for name, why in case.features().items() if name in self.lacks)
+        return self.device(case) or next(missing, "")
 
     def serves(self, mask: AttentionMask, heads: int) -> bool:
         """Whether the kernel can serve a call of so many query heads."""
@@ -165,33 +190,9 @@ class KernelRow:
             has_sinks=mask.scoring.sinks is not None,
             own_positions=mask.causal and not is_ordered,
         )
-        return not self.lacks & needed
+        return not self.lacks & needed.keys()
 
 
-# Features that not every kernel has, and why a run that needs one cannot use a kernel without it.
-FEATURES = {
-    "segments": "it has no segment ids, and these rows are packed or padded",
-    "many segments": f"it takes rows of at most {MOST_SEGMENTS} texts, and these have more",
-    "any length": "its sequences are multiples of 128, and data.sequence_length is not",
-    "window": "it has no window, and model.window is set",
-    "window to both sides": "its window is to the left, and an encoder's is to both sides",
-    "value width": "its values are as wide as its keys, and model.value_dim is set",
-    "wide values": "its values are at most as wide as its keys, and model.value_dim is more",
-    "positions": "its positions are the index, and these rows have their own",
-    "short pieces": "each device has two pieces of a row, which are multiples of 128 tokens, and"
-    " data.sequence_length / (2 mesh.context) is not",
-    "one device": "its keys pass between the devices of mesh.context, which is 1",
-    "leading": "it has no keys that all segments see, as those of adapter.kind=prompt and prefix",
-    "divided queries": "it needs all tokens of a row, and mesh.tensor x mesh.context does not"
-    " divide model.n_heads",
-    "dropout": "it has no dropout of attention weights, and model.attention_dropout is not 0",
-    "score bias": "it has no bias of the scores, and model.positions adds one",
-    "biased texts": "it has no bias of the scores of packed rows, and model.positions adds one",
-    "biased window": "it has no window beside a bias of the scores, as model.positions adds one",
-    "biased odd length": "beside a bias of the scores its sequences have even lengths",
-    "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
-    "sinks": "it has no sinks, and model.attention_sinks is set",
-}
 # Features that all kernels of cuDNN and Pallas lack.
 EVERY = frozenset({"positions", "dropout", "leading", "divided queries"})
 CUDNN = EVERY | {"many segments", "window to both sides", "wide values"}
@@ -230,13 +231,6 @@ KERNELS: Table[KernelRow] = Table(
             splash_on_mesh,
             balanced=("gather",),
         ),
-        "flash": KernelRow(
-            flash_attention,
-            "Pallas flash attention",
-            EVERY | {"soft-cap", "sinks", "window", "value width", "any length"},
-            _tpu_device,
-            on_each_device,
-        ),
         "blocked": KernelRow(
             blocked_attention,
             "blocked attention with a saved log-sum-exp",
@@ -255,7 +249,7 @@ KERNELS: Table[KernelRow] = Table(
 )
 PREFERRED = {
     "gpu": ("cudnn", "blocked", "ring", "xla"),
-    "tpu": ("tpu", "flash", "blocked", "ring", "xla"),
+    "tpu": ("tpu", "blocked", "ring", "xla"),
     "cpu": ("blocked", "xla"),
 }
 
@@ -279,30 +273,3 @@ def reads_balanced(kernel: str, mask: AttentionMask, heads: int) -> bool:
     halves = length % (2 * free_axes().get(CONTEXT, 1)) == 0
     row = KERNELS["xla" if kernel == "auto" else kernel]
     return exchange in row.balanced and mask.causal and halves and row.serves(mask, heads)
-
-
-def choose(asked: str, case: Case, failed: Mapping[str, str] = {}) -> tuple[str, str]:
-    """The name of the kernel for a training run, and a text that names and explains the choice.
-    `failed` has kernels that "auto" passes over, and why.
-
-    Raises ConfigError if the one asked for by name cannot serve the case.
-    """
-    if asked != "auto":
-        reason = KERNELS[asked].refuses(case)
-        if reason:
-            raise ConfigError(
-                f"model.attention_kernel={asked!r} cannot run here: {reason}. Choose 'auto' or"
-                " 'xla'."
-            )
-        return asked, f"{asked} ({KERNELS[asked].what}), as asked"
-    passed: list[str] = []
-    for name in PREFERRED.get(case.platform, ("xla",)):
-        reason = failed.get(name) or KERNELS[name].refuses(case)
-        if (name, case.platform) == ("blocked", "cpu") and case.model.attention_dropout_rate:
-            reason = (
-                reason or "on a CPU the dropout of attention weights is that of plain attention"
-            )
-        if not reason:
-            return name, f"{name} ({KERNELS[name].what})" + "".join(passed)
-        passed.append(f"; not {name}: {reason}")
-    raise ConfigError(f"no attention kernel serves {case}")

@@ -1,9 +1,7 @@
-"""The Pallas attention kernels for TPUs that JAX contains: splash attention, and flash attention
-for scores that have a bias."""
+"""Splash attention, the Pallas kernel for TPUs that JAX contains."""
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,17 +44,16 @@ SMALL, LARGE = Blocks(512, 512), Blocks(1024, 1024)
 # the power of two from which on the schedule of large blocks is more than 5 % shorter, forward and
 # backward, in the program that libtpu 0.0.42.1 compiles for causal rows and heads of 128
 # (`benchmarks/attention_blocks.py`). A device is listed only if large blocks fit into its vector
-# memory with heads of 256, segments, soft-caps, sinks or biases; those of flash attention do not on
-# v5e and v5p.
-LARGE_FROM = {("tpu", "v5p"): 4096, ("tpu", "v6e"): 2048, ("flash", "v6e"): 4096}
+# memory with heads of 256, segments, soft-caps and sinks.
+LARGE_FROM = {"v5p": 4096, "v6e": 2048}
 
 
-def blocks_for(kernel: str, keys: int, window: int = 0) -> Blocks:
-    """The blocks of a kernel for a number of keys and a window (0: none), on the devices of the
-    mesh in force."""
+def blocks_for(keys: int, window: int = 0) -> Blocks:
+    """The blocks for a number of keys and a window (0: none), on the devices of the mesh in
+    force."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    shortest = LARGE_FROM.get((kernel, name_of(kind) or ""))
+    shortest = LARGE_FROM.get(name_of(kind) or "")
     return LARGE if shortest and min(keys, window or keys) >= shortest else SMALL
 
 
@@ -179,7 +176,7 @@ def _splash_kernel(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     rows, keys = shape
-    limits = blocks_for("tpu", keys, mask.window)
+    limits = blocks_for(keys, mask.window)
     # A block has queries of one piece.
     pieces = 2 * devices if mask.balanced else devices
     queries, seen_keys = _dividing(rows // pieces, limits.queries), _dividing(keys, limits.keys)
@@ -227,79 +224,3 @@ def _band() -> Any:
             return allowed
 
     return Band
-
-
-def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """q [B, T, N, H], k and v [B, S, K, H] -> [B, T, N, H], with the bias of the scores.
-
-    Lengths are multiples of 128. A query that sees nothing gives 0. A bias [1, N, T, S] that is
-    shared by all rows is not repeated in memory; its gradient is, until it is summed over rows.
-    """
-    from jax.experimental.pallas.ops.tpu import flash_attention as kernels
-
-    groups, scoring = q.shape[2] // k.shape[2], mask.scoring
-    scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
-    heads_first = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]
-    # As for splash attention. The heads of keys and values are repeated after these points, so that
-    # `model.remat` stores them once.
-    heads_first = [checkpoint_name(x, n) for x, n in zip(heads_first, "qkv", strict=True)]
-    # The kernel takes batches: each row is a batch of one, [B, 1, heads, length, width].
-    queries, *shared = [x[:, None] for x in heads_first]
-    repeated = (jnp.repeat(x, groups, 2) for x in shared)
-    bias, bias_axis = scoring.bias, None
-    if bias is not None:
-        # The kernel multiplies the sum of scores and bias by the scale.
-        bias = (bias / scale).astype(q.dtype)
-        if bias.shape[0] > 1:
-            bias, bias_axis = bias[:, None], 0
-    ids = None
-    if any(side.segments is not None for side in (mask.queries, mask.keys)):
-        ids = kernels.SegmentIds(*(side_ids[:, None] for side_ids in segment_ids(mask)))
-    limits = blocks_for("flash", k.shape[1])
-    of_queries, of_keys = _dividing(q.shape[1], limits.queries), _dividing(k.shape[1], limits.keys)
-    blocks = kernels.BlockSizes(
-        block_q=of_queries,
-        block_k_major=of_keys,
-        block_k=of_keys,
-        block_b=1,
-        block_q_major_dkv=of_queries,
-        block_k_major_dkv=of_keys,
-        block_k_dkv=of_keys,
-        block_q_dkv=of_queries,
-        block_k_major_dq=of_keys,
-        block_k_dq=of_keys,
-        block_q_dq=of_queries,
-    )
-    kernel = functools.partial(
-        kernels.flash_attention, causal=mask.causal, sm_scale=scale, block_sizes=blocks
-    )
-    of_row = jax.vmap(_keeping_output(kernel), in_axes=(0, 0, 0, bias_axis, 0))
-    out = jnp.swapaxes(of_row(queries, *repeated, bias, ids)[:, 0], 1, 2)
-    return out if ids is None else jnp.where(sees_any(mask)[..., None, None], out, 0)
-
-
-def _keeping_output(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`attention`, with the name "attention" for its output and for all other arrays that its
-    backward pass takes from its forward pass.
-
-    JAX's flash attention names none of them. Its forward rule calls a function with its own
-    derivative rule, and a policy of `jax.checkpoint` sees only that call, so that the kernel would
-    run a second time before its gradients, whatever the policy.
-    """
-
-    def forward(*inputs: Any) -> tuple[jax.Array, Any]:
-        out, backward = jax.vjp(attention, *inputs)
-        named = checkpoint_name(out, "attention")
-        # Inputs have their names (q, k, v) already, and the output got its name above.
-        named_already = {id(x): x for x in jax.tree.leaves(inputs)} | {id(out): named}
-
-        def with_name(x: jax.Array) -> jax.Array:
-            if id(x) in named_already:
-                return named_already[id(x)]
-            return checkpoint_name(x, "attention")  # type: ignore[no-any-return]
-
-        return named, jax.tree.map(with_name, backward)
-
-    keeping: Any = jax.custom_vjp(attention)
-    keeping.defvjp(forward, lambda backward, gradient: backward(gradient))
-    return keeping  # type: ignore[no-any-return]

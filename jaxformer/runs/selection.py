@@ -3,7 +3,7 @@ its layers and its microbatches."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -17,7 +17,7 @@ from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.exchange import exchange_of
-from jaxformer.layers.grouped import choose_grouped
+from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS
 from jaxformer.models.stack import compute_dtype, layer_loop_of
 
 # On a CPU the activations of a microbatch take at most so many bytes of the host: a quarter of a
@@ -77,10 +77,10 @@ def with_kernel(
         context=mesh.shape["context"],
     )
     kernel: Any
-    kernel, reason = kernels.choose(model.attention_kernel, case, failed)
+    kernel, reason = attention_kernel(model.attention_kernel, case, failed)
     expert_kernel: Any = model.expert_kernel
     if model.feed_forward == "experts":
-        expert_kernel, grouped = choose_grouped(model.expert_kernel, on, capability, failed_experts)
+        expert_kernel, grouped = kernel_of_experts(expert_kernel, on, capability, failed_experts)
         reason = f"{reason}; experts: {grouped}"
     selected = dataclasses.replace(
         model,
@@ -91,6 +91,57 @@ def with_kernel(
         max_segments=segments,
     )
     return selected, reason
+
+
+def attention_kernel(
+    asked: str, case: kernels.Case, failed: Mapping[str, str] = {}
+) -> tuple[str, str]:
+    """The name of the attention kernel for a training run, and a text that names and explains the
+    choice. `failed` has kernels that "auto" passes over, and why."""
+    if case.platform == "cpu" and case.model.attention_dropout_rate:
+        reason = "on a CPU the dropout of attention weights is that of plain attention"
+        failed = {"blocked": reason, **failed}
+    order = kernels.PREFERRED.get(case.platform, ("xla",))
+    rows = kernels.KERNELS
+    setting = f"model.attention_kernel={asked!r}"
+    return _chosen(setting, asked, rows, order, lambda name: rows[name].refuses(case), failed)
+
+
+def kernel_of_experts(
+    asked: str, on: str, capability: tuple[int, ...], failed: Mapping[str, str] = {}
+) -> tuple[str, str]:
+    """As `attention_kernel`, for the kernel of experts on a platform."""
+    rows, order = GROUPED_KERNELS, PREFERRED_KERNELS[on]
+
+    def refuses(name: str) -> str:
+        return rows[name].refuses(on, capability)
+
+    return _chosen(f"model.expert_kernel={asked!r}", asked, rows, order, refuses, failed)
+
+
+def _chosen(
+    setting: str,
+    asked: str,
+    rows: Mapping[str, Any],
+    order: Sequence[str],
+    refuses: Callable[[str], str],
+    failed: Mapping[str, str],
+) -> tuple[str, str]:
+    if asked != "auto":
+        reason = refuses(asked)
+        if reason:
+            able = ["auto", *(name for name in rows if not refuses(name))]
+            raise ConfigError(
+                f"{setting} cannot run here: {reason}. Choose {' or '.join(map(repr, able))}."
+            )
+        return asked, f"{asked} ({rows[asked].what}), as asked"
+    passed = ""
+    for name in order:
+        reason = failed.get(name) or refuses(name)
+        if not reason:
+            return name, f"{name} ({rows[name].what}){passed}"
+        passed += f"; not {name}: {reason}"
+    raise ConfigError(f"{setting}: no kernel runs here{passed}.")
 
 
 def microbatches_of(train: TrainConfig, row_bytes: float, mesh: AnyMesh) -> int:

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import itertools
 import json
 import math
 from pathlib import Path
@@ -199,19 +198,18 @@ def test_the_blocks_of_kernels_are_those_of_the_shortest_schedule() -> None:
     for device, kind in KINDS_OF_TPU.items():
         on = AbstractDevice(kind, num_cores=1, platform="tpu")
         mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=on)
-        for kernel, length in itertools.product(("tpu", "flash"), blocks.LENGTHS):
+        for length in blocks.LENGTHS:
             with jax.sharding.use_abstract_mesh(mesh):
-                chosen = pallas.blocks_for(kernel, length)
-                assert pallas.blocks_for(kernel, length, 1024) == pallas.SMALL
+                chosen = pallas.blocks_for(length)
+                assert pallas.blocks_for(length, 1024) == pallas.SMALL
             large = False
             # With all that a kernel is given, large blocks have to fit.
-            if "error" not in rows[f"{device}_{kernel}_256_1024x1024_packed"]:
+            if "error" not in rows[f"{device}_256_1024x1024_packed"]:
                 sums = [
-                    blocks.total(rows[f"{device}_{kernel}_128_{size}"], length)
+                    blocks.total(rows[f"{device}_128_{size}"], length)
                     for size in ("512x512", "1024x1024")
                 ]
                 large = sums[1] < 0.95 * sums[0]
             assert chosen == (pallas.LARGE if large else pallas.SMALL)
-    for kernel in ("tpu", "flash"):
-        assert "error" not in rows[f"v5e_{kernel}_256_512x512_packed"]
-    assert pallas.blocks_for("tpu", 2**20) == pallas.SMALL  # without a mesh on this CPU
+    assert "error" not in rows["v5e_256_512x512_packed"]
+    assert pallas.blocks_for(2**20) == pallas.SMALL  # without a mesh on this CPU

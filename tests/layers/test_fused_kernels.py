@@ -1,14 +1,12 @@
 """The kernels on masks of every kind, forward and backward, beside float32 mathematics. Those of
 Pallas are interpreted on a CPU."""
 
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pallas_kernels
 from products import slow_but
 
 from jaxformer.layers import blocked, pallas
@@ -87,13 +85,6 @@ def assert_same(kernel, arrays, mask, reference=plain):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-5 * float(np.abs(b).max()) + 1e-6)
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Pallas computes by the rows of its grid; the interpreter of TPUs does not know `jax.vmap`."""
-    call = pallas_kernels.pallas_call
-    monkeypatch.setattr(pallas_kernels, "pallas_call", functools.partial(call, interpret=True))
-
-
 # Of each kind packed and not, with a window and without, and each number of heads.
 SPLASHED = [
     ("decoder", 1, 20, 2),
@@ -120,23 +111,6 @@ def test_splash_attention_scores_as_plain_attention_does_over_several_blocks(
 ):
     monkeypatch.setattr(pallas, "blocks_for", lambda *_: pallas.Blocks(128, 128))
     assert_same("tpu", *the_case("decoder", packed, 150, 2, scoring, LONG))
-
-
-FLASHED = [
-    ("decoder", "bias of each row", True, 2),
-    ("cross", "plain", False, 4),
-    ("encoder", "bias of each row", False, 1),
-    ("encoder", "plain", True, 2),
-    ("cross", "bias", True, 1),
-]
-
-
-@pytest.mark.parametrize("kind, scoring, packed, kv_heads", slow_but(FLASHED, *FLASHED[:2]))
-def test_flash_attention_is_plain_attention(
-    kind, scoring, packed, kv_heads, interpreted, monkeypatch
-):
-    monkeypatch.setattr(pallas, "blocks_for", lambda *_: pallas.Blocks(128, 128))
-    assert_same("flash", *the_case(kind, packed, 0, kv_heads, scoring, LONG))
 
 
 # Each kind and each scoring.

@@ -13,8 +13,9 @@ from products import fewest, slow_but
 
 from jaxformer.files import ConfigError
 from jaxformer.layers import grouped_pallas
-from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS, GroupedRows, choose_grouped
+from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS, GroupedRows
 from jaxformer.runs.kernel_check import uneven_sizes
+from jaxformer.runs.selection import kernel_of_experts
 
 H100 = (9, 0)
 # Rows, depth, width, and the sizes of groups: odd ones, empty groups first, last and between, rows
@@ -163,29 +164,31 @@ def test_a_kernel_lowers_for_its_platform(kernel, target, call, device):
 
 
 def test_auto_takes_the_first_kernel_that_runs_and_says_why_not_another():
-    every = {platform: choose_grouped("auto", platform, H100)[0] for platform in PREFERRED_KERNELS}
+    every = {
+        platform: kernel_of_experts("auto", platform, H100)[0] for platform in PREFERRED_KERNELS
+    }
     assert every == {"cpu": "loop", "gpu": "gpu", "tpu": "tpu"}
-    name, text = choose_grouped("auto", "gpu", (7, 5))
+    name, text = kernel_of_experts("auto", "gpu", (7, 5))
     assert name == "loop"
     assert text.endswith("; not gpu: it needs compute capability 8.0, and this device has 7.5")
     failed = {"tpu": "its check failed", "ragged": "so did its"}
-    name, text = choose_grouped("auto", "tpu", H100, failed)
+    name, text = kernel_of_experts("auto", "tpu", H100, failed)
     assert name == "loop"
     assert text.endswith("; not tpu: its check failed; not ragged: so did its")
     failed = dict.fromkeys(GROUPED_KERNELS, "failed")
-    with pytest.raises(ConfigError, match="no kernel of experts"):
-        choose_grouped("auto", "cpu", H100, failed)
-    assert choose_grouped("auto", "cpu", H100, {"loop": "failed"})[0] == "xla"
+    with pytest.raises(ConfigError, match=r"expert_kernel.*no kernel runs here"):
+        kernel_of_experts("auto", "cpu", H100, failed)
+    assert kernel_of_experts("auto", "cpu", H100, {"loop": "failed"})[0] == "xla"
 
 
 def test_a_kernel_of_another_platform_is_one_message():
     with pytest.raises(ConfigError) as caught:
-        choose_grouped("tpu", "cpu", H100)
+        kernel_of_experts("tpu", "cpu", H100)
     assert str(caught.value) == (
         "model.expert_kernel='tpu' cannot run here: it needs a tpu, and this device is a cpu."
         " Choose 'auto' or 'xla' or 'loop' or 'ragged'."
     )
-    assert choose_grouped("ragged", "cpu", H100) == (
+    assert kernel_of_experts("ragged", "cpu", H100) == (
         "ragged",
         "ragged (XLA's ragged product), as asked",
     )

@@ -3,6 +3,7 @@ where it does not."""
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.layers import cudnn, kernels
 from jaxformer.layers.blocked import blocked_attention
-from jaxformer.layers.kernels import KERNELS, Case, attend, choose, plain
+from jaxformer.layers.kernels import KERNELS, Case, attend, plain
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
 from jaxformer.runs.kernel_check import check_attention, checked_lengths, with_proven_kernel
 from jaxformer.runs.resolve import resolve_without_data
+from jaxformer.runs.selection import attention_kernel
 
 
 def arrays(*shapes, seed=0):
@@ -252,9 +254,8 @@ ENCODER = {"family": "encoder"}
         (case("tpu", window=8, **ENCODER), "tpu", ""),
         (case("tpu", value_dim=32, attention_soft_cap=30.0), "tpu", ""),
         (case("tpu", attention_sinks=True), "tpu", ""),
-        (case("tpu", positions="t5"), "flash", "bias of the scores"),
-        (case("tpu", positions="t5", length=100), "blocked", "multiples of 128"),
-        (case("tpu", dropout=0.1), "blocked", "not flash: it has no dropout"),
+        (case("tpu", positions="t5"), "blocked", "not tpu: it has no bias of the scores"),
+        (case("tpu", dropout=0.1), "blocked", "not tpu: it has no dropout"),
         (case("cpu"), "blocked", ""),
         (case("cpu", window=8, value_dim=32), "blocked", ""),
         (case("cpu", dropout=0.1), "xla", "not blocked: on a CPU the dropout"),
@@ -265,7 +266,7 @@ ENCODER = {"family": "encoder"}
 def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_why(
     case, expected, why
 ):
-    name, sentence = choose("auto", case)
+    name, sentence = attention_kernel("auto", case)
     assert name == expected and sentence.startswith(expected) and why in sentence
 
 
@@ -274,7 +275,6 @@ def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_wh
     [
         ("cudnn", case("cpu"), "needs an NVIDIA GPU"),
         ("tpu", case("cpu"), "needs a TPU"),
-        ("flash", case("tpu", window=8), "window"),
         ("cudnn", case(segments=99), "at most 64 texts"),
         ("tpu", case("tpu", positions="alibi"), "bias of the scores"),
         ("cudnn", case(positions="alibi", segments=9), "packed rows"),
@@ -283,15 +283,15 @@ def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_wh
     ],
 )
 def test_a_kernel_asked_for_by_name_is_refused_where_it_cannot_run(asked, case, why):
-    assert choose("xla", case)[0] == "xla"
+    assert attention_kernel("xla", case)[0] == "xla"
     with pytest.raises(jf.ConfigError, match=rf"{asked}.*{why}"):
-        choose(asked, case)
+        attention_kernel(asked, case)
 
 
 def test_packed_rows_are_refused_in_a_version_of_jax_whose_entry_is_not_known(monkeypatch):
     cudnn._entry.cache_clear()
     monkeypatch.setattr(jax, "__version_info__", (0, 14, 0))
-    name, sentence = choose("auto", case(segments=9))
+    name, sentence = attention_kernel("auto", case(segments=9))
     cudnn._entry.cache_clear()
     assert name == "blocked" and "known in versions 0.10 to 0.12" in sentence
 
@@ -302,17 +302,17 @@ CACHED = TokenLayout(ORDERED.positions, SEGMENTS.segments)
 SHORT = layout_of(jnp.zeros((1, 64), jnp.int32), None, None)
 ODD = layout_of(jnp.zeros((1, 127), jnp.int32), None, None)
 BIASED = Scoring(bias=jnp.ones((1, 2, 128, 128)))
-ALL = {"cudnn", "tpu", "flash", "blocked"}
+ALL = {"cudnn", "tpu", "blocked"}
 CALLS = {  # a call that a kernel may meet, and the kernels that serve it
     "a row": (AttentionMask(ORDERED, ORDERED), ALL),
     "both ways": (AttentionMask(ORDERED, ORDERED, causal=False), ALL),
     "packed rows": (AttentionMask(SEGMENTS, SEGMENTS), ALL - {"cudnn"}),
     "packed rows of a bound": (AttentionMask(SEGMENTS, SEGMENTS, max_segments=8), ALL),
     "a padded source": (AttentionMask(ORDERED, SEGMENTS, causal=False, max_segments=1), ALL),
-    "a short row": (AttentionMask(SHORT, SHORT), ALL - {"flash"}),
+    "a short row": (AttentionMask(SHORT, SHORT), ALL),
     "a cache": (AttentionMask(ORDERED, CACHED, max_segments=1), {"blocked"}),
     "positions": (AttentionMask(CACHED, CACHED, max_segments=1), {"blocked"}),
-    "a window": (AttentionMask(ORDERED, ORDERED, window=8), ALL - {"flash"}),
+    "a window": (AttentionMask(ORDERED, ORDERED, window=8), ALL),
     "a window to both sides": (
         AttentionMask(ORDERED, ORDERED, causal=False, window=8),
         {"tpu", "blocked"},
@@ -324,7 +324,7 @@ CALLS = {  # a call that a kernel may meet, and the kernels that serve it
     ),
     "a bias of packed rows": (
         AttentionMask(SEGMENTS, SEGMENTS, scoring=BIASED, max_segments=2),
-        {"flash", "blocked"},
+        {"blocked"},
     ),
     "a bias and a window": (AttentionMask(ORDERED, ORDERED, window=8, scoring=BIASED), {"blocked"}),
     "a bias of an odd number of keys": (
@@ -358,7 +358,23 @@ def test_a_call_that_a_kernel_cannot_serve_goes_the_plain_way(kernel, call, monk
 
 
 def test_a_kernel_lacks_features_that_are_known():
-    assert all(row.lacks <= kernels.FEATURES.keys() for row in KERNELS.values())
+    known = kernels.features_of(
+        lengths=(1, 1),
+        exchanges=("gather", "none"),
+        context=2,
+        segments=math.inf,
+        causal=False,
+        window=1,
+        leading=1,
+        has_dropout=True,
+        is_biased=True,
+        has_soft_cap=True,
+        has_sinks=True,
+        own_positions=True,
+        has_wide_values=True,
+    )
+    lacked = frozenset.union(*(row.lacks for row in KERNELS.values()))
+    assert lacked == known.keys()
 
 
 def products_of(jaxpr):

@@ -33,13 +33,11 @@ DEVICES = {
     "gpu": AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
     "tpu": AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu"),
 }
-KERNELS = [("tpu", "tpu"), ("tpu", "flash"), ("gpu", "blocked"), ("tpu", "blocked")]
-CALLS = {"tpu": "tpu_custom_call", "flash": "tpu_custom_call", "cudnn": "__cudnn$fmha"}
+KERNELS = [("tpu", "tpu"), ("gpu", "blocked"), ("tpu", "blocked")]
+CALLS = {"tpu": "tpu_custom_call", "cudnn": "__cudnn$fmha"}
 
 
-def a_run(family, kernel, remat="none", positions=""):
-    # The kernel "flash" is chosen for biases of scores.
-    positions = positions or ("alibi" if kernel == "flash" else "rope")
+def a_run(family, kernel, remat="none", positions="rope"):
     model = ModelConfig(
         family=family,
         vocab_size=512,
@@ -137,12 +135,7 @@ def calls(platform, kernel, remat):
 
 @pytest.mark.parametrize(
     "platform, kernel, remat",
-    [
-        ("tpu", "tpu", "names"),
-        ("tpu", "flash", "full"),
-        pytest.param("tpu", "flash", "names", marks=pytest.mark.slow),
-        pytest.param("gpu", "blocked", "full", marks=pytest.mark.slow),
-    ],
+    [("tpu", "tpu", "names"), pytest.param("gpu", "blocked", "full", marks=pytest.mark.slow)],
 )
 def test_remat_computes_fused_attention_no_more_often(platform, kernel, remat):
     """A step runs each kernel as often with remat as without."""

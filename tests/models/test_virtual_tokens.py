@@ -17,6 +17,7 @@ import jaxformer as jf
 from jaxformer.layers import kernels
 from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.models.virtual import prefix_of
+from jaxformer.runs.selection import attention_kernel
 
 
 def gradients(params, config, batch):
@@ -231,13 +232,13 @@ def test_attention_maps_show_virtual_tokens_first():
 
 def test_the_kernel_of_a_run_takes_a_prefix_or_says_why_not():
     case = kernels.Case("gpu", "bfloat16", 128, 0, jf.ModelConfig(d_model=64, n_heads=1), leading=4)
-    name, reason = kernels.choose("auto", case)
+    name, reason = attention_kernel("auto", case)
     assert name == "blocked" and "not cudnn: it has no keys that all segments see" in reason
-    assert kernels.choose("auto", case._replace(leading=0))[0] == "cudnn"
-    for named in ("cudnn", "tpu", "flash"):
+    assert attention_kernel("auto", case._replace(leading=0))[0] == "cudnn"
+    for named in ("cudnn", "tpu"):
         assert "leading" in kernels.KERNELS[named].lacks
     with pytest.raises(jf.ConfigError, match="'cudnn' cannot run here: it has no keys that all"):
-        kernels.choose("cudnn", case)
+        attention_kernel("cudnn", case)
     layout = TokenLayout(jnp.arange(128)[None], ordered=True)
     mask = AttentionMask(layout, layout, leading=4)
     assert not kernels.KERNELS["cudnn"].serves(mask, heads=4)
