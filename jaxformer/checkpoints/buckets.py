@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from etils import epath
 
-from jaxformer.files import ConfigError, is_remote, write_text
+from jaxformer.files import ConfigError, is_remote, located, write_text
 
 MARKER = "commit_success.txt"  # Orbax's name for it
 SCHEMES = ("gs", "s3")  # for which both epath and TensorStore have a driver
@@ -37,9 +37,8 @@ def require_bucket(folder: Path) -> None:
             f"checkpoints cannot be saved to {folder}: Orbax saves to disks, gs:// and s3://."
             " Choose a run.dir there."
         )
-    store, path = _store_of(folder)
-    bucket = path.split("/")[0]
-    if not store.exists(bucket):
+    bucket = str(folder).split("/")[2]
+    if not located(f"{str(folder).partition('://')[0]}://{bucket}").exists():
         raise ConfigError(
             f"{folder} cannot be written: there is no bucket {bucket}, or it may not be listed with"
             " these credentials. Create it, or choose another run.dir."
@@ -48,18 +47,15 @@ def require_bucket(folder: Path) -> None:
 
 def marked_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints that have their marker, ascending."""
-    steps = _step_names(folder)
-    store, path = _store_of(folder)
-    return sorted(int(name) for name in steps if store.exists(f"{path}/{name}/{MARKER}"))
+    return sorted(int(path.name) for path in _steps(folder) if (path / MARKER).exists())
 
 
 def remove_unmarked(folder: Path) -> None:
     """Removes what a killed run left of an unfinished save, and of checkpoints that it was
     deleting."""
-    store, path = _store_of(folder)
-    for name in _step_names(folder):
-        if not store.exists(f"{path}/{name}/{MARKER}"):
-            store.rm(f"{path}/{name}", recursive=True)
+    for path in _steps(folder):
+        if not (path / MARKER).exists():
+            path.remove()
 
 
 def copy_aside(checkpoint: Path, target: Path, reason: str) -> None:
@@ -68,34 +64,21 @@ def copy_aside(checkpoint: Path, target: Path, reason: str) -> None:
     The copy is complete once it has its DAMAGE, and the checkpoint stays one until its marker is
     deleted after that: a run that is killed in between copies it again when it continues.
     """
-    store, source = _store_of(checkpoint)
-    copies = _store_of(target)[1]
-    for name in object_names(checkpoint):
-        store.cp_file(f"{source}/{name}", f"{copies}/{name}")
+    source, copy = cast(Any, checkpoint), cast(Any, target)
+    copy.copy_from(source)
     write_text(target / DAMAGE, reason + "\n")
-    store.rm_file(f"{source}/{MARKER}")
-    store.rm(source, recursive=True)
+    (checkpoint / MARKER).unlink()
+    source.remove()
 
 
-def object_names(folder: Path) -> list[str]:
-    """The names of all objects below a folder of a bucket, relative to it, by one listing."""
-    store, path = _store_of(folder)
-    return [name.removeprefix(f"{path}/") for name in store.find(path)]
-
-
-def _step_names(folder: Path) -> list[str]:
-    store, path = _store_of(folder)
+def _steps(folder: Path) -> list[Any]:
+    """The paths of checkpoints, unfinished ones too."""
     try:
-        names = [str(name).rstrip("/").split("/")[-1] for name in store.ls(path, detail=False)]
+        entries = cast(Any, folder).entries()
     except FileNotFoundError:
         return []
-    return [name for name in names if name.isascii() and name.isdecimal()]
-
-
-def _store_of(folder: Path) -> tuple[Any, str]:
-    """The fsspec file system of a folder, and the folder's path in it."""
-    remote = cast(Any, folder)
-    return remote.fs, remote.path.rstrip("/")
+    names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries]
+    return [folder / name for name in names if name.isascii() and name.isdecimal()]
 
 
 @functools.cache

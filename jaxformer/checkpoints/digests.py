@@ -17,13 +17,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.checkpoints.buckets import object_names
 from jaxformer.files import is_remote
 
 WORD = np.uint32
@@ -91,17 +90,11 @@ def digest_on_host(array: np.ndarray[Any, Any]) -> str:
 def file_digest(path: Path) -> FileDigest:
     """The size and the CRC-32 of a file. Raises OSError where it cannot be read."""
     size, crc = 0, 0
-    with _opened(path) as file:
+    # A file of a disk needs no buffer, and an object is read in ranges.
+    with path.open("rb", buffering=READ_OF_A_BUCKET if is_remote(path) else 0) as file:
         while block := file.read(READ_AT_ONCE):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return [size, crc]
-
-
-def _opened(path: Path) -> BinaryIO:
-    """A file without a buffer, or an object of a bucket, which is read in ranges."""
-    if is_remote(path):
-        return path.open("rb", buffering=READ_OF_A_BUCKET)
-    return open(path, "rb", buffering=0)
 
 
 def write_file_digests(checkpoint: Path) -> None:
@@ -116,7 +109,8 @@ def write_file_digests(checkpoint: Path) -> None:
 
 def _names_of_files(checkpoint: Path, folder: str) -> list[str]:
     if is_remote(checkpoint):
-        return [f"{folder}/{name}" for name in object_names(checkpoint / folder)]
+        below: Any = checkpoint / folder
+        return [f"{folder}/{name}" for name in below.names_below()]
     paths = (path for path in (checkpoint / folder).rglob("*") if path.is_file())
     return [path.relative_to(checkpoint).as_posix() for path in paths]
 

@@ -318,8 +318,7 @@ def saved_steps(run_dir: Path) -> list[int]:
     """Steps of the finished checkpoints in a run directory, ascending. Unfinished ones have other
     names, or, in a bucket, no marker. Raises ConfigError where a bucket cannot be listed."""
     if is_remote(run_dir):
-        with store_errors(run_dir / "checkpoints", "read"):
-            return marked_steps(run_dir / "checkpoints")
+        return marked_steps(run_dir / "checkpoints")
     return sorted(
         int(entry.name)
         for entry in (run_dir / "checkpoints").glob("*")

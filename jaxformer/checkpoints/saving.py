@@ -99,8 +99,7 @@ class Checkpoints:
         self._read_back = False
         require_savable(self.folder)
         if is_remote(self.folder):
-            with store_errors(self.folder, "written"):
-                require_bucket(self.folder)
+            require_bucket(self.folder)
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -233,8 +232,7 @@ def set_aside(folder: Path, damaged: Mapping[int, str], log: Callable[[str], Non
             number += 1
             target = folder / f"damaged-{step}-{number}"
         if is_remote(folder):
-            with store_errors(target, "written"):
-                copy_aside(folder / str(step), target, damaged[step])
+            copy_aside(folder / str(step), target, damaged[step])
         else:
             (folder / str(step)).rename(target)
             write_text(target / DAMAGE, damaged[step] + "\n", follow=False)

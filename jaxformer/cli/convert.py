@@ -14,7 +14,7 @@ from jaxformer.adapters.adapted_params import merge
 from jaxformer.adapters.low_rank import is_adapted
 from jaxformer.arrays.params import is_custom
 from jaxformer.cli.arguments import ConvertArguments
-from jaxformer.files import ConfigError, is_remote, located, read_object, store_errors
+from jaxformer.files import ConfigError, is_remote, located, read_object
 from jaxformer.files.uploads import LocalFolder
 from jaxformer.interop.hf_config import is_pretrained
 from jaxformer.interop.logit_parity import compare, require_transformers
@@ -33,12 +33,11 @@ def run(args: ConvertArguments) -> int:
         require_transformers()
     target = args.target
     to_run = is_pretrained(args.source) and not is_adapter(args.source)
-    with store_errors(target, "read"):
-        if not is_remote(target):
-            # What a conversion that was killed has left.
-            shutil.rmtree(target / UNFINISHED, ignore_errors=True)
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ConfigError(f"{target} is not empty: choose a new directory.")
+    if not is_remote(target):
+        # What a conversion that was killed has left.
+        shutil.rmtree(target / UNFINISHED, ignore_errors=True)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is not empty: choose a new directory.")
     model = load(args.source, args.step, weights=args.weights)
     has_adapter = any(map(is_adapted, jax.tree.leaves(model.params, is_leaf=is_adapted)))
     if args.merge and not has_adapter:

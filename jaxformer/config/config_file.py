@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import os
 import re
 import sys
 import traceback
@@ -15,7 +14,7 @@ from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig, flat, from_json, suggestion
 from jaxformer.config.settings import VOLATILE, choices, step_range
-from jaxformer.files import ConfigError, is_remote, located, read_text, store_errors
+from jaxformer.files import ConfigError, is_remote, located, read_text
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 
@@ -88,9 +87,7 @@ def read_config(path: str | Path) -> RunConfig:
     if not name.isidentifier() or located(path).exists():
         file, name = str(path), ""
     source = located(file)
-    with store_errors(source, "read"):
-        is_file = source.is_file() if is_remote(source) else os.path.isfile(source)
-    if not is_file:
+    if not source.is_file():
         raise ConfigError(
             f"config {file}: no such file. Give a Python file that defines `config`, as in"
             " configs/quickstart.py."

@@ -33,14 +33,7 @@ import numpy as np
 
 from jaxformer.config.settings import Log
 from jaxformer.data.documents import Piece, hash_fraction
-from jaxformer.files import (
-    ConfigError,
-    is_remote,
-    make_directory,
-    read_object,
-    replacing,
-    write_text,
-)
+from jaxformer.files import ConfigError, is_remote, read_object, replacing, write_text
 from jaxformer.files.copies import local_copies, local_copy, version_if_there
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import in_batches
@@ -83,7 +76,7 @@ def claimed(directory: Path, log: Log) -> Iterator[bool]:
 def make_folder(directory: Path) -> None:
     """Makes a directory of the cache."""
     try:
-        make_directory(directory)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"data.cache_dir: {directory} cannot be made ({error.strerror or error}): set"

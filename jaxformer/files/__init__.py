@@ -14,9 +14,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxformer.files.stores import explained, opened_url
-
 LOCK = ".lock"  # the file in a run directory that the process of the run locks
+REASON_CHARACTERS = 300  # of the message of an error of a store
 MOST_DIGITS = 300  # of a whole number in a JSON file: more overflow a float
 
 
@@ -29,10 +28,10 @@ def located(text: str | Path) -> Path:
     a URL such as gs://bucket/run. Raises ConfigError where nothing here opens such URLs."""
     if not isinstance(text, str) or not is_remote(text):
         return Path(text) if isinstance(text, str) else text
-    try:
-        return opened_url(text)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    # Imported here, because its packages take 80 ms and a run on a disk needs none.
+    from jaxformer.files.stores import opened_url
+
+    return opened_url(text)
 
 
 def is_remote(path: str | Path) -> bool:
@@ -42,26 +41,50 @@ def is_remote(path: str | Path) -> bool:
 
 
 @contextlib.contextmanager
-def store_errors(path: Path, action: str) -> Iterator[None]:
+def store_errors(
+    path: Path, action: str, expected: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Turns an error of the store of a URL into one ConfigError: `path` cannot be `action`, such as
-    "read". Errors of a local path, and ConfigError, go on as they are."""
+    "read". Errors of a local path, ConfigError and `expected` ones go on as they are. The methods
+    of a path do so themselves; this is for libraries that read a URL in their own way."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, ConfigError) or not is_remote(path):
+        if not is_remote(path) or isinstance(error, (ConfigError, *expected)):
             raise
         raise ConfigError(f"{path} cannot be {action} {explained(error)}.") from error
 
 
+def explained(error: BaseException) -> str:
+    """The reason, in parentheses, for what a store or its library raised once all tries were over,
+    and what to do."""
+    reason = " ".join(str(error).split())[:REASON_CHARACTERS] or type(error).__name__
+    return (
+        f"({reason}): look whether the bucket exists (jaxformer makes none), whether its region is"
+        " that of AWS_DEFAULT_REGION, whether the credentials are valid and may list, read, write"
+        " and delete objects there, and whether the network reaches it; start the same command"
+        " again"
+    )
+
+
 def lexists(path: Path) -> bool:
     """Whether there is anything of this name: a file, a directory, a link or an object."""
-    return path.exists() if is_remote(path) else os.path.lexists(path)
+    return path.is_symlink() or path.exists()
 
 
-def make_directory(path: Path) -> None:
-    """Makes a directory, with those above it, where it is missing. A store needs none."""
-    if not is_remote(path):
-        path.mkdir(parents=True, exist_ok=True)
+def move_into(folder: Path, paths: Sequence[Path]) -> None:
+    """Moves files and directories into a directory beside them, which is made; a link is moved
+    itself. Objects of a store are all copied before the first one is removed."""
+    if not is_remote(folder):
+        folder.mkdir(exist_ok=True)
+        for path in paths:
+            path.rename(folder / path.name)
+        return
+    objects: Any = paths
+    for path in objects:
+        (folder / path.name).copy_from(path)
+    for path in objects:
+        path.remove()
 
 
 @contextlib.contextmanager
@@ -80,9 +103,8 @@ def replacing(
         with tempfile.NamedTemporaryFile() as file:
             yield file  # type: ignore[misc]
             file.flush()
-            with store_errors(path, "written"):
-                store: Any = path
-                store.fs.put_file(file.name, store.path)
+            store: Any = path
+            store.put(file.name)
         return
     draft = None
     try:
@@ -164,12 +186,11 @@ def read_file(path: Path, advice: str = "restore it, or remove it") -> bytes:
     """The bytes of a file. Raises ConfigError, with `advice`, where it cannot be read, and for a
     pipe or a device, which may never end."""
     try:
-        with store_errors(path, "read"):
-            if not path.exists():
-                raise ConfigError(f"{path} does not exist: {advice}.")
-            if not path.is_file():
-                raise ConfigError(f"{path} is {_kind_of(path)} and not a file: {advice}.")
-            return path.read_bytes()
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist: {advice}.")
+        if not path.is_file():
+            raise ConfigError(f"{path} is {_kind_of(path)} and not a file: {advice}.")
+        return path.read_bytes()
     except ConfigError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL

@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from jaxformer.files import ConfigError, append_to, is_remote, read_file, replacing, store_errors
+from jaxformer.files import ConfigError, append_to, is_remote, read_file, replacing
 
 SECONDS = 5.0  # between two puts; Google Cloud refuses more than one a second of one object
 BYTES_PER_SECOND = 1 << 20  # that puts take on average at most: large objects are put more rarely
@@ -39,8 +39,7 @@ class AppendedObject:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with store_errors(path, "read"):
-            exists = path.exists()
+        exists = path.exists()
         self._content = bytearray(read_file(path) if exists else b"")
         self._unput, self._failure = False, ""
         self._lock, self._closing = threading.RLock(), threading.Event()

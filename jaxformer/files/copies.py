@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from jaxformer.files import ConfigError, is_remote, located, replacing, store_errors
+from jaxformer.files import ConfigError, is_remote, replacing, store_errors
 
 VARIABLE, DEFAULT = "JAXFORMER_COPIES", "~/.cache/jaxformer/copies"
 RANGE_BYTES = 16 << 20  # that one request asks for
@@ -52,8 +52,8 @@ def version_if_there(path: Path) -> ObjectVersion | None:
         status = path.stat()
         return ObjectVersion(status.st_size, str(status.st_mtime_ns))
     store: Any = path
-    with store_errors(path, "read"), contextlib.suppress(FileNotFoundError):
-        entry = store.fs.info(store.path)
+    with contextlib.suppress(FileNotFoundError):
+        entry = store.entry()
         if entry["type"] == "file":
             return version_in(entry)
     return None
@@ -78,7 +78,7 @@ def opened(path: Path, version: ObjectVersion | None = None) -> Iterator[BinaryI
     except ConfigError as error:
         failure = error
     # Another version may be the cause of a failure.
-    if version_of(located(str(path))) != version:
+    if version_of(path) != version:
         raise ConfigError(
             f"{path} was replaced while it was read: run again when it no longer changes."
         ) from failure
@@ -128,11 +128,9 @@ def local_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Path:
     if not is_remote(folder):
         return folder
     store: Any = folder
-    with store_errors(folder, "listed"):
-        entries = store.fs.ls(store.path, detail=True)
     versions = {
         entry["name"].rpartition("/")[2]: version_in(entry)
-        for entry in entries
+        for entry in store.entries()
         if entry["type"] == "file"
     }
     directory = _folder(folder, f"{folder} {sorted(versions.items())}")

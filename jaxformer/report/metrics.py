@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
-from jaxformer.files import ConfigError, lexists, located, make_directory, read_file, replacing
+from jaxformer.files import ConfigError, lexists, located, read_file, replacing
 from jaxformer.files.appended import open_appended
 from jaxformer.report.trackers import Tracker, chosen_tracker
 
@@ -69,7 +69,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     ) -> None:
         began = time.monotonic() if began is None else began
         self.path = located(run_dir) / FILE
-        make_directory(self.path.parent)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         remaining = list[LoggedLine]()
         if lexists(self.path):
             # A symbolic link may lead nowhere.

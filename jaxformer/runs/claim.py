@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxformer.files import ConfigError, read_object, store_errors, write_text
-from jaxformer.files.stores import put_new
+from jaxformer.files import ConfigError, read_object, write_text
 
 CLAIM = "claim.json"
 RENEWAL = 10.0  # seconds between two renewals
@@ -92,16 +91,15 @@ def is_claimed(folder: Path) -> bool:
 
 
 def _put(path: Path, record: dict[str, Any]) -> bool:
-    with store_errors(path, "written"):
-        return put_new(path, json.dumps(record | {"renewed": time.time()}).encode())
+    store: Any = path
+    return bool(store.put_new(json.dumps(record | {"renewed": time.time()}).encode()))
 
 
 def _read(path: Path) -> dict[str, Any]:
     """The record of a claim; empty where there is none. Raises ConfigError."""
     for attempt in range(READINGS):
-        with store_errors(path, "read"):
-            if not path.exists():
-                return {}
+        if not path.exists():
+            return {}
         try:
             return read_object(path, "remove it if no process trains there")
         except ConfigError:
@@ -112,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _remove(path: Path) -> None:
-    with store_errors(path, "removed"), contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):
         path.unlink()
 
 

@@ -24,11 +24,10 @@ from jaxformer.files import (
     is_remote,
     lexists,
     located,
+    move_into,
     read_object,
-    store_errors,
     write_text,
 )
-from jaxformer.files.stores import move_objects
 from jaxformer.report import read_metrics
 from jaxformer.runs.claim import claimed
 from jaxformer.tokenizer import Tokenizer
@@ -114,12 +113,11 @@ def lock(run_dir: str, restart: bool) -> Iterator[None]:
 
 def _prepare(folder: Path, restart: bool) -> None:
     """Makes ready a directory that is locked."""
-    with store_errors(folder, "read"):
-        if restart:
-            move_away(folder)
-        require_no_links(folder)
-        if (folder / "metrics.jsonl").is_file() and not any(folder.glob("checkpoints/*")):
-            require_checkpoints(folder)
+    if restart:
+        move_away(folder)
+    require_no_links(folder)
+    if (folder / "metrics.jsonl").is_file() and not any(folder.glob("checkpoints/*")):
+        require_checkpoints(folder)
 
 
 def require_no_links(folder: Path) -> None:
@@ -237,16 +235,12 @@ def move_away(folder: Path) -> None:
     """Moves what a run has written in a directory into a directory there, `before-1` or the next
     free number. Nothing is removed, and a link is moved itself. Objects of a store are all copied
     before the first one is removed."""
-    names = [name for name in FILES_OF_A_RUN if lexists(folder / name)]
+    paths = [folder / name for name in FILES_OF_A_RUN if lexists(folder / name)]
     number = 1
     while lexists(folder / f"before-{number}"):
         number += 1
-    if is_remote(folder):
-        move_objects([folder / name for name in names], folder / f"before-{number}")
-        return
-    for name in names:
-        (folder / f"before-{number}").mkdir(exist_ok=True)
-        (folder / name).rename(folder / f"before-{number}" / name)
+    if paths:
+        move_into(folder / f"before-{number}", paths)
 
 
 def require_checkpoints(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from jaxformer.files import ConfigError, located, store_errors, write_text
+from jaxformer.files import ConfigError, located, write_text
 from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, is_gpt2
 from jaxformer.tokenizer.encoding import Encoder, pattern_of
 from jaxformer.tokenizer.frame import Frame, Slot
@@ -140,14 +140,13 @@ class Tokenizer:
         generation_config.json and config.json, in this order, or follow from their names. Warns of
         Mistral's files that split text by another model's pattern."""
         location = _stated(path)
-        with store_errors(location, "read"):
-            file = tokenizer_file(location)
-            backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
-            # A directory may hold many files of other names, whose settings are not in it.
-            if file.name not in (TOKENIZER_FILE, VOCABULARY_FILE):
-                return cls(backend, str(file))
-            _warn_of_wrong_pattern(file.parent, backend)
-            return cls(backend, str(file), TokenizerMetadata.read(file.parent, backend))
+        file = tokenizer_file(location)
+        backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
+        # A directory may hold many files of other names, whose settings are not in it.
+        if file.name not in (TOKENIZER_FILE, VOCABULARY_FILE):
+            return cls(backend, str(file))
+        _warn_of_wrong_pattern(file.parent, backend)
+        return cls(backend, str(file), TokenizerMetadata.read(file.parent, backend))
 
     @classmethod
     def find(cls, folder: Path) -> "Tokenizer | None":

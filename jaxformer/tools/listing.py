@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.config.config_file import read_config
-from jaxformer.files import LOCK, ConfigError, is_remote, store_errors
+from jaxformer.files import LOCK, ConfigError, is_remote
 from jaxformer.report.metrics import FILE, read_metrics
 from jaxformer.runs.claim import is_claimed
 
@@ -35,9 +35,7 @@ class ListedRun(NamedTuple):
 def runs_below(folder: Path) -> Iterator[ListedRun | ConfigError]:
     """The runs in a directory and those below it, by their paths; for one that cannot be read, the
     reason. Links are not followed. Raises ConfigError where there is no such directory."""
-    with store_errors(folder, "read"):
-        is_directory = folder.is_dir()
-    if not is_directory:
+    if not folder.is_dir():
         raise ConfigError(f"{folder} is not a directory: give the one that your runs are in.")
     for run_dir in _in_store(folder) if is_remote(folder) else _on_disk(folder):
         try:
@@ -55,9 +53,8 @@ def _on_disk(folder: Path) -> Iterator[Path]:
 
 
 def _in_store(folder: Path) -> Iterator[Path]:
-    with store_errors(folder, "listed"):
-        entries = sorted(folder.iterdir(), key=str)
-        subfolders = [entry for entry in entries if entry.is_dir()]
+    entries = sorted(folder.iterdir(), key=str)
+    subfolders = [entry for entry in entries if entry.is_dir()]
     if {*OF_A_RUN} <= {entry.name for entry in entries}:
         yield folder
         return

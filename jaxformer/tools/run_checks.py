@@ -20,7 +20,7 @@ import jax
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.checkpoints.saving import require_savable
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig, named_sources
-from jaxformer.files import ConfigError, is_remote, located, store_errors, write_text
+from jaxformer.files import ConfigError, is_remote, located, write_text
 from jaxformer.files.copies import version_if_there
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
@@ -126,8 +126,7 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
             if is_remote(folder):
                 path = folder / f"doctor-{uuid.uuid4().hex}"
                 write_text(path, "")
-                with store_errors(path, "removed"):
-                    path.unlink()
+                path.unlink()
             else:
                 folder = existing(folder)
                 tempfile.TemporaryFile(dir=folder).close()

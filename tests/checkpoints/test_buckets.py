@@ -7,7 +7,6 @@ import pytest
 from bucket_states import assert_is_of, newest, save
 from forced_devices import on_eight_devices
 
-from jaxformer.checkpoints import buckets
 from jaxformer.checkpoints.digests import altered_files
 from jaxformer.checkpoints.reading import read_checkpoint, saved_steps
 from jaxformer.checkpoints.saving import Checkpoints
@@ -25,7 +24,7 @@ def test_what_is_read_is_what_was_saved_and_retention_deletes_the_others(
     assert saved_steps(run_dir) == [1, 3]
     assert_is_of(3, newest(run_dir))
     assert not altered_files(run_dir / "checkpoints/3")
-    names = buckets.object_names(run_dir / "checkpoints")
+    names = (run_dir / "checkpoints").names_below()
     assert {name.split("/")[0] for name in names} == {"1", "3"}
 
 

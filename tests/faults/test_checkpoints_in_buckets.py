@@ -6,7 +6,7 @@ import pytest
 from bucket_states import assert_is_of, newest, save
 from faulty_server import Faults
 
-from jaxformer.checkpoints.buckets import MARKER, object_names
+from jaxformer.checkpoints.buckets import MARKER
 from jaxformer.checkpoints.digests import FILES
 from jaxformer.checkpoints.reading import saved_steps
 from jaxformer.checkpoints.saving import NotSaved
@@ -14,7 +14,7 @@ from jaxformer.files import ConfigError, located
 
 
 def largest_object(checkpoint: Path) -> Path:
-    names = object_names(checkpoint)
+    names = checkpoint.names_below()
     return max((checkpoint / name for name in names), key=lambda path: path.stat().st_size)
 
 
@@ -25,7 +25,7 @@ def flip(path: Path) -> None:
 
 
 def contents_of(checkpoint: Path) -> dict[str, bytes]:
-    return {name: (checkpoint / name).read_bytes() for name in object_names(checkpoint)}
+    return {name: (checkpoint / name).read_bytes() for name in checkpoint.names_below()}
 
 
 @pytest.mark.fault(
@@ -37,14 +37,14 @@ def test_a_save_without_its_marker_does_not_count_and_is_removed(s3_bucket: str)
     run_dir = located(f"{s3_bucket}/run")
     save(run_dir, 1, 2, 3, keep=3)
     (run_dir / "checkpoints/3" / MARKER).unlink()
-    for name in object_names(run_dir / "checkpoints/2"):
+    for name in (run_dir / "checkpoints/2").names_below():
         if not name.startswith("state/"):  # as a deletion leaves it that was killed
             (run_dir / "checkpoints/2" / name).unlink()
     assert saved_steps(run_dir) == [1]
     assert_is_of(1, newest(run_dir))
     save(run_dir, 4, keep=3)
     assert saved_steps(run_dir) == [1, 4]
-    names = object_names(run_dir / "checkpoints")
+    names = (run_dir / "checkpoints").names_below()
     assert {name.split("/")[0] for name in names} == {"1", "4"}
 
 

@@ -19,7 +19,6 @@ from tiny_run import (
     wait_until,
 )
 
-from jaxformer.checkpoints.buckets import object_names
 from jaxformer.files import ConfigError, located
 from jaxformer.report import read_metrics
 
@@ -97,7 +96,7 @@ def test_a_run_in_a_bucket_killed_at_random_moments_is_continued_bitwise(
         finish(process, -signal.SIGKILL)
     finish(fork(arguments))
     assert_same_run(run_dir, expected)
-    names = object_names(run_dir / "checkpoints")
+    names = (run_dir / "checkpoints").names_below()
     assert {name.split("/")[0] for name in names} == {str(STEPS - EVERY), str(STEPS)}
     assert not (run_dir / "claim.json").exists()
 

@@ -9,20 +9,18 @@ from jaxformer.files import (
     ConfigError,
     is_remote,
     located,
-    make_directory,
     read_file,
     read_object,
     replacing,
     sync,
     write_text,
 )
-from jaxformer.files.stores import put_new
 
 
 def test_an_object_is_written_whole_or_stays_as_it_was(any_bucket: str) -> None:
     path = located(f"{any_bucket}/below/text.json")
     assert is_remote(path) and str(path) == f"{any_bucket}/below/text.json"
-    make_directory(path.parent)
+    path.parent.mkdir()
     write_text(path, '{"first": 1}')
     with pytest.raises(KeyError), replacing(path) as file:
         file.write(b"sec")
@@ -40,10 +38,10 @@ def test_an_object_that_is_missing_is_named(any_bucket: str) -> None:
 
 def test_one_of_two_puts_of_a_new_object_is_refused(any_bucket: str) -> None:
     path = located(f"{any_bucket}/claim")
-    assert [put_new(path, b"first"), put_new(path, b"second")] == [True, False]
+    assert [path.put_new(b"first"), path.put_new(b"second")] == [True, False]
     assert read_file(path) == b"first"
     path.unlink()
-    assert put_new(path, b"third")
+    assert path.put_new(b"third")
 
 
 @pytest.mark.parametrize("server", ["s3_server", "gcs_server"])

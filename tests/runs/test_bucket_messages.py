@@ -69,4 +69,4 @@ def test_an_error_in_between_is_explained(
     with s3_faults.fault("failing", s3_bucket.removeprefix("s3://")):
         assert main(["sample", f"{s3_bucket}/run", "--prompt", "a"]) == 2
     output = capsys.readouterr().err
-    assert output.startswith("error: a store could not be reached (")
+    assert output.startswith(f"error: {s3_bucket}/run cannot be read (")

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from jaxformer.files import ConfigError, located, read_object, write_text
+from jaxformer.files.stores import StorePath
 from jaxformer.runs import claim
 from jaxformer.runs.claim import claimed, is_claimed
 from jaxformer.runs.directory import FILES_OF_A_RUN, lock, move_away
@@ -17,6 +18,7 @@ from jaxformer.runs.directory import FILES_OF_A_RUN, lock, move_away
 HOLDER = """
 import sys
 from jaxformer.files import located
+from jaxformer.files.stores import StorePath
 from jaxformer.runs import claim
 from jaxformer.runs.claim import claimed
 claim.RENEWAL = 0.2
@@ -82,13 +84,13 @@ def test_a_claim_of_another_machine_counts_while_it_is_renewed(
 def test_a_put_that_was_stored_and_answered_by_an_error_is_a_claim(
     s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = claim.put_new
+    put = StorePath.put_new
 
     def answered_late(path, content):
         put(path, content)
         return put(path, content)  # as the second attempt of a client
 
-    monkeypatch.setattr(claim, "put_new", answered_late)
+    monkeypatch.setattr(StorePath, "put_new", answered_late)
     folder = located(f"{s3_bucket}/run")
     with claimed(folder, "run.dir"):
         assert is_claimed(folder)
