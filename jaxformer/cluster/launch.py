@@ -24,7 +24,8 @@ import jax
 from jax._src.lib import utils  # JAX has no public name for the level of its libraries
 
 from jaxformer.arrays.out_of_memory import is_out_of_memory
-from jaxformer.cluster.processes import LOST, LostProcess, exchange, together
+from jaxformer.cluster import processes
+from jaxformer.cluster.processes import BEATS, LOST, LostProcess, Place, exchange, here, together
 from jaxformer.cluster.signals import STOPPING, Stopped, current, name_of
 from jaxformer.config.format import escaped
 from jaxformer.config.settings import Log
@@ -281,15 +282,20 @@ class RollCall:
         self._guard = threading.Lock()
         self._gathering = True
         self._channels: dict[int, Channel] = {}
+        self._places: dict[int, Place] = {index: Place()}
+        self._beats = 0
+        self._first_waits = ""  # what process 0 says of processes that this one does not hear
         self._watches: list[threading.Thread] = []
         if index == 0:
             self._gather(timeout)
         else:
             self._join(timeout)
         for other, channel in self._channels.items():
+            self._places[other] = Place()
             watch = threading.Thread(target=self._watch, args=(other, channel), daemon=True)
             watch.start()
             self._watches.append(watch)
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def _gather(self, timeout: float) -> None:
         """Process 0 waits for the others."""
@@ -408,13 +414,64 @@ class RollCall:
         ended_well = False
         while message := channel.read():
             ended_well = ended_well or "bye" in message or "failed" in message
-            if text := message.get("failed"):
+            if type(message.get("at")) is int:
+                self._hear(other, message["at"], str(message.get("place"))[:LONGEST_NAME])
+                self._first_waits = str(message.get("waits", ""))
+            elif text := message.get("failed"):
                 self._end_with(f"{name} failed: {text}")
             elif text := message.get("lost"):
                 # Of no other signal than those that stop a run.
                 self._end_with(str(text), SIGNALS.get(str(message.get("signal"))))
-        if not ended_well:
+        if ended_well:
+            self._places.pop(other)
+        else:
             self._end_with(f"{name} has died: it was killed, or its machine is gone.")
+
+    def _hear(self, index: int, number: int, name: str) -> None:
+        """Notes how far a process says that it has come."""
+        known, now = self._places[index], self._beats
+        came = known.came if number == known.number else now
+        self._places[index] = Place(number, name, came, now)
+
+    def _beat(self) -> None:
+        """Tells the others how far this process has come, BEATS times in LONG_SECONDS, and says
+        once of each place for whom it waits there."""
+        told = -1
+        # Beats are counted, and not seconds, in which this process itself may have been stopped.
+        while not self._closed.wait(processes.LONG_SECONDS / BEATS):
+            self._beats += 1
+            place = here()
+            self._hear(self.index, place.number, place.name)
+            late = self._late()
+            if late and told != place.number:
+                told = place.number
+                advice = "Look whether it hangs; a signal to any other process ends the run."
+                print(f"waiting: {late} {advice}", file=sys.stderr, flush=True)
+            waits = late if self.index == 0 else ""
+            self._send(at=place.number, place=place.name, waits=waits)
+
+    def _late(self) -> str:
+        """Which processes of those that this one hears are behind or silent, where this one has not
+        come further for LONG_SECONDS; empty for none."""
+        places = dict(self._places)
+        if self._beats - places[self.index].came < BEATS:
+            return ""
+        front = max(place.number for place in places.values())
+        texts = []
+        for index, place in sorted(places.items()):
+            beats, is_silent = self._beats - place.came, self._beats - place.said >= BEATS
+            if beats >= BEATS and (place.number < front or is_silent):
+                seconds = beats * processes.LONG_SECONDS / BEATS
+                texts.append(
+                    f"process {index} ({self.hosts[index]}) has come to {place.name} and no further"
+                    f" for {seconds:.0f} s{', and does not answer' if is_silent else ''}."
+                )
+        return " ".join(texts)
+
+    def waits(self) -> str:
+        """For whom this process has waited for LONG_SECONDS, by itself or as process 0 says."""
+        is_still = self._beats - self._places[self.index].came >= BEATS
+        return self._late() or (self._first_waits if is_still else "")
 
     def _end_with(self, text: str, number: int | None = None) -> None:
         """Another process has ended, by itself or by a signal: tells the rest, and ends this one
@@ -572,7 +629,7 @@ def joined(
             call.initialize(process.devices, settings.timeout)
             describe(log)
             if request := current():
-                request.tell = call.stopped
+                request.tell, request.waits = call.stopped, call.waits
             yield
         except agreed:
             raise

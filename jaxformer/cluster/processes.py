@@ -2,11 +2,10 @@
 A single process agrees with itself and asks nobody."""
 
 import contextlib
-import itertools
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +16,7 @@ from jaxformer.files import ConfigError, first_of
 AgreedT = TypeVar("AgreedT")
 
 LONG_SECONDS = 120.0  # of waiting for another process, after which it is named
+BEATS = 24  # how often within them each process says how far it has come
 LOST = 3  # the exit status of a process that has lost another
 # Milliseconds that one request for a key waits. Between two requests Python handles signals.
 POLL_MS = 1000
@@ -24,7 +24,34 @@ POLL_MS = 1000
 # what one publishes before it dispatches step n + 1 is seen by all before they leave step n + 2.
 LEAD = 2
 
-_ROUNDS = itertools.count()  # Every process counts the same rounds.
+
+@dataclass(frozen=True)
+class Place:
+    """How far a process has come: the name and the number of a point that all reach in one order.
+
+    `came` and `said` are the beats of the roll call when it came there and when it last said so.
+    """
+
+    number: int = 0
+    name: str = "its start"
+    came: int = 0
+    said: int = 0
+
+
+_here = Place()
+
+
+def here() -> Place:
+    """How far this process has come."""
+    return _here
+
+
+def reached(name: str) -> int:
+    """Notes that this process has come to a point that every process reaches in the same order, and
+    gives its number."""
+    global _here
+    _here = Place(_here.number + 1, name)
+    return _here.number
 
 
 class LostProcess(RuntimeError):
@@ -36,10 +63,10 @@ def exchange(text: str) -> list[str]:
     """The texts of all processes, by their index. Every process of the run has to call it."""
     if jax.process_count() == 1:
         return [text]
-    prefix = f"jaxformer/exchange/{next(_ROUNDS)}"
+    prefix = f"jaxformer/exchange/{reached('a meeting of all')}"
     client().key_value_set(f"{prefix}/{jax.process_index()}", text)
     if jax.process_index() == 0:
-        gathered = [read_key(f"{prefix}/{index}", index) for index in range(jax.process_count())]
+        gathered = [read_key(f"{prefix}/{index}") for index in range(jax.process_count())]
         client().key_value_set(f"{prefix}/all", json.dumps(gathered))
     texts: list[str] = json.loads(read_key(f"{prefix}/all"))
     return texts
@@ -91,11 +118,11 @@ def require_same(values: Mapping[str, str]) -> None:
         )
 
 
-def read_key(key: str, setter: int = 0) -> str:
-    """The value of a key, once the process `setter` has set it. A process that takes long is waited
-    for without a bound; where one dies or fails, the roll call ends this process. After
-    `LONG_SECONDS` a line says for whom this process waits, and a signal ends the wait."""
-    began, told = time.monotonic(), False
+def read_key(key: str) -> str:
+    """The value of a key, once a process has set it. A process that takes long is waited for
+    without a bound, and named by the roll call, which ends this process where one dies or fails.
+    After `LONG_SECONDS` a signal ends the wait."""
+    began = time.monotonic()
     while True:
         try:
             value: str = client().blocking_key_value_get(key, POLL_MS)
@@ -103,19 +130,8 @@ def read_key(key: str, setter: int = 0) -> str:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise LostProcess(f"the coordinator of the run does not answer: {error}") from error
-        if time.monotonic() - began < LONG_SECONDS:
-            continue
-        if not told:
-            told = True
-            print(
-                f"waiting: process {setter} of {jax.process_count()} has not come for"
-                f" {LONG_SECONDS:g} s to where process {jax.process_index()} waits for it. Look"
-                " whether it hangs; a signal to any process ends the run.",
-                file=sys.stderr,
-                flush=True,
-            )
         request = current()
-        if request is not None:
+        if request is not None and time.monotonic() - began >= LONG_SECONDS:
             request.obey()
 
 
@@ -135,7 +151,7 @@ class StopAgreement:
     """
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._prefix = steps, f"jaxformer/stop/{next(_ROUNDS)}"
+        self._steps, self._prefix = steps, f"jaxformer/stop/{reached('the first step')}"
         self._agreed: tuple[int, int] | None = None  # the last step, and the signal
         self._step, self._published, self._evaluations = 0, False, 0
 
@@ -143,6 +159,7 @@ class StopAgreement:
         """The signal by which the run stops after `step`, None where it does not. To be called once
         for each step, when it is dispatched and the one before has ended."""
         self._step = step
+        reached(f"step {step}")
         if step == self._steps:  # there is no later one, so that all wait for an answer
             return self.at_end(signal)
         if self._agreed is None:
@@ -158,6 +175,7 @@ class StopAgreement:
         if batch is None:
             return self.at_end(signal)
         self._evaluations += batch == 0
+        reached(f"batch {batch} of an evaluation after step {self._step}")
         self._publish(signal)
         key = f"{self._prefix}/evaluation/{self._evaluations}/{batch}"
         if jax.process_index() == 0:

@@ -39,8 +39,8 @@ class StopRequest:
     ends the program at once: what it was doing, and what the same command does when it is started
     again. While `imports` is set, a signal ends the program without an exception, which the
     libraries that are imported might catch. `agree` is set where several processes have to stop
-    together, and `tell` informs the others of a signal that ends this one. A `finished` program
-    ignores signals.
+    together, `tell` informs the others of a signal that ends this one, and `waits` says for which
+    of them it has waited too long. A `finished` program ignores signals.
     """
 
     def __init__(self) -> None:
@@ -49,6 +49,7 @@ class StopRequest:
         self._holds, self.imports, self.finished = 0, False, False
         self.agree: StopAgreement | None = None
         self.tell: Callable[[int], None] = lambda number: None
+        self.waits: Callable[[], str] = lambda: ""
 
     def asked(self, step: int) -> bool:
         """Whether the run has to save and stop after this step. `fit` asks once a step, when it is
@@ -105,7 +106,9 @@ class StopRequest:
 
     def ending(self) -> str:
         """The message where a signal ends a program at once."""
-        return f"interrupted: stopped by {self.name} {self.while_doing}".rstrip()
+        waits = self.waits()
+        why = f" It waited: {waits}" if waits else ""
+        return f"interrupted: stopped by {self.name} {self.while_doing}".rstrip() + why
 
 
 def end(number: int, message: str) -> None:
@@ -240,7 +243,9 @@ class _Watch:
     def _wait(self, number: int) -> None:
         since = time.monotonic()
         while _current is self._request:
-            if self._request.holding or self._request.finished:
+            # A state that waits for a process that hangs is not saved any more.
+            holding = self._request.holding and not self._request.waits()
+            if holding or self._request.finished:
                 since = time.monotonic()
             elif time.monotonic() - since > PATIENCE:
                 self._request.signal = number  # the main thread may not have seen it

@@ -1,5 +1,6 @@
 """Runs of several processes of which one does not come, dies or is told to stop."""
 
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,21 @@ LONGER = SMALL | {
     "train.checkpoint_every": 10,
 }
 MINUTE = 60.0
+IMPATIENT = """
+from jaxformer.cluster import processes
+processes.LONG_SECONDS = 6.0
+"""
+IN_DATA = """
+import time
+from jaxformer.training import loop
+place, batches = loop.place_batch, []
+def hang(batch, mesh):
+    batches.append(batch)
+    if len(batches) == 12:
+        time.sleep(1000)
+    return place(batch, mesh)
+loop.place_batch = hang
+"""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +79,42 @@ def test_where_one_process_is_killed_the_others_name_it_and_end(
     assert "has died" in error and "Start the same command in all processes again" in error
     assert "Traceback" not in error
     assert saved(run_dir) and max(saved(run_dir)) < STEPS
+    finished(launch_all(2, run_dir, text, LONGER))
+    assert_same_run(run_dir, expected)
+
+
+@pytest.mark.fault(
+    "A process of several hangs within a step, stopped or in its data",
+    kept="After two minutes its name and its last step are on standard error, and a signal to any"
+    " other process ends the run. Continued, the run is the uninterrupted one.",
+    status="143, of the SIGTERM",
+)
+@pytest.mark.parametrize("kind, victim", [("stopped", 0), ("in its data", 1)])
+def test_a_process_that_hangs_within_a_step_is_named_and_a_signal_ends_the_run(
+    kind: str, victim: int, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    expected, text = whole
+    run_dir = tmp_path / "run"
+    patched = {0: IMPATIENT, 1: IMPATIENT}
+    if kind == "in its data":
+        patched[victim] += IN_DATA
+    processes = launch_all(2, run_dir, text, LONGER, patched=patched)
+    hung, other = processes[victim], processes[1 - victim]
+    wait_until(lambda: bool(saved(run_dir)) and lines_logged(run_dir) >= 11, processes[0])
+    if kind == "stopped":
+        hung.send_signal(signal.SIGSTOP)
+    time.sleep(2)
+    other.terminate()
+    status, _, error = ends({0: other})[0]
+    if kind == "stopped":
+        hung.kill()
+    named = f"process {victim} ("
+    assert status == 143 and f"waiting: {named}" in error, error
+    assert re.search(r"has come to step \d+ and no further for [6-9] s", error), error
+    assert ("does not answer" in error) == (kind == "stopped")
+    assert "stopped by SIGTERM" in error.splitlines()[-1] and named in error.splitlines()[-1]
+    assert "Traceback" not in error
+    assert ends({0: hung})[0][0] == (-signal.SIGKILL if kind == "stopped" else 143)
     finished(launch_all(2, run_dir, text, LONGER))
     assert_same_run(run_dir, expected)
 
