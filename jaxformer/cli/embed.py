@@ -3,26 +3,49 @@
 import functools
 import itertools
 import json
+import warnings
 
 import jax
 import numpy as np
 
 from jaxformer.cli.arguments import EmbedArguments
-from jaxformer.cli.prompting import open_model, row_of, typed_lines
+from jaxformer.cli.prompting import check_size, open_model, tokens_of, typed_lines
+from jaxformer.data.label_templates import ClassTemplate
+from jaxformer.files import located
 from jaxformer.generation.prompts import padded, rounded
+from jaxformer.interop.sentence_modules import LISTING, stated_length
 from jaxformer.models.text_vectors import embed
+from jaxformer.runs.objectives import row_format
 
 ROWS = 32  # texts that are read at once
 
 
 def run(args: EmbedArguments) -> int:
     """Prints {"text": ..., "vector": [...]} for the prompt, or for each line of standard input. A
-    text is framed as a text of the objective contrastive is."""
+    text is framed as a text of the objective contrastive is, and cut where its rows, the tokenizer
+    or sentence-transformers cut it."""
     model = open_model(args)
+    settings, directory = model.tokenizer.metadata.settings, located(args.path)
+    template = ClassTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
+    if (directory / LISTING).is_file():
+        # sentence-transformers adds nothing to the tokenizer's template.
+        template.start, template.stop = [], []
+    stated = stated_length(directory) or settings.get("model_max_length") or template.length
+    limit = int(min(stated, template.length))
+    room = max(limit - template.frame(1).added, 0)
+    first = settings.get("truncation_side") == "left"  # is cut, and not the end
+
     texts = typed_lines() if args.prompt is None else iter([args.prompt])
     vectors_of = jax.jit(functools.partial(embed, pooling=args.pooling), static_argnums=1)
     while batch := list(itertools.islice(texts, ROWS)):
-        rows = [row_of(model, text) for text in batch]
+        rows = []
+        for text in batch:
+            ids = tokens_of(model.tokenizer, text)
+            check_size(len(ids), len(ids), "")
+            if len(ids) > room:
+                warnings.warn(f"texts are cut to {limit} tokens.", stacklevel=2)
+            start = max(len(ids) - room, 0) if first else 0
+            rows.append(template.framed(ids[start : start + room]))
         longest = max(len(row["tokens"]) for row in rows)
         length = min(rounded(longest), model.context())  # so that few lengths are compiled
         arrays = {}

@@ -18,6 +18,7 @@ POOLING_KEYS: dict[str, tuple[str, Pooling | None]] = {
     "weightedmean": ("pooling_mode_weightedmean_tokens", None),
 }
 LISTING = "modules.json"
+TEXT_SETTINGS = "sentence_*_config.json"
 ADVICE = "compute the vectors with sentence-transformers, or remove modules.json to load the model"
 
 
@@ -29,22 +30,27 @@ def stated_pooling(directory: Path) -> Pooling:
         return "auto"
     modules = parse_object(f'{{"modules": {read_text(path)}}}', str(path), ADVICE)["modules"]
     pooling: Pooling = "auto"
+    pools_prompt = True
     for module in modules if isinstance(modules, list) else [modules]:
         stated = module if isinstance(module, dict) else {}
         kind = str(stated.get("type")).rpartition(".")[2]
         if kind == "Pooling":
-            pooling = _pooling_of(directory / str(stated.get("path")) / "config.json")
+            place = directory / str(stated.get("path")) / "config.json"
+            keys = read_object(place, ADVICE)
+            pooling = _pooling_of(keys, place)
+            pools_prompt = keys.get("include_prompt") is not False
         elif kind not in ("Transformer", "Normalize"):
             raise ConfigError(
                 f"{path} has the module {str(stated.get('type'))!r}, which is not followed;"
                 f" Transformer, Pooling and Normalize are: {ADVICE}."
             )
-    _require_plain_texts(directory)
+    if pooling == "auto":
+        raise ConfigError(f"{path} has no module Pooling, which makes a vector of a text: {ADVICE}.")
+    _require_plain_texts(directory, pools_prompt)
     return pooling
 
 
-def _pooling_of(path: Path) -> Pooling:
-    keys = read_object(path, ADVICE)
+def _pooling_of(keys: dict[str, Any], path: Path) -> Pooling:
     stated = keys.get("pooling_mode")
     if stated is None:
         stated = [name for name, (key, _) in POOLING_KEYS.items() if keys.get(key)] or ["mean"]
@@ -58,23 +64,48 @@ def _pooling_of(path: Path) -> Pooling:
     return pooling
 
 
-def _require_plain_texts(directory: Path) -> None:
-    """ConfigError where texts are changed before they are tokenized."""
-    for path in sorted(directory.glob("sentence_*_config.json")):
-        if read_object(path, ADVICE).get("do_lower_case"):
-            raise ConfigError(
-                f"{path} has do_lower_case, which is not followed: write the texts in lower case,"
-                " and set it to false."
-            )
+def _require_plain_texts(directory: Path, pools_prompt: bool) -> None:
+    """ConfigError where texts are changed before they are tokenized, or vectors after the modules.
+    """
+    for path in sorted(directory.glob(TEXT_SETTINGS)):
+        stated = read_object(path, ADVICE)
+        for key in ("do_lower_case", "processing_kwargs"):
+            if stated.get(key):
+                raise ConfigError(
+                    f"{path} has {key}, which is not followed: give the texts as it leaves them"
+                    " (do_lower_case: in lower case), and remove it."
+                )
     path = directory / "config_sentence_transformers.json"
-    stated: dict[str, Any] = read_object(path, ADVICE) if path.is_file() else {}
-    name, prompts = stated.get("default_prompt_name"), stated.get("prompts")
-    prompt = prompts.get(name) if isinstance(prompts, dict) else None
-    if name is not None and prompt:
+    settings: dict[str, Any] = read_object(path, ADVICE) if path.is_file() else {}
+    if settings.get("truncate_dim") is not None:
         raise ConfigError(
-            f"{path} puts the prompt {str(prompt)!r} before each text, which is not followed: write"
-            " it before the texts, and set default_prompt_name to null."
+            f"{path} has truncate_dim={settings['truncate_dim']}, which is not followed: take so"
+            " many numbers of each vector, and set it to null."
         )
+    name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
+    stated_prompts = prompts if isinstance(prompts, dict) else {}
+    if not pools_prompt and any(stated_prompts.values()):
+        raise ConfigError(
+            f"{path} has prompts that are no part of the vectors (include_prompt), which is not"
+            f" followed: {ADVICE}."
+        )
+    if name is not None and stated_prompts.get(name):
+        raise ConfigError(
+            f"{path} puts the prompt {str(stated_prompts[name])!r} before each text, which is not"
+            " followed: write it before the texts, and set default_prompt_name to null."
+        )
+
+
+def stated_length(directory: Path) -> int | None:
+    """The number of tokens at which sentence-transformers cuts a text, as its settings for texts
+    say; None where they say nothing."""
+    for path in sorted(directory.glob(TEXT_SETTINGS)):
+        length = read_object(path, ADVICE).get("max_seq_length")
+        if length is not None:
+            if type(length) is not int or length < 1:
+                raise ConfigError(f"{path} has max_seq_length={length!r}, and must have a number.")
+            return length
+    return None
 
 
 def write_modules(directory: Path, pooling: str, width: int) -> None:

@@ -5,11 +5,13 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers as tf
 from pretrained_variants import BERT
 
 import jaxformer as jf
+from jaxformer.cli import main
 from jaxformer.config.model import ModelConfig
 from jaxformer.runs.config import with_base
 
@@ -80,12 +82,15 @@ def test_the_vector_is_that_of_the_stated_pooling(place, stated, at, tmp_path):
             r"models\.Dense', which",
         ),
         ("modules.json", {"type": 3}, "the module '3', which is not followed"),
+        ("modules.json", [{"type": "models.Transformer"}], "has no module Pooling, which makes"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "has do_lower_case, which is not"),
         (
             "config_sentence_transformers.json",
             {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
             "puts the prompt 'query: ' before each text",
         ),
+        ("config_sentence_transformers.json", {"truncate_dim": 8}, "truncate_dim=8, which is not"),
+        ("sentence_bert_config.json", {"processing_kwargs": {"text": {}}}, "has processing_kwargs"),
     ],
 )
 def test_what_is_not_followed_is_refused_by_name(place, file, content, said):
@@ -100,3 +105,46 @@ def test_what_is_not_followed_is_refused_by_name(place, file, content, said):
         path.unlink()
         if before is not None:
             path.write_text(before)
+
+
+@pytest.mark.parametrize(
+    "file, stated, closed",
+    [
+        ("sentence_bert_config.json", {"max_seq_length": 7}, True),
+        ("tokenizer_config.json", {"model_max_length": 7, "truncation_side": "left"}, False),
+    ],
+)
+@pytest.mark.filterwarnings("default:texts are cut")
+def test_embed_cuts_and_closes_texts_as_sentence_transformers_does(
+    tmp_path, capsys, file, stated, closed
+):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmn"]
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if closed:
+        marks = [("[CLS]", 2), ("[SEP]", 3)]
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=marks
+        )
+    roles = {"sep_token": "[SEP]", "cls_token": "[CLS]", "pad_token": "[PAD]"}
+    tf.PreTrainedTokenizerFast(tokenizer_object=backend, **roles).save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    theirs = tf.BertModel(tf.BertConfig(**BERT | {"vocab_size": len(words)})).eval()
+    theirs.save_pretrained(tmp_path)
+    modules = [{"type": "models.Transformer"}, {"type": "models.Pooling", "path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    state(tmp_path, legacy("lasttoken"))
+    path = tmp_path / file
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | stated))
+    text = "a b c d e f g h i j k l"
+    tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(text, truncation=True, max_length=7, return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = torch.nn.functional.normalize(theirs(ids).last_hidden_state[0, -1], dim=0)
+    assert main(["embed", str(tmp_path), "--prompt", text]) == 0
+    printed = capsys.readouterr()
+    assert "note: texts are cut to 7 tokens." in printed.err
+    vector = json.loads(printed.out)["vector"]
+    np.testing.assert_allclose(vector, expected.numpy(), rtol=1e-4, atol=1e-5)
