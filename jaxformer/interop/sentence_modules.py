@@ -45,7 +45,7 @@ def stated_pooling(directory: Path) -> Pooling:
                 f" Transformer, Pooling and Normalize are: {ADVICE}."
             )
     if pooling == "auto":
-        raise ConfigError(f"{path} has no module Pooling, which makes a vector of a text: {ADVICE}.")
+        raise ConfigError(f"{path} has no module Pooling: {ADVICE}.")
     _require_plain_texts(directory, pools_prompt)
     return pooling
 
@@ -65,8 +65,7 @@ def _pooling_of(keys: dict[str, Any], path: Path) -> Pooling:
 
 
 def _require_plain_texts(directory: Path, pools_prompt: bool) -> None:
-    """ConfigError where texts are changed before they are tokenized, or vectors after the modules.
-    """
+    """ConfigError where texts are changed before they are tokenized, or vectors after the modules."""
     for path in sorted(directory.glob(TEXT_SETTINGS)):
         stated = read_object(path, ADVICE)
         for key in ("do_lower_case", "processing_kwargs"):

@@ -82,7 +82,7 @@ def test_the_vector_is_that_of_the_stated_pooling(place, stated, at, tmp_path):
             r"models\.Dense', which",
         ),
         ("modules.json", {"type": 3}, "the module '3', which is not followed"),
-        ("modules.json", [{"type": "models.Transformer"}], "has no module Pooling, which makes"),
+        ("modules.json", [{"type": "models.Transformer"}], "has no module Pooling"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "has do_lower_case, which is not"),
         (
             "config_sentence_transformers.json",
