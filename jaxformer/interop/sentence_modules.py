@@ -65,7 +65,7 @@ def _pooling_of(keys: dict[str, Any], path: Path) -> Pooling:
 
 
 def _require_plain_texts(directory: Path, pools_prompt: bool) -> None:
-    """ConfigError where texts are changed before they are tokenized, or vectors after the modules."""
+    """ConfigError where texts are changed before they are tokenized, or vectors at the end."""
     for path in sorted(directory.glob(TEXT_SETTINGS)):
         stated = read_object(path, ADVICE)
         for key in ("do_lower_case", "processing_kwargs"):
