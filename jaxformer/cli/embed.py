@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxformer.cli.arguments import EmbedArguments
 from jaxformer.cli.prompting import check_size, open_model, tokens_of, typed_lines
-from jaxformer.data.label_templates import ClassTemplate
+from jaxformer.data.templates import ClassTemplate
 from jaxformer.files import located
 from jaxformer.generation.prompts import padded, rounded
 from jaxformer.interop.sentence_modules import LISTING, stated_length
