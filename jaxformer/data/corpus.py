@@ -13,12 +13,12 @@ from jaxformer.config.run import DataConfig, TokenizerConfig, named_sources
 from jaxformer.config.settings import Log
 from jaxformer.data.documents import PIECE_CHARACTERS, Piece, fingerprint
 from jaxformer.data.examples import ExampleStore, open_or_encode
-from jaxformer.data.ids import id_store, scan_ids
+from jaxformer.data.ids import open_or_index
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.records import Fields
 from jaxformer.data.rows import Rows
 from jaxformer.data.source import Source, find_source
-from jaxformer.data.splits import Scan, SideName, Sides, Split, file_groups, scan
+from jaxformer.data.splits import SideName, Sides, Split, file_groups, scan
 from jaxformer.data.store import ProgressNotes, TokenStore, claimed, open_or_build, remove_folder
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows, Template
@@ -45,7 +45,7 @@ class Corpus:
     """The data of a run as rows; `validation` is None where nothing is held out.
 
     `labels` are the names of classes or tags, in the order of their numbers; `stores` are the
-    tokens of each side's texts, none for records.
+    tokens of each side's texts, none for records; `held_out` is what `validation` is made of.
     """
 
     tokenizer: Tokenizer
@@ -53,12 +53,12 @@ class Corpus:
     labels: tuple[str, ...]
     train: Rows
     validation: Rows | None
-    sides: Sides
     stores: dict[SideName, list[TokenStore]]
+    held_out: list[Split]
 
     def validation_records(self) -> Iterator[Piece]:
         """The records that are held out."""
-        return itertools.chain.from_iterable(split.pieces() for split in self.sides["validation"])
+        return itertools.chain.from_iterable(split.pieces() for split in self.held_out)
 
 
 class ModelLabels(NamedTuple):
@@ -74,58 +74,13 @@ NO_LABELS = ModelLabels()
 
 class Tokenized(NamedTuple):
     """What a run reads, as tokens: on each side the parts of its sources, and of each part the
-    whole text that it is of, or the examples of a `template`."""
+    whole text that it is of, or the examples of the `template`."""
 
     tokenizer: Tokenizer
+    template: Template | None
     sides: Sides
     texts: dict[SideName, list[TokenStore]]
     examples: dict[SideName, list[ExampleStore]]
-    template: Template | None = None
-
-
-def tokenize(
-    data: DataConfig,
-    settings: TokenizerConfig,
-    task: Task,
-    *,
-    vocab_size: int = 0,
-    log: Log = lambda line: None,
-) -> Tokenized:
-    """Makes or finds the tokenizer and the stores of a run. A text that is on both sides is
-    tokenized once. ConfigError for data that cannot be used; `vocab_size` is as in `prepare`."""
-    cache = located(os.path.expanduser(data.cache_dir))
-    folder = cache / "stores"
-    sides = find_sides(data, settings, task, cache / "scans", log)
-    tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache / "tokenizers", log)
-    texts: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
-    examples: dict[SideName, list[ExampleStore]] = {side: [] for side in SIDES}
-    if not task.template:
-        beginning = task.beginning(data.bos, tokenizer)
-        stores: dict[int, TokenStore] = {}
-        for side, splits in sides.items():
-            for split in splits:
-                key = id(split.source)
-                if key not in stores:
-                    stores[key] = text_store(
-                        split.source, split.scan, folder, tokenizer, beginning, log
-                    )
-                texts[side].append(stores[key])
-        return Tokenized(tokenizer, sides, texts, examples)
-    template = task.template(task.format, tokenizer)
-    for warning in template.warnings():
-        log(f"warning: {warning}")
-    made_by = (tokenizer.fingerprint(), task.name, *template.recipe)
-    for side, splits in sides.items():
-        for split in splits:
-            directory = folder / fingerprint(FORMAT, split.identity(), *made_by)
-            log(f"{split.name}: tokens of {split.source} ({split.rule()}) in {directory}")
-            store = open_or_encode(directory, split.pieces, template.encode, log)
-            log(
-                f"{split.name}: {store.tokens:,} tokens, {store.documents:,} examples,"
-                f" {megabytes(store.bytes)} of text"
-            )
-            examples[side].append(store)
-    return Tokenized(tokenizer, sides, texts, examples, template)
 
 
 def prepare(
@@ -143,27 +98,25 @@ def prepare(
     `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which
     the tokenizer has to fit in; 0 takes any. ConfigError for data that cannot be used.
     """
-    tokenizer, sides, texts, examples, template = tokenize(
+    tokenizer, template, sides, texts, examples = tokenize(
         data, settings, task, vocab_size=vocab_size, log=log
     )
     labels = model_labels.names
+    if template and (model_labels.may_grow or not labels):
+        labels = joined_labels(labels, {name for each in examples["train"] for name in each.labels})
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
-    rows: dict[SideName, list[Rows]] = {side: [] for side in SIDES}
-    # What is held out is read in order, without the shares of what is trained on.
-    held_out = replace(data, weights="", order="epochs")
-    settings_of: dict[SideName, DataConfig] = {"train": data, "validation": held_out}
-    if template:
-        met = {label for store in examples["train"] for label in store.labels}
-        if model_labels.may_grow or not labels:
-            labels = joined_labels(labels, met)
-        for side, splits in sides.items():
+    rows: dict[SideName, Rows] = {}
+    for side, splits in sides.items():
+        # What is held out is read in order, without the shares of what is trained on.
+        how = data if side == "train" else replace(data, weights="", order="epochs")
+        made: list[Rows] = []
+        if template:
             for split, store in zip(splits, examples[side], strict=True):
-                rows[side].append(_example_rows(split, store, template, labels, seed, log))
-    else:
-        for side, splits in sides.items():
-            for split, whole in zip(splits, texts[side], strict=True):
-                whole.fetch()
-                part = split.of(whole)
+                made.append(example_rows(split, store, template, labels, seed, log))
+        else:
+            for split, text in zip(splits, texts[side], strict=True):
+                text.fetch()
+                part = split.of(text)
                 about = "about " if part.is_cut else ""
                 log(
                     f"{split.name}: {part.tokens:,} tokens, {part.documents:,} documents,"
@@ -171,16 +124,56 @@ def prepare(
                     f" ({split.rule()})"
                 )
                 stores[side].append(part)
-                rows[side].append(task.rows(part, settings_of[side], task.format, tokenizer))
-    mixed: dict[SideName, Rows | None] = {}
-    for side, splits in sides.items():
-        mixed[side] = rows[side][0] if rows[side] else None
-        if len(splits) > 1:
+                made.append(task.rows(part, how, task.format, tokenizer))
+        if len(made) == 1:
+            rows[side] = made[0]
+        elif made:
             names = [split.source.spec for split in splits]
-            mixed[side] = Mixture([*zip(names, rows[side], strict=True)], settings_of[side])
-    if mixed["train"] is None:
-        raise ConfigError(f"data.train={data.train} holds nothing to train on.")
-    return Corpus(tokenizer, task, labels, mixed["train"], mixed["validation"], sides, stores)
+            rows[side] = Mixture([*zip(names, made, strict=True)], how)
+    return Corpus(
+        tokenizer, task, labels, rows["train"], rows.get("validation"), stores, sides["validation"]
+    )
+
+
+def tokenize(
+    data: DataConfig,
+    settings: TokenizerConfig,
+    task: Task,
+    *,
+    vocab_size: int = 0,
+    log: Log = lambda line: None,
+) -> Tokenized:
+    """Makes or finds the tokenizer and the stores of a run. A text that is on both sides is
+    tokenized once. ConfigError for data that cannot be used; `vocab_size` is as in `prepare`."""
+    cache = located(os.path.expanduser(data.cache_dir))
+    sides = find_sides(data, settings, task, cache / "scans", log)
+    tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache / "tokenizers", log)
+    template = task.template(task.format, tokenizer) if task.template else None
+    for warning in template.warnings() if template else ():
+        log(f"warning: {warning}")
+    texts: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
+    examples: dict[SideName, list[ExampleStore]] = {side: [] for side in SIDES}
+    stores: dict[Source, TokenStore] = {}
+    for side, splits in sides.items():
+        for split in splits:
+            if template:
+                made_by = (tokenizer.fingerprint(), task.name, *template.recipe)
+                directory = cache / "stores" / fingerprint(FORMAT, split.identity(), *made_by)
+                log(f"{split.name}: tokens of {split.source} ({split.rule()}) in {directory}")
+                encoded = open_or_encode(directory, split.pieces, template.encode, log)
+                log(
+                    f"{split.name}: {encoded.tokens:,} tokens, {encoded.documents:,} examples,"
+                    f" {megabytes(encoded.bytes)} of text"
+                )
+                examples[side].append(encoded)
+                continue
+            if split.source not in stores:
+                beginning = task.beginning(data.bos, tokenizer)
+                stores[split.source] = text_store(
+                    split, cache / "stores", tokenizer, beginning, log
+                )
+            texts[side].append(stores[split.source])
+    return Tokenized(tokenizer, template, sides, texts, examples)
 
 
 def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
@@ -198,27 +191,22 @@ def find_sides(
 ) -> Sides:
     """What is for training, and what is held out. Every text is read once, so that errors show
     before any work; its scan is kept in the directory `scans`."""
-    sources: dict[SideName, list[Source]] = {side: [] for side in SIDES}
-    sources["train"] = find_texts(data, "data.train", task.fields)
+    train = find_texts(data, "data.train", task.fields)
     if data.weights:
-        check_shares([source.spec for source in sources["train"]], data)
-    if data.validation:
-        sources["validation"] = find_texts(data, "data.validation", task.fields)
+        check_shares([source.spec for source in train], data)
+    validation = find_texts(data, "data.validation", task.fields) if data.validation else []
     tokenizer = None
-    if settings.path and any(source.of_ids for side in SIDES for source in sources[side]):
+    if settings.path and any(source.of_ids for source in (*train, *validation)):
         tokenizer = given_tokenizer(settings, ())
-    scanned: dict[SideName, list[tuple[Source, Scan]]] = {side: [] for side in SIDES}
-    for side in SIDES:
-        for source in sources[side]:
-            if source.of_ids:
-                text_scan = scan_ids(source, tokenizer, scans, log)
-            else:
-                text_scan = scan(source, scans, log)
-            scanned[side].append((source, text_scan))
+    split_train = [Split(source, scan(source, scans, log, tokenizer)) for source in train]
+    split_validation = [Split(source, scan(source, scans, log, tokenizer)) for source in validation]
     fraction = data.validation_fraction
     if data.validation or not fraction:
-        return {side: [Split(*text) for text in scanned[side]] for side in SIDES}
-    return {side: [Split(*text, side, fraction) for text in scanned["train"]] for side in SIDES}
+        return {"train": split_train, "validation": split_validation}
+    return {
+        side: [replace(split, side=side, fraction=fraction) for split in split_train]
+        for side in SIDES
+    }
 
 
 def tokenizer_of(
@@ -315,48 +303,46 @@ def spread(split: Split, limit: int) -> Iterator[str]:
 
 
 def text_store(
-    source: Source,
-    text_scan: Scan,
-    folder: Path,
-    tokenizer: Tokenizer,
-    beginning: tuple[int, ...],
-    log: Log,
+    text: Split, folder: Path, tokenizer: Tokenizer, beginning: tuple[int, ...], log: Log
 ) -> TokenStore:
-    """The tokens of a text in a directory of stores, made where there are none; each document
-    begins with the tokens `beginning`. Files of token ids stay as they are."""
+    """The tokens of the whole text of a split in a directory of stores, made where there are none;
+    each document begins with the tokens `beginning`. Files of token ids stay as they are."""
+    source = text.source
+    parts = text.scan.parts
+    groups = file_groups(source)
     # A store has the same name for equal text, tokenizer and tokens with which documents begin.
     made_by: list[object] = [tokenizer.fingerprint()]
     if beginning and not source.of_ids:
         made_by.append([*beginning])
-    names = [fingerprint(FORMAT, part.content, *made_by) for part in text_scan.parts]
+    names = [fingerprint(FORMAT, part.content, *made_by) for part in parts]
     directories = [folder / name for name in names]
+    opened: list[TokenStore | None] = []
     if source.of_ids:
-        return id_store(source, tokenizer, text_scan, directories, log)
-    began = time.perf_counter()
-    groups = file_groups(source)
-    with ThreadPoolExecutor(STORES_TOGETHER) as threads:
-        opened = [*threads.map(TokenStore.open, directories)]
-    missing = [part for part, store in zip(text_scan.parts, opened, strict=True) if store is None]
+        for group, directory in zip(groups, directories, strict=True):
+            opened.append(open_or_index(group.files[0], tokenizer, directory, log))
+    else:
+        with ThreadPoolExecutor(STORES_TOGETHER) as threads:
+            opened = [*threads.map(TokenStore.open, directories)]
+    missing = [part for part, store in zip(parts, opened, strict=True) if store is None]
     count = len(groups)
     size = sum(part.bytes for part in missing)
     if missing:
-        parts = f", {len(missing)} of {count} parts" if count > 1 else ""
-        log(f"{source}: tokenizing {megabytes(size)}{parts}")
-    elif count:
+        of_all = f", {len(missing)} of {count} parts" if count > 1 else ""
+        log(f"{source}: tokenizing {megabytes(size)}{of_all}")
+    elif not source.of_ids:
         and_more = f" and {count - 1:,} more" if count > 1 else ""
         log(f"{source}: reusing {directories[0]}{and_more}")
     progress = ProgressNotes(log, size)
+    began = time.perf_counter()
     stores = []
-    for directory, group, part, store in zip(
-        directories, groups, text_scan.parts, opened, strict=True
-    ):
+    for directory, group, part, store in zip(directories, groups, parts, opened, strict=True):
         if store is None:
             store = open_or_build(directory, group.pieces, tokenizer, progress, beginning)
         if (part.documents, part.bytes) != (store.documents, store.bytes):
             remove_folder(directory)
             raise ConfigError(
-                f"{group}: its files changed while they were tokenized: run again when they no"
-                " longer change."
+                f"{group}: its files changed while they were read: run again when they no longer"
+                " change."
             )
         stores.append(store)
     if missing:
@@ -379,7 +365,7 @@ def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:
     return (*before, *(label for label in in_order if label not in before))
 
 
-def _example_rows(
+def example_rows(
     split: Split,
     store: ExampleStore,
     template: Template,

@@ -44,7 +44,6 @@ class Mixture(Rows):
     def __init__(self, sources: Sequence[tuple[str, Rows]], data: DataConfig) -> None:
         self.names = [name for name, _ in sources]
         self.source_rows = [rows for _, rows in sources]
-        check_shares(self.names, data)
         self.tokens = sum(rows.tokens for rows in self.source_rows)
         self.documents = sum(rows.documents for rows in self.source_rows)
         self.bytes = sum(rows.bytes for rows in self.source_rows)

@@ -186,16 +186,13 @@ class CausalRows(TextRows):
         return padded(row, dict.fromkeys(row, self.stride))
 
 
-class WindowRows(TextRows):
+class WindowRows(CausalRows):
     """Row i reads the T + 1 tokens from place i of the store on, of which all but the last predict
     the next one.
 
     A run draws its rows with replacement, from all places at which a whole window begins. Its
     length in epochs counts tokens: an epoch is as many windows as the store has rows.
     """
-
-    def __init__(self, store: TokenStore, data: DataConfig) -> None:
-        super().__init__(store, data.sequence_length + 1, data.sequence_length)
 
     @property
     def numbers(self) -> int:

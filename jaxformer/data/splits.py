@@ -1,5 +1,6 @@
 """What a text holds, and which part of it is for training and which is held out."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 from jaxformer.config.settings import Log
 from jaxformer.data.documents import PACKED, Piece, Skipped, SourceFile, fingerprint, hash_fraction
+from jaxformer.data.ids import documents_of_ids, open_ids
 from jaxformer.data.source import Source
 from jaxformer.data.store import (
     WRONG_RECORD,
@@ -19,6 +21,7 @@ from jaxformer.data.store import (
     require_counts,
 )
 from jaxformer.files import ConfigError, read_object, write_text
+from jaxformer.tokenizer import Tokenizer
 
 # With fewer documents to hold out than this the choice by hash could miss, so the end of the text
 # is held out.
@@ -69,11 +72,12 @@ class Scan:
 
 
 def file_groups(source: Source) -> list[Source]:
-    """The files of a source in groups, which are scanned and tokenized separately."""
+    """The files of a source in groups, which are scanned and tokenized separately; each file of
+    token ids is one."""
     groups: list[list[SourceFile]] = []
     size = 0
     for file in source.files:
-        if not groups or size + file.size > GROUP_BYTES:
+        if not groups or source.of_ids or size + file.size > GROUP_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(file)
@@ -81,11 +85,25 @@ def file_groups(source: Source) -> list[Source]:
     return [source.part(group) for group in groups]
 
 
-def scan(source: Source, cache: Path, log: Log = lambda line: None) -> Scan:
+def scan(
+    source: Source, cache: Path, log: Log = lambda line: None, tokenizer: Tokenizer | None = None
+) -> Scan:
     """Reads all of a source once, so that errors show before any work; kept in `cache` until a file
-    changes.
-    """
-    text_scan = Scan.joined([scan_group(group, cache, log) for group in file_groups(source)])
+    changes. Token ids are read as those of `tokenizer`, and again for another one."""
+    if source.of_ids and tokenizer is None:
+        raise ConfigError(
+            f"{source} holds token ids, and tokenizer.path is empty: set it to their"
+            " tokenizer.json."
+        )
+    parts = []
+    for group in file_groups(source):
+        name = group.signature()
+        read = functools.partial(scan_text, group, log)
+        if group.of_ids and tokenizer:
+            name = fingerprint(name, tokenizer.fingerprint())
+            read = functools.partial(scan_ids, group, tokenizer, log)
+        parts.append(cached_scan(cache / f"{name}.json", read))
+    text_scan = Scan.joined(parts)
     skipped_lines = text_scan.skipped.lines()
     if not text_scan.documents:
         count = len(source.files)
@@ -99,33 +117,6 @@ def scan(source: Source, cache: Path, log: Log = lambda line: None) -> Scan:
     return text_scan
 
 
-def scan_group(group: Source, cache: Path, log: Log = lambda line: None) -> Scan:
-    """The scan of some files of a source, made or found."""
-
-    def read() -> Scan:
-        count = len(group.files)
-        log(f"{group}: reading {count:,} new or changed {'file' if count == 1 else 'files'}")
-        is_plain = all(f.format == "text" and f.path.suffix not in PACKED for f in group.files)
-        # The bytes of the text, where they are those of its files.
-        size = sum(file.size for file in group.files) if is_plain else 0
-        digest = hashlib.blake2b(digest_size=16)
-        progress = ProgressNotes(log, size, f"{group}: read")
-        documents = 0
-        skipped = Skipped()
-        for text, name, ends, fields, _ in group.pieces(skipped):
-            raw = text.encode()
-            digest.update(json.dumps(fields).encode() if fields else raw)
-            progress.done += len(raw)
-            progress.tell()
-            if ends:
-                # 0xff is a byte that UTF-8 never has.
-                digest.update(b"\xff" + name.encode() + b"\xff")
-                documents += 1
-        return Scan(digest.hexdigest(), documents, progress.done, skipped)
-
-    return cached_scan(cache / f"{group.signature()}.json", read)
-
-
 def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
     """The scan that a file holds, or a new one, which is written there."""
     try:
@@ -135,6 +126,41 @@ def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
     make_folder(record.parent)
     write_text(record, json.dumps(asdict(made)))
     return made
+
+
+def scan_text(group: Source, log: Log) -> Scan:
+    """Reads some files of a source."""
+    count = len(group.files)
+    log(f"{group}: reading {count:,} new or changed {'file' if count == 1 else 'files'}")
+    is_plain = all(f.format == "text" and f.path.suffix not in PACKED for f in group.files)
+    # The bytes of the text, where they are those of its files.
+    size = sum(file.size for file in group.files) if is_plain else 0
+    digest = hashlib.blake2b(digest_size=16)
+    progress = ProgressNotes(log, size, f"{group}: read")
+    documents = 0
+    skipped = Skipped()
+    for text, name, ends, fields, _ in group.pieces(skipped):
+        raw = text.encode()
+        digest.update(json.dumps(fields).encode() if fields else raw)
+        progress.done += len(raw)
+        progress.tell()
+        if ends:
+            # 0xff is a byte that UTF-8 never has.
+            digest.update(b"\xff" + name.encode() + b"\xff")
+            documents += 1
+    return Scan(digest.hexdigest(), documents, progress.done, skipped)
+
+
+def scan_ids(source: Source, tokenizer: Tokenizer, log: Log) -> Scan:
+    """Reads and checks every id of a file."""
+    (file,) = source.files
+    try:
+        array = open_ids(file, tokenizer)
+        log(f"{source}: reading {file.path}, {array.dtype.name}")
+        _, sizes = documents_of_ids(array, tokenizer, log)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    return Scan(array.content(), len(sizes), int(sizes.sum()))
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def test_files_that_change_while_they_are_read_leave_no_store(
         return text_store(*arguments)
 
     monkeypatch.setattr(corpus, "text_store", changed_before)
-    with pytest.raises(ConfigError, match="its files changed while they were tokenized"):
+    with pytest.raises(ConfigError, match="its files changed while they were read"):
         tokenize(run)
     assert not list((tmp_path / "cache" / "stores").iterdir())
     monkeypatch.undo()
