@@ -18,7 +18,7 @@ from shapes import strong
 import jaxformer as jf
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cli import main
-from jaxformer.runs.directory import check_data, claim
+from jaxformer.runs.directory import RunDirectory
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer, train_bpe_tokenizer
 from jaxformer.training.state import TrainState
 
@@ -58,8 +58,9 @@ def write_run(folder: Path, name: str, tokenizer: Tokenizer = TOKENIZER) -> Path
     run = replace(base, run=replace(base.run, dir=str(folder)), model=config, data=data)
     folder.mkdir()
     labels = LABELS if config.n_classes else ()
-    record = check_data(run.run.dir, {"tokenizer": tokenizer.fingerprint()}, labels, {})
-    claim(run, tokenizer, record)
+    directory = RunDirectory(run.run.dir)
+    record = directory.check_data({"tokenizer": tokenizer.fingerprint()}, labels, {})
+    directory.claim(run, tokenizer, record)
     params = strong(jf.init(config, jax.random.key(0)), size=0.3)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(TrainState(jnp.int32(1), params, {}), 1)

@@ -48,9 +48,13 @@ class StorePath(ProxyUPath):
     is_dir = _asks("read")(ProxyUPath.is_dir)
     stat = _asks("read")(ProxyUPath.stat)
     open = _asks("opened")(ProxyUPath.open)
-    read_bytes = _asks("read")(ProxyUPath.read_bytes)
     write_text = _asks("written")(ProxyUPath.write_text)
     unlink = _asks("removed")(ProxyUPath.unlink)
+
+    @_asks("read")
+    def read_bytes(self) -> bytes:
+        """The content, by one request, so that it is of one version of the object."""
+        return bytes(self.fs.cat_file(self.path))
 
     @_asks("listed")
     def iterdir(self) -> list[Any]:

@@ -14,7 +14,6 @@ from jaxformer.models.transformer import context_of
 from jaxformer.report import banner, human_time
 from jaxformer.report.banner import framed, loss_text
 from jaxformer.report.plot import plot_losses
-from jaxformer.runs.directory import profile_dir
 from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.stated import writing_rules
@@ -45,7 +44,7 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
         summary["accuracy"] = f"{last['val_accuracy']:.2%} of the held-out targets"
     if "val_bits_per_byte" in last:
         summary["bits per byte"] = f"{last['val_bits_per_byte']:.3f}"
-    summary["run directory"] = f"{run.dir} (loss curve: {plot_losses(run.dir)})"
+    summary["run directory"] = f"{run.dir} (loss curve: {plot_losses(setup.directory.path)})"
     chat = " --chat" if setup.run.data.messages_field else ""
     command, prompt = SUGGESTED.get(setup.run.model.output, ("sample", "Once"))
     summary["next"] = (
@@ -55,7 +54,7 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
     sample = _sample(run, setup.model, setup.corpus.tokenizer, params)
     if sample is not None:
         paragraphs.insert(0, f"Sample\n{framed(sample)}")
-    folder = profile_dir(run.dir)
+    folder = setup.directory.profile
     if run.profile and (folder / "plugins").is_dir():
         opened = f'pip install "jaxformer[profile]", and open it with\n  xprof --logdir {folder}'
         paragraphs.insert(0, f"The trace is in {folder}; {opened}")

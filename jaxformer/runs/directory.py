@@ -1,4 +1,5 @@
-"""The run directory: it belongs to one config and one text, and to one process at a time."""
+"""The run directory: where its files are, and that it belongs to one config and one text, and to
+one process at a time."""
 
 import contextlib
 import dataclasses
@@ -6,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import reprlib
 import stat
 import uuid
 from collections.abc import Iterator, Mapping
@@ -29,11 +31,10 @@ from jaxformer.files import (
     write_text,
 )
 from jaxformer.report import read_metrics
-from jaxformer.runs.claim import claimed
+from jaxformer.runs.claim import claimed, is_claimed
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
-ROLLBACKS = "rollbacks.json"  # of `runs.states`
 DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run directory
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
@@ -42,7 +43,7 @@ FILES_OF_A_RUN = (
     *TOKENIZER_FILES,
     "metrics.jsonl",
     "metrics.jsonl.parts",
-    ROLLBACKS,
+    "rollbacks.json",
     "reference.json",
     "loss.png",
     "tracker.json",
@@ -54,145 +55,253 @@ class OtherData(ConfigError):
     """The text, the tokenizer or the reference of a run is not the one that it was begun with."""
 
 
-@contextlib.contextmanager
-def lock(run_dir: str, restart: bool) -> Iterator[None]:
-    """Creates the run directory where it is missing, and locks it; with `restart` what it holds is
-    moved away. One that is still empty afterwards is removed.
+class RunDirectory:
+    """The directory of a run, on a disk or in a bucket, and the paths of its files."""
 
-    Of several processes of one run, the first one locks it for all.
-    """
-    if not run_dir:
-        raise ConfigError("run.dir is empty: name the directory of the run, for example runs/mine.")
-    folder, name = located(run_dir), f"run.dir={run_dir!r}"
-    if jax.process_index():
-        if not restart:
-            require_no_links(folder)
-        yield
-        return
-    require_savable(folder.absolute())
-    if is_remote(folder):
-        with claimed(folder, name):
-            _prepare(folder, restart)
-            yield
-        return
-    try:
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        # A link is not followed, and nothing that is there is changed.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(folder / LOCK, flags, 0o666)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, f"{LOCK} is not a regular file")
-        lock_file = os.fdopen(descriptor, "r+")
-    except OSError as error:
-        raise ConfigError(
-            f"{name} cannot be written ({error.strerror}): choose another run.dir."
-        ) from error
-    with lock_file:
+    def __init__(self, path: str | Path) -> None:
+        if not str(path):
+            raise ConfigError(
+                "run.dir is empty: name the directory of the run, for example runs/mine."
+            )
+        self.path = located(path)
+        self.config = self.path / "config.json"
+        self.data = self.path / "data.json"
+        self.tokenizer = self.path / "tokenizer.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.rollbacks = self.path / "rollbacks.json"
+        self.reference = self.path / "reference.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.profile = self.path / "profile"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def record(self) -> dict[str, Any]:
+        """What data.json holds; nothing where there is none. Raises ConfigError where its names or
+        places are none."""
+        record = read_object(self.data) if self.data.exists() else {}
+        for key in ("labels", "learned"):
+            names = record.get(key, [])
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                shown = reprlib.repr(names)[:80]
+                raise ConfigError(
+                    f"{self.data}: {key}={shown} must be a list of names: restore the file."
+                )
+        for key in ("base", "base_path"):
+            text = record.get(key, "")
+            if not isinstance(text, str) or "\0" in text:
+                shown = reprlib.repr(text)[:80]
+                raise ConfigError(f"{self.data}: {key}={shown} must be a text: restore the file.")
+        return record
+
+    def is_in_use(self) -> bool:
+        """Whether a process trains here."""
+        if is_remote(self.path):
+            return is_claimed(self.path)
+        # Its process has locked this file while it lives.
         try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = os.open(self.path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    @contextlib.contextmanager
+    def lock(self, restart: bool) -> Iterator[None]:
+        """Creates the directory where it is missing, and locks it; with `restart` what it holds is
+        moved away. One that is still empty afterwards is removed.
+
+        Of several processes of one run, the first one locks it for all.
+        """
+        folder, name = self.path, f"run.dir={str(self)!r}"
+        if jax.process_index():
+            if not restart:
+                self.require_no_links()
+            yield
+            return
+        require_savable(folder.absolute())
+        if is_remote(folder):
+            with claimed(folder, name):
+                self._prepare(restart)
+                yield
+            return
+        try:
+            missing = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            # A link is not followed, and nothing that is there is changed.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(folder / LOCK, flags, 0o666)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise OSError(errno.EINVAL, f"{LOCK} is not a regular file")
+            lock_file = os.fdopen(descriptor, "r+")
         except OSError as error:
             raise ConfigError(
-                f"{name} is in use by another process: wait for it, or choose another run.dir."
+                f"{name} cannot be written ({error.strerror}): choose another run.dir."
             ) from error
-        try:
-            _prepare(folder, restart)
-            yield
-        finally:
-            is_empty = {entry.name for entry in folder.iterdir()} <= {LOCK, "checkpoints"}
-            if missing and is_empty:
-                # A folder of checkpoints that is not empty stays.
-                with contextlib.suppress(OSError):
-                    if (folder / "checkpoints").exists():
-                        (folder / "checkpoints").rmdir()
-                    (folder / LOCK).unlink()
-                    for path in missing:
-                        path.rmdir()
+        with lock_file:
+            try:
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(
+                    f"{name} is in use by another process: wait for it, or choose another run.dir."
+                ) from error
+            try:
+                self._prepare(restart)
+                yield
+            finally:
+                is_empty = {entry.name for entry in folder.iterdir()} <= {LOCK, "checkpoints"}
+                if missing and is_empty:
+                    # A folder of checkpoints that is not empty stays.
+                    with contextlib.suppress(OSError):
+                        if (folder / "checkpoints").exists():
+                            (folder / "checkpoints").rmdir()
+                        (folder / LOCK).unlink()
+                        for path in missing:
+                            path.rmdir()
 
+    def _prepare(self, restart: bool) -> None:
+        """Makes ready a directory that is locked."""
+        if restart:
+            self.move_away()
+        self.require_no_links()
+        if self.metrics.is_file() and not any(self.path.glob("checkpoints/*")):
+            self.require_checkpoints()
 
-def _prepare(folder: Path, restart: bool) -> None:
-    """Makes ready a directory that is locked."""
-    if restart:
-        move_away(folder)
-    require_no_links(folder)
-    if (folder / "metrics.jsonl").is_file() and not any(folder.glob("checkpoints/*")):
-        require_checkpoints(folder)
+    def require_no_links(self) -> None:
+        """Raises ConfigError where a run would write through a link to a directory.
 
+        Links at the names of files are replaced when these are written. `wandb/` holds links of its
+        own, and its entries are left to that package. A store has no links.
+        """
+        if is_remote(self.path):
+            return
+        places = [self.path / name for name in DIRECTORIES]
+        places += [*self.checkpoints.glob("*"), *self.profile.rglob("*")]
+        links = [str(path) for path in places if path.is_symlink()]
+        if links:
+            raise ConfigError(
+                f"{first_of(links, 5, ', ')}: a link in a run directory, through which nothing is"
+                " written; nothing was changed. Put the directory itself there, or choose another"
+                " run.dir. To keep a run on another disk, name a directory there as run.dir."
+            )
 
-def require_no_links(folder: Path) -> None:
-    """Raises ConfigError where a run would write through a link to a directory.
+    def check_config(self, run: RunConfig) -> None:
+        """Raises ConfigError, naming the fields, if the directory was begun with another config."""
+        if not self.config.is_file():
+            return
+        written, model = read_config(self.config), run.model
+        # Sizes that come from the data, which is not read yet.
+        filled = dataclasses.replace(
+            model,
+            vocab_size=model.vocab_size or written.model.vocab_size,
+            n_classes=model.n_classes or written.model.n_classes,
+        )
+        changed = differences(written, dataclasses.replace(run, model=filled))
+        # Its value may change, but not whether the optimizer keeps a window of losses.
+        before, now = written.train.spike_factor, run.train.spike_factor
+        if (before == 0) != (now == 0):
+            changed.append(f"train.spike_factor: {before!r} in the directory, {now!r} now")
+        if changed:
+            fields = "\n  ".join(changed)
+            raise ConfigError(
+                f"run.dir={str(self)!r} belongs to another config; nothing was changed. These"
+                f" fields differ:\n  {fields}\nChoose another run.dir, or restore these settings."
+            )
 
-    Links at the names of files are replaced when these are written. `wandb/` holds links of its
-    own, and its entries are left to that package. A store has no links.
-    """
-    if is_remote(folder):
-        return
-    places = [folder / name for name in DIRECTORIES]
-    places += [*(folder / "checkpoints").glob("*"), *(folder / "profile").rglob("*")]
-    links = [str(path) for path in places if path.is_symlink()]
-    if links:
+    def check_data(
+        self, fingerprints: Mapping[str, str], labels: tuple[str, ...], base: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What data.json holds: the fingerprints of tokenizer and text, and the id of the run,
+        which is drawn when the run is begun.
+
+        `fingerprints` are those of the tokenizer and of each split; `labels` are the names of its
+        classes, if any; `base` is the record of the model below an adapter, which was compared
+        before.
+        Raises OtherData if the text or the tokenizer has changed since the run was begun.
+        """
+        now: dict[str, Any] = {**fingerprints}
+        if labels:
+            now["labels"] = list(labels)
+        before = self.record() or now
+        run_entries = {"run_id": before.get("run_id") or uuid.uuid4().hex}
+        run_entries |= {name: before.get(name, value) for name, value in base.items()}
+        changed = [
+            name
+            for name in {**before, **now}
+            if before.get(name) != now.get(name) and name not in run_entries
+        ]
+        if changed:
+            raise OtherData(
+                f"run.dir={str(self)!r} was begun with other text ({', '.join(changed)} changed),"
+                " so it cannot be continued exactly; nothing was changed. Restore the text, or"
+                " choose another run.dir."
+            )
+        return now | run_entries
+
+    def claim(self, run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
+        """Writes config.json, tokenizer.json and data.json, which holds `record`, from
+        `check_data`. The directory belongs to the run from here on."""
+        if jax.process_index():
+            return
+        settings = dataclasses.replace(run.run, restart=False)
+        tokenizer.save(self.tokenizer, follow=False)
+        config = to_json(dataclasses.replace(run, run=settings))
+        write_text(self.config, config, follow=False)
+        write_text(self.data, json.dumps(record, indent=2) + "\n", follow=False)
+
+    def release(self) -> None:
+        """Takes back what `claim` wrote, so that the directory may be begun with another config.
+        Only for the command that claimed it, before there is a checkpoint."""
+        if jax.process_index():
+            return
+        for name in ("config.json", "data.json", "reference.json", *TOKENIZER_FILES):
+            (self.path / name).unlink(missing_ok=True)
+
+    def move_away(self) -> None:
+        """Moves what a run has written into a directory there, `before-1` or the next free number.
+        Nothing is removed, and a link is moved itself."""
+        folder = self.path
+        paths = [folder / name for name in FILES_OF_A_RUN if lexists(folder / name)]
+        number = 1
+        while lexists(folder / f"before-{number}"):
+            number += 1
+        if paths:
+            move_into(folder / f"before-{number}", paths)
+
+    def require_checkpoints(self) -> None:
+        """Raises ConfigError where metrics.jsonl shows steps after which there must have been a
+        checkpoint; for a directory without one.
+
+        A run that was killed before its first save was complete needs none, and begins anew.
+        """
+        steps = [line["step"] for line in read_metrics(self.path) if line.get("step", 0) > 0]
+        saved = self.checkpoints
+        if not steps:
+            return
+        if not saved.exists() and not is_remote(saved):
+            state = "is missing"
+        elif saved.exists() and not saved.is_dir():
+            state = "is not a directory"
+        else:
+            if not self.config.is_file():
+                return
+            train = read_config(self.config).train
+            # The second save waits for the first one.
+            second = 2 * train.checkpoint_every if train.checkpoint_every else train.steps
+            if max(steps) < min(second + 1, train.steps):
+                return
+            state = "is empty"
         raise ConfigError(
-            f"{first_of(links, 5, ', ')}: a link in a run directory, through which nothing is"
-            " written; nothing was changed. Put the directory itself there, or choose another"
-            " run.dir. To keep a run on another disk, name a directory there as run.dir."
+            f"run.dir={str(self)!r} has metrics up to step {max(steps)}, and {saved} {state};"
+            " nothing was changed. Put the checkpoints back, or begin anew with --run.restart True,"
+            " which keeps what is there under another name."
         )
-
-
-def check_config(run: RunConfig) -> None:
-    """Raises ConfigError, naming the fields, if the run directory was begun with another config."""
-    path = located(run.run.dir) / "config.json"
-    if not path.is_file():
-        return
-    written, model = read_config(path), run.model
-    # Sizes that come from the data, which is not read yet.
-    filled = dataclasses.replace(
-        model,
-        vocab_size=model.vocab_size or written.model.vocab_size,
-        n_classes=model.n_classes or written.model.n_classes,
-    )
-    changed = differences(written, dataclasses.replace(run, model=filled))
-    # Its value may change, but not whether the optimizer keeps a window of losses.
-    before, now = written.train.spike_factor, run.train.spike_factor
-    if (before == 0) != (now == 0):
-        changed.append(f"train.spike_factor: {before!r} in the directory, {now!r} now")
-    if changed:
-        fields = "\n  ".join(changed)
-        raise ConfigError(
-            f"run.dir={run.run.dir!r} belongs to another config; nothing was changed. These fields"
-            f" differ:\n  {fields}\nChoose another run.dir, or restore these settings."
-        )
-
-
-def check_data(
-    run_dir: str, fingerprints: Mapping[str, str], labels: tuple[str, ...], base: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What data.json holds: the fingerprints of tokenizer and text, and the id of the run, which is
-    drawn when the run is begun.
-
-    `fingerprints` are those of the tokenizer and of each split; `labels` are the names of its
-    classes, if any; `base` is the record of the model below an adapter, which was compared before.
-    Raises OtherData if the text or the tokenizer has changed since the run was begun.
-    """
-    path = located(run_dir) / "data.json"
-    now: dict[str, Any] = {**fingerprints}
-    if labels:
-        now["labels"] = list(labels)
-    before = read_object(path) if path.is_file() else now
-    run_entries = {"run_id": before.get("run_id") or uuid.uuid4().hex}
-    run_entries |= {name: before.get(name, value) for name, value in base.items()}
-    changed = [
-        name
-        for name in {**before, **now}
-        if before.get(name) != now.get(name) and name not in run_entries
-    ]
-    if changed:
-        raise OtherData(
-            f"run.dir={run_dir!r} was begun with other text ({', '.join(changed)} changed), so"
-            " it cannot be continued exactly; nothing was changed. Restore the text, or choose"
-            " another run.dir."
-        )
-    return now | run_entries
 
 
 def identity_of(record: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -201,73 +310,3 @@ def identity_of(record: Mapping[str, Any], seed: int) -> dict[str, Any]:
     left_out = ("labels", "base_path")
     entries = {name: value for name, value in record.items() if name not in left_out}
     return entries | {"seed": seed}
-
-
-def claim(run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
-    """Writes config.json, tokenizer.json and data.json, which holds `record`, from `check_data`.
-    The run directory belongs to the run from here on."""
-    if jax.process_index():
-        return
-    folder = located(run.run.dir)
-    settings = dataclasses.replace(run.run, restart=False)
-    tokenizer.save(folder / "tokenizer.json", follow=False)
-    config = to_json(dataclasses.replace(run, run=settings))
-    write_text(folder / "config.json", config, follow=False)
-    write_text(folder / "data.json", json.dumps(record, indent=2) + "\n", follow=False)
-
-
-def profile_dir(run_dir: str) -> Path:
-    """Where a run keeps the trace of run.profile."""
-    return located(run_dir) / "profile"
-
-
-def release(run_dir: str) -> None:
-    """Takes back what `claim` wrote, so that the directory may be begun with another config. Only
-    for the command that claimed it, before there is a checkpoint."""
-    if jax.process_index():
-        return
-    folder = located(run_dir)
-    for name in ("config.json", "data.json", "reference.json", *TOKENIZER_FILES):
-        (folder / name).unlink(missing_ok=True)
-
-
-def move_away(folder: Path) -> None:
-    """Moves what a run has written in a directory into a directory there, `before-1` or the next
-    free number. Nothing is removed, and a link is moved itself. Objects of a store are all copied
-    before the first one is removed."""
-    paths = [folder / name for name in FILES_OF_A_RUN if lexists(folder / name)]
-    number = 1
-    while lexists(folder / f"before-{number}"):
-        number += 1
-    if paths:
-        move_into(folder / f"before-{number}", paths)
-
-
-def require_checkpoints(folder: Path) -> None:
-    """Raises ConfigError where metrics.jsonl shows steps after which there must have been a
-    checkpoint; for a directory that holds none.
-
-    A run that was killed before its first save was complete needs none, and begins anew.
-    """
-    steps = [line["step"] for line in read_metrics(folder) if line.get("step", 0) > 0]
-    saved, config = folder / "checkpoints", folder / "config.json"
-    if not steps:
-        return
-    if not saved.exists() and not is_remote(saved):
-        state = "is missing"
-    elif saved.exists() and not saved.is_dir():
-        state = "is not a directory"
-    else:
-        if not config.is_file():
-            return
-        train = read_config(config).train
-        # The second save waits for the first one.
-        second = 2 * train.checkpoint_every if train.checkpoint_every else train.steps
-        if max(steps) < min(second + 1, train.steps):
-            return
-        state = "is empty"
-    raise ConfigError(
-        f"run.dir={str(folder)!r} has metrics up to step {max(steps)}, and {saved} {state}; nothing"
-        " was changed. Put the checkpoints back, or begin anew with --run.restart True, which keeps"
-        " what is there under another name."
-    )

@@ -33,13 +33,13 @@ from jaxformer.models.quantize import check_quantization
 from jaxformer.models.quantize import quantize as quantize_params
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.added_tokens import new_rows_of, with_new_rows
+from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.run_reading import (
     SavedWeights,
     adapted_params_of_run,
     base_directory,
     no_average,
     params_of_run,
-    record_of,
     require_base,
     require_tokenizer,
 )
@@ -172,7 +172,7 @@ def _load_run(
     base: str | Path | None,
     weights: Weights,
 ) -> Loaded:
-    run, record = read_config(run_dir / "config.json"), record_of(run_dir)
+    run, record = read_config(run_dir / "config.json"), RunDirectory(run_dir).record()
     tokenizer = Tokenizer.find(run_dir)
     require_tokenizer(run_dir, tokenizer, record)
     labels = tuple(record.get("labels", ()))
@@ -284,7 +284,7 @@ def labels_of(path: str | Path) -> tuple[str, ...]:
         base_dir = base_of(folder)
         return labels_of(base_dir) if run_of(folder).model == run_of(base_dir).model else ()
     if not is_pretrained(folder):
-        return tuple(record_of(folder).get("labels", ()))
+        return tuple(RunDirectory(folder).record().get("labels", ()))
     from jaxformer.interop.pretrained import pretrained_labels
 
     return pretrained_labels(folder)

@@ -8,9 +8,9 @@ import jax
 
 from jaxformer.checkpoints.digests import as_texts, combined
 from jaxformer.config.train import TrainConfig
-from jaxformer.files import located
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
-from jaxformer.report.metrics import FILE, STATE
+from jaxformer.report.metrics import STATE
+from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.states import batch_text
@@ -30,12 +30,12 @@ class Logged(NamedTuple):
     skipped: int
 
 
-def logged_before(run_dir: str, step: int) -> Logged:
+def logged_before(directory: RunDirectory, step: int) -> Logged:
     """What metrics.jsonl says of a run that continues after `step`."""
-    if not step or not (located(run_dir) / FILE).is_file():
+    if not step or not directory.metrics.is_file():
         return Logged({}, 0)
     evaluation, skipped = {}, 0
-    for line in read_metrics(run_dir):
+    for line in read_metrics(directory.path):
         if line["step"] <= step:
             skipped = max(skipped, line.get(SKIPPED_STEPS, 0))
         has_results = "val_loss" in line or any(name.startswith("tasks/") for name in line)

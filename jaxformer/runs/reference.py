@@ -16,15 +16,13 @@ from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
 from jaxformer.data.batches import BatchesByStep
-from jaxformer.files import ConfigError, located, read_object, write_text
+from jaxformer.files import ConfigError, read_object, write_text
 from jaxformer.losses.preferences import REFERENCE_ARRAYS, reference_log_probs
 from jaxformer.models.transformer import check_model
 from jaxformer.runs.directory import OtherData
 from jaxformer.runs.loading import load_base
 from jaxformer.training.compiler_options import compiler_options
 from jaxformer.training.state import on_mesh
-
-RECORD = "reference.json"  # in a run directory: the fingerprint of the reference
 
 
 def with_reference(batch: dict[str, Any], pairs: int, mesh: AnyMesh) -> dict[str, Any]:
@@ -40,15 +38,16 @@ class Reference:
     Args:
       start: run.init_from, a run directory or a Hugging Face model.
       config: the model of the run.
-      run_dir: the directory of the run; the fingerprint that it holds is compared.
+      record: the file in the run directory with the fingerprint of these params, which is compared
+        where it is there.
       mesh: the devices; None: this machine's first one.
     """
 
     def __init__(
-        self, start: str, config: ModelConfig, run_dir: str | Path, mesh: Mesh | None = None
+        self, start: str, config: ModelConfig, record: Path, mesh: Mesh | None = None
     ) -> None:
         self._start, self._config, self._mesh = start, config, mesh
-        self._record = located(run_dir) / RECORD
+        self._record = record
         self._loaded: tuple[Params, str] | None = None
 
         def score(params: Params, batch: Any) -> dict[str, jax.Array]:

@@ -19,6 +19,7 @@ from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import full_batch, padded, rounded
 from jaxformer.interop.gguf_files import is_gguf
 from jaxformer.models.transformer import context_of
+from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.evaluation import (
     Evaluation,
     Watch,
@@ -68,7 +69,8 @@ def evaluate_run(
     row = OBJECTIVES[corpus.task.name]
     if keeps_start(row, run.adapter):
         check_start(corpus.task.name, run.adapter, run.run.init_from)
-        batches = map(Reference(run.run.init_from, model.config, path), batches)
+        record = RunDirectory(path).reference
+        batches = map(Reference(run.run.init_from, model.config, record), batches)
     config = model.config
     if "virtual" in model.params and not config.max_segments:
         # Each segment may have a prompt.

@@ -1,7 +1,6 @@
 """What a run directory holds of a model: its record, and the parameters of its checkpoints."""
 
 import functools
-import reprlib
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from jaxformer.checkpoints.reading import (
 )
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.train import Weights
-from jaxformer.files import ConfigError, located, read_object
+from jaxformer.files import ConfigError, located
 from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.tokenizer import Tokenizer
 
@@ -221,23 +220,6 @@ def fingerprint_below(params: Params, learned: Collection[str]) -> str:
     """The fingerprint of the model below an adapter, without the branches that learn with it."""
     base_params = {name: branch for name, branch in params.items() if name not in learned}
     return fingerprint(flat_leaves(base_params))
-
-
-def record_of(run_dir: Path) -> dict[str, Any]:
-    """What data.json of a run directory holds; nothing where there is none."""
-    path = run_dir / "data.json"
-    record = read_object(path) if path.exists() else {}
-    for key in ("labels", "learned"):
-        names = record.get(key, [])
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            shown = reprlib.repr(names)[:80]
-            raise ConfigError(f"{path}: {key}={shown} must be a list of names: restore the file.")
-    for key in ("base", "base_path"):
-        text = record.get(key, "")
-        if not isinstance(text, str) or "\0" in text:
-            shown = reprlib.repr(text)[:80]
-            raise ConfigError(f"{path}: {key}={shown} must be a text: restore the file.")
-    return record
 
 
 def require_tokenizer(

@@ -27,11 +27,11 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.rows import Rows
-from jaxformer.files import ConfigError, located, read_object
+from jaxformer.files import ConfigError, located
 from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.stack import compute_dtype
-from jaxformer.runs.directory import check_config, check_data, identity_of
+from jaxformer.runs.directory import RunDirectory, identity_of
 from jaxformer.runs.evaluation import corpus_of
 from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes
 from jaxformer.tokenizer.chat import template_fingerprint
@@ -69,19 +69,18 @@ class Base(NamedTuple):
         return replace(target, params=over_base(specs, target.params, self.params))
 
 
-def base_below(start: "WarmStart", init_from: str, run_dir: str) -> Base:
+def base_below(start: "WarmStart", init_from: str, directory: RunDirectory) -> Base:
     """The model of run.init_from, below the adapter of a run."""
     # Imported here, because only such a run has a model to read.
     from jaxformer.runs.run_reading import fingerprint_below
 
     learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
     base_fingerprint = fingerprint_below(start.params, learned)
-    path = located(run_dir) / "data.json"
-    before = read_object(path).get("base") if path.is_file() else None
+    before = directory.record().get("base")
     if before not in (None, base_fingerprint):
         raise ConfigError(
             f"run.init_from={init_from!r} is not the model that the adapter in"
-            f" {run_dir} was begun with: its fingerprint is {base_fingerprint}, and data.json"
+            f" {directory} was begun with: its fingerprint is {base_fingerprint}, and data.json"
             f" has {before}. Restore that model there, or choose another run.dir."
         )
     base_path = str(located(init_from).absolute())
@@ -94,6 +93,7 @@ class RunSetup(Resolved):
     """A run that is ready to start, on attached devices.
 
     Attributes:
+      directory: that of the run.
       peak: the published peak FLOP/s of a device, None if it is unknown.
       undivided: the lines of `check_split`.
       record: a fingerprint of its data, which data.json holds.
@@ -102,6 +102,7 @@ class RunSetup(Resolved):
     """
 
     mesh: Mesh
+    directory: RunDirectory
     corpus: data.Corpus
     batches: data.Batches
     heldout: data.EvaluationBatches | None
@@ -119,7 +120,7 @@ class RunSetup(Resolved):
         # Imported here, because only such an objective reads the model that it starts from.
         from jaxformer.runs.reference import Reference
 
-        return Reference(self.run.run.init_from, self.model, self.run.run.dir, self.mesh)
+        return Reference(self.run.run.init_from, self.model, self.directory.reference, self.mesh)
 
     @property
     def evaluation_options(self) -> dict[str, Any]:
@@ -155,6 +156,7 @@ class RunSetup(Resolved):
 
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
     """Prepares text, tokenizer and optimizer, and selects the attention kernel."""
+    directory = RunDirectory(run.run.dir)
     run, labels = settle(run)
     mesh = mesh_of(run.mesh.sizes)
     # Before the data is read, which may take long.
@@ -178,7 +180,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         from jaxformer.runs.init_from import warm_start
 
         start = warm_start(run, mesh, corpus.labels)
-        base = base_below(start, run.run.init_from, run.run.dir)
+        base = base_below(start, run.run.init_from, directory)
     segments = most_segments(corpus) if "segment_ids" in batches[0] else 0
     resolved = resolve(run, mesh, segments, base.learned if base else ())
     tasks = None
@@ -194,12 +196,13 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         # Their template is part of the data.
         fingerprints["chat_template"] = template_fingerprint(corpus.tokenizer)
     base_record = base.record if base else {}
-    record = check_data(run.run.dir, fingerprints, corpus.labels, base_record)
-    check_config(run)
+    record = directory.check_data(fingerprints, corpus.labels, base_record)
+    directory.check_config(run)
     sources = source_names(corpus.train) if resolved.objective.loss is head_loss else ()
     resolved = dataclasses.replace(resolved, sources=sources)
     return RunSetup(
         **resolved.fields(),
+        directory=directory,
         corpus=corpus,
         batches=batches,
         heldout=heldout,

@@ -16,10 +16,10 @@ from jaxformer.config.settings import Log
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.data.batches import BatchesByStep
 from jaxformer.data.rows import NumpyBatch
-from jaxformer.files import ConfigError, located, read_object, write_text
+from jaxformer.files import ConfigError, read_object, write_text
 from jaxformer.files.appended import flush_appended
 from jaxformer.report.metrics import LARGEST_STEP
-from jaxformer.runs.directory import ROLLBACKS
+from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import BAD_STEPS, Diverged
 from jaxformer.training.optimizers.schedules import make_schedule
@@ -34,7 +34,7 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
     that continues from them has changed; raises ConfigError where it would jump unasked."""
     train = setup.run.train
     checkpoints = Checkpoints(
-        setup.run.run.dir,
+        setup.directory.path,
         train.keep_checkpoints,
         train.checkpoint_every,
         keep_every=train.keep_every,
@@ -46,7 +46,7 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
     checkpoints.before_save = flush_appended
     saved, run = checkpoints.steps(), setup.run
     if saved:
-        change = changed_schedule(run.run.dir, run.optimizer, train.steps, saved[-1])
+        change = changed_schedule(setup.directory, run.optimizer, train.steps, saved[-1])
         if change:
             log(change)
     return checkpoints
@@ -73,13 +73,14 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
         return jax.block_until_ready(state)  # type: ignore[no-any-return]
 
 
-def changed_schedule(run_dir: str, optimizer: OptimizerConfig, steps: int, step: int) -> str:
+def changed_schedule(
+    directory: RunDirectory, optimizer: OptimizerConfig, steps: int, step: int
+) -> str:
     """A sentence about the learning rate of a run that continues after `step` of its `steps` with
     another schedule than its directory was last started with; empty where it is the same."""
-    path = located(run_dir) / "config.json"
-    if not path.is_file() or step >= steps:
+    if not directory.config.is_file() or step >= steps:
         return ""
-    planned = read_config(path)
+    planned = read_config(directory.config)
     if (planned.optimizer, planned.train.steps) == (optimizer, steps):
         return ""
     then = float(make_schedule(planned.optimizer, planned.train.steps)(step))
@@ -108,9 +109,9 @@ class Rollback:
     skip: int
 
 
-def read_rollbacks(run_dir: str) -> list[Rollback]:
+def read_rollbacks(directory: RunDirectory) -> list[Rollback]:
     """The rollbacks of a run in their order."""
-    path = located(run_dir) / ROLLBACKS
+    path = directory.rollbacks
     if not path.is_file():
         return []
     advice = "restore it: without it the run cannot be continued with the batches that it had"
@@ -154,16 +155,16 @@ class ShiftedBatches:
         return ahead
 
 
-def batches_of(run_dir: str, batches: BatchesByStep) -> BatchesByStep:
+def batches_of(directory: RunDirectory, batches: BatchesByStep) -> BatchesByStep:
     """The batches of a run by step, from which a rollback takes some."""
-    if not (located(run_dir) / ROLLBACKS).is_file():
+    if not directory.rollbacks.is_file():
         return batches
-    return ShiftedBatches(batches, read_rollbacks(run_dir))
+    return ShiftedBatches(batches, read_rollbacks(directory))
 
 
 def batch_text(setup: RunSetup, step: int) -> str:
     """The rows of the batch of a step, counted from 1."""
-    moved = shift(read_rollbacks(setup.run.run.dir), step - 1)
+    moved = shift(read_rollbacks(setup.directory), step - 1)
     numbers = setup.batches.row_numbers(step - 1 + moved)
     return f"its batch: rows {', '.join(map(str, numbers))} of the training data"
 
@@ -172,8 +173,8 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     """The state to train on from after a bad step, where train.on_bad_step is rollback: that of the
     newest checkpoint, or the first one, after the batch of the step was recorded as left out.
     `error.state` is freed. Otherwise, and after `BAD_STEPS` rollbacks, the error is raised."""
-    run_dir, why = setup.run.run.dir, ""
-    rollbacks = read_rollbacks(run_dir)
+    directory, why = setup.directory, ""
+    rollbacks = read_rollbacks(directory)
     can_roll_back = setup.run.train.on_bad_step == "rollback"
     if not can_roll_back or len(rollbacks) >= BAD_STEPS:
         if can_roll_back:
@@ -182,7 +183,8 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
         raise Diverged(message, error.step) from None
     checkpoints.wait()
     # Before it is written, and after the last save.
-    require_same({ROLLBACKS: str(rollbacks), "checkpoints": str(checkpoints.steps())})
+    name = directory.rollbacks.name
+    require_same({name: str(rollbacks), "checkpoints": str(checkpoints.steps())})
     jax.tree.map(lambda leaf: leaf.delete(), error.state)
     state: TrainState | None = checkpoints.restore(setup.target_over_base, log)
     if state is None:
@@ -194,11 +196,10 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     def write() -> None:
         if jax.process_index() == 0:
             table = {"rollbacks": [asdict(rollback) for rollback in rollbacks]}
-            path = located(run_dir) / ROLLBACKS
-            write_text(path, json.dumps(table, indent=2) + "\n", follow=False)
+            write_text(directory.rollbacks, json.dumps(table, indent=2) + "\n", follow=False)
 
     together(write)
-    require_same({ROLLBACKS: str(read_rollbacks(run_dir))})
+    require_same({name: str(read_rollbacks(directory))})
     log(
         f"WARNING: {str(error).partition('. ')[0]}. Rolled back to step {at}, and the next {skip}"
         f" batches are left out (rollback {len(rollbacks)} of at most {BAD_STEPS})."

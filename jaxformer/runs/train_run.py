@@ -28,12 +28,11 @@ from jaxformer.config.format import escaped
 from jaxformer.config.run import RunConfig, flat
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
-from jaxformer.files import located
 from jaxformer.files.uploads import LocalFolder
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.metrics import STATE
 from jaxformer.report.trackers import chosen_tracker
-from jaxformer.runs.directory import check_config, claim, lock, profile_dir, release
+from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.evaluation import (
     Evaluation,
     Watch,
@@ -110,16 +109,17 @@ def _train(run: RunConfig, begin: float) -> Result:
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
     log: Log = _ignore if run.run.progress == "none" else _print
+    directory = RunDirectory(run.run.dir)
     with contextlib.ExitStack() as stack, doing(PREPARING):
 
         def open_directory() -> bool:
             # Raises before anything is written.
             chosen_tracker(run.run.tracker)
-            stack.enter_context(lock(run.run.dir, run.run.restart))
+            stack.enter_context(directory.lock(run.run.restart))
             # What a run holds that is begun anew is moved away, by the first process for all.
             if not run.run.restart:
-                check_config(run)
-            return (located(run.run.dir) / "config.json").is_file()
+                directory.check_config(run)
+            return directory.config.is_file()
 
         begun = together(open_directory)
         setup = together(lambda: make_setup(run, log))
@@ -134,7 +134,7 @@ def _train(run: RunConfig, begin: float) -> Result:
         with checkpoints_of(setup, log) as checkpoints:
             try:
                 setup, state, program = _begin(setup, checkpoints, log)
-                claim(setup.asked, setup.corpus.tokenizer, setup.record)
+                directory.claim(setup.asked, setup.corpus.tokenizer, setup.record)
                 if setup.reference and program is not None:
                     setup.reference.keep()
                 with doing("between two steps; the same command continues."):
@@ -149,7 +149,7 @@ def _train(run: RunConfig, begin: float) -> Result:
                 saved = max(checkpoints.steps(), default=None)
                 if saved is None and not begun:
                     # This command began the directory: any setting may change.
-                    release(run.run.dir)
+                    directory.release()
                 raise RunOutOfMemory(error, setup, saved, begun) from error.__cause__
         with doing("after the last step, which is saved; the same command shows the sample."):
             weights = evaluation_weights(state.params, state.optimizer)
@@ -167,7 +167,7 @@ def _train(run: RunConfig, begin: float) -> Result:
                     log(close_run(setup, weights, last, time.monotonic() - begin))
 
             finish(close, Diverged)
-    return Result(weights, read_metrics(run.run.dir), located(run.run.dir))
+    return Result(weights, read_metrics(directory.path), directory.path)
 
 
 def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetup, TrainState, Any]:
@@ -271,13 +271,14 @@ def _steps(
     first state, where it is due and was not made because a signal cut it short, is made first.
     """
     settings, run, first = setup.run.train, setup.run.run, int(state.step)
+    directory = setup.directory
     heldout, tasks = setup.heldout, setup.tasks
-    before = logged_before(run.dir, first)
+    before = logged_before(directory, first)
     step = CountedStep(program, setup, first)
     evaluation = make_evaluation(
         setup.task.name, setup.model, bytes_of_targets(setup.corpus), setup.evaluation_options
     )
-    batches = batches_of(run.dir, setup.batches)
+    batches = batches_of(directory, setup.batches)
     if setup.reference:
         batches = setup.reference.scored(batches)
     hooks = list[Hook]()
@@ -304,10 +305,10 @@ def _steps(
 
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
-            tracker = chosen_tracker(run.tracker)(located(run.dir), first, flat(setup.run))
+            tracker = chosen_tracker(run.tracker)(directory.path, first, flat(setup.run))
             progress = stack.enter_context(ProgressBar(settings.steps, first, run.progress))
             due = first - first % settings.log_every or min(first, 1)
-            metrics_log = MetricsLog(run.dir, first, began, tracker, setup.identity, due)
+            metrics_log = MetricsLog(directory.path, first, began, tracker, setup.identity, due)
             stack.enter_context(metrics_log)
             logger = MetricLogger(setup, first, metrics_log, progress, before)
             hooks.append(logger)
@@ -320,7 +321,7 @@ def _steps(
             for hook in hooks:
                 hook(first, state, first_evaluation)
         stack.enter_context(memory_of(lambda: f"step {step.done}"))
-        advance = stack.enter_context(traced(run.profile, profile_dir(run.dir), step))
+        advance = stack.enter_context(traced(run.profile, directory.profile, step))
         state = fit(
             advance,
             state,

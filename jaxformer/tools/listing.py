@@ -1,6 +1,5 @@
 """The runs below a directory, with what their files say of them."""
 
-import fcntl
 import math
 import os
 import time
@@ -9,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.config.config_file import read_config
-from jaxformer.files import LOCK, ConfigError, is_remote
+from jaxformer.files import ConfigError, is_remote
 from jaxformer.report.metrics import FILE, read_metrics
-from jaxformer.runs.claim import is_claimed
+from jaxformer.runs.directory import RunDirectory
 
 OF_A_RUN = ("config.json", "data.json")  # what makes a directory that of a run
 State = Literal["running", "done", "stopped"]
@@ -71,7 +70,7 @@ def listed(run_dir: Path) -> ListedRun:
     losses = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
     best: Mapping[str, Any] = min(losses, key=lambda line: line["val_loss"], default={})
     state: State = "done" if step >= steps else "stopped"
-    if is_running(run_dir):
+    if RunDirectory(run_dir).is_in_use():
         state = "running"
     return ListedRun(
         path=run_dir,
@@ -88,21 +87,3 @@ def listed(run_dir: Path) -> ListedRun:
 
 def _last(lines: list[dict[str, Any]], name: str) -> float | None:
     return next((line[name] for line in reversed(lines) if name in line), None)
-
-
-def is_running(run_dir: Path) -> bool:
-    """Whether a process trains in a run directory."""
-    if is_remote(run_dir):
-        return is_claimed(run_dir)
-    # Its process has locked this file while it lives.
-    try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

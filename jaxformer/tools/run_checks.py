@@ -24,7 +24,7 @@ from jaxformer.files import ConfigError, is_remote, located, write_text
 from jaxformer.files.copies import version_if_there
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
-from jaxformer.runs.directory import check_config
+from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.kernel_check import ResolvedRun, with_proven_kernel
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.setup import RunSetup, make_setup
@@ -53,7 +53,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
     yield from directories(run.run, run.data.cache_dir)
     yield from urls(run.data, run.tokenizer, run.run.init_from)
     try:
-        check_config(run)
+        RunDirectory(run.run.dir).check_config(run)
         setup = make_setup(run, lambda line: None)
     except ConfigError as error:
         yield Finding("problem", "settings and data", str(error))

@@ -18,9 +18,8 @@ from jaxformer.data.store import TokenStore
 from jaxformer.files import ConfigError
 from jaxformer.report import MetricsLog, read_metrics
 from jaxformer.report.plot import plot_losses
-from jaxformer.runs.directory import require_checkpoints
+from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.metric_logger import logged_before
-from jaxformer.runs.run_reading import record_of
 from jaxformer.runs.states import read_rollbacks
 from jaxformer.tokenizer import byte_tokenizer
 from jaxformer.tokenizer.chat import ChatTemplate
@@ -87,9 +86,9 @@ def test_a_line_of_metrics_of_other_types_is_refused_by_its_number(
         return
     for reads in (
         lambda: read_metrics(run_dir),
-        lambda: logged_before(str(run_dir), 5),
+        lambda: logged_before(RunDirectory(run_dir), 5),
         lambda: MetricsLog(run_dir, 5),
-        lambda: require_checkpoints(run_dir),
+        lambda: RunDirectory(run_dir).require_checkpoints(),
     ):
         with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line {step}, is not a JSON obj"):
             reads()
@@ -153,7 +152,7 @@ def test_a_data_json_of_other_types_is_refused(key: str, text: str, tmp_path: Pa
     (tmp_path / "data.json").write_text(f'{{"run_id": "a", "{key}": {text}}}')
     said = "is not JSON" if text == DIGITS else f"data.json: {key}="
     with pytest.raises(ConfigError, match=said):
-        record_of(tmp_path)
+        RunDirectory(tmp_path).record()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_rollbacks_of_other_types_are_refused(key: str, text: str, tmp_path: Pat
     written = json.dumps({"rollbacks": [entry]}).replace('"HERE"', text)
     (tmp_path / "rollbacks.json").write_text(written)
     with pytest.raises(ConfigError, match=r"rollbacks\.json (holds no list|is not JSON)"):
-        read_rollbacks(str(tmp_path))
+        read_rollbacks(RunDirectory(tmp_path))
 
 
 RECORD = ("content", "documents", "bytes", "skipped", "parts")

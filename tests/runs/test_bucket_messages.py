@@ -6,7 +6,7 @@ from faulty_server import Faults
 
 from jaxformer.cli import main
 from jaxformer.files import ConfigError, located
-from jaxformer.runs.directory import lock
+from jaxformer.runs.directory import RunDirectory
 
 
 def objects(url: str) -> list[str]:
@@ -27,7 +27,7 @@ def test_a_store_that_refuses(
     key = f"{s3_bucket.removeprefix('s3://')}/run"
     refusal = pytest.raises(ConfigError, match=f"{s3_bucket}/run{message}")
     fault = s3_faults.fault(kind, key, method=method)
-    with fault, refusal, lock(f"{s3_bucket}/run", restart=False):
+    with fault, refusal, RunDirectory(f"{s3_bucket}/run").lock(restart=False):
         pass
     assert not objects(s3_bucket)
 
@@ -35,7 +35,7 @@ def test_a_store_that_refuses(
 def test_a_fault_that_passes_is_not_seen(s3_bucket: str, s3_faults: Faults) -> None:
     with (
         s3_faults.fault("throttled", s3_bucket.removeprefix("s3://"), times=1),
-        lock(f"{s3_bucket}/run", restart=False),
+        RunDirectory(f"{s3_bucket}/run").lock(restart=False),
     ):
         assert objects(s3_bucket) == ["run/claim.json"]
     assert not objects(s3_bucket)

@@ -12,7 +12,7 @@ from jaxformer.files import ConfigError, located, read_object, write_text
 from jaxformer.files.stores import StorePath
 from jaxformer.runs import claim
 from jaxformer.runs.claim import claimed, is_claimed
-from jaxformer.runs.directory import FILES_OF_A_RUN, lock, move_away
+from jaxformer.runs.directory import FILES_OF_A_RUN, RunDirectory
 
 # Claims a run directory as another process, says so, and lives until its input ends.
 HOLDER = """
@@ -48,12 +48,12 @@ def test_a_directory_belongs_to_one_process_and_a_killed_one_leaves_it(kind: str
         assert is_claimed(folder)
         refused = rf"in use by another process: process {process.pid} on .* holds {url}/claim.json"
         with pytest.warns(UserWarning, match="waiting"), pytest.raises(ConfigError, match=refused):
-            lock(url, restart=False).__enter__()
+            RunDirectory(url).lock(restart=False).__enter__()
     finally:
         process.kill()
         process.wait()
     assert (folder / "claim.json").exists() and not is_claimed(folder)
-    with lock(url, restart=False):
+    with RunDirectory(url).lock(restart=False):
         assert is_claimed(folder)
     assert not (folder / "claim.json").exists()
 
@@ -129,7 +129,7 @@ def test_beginning_anew_moves_the_objects_of_a_run(any_bucket: str) -> None:
     for number in (1, 2):
         for name in (*names, "notes.txt"):
             write_text(folder / name, f"{name} {number}")
-        move_away(folder)
+        RunDirectory(folder).move_away()
         for name in names:
             assert not (folder / name).exists()
             assert (folder / f"before-{number}" / name).read_text() == f"{name} {number}"

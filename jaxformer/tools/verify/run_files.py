@@ -22,9 +22,8 @@ from jaxformer.report.metrics import (
     line_digest,
     logged_lines,
 )
-from jaxformer.runs.directory import identity_of
+from jaxformer.runs.directory import RunDirectory, identity_of
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tools.listing import is_running
 
 # "equal" is to the bit; "unknown" is what could not be compared here.
 Verdict = Literal["equal", "equal to rounding", "NO", "unknown"]
@@ -83,7 +82,7 @@ def read_run(path: str | Path) -> RunFiles:
             f"{folder} has no {' and no '.join(missing)}, so it is no run directory, or a run that"
             " logged nothing yet: give the directory that a run was trained in (run.dir)."
         )
-    if is_running(folder):
+    if RunDirectory(folder).is_in_use():
         raise ConfigError(
             f"{folder} is still being written by a run: verify it when the run has ended, or a copy"
             " of it now."

@@ -73,7 +73,7 @@ class StepsAgain:
         self.log = log
         self.folder = located(setup.run.run.dir)
         self.starts = [0, *saved_steps(self.folder)]
-        self.batches = batches_of(str(self.folder), setup.batches)
+        self.batches = batches_of(setup.directory, setup.batches)
         self.program = compile_step(setup, log)
         with on_mesh(setup.mesh):
             self.bound = ROUNDING[str(compute_dtype(setup.model))]
