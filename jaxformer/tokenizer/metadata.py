@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from jaxformer.files import ConfigError, read_object, read_text, write_text
 from jaxformer.tokenizer.pieces import without_panic
@@ -123,7 +123,10 @@ class TokenizerMetadata:
             for key, value in content.items():
                 if value is not None or key not in settings:
                     settings[key] = _typed(value)
-        _follow_class(backend, settings)
+        model = read_optional(folder / "config.json")
+        # As in transformers: the model's, where the tokenizer's own settings name no class.
+        stated = settings.get("tokenizer_class") or model.get("tokenizer_class")
+        _follow_class(backend, settings, str(stated or model.get("model_type", "")))
         named_ids: dict[str, int] = {}
         for role in ROLES:
             value = settings.get(f"{role}_token")
@@ -277,18 +280,27 @@ def missing(file: Path) -> ConfigError:
     )
 
 
-def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
-    """Gives the backend what a class of transformers reads from tokenizer_config.json, and not from
-    tokenizer.json: how BERT's normalizes a text, and whether one begins with a space."""
-    name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
-    if name in GENERIC_CLASSES:
+def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any], name: str) -> None:
+    """Gives the backend what the class `name` of transformers reads from tokenizer_config.json, and
+    not from tokenizer.json: how BERT's normalizes a text, and whether one begins with a space."""
+    name = name.removesuffix("Fast")
+    if not name or name in GENERIC_CLASSES:
         return
     normalizer = backend.normalizer
     if isinstance(normalizer, normalizers.BertNormalizer):
         for key, (attribute, default) in BERT_KEYS.items():
-            if name or key in settings:
-                setattr(normalizer, attribute, settings.get(key, default))
-    if "Llama" in name or "add_prefix_space" not in settings:
+            setattr(normalizer, attribute, settings.get(key, default))
+    begins_with_space = settings.get("add_prefix_space")
+    if begins_with_space is None:
+        return
+    is_sentencepiece = getattr(backend.model, "byte_fallback", False)
+    if name == "LlamaTokenizer" and is_sentencepiece and not begins_with_space:
+        backend.normalizer = None
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", "never", split=False)
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    if "llama" in name.lower():
         return
     step = backend.pre_tokenizer
     steps: list[Any] = [step]
@@ -296,7 +308,7 @@ def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> No
         steps = list(step)  # type: ignore[call-overload]
     for part in steps:
         if isinstance(part, pre_tokenizers.ByteLevel):
-            part.add_prefix_space = bool(settings["add_prefix_space"])
+            part.add_prefix_space = bool(begins_with_space)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: Path) -> None:

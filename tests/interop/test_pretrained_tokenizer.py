@@ -521,10 +521,17 @@ def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path)
         ("gpt2", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
         ("bart", {"tokenizer_class": "RobertaTokenizer", "add_prefix_space": True}),
         ("gpt2", {"add_prefix_space": True}),
+        ("llama2", {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}),
+        ("bert", {"tokenizer_class": None}),  # that of config.json
     ],
 )
 def test_what_a_class_reads_from_its_settings_is_that_of_transformers(kind, settings, tmp_path):
     folder = copied(saved(kind), tmp_path / "tokenizer", **settings)
+    if kind == "bert" and not settings.get("tokenizer_class", True):
+        (folder / "config.json").write_text('{"model_type": "bert"}')
+        spec = json.loads((folder / "tokenizer.json").read_text())
+        spec["normalizer"]["lowercase"] = False
+        (folder / "tokenizer.json").write_text(json.dumps(spec))
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ours = Tokenizer.load(folder)
     for text in ("Héllo Wörld, naïve CAFÉ", "東京 bar"):
