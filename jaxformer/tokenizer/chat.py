@@ -33,15 +33,16 @@ Marked = tuple[str, list[Span]]  # a text, and the spans that are learned
 
 ASSISTANT = "assistant"  # the role whose turns are learned
 SHAPE = 'a list of messages as [{"role": "user", "content": "..."}, ...]'
-# Keys by which a turn is learned (1, true) or not (0, false): of OpenAI and Mistral, axolotl, and
-# ms-swift. No template reads them.
-LEARNED = ("weight", "train", "training", "loss")
-LEARNED_IN_PART = "train_detail"  # of axolotl
+# Keys by which a turn is learned (1, true) or not (0, false): of OpenAI and Mistral, axolotl,
+# ms-swift and others; and of torchtune by which it is not. No template reads them.
+LEARNED = ("weight", "train", "training", "trainable", "train_on_turn", "loss")
+NOT_LEARNED = ("mask", "masked")
+OF_LEARNING = re.compile("train|loss|mask|weight")  # in the name of any such key
 # The key of the first message for the tools that a record has beside its messages.
 TOOLS = "tools beside the messages"
 
 # To be increased when conversations become other ids, so that no older cache is read.
-FORMAT_OF_CHATS = 2
+FORMAT_OF_CHATS = 3
 
 # The day that strftime_now shows in training data, so that tokens do not depend on the date; Llama
 # 3's template has it where there is no clock.
@@ -100,38 +101,41 @@ def checked_messages(value: Any) -> list[Message]:
 
 def learned_turns(messages: list[Message]) -> list[int]:
     """The indices of the assistant's messages that are learned: all but those that a key of
-    `LEARNED` excludes. Raises ConfigError where there are none, and for other values of a key."""
+    `LEARNED` or `NOT_LEARNED` excludes. Raises ConfigError where there are none, for other values
+    of such a key, and for another key that seems to be one."""
     turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    learned = []
     for index in turns:
-        if messages[index].get(LEARNED_IN_PART):
-            raise ConfigError(
-                f"message {index + 1} has {LEARNED_IN_PART}, and a turn is learned whole or not:"
-                " leave it out"
-            )
-        for key in LEARNED:
-            if messages[index].get(key, 1) not in (0, 1):
+        is_learned = True
+        for key, value in messages[index].items():
+            known = key in LEARNED or key in NOT_LEARNED
+            if (known and value not in (0, 1)) or (not known and OF_LEARNING.search(key) and value):
                 raise ConfigError(
-                    f"message {index + 1} has {key}={_shown(messages[index][key])}: a turn is"
-                    " learned (1, true) or not (0, false)"
+                    f"message {index + 1} has {key}={_shown(value)}: a turn is learned whole"
+                    f' ("weight": 1) or not ("weight": 0); write this in that way'
                 )
+            if known and bool(value) == (key in NOT_LEARNED):
+                is_learned = False
+        if is_learned:
+            learned.append(index)
     if not turns:
         roles = ", ".join(repr(message["role"]) for message in messages)
         raise ConfigError(
             f"no message has the role {ASSISTANT!r} (the roles are {roles}), so there is nothing to"
             " learn: only the turns of that role are learned"
         )
-    learned = [i for i in turns if all(messages[i].get(key, 1) for key in LEARNED)]
     if not learned:
         raise ConfigError(
-            f"{', '.join(LEARNED)} exclude all turns of the role {ASSISTANT!r}, so there is nothing"
-            " to learn"
+            f"{', '.join((*LEARNED, *NOT_LEARNED))} exclude all turns of the role {ASSISTANT!r}, so"
+            " there is nothing to learn"
         )
     return learned
 
 
 def rendered_message(message: Message) -> Message:
     """A message as a template reads it."""
-    return {key: value for key, value in message.items() if key not in (*LEARNED, TOOLS)}
+    left_out = (*LEARNED, *NOT_LEARNED, TOOLS)
+    return {key: value for key, value in message.items() if key not in left_out}
 
 
 def with_tools(message: Message, tools: Any) -> Message:

@@ -207,7 +207,7 @@ def test_the_end_of_a_turn_is_a_special_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["chatml", "mistral"])
-@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+@pytest.mark.parametrize("key", ["weight", "trainable", "train_on_turn", "loss", "masked"])
 def test_turns_that_the_data_excludes_are_read_and_not_learned(style, key, tmp_path):
     """In blocks of a template and without them; the text is that without the key."""
     kind = STYLES[style][1]
@@ -215,7 +215,7 @@ def test_turns_that_the_data_excludes_are_read_and_not_learned(style, key, tmp_p
         ours, _ = both(kind, template, tmp_path / f"{len(template)}")
         turns = [USER, {"role": "assistant", "content": "no"}, USER, SAID]
         ids, every = ours.encode(turns)
-        excluded = [USER, {**turns[1], key: 0 if key == "weight" else False}, USER, SAID]
+        excluded = [USER, {**turns[1], key: key == "masked"}, USER, SAID]
         again, learned = ours.encode(excluded)
         assert again == ids
         text = ours.tokenizer.decode([i for i, kept in zip(ids, learned, strict=True) if kept])
@@ -249,7 +249,8 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         r"message 1 has the content list .*, since only text is read",
     ),
     "a weight": (CHATML, [USER, {**SAID, "weight": 0.5}], r"message 2 has weight=float \('0.5'\)"),
-    "a part": (CHATML, [USER, {**SAID, "train_detail": [{}]}], r"message 2 has train_detail, and"),
+    "a part": (CHATML, [USER, {**SAID, "train_detail": [{}]}], r"message 2 has train_detail=list"),
+    "a scale": (CHATML, [USER, {**SAID, "loss_scale": 0.1}], r"message 2 has loss_scale=float"),
     "no turn left": (CHATML, [USER, {**SAID, "train": False}], r"exclude all turns of the role"),
     "blocks of no turn": (
         BLOCKS["chatml"].replace(
