@@ -56,12 +56,20 @@ CHECKED = (
 )
 # Files of half a minute and more.
 LONGEST = (
+    "test_adapter_runs.py",
     "test_benchmarks.py",
+    "test_examples.py",
     "test_family_invariants.py",
     "test_fused_kernels.py",
+    "test_kills.py",
     "test_lowering.py",
     "test_model_invariants.py",
+    "test_not_finite.py",
     "test_quantized.py",
+    "test_signals.py",
+    "test_streams.py",
+    "test_upcycling.py",
+    "test_verify_kinds.py",
     "test_virtual_tokens.py",
 )
 jaxtyped = jaxtyping.jaxtyped
@@ -94,13 +102,13 @@ MARKED = {
 
 
 def pytest_ignore_collect(collection_path, config):
-    """`pytest -m MARK` imports only the files that have such a test, since the others bring
-    PyTorch."""
-    words = MARKED.get(config.option.markexpr)
-    if words is None or not collection_path.name.startswith("test_"):
+    """`pytest -m "MARK or MARK"` imports only the files that have such a test, since the others
+    bring PyTorch."""
+    marks = config.option.markexpr.split(" or ")
+    if not {*marks} <= MARKED.keys() or not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text(encoding="utf-8")
-    return not any(word in text for word in words) or None
+    return not any(word in text for mark in marks for word in MARKED[mark]) or None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,5 +1,4 @@
-"""Two leaves that are no arrays, as somebody would write them: a weight plus a low-rank product,
-and an 8-bit weight."""
+"""A leaf that is no array, as somebody would write it: a weight plus a low-rank product."""
 
 import re
 from dataclasses import replace
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.arrays.params import Spec, contract, is_custom, lookup, ones
+from jaxformer.arrays.params import Spec, contract, is_custom, lookup
 from jaxformer.layers.linear import fan_in_normal
 
 RANK = 2
@@ -64,38 +63,6 @@ def low_rank(spec: Spec) -> Any:
     a = Spec((*spec.shape[:n], RANK), (*spec.axes[:n], "rank"), fan_in_normal, inputs=spec.axes[:n])
     b = Spec((RANK, *spec.shape[n:]), ("rank", *spec.axes[n:]), fan_in_normal, inputs=("rank",))
     return LowRank(replace(spec, trainable=False), a, b)
-
-
-@struct.dataclass
-class Rounded:
-    """An int8 weight and one float32 scale."""
-
-    weight: Any
-    scale: Any
-
-    @property
-    def shape(self):
-        return tuple(self.weight.shape)
-
-    def contract(self, equation, x, *, to, dtype):
-        y = contract(equation, x, self.weight.astype(x.dtype), to=to, dtype=dtype)
-        return y * self.scale.astype(y.dtype)
-
-    def lookup(self, index, to):
-        return lookup(self.weight.astype(jnp.float32), index, to) * self.scale
-
-    def astype(self, dtype):
-        return self
-
-    def array(self):
-        scale = self.scale.reshape(*self.scale.shape, *[1] * (self.weight.ndim - self.scale.ndim))
-        return self.weight.astype(jnp.float32) * scale
-
-
-def rounded(spec: Spec) -> Rounded:
-    whole = lambda key, spec: jax.random.randint(key, spec.shape, -9, 10)  # noqa: E731
-    weight = replace(spec, init=whole, dtype="int8", trainable=False)
-    return Rounded(weight, Spec((), (), lambda key, spec: 0.05 * ones(key, spec)))
 
 
 def made(params):

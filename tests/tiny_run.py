@@ -25,7 +25,7 @@ from jaxformer.cli import main
 from jaxformer.report import read_metrics
 
 ROOT = Path(__file__).parent.parent
-STEPS, EVERY = 40, 4
+STEPS, EVERY = 24, 4
 # What two equal runs may differ in; `before` is a digest of a line with its seconds.
 CLOCK = {"tokens_per_second", "mfu", "seconds", "before"}
 SETTINGS = {
@@ -47,7 +47,7 @@ SETTINGS = {
     "train.batch_size": 8,
     "train.checkpoint_every": EVERY,
     "train.eval_batches": 0,
-    "train.eval_every": 10,
+    "train.eval_every": 8,
     "train.keep_checkpoints": 100,
     "train.log_every": 1,
     "train.microbatches": 2,

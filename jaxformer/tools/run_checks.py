@@ -2,7 +2,6 @@
 kernel, memory, and one step. Nothing is written in its run directory."""
 
 import contextlib
-import glob
 import importlib.metadata
 import math
 import os
@@ -19,9 +18,8 @@ import jax
 
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.checkpoints.saving import require_savable
-from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig, named_sources
+from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.files import ConfigError, is_remote, located, write_text
-from jaxformer.files.copies import version_if_there
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.directory import RunDirectory
@@ -51,7 +49,6 @@ def examine(run: RunConfig) -> Iterator[Finding]:
     yield versions()
     yield devices()
     yield from directories(run.run, run.data.cache_dir)
-    yield from urls(run.data, run.tokenizer, run.run.init_from)
     try:
         RunDirectory(run.run.dir).check_config(run)
         setup = make_setup(run, lambda line: None)
@@ -137,30 +134,6 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
             yield Finding("problem", setting, said)
         else:
             yield Finding("ok", setting, f"{value} can be written")
-
-
-def urls(data: DataConfig, tokenizer: TokenizerConfig, init_from: str) -> Iterator[Finding]:
-    """Whether what the settings name by URLs can be read, with what reads it installed."""
-    texts_by_setting = {
-        "data.train": named_sources(data.train),
-        "data.validation": named_sources(data.validation),
-        "tokenizer.path": [tokenizer.path],
-        "tokenizer.chat_template": [tokenizer.chat_template],
-        "run.init_from": [init_from],
-    }
-    for setting, texts in texts_by_setting.items():
-        for text in filter(is_remote, texts):
-            # Of a glob, and of files by braces, it is known only whether the store answers.
-            is_one = not glob.has_magic(text) and "{" not in text
-            try:
-                is_there = version_if_there(located(text)) is not None
-            except ConfigError as error:
-                yield Finding("problem", setting, str(error))
-                continue
-            if is_there or not is_one:
-                yield Finding("ok", setting, f"{text} can be read")
-            else:
-                yield Finding("problem", setting, f"{text} does not exist: correct the URL.")
 
 
 def existing(path: Path) -> Path:

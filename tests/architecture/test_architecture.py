@@ -47,18 +47,6 @@ def test_data_tokenizer_and_report_know_neither_a_run_nor_a_model() -> None:
     assert not found, "\n".join(found)
 
 
-def test_no_file_is_named_after_nothing() -> None:
-    assert not {path.stem for path in FILES} & {
-        "utils",
-        "util",
-        "common",
-        "helpers",
-        "core",
-        "manager",
-        "misc",
-    }
-
-
 def test_importing_jaxformer_imports_none_of_the_heavy_libraries() -> None:
     seen = modules_after(
         "import jaxformer, jaxformer.cli, jaxformer.config.config_file, jaxformer.runs.config; "
@@ -225,13 +213,6 @@ def test_every_module_can_be_imported_under_its_own_name() -> None:
         ]
         if parts[-1] != "__main__":
             importlib.import_module(".".join(parts))
-
-
-def test_the_tests_have_the_folders_of_the_package() -> None:
-    folders = {path.name for path in (ROOT / "jaxformer").iterdir() if path.is_dir()}
-    loose = [path.name for path in (ROOT / "tests").glob("test_*.py")]
-    tested = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    assert not loose and tested <= folders | {"architecture", "faults", "real"}
 
 
 # Settings of which 0 or "auto" means a value that follows from others, and the property that is it.

@@ -110,34 +110,6 @@ def test_a_text_that_cannot_be_used_is_named_with_the_place(
     )
 
 
-# The others are those of tests/data/test_data_sources.py.
-FILES: dict[str, tuple[bytes, list[str]]] = {
-    "broken.jsonl": (
-        b'{"text": "a"}\n{"text": ',
-        ["broken.jsonl, line 2: not JSON", "data.malformed=skip"],
-    ),
-    "latin.txt": (
-        b"caf\xe9",
-        ["latin.txt is not UTF-8", "byte 0xe9 at offset 3", "iconv", "data.malformed=replace"],
-    ),
-    "utf-16.txt": ("plain words".encode("utf-16"), ["utf-16.txt is not UTF-8 text", "-f UTF-16"]),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_with_a_fault_is_named_with_the_place_and_the_remedy(
-    name: str, tmp_path: Path, capsys: Capture
-) -> None:
-    content, parts = FILES[name]
-    (tmp_path / name).write_bytes(content)
-    train_refused(
-        capsys,
-        tmp_path,
-        {"data.train": tmp_path / name, "data.cache_dir": tmp_path / "cache"},
-        parts,
-    )
-
-
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs a file that exists and cannot be read, for root too"
 )

@@ -201,26 +201,14 @@ def test_the_page_of_an_encoder_decoder_holds_its_maps_and_what_it_expected(runs
         np.testing.assert_allclose([share for _, share in step], np.sort(row)[:-6:-1], atol=1e-5)
 
 
-@pytest.mark.parametrize("beams", [0, 2])
-def test_without_a_target_the_page_shows_what_the_model_writes(runs, tmp_path, beams, capsys):
+def test_without_a_target_the_page_shows_what_the_model_writes(runs, tmp_path, capsys):
+    """By beams, that is a test of tests/tools/test_walkthrough.py."""
     page, run, end = tmp_path / "page.html", runs["encoder_decoder"], TOKENIZER.end_token
-    printed(capsys, "attention", run, "--prompt", "a dog", "--output", page, "--beams", beams)
+    printed(capsys, "attention", run, "--prompt", "a dog", "--output", page)
     model = jf.load(run)
-    rules = {
-        "source": [[*TOKENIZER.encode("a dog"), end]],
-        "end_token": end,
-        "vocab_size": TOKENIZER.vocab_size,
-    }
-    if beams:
-        made = (
-            beam_search(model.params, model.config, [[end]], 63, beams=beams, **rules)
-            .tokens[0, 0]
-            .tolist()
-        )
-    else:
-        made = jf.generate(model.params, model.config, [[end]], 63, temperature=0, **rules)[
-            0
-        ].tolist()
+    rules = {"end_token": end, "vocab_size": TOKENIZER.vocab_size, "temperature": 0}
+    source = [[*TOKENIZER.encode("a dog"), end]]
+    made = jf.generate(model.params, model.config, [[end]], 63, source=source, **rules)[0].tolist()
     wanted = [end, *(made[: made.index(end)] if end in made else made)]
     assert len(page_data(page)["tokens"]["target"]) == len(wanted)
 

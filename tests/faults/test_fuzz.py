@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 SECONDS = 60
 MEMORY = 12 << 30  # of one command, in bytes: more is a fault, too
 SHOWN = 6000
-CASES, SIZE = 100, 50
+CASES, SIZE = 60, 30
 PACKAGE = Path(jaxformer.__file__).parent
 STATUSES = {0, 1, 2}
 TINY = {
@@ -109,7 +109,7 @@ def problems_of(case: Case, answer: dict) -> list[str]:
 
 
 @pytest.mark.fault(
-    "100 flags and files made from seeds, in groups: huge numbers, nan, control"
+    "60 flags and files made from seeds, in groups: huge numbers, nan, control"
     " characters, deep JSON, truncated and altered files, pipes and directories in place of files",
     kept="One message, no traceback; nothing outside the command's own directory is touched.",
     status="0, 1 or 2",

@@ -40,7 +40,7 @@ def test_a_run_killed_at_random_moments_after_its_start_is_continued_bitwise(
     arguments = line(run_dir, text, {"train.checkpoint_every": 1})
     for _ in range(2):
         process = launch(arguments)
-        time.sleep(rng.uniform(0.5, 8))
+        time.sleep(rng.uniform(0.5, 6))
         process.kill()
         process.communicate()
     finish(fork(arguments))
@@ -63,7 +63,7 @@ def test_a_run_killed_at_random_moments_while_it_trains_is_continued_bitwise(
 
         process = fork(arguments)
         wait_until(has_trained, process)
-        time.sleep(rng.uniform(0, 0.1 if steps else 4))
+        time.sleep(rng.uniform(0, 0.1 if steps else 2))
         process.kill()
         finish(process, -signal.SIGKILL)
     finish(fork(arguments))
@@ -91,7 +91,7 @@ def test_a_run_in_a_bucket_killed_at_random_moments_is_continued_bitwise(
 
         process = fork(arguments)
         wait_until(has_trained, process)
-        time.sleep(rng.uniform(0, 0.5 if steps else 4))
+        time.sleep(rng.uniform(0, 0.5 if steps else 2))
         process.kill()
         finish(process, -signal.SIGKILL)
     finish(fork(arguments))

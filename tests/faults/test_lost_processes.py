@@ -26,12 +26,12 @@ from tiny_run import write_text as write_documents
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
-STEPS = 40
+STEPS = 24
 LONGER = SMALL | {
     "train.steps": STEPS,
     "optimizer.decay_steps": STEPS,
-    "train.eval_every": 20,
-    "train.checkpoint_every": 10,
+    "train.eval_every": 12,
+    "train.checkpoint_every": 6,
 }
 MINUTE = 60.0
 IMPATIENT = """
@@ -61,7 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     kept="The others end within a minute and name it. Continued, the run is the uninterrupted one.",
     status="3; 137 for the process itself",
 )
-@pytest.mark.parametrize("victim, lines", [(1, 24), (0, 14)])
+@pytest.mark.parametrize("victim, lines", [(1, 14), (0, 9)])
 def test_where_one_process_is_killed_the_others_name_it_and_end(
     victim: int, lines: int, whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -132,7 +132,7 @@ def test_where_one_process_is_told_to_stop_all_stop_after_the_same_step(
     expected, text = whole
     run_dir = tmp_path / "run"
     processes = launch_all(2, run_dir, text, LONGER | {"train.checkpoint_every": 1000})
-    wait_until(lambda: lines_logged(run_dir) >= 12, processes[0])
+    wait_until(lambda: lines_logged(run_dir) >= 8, processes[0])
     processes[told].terminate()
     found = ends(processes)
     (step,) = saved(run_dir)
@@ -157,13 +157,13 @@ def test_where_one_process_is_told_to_stop_all_stop_after_the_same_step(
 def test_a_process_that_does_not_come_is_named(absent: int, tmp_path: Path) -> None:
     text = write_documents(tmp_path / "text.txt")
     began = time.monotonic()
-    changes = SMALL | {"launch.timeout": 8}
+    changes = SMALL | {"launch.timeout": 6}
     found = ends(launch_all(3, tmp_path / "run", text, changes, absent=(absent,)))
     assert time.monotonic() - began < MINUTE
     assert len(found) == 2
     for status, _, error in found.values():
         assert status == 3 and f"lost process: process {absent} of 3 did not come" in error, error
-        assert "launch.timeout=8" in error and "Traceback" not in error
+        assert "launch.timeout=6" in error and "Traceback" not in error
     assert not (tmp_path / "run").exists()
 
 
@@ -205,7 +205,7 @@ def test_a_clock_that_is_set_back_ends_no_process(tmp_path: Path) -> None:
     try:
         wait_until(lambda: lines_logged(run_dir) >= 5, first)
         is_back.touch()
-        time.sleep(10)  # JAX's service looked for silent processes every few seconds
+        time.sleep(6)  # JAX's service looked for silent processes every few seconds
         assert first.poll() is None and second.poll() is None
         second.terminate()
         errors = [finish(process, 143)[1] for process in (first, second)]

@@ -81,18 +81,18 @@ def test_a_signal_in_an_evaluation(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     text = reference(tmp_path_factory)[1]
-    held = write_text(tmp_path / "held.txt", documents=1500, seed=1)
-    changes = {"data.validation": held, "train.eval_every": 20, "train.checkpoint_every": 1000}
+    held = write_text(tmp_path / "held.txt", documents=800, seed=1)
+    changes = {"data.validation": held, "train.eval_every": 12, "train.checkpoint_every": 1000}
     expected, run_dir = tmp_path / "whole", tmp_path / "run"
     finish(fork(line(expected, text, changes)))
     arguments = line(run_dir, text, changes)
 
     def is_evaluating() -> bool:
         lines = logged(run_dir) if lines_logged(run_dir) else []
-        return bool(lines) and lines[-1]["step"] == 20 and "val_loss" not in lines[-1]
+        return bool(lines) and lines[-1]["step"] == 12 and "val_loss" not in lines[-1]
 
     stopped(fork(arguments), signal.SIGTERM, is_evaluating)
-    assert is_evaluating() and saved(run_dir) == [20]
+    assert is_evaluating() and saved(run_dir) == [12]
     finish(fork(arguments))
     assert_same_run(run_dir, expected)
 

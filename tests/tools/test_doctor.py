@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,28 +67,20 @@ def test_each_problem_is_named_and_the_status_is_one(
     assert "problem settings and data: " in out and "3 problems." in out
 
 
-def test_what_a_url_names_is_asked_for(
+def test_what_a_url_names_is_read(
     text: Path, tmp_path: Path, capsys: Capture, memory_bucket: str
 ) -> None:
     located(f"{memory_bucket}/a").mkdir()
     located(f"{memory_bucket}/a/text.txt").write_bytes(text.read_bytes())
     changes = {
-        "data.train": f"{memory_bucket}/a/*.txt; {memory_bucket}/a/text.txt",
+        "data.train": f"{memory_bucket}/a/*.txt",
         "data.cache_dir": f"{memory_bucket}/cache",
         "tokenizer.path": f"{memory_bucket}/none/tokenizer.json",
     }
     assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
     out = printed(capsys)
-    for url in (f"{memory_bucket}/a/*.txt", f"{memory_bucket}/a/text.txt"):
-        assert f"ok data.train: {url} can be read" in out
     assert f"ok data.cache_dir: {memory_bucket}/cache can be written" in out
-    assert f"problem tokenizer.path: {memory_bucket}/none/tokenizer.json does not exist" in out
-    changes = {"tokenizer.path": "gs://bucket/tokenizer"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(sys.modules["fsspec.registry"]._registry, "gs", raising=False)
-        patch.setitem(sys.modules, "gcsfs", None)
-        assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
-    assert "problem tokenizer.path: " in (out := printed(capsys)) and "jaxformer[gcs]" in out
+    assert "problem settings and data: " in out and changes["tokenizer.path"] in out
 
 
 def test_a_kernel_that_fails_its_check_is_noted_and_a_run_takes_the_next(
@@ -118,24 +109,17 @@ def test_a_kernel_that_fails_its_check_is_noted_and_a_run_takes_the_next(
     assert settings["model"]["attention_kernel"] == "auto"
 
 
-def test_a_disk_that_is_too_small_for_the_checkpoints_is_a_problem(
+def test_a_full_disk_a_wrong_kernel_and_a_path_that_cannot_be_read_again_are_problems(
     text: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10, 0, 10))
-    assert main(["doctor", *line(tmp_path / "run", text)]) == 1
-    assert "problem disk space: 101 checkpoints of" in printed(capsys)
-
-
-def test_a_kernel_that_is_wrong_on_this_device_is_a_problem(
-    text: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
     right = kernels.KERNELS["blocked"]
     wrong = dataclasses.replace(right, run=lambda *given: 1.1 * right.run(*given))
     monkeypatch.setitem(kernels.KERNELS, "blocked", wrong)
-    changes = {"model.attention_kernel": "blocked"}
-    assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
+    assert main(["doctor", *line(tmp_path / "a[1]/run", text, {KERNEL: "blocked"})]) == 1
     out = printed(capsys)
+    assert "problem run.dir: " in out and "problem disk space: 101 checkpoints of" in out
     assert "problem attention: attention kernel 'blocked' is wrong on this device" in out
 
 
@@ -146,10 +130,3 @@ def test_a_step_that_is_not_finite_is_a_problem(
     assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
     out = printed(capsys)
     assert "problem one step: loss " in out and "gradient norm inf" in out
-
-
-def test_a_path_below_which_checkpoints_cannot_be_read_again_is_a_problem(
-    text: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    assert main(["doctor", *line(tmp_path / "a[1]/run", text)]) == 1
-    assert "problem run.dir: " in printed(capsys)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -445,3 +446,23 @@ def test_planned_memory_is_near_what_the_compilers_said(share: int) -> None:
     }
     assert statistics.median(map(abs, errors.values())) <= 0.1
     assert not {name for name, error in errors.items() if error < -0.05}
+
+
+def test_memory_that_was_measured_on_a_gpu_is_within_a_tenth_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    accelerator = importlib.import_module("accelerator")
+    path = ROOT / "benchmarks/results/train_gpu_nvidia_h200.json"
+    measured = {
+        (name, row["batch"]): row["peak_bytes"]
+        for name, rows in json.loads(path.read_text(encoding="utf-8"))["rows"].items()
+        for row in rows
+        if row["with"] == "jaxformer" and "peak_bytes" in row
+    }
+    for (name, batch), peak in measured.items():
+        run = accelerator.with_sizes(accelerator.ACCELERATOR_WORKLOADS[name], batch, 1)
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bfloat16"))
+        planned = make_plan(planned_run(run, "h200", 1)).memory.peak
+        assert planned == pytest.approx(peak, rel=0.1), name
+    assert len(measured) == 7

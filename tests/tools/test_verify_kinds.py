@@ -29,63 +29,36 @@ SMALL = PLAIN | {
     "train.steps": STEPS,
 }
 LORA = {"adapter.kind": "lora", "adapter.rank": 2, "adapter.base": "int8"}
+PROMPT = {"adapter.kind": "prompt", "adapter.tokens": 4, "run.init_from": "start"}
 EXPERTS = {"model.feed_forward": "experts", "model.n_experts": 4, "model.experts_per_token": 2}
-# The settings of a run, whether it starts from another, and its data.
-KINDS: dict[str, tuple[dict[str, Any], bool, str]] = {
-    "experts": (EXPERTS, False, "text.txt"),
-    "windows": ({"model.window": 8, "model.window_pattern": "wf"}, False, "text.txt"),
-    "an adapter": (LORA, True, "text.txt"),
-    "a prompt": ({"adapter.kind": "prompt", "adapter.tokens": 4}, True, "text.txt"),
-    "preferences of an adapter": (
-        {"data.objective": "dpo", "data.packing": "stream", **LORA},
-        True,
-        "pairs.jsonl",
-    ),
-}
-
-
-def classified(path: Path) -> Path:
-    lines = [{"text": f"the {w} sees", "label": w} for w in ("cat", "dog", "tree") * 20]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
-
-
-def pairs(path: Path) -> Path:
-    rows = [f"the {a} sees\tdoes the {b} see" for a, b in pairwise("abcdefgh" * 8)]
-    path.write_text("source\ttarget\n" + "\n".join(rows) + "\n")
-    return path
-
-
-FAMILIES: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "masked": (write_text, "t.txt", {"model.family": "encoder", "data.packing": "stream"}),
-    "classes": (
-        classified,
-        "t.jsonl",
-        {"model.family": "encoder", "model.head": "classes", "data.packing": "stream"},
-    ),
-    "pairs": (
-        pairs,
-        "t.tsv",
-        {
-            "model.family": "encoder_decoder",
-            "data.objective": "seq2seq",
-            "data.packing": "stream",
-            "train.z_loss": 1e-3,
-        },
-    ),
+ENCODER = {"model.family": "encoder", "data.packing": "stream"}
+PAIRS = {"model.family": "encoder_decoder", "data.objective": "seq2seq", "data.packing": "stream"}
+DPO = {"data.objective": "dpo", "data.packing": "stream", "run.init_from": "start"}
+# The data of a run and its settings; `start` is a run of the fixture.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("text.txt", EXPERTS | {"model.window": 8, "model.window_pattern": "wf"}),
+    "a prompt": ("text.txt", PROMPT),
+    "preferences of an adapter": ("preferences.jsonl", DPO | LORA),
+    "masked": ("text.txt", ENCODER),
+    "classes": ("classes.jsonl", ENCODER | {"model.head": "classes"}),
+    "pairs": ("pairs.tsv", PAIRS | {"train.z_loss": 1e-3}),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a text, pairs, and a run to start from."""
+    """With the data of every kind, and a run to start from."""
     made = tmp_path_factory.mktemp("kinds")
     text = write_text(made / "text.txt")
-    with (made / "pairs.jsonl").open("w") as file:
+    with (made / "preferences.jsonl").open("w") as file:
         for words in text.read_text().split("\n<|endoftext|>\n"):
             first, *others = words.split()
             pair = {"chosen": " ".join(others[:4]), "rejected": " ".join(others[4:0:-1])}
             file.write(json.dumps({"prompt": f"{first} "} | pair) + "\n")
+    records = [{"text": f"the {w} sees", "label": w} for w in ("cat", "dog", "tree") * 20]
+    (made / "classes.jsonl").write_text("\n".join(map(json.dumps, records)))
+    rows = [f"the {a} sees\tdoes the {b} see" for a, b in pairwise("abcdefgh" * 8)]
+    (made / "pairs.tsv").write_text("source\ttarget\n" + "\n".join(rows) + "\n")
     assert train_here(line(made / "start", text, SMALL)) == 0
     return made
 
@@ -110,16 +83,10 @@ def assert_verified(found: dict[str, Statement]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_each_kind_is_verified_to_the_bit(kind: str, folder: Path, tmp_path: Path) -> None:
-    changes, starts, data = KINDS[kind]
-    start = {"run.init_from": folder / "start"} if starts else {}
-    assert train_here(line(tmp_path / "run", folder / data, SMALL | changes | start)) == 0
-    assert_verified(statements(tmp_path / "run"))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_run_of_each_family_is_verified_to_the_bit(family: str, tmp_path: Path) -> None:
-    write, name, changes = FAMILIES[family]
-    assert train_here(line(tmp_path / "run", write(tmp_path / name), SMALL | changes)) == 0
+    data, changes = KINDS[kind]
+    if "run.init_from" in changes:
+        changes = changes | {"run.init_from": folder / "start"}
+    assert train_here(line(tmp_path / "run", folder / data, SMALL | changes)) == 0
     assert_verified(statements(tmp_path / "run"))
 
 
