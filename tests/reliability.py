@@ -1,8 +1,6 @@
 """The table of docs/reliability.md. Each test of tests/faults names its row by the marker `fault`;
-`pytest tests/faults -m "slow or not slow" --write-reliability` writes the table from the tests
-that passed."""
+`pytest tests/faults --collect-only --write-reliability` writes the table from them."""
 
-import json
 import signal
 from collections import Counter
 from dataclasses import dataclass
@@ -26,37 +24,24 @@ class Row:
 
 ROWS = pytest.StashKey[Counter[Row]]()  # of all tests that were collected, selected or not
 FILES = pytest.StashKey[set[Path]]()  # the files of these tests
-PASSED = pytest.StashKey[Counter[Row]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-reliability",
         action="store_true",
-        help="write the table of docs/reliability.md from the tests that pass",
+        help="write the table of docs/reliability.md from the tests that are collected",
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[PASSED] = Counter()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before any is deselected."""
+    marks = [mark for item in items if (mark := item.get_closest_marker("fault"))]
     config.stash[FILES] = {item.path for item in items}
-    config.stash[ROWS] = Counter(row for item in items if (row := row_of(item)))
-
-
-def row_of(item: pytest.Item) -> Row | None:
-    mark = item.get_closest_marker("fault")
-    return Row(*mark.args, **mark.kwargs) if mark else None
-
-
-@pytest.fixture(autouse=True)
-def _row(request: pytest.FixtureRequest, record_property) -> None:
-    if row := row_of(request.node):
-        record_property("fault", json.dumps([row.fault, row.kept, row.status]))
+    config.stash[ROWS] = Counter(Row(*mark.args, **mark.kwargs) for mark in marks)
+    if config.getoption("--write-reliability"):
+        PAGE.write_text(with_table(PAGE.read_text(), config.stash[ROWS]))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -77,30 +62,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     from tiny_run import reference  # with it comes JAX
 
     return reference(tmp_path_factory)
-
-
-class Passed:
-    """Counts, in the process that reports, the cases that passed."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed:
-            found = dict(report.user_properties).get("fault")
-            if found:
-                self.config.stash[PASSED][Row(*json.loads(found))] += 1
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(Passed(session.config))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    config = session.config
-    if config.getoption("--write-reliability") and not hasattr(config, "workerinput"):
-        PAGE.write_text(with_table(PAGE.read_text(), config.stash[PASSED]))
 
 
 def with_table(page: str, rows: Counter[Row]) -> str:

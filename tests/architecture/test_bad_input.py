@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import PLAIN, contents, copy, line, reference, train_here, write_text
+from tiny_run import contents, copy, line, reference, write_text
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import MESH_AXES, check_batch_size, make_mesh
@@ -166,16 +166,16 @@ def test_a_run_directory_of_another_config_is_left_alone_and_the_fields_are_name
     assert contents(run_dir) == before
 
 
-def test_a_run_directory_of_other_text_is_left_alone(tmp_path: Path, capsys: Capture) -> None:
-    text, run_dir = tmp_path / "text.txt", tmp_path / "run"
-    write_text(text)
-    changes = PLAIN | {"train.steps": 1, "train.checkpoint_every": 0, "train.microbatches": 1}
-    assert train_here(line(run_dir, text, changes)) == 0
+def test_a_run_directory_of_other_text_is_left_alone(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    run_dir, text = copy(trained[0], tmp_path / "run"), write_text(tmp_path / "text.txt", seed=1)
+    config = run_dir / "config.json"
+    config.write_text(config.read_text().replace(str(trained[1]), str(text)))
     before = contents(run_dir)
-    write_text(text, seed=1)
     refused(
         capsys,
-        ["train", *line(run_dir, text, changes)],
+        ["train", *line(run_dir, text)],
         [str(run_dir), "other text", "train", "nothing was changed"],
     )
     assert contents(run_dir) == before

@@ -66,20 +66,23 @@ def test_a_run_trains_saves_resumes_and_evaluates_its_parameter(tmp_path, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [{}, {"adapter.kind": "lora", "adapter.rank": 2}], ids=str)
-def test_a_run_may_begin_from_one_without_the_parameter_and_the_reverse(tmp_path, adapter) -> None:
+def test_a_run_may_begin_from_one_without_the_parameter_and_the_reverse(tmp_path) -> None:
     text = write_text(tmp_path / "text.txt")
-    plain = CHANGES | {"data.objective": "causal", "train.steps": 2}
-    assert train_here(line(tmp_path / "plain", text, plain)) == 0
-    begun = CHANGES | adapter | {"run.init_from": tmp_path / "plain", "train.steps": 2}
-    assert train_here(line(tmp_path / "begun", text, begun)) == 0
-    assert train_here(line(tmp_path / "begun", text, begun | {"train.steps": 4})) == 0
-    assert PATH in rows_of(jf.load(tmp_path / "begun").params)
-    again = CHANGES | {"run.init_from": tmp_path / "begun", "train.steps": 2}
-    assert train_here(line(tmp_path / "again", text, again)) == 0
-    back = plain | {"run.init_from": tmp_path / "again"}
-    assert train_here(line(tmp_path / "back", text, back)) == 0
-    assert PATH not in rows_of(jf.load(tmp_path / "back").params)
+
+    def trained(name: str, origin: str = "", **changes: object) -> set[str]:
+        """The parameters of a run that begins from another."""
+        settings = CHANGES | {"run.init_from": origin and tmp_path / origin, "train.steps": 2}
+        arguments = line(tmp_path / name, text, settings | changes)
+        assert train_here(arguments) == 0
+        return rows_of(jf.load(tmp_path / name).params)
+
+    causal = {"data.objective": "causal"}
+    assert PATH not in trained("plain", **causal)
+    assert PATH in trained("begun", "plain")
+    assert PATH in trained("begun", "plain", **{"train.steps": 4})
+    assert PATH in trained("adapted", "plain", **{"adapter.kind": "lora", "adapter.rank": 2})
+    assert PATH in trained("again", "adapted")
+    assert PATH not in trained("back", "again", **causal)
 
 
 def rows_of(params: dict) -> set[str]:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_run import PLAIN, ROOT, train_here, write_text
-from tiny_run import line as run_line
+from tiny_run import ROOT
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, ones
@@ -155,16 +154,6 @@ def test_an_added_name_passes_through_json_config_files_and_the_command_line(
     plain = read_config(ROOT / "configs/quickstart.py")
     found = parse_arguments(plain, ["--model.activation", "cubed"], program="train.py")
     assert found.model.activation == "cubed"
-
-
-@pytest.mark.slow
-def test_a_run_with_an_added_activation_trains_from_its_config_file(tmp_path: Path) -> None:
-    file, text = tmp_path / "mine.py", write_text(tmp_path / "text.txt")
-    file.write_text(CONFIG_FILE)
-    changes = PLAIN | {"train.steps": 1, "train.microbatches": 1, "train.checkpoint_every": 0}
-    arguments = [str(file), *run_line(tmp_path / "run", text, changes)[1:]]
-    assert train_here(arguments) == 0
-    assert jf.load(tmp_path / "run").config.activation == "cubed"
 
 
 def test_a_name_that_nothing_added_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -115,10 +115,8 @@ def test_commands_name_the_line_of_metrics_that_they_cannot_read(
 @pytest.mark.parametrize(
     ("name", "step", "text"),
     [
-        ("loss", 1, "1e308"),
         ("loss", 6, "-1e308"),
         ("val_loss", 6, "1" + "0" * 300),
-        ("tokens", 6, "0"),
         ("tokens", 1, "-5"),
         ("learning_rate", 1, "1e-320"),
     ],

@@ -384,17 +384,3 @@ def test_numbers_read_as_people_write_them(made, expected):
 @given(st.text())
 def test_printable_text_holds_no_control_character(text):
     assert all(char == "\n" or char.isprintable() for char in printable(text))
-
-
-def test_report_needs_no_array_library_and_no_drawing_before_it_is_used():
-    code = (
-        "import sys, types, pathlib; package = types.ModuleType('jaxformer'); package.__path__ ="
-        " [str(pathlib.Path(sys.argv[1]))]; sys.modules['jaxformer'] = package; import"
-        " jaxformer.report; print([m for m in ('jax', 'rich', 'matplotlib', 'tensorboardX') if m in"
-        " sys.modules])"
-    )
-    package = Path(__file__).parents[2] / "jaxformer"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(package)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
