@@ -47,7 +47,7 @@ SETTINGS = {
     "train.batch_size": 8,
     "train.checkpoint_every": EVERY,
     "train.eval_batches": 0,
-    "train.eval_every": 8,
+    "train.eval_every": 6,
     "train.keep_checkpoints": 100,
     "train.log_every": 1,
     "train.microbatches": 2,

@@ -43,7 +43,7 @@ def test_a_run_leaves_what_the_readme_promises(trained: tuple[Path, Path]) -> No
     seconds = [entry["seconds"] for entry in lines]
     assert seconds == sorted(seconds) and 0 < seconds[0] < seconds[-1]
     evaluations = [entry for entry in lines if "val_loss" in entry]
-    assert [entry["step"] for entry in evaluations] == [8, 16, 24]
+    assert [entry["step"] for entry in evaluations] == [6, 12, 18, 24]
     assert (
         steps[-1]["loss"] < steps[0]["loss"] - 1
         and evaluations[-1]["val_loss"] < evaluations[0]["val_loss"]
