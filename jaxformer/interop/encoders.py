@@ -1,16 +1,13 @@
 """Encoders: BERT and its relatives, and the text encoder of CLIP."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.family import Copies, Copy, Family
+from jaxformer.interop.family import Copy, Family
 from jaxformer.interop.fields import (
-    FULL,
     GATED_NAMES,
-    MOST_LAYERS,
     PLAIN,
-    SLIDING,
     Choice,
     ClassCount,
     ConfigFields,
@@ -23,6 +20,7 @@ from jaxformer.interop.fields import (
     KeyMapping,
     Keys,
     Present,
+    Windows,
     fixed,
     keys,
     tied,
@@ -30,12 +28,8 @@ from jaxformer.interop.fields import (
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.tensor_table import TensorRow, block, linear, norm, output, projections
-from jaxformer.layers.pattern import layer_configs
 
-# BERT (arXiv:1810.04805), and RoBERTa (arXiv:1907.11692): BERT without next sentences, whose
-# positions start after the id of the padding token. DistilBERT (arXiv:1910.01108) has neither
-# token types nor a pooler beside its class head; XLM-RoBERTa (arXiv:1911.02116) is RoBERTa.
-
+# What the families have in common. Rows of a later mapping override it.
 ENCODER = Constant(
     family="encoder",
     norm="layer",
@@ -45,7 +39,6 @@ ENCODER = Constant(
     positions="learned",
 )
 
-
 # The defaults of BERT.
 BERT_SIZES: Mapping[str, int] = {
     "vocab_size": 30522,
@@ -54,20 +47,69 @@ BERT_SIZES: Mapping[str, int] = {
     "num_attention_heads": 12,
     "intermediate_size": 3072,
 }
+OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+BUFFERS = (r"embeddings\.(position_ids|token_type_ids)$",)
+Heads = Mapping[str, tuple[TensorRow, ...]]  # the rows of each head, by `config.output`
+DENSE_TAGS = "dense tags"  # and of tags with a layer before the output
 
 
-def shared_fields(**default: int) -> tuple[KeyMapping, ...]:
-    """The keys of all these families; `default` has a family's own defaults."""
-    return (
-        ENCODER,
-        *keys(**{**BERT_SIZES, **default}),
-        *keys(type_vocab_size=2, layer_norm_eps=1e-12),
-        *fixed(position_embedding_type="absolute"),
-        tied(True),
-        ClassCount(),
-        Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
-        IgnoredKeys("classifier_dropout gradient_checkpointing"),
-    )
+class MaskedHead(NamedTuple):
+    """The names of a masked head: its layer, its norm and its output layer.
+
+    Where there is `bias`, that of the output layer has two places: a tied one is read from `bias`,
+    and another from its own.
+    """
+
+    dense: str
+    norm: str
+    decoder: str
+    bias: str = ""
+
+    def rows(self, config: ModelConfig) -> tuple[TensorRow, ...]:
+        is_apart = self.bias and config.tied_head
+        return (
+            *linear(self.dense, "head.dense"),
+            *norm(self.norm, "head.norm"),
+            TensorRow(f"{self.decoder}.weight", "head.weight"),
+            TensorRow(self.bias if is_apart else f"{self.decoder}.bias", "head.bias"),
+        )
+
+    def copies(self, config: ModelConfig, embedding: str) -> tuple[Copy, ...]:
+        """A tied output layer may be stored again; the bias of an untied one has a second name
+        that is not read."""
+        if config.output != "masked":
+            return ()
+        biases: tuple[Copy, ...] = ()
+        if self.bias and config.tied_head:
+            biases = (Copy(f"{self.decoder}.bias", self.bias),)
+        elif self.bias:
+            biases = (Copy(self.bias, f"{self.decoder}.bias", written=True, checked=False),)
+        if config.tied_head:
+            return Copy(f"{self.decoder}.weight", embedding, unties=True), *biases
+        return biases
+
+
+def rows_by_head(
+    base: str, trunk: tuple[TensorRow, ...], heads: Heads, masked: MaskedHead | None = None
+) -> Callable[[ModelConfig], tuple[TensorRow, ...]]:
+    """The rows of a trunk and of the head of a config. The names below `base` are those of a class
+    with a head; without one they are as in the base model."""
+
+    def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
+        is_dense = config.output == "tags" and config.class_head == "dense"
+        tensor_rows = (*trunk, *heads.get(DENSE_TAGS if is_dense else config.output, ()))
+        if config.output == "none":
+            return tuple(row._replace(hf=row.hf.removeprefix(f"{base}.")) for row in tensor_rows)
+        if masked and config.output == "masked":
+            return (*tensor_rows, *masked.rows(config))
+        return tensor_rows
+
+    return rows
+
+
+CLASSIFIER: Heads = dict.fromkeys(("classes", "tags"), output("classifier", "head"))
+# The head of classes where it is two layers.
+CLASS_LAYERS = (*linear("classifier.dense", "pooler.dense"), *output("classifier.out_proj", "head"))
 
 
 def classes_of(name: str) -> dict[str, ConfigFields]:
@@ -80,6 +122,40 @@ def classes_of(name: str) -> dict[str, ConfigFields]:
     }
 
 
+def encoder_like(
+    model_type: str,
+    architectures: Mapping[str, ConfigFields],
+    base: str,
+    mappings: Sequence[KeyMapping],
+    trunk: tuple[TensorRow, ...],
+    masked: MaskedHead,
+    heads: Heads = CLASSIFIER,
+    dropout: str = "hidden_dropout_prob attention_probs_dropout_prob",
+    **others: Any,
+) -> Family:
+    """A family of encoders whose names begin with `base` where there is a head. The first row of
+    `trunk` is the table of tokens. `heads` are the rows beside those of `masked`, `dropout` the
+    keys of rates, and `others` fields of `Family`."""
+    return Family(
+        model_type,
+        architectures,
+        (ENCODER, *mappings, tied(True), ClassCount(), Dropout(dropout)),
+        rows_by_head(base, trunk, heads, masked),
+        prefix=f"{base}.",
+        copies=lambda config: masked.copies(config, trunk[0].hf),
+        **others,
+    )
+
+
+def bert_keys(**default: int) -> tuple[KeyMapping, ...]:
+    """The keys of BERT but that of the length; `default` has a family's own defaults."""
+    return (
+        *keys(**{**BERT_SIZES, **default}),
+        *keys(type_vocab_size=2, layer_norm_eps=1e-12),
+        *fixed(position_embedding_type="absolute"),
+    )
+
+
 def embeddings(base: str) -> tuple[TensorRow, ...]:
     """The tables below `base` and their norm."""
     return (
@@ -90,94 +166,54 @@ def embeddings(base: str) -> tuple[TensorRow, ...]:
     )
 
 
-def masked_head(
-    config: ModelConfig, base: str, dense: str, norm_name: str
-) -> tuple[TensorRow, ...]:
-    """The layer and the norm below `base` before the output layer, whose bias has two places."""
-    return (
-        *linear(f"{base}.{dense}", "head.dense"),
-        *norm(f"{base}.{norm_name}", "head.norm"),
-        TensorRow(f"{base}.decoder.weight", "head.weight"),
-        TensorRow(f"{base}.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
-    )
+BERT_LAYER = {
+    "q": "attention.self.query",
+    "k": "attention.self.key",
+    "v": "attention.self.value",
+    "out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "ffn_norm": "output.LayerNorm",
+}
 
 
-def trunk(base: str) -> tuple[TensorRow, ...]:
-    """All but the heads; `base` is the prefix of the names."""
+def bert_trunk(base: str, **names: str) -> tuple[TensorRow, ...]:
+    """The embeddings and layers below `base`, with the `names` that are not BERT's."""
     layer = base + ".encoder.layer.{}."
-    return (
-        *embeddings(base),
-        *block(
-            layer,
-            q="attention.self.query",
-            k="attention.self.key",
-            v="attention.self.value",
-            out="attention.output.dense",
-            attention_norm="attention.output.LayerNorm",
-            up="intermediate.dense",
-            down="output.dense",
-            ffn_norm="output.LayerNorm",
-        ),
-    )
+    return *embeddings(base), *block(layer, **{**BERT_LAYER, **names})
 
 
-def named_in_class(
-    base: str, config: ModelConfig, tensor_rows: tuple[TensorRow, ...]
-) -> tuple[TensorRow, ...]:
-    """The rows as a class with a head names them; without a head, as the base model does."""
-    if config.output != "none":
-        return tensor_rows
-    return tuple(row._replace(hf=row.hf.removeprefix(f"{base}.")) for row in tensor_rows)
-
-
-OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
-BUFFERS = (r"embeddings\.(position_ids|token_type_ids)$",)
-
-
-def bert_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    masked = (
-        *masked_head(config, "cls.predictions", "transform.dense", "transform.LayerNorm"),
-        *output("cls.seq_relationship", "next_sentence"),
-    )
-    classes = output("classifier", "head")
-    head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
-    pooler = linear("bert.pooler.dense", "pooler.dense")
-    return named_in_class("bert", config, (*trunk("bert"), *pooler, *head))
-
-
-def masked_copies(head: str, embedding: str) -> Copies:
-    """A tied output layer may be stored again; the bias of an untied one has a second name that
-    is not read."""
-
-    def copies(config: ModelConfig) -> tuple[Copy, ...]:
-        if config.output != "masked":
-            return ()
-        if not config.tied_head:
-            return (Copy(f"{head}.bias", f"{head}.decoder.bias", written=True, checked=False),)
-        weight = Copy(f"{head}.decoder.weight", embedding, unties=True)
-        return weight, Copy(f"{head}.decoder.bias", f"{head}.bias")
-
-    return copies
-
-
+# BERT (arXiv:1810.04805).
+BERT_MASKED = MaskedHead(
+    "cls.predictions.transform.dense",
+    "cls.predictions.transform.LayerNorm",
+    "cls.predictions.decoder",
+    "cls.predictions.bias",
+)
 WITH_POOLER = ("BertForPreTraining", "BertForSequenceClassification", "BertModel")
-BERT = Family(
+BERT = encoder_like(
     "bert",
     {"BertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Bert")},
+    "bert",
     (
-        *shared_fields(),
+        *bert_keys(),
         *keys(max_position_embeddings=512),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Present("bert.pooler.dense.weight", "pooler", WITH_POOLER),
         Present("cls.seq_relationship.weight", "next_sentence", ("BertForPreTraining",)),
     ),
-    bert_rows,
-    prefix="bert.",
-    copies=masked_copies("cls.predictions", "bert.embeddings.word_embeddings.weight"),
+    (*bert_trunk("bert"), *linear("bert.pooler.dense", "pooler.dense")),
+    BERT_MASKED,
+    {**CLASSIFIER, "masked": output("cls.seq_relationship", "next_sentence")},
     ignored=BUFFERS,
     renamed=OLD_NORMS,
     covers="masked-LM, next-sentence, text- and token-classification heads; pooler; no head",
 )
+
+
+# RoBERTa (arXiv:1907.11692): BERT without next sentences, whose positions start after the id of
+# the padding token. XLM-RoBERTa (arXiv:1911.02116) is the same with another vocabulary.
 
 
 class OffsetPositions(KeyMapping):
@@ -196,37 +232,39 @@ class OffsetPositions(KeyMapping):
         return {"pad_token_id": config.position_offset - 1, "max_position_embeddings": table_rows}
 
 
-def roberta_heads(config: ModelConfig, base: str) -> tuple[TensorRow, ...]:
+# The heads of RoBERTa always have this activation.
+ALWAYS_GELU = (*fixed(hidden_act="gelu"), Constant(activation="gelu"))
+ROBERTA_MASKED = MaskedHead(
+    "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"
+)
+
+
+def roberta_heads(base: str) -> Heads:
+    """The head of classes has a layer of its own; with any other, files may have a pooler."""
     pooler = linear(f"{base}.pooler.dense", "pooler.dense")
-    if config.output == "masked":
-        return *pooler, *masked_head(config, "lm_head", "dense", "layer_norm")
-    if config.output == "classes":
-        dense = linear("classifier.dense", "pooler.dense")
-        return *dense, *output("classifier.out_proj", "head")
-    return (*pooler, *output("classifier", "head")) if config.output == "tags" else pooler
-
-
-def roberta_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    tensor_rows = (*trunk("roberta"), *roberta_heads(config, "roberta"))
-    return named_in_class("roberta", config, tensor_rows)
+    return {
+        "masked": pooler,
+        "classes": CLASS_LAYERS,
+        "tags": (*pooler, *output("classifier", "head")),
+        "none": pooler,
+    }
 
 
 def roberta_like(model_type: str, name: str, vocab_size: int) -> Family:
     """A family with the tensors of RoBERTa; `name` begins the names of its classes."""
-    return Family(
+    return encoder_like(
         model_type,
         classes_of(name),
+        "roberta",
         (
-            *shared_fields(vocab_size=vocab_size),
+            *bert_keys(vocab_size=vocab_size),
             OffsetPositions(),
-            # The masked head always has this one.
-            *fixed(hidden_act="gelu"),
-            Constant(activation="gelu"),
+            *ALWAYS_GELU,
             Present("roberta.pooler.dense.weight", "pooler", (f"{name}Model",)),
         ),
-        roberta_rows,
-        prefix="roberta.",
-        copies=masked_copies("lm_head", "roberta.embeddings.word_embeddings.weight"),
+        bert_trunk("roberta"),
+        ROBERTA_MASKED,
+        roberta_heads("roberta"),
         ignored=(*BUFFERS, r"^(roberta\.)?pooler\."),  # of the base; the class head has none
         renamed=OLD_NORMS,
         covers="masked-LM, text- and token-classification heads; pooler; no head",
@@ -236,46 +274,12 @@ def roberta_like(model_type: str, name: str, vocab_size: int) -> Family:
 ROBERTA = roberta_like("roberta", "Roberta", 50265)
 XLM_ROBERTA = roberta_like("xlm-roberta", "XLMRoberta", 30522)
 
-
-def distilbert_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    base = "distilbert"
-    layer = base + ".transformer.layer.{}."
-    layers = (
-        *embeddings(base),
-        *block(
-            layer,
-            q="attention.q_lin",
-            k="attention.k_lin",
-            v="attention.v_lin",
-            out="attention.out_lin",
-            attention_norm="sa_layer_norm",
-            up="ffn.lin1",
-            down="ffn.lin2",
-            ffn_norm="output_layer_norm",
-        ),
-    )
-    masked = (
-        *linear("vocab_transform", "head.dense"),
-        *norm("vocab_layer_norm", "head.norm"),
-        *output("vocab_projector", "head"),
-    )
-    classes = output("classifier", "head")
-    pooler = linear("pre_classifier", "pooler.dense")
-    heads = {"masked": masked, "classes": (*pooler, *classes), "tags": classes}
-    return named_in_class(base, config, (*layers, *heads.get(config.output, ())))
-
-
-def masked_tied_copy(head: str, embedding: str) -> Copies:
-    """A tied output layer of a masked head, which files may hold."""
-    tied = (Copy(head, embedding, unties=True),)
-    return lambda config: tied if config.output == "masked" and config.tied_head else ()
-
-
-DISTILBERT = Family(
+# DistilBERT (arXiv:1910.01108) has neither token types nor a pooler beside its class head.
+DISTILBERT = encoder_like(
     "distilbert",
     classes_of("DistilBert"),
+    "distilbert",
     (
-        ENCODER,
         Constant(norm_eps=1e-12, pooler_activation="relu"),
         *keys(
             vocab_size=30522,
@@ -286,17 +290,26 @@ DISTILBERT = Family(
             max_position_embeddings=512,
         ),
         Choice("activation", "activation", PLAIN, "gelu"),
-        tied(True),
-        ClassCount(),
-        Dropout("dropout attention_dropout"),
         # The positions are stored, also where they began as sinusoids.
         IgnoredKeys("sinusoidal_pos_embds qa_dropout seq_classif_dropout tie_weights_"),
     ),
-    distilbert_rows,
-    prefix="distilbert.",
-    copies=masked_tied_copy(
-        "vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"
+    (
+        *embeddings("distilbert"),
+        *block(
+            "distilbert.transformer.layer.{}.",
+            q="attention.q_lin",
+            k="attention.k_lin",
+            v="attention.v_lin",
+            out="attention.out_lin",
+            attention_norm="sa_layer_norm",
+            up="ffn.lin1",
+            down="ffn.lin2",
+            ffn_norm="output_layer_norm",
+        ),
+        *linear("pre_classifier", "pooler.dense"),
     ),
+    MaskedHead("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+    dropout="dropout attention_dropout",
     ignored=(r"embeddings\.position_ids$",),
     covers="masked-LM, text- and token-classification heads; no head",
 )
@@ -337,40 +350,13 @@ class LayerGroups(Key):
         return {self.hf: config.layer_groups or config.n_layers}
 
 
-def albert_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    base = "albert"
-    group = f"{base}.encoder.albert_layer_groups.{{}}.albert_layers.0."
-    trunk = (
-        *embeddings(base),
-        *linear(f"{base}.encoder.embedding_hidden_mapping_in", "embed.projection"),
-        *block(
-            group,
-            q="attention.query",
-            k="attention.key",
-            v="attention.value",
-            out="attention.dense",
-            attention_norm="attention.LayerNorm",
-            up="ffn",
-            down="ffn_output",
-            ffn_norm="full_layer_layer_norm",
-        ),
-        *linear(f"{base}.pooler", "pooler.dense"),
-    )
-    masked = (
-        *masked_head(config, "predictions", "dense", "LayerNorm"),
-        *output("sop_classifier.classifier", "next_sentence"),
-    )
-    classes = output("classifier", "head")
-    head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
-    return named_in_class(base, config, (*trunk, *head))
-
-
 ALBERT_WITH_POOLER = ("AlbertForPreTraining", "AlbertForSequenceClassification", "AlbertModel")
-ALBERT = Family(
+ALBERT = encoder_like(
     "albert",
     {"AlbertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Albert")},
+    "albert",
     (
-        *shared_fields(**ALBERT_SIZES),
+        *bert_keys(**ALBERT_SIZES),
         NarrowEmbedding("embedding_size", "embedding_width", 128),
         LayerGroups("num_hidden_groups", "layer_groups", 1),
         *fixed(inner_group_num=1),
@@ -384,64 +370,61 @@ ALBERT = Family(
             " num_memory_blocks"
         ),
     ),
-    albert_rows,
-    prefix="albert.",
-    copies=masked_copies("predictions", "albert.embeddings.word_embeddings.weight"),
-    ignored=(r"embeddings\.(position_ids|token_type_ids)$",),
+    (
+        *embeddings("albert"),
+        *linear("albert.encoder.embedding_hidden_mapping_in", "embed.projection"),
+        *block(
+            "albert.encoder.albert_layer_groups.{}.albert_layers.0.",
+            q="attention.query",
+            k="attention.key",
+            v="attention.value",
+            out="attention.dense",
+            attention_norm="attention.LayerNorm",
+            up="ffn",
+            down="ffn_output",
+            ffn_norm="full_layer_layer_norm",
+        ),
+        *linear("albert.pooler", "pooler.dense"),
+    ),
+    MaskedHead(
+        "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"
+    ),
+    {**CLASSIFIER, "masked": output("sop_classifier.classifier", "next_sentence")},
+    ignored=BUFFERS,
     covers="layers that share parameters in groups; masked-LM, sentence-order, text- and"
     " token-classification heads; pooler; no head",
 )
 
-
 # ELECTRA (arXiv:2003.10555): BERT whose embeddings may be narrower than its layers. Its generator
 # has the masked head; its discriminator predicts of each token whether it was replaced, and is
 # the base of those for classes.
-
-
-def electra_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    masked = (
-        *linear("generator_predictions.dense", "head.dense"),
-        *norm("generator_predictions.LayerNorm", "head.norm"),
-        *output("generator_lm_head", "head"),
-    )
-    heads = {
-        "masked": masked,
-        "classes": (
-            *linear("classifier.dense", "pooler.dense"),
-            *output("classifier.out_proj", "head"),
-        ),
-        "tags": output("classifier", "head"),
-    }
-    discriminator = (
-        *linear("discriminator_predictions.dense", "head.dense"),
-        *output("discriminator_predictions.dense_prediction", "head"),
-    )
-    projection = linear("electra.embeddings_project", "embed.projection")
-    is_discriminator = config.output == "tags" and config.class_head != "auto"
-    head = discriminator if is_discriminator else heads.get(config.output, ())
-    return named_in_class("electra", config, (*trunk("electra"), *projection, *head))
-
-
-ELECTRA = Family(
+ELECTRA = encoder_like(
     "electra",
     {
         **classes_of("Electra"),
         "ElectraForPreTraining": {"head": "tags", "class_head": "dense", "n_classes": 1},
     },
+    "electra",
     (
-        *shared_fields(hidden_size=256, num_attention_heads=4, intermediate_size=1024),
+        *bert_keys(hidden_size=256, num_attention_heads=4, intermediate_size=1024),
         Key("embedding_size", "embedding_width", 128),
         *keys(max_position_embeddings=512),
-        # Its heads always have this one.
-        *fixed(hidden_act="gelu"),
-        Constant(activation="gelu", pooler_activation="gelu"),
+        *ALWAYS_GELU,
+        Constant(pooler_activation="gelu"),
         IgnoredKeys("summary_type summary_use_proj summary_activation summary_last_dropout"),
     ),
-    electra_rows,
-    prefix="electra.",
-    copies=masked_tied_copy(
-        "generator_lm_head.weight", "electra.embeddings.word_embeddings.weight"
+    (*bert_trunk("electra"), *linear("electra.embeddings_project", "embed.projection")),
+    MaskedHead(
+        "generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head"
     ),
+    {
+        "classes": CLASS_LAYERS,
+        "tags": output("classifier", "head"),
+        DENSE_TAGS: (
+            *linear("discriminator_predictions.dense", "head.dense"),
+            *output("discriminator_predictions.dense_prediction", "head"),
+        ),
+    },
     ignored=BUFFERS,
     renamed=OLD_NORMS,
     covers="an embedding of another width; masked-LM, text- and token-classification heads, and"
@@ -451,56 +434,34 @@ ELECTRA = Family(
 
 # MPNet (arXiv:2004.09297): RoBERTa with T5's relative positions in all layers, beside the learned
 # ones. Its 32 buckets and the offset of its positions are in the code, not in the config.
-
-
-def mpnet_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    base = "mpnet"
-    layer = base + ".encoder.layer.{}."
-    trunk = (
-        *embeddings(base),
-        TensorRow(f"{base}.encoder.relative_attention_bias.weight", "relative_bias"),
-        *block(
-            layer,
-            q="attention.attn.q",
-            k="attention.attn.k",
-            v="attention.attn.v",
-            out="attention.attn.o",
-            attention_norm="attention.LayerNorm",
-            up="intermediate.dense",
-            down="output.dense",
-            ffn_norm="output.LayerNorm",
-        ),
-    )
-    return named_in_class(base, config, (*trunk, *roberta_heads(config, base)))
-
-
-MPNET = Family(
+MPNET = encoder_like(
     "mpnet",
     classes_of("MPNet"),
+    "mpnet",
     (
-        ENCODER,
         Constant(
-            positions="t5",
-            position_embedding="learned",
-            relative_buckets=32,
-            relative_distance=128,
-            activation="gelu",
+            positions="t5", position_embedding="learned", relative_buckets=32, relative_distance=128
         ),
         *keys(**{**BERT_SIZES, "vocab_size": 30527}),
         *keys(layer_norm_eps=1e-12),
         *fixed(relative_attention_num_buckets=32, pad_token_id=1),
         OffsetPositions(),
-        # The masked head always has this one.
-        *fixed(hidden_act="gelu"),
-        tied(True),
-        ClassCount(),
-        Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
+        *ALWAYS_GELU,
         Present("mpnet.pooler.dense.weight", "pooler", ("MPNetModel",)),
-        IgnoredKeys("gradient_checkpointing"),
     ),
-    mpnet_rows,
-    prefix="mpnet.",
-    copies=masked_copies("lm_head", "mpnet.embeddings.word_embeddings.weight"),
+    (
+        *bert_trunk(
+            "mpnet",
+            q="attention.attn.q",
+            k="attention.attn.k",
+            v="attention.attn.v",
+            out="attention.attn.o",
+            attention_norm="attention.LayerNorm",
+        ),
+        TensorRow("mpnet.encoder.relative_attention_bias.weight", "relative_bias"),
+    ),
+    ROBERTA_MASKED,
+    roberta_heads("mpnet"),
     ignored=(r"embeddings\.position_ids$", r"^(mpnet\.)?pooler\."),  # as of RoBERTa
     renamed=OLD_NORMS,
     covers="relative beside learned positions; masked-LM, text- and token-classification heads;"
@@ -509,18 +470,40 @@ MPNET = Family(
 
 
 # NomicBERT (arXiv:2402.01613): BERT with RoPE in place of learned positions, a gated
-# feed-forward, and no biases but those of the norms and heads.
+# feed-forward, and no biases but those of the norms and heads. Files have other names than the
+# classes of transformers, which peft adapts.
 
-BASE = "nomic_bert"
 
-
-def stored_rows() -> tuple[TensorRow, ...]:
-    """The tensors of the layers as files have them."""
-    layer = BASE + ".encoder.layers.{}."
+def nomic_trunk(*layers: TensorRow) -> tuple[TensorRow, ...]:
     return (
-        *norm(f"{BASE}.emb_ln", "embed.norm"),
+        TensorRow("nomic_bert.embeddings.word_embeddings.weight", "embed.tokens"),
+        TensorRow("nomic_bert.embeddings.token_type_embeddings.weight", "embed.types"),
+        *layers,
+        *linear("nomic_bert.pooler.dense", "pooler.dense"),
+    )
+
+
+NOMIC_MASKED = BERT_MASKED._replace(norm="cls.predictions.transform.layer_norm")
+NOMIC_BERT = encoder_like(
+    "nomic_bert",
+    classes_of("NomicBert"),
+    "nomic_bert",
+    (
+        Constant(bias="norm"),
+        *keys(**{**BERT_SIZES, "vocab_size": 30528}),
+        *keys(head_dim=None, type_vocab_size=2, layer_norm_eps=1e-12),
+        Choice("hidden_act", "activation", GATED_NAMES, "silu"),
+        Length(2048),
+        Rope(theta=("rope_theta", 1000.0)),
+        Present(
+            "nomic_bert.pooler.dense.weight", "pooler", ("NomicBertForSequenceClassification",)
+        ),
+        IgnoredKeys("default_theta"),
+    ),
+    nomic_trunk(
+        *norm("nomic_bert.emb_ln", "embed.norm"),
         *block(
-            layer,
+            "nomic_bert.encoder.layers.{}.",
             qkv="attn.Wqkv",
             out="attn.out_proj",
             attention_norm="norm1",
@@ -529,66 +512,28 @@ def stored_rows() -> tuple[TensorRow, ...]:
             down="mlp.fc2",
             ffn_norm="norm2",
         ),
-    )
-
-
-def module_rows() -> tuple[TensorRow, ...]:
-    """The same as the classes of transformers have them, which peft adapts."""
-    layer = BASE + ".layers.{}."
-    return (
-        *norm(f"{BASE}.embeddings.LayerNorm", "embed.norm"),
-        *block(
-            layer,
-            q="self_attn.q_proj",
-            k="self_attn.k_proj",
-            v="self_attn.v_proj",
-            out="self_attn.o_proj",
-            attention_norm="post_attention_layernorm",
-            gate="mlp.gate_proj",
-            up="mlp.up_proj",
-            down="mlp.down_proj",
-            ffn_norm="post_mlp_layernorm",
-        ),
-    )
-
-
-def with_ends(config: ModelConfig, layers: tuple[TensorRow, ...]) -> tuple[TensorRow, ...]:
-    trunk = (
-        TensorRow(f"{BASE}.embeddings.word_embeddings.weight", "embed.tokens"),
-        TensorRow(f"{BASE}.embeddings.token_type_embeddings.weight", "embed.types"),
-        *layers,
-        *linear(f"{BASE}.pooler.dense", "pooler.dense"),
-    )
-    masked = masked_head(config, "cls.predictions", "transform.dense", "transform.layer_norm")
-    classes = output("classifier", "head")
-    head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
-    return named_in_class(BASE, config, (*trunk, *head))
-
-
-NOMIC_BERT = Family(
-    "nomic_bert",
-    classes_of("NomicBert"),
-    (
-        Constant(
-            family="encoder", norm="layer", norm_placement="post", bias="norm", embedding_norm=True
-        ),
-        *keys(**{**BERT_SIZES, "vocab_size": 30528}),
-        *keys(head_dim=None, type_vocab_size=2, layer_norm_eps=1e-12),
-        Choice("hidden_act", "activation", GATED_NAMES, "silu"),
-        Length(2048),
-        Rope(theta=("rope_theta", 1000.0)),
-        tied(True),
-        ClassCount(),
-        Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
-        Present(
-            "nomic_bert.pooler.dense.weight", "pooler", ("NomicBertForSequenceClassification",)
-        ),
-        IgnoredKeys("classifier_dropout default_theta"),
     ),
-    lambda config: with_ends(config, stored_rows()),
-    prefix="nomic_bert.",
-    copies=masked_copies("cls.predictions", "nomic_bert.embeddings.word_embeddings.weight"),
-    module_rows=lambda config: with_ends(config, module_rows()),
+    NOMIC_MASKED,
+    module_rows=rows_by_head(
+        "nomic_bert",
+        nomic_trunk(
+            *norm("nomic_bert.embeddings.LayerNorm", "embed.norm"),
+            *block(
+                "nomic_bert.layers.{}.",
+                q="self_attn.q_proj",
+                k="self_attn.k_proj",
+                v="self_attn.v_proj",
+                out="self_attn.o_proj",
+                attention_norm="post_attention_layernorm",
+                gate="mlp.gate_proj",
+                up="mlp.up_proj",
+                down="mlp.down_proj",
+                ffn_norm="post_mlp_layernorm",
+            ),
+        ),
+        CLASSIFIER,
+        NOMIC_MASKED,
+    ),
     required_ids={"pad_token_id": 0},
     covers="RoPE with every scaling; gated activations; masked-LM, text- and"
     " token-classification heads; no head",
@@ -599,80 +544,34 @@ NOMIC_BERT = Family(
 # sequence and the others a window with another base; its first layer has no norm before
 # attention.
 
-MODERNBERT_DEPTH = 22
 
-
-class LocalWindows(KeyMapping):
+class LocalWindows(Windows):
     """Windows of local_attention tokens, half of them on each side, beside the token itself: in the
     sliding layers of layer_types, or without that key in all but every third one."""
 
-    def read(self, hf: HFConfig) -> ConfigFields:
-        layers = hf.number("num_hidden_layers", MODERNBERT_DEPTH)
+    def window(self, hf: HFConfig) -> int:
+        return int(hf.number("local_attention", 128)) // 2 + 1
+
+    def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
         every = hf.number("global_attn_every_n_layers", 3)
-        if not isinstance(layers, int) or layers > MOST_LAYERS:
-            raise hf.unsupported("num_hidden_layers", layers, [f"1 to {MOST_LAYERS}"])
         if not isinstance(every, int) or every < 1:
             raise hf.unsupported("global_attn_every_n_layers", every, ["a number above 0"])
-        kinds = hf.get("layer_types") or [SLIDING if i % every else FULL for i in range(layers)]
-        if len(kinds) != layers or not {*kinds} <= {FULL, SLIDING}:
-            raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])
-        if SLIDING not in kinds:
-            return {"rope_window_theta": 0.0}
-        pattern = "".join("w" if kind == SLIDING else "f" for kind in kinds)
-        window = int(hf.number("local_attention", 128)) // 2 + 1
-        return {"window": window, "window_pattern": pattern}
+        return [i % every == 0 for i in range(layers)]
 
     def write(self, config: ModelConfig) -> Keys:
-        kinds = [SLIDING if layer.window else FULL for layer in layers_of(config)]
-        return {"layer_types": kinds, "local_attention": 2 * max(config.window - 1, 0)}
+        width = 2 * max(config.window - 1, 0)
+        return {"layer_types": super().write(config)["layer_types"], "local_attention": width}
 
 
-def layers_of(config: ModelConfig) -> tuple[ModelConfig, ...]:
-    return layer_configs(config, config.n_layers)
-
-
-def modernbert_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    layer = "model.layers.{}."
-    trunk = (
-        TensorRow("model.embeddings.tok_embeddings.weight", "embed.tokens"),
-        *norm("model.embeddings.norm", "embed.norm"),
-        *block(
-            layer,
-            attention_norm="attn_norm",
-            qkv="attn.Wqkv",
-            out="attn.Wo",
-            ffn_norm="mlp_norm",
-            gate_up="mlp.Wi",
-            down="mlp.Wo",
-        ),
-        *norm("model.final_norm", "final_norm"),
-    )
-    masked = (
-        *_dense("head"),
-        TensorRow("decoder.weight", "head.weight"),
-        TensorRow("decoder.bias", "head.bias"),
-    )
-    classes = output("classifier", "head")
-    heads = {
-        "masked": masked,
-        "classes": (*_dense("pooler"), *classes),
-        "tags": (*_dense("head"), *classes),
-    }
-    return named_in_class("model", config, (*trunk, *heads.get(config.output, ())))
-
-
-def _dense(path: str) -> tuple[TensorRow, ...]:
-    return *linear("head.dense", f"{path}.dense"), *norm("head.norm", f"{path}.norm")
-
-
-MODERNBERT = Family(
+MODERNBERT_DEPTH = 22
+MODERNBERT = encoder_like(
     "modernbert",
     classes_of("ModernBert"),
+    "model",
     (
         Constant(
-            family="encoder",
-            norm="layer",
-            embedding_norm=True,
+            norm_placement="pre",
+            bias="none",
             unnormed_layers=1,
             activation="geglu",
             head_dense_bias=False,
@@ -694,24 +593,46 @@ MODERNBERT = Family(
             local=("local_rope_theta", 10_000.0),
             kinds=("default",),
         ),
-        LocalWindows(),
+        LocalWindows(MODERNBERT_DEPTH),
         *(FixedKey(f"{name}_activation", ("gelu",)) for name in ("hidden", "classifier")),
         *(FixedKey(f"{name}_bias", (False,)) for name in ("norm", "attention", "mlp")),
         *fixed(classifier_bias=False, decoder_bias=True),
-        tied(True),
-        Dropout("attention_dropout embedding_dropout mlp_dropout"),
-        ClassCount(),
         Choice("classifier_pooling", "pooling", {"cls": "first", "mean": "mean"}, "cls"),
         # Of training, of kernels, and two that are read by no layer.
         IgnoredKeys(
-            "classifier_dropout sparse_prediction sparse_pred_ignore_index"
-            " initializer_cutoff_factor deterministic_flash_attn reference_compile"
+            "sparse_prediction sparse_pred_ignore_index initializer_cutoff_factor"
+            " deterministic_flash_attn reference_compile repad_logits_with_grad layer_norm_eps"
+            " position_embedding_type cls_token_id"
         ),
-        IgnoredKeys("repad_logits_with_grad layer_norm_eps position_embedding_type cls_token_id"),
     ),
-    modernbert_rows,
-    prefix="model.",
-    copies=masked_tied_copy("decoder.weight", "model.embeddings.tok_embeddings.weight"),
+    (
+        TensorRow("model.embeddings.tok_embeddings.weight", "embed.tokens"),
+        *norm("model.embeddings.norm", "embed.norm"),
+        *block(
+            "model.layers.{}.",
+            attention_norm="attn_norm",
+            qkv="attn.Wqkv",
+            out="attn.Wo",
+            ffn_norm="mlp_norm",
+            gate_up="mlp.Wi",
+            down="mlp.Wo",
+        ),
+        *norm("model.final_norm", "final_norm"),
+    ),
+    MaskedHead("head.dense", "head.norm", "decoder"),
+    {
+        "classes": (
+            *linear("head.dense", "pooler.dense"),
+            *norm("head.norm", "pooler.norm"),
+            *output("classifier", "head"),
+        ),
+        "tags": (
+            *linear("head.dense", "head.dense"),
+            *norm("head.norm", "head.norm"),
+            *output("classifier", "head"),
+        ),
+    },
+    dropout="attention_dropout embedding_dropout mlp_dropout",
     covers="windows and two RoPE bases by layer; masked-LM, text- (first token or"
     " mean) and token-classification heads; no head",
 )
@@ -741,8 +662,15 @@ class DisentangledPositions(KeyMapping):
         embedded = hf.flag("position_biased_input", True)
         terms = hf.get("pos_att_type") or []
         terms = [term.strip() for term in terms.split("|")] if isinstance(terms, str) else terms
-        buckets, distance = hf.number("position_buckets", -1), self._distance(hf, length)
-        self._refuse_other_widths(hf)
+        buckets = hf.number("position_buckets", -1)
+        distance = hf.number("max_relative_positions", -1)
+        if distance < 1:
+            distance = length
+        width = hf.number("hidden_size", DEBERTA_SIZES["hidden_size"])
+        heads = hf.number("num_attention_heads", DEBERTA_SIZES["num_attention_heads"])
+        hf.only("attention_head_size", (width // heads,))
+        for key in ("embedding_size", "pooler_hidden_size"):
+            hf.only(key, (width,))
         if not hf.flag("relative_attention", False):
             if terms:
                 raise hf.unsupported("pos_att_type", terms, [None])
@@ -750,32 +678,19 @@ class DisentangledPositions(KeyMapping):
             return {"max_length": length, "positions": "learned" if embedded else "none"}
         if sorted(terms) != sorted(POSITION_TERMS):
             raise hf.unsupported("pos_att_type", terms, [POSITION_TERMS])
-        if not hf.flag("share_att_key", False):
-            raise hf.unsupported("share_att_key", False, [True])
-        if hf.get("norm_rel_ebd") != "layer_norm":
-            raise hf.unsupported("norm_rel_ebd", hf.get("norm_rel_ebd"), ["layer_norm"])
+        for key, value in (("share_att_key", True), ("norm_rel_ebd", "layer_norm")):
+            if hf.get(key) != value:
+                raise hf.unsupported(key, hf.get(key), [value])
         if not isinstance(buckets, int) or not 4 <= buckets < 2 * (distance - 1):
             raise hf.unsupported("position_buckets", buckets, [f"4 to {2 * distance - 3}"])
-        width, heads = (hf.number(key, DEBERTA_SIZES[key]) for key in WIDTH_KEYS)
         return {
             "max_length": length,
             "positions": "disentangled",
             "position_embedding": "learned" if embedded else "auto",
             "relative_buckets": buckets,
-            "relative_distance": distance,
+            "relative_distance": int(distance),
             "attention_scale": (3 * (width // heads)) ** -0.5,
         }
-
-    def _distance(self, hf: HFConfig, length: int | float) -> int:
-        stated = hf.number("max_relative_positions", -1)
-        return int(length if stated < 1 else stated)
-
-    def _refuse_other_widths(self, hf: HFConfig) -> None:
-        """ConfigError where heads or embeddings have another width than that of the model."""
-        width, heads = (hf.number(key, DEBERTA_SIZES[key]) for key in WIDTH_KEYS)
-        hf.only("attention_head_size", (width // heads,))
-        for key in ("embedding_size", "pooler_hidden_size"):
-            hf.only(key, (width,))
 
     def write(self, config: ModelConfig) -> Keys:
         keys: Keys = {
@@ -794,51 +709,17 @@ class DisentangledPositions(KeyMapping):
         }
 
 
-WIDTH_KEYS = ("hidden_size", "num_attention_heads")
-
-
-def deberta_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    base = "deberta"
-    layer = base + ".encoder.layer.{}."
-    trunk = (
-        *embeddings(base),
-        TensorRow(f"{base}.encoder.rel_embeddings.weight", "relative_embedding"),
-        *norm(f"{base}.encoder.LayerNorm", "relative_norm"),
-        *block(
-            layer,
-            q="attention.self.query_proj",
-            k="attention.self.key_proj",
-            v="attention.self.value_proj",
-            out="attention.output.dense",
-            attention_norm="attention.output.LayerNorm",
-            up="intermediate.dense",
-            down="output.dense",
-            ffn_norm="output.LayerNorm",
-        ),
-    )
-    masked = masked_head(config, "cls.predictions", "transform.dense", "transform.LayerNorm")
-    classes = output("classifier", "head")
-    heads = {
-        "masked": masked,
-        "classes": (*linear("pooler.dense", "pooler.dense"), *classes),
-        "tags": classes,
-    }
-    return named_in_class(base, config, (*trunk, *heads.get(config.output, ())))
-
-
 # The masked head of the published files, which the class reads only with legacy=False.
 PUBLISHED_HEAD = (
     (r"^lm_predictions\.lm_head\.bias$", "cls.predictions.bias"),
     (r"^lm_predictions\.lm_head\.", "cls.predictions.transform."),
 )
 POOLER_ACTIVATIONS: Mapping[Any, Any] = {"gelu": "gelu", "tanh": "tanh", "relu": "relu"}
-DEBERTA = Family(
+DEBERTA = encoder_like(
     "deberta-v2",
     classes_of("DebertaV2"),
+    "deberta",
     (
-        Constant(
-            family="encoder", norm="layer", norm_placement="post", bias="all", embedding_norm=True
-        ),
         *keys(**DEBERTA_SIZES),
         DivisibleHeads(),
         *keys(type_vocab_size=0, layer_norm_eps=1e-7),
@@ -847,14 +728,20 @@ DEBERTA = Family(
         FixedKey("legacy", (True, False)),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Choice("pooler_hidden_act", "pooler_activation", POOLER_ACTIVATIONS, "gelu"),
-        tied(True),
-        ClassCount(),
-        Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
         IgnoredKeys("pooler_dropout cls_dropout conv_act conv_groups summary_type"),
     ),
-    deberta_rows,
-    prefix="deberta.",
-    copies=masked_copies("cls.predictions", "deberta.embeddings.word_embeddings.weight"),
+    (
+        *bert_trunk(
+            "deberta",
+            q="attention.self.query_proj",
+            k="attention.self.key_proj",
+            v="attention.self.value_proj",
+        ),
+        TensorRow("deberta.encoder.rel_embeddings.weight", "relative_embedding"),
+        *norm("deberta.encoder.LayerNorm", "relative_norm"),
+        *linear("pooler.dense", "pooler.dense"),
+    ),
+    BERT_MASKED,
     ignored=(r"^mask_predictions\.", r"embeddings\.position_(ids|embeddings\.weight)$"),
     renamed=PUBLISHED_HEAD,
     covers="v3, and v2 without a convolution: disentangled attention with shared keys and log"
@@ -873,52 +760,44 @@ class ProjectionWidth(Key):
         return {self.hf: config.projection_width or config.d_model}
 
 
-CLIP_FIELDS = (
-    Constant(norm="layer", bias="all", positions="learned", pooling="last"),
-    DivisibleHeads(),
-    *keys(
-        vocab_size=49408,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        max_position_embeddings=77,
-    ),
-    ProjectionWidth("projection_dim", "projection_width", 512),
-    *keys(layer_norm_eps=1e-5),
-    Choice("hidden_act", "activation", PLAIN, "quick_gelu"),
-    Dropout("attention_dropout"),
-    # Older files have it, and it is of no layer.
-    IgnoredKeys("initializer_factor dropout"),
-)
-
-
-def clip_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    base = "text_model."
-    layer = base + "encoder.layers.{}."
-    trunk = (
-        TensorRow(base + "embeddings.token_embedding.weight", "embed.tokens"),
-        TensorRow(base + "embeddings.position_embedding.weight", "embed.positions"),
-        *projections(layer + "self_attn", "out_proj"),
-        *block(
-            layer,
-            attention_norm="layer_norm1",
-            ffn_norm="layer_norm2",
-            up="mlp.fc1",
-            down="mlp.fc2",
-        ),
-        *norm(base + "final_layer_norm", "final_norm"),
-    )
-    if config.output == "none":
-        return tuple(row._replace(hf=row.hf.removeprefix(base)) for row in trunk)
-    return (*trunk, TensorRow("text_projection.weight", "head.weight"))
-
-
 CLIP_TEXT = Family(
     "clip_text_model",
     {"CLIPTextModelWithProjection": {"head": "projection"}, "CLIPTextModel": {"head": "none"}},
-    CLIP_FIELDS,
-    clip_rows,
+    (
+        Constant(norm="layer", bias="all", positions="learned", pooling="last"),
+        DivisibleHeads(),
+        *keys(
+            vocab_size=49408,
+            hidden_size=512,
+            intermediate_size=2048,
+            num_hidden_layers=12,
+            num_attention_heads=8,
+            max_position_embeddings=77,
+        ),
+        ProjectionWidth("projection_dim", "projection_width", 512),
+        *keys(layer_norm_eps=1e-5),
+        Choice("hidden_act", "activation", PLAIN, "quick_gelu"),
+        Dropout("attention_dropout"),
+        # Older files have it, and it is of no layer.
+        IgnoredKeys("initializer_factor dropout"),
+    ),
+    rows_by_head(
+        "text_model",
+        (
+            TensorRow("text_model.embeddings.token_embedding.weight", "embed.tokens"),
+            TensorRow("text_model.embeddings.position_embedding.weight", "embed.positions"),
+            *projections("text_model.encoder.layers.{}.self_attn", "out_proj"),
+            *block(
+                "text_model.encoder.layers.{}.",
+                attention_norm="layer_norm1",
+                ffn_norm="layer_norm2",
+                up="mlp.fc1",
+                down="mlp.fc2",
+            ),
+            *norm("text_model.final_layer_norm", "final_norm"),
+        ),
+        {"projection": (TensorRow("text_projection.weight", "head.weight"),)},
+    ),
     copies=lambda config: (),
     prefix="text_model.",
     ignored=(r"embeddings\.position_ids$",),

@@ -337,9 +337,7 @@ class Windows(KeyMapping):
         layers = hf.get("num_hidden_layers", self.default_layers)
         if type(layers) is not int or layers > MOST_LAYERS:
             raise hf.unsupported("num_hidden_layers", layers, [f"1 to {MOST_LAYERS}"])
-        window = hf.get("sliding_window", self.default_window) or 0
-        if self.switch and not hf.flag("use_sliding_window", False):
-            window = 0
+        window = self.window(hf)
         kinds = hf.get("layer_types") if self.kinds else None
         usual_full = self.usual_full_layers(hf, layers)
         if kinds is None:
@@ -349,9 +347,15 @@ class Windows(KeyMapping):
         else:
             raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])
         if not window or all(is_full):
-            return {}
+            # Of no layer then.
+            return {"rope_window_theta": 0.0}
         pattern = "".join("f" if full else "w" for full in is_full)
         return {"window": window, "window_pattern": pattern}
+
+    def window(self, hf: HFConfig) -> int:
+        """The width of the window; 0 where no layer has one."""
+        width: int = hf.get("sliding_window", self.default_window) or 0
+        return 0 if self.switch and not hf.flag("use_sliding_window", False) else width
 
     def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
         """Which layers have no window where layer_types does not say it."""

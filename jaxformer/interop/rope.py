@@ -75,10 +75,7 @@ class Rope(KeyMapping):
             raise hf.unsupported("partial_rotary_factor", rotation["rope_fraction"], [1.0])
         if self.local:
             _scaling(hf, windowed, ("default",))
-            window_theta = _stated(hf, windowed, "rope_theta", self.local)
-            kinds = hf.get("layer_types") or [SLIDING]
-            if hf.get("sliding_window", 4096) and SLIDING in kinds:
-                rotation["rope_window_theta"] = window_theta
+            rotation["rope_window_theta"] = _stated(hf, windowed, "rope_theta", self.local)
         return rotation | _scaling(hf, entry, self.kinds)
 
     def write(self, config: ModelConfig) -> Keys:
