@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.family import Copy, Family, tied_copy
+from jaxformer.interop.family import INV_FREQ, Copy, Family, tied_copy
 from jaxformer.interop.fields import (
     GATED_NAMES,
     PLAIN,
@@ -28,9 +28,9 @@ from jaxformer.interop.fields import (
     tied,
 )
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.llama import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS, INV_FREQ
+from jaxformer.interop.llama import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS
 from jaxformer.interop.rope import Rope
-from jaxformer.interop.tensor_table import AS_ROW, LINEAR, TensorRow, linear, norm, projections
+from jaxformer.interop.tensor_table import AS_ROW, TensorRow, block, norm, projections
 
 # BART (arXiv:1910.13461), and the encoder-decoders with its tensors: Marian (arXiv:1804.00344),
 # Pegasus (arXiv:1912.08777), mBART (arXiv:2001.08210), and M2M100 (arXiv:2010.11125) with NLLB.
@@ -38,24 +38,24 @@ from jaxformer.interop.tensor_table import AS_ROW, LINEAR, TensorRow, linear, no
 STACKS = ("encoder", "decoder")
 
 
-def bart_stack(side: str, prefix: str) -> tuple[TensorRow, ...]:
-    """The rows of one stack; `prefix` begins its paths in the params."""
+def bart_stack(side: str, stack: str) -> tuple[TensorRow, ...]:
+    """The rows of one stack; `stack` begins its paths in the params."""
     layer = f"model.{side}.layers.{{}}."
-    sublayers = {"self_attn": "attention", "encoder_attn": "cross"}
-    if side == "encoder":
-        del sublayers["encoder_attn"]
-    attention: list[TensorRow] = []
-    for name, block in sublayers.items():
-        attention += projections(layer + name, "out_proj", f"{prefix}blocks.{block}")
-        attention += norm(f"{layer}{name}_layer_norm", f"{prefix}blocks.{block}_norm")
     return (
-        *attention,
-        *linear(layer + "fc1", f"{prefix}blocks.ffn.up"),
-        *linear(layer + "fc2", f"{prefix}blocks.ffn.down"),
-        *norm(layer + "final_layer_norm", f"{prefix}blocks.ffn_norm"),
-        TensorRow(f"model.{side}.embed_positions.weight", f"{prefix}embed.positions"),
-        *norm(f"model.{side}.layernorm_embedding", f"{prefix}embed.norm"),
-        *norm(f"model.{side}.layer_norm", f"{prefix}final_norm"),
+        *projections(layer + "self_attn", "out_proj", f"{stack}blocks.attention"),
+        *projections(layer + "encoder_attn", "out_proj", f"{stack}blocks.cross"),
+        *block(
+            layer,
+            stack=stack,
+            attention_norm="self_attn_layer_norm",
+            cross_norm="encoder_attn_layer_norm",
+            up="fc1",
+            down="fc2",
+            ffn_norm="final_layer_norm",
+        ),
+        TensorRow(f"model.{side}.embed_positions.weight", f"{stack}embed.positions"),
+        *norm(f"model.{side}.layernorm_embedding", f"{stack}embed.norm"),
+        *norm(f"model.{side}.layer_norm", f"{stack}final_norm"),
     )
 
 
@@ -289,33 +289,30 @@ class EncoderAlone(KeyMapping):
         return {"is_encoder_decoder": False}
 
 
-def t5_stack(hf: str, prefix: str, config: ModelConfig) -> tuple[TensorRow, ...]:
-    """The rows of one stack; `prefix` begins its paths in the params."""
-    layer = hf + ".block.{}.layer."
-    sublayers = [("SelfAttention", "attention"), ("EncDecAttention", "cross")]
-    if hf == "encoder":
-        sublayers.pop()
-    matrices = []
-    for i, (name, block) in enumerate(sublayers):
-        path = f"{prefix}blocks.{block}"
-        for letter, leaf in {"q": "q", "k": "k", "v": "v", "o": "out"}.items():
-            hf_name = f"{layer}{i}.{name}.{letter}.weight"
-            matrices.append(TensorRow(hf_name, f"{path}.{leaf}", LINEAR))
-        matrices.append(TensorRow(f"{layer}{i}.layer_norm.weight", f"{path}_norm.scale"))
-    ffn = f"{layer}{len(sublayers)}"
-    names = {"gate": "wi_0", "up": "wi_1" if config.gated else "wi", "down": "wo"}
-    for leaf, name in names.items():
-        path = f"{prefix}blocks.ffn.{leaf}"
-        matrices.append(TensorRow(f"{ffn}.DenseReluDense.{name}.weight", path, LINEAR))
+def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...]:
+    """The rows of one stack; `stack` begins its paths in the params."""
+    layer = f"{side}.block.{{}}.layer."
+    ffn = "1" if side == "encoder" else "2"
+    up = "wi_1" if config.gated else "wi"
     bias_name = "layer.0.SelfAttention.relative_attention_bias.weight"
-    bias = TensorRow(f"{hf}.block.0.{bias_name}", f"{prefix}relative_bias")
+    bias = TensorRow(f"{side}.block.0.{bias_name}", f"{stack}relative_bias")
     if config.relative_bias == "layer":
-        bias = TensorRow(f"{hf}.block.{{}}.{bias_name}", f"{prefix}blocks.attention.relative_bias")
+        bias = TensorRow(f"{side}.block.{{}}.{bias_name}", f"{stack}blocks.attention.relative_bias")
     return (
-        *matrices,
-        TensorRow(f"{ffn}.layer_norm.weight", f"{prefix}blocks.ffn_norm.scale"),
+        *projections(f"{layer}0.SelfAttention", "o", f"{stack}blocks.attention", end=""),
+        *projections(f"{layer}1.EncDecAttention", "o", f"{stack}blocks.cross", end=""),
+        *block(
+            layer,
+            stack=stack,
+            attention_norm="0.layer_norm",
+            cross_norm="1.layer_norm",
+            gate=f"{ffn}.DenseReluDense.wi_0",
+            up=f"{ffn}.DenseReluDense.{up}",
+            down=f"{ffn}.DenseReluDense.wo",
+            ffn_norm=f"{ffn}.layer_norm",
+        ),
         bias,
-        TensorRow(f"{hf}.final_layer_norm.weight", f"{prefix}final_norm.scale"),
+        *norm(f"{side}.final_layer_norm", f"{stack}final_norm"),
     )
 
 
@@ -451,24 +448,27 @@ class BothStacks(KeyMapping):
         return ENCODER.write(encoder) | DECODER.write(config)
 
 
-def t5gemma_stack(side: str, prefix: str) -> tuple[TensorRow, ...]:
-    """The rows of one stack; `prefix` begins its paths in the params."""
-    layer, blocks = f"model.{side}.layers.{{}}.", f"{prefix}blocks."
-    sublayers = {"self_attn": "attention", "cross_attn": "cross"}
-    if side == "encoder":
-        del sublayers["cross_attn"]
-    tensor_rows: list[TensorRow] = []
-    for name, sublayer in sublayers.items():
-        tensor_rows += projections(layer + name, "o_proj", blocks + sublayer)
-    for leaf in ("gate", "up", "down"):
-        tensor_rows += linear(f"{layer}mlp.{leaf}_proj", f"{blocks}ffn.{leaf}")
-    for name, sublayer in (sublayers | {"feedforward": "ffn"}).items():
-        tensor_rows += norm(f"{layer}pre_{name}_layernorm", f"{blocks}{sublayer}_norm")
-        tensor_rows += norm(f"{layer}post_{name}_layernorm", f"{blocks}{sublayer}_output_norm")
+def t5gemma_stack(side: str, stack: str) -> tuple[TensorRow, ...]:
+    """The rows of one stack; `stack` begins its paths in the params."""
+    layer = f"model.{side}.layers.{{}}."
     return (
-        TensorRow(f"model.{side}.embed_tokens.weight", f"{prefix}embed.tokens"),
-        *tensor_rows,
-        *norm(f"model.{side}.norm", f"{prefix}final_norm"),
+        TensorRow(f"model.{side}.embed_tokens.weight", f"{stack}embed.tokens"),
+        *projections(layer + "self_attn", "o_proj", f"{stack}blocks.attention"),
+        *projections(layer + "cross_attn", "o_proj", f"{stack}blocks.cross"),
+        *block(
+            layer,
+            stack=stack,
+            attention_norm="pre_self_attn_layernorm",
+            attention_output_norm="post_self_attn_layernorm",
+            cross_norm="pre_cross_attn_layernorm",
+            cross_output_norm="post_cross_attn_layernorm",
+            gate="mlp.gate_proj",
+            up="mlp.up_proj",
+            down="mlp.down_proj",
+            ffn_norm="pre_feedforward_layernorm",
+            ffn_output_norm="post_feedforward_layernorm",
+        ),
+        *norm(f"model.{side}.norm", f"{stack}final_norm"),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.family import Family, tied_copy
+from jaxformer.interop.family import INV_FREQ, decoder_like
 from jaxformer.interop.fields import (
     AliasKey,
     Biases,
@@ -23,7 +23,6 @@ from jaxformer.interop.fields import (
     Windows,
     fixed,
     keys,
-    tied,
 )
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import (
@@ -31,13 +30,11 @@ from jaxformer.interop.llama import (
     ATTENTION_BIAS,
     FFN,
     HEAD_NORM,
-    INV_FREQ,
     LAYER,
     MULTIPLIERS,
     RMS,
     ROWS,
     SILU,
-    llama_like,
     sizes,
 )
 from jaxformer.interop.rope import Length, Rope
@@ -147,7 +144,7 @@ def expert_sizes(width: int, without: str = "", /, **default: float) -> tuple[Ke
 RENORMALIZED = Choice("norm_topk_prob", "router_renormalize", {True: True, False: False}, False)
 
 # Mixtral (arXiv:2401.04088).
-MIXTRAL = llama_like(
+MIXTRAL = decoder_like(
     "mixtral",
     "Mixtral",
     one_each("block_sparse_moe", "w1", "w3", "w2"),
@@ -162,7 +159,6 @@ MIXTRAL = llama_like(
         Windows(32, kinds=False, default_window=None),
         # Noise on the input of the experts in training, and not on the logits of the router.
         FixedKey("router_jitter_noise", (0.0, None)),
-        tied(False),
     ),
     covers="one tensor for each expert; windows",
 )
@@ -177,7 +173,7 @@ QWEN_MOE_SIZES = {
     "intermediate_size": 6144,
     "max_position_embeddings": 32768,
 }
-QWEN3_MOE = llama_like(
+QWEN3_MOE = decoder_like(
     "qwen3_moe",
     "Qwen3Moe",
     QWEN_ROWS,
@@ -195,7 +191,6 @@ QWEN3_MOE = llama_like(
         FixedKey("use_sliding_window", (False, None)),
         IgnoredKeys("sliding_window max_window_layers"),
         ATTENTION_BIAS,
-        tied(False),
     ),
     covers="one tensor for each expert; layers without experts; query-key norms",
 )
@@ -209,7 +204,7 @@ OLMOE_SIZES = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-OLMOE = llama_like(
+OLMOE = decoder_like(
     "olmoe",
     "Olmoe",
     QWEN_ROWS,
@@ -223,7 +218,6 @@ OLMOE = llama_like(
         Rope(),
         *fixed(clip_qkv=None),
         ATTENTION_BIAS,
-        tied(False),
     ),
     covers="one tensor for each expert; query-key norms over all heads",
 )
@@ -251,16 +245,15 @@ GRANITE_KEYS = (
     SILU,
     Rope(),
     ATTENTION_BIAS,
-    tied(False),
 )
-GRANITE_MOE = llama_like(
+GRANITE_MOE = decoder_like(
     "granitemoe",
     "GraniteMoe",
     GRANITE_ROWS,
     GRANITE_KEYS,
     covers="one tensor for all experts of a layer; multipliers",
 )
-GRANITE_MOE_SHARED = llama_like(
+GRANITE_MOE_SHARED = decoder_like(
     "granitemoeshared",
     "GraniteMoeShared",
     GRANITE_SHARED_ROWS,
@@ -302,7 +295,7 @@ GPT_OSS_ROWS = (
     TensorRow(MLP + "experts.down_proj", f"{EXPERT_BLOCKS}down", CONV),
     TensorRow(MLP + "experts.down_proj_bias", f"{EXPERT_BLOCKS}down_bias", SAME),
 )
-GPT_OSS = llama_like(
+GPT_OSS = decoder_like(
     "gpt_oss",
     "GptOss",
     GPT_OSS_ROWS,
@@ -317,20 +310,12 @@ GPT_OSS = llama_like(
         Biases({"attention_bias": (ATTENTION, True)}, always=FFN),
         # Of the published files, which transformers does not read.
         IgnoredKeys("experts_per_token initial_context_length"),
-        tied(False),
     ),
     packed={"mxfp4": Mxfp4Files},
     covers="sinks; clamped activation; biases of experts and router; windows; MXFP4 weights",
 )
 
-EXPERT_FAMILIES: tuple[Family, ...] = (
-    MIXTRAL,
-    QWEN3_MOE,
-    OLMOE,
-    GRANITE_MOE,
-    GRANITE_MOE_SHARED,
-    GPT_OSS,
-)
+EXPERT_FAMILIES = (MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS)
 
 
 # DeepSeek-V3 (arXiv:2412.19437): latent attention, and experts behind some dense layers.
@@ -365,10 +350,7 @@ DEEPSEEK_ROWS = (
 def deepseek_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     """The tensors, of which that of the queries has another name without a query rank."""
     name = "q_b_proj" if config.query_rank else "q_proj"
-    return (
-        *DEEPSEEK_ROWS,
-        TensorRow(f"{LAYER}self_attn.{name}.weight", f"{LATENT_BLOCKS}q", LINEAR),
-    )
+    return (*DEEPSEEK_ROWS, *linear(f"{LAYER}self_attn.{name}", f"{LATENT_BLOCKS}q"))
 
 
 class LatentHeads(KeyMapping):
@@ -500,9 +482,10 @@ DEEPSEEK_EXPERTS = (
     Choice("norm_topk_prob", "router_renormalize", {True: True, False: False}, True),
     Key("routed_scaling_factor", "router_scale", 2.5),
 )
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = decoder_like(
     "deepseek_v3",
-    {"DeepseekV3ForCausalLM": {}},
+    "DeepseekV3",
+    deepseek_rows,
     (
         Constant(mixer="latent"),
         *DEEPSEEK_SIZES,
@@ -517,12 +500,7 @@ DEEPSEEK_V3 = Family(
         # Of the published files, whose keys transformers does not read.
         *fixed(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
         IgnoredKeys("aux_loss_alpha seq_aux ep_size output_router_logits"),
-        tied(False),
     ),
-    deepseek_rows,
-    prefix="model.",
-    bases=("DeepseekV3Model",),
-    copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
     # The published model has a layer behind its 61 that predicts a further token.
     ignored=(INV_FREQ, r"^model\.layers\.61\."),
     covers="latent attention; experts in groups behind dense layers, and a shared one;"

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop.config_equivalence import differences, resolved
-from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping
+from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping, tied
 from jaxformer.interop.hf_config import QUANTIZATION, REQUIRED, HFConfig, quantization_of
 from jaxformer.interop.tensor_files import TensorFiles
 from jaxformer.interop.tensor_table import Tensor, TensorRow, paths_without_tensor, tensors
@@ -135,3 +135,40 @@ class Family:
     def modules(self, config: ModelConfig) -> list[Tensor]:
         """The tensors by their names in the class of transformers."""
         return tensors((self.module_rows or self.rows)(config), model_specs(config))
+
+
+INV_FREQ = r"rotary_emb\.inv_freq$"
+
+
+def decoder_like(
+    model_type: str,
+    name: str,
+    rows: tuple[TensorRow, ...] | Callable[[ModelConfig], tuple[TensorRow, ...]],
+    mappings: Sequence[KeyMapping],
+    embedding: str = "model.embed_tokens.weight",
+    head: str = "lm_head.weight",
+    model: str = "ForCausalLM",
+    base: str | None = None,
+    is_tied: bool = False,
+    ignored: tuple[str, ...] = (INV_FREQ,),
+    **others: Any,
+) -> Family:
+    """A family of decoders, whose class is `name` + `model`.
+
+    `rows` are all but those of the tensors `embedding`, whose first part all names of the base
+    begin with, and `head`. `base` is the class without a head, "" where it is not read, by default
+    `name` + "Model". `is_tied` is the default of tie_word_embeddings; `others` are as in `Family`.
+    """
+    ends = TensorRow(embedding, "embed.tokens"), TensorRow(head, "head.weight")
+    base = f"{name}Model" if base is None else base
+    return Family(
+        model_type,
+        {name + model: {}},
+        (*mappings, tied(is_tied)),
+        lambda config: (*ends, *(rows(config) if callable(rows) else rows)),
+        prefix=embedding.split(".")[0] + ".",
+        bases=(base,) if base else (),
+        copies=tied_copy(head, embedding),
+        ignored=ignored,
+        **others,
+    )

@@ -1,10 +1,9 @@
 """GPT-2, GPT-NeoX, BLOOM, GPT-J, GPT-Neo and OPT: decoders with layer norms and biases."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.family import Family, tied_copy
+from jaxformer.interop.family import INV_FREQ, decoder_like
 from jaxformer.interop.fields import (
     MOST_LAYERS,
     PLAIN,
@@ -23,10 +22,9 @@ from jaxformer.interop.fields import (
     KeyTable,
     fixed,
     keys,
-    tied,
 )
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.llama import ATTENTION, INV_FREQ
+from jaxformer.interop.llama import ATTENTION
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.tensor_table import (
     BY_HEAD,
@@ -39,34 +37,6 @@ from jaxformer.interop.tensor_table import (
     projections,
 )
 from jaxformer.layers.pattern import layer_configs
-
-
-def gpt_like(
-    model_type: str,
-    name: str,
-    mappings: Sequence[KeyMapping],
-    rows: tuple[TensorRow, ...],
-    embedding: str,
-    head: str = "lm_head.weight",
-    base: str = "",
-    ignored: tuple[str, ...] = (),
-    covers: str = "",
-) -> Family:
-    """A family whose class is `name`, and `base` without a head. `rows` are all but those of the
-    tensors `embedding`, whose first part all names of the base begin with, and `head`."""
-    ends = TensorRow(embedding, "embed.tokens"), TensorRow(head, "head.weight")
-    return Family(
-        model_type,
-        {name: {}},
-        mappings,
-        lambda config: (*ends, *rows),
-        prefix=embedding.split(".")[0] + ".",
-        bases=(base,) if base else (),
-        copies=tied_copy(head, embedding),
-        ignored=ignored,
-        covers=covers,
-    )
-
 
 # GPT-2 (Radford et al. 2019).
 GPT2_FIELDS = (
@@ -83,7 +53,6 @@ GPT2_FIELDS = (
     Choice("activation_function", "activation", PLAIN, "gelu_new"),
     Choice("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
     *fixed(scale_attn_by_inverse_layer_idx=False),
-    tied(True),
     Dropout("resid_pdrop embd_pdrop attn_pdrop"),
     # Read by llama.cpp's converter.
     AliasKey("n_ctx", "n_positions", "max_length"),
@@ -109,13 +78,14 @@ GPT2_ROWS = (
     *norm("transformer.ln_f", "final_norm"),
 )
 
-GPT2 = gpt_like(
+GPT2 = decoder_like(
     "gpt2",
-    "GPT2LMHeadModel",
-    GPT2_FIELDS,
+    "GPT2",
     GPT2_ROWS,
+    GPT2_FIELDS,
     "transformer.wte.weight",
-    base="GPT2Model",
+    model="LMHeadModel",
+    is_tied=True,
     ignored=(r"\.attn\.(masked_)?bias$",),
     covers="learned positions; scale of scores by width and by layer",
 )
@@ -139,7 +109,6 @@ NEOX_FIELDS = (
     AliasKey("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
     AliasKey("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
     Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
-    tied(False),
     Dropout("attention_dropout hidden_dropout"),
 )
 
@@ -157,14 +126,13 @@ NEOX_ROWS = (
     *norm("gpt_neox.final_layer_norm", "final_norm"),
 )
 
-GPT_NEOX = gpt_like(
+GPT_NEOX = decoder_like(
     "gpt_neox",
-    "GPTNeoXForCausalLM",
-    NEOX_FIELDS,
+    "GPTNeoX",
     NEOX_ROWS,
+    NEOX_FIELDS,
     "gpt_neox.embed_in.weight",
     head="embed_out.weight",
-    base="GPTNeoXModel",
     ignored=(r"\.attention\.(masked_)?bias$", INV_FREQ),
     covers="Pythia too: sublayers in parallel or in turn; rotated part of a head",
 )
@@ -180,7 +148,6 @@ BLOOM_FIELDS = (
     Key("n_head", "n_heads", 8, instead="num_attention_heads"),
     *keys(layer_norm_epsilon=1e-5, seq_length=2048),
     *fixed(apply_residual_connection_post_layernorm=False),
-    tied(True),
     Dropout("hidden_dropout attention_dropout"),
     # It would leave out biases with pretraining_tp > 1.
     *fixed(slow_but_exact=False),
@@ -205,13 +172,14 @@ BLOOM_ROWS = (
     *norm("transformer.ln_f", "final_norm"),
 )
 
-BLOOM = gpt_like(
+BLOOM = decoder_like(
     "bloom",
-    "BloomForCausalLM",
-    BLOOM_FIELDS,
+    "Bloom",
     BLOOM_ROWS,
+    BLOOM_FIELDS,
     "transformer.word_embeddings.weight",
-    base="BloomModel",
+    ignored=(),
+    is_tied=True,
     covers="ALiBi for any number of heads; norm of the embedding",
 )
 
@@ -252,7 +220,6 @@ GPTJ_FIELDS = (
     RotaryWidth("rotary_dim", 64, ("n_embd", 4096), ("n_head", 16)),
     Choice("activation_function", "activation", PLAIN, "gelu_new"),
     *fixed(scale_attn_weights=True),
-    tied(False),
     Dropout("resid_pdrop embd_pdrop attn_pdrop"),
     IgnoredKeys(
         "rotary summary_type summary_use_proj summary_activation"
@@ -267,12 +234,13 @@ GPTJ_ROWS = (
     TensorRow("lm_head.bias", "head.bias"),
 )
 
-GPTJ = gpt_like(
+GPTJ = decoder_like(
     "gptj",
-    "GPTJForCausalLM",
-    GPTJ_FIELDS,
+    "GPTJ",
     GPTJ_ROWS,
+    GPTJ_FIELDS,
     "transformer.wte.weight",
+    base="",
     ignored=(r"\.attn\.(masked_)?bias$",),
     covers="one norm for attention and feed-forward; interleaved RoPE of part of a head",
 )
@@ -333,7 +301,6 @@ GPT_NEO_FIELDS = (
     ),
     LocalLayers(),
     Choice("activation_function", "activation", PLAIN, "gelu_new"),
-    tied(True),
     Dropout("resid_dropout embed_dropout attention_dropout"),
     # attention_layers repeats attention_types.
     IgnoredKeys(
@@ -349,13 +316,13 @@ GPT_NEO_ROWS = (
     *norm("transformer.ln_f", "final_norm"),
 )
 
-GPT_NEO = gpt_like(
+GPT_NEO = decoder_like(
     "gpt_neo",
-    "GPTNeoForCausalLM",
-    GPT_NEO_FIELDS,
+    "GPTNeo",
     GPT_NEO_ROWS,
+    GPT_NEO_FIELDS,
     "transformer.wte.weight",
-    base="GPTNeoModel",
+    is_tied=True,
     ignored=(r"\.attn\.attention\.(masked_)?bias$",),
     covers="learned positions; windows by layer; scores that are not scaled",
 )
@@ -377,7 +344,6 @@ OPT_FIELDS = (
     # Embeddings of another width than the model, as in OPT-350m, have two matrices beside them.
     AliasKey("word_embed_proj_dim", "hidden_size", "d_model", checked=True, default=768),
     *fixed(_remove_final_layer_norm=False, layer_norm_elementwise_affine=True),
-    tied(True),
     Dropout("dropout attention_dropout"),
     IgnoredKeys("activation_dropout layerdrop init_std"),
 )
@@ -396,13 +362,14 @@ OPT_ROWS = (
     *norm("model.decoder.final_layer_norm", "final_norm"),
 )
 
-OPT = gpt_like(
+OPT = decoder_like(
     "opt",
-    "OPTForCausalLM",
-    OPT_FIELDS,
+    "OPT",
     OPT_ROWS,
+    OPT_FIELDS,
     "model.decoder.embed_tokens.weight",
-    base="OPTModel",
+    ignored=(),
+    is_tied=True,
     covers="norms before or after; learned positions with an offset; biases by flag;"
     " `word_embed_proj_dim` of another width than the model (OPT-350m) is refused",
 )
@@ -472,20 +439,17 @@ FALCON_FIELDS = (
     FixedKey("alibi", (False, None)),
     Length(2048),
     Rope(),
-    tied(True),
     Dropout("attention_dropout hidden_dropout"),
     IgnoredKeys("apply_residual_connection_post_layernorm ff_factor rotary"),
 )
 
 FALCON_LAYER = "transformer.h.{}."
 FALCON_TRUNK = (
-    TensorRow("transformer.word_embeddings.weight", "embed.tokens"),
     *linear(FALCON_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
     *block(
         FALCON_LAYER, out="self_attention.dense", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"
     ),
     *norm("transformer.ln_f", "final_norm"),
-    TensorRow("lm_head.weight", "head.weight"),
 )
 # The names of the norms before attention and feed-forward, by the residual connection.
 FALCON_NORMS = {
@@ -502,15 +466,13 @@ def falcon_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     return *FALCON_TRUNK, *norm(FALCON_LAYER + attention, "blocks.attention_norm"), *ffn_norm
 
 
-FALCON = Family(
+FALCON = decoder_like(
     "falcon",
-    {"FalconForCausalLM": {}},
-    FALCON_FIELDS,
+    "Falcon",
     falcon_rows,
-    prefix="transformer.",
-    bases=("FalconModel",),
-    copies=tied_copy("lm_head.weight", "transformer.word_embeddings.weight"),
-    ignored=(INV_FREQ,),
+    FALCON_FIELDS,
+    "transformer.word_embeddings.weight",
+    is_tied=True,
     covers="groups of queries, keys and values in one matrix; sublayers in parallel behind one norm"
     " or two, or in turn; ALiBi (`alibi` of Falcon-RW), which transformers adds once or twice,"
     " depending on the attention kernel, is refused",
@@ -564,7 +526,6 @@ MPT_FIELDS = (
         ),
     ),
     *fixed(expansion_ratio=4, no_bias=True, logit_scale=None),
-    tied(True),
     Dropout("resid_pdrop emb_pdrop"),
     IgnoredKeys(
         "init_device learned_pos_emb embedding_fraction norm_type init_config"
@@ -585,12 +546,13 @@ MPT_ROWS = (
     ),
     *norm("transformer.norm_f", "final_norm"),
 )
-MPT = gpt_like(
+MPT = decoder_like(
     "mpt",
-    "MptForCausalLM",
-    MPT_FIELDS,
+    "Mpt",
     MPT_ROWS,
+    MPT_FIELDS,
     "transformer.wte.weight",
-    base="MptModel",
+    ignored=(),
+    is_tied=True,
     covers="ALiBi; layer norms without biases; queries, keys and values in one matrix",
 )

@@ -2,11 +2,11 @@
 Ministral, Ministral 3, SmolLM3, Granite, StableLM, Starcoder2, Phi-3, Qwen, OLMo 2 and 3, and
 Gemma, whose norms multiply by 1 + weight."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.family import Family, tied_copy
+from jaxformer.interop.family import decoder_like
 from jaxformer.interop.fields import (
     GATED_NAMES,
     PLAIN,
@@ -27,11 +27,9 @@ from jaxformer.interop.fields import (
     Windows,
     fixed,
     keys,
-    tied,
 )
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.rope import ORIGINAL, Length, Rope, TemperedRope
-from jaxformer.interop.tensor_files import TensorFiles
 from jaxformer.interop.tensor_table import AS_STORED, TensorRow, block, norm, projections
 
 ATTENTION, FFN = frozenset({"qkv", "out"}), frozenset({"ffn"})
@@ -39,13 +37,11 @@ LAYER = "model.layers.{}."
 
 # All but the norms of a layer, which the families place differently.
 TRUNK = (
-    TensorRow("model.embed_tokens.weight", "embed.tokens"),
     *projections(LAYER + "self_attn", "o_proj"),
     TensorRow(LAYER + "self_attn.q_norm.weight", "blocks.attention.q_norm"),
     TensorRow(LAYER + "self_attn.k_norm.weight", "blocks.attention.k_norm"),
     *block(LAYER, gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
     *norm("model.norm", "final_norm"),
-    TensorRow("lm_head.weight", "head.weight"),
 )
 ROWS = (
     *TRUNK,
@@ -77,42 +73,13 @@ def sizes(without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
 
 SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
 ATTENTION_BIAS = Biases({"attention_bias": (ATTENTION, False)})
-INV_FREQ = r"rotary_emb\.inv_freq$"
-
-
-def llama_like(
-    model_type: str,
-    name: str,
-    rows: tuple[TensorRow, ...],
-    mappings: Sequence[KeyMapping],
-    base: str = "",
-    packed: Mapping[str, type[TensorFiles]] | None = None,
-    covers: str = "",
-) -> Family:
-    """A family of decoders with the tensors of Llama but for the norms; `name` begins the names of
-    its classes in transformers, and `base` is the class without a head if it has another name.
-    `packed` and `covers` are as in `Family`."""
-    return Family(
-        model_type,
-        {f"{name}ForCausalLM": {}},
-        mappings,
-        lambda config: rows,
-        prefix="model.",
-        bases=(base or f"{name}Model",),
-        copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
-        ignored=(INV_FREQ,),
-        packed=packed or {},
-        covers=covers,
-    )
-
-
 RMS = Constant(norm="rms")
 BIAS_FLAGS = Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)})
-LLAMA = llama_like(
+LLAMA = decoder_like(
     "llama",
     "Llama",
     ROWS,
-    (*sizes(), DivisibleHeads(), RMS, SILU, Rope(), BIAS_FLAGS, tied(False)),
+    (*sizes(), DivisibleHeads(), RMS, SILU, Rope(), BIAS_FLAGS),
     covers="RoPE default, linear, dynamic, YaRN and llama3; biases by flag; explicit head widths",
 )
 
@@ -123,11 +90,11 @@ MULTIPLIERS = (
     Key("logits_scaling", "logit_divisor", 1.0),
     Key("attention_multiplier", "attention_scale", 1.0),
 )
-GRANITE = llama_like(
+GRANITE = decoder_like(
     "granite",
     "Granite",
     ROWS,
-    (*sizes(), *MULTIPLIERS, RMS, SILU, Rope(), BIAS_FLAGS, tied(False)),
+    (*sizes(), *MULTIPLIERS, RMS, SILU, Rope(), BIAS_FLAGS),
     covers="multipliers; biases by flag",
 )
 
@@ -135,18 +102,18 @@ GRANITE = llama_like(
 MISTRAL_SIZES = sizes(
     intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072
 )
-MISTRAL = llama_like(
+MISTRAL = decoder_like(
     "mistral",
     "Mistral",
     ROWS,
-    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32, kinds=False), tied(False)),
+    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32, kinds=False)),
     covers="windows; explicit head widths",
 )
-MINISTRAL = llama_like(
+MINISTRAL = decoder_like(
     "ministral",
     "Ministral",
     ROWS,
-    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32), tied(False)),
+    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32)),
     covers="windows by layer; explicit head widths",
 )
 
@@ -171,7 +138,7 @@ MINISTRAL3_SIZES = {
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-5,
 }
-MINISTRAL3 = llama_like(
+MINISTRAL3 = decoder_like(
     "ministral3",
     "Ministral3",
     ROWS,
@@ -181,7 +148,6 @@ MINISTRAL3 = llama_like(
         SILU,
         TemperedRope(otherwise=MINISTRAL3_YARN),
         Windows(34, kinds=False, default_window=None),
-        tied(False),
     ),
     covers="the text model: scores that grow with the position; YaRN; windows",
 )
@@ -203,7 +169,7 @@ STABLELM_ROWS = (
     TensorRow(LAYER + "self_attn.q_layernorm.norms.{}.weight", "blocks.attention.q_norm"),
     TensorRow(LAYER + "self_attn.k_layernorm.norms.{}.weight", "blocks.attention.k_norm"),
 )
-STABLELM = llama_like(
+STABLELM = decoder_like(
     "stablelm",
     "StableLm",
     STABLELM_ROWS,
@@ -219,7 +185,6 @@ STABLELM = llama_like(
         Biases({"use_qkv_bias": (frozenset({"qkv"}), False)}, always=frozenset({"norm"})),
         Choice("qk_layernorm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
         Choice("use_parallel_residual", "residual", ONE_NORM, False),
-        tied(False),
     ),
     covers="StableLM 2 too: layer norms; rotated part of a head; biases of queries, keys and values"
     " by flag; norms of queries and keys; sublayers in parallel behind one norm",
@@ -239,7 +204,7 @@ STARCODER2_SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
 }
-STARCODER2 = llama_like(
+STARCODER2 = decoder_like(
     "starcoder2",
     "Starcoder2",
     STARCODER2_ROWS,
@@ -257,8 +222,8 @@ STARCODER2 = llama_like(
             "attention_softmax_in_fp32 scale_attention_softmax_in_fp32"
             " layer_norm_epsilon mlp_type norm_type scale_attn_weights"
         ),
-        tied(True),
     ),
+    is_tied=True,
     covers="layer norms with and without biases of matrices; windows",
 )
 
@@ -276,7 +241,7 @@ PHI3_SIZES = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-PHI3 = llama_like(
+PHI3 = decoder_like(
     "phi3",
     "Phi3",
     PHI3_ROWS,
@@ -293,7 +258,6 @@ PHI3 = llama_like(
             kinds=("default", "longrope"),
         ),
         Windows(32, kinds=False, default_window=None),
-        tied(False),
     ),
     covers="Phi-3.5 and Phi-4 mini too: LongRoPE; rotated part of a head; fused matrices; windows",
 )
@@ -306,16 +270,16 @@ QWEN_SIZES = {
     "intermediate_size": 22016,
     "max_position_embeddings": 32768,
 }
-QWEN = (RMS, SILU, Rope(), Windows(32, switch=True), tied(False))
+QWEN = (RMS, SILU, Rope(), Windows(32, switch=True))
 HEAD_NORM = Constant(query_key_norm="head")
-QWEN2 = llama_like(
+QWEN2 = decoder_like(
     "qwen2",
     "Qwen2",
     ROWS,
     (*sizes(**QWEN_SIZES), *QWEN, Constant(bias="qkv")),
     covers="biases of queries, keys and values; windows by layer",
 )
-QWEN3 = llama_like(
+QWEN3 = decoder_like(
     "qwen3",
     "Qwen3",
     ROWS,
@@ -332,7 +296,7 @@ SMOLLM3_SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
 }
-SMOLLM3 = llama_like(
+SMOLLM3 = decoder_like(
     "smollm3",
     "SmolLM3",
     ROWS,
@@ -345,8 +309,8 @@ SMOLLM3 = llama_like(
         # Of the published files, which transformers does not read.
         IgnoredKeys("max_window_layers"),
         BIAS_FLAGS,
-        tied(True),
     ),
+    is_tied=True,
     covers="layers without positions; windows by layer; biases by flag",
 )
 
@@ -365,9 +329,8 @@ OLMO2_KEYS = (
     Constant(norm="rms", norm_placement="output", query_key_norm="width"),
     SILU,
     ATTENTION_BIAS,
-    tied(False),
 )
-OLMO2 = llama_like(
+OLMO2 = decoder_like(
     "olmo2",
     "Olmo2",
     OLMO2_ROWS,
@@ -375,7 +338,7 @@ OLMO2 = llama_like(
     covers="norms after each sublayer; query-key norms over all heads; biases by flag",
 )
 OLMO3_THETA = ("rope_theta", 500_000.0)
-OLMO3 = llama_like(
+OLMO3 = decoder_like(
     "olmo3",
     "Olmo3",
     OLMO2_ROWS,
@@ -438,7 +401,7 @@ COHERE_SIZES = sizes(
     intermediate_size=22528,
     max_position_embeddings=8192,
 )
-COHERE = llama_like(
+COHERE = decoder_like(
     "cohere",
     "Cohere",
     COHERE_ROWS,
@@ -454,8 +417,8 @@ COHERE = llama_like(
         ATTENTION_BIAS,
         Choice("use_qk_norm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
         IgnoredKeys("model_max_length"),
-        tied(True),
     ),
+    is_tied=True,
     covers="Command R and R+: one norm for attention and feed-forward; norms of queries and keys;"
     " factor of the logits; interleaved RoPE",
 )
@@ -472,7 +435,7 @@ GLM4_ROWS = (
         ffn_output_norm="post_mlp_layernorm",
     ),
 )
-GLM4 = llama_like(
+GLM4 = decoder_like(
     "glm4",
     "Glm4",
     GLM4_ROWS,
@@ -493,7 +456,6 @@ GLM4 = llama_like(
         Rope(fraction=("partial_rotary_factor", 0.5)),
         INTERLEAVED_PAIRS,
         Biases({"attention_bias": (frozenset({"qkv"}), True)}),
-        tied(False),
     ),
     covers="GLM-4-0414: norms before and after each sublayer; rotated part of a head; interleaved"
     " RoPE; biases of queries, keys and values",
@@ -511,7 +473,7 @@ GEMMA1_SIZES = {
     "max_position_embeddings": 8192,
 }
 ONE_SIDED = FixedKey("use_bidirectional_attention", (False, None))
-GEMMA1 = llama_like(
+GEMMA1 = decoder_like(
     "gemma",
     "Gemma",
     ROWS,
@@ -526,8 +488,8 @@ GEMMA1 = llama_like(
         Rope(),
         ATTENTION_BIAS,
         ONE_SIDED,
-        tied(True),
     ),
+    is_tied=True,
     covers='Gemma 1: `hidden_act="gelu"` is the approximation, as in transformers 5;'
     " biases by flag",
 )
@@ -561,21 +523,22 @@ GEMMA_BLOCK = (
     ATTENTION_BIAS,
     Scale("query_pre_attn_scalar", 256),
 )
-GEMMA = (*GEMMA_BLOCK, ONE_SIDED, tied(True))
+GEMMA = (*GEMMA_BLOCK, ONE_SIDED)
 GEMMA2_SIZES = sizes(vocab_size=256000, max_position_embeddings=8192, **GEMMA_SIZES)
 GEMMA2_CAPS = (
     OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
     OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
 )
 
-GEMMA2 = llama_like(
+GEMMA2 = decoder_like(
     "gemma2",
     "Gemma2",
     GEMMA_ROWS,
     (*GEMMA2_SIZES, *GEMMA, *GEMMA2_CAPS, Rope(), Windows(GEMMA_LAYERS, every=2)),
+    is_tied=True,
     covers="windows in every other layer; soft caps; norms before and after each sublayer",
 )
-GEMMA3 = llama_like(
+GEMMA3 = decoder_like(
     "gemma3_text",
     "Gemma3",
     GEMMA_ROWS,
@@ -590,5 +553,6 @@ GEMMA3 = llama_like(
         Windows(GEMMA_LAYERS, every=6, period="sliding_window_pattern"),
     ),
     base="Gemma3TextModel",
+    is_tied=True,
     covers="the text model: windows by pattern; two RoPE bases; query-key norms; soft cap",
 )

@@ -127,9 +127,12 @@ def linear(
     return weight, TensorRow(f"{hf}.bias", biases, transform)
 
 
-def projections(hf: str, out: str, path: str = "blocks.attention") -> tuple[TensorRow, ...]:
-    """The matrices of an attention below `hf`, each by itself: q_proj, k_proj, v_proj and `out`."""
-    names = {"q_proj": "q", "k_proj": "k", "v_proj": "v", out: "out"}
+def projections(
+    hf: str, out: str, path: str = "blocks.attention", end: str = "_proj"
+) -> tuple[TensorRow, ...]:
+    """The matrices of an attention below `hf`, each by itself: q, k and v with this `end`, and
+    `out`."""
+    names = {f"q{end}": "q", f"k{end}": "k", f"v{end}": "v", out: "out"}
     pairs = [linear(f"{hf}.{name}", f"{path}.{leaf}") for name, leaf in names.items()]
     return tuple(itertools.chain.from_iterable(pairs))
 
@@ -148,17 +151,19 @@ QKV = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
 FUSED_LEAVES = {"qkv": QKV, "gate_up": ("blocks.ffn.gate", "blocks.ffn.up")}
 
 
-def block(prefix: str, transform: Transform = LINEAR, **modules: str) -> tuple[TensorRow, ...]:
+def block(
+    prefix: str, transform: Transform = LINEAR, stack: str = "", **modules: str
+) -> tuple[TensorRow, ...]:
     """The rows of a layer: the name below `prefix` of the module of each leaf of attention and
     feed-forward (q, k, v, out, gate, up, down; qkv and gate_up are several in one), and of each
-    norm."""
+    norm. `stack` begins the paths of the encoder of two stacks."""
     pairs = []
     for leaf, name in modules.items():
         if leaf.endswith("norm"):
-            pairs.append(norm(prefix + name, f"blocks.{leaf}"))
+            pairs.append(norm(prefix + name, f"{stack}blocks.{leaf}"))
         else:
             sublayer = "attention" if leaf in ("q", "k", "v", "out") else "ffn"
-            leaves = FUSED_LEAVES.get(leaf, f"blocks.{sublayer}.{leaf}")
+            leaves = FUSED_LEAVES.get(leaf, f"{stack}blocks.{sublayer}.{leaf}")
             pairs.append(linear(prefix + name, leaves, transform))
     return tuple(itertools.chain.from_iterable(pairs))
 
