@@ -277,16 +277,14 @@ def t5_shared_fields(activation: str, default: Mapping[str, int]) -> tuple[KeyMa
     )
 
 
-class EncoderAlone(KeyMapping):
-    """The keys of the decoder are not read, and it is written that there is none."""
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        unread = {"num_decoder_layers", "scale_decoder_outputs", "tie_word_embeddings"}
-        hf.keys_read.update(unread)
-        return {"family": "encoder"}
-
-    def write(self, config: ModelConfig) -> Keys:
-        return {"is_encoder_decoder": False}
+# The keys of the decoder are not read, and it is written that there is none.
+ENCODER_ALONE = (
+    Constant(family="encoder"),
+    IgnoredKeys(
+        "num_decoder_layers scale_decoder_outputs tie_word_embeddings",
+        written={"is_encoder_decoder": False},
+    ),
+)
 
 
 def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...]:
@@ -363,7 +361,7 @@ def encoder_like(model_type: str, name: str, mappings: Sequence[KeyMapping], dep
     return Family(
         model_type,
         {f"{name}EncoderModel": {"head": "none"}},
-        (*mappings, *keys(num_layers=depth), EncoderAlone()),
+        (*mappings, *keys(num_layers=depth), *ENCODER_ALONE),
         encoder_rows,
         copies=lambda config: (Copy("encoder.embed_tokens.weight", "shared.weight"),),
         ignored=(r"^decoder\.", r"^lm_head\."),
@@ -382,8 +380,7 @@ T5 = t5_like(
 T5_ENCODER = encoder_like("t5", "T5", T5_KEYS, T5_DEPTH)
 
 MT5_DEPTH = 8
-MT5_SIZES = {"vocab_size": 250112, "d_ff": 1024, "num_heads": 6}
-MT5_KEYS = t5_shared_fields("gated-gelu", MT5_SIZES)
+MT5_KEYS = t5_shared_fields("gated-gelu", {"vocab_size": 250112, "d_ff": 1024, "num_heads": 6})
 MT5 = t5_like(
     "mt5", "MT5", MT5_KEYS, MT5_DEPTH, "as t5, with logits that are not scaled", has_scale=False
 )

@@ -165,20 +165,19 @@ MIXTRAL = decoder_like(
 
 # Qwen 3 with experts (arXiv:2505.09388), of which some layers may have none.
 QWEN_ROWS = one_each("mlp", "gate_proj", "up_proj", "down_proj")
-QWEN_MOE_SIZES = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 32768,
-}
 QWEN3_MOE = decoder_like(
     "qwen3_moe",
     "Qwen3Moe",
     QWEN_ROWS,
     (
-        *sizes(**QWEN_MOE_SIZES),
+        *sizes(
+            vocab_size=151936,
+            hidden_size=2048,
+            num_hidden_layers=24,
+            num_key_value_heads=4,
+            intermediate_size=6144,
+            max_position_embeddings=32768,
+        ),
         Key("moe_intermediate_size", "expert_ff", 768),
         *routed(("num_experts", 128), 8),
         SparseLayers(),
@@ -196,21 +195,22 @@ QWEN3_MOE = decoder_like(
 )
 
 # OLMoE (arXiv:2409.02060): norms of queries and keys over all heads.
-OLMOE_SIZES = {
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-}
 OLMOE = decoder_like(
     "olmoe",
     "Olmoe",
     QWEN_ROWS,
     (
         # The width of a head follows from the two others.
-        *expert_sizes(2048, "head_dim", **OLMOE_SIZES),
+        *expert_sizes(
+            2048,
+            "head_dim",
+            vocab_size=50304,
+            hidden_size=2048,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
         *routed(("num_experts", 64), 8, loss=0.01, query_key_norm="width"),
         RENORMALIZED,
         RMS,
@@ -232,11 +232,6 @@ GRANITE_ROWS = (
     TensorRow(SPARSE + "input_linear.weight", GATE_UP, LINEAR),
     TensorRow(SPARSE + "output_linear.weight", f"{EXPERT_BLOCKS}down", LINEAR),
 )
-GRANITE_SHARED_ROWS = (
-    *GRANITE_ROWS,
-    *linear(LAYER + "shared_mlp.input_linear", SHARED),
-    *linear(LAYER + "shared_mlp.output_linear", "blocks.experts.shared.down"),
-)
 GRANITE_KEYS = (
     *expert_sizes(11008),
     *routed(("num_local_experts", 8), 2),
@@ -256,7 +251,11 @@ GRANITE_MOE = decoder_like(
 GRANITE_MOE_SHARED = decoder_like(
     "granitemoeshared",
     "GraniteMoeShared",
-    GRANITE_SHARED_ROWS,
+    (
+        *GRANITE_ROWS,
+        *linear(LAYER + "shared_mlp.input_linear", SHARED),
+        *linear(LAYER + "shared_mlp.output_linear", "blocks.experts.shared.down"),
+    ),
     (*GRANITE_KEYS, Key("shared_intermediate_size", "shared_ff", 0)),
     covers="as granitemoe, with a shared expert",
 )
@@ -264,48 +263,51 @@ GRANITE_MOE_SHARED = decoder_like(
 # gpt-oss (arXiv:2508.10925): attention sinks, biases, a clamped activation, and published weights
 # of experts that are packed.
 GPT_OSS_LAYERS = 36
-GPT_OSS_SIZES = {
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "num_hidden_layers": GPT_OSS_LAYERS,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-}
-GPT_OSS_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
 MLP = LAYER + "mlp."
-GPT_OSS_ROWS = (
-    *ROUTED_TRUNK,
-    TensorRow(LAYER + "self_attn.sinks", "blocks.attention.sinks"),
-    TensorRow(MLP + "router.weight", f"{EXPERT_BLOCKS}router", LINEAR),
-    TensorRow(MLP + "router.bias", f"{EXPERT_BLOCKS}router_bias"),
-    TensorRow(MLP + "experts.gate_up_proj", GATE_UP, INTERLEAVED),
-    TensorRow(
-        MLP + "experts.gate_up_proj_bias", tuple(f"{leaf}_bias" for leaf in GATE_UP), INTERLEAVED
-    ),
-    TensorRow(MLP + "experts.down_proj", f"{EXPERT_BLOCKS}down", CONV),
-    TensorRow(MLP + "experts.down_proj_bias", f"{EXPERT_BLOCKS}down_bias", SAME),
-)
 GPT_OSS = decoder_like(
     "gpt_oss",
     "GptOss",
-    GPT_OSS_ROWS,
     (
-        *expert_sizes(2880, **GPT_OSS_SIZES),
+        *ROUTED_TRUNK,
+        TensorRow(LAYER + "self_attn.sinks", "blocks.attention.sinks"),
+        TensorRow(MLP + "router.weight", f"{EXPERT_BLOCKS}router", LINEAR),
+        TensorRow(MLP + "router.bias", f"{EXPERT_BLOCKS}router_bias"),
+        TensorRow(MLP + "experts.gate_up_proj", GATE_UP, INTERLEAVED),
+        TensorRow(
+            MLP + "experts.gate_up_proj_bias",
+            tuple(f"{leaf}_bias" for leaf in GATE_UP),
+            INTERLEAVED,
+        ),
+        TensorRow(MLP + "experts.down_proj", f"{EXPERT_BLOCKS}down", CONV),
+        TensorRow(MLP + "experts.down_proj_bias", f"{EXPERT_BLOCKS}down_bias", SAME),
+    ),
+    (
+        *expert_sizes(
+            2880,
+            vocab_size=201088,
+            hidden_size=2880,
+            num_hidden_layers=GPT_OSS_LAYERS,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
         *routed(("num_local_experts", 128), 4, router_bias="learned", attention_sinks=True),
         Constant(activation="swiglu_clamped"),
         *fixed(hidden_act="silu", swiglu_limit=7.0, swiglu_alpha=1.702),
         RMS,
-        Rope(theta=("rope_theta", 150_000.0), otherwise=GPT_OSS_YARN),
+        Rope(
+            theta=("rope_theta", 150_000.0),
+            otherwise={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        ),
         Windows(GPT_OSS_LAYERS, every=2, default_window=128),
         Biases({"attention_bias": (ATTENTION, True)}, always=FFN),
         # Of the published files, which transformers does not read.
@@ -445,58 +447,48 @@ class SharedExperts(KeyMapping):
         return {"n_shared_experts": config.shared_ff // config.expert_width}
 
 
-class PredictedAhead(KeyMapping):
-    """The number of layers that predict further tokens, which are not read, and so not written."""
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        hf.keys_read |= {"num_nextn_predict_layers", "num_mtp_layers"}
-        return {}
-
-    def write(self, config: ModelConfig) -> Keys:
-        return {"num_nextn_predict_layers": 0}
-
-
-DEEPSEEK_SIZES = (
-    *keys(
-        vocab_size=129280,
-        hidden_size=7168,
-        num_hidden_layers=DEEPSEEK_LAYERS,
-        num_attention_heads=128,
-    ),
-    AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", True, 128),
-    *keys(intermediate_size=18432, rms_norm_eps=1e-6),
-    Key("kv_lora_rank", "kv_rank", 512),
-    OptionalKey("q_lora_rank", "query_rank", 1536),
-    Key("v_head_dim", "value_dim", 128),
-    Length(4096),
-    Dropout("attention_dropout"),
-)
-DEEPSEEK_EXPERTS = (
-    Constant(router="sigmoid", router_bias="balanced", router_balance_loss=0.0),
-    Key("n_routed_experts", "n_experts", 256, instead="num_local_experts"),
-    Key("num_experts_per_tok", "experts_per_token", 8),
-    Key("moe_intermediate_size", "expert_ff", 2048),
-    SharedExperts(),
-    Key("n_group", "router_groups", 8),
-    Key("topk_group", "router_top_groups", 4),
-    Choice("norm_topk_prob", "router_renormalize", {True: True, False: False}, True),
-    Key("routed_scaling_factor", "router_scale", 2.5),
-)
 DEEPSEEK_V3 = decoder_like(
     "deepseek_v3",
     "DeepseekV3",
     deepseek_rows,
     (
         Constant(mixer="latent"),
-        *DEEPSEEK_SIZES,
+        *keys(
+            vocab_size=129280,
+            hidden_size=7168,
+            num_hidden_layers=DEEPSEEK_LAYERS,
+            num_attention_heads=128,
+        ),
+        AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", True, 128),
+        *keys(intermediate_size=18432, rms_norm_eps=1e-6),
+        Key("kv_lora_rank", "kv_rank", 512),
+        OptionalKey("q_lora_rank", "query_rank", 1536),
+        Key("v_head_dim", "value_dim", 128),
+        Length(4096),
+        Dropout("attention_dropout"),
         LatentHeads(),
-        DenseLayers(DEEPSEEK_EXPERTS),
+        DenseLayers(
+            (
+                Constant(router="sigmoid", router_bias="balanced", router_balance_loss=0.0),
+                Key("n_routed_experts", "n_experts", 256, instead="num_local_experts"),
+                Key("num_experts_per_tok", "experts_per_token", 8),
+                Key("moe_intermediate_size", "expert_ff", 2048),
+                SharedExperts(),
+                Key("n_group", "router_groups", 8),
+                Key("topk_group", "router_top_groups", 4),
+                Choice("norm_topk_prob", "router_renormalize", {True: True, False: False}, True),
+                Key("routed_scaling_factor", "router_scale", 2.5),
+            )
+        ),
         RMS,
         SILU,
         LatentRope(),
         Choice("rope_interleave", "rope_pairing", {True: "interleaved", False: "half"}, True),
         ATTENTION_BIAS,
-        PredictedAhead(),
+        # Layers that predict further tokens are not read, and so not written.
+        IgnoredKeys(
+            "num_nextn_predict_layers num_mtp_layers", written={"num_nextn_predict_layers": 0}
+        ),
         # Of the published files, whose keys transformers does not read.
         *fixed(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
         IgnoredKeys("aux_loss_alpha seq_aux ep_size output_router_logits"),

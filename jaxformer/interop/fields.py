@@ -188,13 +188,18 @@ class ClassCount(KeyMapping):
 
 @dataclass(frozen=True)
 class IgnoredKeys(KeyMapping):
-    """Keys of a family that do not change its logits, separated by spaces."""
+    """Keys of a family that do not change its logits, separated by spaces. `written` are those that
+    are written, with the same value always."""
 
     keys: str
+    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def read(self, hf: HFConfig) -> ConfigFields:
         hf.keys_read.update(self.keys.split())
         return {}
+
+    def write(self, config: ModelConfig) -> Keys:
+        return dict(self.written)
 
 
 OF_WEIGHTS = {"attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"}
@@ -277,10 +282,7 @@ class Scale(KeyMapping):
     default: float
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        number = hf.number(self.hf, self.default)
-        if number <= 0:
-            raise hf.unsupported(self.hf, number, ["a number above 0"])
-        return {"attention_scale": number**-0.5}
+        return {"attention_scale": hf.positive(self.hf, self.default) ** -0.5}
 
     def write(self, config: ModelConfig) -> Keys:
         return {self.hf: round(config.attention_scale**-2)}

@@ -39,50 +39,46 @@ from jaxformer.interop.tensor_table import (
 from jaxformer.layers.pattern import layer_configs
 
 # GPT-2 (Radford et al. 2019).
-GPT2_FIELDS = (
-    Constant(norm="layer", bias="all", positions="learned"),
-    *keys(
-        vocab_size=50257,
-        n_positions=1024,
-        n_embd=768,
-        n_layer=12,
-        n_head=12,
-        n_inner=None,
-        layer_norm_epsilon=1e-5,
-    ),
-    Choice("activation_function", "activation", PLAIN, "gelu_new"),
-    Choice("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
-    *fixed(scale_attn_by_inverse_layer_idx=False),
-    Dropout("resid_pdrop embd_pdrop attn_pdrop"),
-    # Read by llama.cpp's converter.
-    AliasKey("n_ctx", "n_positions", "max_length"),
-    IgnoredKeys(
-        "reorder_and_upcast_attn summary_type summary_use_proj summary_activation"
-        " summary_proj_to_labels summary_first_dropout"
-    ),
-)
-
-GPT2_LAYER = "transformer.h.{}."
-GPT2_ROWS = (
-    TensorRow("transformer.wpe.weight", "embed.positions"),
-    *block(
-        GPT2_LAYER,
-        CONV,
-        attention_norm="ln_1",
-        qkv="attn.c_attn",
-        out="attn.c_proj",
-        ffn_norm="ln_2",
-        up="mlp.c_fc",
-        down="mlp.c_proj",
-    ),
-    *norm("transformer.ln_f", "final_norm"),
-)
-
+H_LAYER = "transformer.h.{}."
 GPT2 = decoder_like(
     "gpt2",
     "GPT2",
-    GPT2_ROWS,
-    GPT2_FIELDS,
+    (
+        TensorRow("transformer.wpe.weight", "embed.positions"),
+        *block(
+            H_LAYER,
+            CONV,
+            attention_norm="ln_1",
+            qkv="attn.c_attn",
+            out="attn.c_proj",
+            ffn_norm="ln_2",
+            up="mlp.c_fc",
+            down="mlp.c_proj",
+        ),
+        *norm("transformer.ln_f", "final_norm"),
+    ),
+    (
+        Constant(norm="layer", bias="all", positions="learned"),
+        *keys(
+            vocab_size=50257,
+            n_positions=1024,
+            n_embd=768,
+            n_layer=12,
+            n_head=12,
+            n_inner=None,
+            layer_norm_epsilon=1e-5,
+        ),
+        Choice("activation_function", "activation", PLAIN, "gelu_new"),
+        Choice("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
+        *fixed(scale_attn_by_inverse_layer_idx=False),
+        Dropout("resid_pdrop embd_pdrop attn_pdrop"),
+        # Read by llama.cpp's converter.
+        AliasKey("n_ctx", "n_positions", "max_length"),
+        IgnoredKeys(
+            "reorder_and_upcast_attn summary_type summary_use_proj summary_activation"
+            " summary_proj_to_labels summary_first_dropout"
+        ),
+    ),
     "transformer.wte.weight",
     model="LMHeadModel",
     is_tied=True,
@@ -91,46 +87,42 @@ GPT2 = decoder_like(
 )
 
 # GPT-NeoX (arXiv:2204.06745), also the architecture of Pythia.
-NEOX_FIELDS = (
-    Constant(norm="layer"),
-    DivisibleHeads(),
-    *keys(
-        vocab_size=50432,
-        hidden_size=6144,
-        num_hidden_layers=44,
-        num_attention_heads=64,
-        intermediate_size=24576,
-        layer_norm_eps=1e-5,
-    ),
-    Length(2048),
-    Choice("hidden_act", "activation", PLAIN, "gelu"),
-    Choice("use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True),
-    Rope(theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25)),
-    AliasKey("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
-    AliasKey("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
-    Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
-    Dropout("attention_dropout hidden_dropout"),
-)
-
 NEOX_LAYER = "gpt_neox.layers.{}."
-NEOX_ROWS = (
-    *linear(NEOX_LAYER + "attention.query_key_value", QKV, BY_HEAD),
-    *block(
-        NEOX_LAYER,
-        attention_norm="input_layernorm",
-        out="attention.dense",
-        ffn_norm="post_attention_layernorm",
-        up="mlp.dense_h_to_4h",
-        down="mlp.dense_4h_to_h",
-    ),
-    *norm("gpt_neox.final_layer_norm", "final_norm"),
-)
-
 GPT_NEOX = decoder_like(
     "gpt_neox",
     "GPTNeoX",
-    NEOX_ROWS,
-    NEOX_FIELDS,
+    (
+        *linear(NEOX_LAYER + "attention.query_key_value", QKV, BY_HEAD),
+        *block(
+            NEOX_LAYER,
+            attention_norm="input_layernorm",
+            out="attention.dense",
+            ffn_norm="post_attention_layernorm",
+            up="mlp.dense_h_to_4h",
+            down="mlp.dense_4h_to_h",
+        ),
+        *norm("gpt_neox.final_layer_norm", "final_norm"),
+    ),
+    (
+        Constant(norm="layer"),
+        DivisibleHeads(),
+        *keys(
+            vocab_size=50432,
+            hidden_size=6144,
+            num_hidden_layers=44,
+            num_attention_heads=64,
+            intermediate_size=24576,
+            layer_norm_eps=1e-5,
+        ),
+        Length(2048),
+        Choice("hidden_act", "activation", PLAIN, "gelu"),
+        Choice("use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True),
+        Rope(theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25)),
+        AliasKey("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
+        AliasKey("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
+        Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
+        Dropout("attention_dropout hidden_dropout"),
+    ),
     "gpt_neox.embed_in.weight",
     head="embed_out.weight",
     ignored=(r"\.attention\.(masked_)?bias$", INV_FREQ),
@@ -138,45 +130,40 @@ GPT_NEOX = decoder_like(
 )
 
 # BLOOM (arXiv:2211.05100): ALiBi, and a norm after the embedding.
-BLOOM_FIELDS = (
-    Constant(
-        norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"
-    ),
-    *keys(vocab_size=250880),
-    Key("hidden_size", "d_model", 64, instead="n_embed"),
-    Key("n_layer", "n_layers", 2, instead="num_hidden_layers"),
-    Key("n_head", "n_heads", 8, instead="num_attention_heads"),
-    *keys(layer_norm_epsilon=1e-5, seq_length=2048),
-    *fixed(apply_residual_connection_post_layernorm=False),
-    Dropout("hidden_dropout attention_dropout"),
-    # It would leave out biases with pretraining_tp > 1.
-    *fixed(slow_but_exact=False),
-    IgnoredKeys(
-        "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"
-        " pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"
-    ),
-)
-
-BLOOM_LAYER = "transformer.h.{}."
-BLOOM_ROWS = (
-    *norm("transformer.word_embeddings_layernorm", "embed.norm"),
-    *linear(BLOOM_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
-    *block(
-        BLOOM_LAYER,
-        attention_norm="input_layernorm",
-        out="self_attention.dense",
-        ffn_norm="post_attention_layernorm",
-        up="mlp.dense_h_to_4h",
-        down="mlp.dense_4h_to_h",
-    ),
-    *norm("transformer.ln_f", "final_norm"),
-)
-
 BLOOM = decoder_like(
     "bloom",
     "Bloom",
-    BLOOM_ROWS,
-    BLOOM_FIELDS,
+    (
+        *norm("transformer.word_embeddings_layernorm", "embed.norm"),
+        *linear(H_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
+        *block(
+            H_LAYER,
+            attention_norm="input_layernorm",
+            out="self_attention.dense",
+            ffn_norm="post_attention_layernorm",
+            up="mlp.dense_h_to_4h",
+            down="mlp.dense_4h_to_h",
+        ),
+        *norm("transformer.ln_f", "final_norm"),
+    ),
+    (
+        Constant(
+            norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"
+        ),
+        *keys(vocab_size=250880),
+        Key("hidden_size", "d_model", 64, instead="n_embed"),
+        Key("n_layer", "n_layers", 2, instead="num_hidden_layers"),
+        Key("n_head", "n_heads", 8, instead="num_attention_heads"),
+        *keys(layer_norm_epsilon=1e-5, seq_length=2048),
+        *fixed(apply_residual_connection_post_layernorm=False),
+        Dropout("hidden_dropout attention_dropout"),
+        # It would leave out biases with pretraining_tp > 1.
+        *fixed(slow_but_exact=False),
+        IgnoredKeys(
+            "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"
+            " pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"
+        ),
+    ),
     "transformer.word_embeddings.weight",
     ignored=(),
     is_tied=True,
@@ -205,40 +192,38 @@ class RotaryWidth(KeyMapping):
 
 
 # GPT-J (Wang and Komatsuzaki 2021): attention and feed-forward read the same norm.
-GPTJ_FIELDS = (
-    Constant(norm="layer", bias="ffn_norm", residual="parallel_shared", head_bias=True),
-    Constant(positions="rope", rope_pairing="interleaved", rope_theta=10_000.0),
-    *keys(
-        vocab_size=50400,
-        n_positions=2048,
-        n_embd=4096,
-        n_layer=28,
-        n_head=16,
-        n_inner=None,
-        layer_norm_epsilon=1e-5,
-    ),
-    RotaryWidth("rotary_dim", 64, ("n_embd", 4096), ("n_head", 16)),
-    Choice("activation_function", "activation", PLAIN, "gelu_new"),
-    *fixed(scale_attn_weights=True),
-    Dropout("resid_pdrop embd_pdrop attn_pdrop"),
-    IgnoredKeys(
-        "rotary summary_type summary_use_proj summary_activation"
-        " summary_proj_to_labels summary_first_dropout"
-    ),
-)
 
-GPTJ_ROWS = (
-    *projections(GPT2_LAYER + "attn", "out_proj"),
-    *block(GPT2_LAYER, attention_norm="ln_1", up="mlp.fc_in", down="mlp.fc_out"),
-    *norm("transformer.ln_f", "final_norm"),
-    TensorRow("lm_head.bias", "head.bias"),
-)
 
 GPTJ = decoder_like(
     "gptj",
     "GPTJ",
-    GPTJ_ROWS,
-    GPTJ_FIELDS,
+    (
+        *projections(H_LAYER + "attn", "out_proj"),
+        *block(H_LAYER, attention_norm="ln_1", up="mlp.fc_in", down="mlp.fc_out"),
+        *norm("transformer.ln_f", "final_norm"),
+        TensorRow("lm_head.bias", "head.bias"),
+    ),
+    (
+        Constant(norm="layer", bias="ffn_norm", residual="parallel_shared", head_bias=True),
+        Constant(positions="rope", rope_pairing="interleaved", rope_theta=10_000.0),
+        *keys(
+            vocab_size=50400,
+            n_positions=2048,
+            n_embd=4096,
+            n_layer=28,
+            n_head=16,
+            n_inner=None,
+            layer_norm_epsilon=1e-5,
+        ),
+        RotaryWidth("rotary_dim", 64, ("n_embd", 4096), ("n_head", 16)),
+        Choice("activation_function", "activation", PLAIN, "gelu_new"),
+        *fixed(scale_attn_weights=True),
+        Dropout("resid_pdrop embd_pdrop attn_pdrop"),
+        IgnoredKeys(
+            "rotary summary_type summary_use_proj summary_activation"
+            " summary_proj_to_labels summary_first_dropout"
+        ),
+    ),
     "transformer.wte.weight",
     base="",
     ignored=(r"\.attn\.(masked_)?bias$",),
@@ -255,8 +240,15 @@ class LocalLayers(KeyMapping):
     def read(self, hf: HFConfig) -> ConfigFields:
         layers = hf.number("num_layers", 24)
         stated = hf.get("attention_types")
-        kinds = _repeated([[[GLOBAL, LOCAL], 12]] if stated is None else stated)
-        if len(kinds) != layers or not {*kinds} <= {GLOBAL, LOCAL}:
+        entries = [[[GLOBAL, LOCAL], 12]] if stated is None else stated
+        kinds: list[str] = []
+        for entry in entries if isinstance(entries, list) else ():
+            match entry:
+                case [list(part), int(times)] if times * len(part) <= MOST_LAYERS:
+                    kinds += part * times
+                case _:
+                    kinds.append("of another structure")
+        if len(kinds) != layers or not all(kind in (GLOBAL, LOCAL) for kind in kinds):
             allowed = [[[[GLOBAL, LOCAL], f"times that give num_layers={layers}"]]]
             raise hf.unsupported("attention_types", stated, allowed)
         window = hf.number("window_size", 256)
@@ -274,53 +266,36 @@ class LocalLayers(KeyMapping):
         }
 
 
-def _repeated(stated: object) -> list[str]:
-    """The kind of each layer; none where the lists have another structure."""
-    kinds: list[str] = []
-    for entry in stated if isinstance(stated, list) else ():
-        is_pair = isinstance(entry, list) and len(entry) == 2
-        if not is_pair or not isinstance(entry[0], list) or type(entry[1]) is not int:
-            return []
-        if not 0 < entry[1] * len(entry[0]) <= MOST_LAYERS:
-            return []
-        kinds += [str(kind) for kind in entry[0]] * entry[1]
-    return kinds
-
-
 # GPT-Neo (Black et al. 2021): every second layer has a window, and scores are not scaled.
-GPT_NEO_FIELDS = (
-    Constant(norm="layer", bias="all_but_qkv", positions="learned", attention_scale=1.0),
-    *keys(
-        vocab_size=50257,
-        max_position_embeddings=2048,
-        hidden_size=2048,
-        num_layers=24,
-        num_heads=16,
-        intermediate_size=None,
-        layer_norm_epsilon=1e-5,
-    ),
-    LocalLayers(),
-    Choice("activation_function", "activation", PLAIN, "gelu_new"),
-    Dropout("resid_dropout embed_dropout attention_dropout"),
-    # attention_layers repeats attention_types.
-    IgnoredKeys(
-        "attention_layers summary_type summary_use_proj summary_activation summary_first_dropout"
-        " summary_proj_to_labels"
-    ),
-)
-
-GPT_NEO_ROWS = (
-    TensorRow("transformer.wpe.weight", "embed.positions"),
-    *projections(GPT2_LAYER + "attn.attention", "out_proj"),
-    *block(GPT2_LAYER, attention_norm="ln_1", ffn_norm="ln_2", up="mlp.c_fc", down="mlp.c_proj"),
-    *norm("transformer.ln_f", "final_norm"),
-)
-
 GPT_NEO = decoder_like(
     "gpt_neo",
     "GPTNeo",
-    GPT_NEO_ROWS,
-    GPT_NEO_FIELDS,
+    (
+        TensorRow("transformer.wpe.weight", "embed.positions"),
+        *projections(H_LAYER + "attn.attention", "out_proj"),
+        *block(H_LAYER, attention_norm="ln_1", ffn_norm="ln_2", up="mlp.c_fc", down="mlp.c_proj"),
+        *norm("transformer.ln_f", "final_norm"),
+    ),
+    (
+        Constant(norm="layer", bias="all_but_qkv", positions="learned", attention_scale=1.0),
+        *keys(
+            vocab_size=50257,
+            max_position_embeddings=2048,
+            hidden_size=2048,
+            num_layers=24,
+            num_heads=16,
+            intermediate_size=None,
+            layer_norm_epsilon=1e-5,
+        ),
+        LocalLayers(),
+        Choice("activation_function", "activation", PLAIN, "gelu_new"),
+        Dropout("resid_dropout embed_dropout attention_dropout"),
+        # attention_layers repeats attention_types.
+        IgnoredKeys(
+            "attention_layers summary_type summary_use_proj summary_activation"
+            " summary_first_dropout summary_proj_to_labels"
+        ),
+    ),
     "transformer.wte.weight",
     is_tied=True,
     ignored=(r"\.attn\.attention\.(masked_)?bias$",),
@@ -328,45 +303,43 @@ GPT_NEO = decoder_like(
 )
 
 # OPT (arXiv:2205.01068).
-OPT_FIELDS = (
-    Constant(norm="layer", norm_eps=1e-5, positions="learned", position_offset=2),
-    *keys(
-        vocab_size=50272,
-        max_position_embeddings=2048,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        ffn_dim=3072,
-    ),
-    Choice("activation_function", "activation", PLAIN, "relu"),
-    Choice("do_layer_norm_before", "norm_placement", {True: "pre", False: "post"}, True),
-    Biases({"enable_bias": (frozenset({"qkv", "out", "ffn"}), True)}, always=frozenset({"norm"})),
-    # Embeddings of another width than the model, as in OPT-350m, have two matrices beside them.
-    AliasKey("word_embed_proj_dim", "hidden_size", "d_model", checked=True, default=768),
-    *fixed(_remove_final_layer_norm=False, layer_norm_elementwise_affine=True),
-    Dropout("dropout attention_dropout"),
-    IgnoredKeys("activation_dropout layerdrop init_std"),
-)
-
 OPT_LAYER = "model.decoder.layers.{}."
-OPT_ROWS = (
-    TensorRow("model.decoder.embed_positions.weight", "embed.positions"),
-    *projections(OPT_LAYER + "self_attn", "out_proj"),
-    *block(
-        OPT_LAYER,
-        attention_norm="self_attn_layer_norm",
-        ffn_norm="final_layer_norm",
-        up="fc1",
-        down="fc2",
-    ),
-    *norm("model.decoder.final_layer_norm", "final_norm"),
-)
-
 OPT = decoder_like(
     "opt",
     "OPT",
-    OPT_ROWS,
-    OPT_FIELDS,
+    (
+        TensorRow("model.decoder.embed_positions.weight", "embed.positions"),
+        *projections(OPT_LAYER + "self_attn", "out_proj"),
+        *block(
+            OPT_LAYER,
+            attention_norm="self_attn_layer_norm",
+            ffn_norm="final_layer_norm",
+            up="fc1",
+            down="fc2",
+        ),
+        *norm("model.decoder.final_layer_norm", "final_norm"),
+    ),
+    (
+        Constant(norm="layer", norm_eps=1e-5, positions="learned", position_offset=2),
+        *keys(
+            vocab_size=50272,
+            max_position_embeddings=2048,
+            hidden_size=768,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            ffn_dim=3072,
+        ),
+        Choice("activation_function", "activation", PLAIN, "relu"),
+        Choice("do_layer_norm_before", "norm_placement", {True: "pre", False: "post"}, True),
+        Biases(
+            {"enable_bias": (frozenset({"qkv", "out", "ffn"}), True)}, always=frozenset({"norm"})
+        ),
+        # Embeddings of another width than the model, as in OPT-350m, have two matrices beside them.
+        AliasKey("word_embed_proj_dim", "hidden_size", "d_model", checked=True, default=768),
+        *fixed(_remove_final_layer_norm=False, layer_norm_elementwise_affine=True),
+        Dropout("dropout attention_dropout"),
+        IgnoredKeys("activation_dropout layerdrop init_std"),
+    ),
     "model.decoder.embed_tokens.weight",
     ignored=(),
     is_tied=True,
@@ -421,34 +394,10 @@ class FalconBlocks(KeyMapping):
 
 
 # Falcon (arXiv:2311.16867).
-FALCON_FIELDS = (
-    Constant(norm="layer"),
-    DivisibleHeads(),
-    *keys(vocab_size=65024),
-    Key("hidden_size", "d_model", 4544, instead="n_embed"),
-    *keys(
-        num_hidden_layers=32,
-        num_attention_heads=FALCON_HEADS,
-        ffn_hidden_size=None,
-        layer_norm_epsilon=1e-5,
-    ),
-    FalconBlocks(),
-    Choice("activation", "activation", PLAIN, "gelu"),
-    Biases({"bias": (frozenset({"qkv", "out", "ffn"}), False)}, always=frozenset({"norm"})),
-    # transformers 5 adds ALiBi once or twice, depending on the kernel, rounded to bfloat16.
-    FixedKey("alibi", (False, None)),
-    Length(2048),
-    Rope(),
-    Dropout("attention_dropout hidden_dropout"),
-    IgnoredKeys("apply_residual_connection_post_layernorm ff_factor rotary"),
-)
 
-FALCON_LAYER = "transformer.h.{}."
 FALCON_TRUNK = (
-    *linear(FALCON_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
-    *block(
-        FALCON_LAYER, out="self_attention.dense", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"
-    ),
+    *linear(H_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
+    *block(H_LAYER, out="self_attention.dense", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     *norm("transformer.ln_f", "final_norm"),
 )
 # The names of the norms before attention and feed-forward, by the residual connection.
@@ -462,15 +411,35 @@ FALCON_NORMS = {
 def falcon_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     """The tensors of a Falcon with the norms of this config."""
     attention, ffn = FALCON_NORMS[config.residual]
-    ffn_norm = norm(FALCON_LAYER + ffn, "blocks.ffn_norm") if ffn else ()
-    return *FALCON_TRUNK, *norm(FALCON_LAYER + attention, "blocks.attention_norm"), *ffn_norm
+    ffn_norm = norm(H_LAYER + ffn, "blocks.ffn_norm") if ffn else ()
+    return *FALCON_TRUNK, *norm(H_LAYER + attention, "blocks.attention_norm"), *ffn_norm
 
 
 FALCON = decoder_like(
     "falcon",
     "Falcon",
     falcon_rows,
-    FALCON_FIELDS,
+    (
+        Constant(norm="layer"),
+        DivisibleHeads(),
+        *keys(vocab_size=65024),
+        Key("hidden_size", "d_model", 4544, instead="n_embed"),
+        *keys(
+            num_hidden_layers=32,
+            num_attention_heads=FALCON_HEADS,
+            ffn_hidden_size=None,
+            layer_norm_epsilon=1e-5,
+        ),
+        FalconBlocks(),
+        Choice("activation", "activation", PLAIN, "gelu"),
+        Biases({"bias": (frozenset({"qkv", "out", "ffn"}), False)}, always=frozenset({"norm"})),
+        # transformers 5 adds ALiBi once or twice, depending on the kernel, rounded to bfloat16.
+        FixedKey("alibi", (False, None)),
+        Length(2048),
+        Rope(),
+        Dropout("attention_dropout hidden_dropout"),
+        IgnoredKeys("apply_residual_connection_post_layernorm ff_factor rotary"),
+    ),
     "transformer.word_embeddings.weight",
     is_tied=True,
     covers="groups of queries, keys and values in one matrix; sublayers in parallel behind one norm"
@@ -483,12 +452,9 @@ class SoftmaxScale(KeyMapping):
     """The factor of the scores; null is 1 / sqrt(head width)."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        scale = hf.get("softmax_scale")
-        if scale is None:
+        if hf.get("softmax_scale") is None:
             return {}
-        if hf.checked_number("softmax_scale", scale) <= 0:
-            raise hf.unsupported("softmax_scale", scale, ["a number above 0", None])
-        return {"attention_scale": float(scale)}
+        return {"attention_scale": float(hf.positive("softmax_scale", 0))}
 
     def write(self, config: ModelConfig) -> Keys:
         usual = float(f"{config.head_width**-0.5:.9g}")
@@ -499,58 +465,56 @@ class SoftmaxScale(KeyMapping):
 
 # MPT (MosaicML 2023). transformers computes all as one kind: with ALiBi, without biases, with a
 # feed-forward of four times the width, whatever other keys say.
-MPT_FIELDS = (
-    Constant(norm="layer", positions="alibi", activation="gelu"),
-    *keys(
-        vocab_size=50368,
-        d_model=2048,
-        n_layers=24,
-        n_heads=16,
-        max_seq_len=2048,
-        layer_norm_epsilon=1e-5,
-    ),
-    KeyTable(
-        "attn_config",
-        (
-            SoftmaxScale(),
-            *fixed(alibi=True, alibi_bias_max=8),
-            FixedKey("clip_qkv", (None, 0)),
-            *fixed(
-                qk_ln=False,
-                prefix_lm=False,
-                attn_type="multihead_attention",
-                attn_uses_sequence_id=False,
-            ),
-            # A rate that transformers 5 takes as a whole number alone.
-            IgnoredKeys("attn_pdrop attn_impl"),
-        ),
-    ),
-    *fixed(expansion_ratio=4, no_bias=True, logit_scale=None),
-    Dropout("resid_pdrop emb_pdrop"),
-    IgnoredKeys(
-        "init_device learned_pos_emb embedding_fraction norm_type init_config"
-        " tokenizer_name verbose"
-    ),
-)
 
 MPT_LAYER = "transformer.blocks.{}."
-MPT_ROWS = (
-    *block(
-        MPT_LAYER,
-        attention_norm="norm_1",
-        qkv="attn.Wqkv",
-        out="attn.out_proj",
-        ffn_norm="norm_2",
-        up="ffn.up_proj",
-        down="ffn.down_proj",
-    ),
-    *norm("transformer.norm_f", "final_norm"),
-)
 MPT = decoder_like(
     "mpt",
     "Mpt",
-    MPT_ROWS,
-    MPT_FIELDS,
+    (
+        *block(
+            MPT_LAYER,
+            attention_norm="norm_1",
+            qkv="attn.Wqkv",
+            out="attn.out_proj",
+            ffn_norm="norm_2",
+            up="ffn.up_proj",
+            down="ffn.down_proj",
+        ),
+        *norm("transformer.norm_f", "final_norm"),
+    ),
+    (
+        Constant(norm="layer", positions="alibi", activation="gelu"),
+        *keys(
+            vocab_size=50368,
+            d_model=2048,
+            n_layers=24,
+            n_heads=16,
+            max_seq_len=2048,
+            layer_norm_epsilon=1e-5,
+        ),
+        KeyTable(
+            "attn_config",
+            (
+                SoftmaxScale(),
+                *fixed(alibi=True, alibi_bias_max=8),
+                FixedKey("clip_qkv", (None, 0)),
+                *fixed(
+                    qk_ln=False,
+                    prefix_lm=False,
+                    attn_type="multihead_attention",
+                    attn_uses_sequence_id=False,
+                ),
+                # A rate that transformers 5 takes as a whole number alone.
+                IgnoredKeys("attn_pdrop attn_impl"),
+            ),
+        ),
+        *fixed(expansion_ratio=4, no_bias=True, logit_scale=None),
+        Dropout("resid_pdrop emb_pdrop"),
+        IgnoredKeys(
+            "init_device learned_pos_emb embedding_fraction norm_type init_config"
+            " tokenizer_name verbose"
+        ),
+    ),
     "transformer.wte.weight",
     ignored=(),
     is_tied=True,

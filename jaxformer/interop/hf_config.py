@@ -64,6 +64,13 @@ class HFConfig:
         """The number of a key. ConfigError for null, and for what is none."""
         return self.checked_number(key, self.get(key, default))
 
+    def positive(self, key: str, default: float) -> int | float:
+        """As `number`, of one above 0."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.unsupported(key, value, ["a number above 0"])
+        return value
+
     def checked_number(self, key: str, value: Any) -> int | float:
         """`value`, read from a key or from an entry of it. ConfigError where it is no number."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < inf:

@@ -118,35 +118,35 @@ MINISTRAL = decoder_like(
 )
 
 # Ministral 3 (2025): the text model, whose scores grow with the position.
-MINISTRAL3_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1_000_000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-MINISTRAL3_SIZES = {
-    "vocab_size": 131072,
-    "num_hidden_layers": 34,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5,
-}
 MINISTRAL3 = decoder_like(
     "ministral3",
     "Ministral3",
     ROWS,
     (
-        *sizes(**MINISTRAL3_SIZES),
+        *sizes(
+            vocab_size=131072,
+            num_hidden_layers=34,
+            num_key_value_heads=8,
+            head_dim=128,
+            intermediate_size=14336,
+            max_position_embeddings=262144,
+            rms_norm_eps=1e-5,
+        ),
         RMS,
         SILU,
-        TemperedRope(otherwise=MINISTRAL3_YARN),
+        TemperedRope(
+            otherwise={
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        ),
         Windows(34, kinds=False, default_window=None),
     ),
     covers="the text model: scores that grow with the position; YaRN; windows",
@@ -154,28 +154,26 @@ MINISTRAL3 = decoder_like(
 
 # StableLM (arXiv:2402.17834): layer norms, and RoPE of a quarter of a head.
 LAYER_NORM = Constant(norm="layer")
-STABLELM_SIZES = {
-    "vocab_size": 50304,
-    "hidden_size": 2560,
-    "intermediate_size": 6912,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 4096,
-}
 LAYER_NORM_OF_HEADS = {False: "none", True: "layer", None: "none"}
-ONE_NORM = {False: "sequential", True: "parallel_shared"}
 HEAD_NORMS = ("blocks.attention.q_norm", "blocks.attention.k_norm")
-STABLELM_ROWS = (
-    *(row for row in ROWS if row.leaves not in HEAD_NORMS),
-    TensorRow(LAYER + "self_attn.q_layernorm.norms.{}.weight", "blocks.attention.q_norm"),
-    TensorRow(LAYER + "self_attn.k_layernorm.norms.{}.weight", "blocks.attention.k_norm"),
-)
 STABLELM = decoder_like(
     "stablelm",
     "StableLm",
-    STABLELM_ROWS,
+    (
+        *(row for row in ROWS if row.leaves not in HEAD_NORMS),
+        TensorRow(LAYER + "self_attn.q_layernorm.norms.{}.weight", "blocks.attention.q_norm"),
+        TensorRow(LAYER + "self_attn.k_layernorm.norms.{}.weight", "blocks.attention.k_norm"),
+    ),
     (
         # The width of a head follows from the two others.
-        *sizes("head_dim rms_norm_eps", **STABLELM_SIZES),
+        *sizes(
+            "head_dim rms_norm_eps",
+            vocab_size=50304,
+            hidden_size=2560,
+            intermediate_size=6912,
+            num_key_value_heads=32,
+            max_position_embeddings=4096,
+        ),
         *keys(layer_norm_eps=1e-5),
         Dropout("hidden_dropout"),
         DivisibleHeads(),
@@ -184,32 +182,36 @@ STABLELM = decoder_like(
         Rope(fraction=("partial_rotary_factor", 0.25)),
         Biases({"use_qkv_bias": (frozenset({"qkv"}), False)}, always=frozenset({"norm"})),
         Choice("qk_layernorm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
-        Choice("use_parallel_residual", "residual", ONE_NORM, False),
+        Choice(
+            "use_parallel_residual",
+            "residual",
+            {False: "sequential", True: "parallel_shared"},
+            False,
+        ),
     ),
     covers="StableLM 2 too: layer norms; rotated part of a head; biases of queries, keys and values"
     " by flag; norms of queries and keys; sublayers in parallel behind one norm",
 )
 
 # Starcoder2 (arXiv:2402.19173): layer norms, biases, and a feed-forward layer without a gate.
-STARCODER2_ROWS = (
-    *(row for row in ROWS if ".mlp." not in row.hf),
-    *block(LAYER, up="mlp.c_fc", down="mlp.c_proj"),
-)
-STARCODER2_SIZES = {
-    "vocab_size": 49152,
-    "hidden_size": 3072,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
 STARCODER2 = decoder_like(
     "starcoder2",
     "Starcoder2",
-    STARCODER2_ROWS,
     (
-        *sizes("rms_norm_eps", **STARCODER2_SIZES),
+        *(row for row in ROWS if ".mlp." not in row.hf),
+        *block(LAYER, up="mlp.c_fc", down="mlp.c_proj"),
+    ),
+    (
+        *sizes(
+            "rms_norm_eps",
+            vocab_size=49152,
+            hidden_size=3072,
+            intermediate_size=12288,
+            num_hidden_layers=30,
+            num_attention_heads=24,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+        ),
         *keys(norm_epsilon=1e-5),
         Dropout("residual_dropout embedding_dropout"),
         LAYER_NORM,
@@ -230,24 +232,23 @@ STARCODER2 = decoder_like(
 # Phi-3 (arXiv:2404.14219) and Phi-4-mini (arXiv:2503.01743): LongRoPE, and one matrix for queries,
 # keys and values, and one for gate and up.
 SEPARATE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-PHI3_ROWS = (
-    *(row for row in ROWS if row.hf.split(".")[-2] not in SEPARATE),
-    *block(LAYER, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
-)
-PHI3_SIZES = {
-    "vocab_size": 32064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-}
 PHI3 = decoder_like(
     "phi3",
     "Phi3",
-    PHI3_ROWS,
+    (
+        *(row for row in ROWS if row.hf.split(".")[-2] not in SEPARATE),
+        *block(LAYER, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+    ),
     (
         # The width of a head follows from the two others.
-        *sizes("head_dim", **PHI3_SIZES),
+        *sizes(
+            "head_dim",
+            vocab_size=32064,
+            hidden_size=3072,
+            intermediate_size=8192,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
         Dropout("resid_pdrop embd_pdrop"),
         IgnoredKeys("full_attn_mod interpolate_factor"),
         RMS,
@@ -288,20 +289,19 @@ QWEN3 = decoder_like(
 )
 
 # SmolLM3: layers without positions (arXiv:2501.18795).
-SMOLLM3_SIZES = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-}
 SMOLLM3 = decoder_like(
     "smollm3",
     "SmolLM3",
     ROWS,
     (
-        *sizes(**SMOLLM3_SIZES),
+        *sizes(
+            vocab_size=128256,
+            hidden_size=2048,
+            num_hidden_layers=36,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            max_position_embeddings=32768,
+        ),
         RMS,
         SILU,
         Rope(theta=("rope_theta", 2_000_000.0)),
@@ -367,10 +367,7 @@ class LogitFactor(KeyMapping):
     default: float
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        factor = hf.number(self.hf, self.default)
-        if factor <= 0:
-            raise hf.unsupported(self.hf, factor, ["a number above 0"])
-        return {"logit_divisor": _inverse(factor)}
+        return {"logit_divisor": _inverse(hf.positive(self.hf, self.default))}
 
     def write(self, config: ModelConfig) -> Keys:
         exact = 1 / config.logit_divisor
@@ -385,12 +382,6 @@ def _inverse(number: float) -> float:
 
 
 # Command R (Cohere 2024): attention and feed-forward read the same norm.
-COHERE_ROWS = (
-    *(row for row in TRUNK if row.leaves not in HEAD_NORMS),
-    TensorRow(LAYER + "self_attn.q_norm.weight", "blocks.attention.q_norm", AS_STORED),
-    TensorRow(LAYER + "self_attn.k_norm.weight", "blocks.attention.k_norm", AS_STORED),
-    *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
-)
 COHERE_SIZES = sizes(
     # The width of a head follows from the two others.
     "head_dim rms_norm_eps",
@@ -404,7 +395,12 @@ COHERE_SIZES = sizes(
 COHERE = decoder_like(
     "cohere",
     "Cohere",
-    COHERE_ROWS,
+    (
+        *(row for row in TRUNK if row.leaves not in HEAD_NORMS),
+        TensorRow(LAYER + "self_attn.q_norm.weight", "blocks.attention.q_norm", AS_STORED),
+        TensorRow(LAYER + "self_attn.k_norm.weight", "blocks.attention.k_norm", AS_STORED),
+        *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
+    ),
     (
         *COHERE_SIZES,
         DivisibleHeads(),
@@ -424,21 +420,20 @@ COHERE = decoder_like(
 )
 
 # GLM-4 (arXiv:2406.12793), as of GLM-4-0414: norms before and after each sublayer.
-GLM4_ROWS = (
-    *(row for row in TRUNK if row.hf.split(".")[-2] not in ("gate_proj", "up_proj")),
-    *block(
-        LAYER,
-        gate_up="mlp.gate_up_proj",
-        attention_norm="input_layernorm",
-        attention_output_norm="post_self_attn_layernorm",
-        ffn_norm="post_attention_layernorm",
-        ffn_output_norm="post_mlp_layernorm",
-    ),
-)
 GLM4 = decoder_like(
     "glm4",
     "Glm4",
-    GLM4_ROWS,
+    (
+        *(row for row in TRUNK if row.hf.split(".")[-2] not in ("gate_proj", "up_proj")),
+        *block(
+            LAYER,
+            gate_up="mlp.gate_up_proj",
+            attention_norm="input_layernorm",
+            attention_output_norm="post_self_attn_layernorm",
+            ffn_norm="post_attention_layernorm",
+            ffn_output_norm="post_mlp_layernorm",
+        ),
+    ),
     (
         *sizes(
             vocab_size=151552,
@@ -462,23 +457,22 @@ GLM4 = decoder_like(
 )
 
 # Gemma (arXiv:2403.08295): norms by 1 + weight, a scaled embedding, and wide heads.
-GEMMA1_SIZES = {
-    "vocab_size": 256000,
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-}
 ONE_SIDED = FixedKey("use_bidirectional_attention", (False, None))
 GEMMA1 = decoder_like(
     "gemma",
     "Gemma",
     ROWS,
     (
-        *sizes(**GEMMA1_SIZES),
+        *sizes(
+            vocab_size=256000,
+            hidden_size=3072,
+            intermediate_size=24576,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            head_dim=256,
+            max_position_embeddings=8192,
+        ),
         Constant(norm="rms1p", embedding_scale="sqrt"),
         # In files "gelu" stands for the approximation that the models were trained with.
         Choice(
