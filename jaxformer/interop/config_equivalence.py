@@ -4,7 +4,9 @@ standard ones."""
 import dataclasses
 from typing import Any
 
-from jaxformer.arrays.params import Params
+import jax
+
+from jaxformer.arrays.params import Params, dotted
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.variants import ATTENTION_FACTORS, BIASED
 from jaxformer.layers.block import CROSS
@@ -149,8 +151,19 @@ def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelCon
     """
     usual = config.attention_scale or config.head_width**-0.5
     factor = (config.score_scale or usual) / usual
+    has_norm = config.query_key_norm != "none"
+    offset = 0 if config.query_key_norm == "layer" else NORMS[config.norm].offset
+
+    def scaled(path: Any, leaf: jax.Array) -> jax.Array:
+        parent, _, name = dotted(path).rpartition(".")
+        if parent.split(".")[-1] not in (config.mixer, CROSS):
+            return leaf
+        if name == "q_norm":
+            return factor * (offset + leaf) - offset
+        return factor * leaf if name in ("q", "q_bias") and not has_norm else leaf
+
     if factor != 1:
-        params = _with_scaled_queries(params, config, factor)
+        params = jax.tree.map_with_path(scaled, params)
     standard = dataclasses.replace(config, parametrization="standard", mup_base="")
     divisor = total_divisor(config) / config.logit_divisor
     if divisor != 1:
@@ -158,20 +171,3 @@ def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelCon
         params = {**params, "head": {**params.get("head", {}), "weight": matrix}}
         standard = dataclasses.replace(standard, tied_head=False)
     return params, standard
-
-
-def _with_scaled_queries(tree: Params, config: ModelConfig, factor: float) -> Params:
-    """The params with the queries of every mixer and cross-attention times the factor."""
-    scaled_tree: dict[str, Any] = {}
-    for name, branch in tree.items():
-        if name in (config.mixer, CROSS):
-            scaled = {each: factor * branch[each] for each in ("q", "q_bias") if each in branch}
-            if "q_norm" in branch:
-                offset = 0 if config.query_key_norm == "layer" else NORMS[config.norm].offset
-                scaled = {"q_norm": factor * (offset + branch["q_norm"]) - offset}
-            scaled_tree[name] = branch | scaled
-        elif isinstance(branch, dict):
-            scaled_tree[name] = _with_scaled_queries(branch, config, factor)
-        else:
-            scaled_tree[name] = branch
-    return scaled_tree

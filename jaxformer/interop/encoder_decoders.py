@@ -30,7 +30,7 @@ from jaxformer.interop.fields import (
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS
 from jaxformer.interop.rope import Rope
-from jaxformer.interop.tensor_table import AS_ROW, TensorRow, block, norm, projections
+from jaxformer.interop.tensor_table import AS_ROW, LINEAR, TensorRow, block, norm, projections
 
 # BART (arXiv:1910.13461), and the encoder-decoders with its tensors: Marian (arXiv:1804.00344),
 # Pegasus (arXiv:1912.08777), mBART (arXiv:2001.08210), and M2M100 (arXiv:2010.11125) with NLLB.
@@ -46,7 +46,8 @@ def bart_stack(side: str, stack: str) -> tuple[TensorRow, ...]:
         *projections(layer + "encoder_attn", "out_proj", f"{stack}blocks.cross"),
         *block(
             layer,
-            stack=stack,
+            LINEAR,
+            stack,
             attention_norm="self_attn_layer_norm",
             cross_norm="encoder_attn_layer_norm",
             up="fc1",
@@ -301,7 +302,8 @@ def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...
         *projections(f"{layer}1.EncDecAttention", "o", f"{stack}blocks.cross", end=""),
         *block(
             layer,
-            stack=stack,
+            LINEAR,
+            stack,
             attention_norm="0.layer_norm",
             cross_norm="1.layer_norm",
             gate=f"{ffn}.DenseReluDense.wi_0",
@@ -454,7 +456,8 @@ def t5gemma_stack(side: str, stack: str) -> tuple[TensorRow, ...]:
         *projections(layer + "cross_attn", "o_proj", f"{stack}blocks.cross"),
         *block(
             layer,
-            stack=stack,
+            LINEAR,
+            stack,
             attention_norm="pre_self_attn_layernorm",
             attention_output_norm="post_self_attn_layernorm",
             cross_norm="pre_cross_attn_layernorm",

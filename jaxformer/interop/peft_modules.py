@@ -176,30 +176,32 @@ def split_matrices(
     """a [I..., R] and b [R, O...] of each leaf of a module, from peft's [R, inputs] and
     [outputs, R]; the leaves have the same a. Of experts, a [E, I..., R] and b [E, R, O...] from
     [E R, inputs] and [outputs, R E]."""
-    if tensor.experts:
-        a_of_experts = np.split(lora_a, tensor.experts)
-        b_of_experts = np.moveaxis(lora_b.reshape(len(lora_b), -1, tensor.experts), -1, 0)
-        one = dataclasses.replace(tensor, experts=0)
-        matrices = zip(a_of_experts, b_of_experts, strict=True)
-        by_leaf = zip(*(split_matrices(one, *pair) for pair in matrices), strict=True)
-        return [
-            (np.stack([a for a, _ in leaf]), np.stack([b for _, b in leaf])) for leaf in by_leaf
-        ]
+    count = tensor.experts or 1
+    rank = len(lora_a) // count
+    lead = (count,) if tensor.experts else ()
+    leaves = [low_rank(spec, rank, 1.0) for spec in tensor.specs]
     # lora_A has no order of its own: its columns are the inputs as the weight of every family has
     # them, one after another.
-    leaves = [low_rank(spec, len(lora_a), 1.0) for spec in tensor.specs]
-    a = lora_a.T.reshape(leaves[0].a.shape)
-    return [(a, b) for b in _order(tensor).split(lora_b, [leaf.b for leaf in leaves])]
+    a = lora_a.reshape(count, rank, -1).swapaxes(1, 2)
+    of_experts = lora_b.reshape(-1, rank, count)
+    b_specs = [leaf.b for leaf in leaves]
+    parts = [_order(tensor).split(of_experts[..., e], b_specs) for e in range(count)]
+    return [
+        (a.reshape(*lead, *leaf.a.shape), np.stack(b).reshape(*lead, *leaf.b.shape))
+        for leaf, b in zip(leaves, zip(*parts, strict=True), strict=True)
+    ]
 
 
 def join_matrices(
     tensor: Tensor, a: np.ndarray, bs: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """peft's [R, inputs] and [outputs, R], from the leaves' common a [I..., R] and the b [R, O...]
-    of each."""
-    rank = a.shape[-1]
-    lora_b = _order(tensor).join(bs, [low_rank(spec, rank, 1.0).b for spec in tensor.specs])
-    return np.ascontiguousarray(a.reshape(-1, rank).T), np.ascontiguousarray(lora_b)
+    """peft's [E R, inputs] and [outputs, R E], from the leaves' common a [E, inputs, R] and the b
+    [E, R, outputs] of each; E is 1 where there are no experts."""
+    count, inputs, rank = a.shape
+    b_specs = [low_rank(spec, rank, 1.0).b for spec in tensor.specs]
+    columns = [_order(tensor).join([b[e] for b in bs], b_specs) for e in range(count)]
+    lora_a = np.ascontiguousarray(a.swapaxes(1, 2)).reshape(-1, inputs)
+    return lora_a, np.stack(columns, -1).reshape(-1, rank * count)
 
 
 def _order(tensor: Tensor) -> Transform:

@@ -1,6 +1,5 @@
 """Adapters written in the format of Hugging Face's peft (LoRA)."""
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save as safetensors_bytes
 
-from jaxformer.adapters.low_rank import LowRank, low_rank
+from jaxformer.adapters.low_rank import LowRank
 from jaxformer.arrays.params import Params, Weight, check_params, is_custom
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
@@ -39,14 +38,6 @@ from jaxformer.models.transformer import without_objective
 
 # Of models with a language head, by their family.
 TASKS = {"decoder": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
-
-
-class LeafAdapter(NamedTuple):
-    """The adapter of a leaf in one layer, float32: a [I..., R], b [R, O...] and its scale."""
-
-    a: np.ndarray
-    b: np.ndarray
-    scale: float
 
 
 class PeftModule(NamedTuple):
@@ -113,19 +104,18 @@ def save_adapter(
     modules: dict[str, PeftModule] = {}
     parameters: dict[str, PeftModule] = {}  # of experts, routers and what peft takes for experts
     for name, tensor in layout.parameters.items():
-        if adapters := _leaf_adapters(tensor, leaves):
-            make = _module_of_experts if tensor.experts else _module_of
-            parameters[name] = make(tensor, adapters)
+        if parameter := _module_of(tensor, leaves):
+            parameters[name] = parameter
     for name, tensor in layout.modules.items():
-        adapters = _leaf_adapters(tensor, leaves)
-        if not adapters or f"{name}.weight" in layout.parameters:
+        module = _module_of(tensor, leaves)
+        if not module or f"{name}.weight" in layout.parameters:
             continue
         if obstacle := layout.obstacle(tensor):
             raise ConfigError(
                 f"the adapter of {tensor.paths[0]} cannot be written for peft: {obstacle}. Merge it"
                 " (jf.merge) and save the whole model (jf.save_pretrained), or adapt other weights."
             )
-        modules[name] = _module_of(tensor, adapters)
+        modules[name] = module
     if not modules and not parameters:
         raise ConfigError(
             "these params have no adapter: jf.adapt makes one, and jf.save_pretrained writes whole"
@@ -157,70 +147,49 @@ def save_adapter(
     return [directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS]
 
 
-def _leaf_adapters(tensor: Tensor, leaves: Mapping[str, Weight]) -> list[LeafAdapter | None]:
-    """The adapters of the leaves of a tensor, on the host, None for one that has none; empty where
-    no leaf has one."""
-    layer = tensor.entry[:1]
-    adapters: list[LeafAdapter | None] = []
-    for path in tensor.paths:
-        leaf = leaves[path]
-        adapter = None
-        if isinstance(leaf, LowRank):
-            arrays = leaf.a, leaf.b, leaf.scale
-            a, b, scale = (np.asarray(x[layer] if layer else x, np.float32) for x in arrays)
-            # 0: a layer that the adapter leaves out.
-            adapter = LeafAdapter(a, b, float(scale)) if scale else None
-        adapters.append(adapter)
-    return adapters if any(adapters) else []
-
-
-def _module_of_experts(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule:
-    """The adapter of a parameter of all experts from those of its leaves, a [E, I..., R] and b [E,
-    R, O...], of which some may have none. An expert of a lower rank is filled up with zeros."""
-    one, modules = dataclasses.replace(tensor, experts=0), []
-    for e in range(tensor.experts):
-        of_expert = [leaf and LeafAdapter(leaf.a[e], leaf.b[e], leaf.scale) for leaf in adapters]
-        modules.append(_module_of(one, of_expert))
-    rank = max(module.rank for module in modules)
-    lora_a = np.concatenate(
-        [np.pad(module.lora_a, ((0, rank - module.rank), (0, 0))) for module in modules]
-    )
-    lora_b = np.stack(
-        [np.pad(module.lora_b, ((0, 0), (0, rank - module.rank))) for module in modules], -1
-    )
-    return PeftModule(tensor, lora_a, lora_b.reshape(len(lora_b), -1), modules[0].scale)
-
-
-def _module_of(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule:
-    """The adapter of a module from those of its leaves, of which some may have none. Components
-    that are zero in a and in b at the end are left out."""
+def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | None:
+    """The adapter of a module, or of a parameter of all experts, from those of its leaves, of which
+    some may have none; None where no leaf has one. Components that are zero in a and in b at the
+    end are left out."""
+    experts, layer = tensor.experts or 1, tensor.entry[:1]
+    adapters: dict[int, tuple[np.ndarray, np.ndarray, float]] = {}
     ranks: dict[int, int] = {}
-    for index, adapter in enumerate(adapters):
-        if adapter:
-            a_used = adapter.a.reshape(-1, len(adapter.b)).any(0)
-            b_used = adapter.b.reshape(len(adapter.b), -1).any(1)
-            ranks[index] = int(np.max(np.flatnonzero(a_used | b_used), initial=0)) + 1
-    adapted = [adapter for adapter in adapters if adapter]
-    shared = all(np.array_equal(adapter.a, adapted[0].a) for adapter in adapted)
-    if shared:
+    for index, path in enumerate(tensor.paths):
+        leaf = leaves[path]
+        if not isinstance(leaf, LowRank):
+            continue
+        arrays = leaf.a, leaf.b, leaf.scale
+        a, b, scale = (np.asarray(x[layer] if layer else x, np.float32) for x in arrays)
+        if not scale:  # of a layer that the adapter leaves out
+            continue
+        # a [E, inputs, R] and b [E, R, outputs]; E is 1 where there are no experts.
+        a = a.reshape(experts, -1, a.shape[-1])
+        b = b.reshape(experts, a.shape[-1], -1)
+        used = a.any((0, 1)) | b.any((0, 2))
+        ranks[index] = int(np.max(np.flatnonzero(used), initial=0)) + 1
+        adapters[index] = a, b, float(scale)
+    if not adapters:
+        return None
+    first, _, module_scale = next(iter(adapters.values()))
+    is_shared = all(np.array_equal(a, first) for a, _, _ in adapters.values())
+    if is_shared:
         ranks = dict.fromkeys(ranks, max(ranks.values()))
-        a = adapted[0].a[..., : max(ranks.values())]
+        module_a = first[..., : max(ranks.values())]
     else:
         # a is [a_q a_k a_v] then, and each b lies in the rows of its own a.
-        pairs = zip(adapted, ranks.values(), strict=True)
-        a = np.concatenate([adapter.a[..., :rank] for adapter, rank in pairs], -1)
-    scale = adapted[0].scale
+        parts = [a[..., : ranks[index]] for index, (a, _, _) in adapters.items()]
+        module_a = np.concatenate(parts, -1)
     bs, row = [], 0
     for index, spec in enumerate(tensor.specs):
-        b = np.zeros(low_rank(spec, a.shape[-1], 1.0).b.shape, np.float32)
-        adapter = adapters[index]
-        if adapter:
+        module_b = np.zeros((experts, module_a.shape[-1], spec.fan_out), np.float32)
+        if index in adapters:
+            _, b, scale = adapters[index]
             rank = ranks[index]
             # One module has one scale: another leaf's goes into its b.
-            b[row : row + rank] = adapter.b[:rank] * np.float32(adapter.scale / scale)
-            row += 0 if shared else rank
-        bs.append(b)
-    return PeftModule(tensor, *join_matrices(tensor, a, bs), scale)
+            module_b[:, row : row + rank] = b[:, :rank] * np.float32(scale / module_scale)
+            row += 0 if is_shared else rank
+        bs.append(module_b)
+    return PeftModule(tensor, *join_matrices(tensor, module_a, bs), module_scale)
 
 
 def _saved_modules(

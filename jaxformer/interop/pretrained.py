@@ -305,17 +305,11 @@ def _checked_names(
     names = matched(entries, expected, family.prefix, family.renamed)
     problems = []
     for tensor in plan:
-        entry = entries.get(names.get(tensor.name, ""))
-        if entry is None:
-            problems.append(
-                f"{tensor.name}: not in {files.listing}, and config.json asks for"
-                f" {list(tensor.shape)}"
-            )
-        elif entry.shape != tensor.shape:
-            problems.append(
-                f"{names[tensor.name]}: {list(entry.shape)} in {entry.file}, and config.json asks"
-                f" for {list(tensor.shape)}"
-            )
+        name = names.get(tensor.name, tensor.name)
+        entry = entries.get(name)
+        if entry is None or entry.shape != tensor.shape:
+            stored = f"{list(entry.shape)} in {entry.file}" if entry else f"not in {files.listing}"
+            problems.append(f"{name}: {stored}, and config.json asks for {list(tensor.shape)}")
     for name in sorted({*entries} - {*names.values()}):
         if not any(re.search(pattern, name) for pattern in family.ignored):
             problems.append(

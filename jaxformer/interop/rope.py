@@ -151,8 +151,18 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
     factor = float(hf.checked_number("rope_parameters.factor", factor))
     scaling: ConfigFields = {}
     for key, field in SCALING_KEYS[kind].items():
-        if entry.get(key) is not None:
-            scaling[field] = _entry_value(hf, f"rope_parameters.{key}", entry[key], TYPES[field])
+        value, name = entry.get(key), f"rope_parameters.{key}"
+        if value is None:
+            continue
+        if TYPES[field] is bool and not isinstance(value, bool):
+            raise hf.unsupported(name, value, [True, False])
+        if TYPES[field] is str and not isinstance(value, list):
+            raise hf.unsupported(name, value, ["a list of numbers"])
+        if TYPES[field] is str:
+            value = " ".join(str(float(hf.checked_number(name, number))) for number in value)
+        elif TYPES[field] is float:
+            value = float(hf.checked_number(name, value))
+        scaling[field] = value
     if kind == "yarn" and "rope_attention_factor" not in scaling and all(map(entry.get, MSCALES)):
         # The factor is m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor) (DeepSeek).
         log = math.log(factor) if factor > 1 else 0.0
@@ -171,19 +181,6 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
     elif kind in WITH_ORIGINAL:
         scaling["rope_original_length"] = original
     return scaling
-
-
-def _entry_value(hf: HFConfig, key: str, value: Any, kind: type) -> float | bool | str:
-    """The value of a setting of type `kind`: a number, a flag, or numbers as one text."""
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise hf.unsupported(key, value, [True, False])
-        return value
-    if kind is str:
-        if not isinstance(value, list):
-            raise hf.unsupported(key, value, ["a list of numbers"])
-        return " ".join(str(float(hf.checked_number(key, number))) for number in value)
-    return float(hf.checked_number(key, value))
 
 
 @dataclass(frozen=True)

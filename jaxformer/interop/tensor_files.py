@@ -61,18 +61,18 @@ class TensorFiles:
         self.directory = directory
         self.entries: dict[str, Entry] = {}
         index = directory / INDEX
-        if only or (directory / SINGLE).is_file() or not index.is_file():
-            self.listing = _single_file(directory, only)
-            self.entries = _read_header(directory / self.listing)
-            return
-        self.listing = INDEX
-        shard_of = _read_index(index)
+        is_sharded = not only and not (directory / SINGLE).is_file() and index.is_file()
+        shard_of = _read_index(index) if is_sharded else {}
+        self.listing = INDEX if is_sharded else _single_file(directory, only)
         places = set()
-        for shard in sorted({*shard_of.values()}):
-            entries = _read_header(directory / shard)
-            self.entries |= entries
-            places |= {(name, shard) for name in entries}
-        in_index = {*shard_of.items()}
+        for shard in sorted({*shard_of.values()} or {self.listing}):
+            with _opened(directory / shard) as file:
+                for name in file.keys():  # noqa: SIM118  (not a dict)
+                    tensor = file.get_slice(name)
+                    shape, dtype = tuple(tensor.get_shape()), str(tensor.get_dtype())
+                    self.entries[name] = Entry(shard, shape, dtype)
+                    places.add((name, shard))
+        in_index = {*shard_of.items()} if is_sharded else places
         problems = [f"{name} in {shard}: not in the index" for name, shard in places - in_index]
         problems += [f"{name} in {shard}: not in the file" for name, shard in in_index - places]
         if problems:
@@ -187,15 +187,6 @@ def _opened(path: Path) -> Iterator[safe_open]:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"{path} cannot be read: {reason}. Download it again.") from None
-
-
-def _read_header(path: Path) -> dict[str, Entry]:
-    entries = {}
-    with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118  (not a dict)
-            tensor = file.get_slice(name)
-            entries[name] = Entry(path.name, tuple(tensor.get_shape()), str(tensor.get_dtype()))
-    return entries
 
 
 def write_tensors(

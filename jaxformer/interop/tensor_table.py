@@ -152,7 +152,7 @@ FUSED_LEAVES = {"qkv": QKV, "gate_up": ("blocks.ffn.gate", "blocks.ffn.up")}
 
 
 def block(
-    prefix: str, transform: Transform = LINEAR, stack: str = "", **modules: str
+    prefix: str, transform: Transform = LINEAR, stack: str = "", /, **modules: str
 ) -> tuple[TensorRow, ...]:
     """The rows of a layer: the name below `prefix` of the module of each leaf of attention and
     feed-forward (q, k, v, out, gate, up, down; qkv and gate_up are several in one), and of each
