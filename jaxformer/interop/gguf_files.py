@@ -150,15 +150,16 @@ class GgufFiles(TensorFiles):
     """
 
     def __init__(self, path: Path) -> None:
-        reader = _gguf_reader(path)
         self.directory, self.listing = path, path.name
         try:
-            self._read_names(reader, path)
+            self._read_names(_bounded_reader(path), path)
         except ConfigError:
             raise
-        except MALFORMED as error:
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+        except (*MALFORMED, MemoryError) as error:
             raise ConfigError(
-                f"{path} has metadata of a wrong type or size ({error}). Download it again."
+                f"{path} is not a valid GGUF file ({error}). Download it again."
             ) from None
 
     def _read_names(self, reader: "GGUFReader", path: Path) -> None:
@@ -313,7 +314,7 @@ class GgufFiles(TensorFiles):
         return scaling
 
 
-def _gguf_reader(path: Path) -> "GGUFReader":
+def _bounded_reader(path: Path) -> "GGUFReader":
     try:
         # A package of its own extra.
         from gguf import GGUFReader, GGUFValueType
@@ -341,14 +342,7 @@ def _gguf_reader(path: Path) -> "GGUFReader":
                     )
             return super()._get_field_parts(orig_offs, raw_type)
 
-    try:
-        reader = BoundedReader(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (*MALFORMED, MemoryError) as error:
-        raise ConfigError(
-            f"{path} is not a valid GGUF file ({error}). Download it again."
-        ) from None
+    reader = BoundedReader(path)
     if reader.byte_order != "I":
         raise ConfigError(f"{path} has the bytes of its numbers in the order of other machines.")
     return reader

@@ -74,19 +74,21 @@ class PeftSettings:
     that the adapter was trained on, as "model.layers.0.self_attn.q_proj"."""
 
     path: Path
-    task: str | None
-    base: str | None
-    alpha: float
-    alphas: Mapping[str, float]
-    rslora: bool
-    dropout: float
-    parameters: tuple[str, ...]
+    peft_type: str
+    bias: str
+    task_type: str | None
+    base_model_name_or_path: str | None
+    lora_alpha: float
+    lora_dropout: float
+    use_rslora: bool | None
+    alpha_pattern: Mapping[str, float]
+    target_parameters: list[str]
 
     def scale(self, module: str, rank: int) -> float:
         """alpha / rank, or alpha / sqrt(rank) where the adapter is rank-stabilized
         (arXiv:2312.03732). A key of alpha_pattern is a regular expression of a module's end."""
-        alpha = self.alpha
-        for key, value in self.alphas.items():
+        alpha = self.lora_alpha
+        for key, value in self.alpha_pattern.items():
             try:
                 if regex.fullmatch(rf"(.*\.)?({key})", module, timeout=FITTING_SECONDS):
                     alpha = value
@@ -96,11 +98,11 @@ class PeftSettings:
                     f"{self.path}: alpha_pattern: {key[:80]!r} is no regular expression that can be"
                     f" matched ({type(error).__name__}: {error}): write the names of modules."
                 ) from None
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def is_target_parameter(self, parameter: str) -> bool:
         """Whether target_parameters names a parameter: it is one of them, or ends with one."""
-        return any(f".{parameter}".endswith(f".{name}") for name in self.parameters)
+        return any(f".{parameter}".endswith(f".{name}") for name in self.target_parameters)
 
 
 def read_settings(directory: Path) -> PeftSettings:
@@ -125,16 +127,7 @@ def read_settings(directory: Path) -> PeftSettings:
             " save_pretrained(..., path_initial_model_for_weight_conversion=...), or the whole"
             " model after merge_and_unload()."
         )
-    return PeftSettings(
-        path=path,
-        task=keys["task_type"],
-        base=keys["base_model_name_or_path"],
-        alpha=keys["lora_alpha"],
-        alphas=keys["alpha_pattern"],
-        rslora=bool(keys["use_rslora"]),
-        dropout=keys["lora_dropout"],
-        parameters=tuple(keys["target_parameters"]),
-    )
+    return PeftSettings(path, **keys)
 
 
 def _unsupported(path: Path, key: str, value: Any, allowed: str) -> ConfigError:
@@ -145,7 +138,7 @@ def _unsupported(path: Path, key: str, value: Any, allowed: str) -> ConfigError:
 def base_of(directory: Path, base: str | Path | None = None) -> Path:
     """The directory of the model that an adapter is for: `base` if it is given, else the one that
     adapter_config.json names, relative to the current directory or to the adapter's."""
-    name = str(base) if base is not None else read_settings(directory).base
+    name = str(base) if base is not None else read_settings(directory).base_model_name_or_path
     candidates = [] if not name else [located(name)]
     if name and base is None:
         candidates.append(directory / name)

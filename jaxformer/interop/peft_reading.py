@@ -172,12 +172,12 @@ def adapted_config(directory: Path, config: ModelConfig) -> ModelConfig:
     """The config of a model with an adapter: that of its base, or with the head of classes or tags
     that the adapter brings."""
     settings = read_settings(directory)
-    head = TASKS_WITH_HEAD.get(settings.task or "")
+    head = TASKS_WITH_HEAD.get(settings.task_type or "")
     if head is None or config.output == head:
         return config
     if config.family == "encoder_decoder" or (config.family, head) == ("decoder", "tags"):
         raise ConfigError(
-            f"{directory / ADAPTER_CONFIG}: task_type={settings.task!r} is not supported for a"
+            f"{directory / ADAPTER_CONFIG}: task_type={settings.task_type!r} is not supported for a"
             f" model of family {config.family!r}; supported: SEQ_CLS for a decoder or an encoder,"
             " TOKEN_CLS for an encoder."
         )
@@ -187,8 +187,8 @@ def adapted_config(directory: Path, config: ModelConfig) -> ModelConfig:
     if not output_layers:
         raise ConfigError(
             f"{stored.files.directory / ADAPTER_WEIGHTS} has no output layer"
-            f" ({' or '.join(names)}), which task_type={settings.task!r} needs over a base with"
-            f" the head {config.output!r}: save the adapter from peft again."
+            f" ({' or '.join(names)}), which task_type={settings.task_type!r} needs over a base"
+            f" with the head {config.output!r}: save the adapter from peft again."
         )
     changes: dict[str, Any] = {"head": head, "n_classes": stored.shape(output_layers[0])[0]}
     changes |= dict.fromkeys((*SECOND_HEADS, "tied_head", "head_bias"), False)
@@ -241,7 +241,7 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
         depth = int(spec.is_stacked)
         one_layer = dataclasses.replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
         rank = max(module.rank for module in modules)
-        specs = low_rank(one_layer, rank, 1.0, stored.settings.dropout)
+        specs = low_rank(one_layer, rank, 1.0, stored.settings.lora_dropout)
         if depth:
             specs = stack(specs, spec.shape[0])  # type: ignore[arg-type, assignment]
         # float32: a [I..., R], b [R, O...] and scale [], in a stack all with the axis of the

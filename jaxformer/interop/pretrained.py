@@ -7,7 +7,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -52,7 +51,7 @@ from jaxformer.interop.tensor_files import (
     names_in_index,
     write_tensors,
 )
-from jaxformer.interop.tensor_table import PIECE, Tensor, leaf_reader, matched, tensor_of
+from jaxformer.interop.tensor_table import Tensor, leaf_reader, matched, tensor_of
 from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.transformer import without_objective
@@ -74,17 +73,6 @@ class SavedTokenizer(Protocol):
     def save(self, path: Path, /) -> None: ...
 
     def ids(self) -> Mapping[str, SpecialIds]: ...
-
-
-class Pretrained(NamedTuple):
-    """What a model directory holds, besides text; `problem_type` is that of `Loaded`, and
-    `metadata` are those of a GGUF file."""
-
-    params: Params
-    config: ModelConfig
-    labels: tuple[str, ...]
-    problem_type: str
-    metadata: Mapping[str, Any]
 
 
 def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
@@ -114,7 +102,7 @@ def load_pretrained(
     mesh: Mesh | None = None,
     dtype: str = "float32",
     quantize: Quantization | None = None,
-) -> Pretrained:
+) -> tuple[Params, "Opened"]:
     """The model of a directory or a GGUF file, leaf by leaf to its place on `mesh` (or this
     machine's first device), as `dtype`; with `quantize` each matrix of the blocks is quantized
     before the next leaf is read (see `jf.quantize`).
@@ -123,15 +111,15 @@ def load_pretrained(
     into whatever shards the files are cut. ConfigError for an architecture or an option that is not
     supported, and for tensors that do not fit config.json, each by its name and file.
     """
-    family, config, labels, problem_type, files, unknown = _opened(directory)
-    if unknown:
+    opened = _opened(directory)
+    if opened.unknown:
         warnings.warn(
-            f"{directory}/config.json has keys that change nothing in {family.model_type}, in"
-            f" transformers or here: {', '.join(unknown)}.",
+            f"{directory}/config.json has keys that change nothing in {opened.family.model_type},"
+            f" in transformers or here: {', '.join(opened.unknown)}.",
             stacklevel=3,
         )
-    plan = family.tensors(config)
-    read_leaf = leaf_reader(plan, _checked_names(family, config, plan, files), files.read)
+    plan = opened.family.tensors(opened.config)
+    read_leaf = leaf_reader(plan, opened.checked_names(plan), opened.files.read)
 
     def load_leaf(path: str, spec: Spec) -> Weight:
         sharding = placement(mesh, spec.shape, spec.axes)
@@ -155,9 +143,7 @@ def load_pretrained(
         quantized: CustomLeaf = quantized_leaf(path, array, spec, quantize)
         return jax.block_until_ready(quantized)
 
-    metadata = files.metadata if isinstance(files, GgufFiles) else {}
-    params = map_specs(load_leaf, model_specs(config))
-    return Pretrained(params, config, labels, problem_type, metadata)
+    return map_specs(load_leaf, model_specs(opened.config)), opened
 
 
 def _placed(
@@ -190,20 +176,19 @@ def _placed(
             for device in devices:
                 # The program is of one device, also where a mesh of several is set.
                 with jax.set_mesh(Mesh(np.array([device]), ("device",))):
-                    shards[device] = _with_rows(shards[device], jax.device_put(piece, device), at)
+                    rows_there = jax.device_put(piece, device)
+                    shards[device] = WRITE_ROWS(shards[device], rows_there, at, axis=0)
             jax.block_until_ready([shards[device] for device in devices])
             del piece  # before the next one is read
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, [*shards.values()])
 
 
-@partial(jax.jit, donate_argnums=0)
-def _with_rows(shard: jax.Array, piece: jax.Array, at: int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(shard, piece, at, 0)
+WRITE_ROWS = jax.jit(jax.lax.dynamic_update_slice_in_dim, static_argnames="axis", donate_argnums=0)
 
 
 class Opened(NamedTuple):
-    """A model directory before a tensor is read; `unknown` are the keys of its config.json that no
-    row reads."""
+    """A model directory before a tensor is read; `problem_type` is that of `Loaded`, and `unknown`
+    are the keys of its config.json that no row reads."""
 
     family: Family
     config: ModelConfig
@@ -211,6 +196,52 @@ class Opened(NamedTuple):
     problem_type: str
     files: TensorFiles
     unknown: list[str]
+
+    def checked_names(self, plan: list[Tensor]) -> dict[str, str]:
+        """The name in the files of each tensor. ConfigError with all tensors that are missing,
+        unexpected, or of another shape."""
+        family, files = self.family, self.files
+        copies = family.copies(self.config)
+        computed = family.computed(self.config)
+        entries = files.entries
+        expected = [tensor.name for tensor in plan]
+        expected += [*(copy.name for copy in copies), *computed]
+        names = matched(entries, expected, family.prefix, family.renamed)
+        problems = []
+        for tensor in plan:
+            name = names.get(tensor.name, tensor.name)
+            entry = entries.get(name)
+            if entry is None or entry.shape != tensor.shape:
+                stored = (
+                    f"{list(entry.shape)} in {entry.file}" if entry else f"not in {files.listing}"
+                )
+                problems.append(f"{name}: {stored}, and config.json asks for {list(tensor.shape)}")
+        for name in sorted({*entries} - {*names.values()}):
+            if not any(re.search(pattern, name) for pattern in family.ignored):
+                problems.append(
+                    f"{name}: in {entries[name].file}, and {family.model_type} with this"
+                    " config.json has no such tensor"
+                )
+        for copy in copies:
+            if copy.checked and copy.name in names and copy.of in names:
+                name, of = names[copy.name], names[copy.of]
+                if not files.are_equal(name, of):
+                    problems.append(
+                        f"{name}: in {entries[name].file} not equal to {of}, its original"
+                    )
+        for key in computed.keys() & names.keys():
+            table = files.read(names[key]).astype(np.float32)
+            # bfloat16 has two digits.
+            if table.shape != computed[key].shape or not np.allclose(
+                table, computed[key], atol=1e-2
+            ):
+                problems.append(f"{names[key]}: not the table that {family.model_type} computes")
+        if problems:
+            raise ConfigError(
+                f"the tensors of {files.directory} do not fit its config.json:\n"
+                f"  {first_of(problems, MISMATCHES_SHOWN)}"
+            )
+        return names
 
 
 def _opened(location: Path) -> Opened:
@@ -256,7 +287,7 @@ def _opened(location: Path) -> Opened:
     for copy in family.copies(config):
         if copy.unties and copy.name in files.entries:
             originals = matched(files.entries, (copy.of,), family.prefix, family.renamed)
-            if copy.of not in originals or not _equal(files, copy.name, originals[copy.of]):
+            if copy.of not in originals or not files.are_equal(copy.name, originals[copy.of]):
                 config = dataclasses.replace(config, tied_head=False)
     problem_type = problem_type_of(values, path) if config.output == "classes" else ""
     return Opened(family, config, names, problem_type, files, hf.unknown())
@@ -278,60 +309,6 @@ def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> M
             raise ConfigError(f"{path}: {error}\n({', '.join(keys)})") from None
         raise ConfigError(f"{path}: {error}") from None
     return config
-
-
-def _equal(files: TensorFiles, a: str, b: str) -> bool:
-    """Whether two tensors are equal; a piece of each is in memory at a time."""
-    shape = files.entries[a].shape
-    if shape != files.entries[b].shape:
-        return False
-    if not shape:
-        return np.array_equal(files.read(a), files.read(b))
-    step = max(1, PIECE // max(1, math.prod(shape[1:])))
-    pieces = (slice(at, at + step) for at in range(0, shape[0], step))
-    return all(np.array_equal(files.read(a, rows), files.read(b, rows)) for rows in pieces)
-
-
-def _checked_names(
-    family: Family, config: ModelConfig, plan: list[Tensor], files: TensorFiles
-) -> dict[str, str]:
-    """The name in the files of each tensor. ConfigError with all tensors that are missing,
-    unexpected, or of another shape."""
-    copies = family.copies(config)
-    computed = family.computed(config)
-    entries = files.entries
-    expected = [tensor.name for tensor in plan]
-    expected += [*(copy.name for copy in copies), *computed]
-    names = matched(entries, expected, family.prefix, family.renamed)
-    problems = []
-    for tensor in plan:
-        name = names.get(tensor.name, tensor.name)
-        entry = entries.get(name)
-        if entry is None or entry.shape != tensor.shape:
-            stored = f"{list(entry.shape)} in {entry.file}" if entry else f"not in {files.listing}"
-            problems.append(f"{name}: {stored}, and config.json asks for {list(tensor.shape)}")
-    for name in sorted({*entries} - {*names.values()}):
-        if not any(re.search(pattern, name) for pattern in family.ignored):
-            problems.append(
-                f"{name}: in {entries[name].file}, and {family.model_type} with this config.json"
-                " has no such tensor"
-            )
-    for copy in copies:
-        if copy.checked and copy.name in names and copy.of in names:
-            name, of = names[copy.name], names[copy.of]
-            if not _equal(files, name, of):
-                problems.append(f"{name}: in {entries[name].file} not equal to {of}, its original")
-    for key in computed.keys() & names.keys():
-        table = files.read(names[key]).astype(np.float32)
-        # bfloat16 has two digits.
-        if table.shape != computed[key].shape or not np.allclose(table, computed[key], atol=1e-2):
-            problems.append(f"{names[key]}: not the table that {family.model_type} computes")
-    if problems:
-        raise ConfigError(
-            f"the tensors of {files.directory} do not fit its config.json:\n"
-            f"  {first_of(problems, MISMATCHES_SHOWN)}"
-        )
-    return names
 
 
 def save_pretrained(

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -37,6 +38,7 @@ OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 # The files of a save, and the folder in it where they are made.
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5}\.safetensors|\.safetensors(\.index\.json)?)")
 DRAFTS = ".model-drafts-"
+PIECE = 1 << 22  # numbers of a table that are read at a time
 
 TensorShapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -54,8 +56,11 @@ class TensorFiles:
     """The tensors of a model directory by name, or of its file `only`. `listing` is the file that
     lists them.
 
-    Construction reads only the headers, and compares them with the index.
+    Construction reads only the headers, and compares them with the index. `metadata` are those of
+    a GGUF file.
     """
+
+    metadata: Mapping[str, Any] = {}
 
     def __init__(self, directory: Path, only: str = "") -> None:
         self.directory = directory
@@ -84,6 +89,17 @@ class TensorFiles:
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """A tensor in the dtype of its file, or consecutive rows of its first axis."""
         return self.read_entry(name, self.entries[name], rows, DTYPES)
+
+    def are_equal(self, a: str, b: str) -> bool:
+        """Whether two tensors are equal; a piece of each is in memory at a time."""
+        shape = self.entries[a].shape
+        if shape != self.entries[b].shape:
+            return False
+        if not shape:
+            return np.array_equal(self.read(a), self.read(b))
+        step = max(1, PIECE // max(1, math.prod(shape[1:])))
+        pieces = (slice(at, at + step) for at in range(0, shape[0], step))
+        return all(np.array_equal(self.read(a, rows), self.read(b, rows)) for rows in pieces)
 
     def read_entry(
         self, name: str, entry: Entry, rows: slice, dtypes: Mapping[str, np.dtype]

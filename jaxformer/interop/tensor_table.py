@@ -4,7 +4,7 @@ functions that apply it in both directions."""
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,11 +13,11 @@ from numpy.typing import DTypeLike
 
 from jaxformer.arrays.params import Spec, Specs
 from jaxformer.arrays.params import rows as spec_rows
+from jaxformer.interop.tensor_files import PIECE
 from jaxformer.models.stack import layer_order
 
 Arrays = Sequence[np.ndarray]
 LayerSpecs = Sequence[Spec]  # of the leaves in one tensor, without the axes of layers and experts
-PIECE = 1 << 22  # numbers of a two-dimensional leaf that are read at a time
 
 
 class Transform(NamedTuple):
@@ -201,63 +201,50 @@ class Tensor:
         experts = [self.transform.split(value, self.specs) for value in values]
         return [np.stack(leaf) for leaf in zip(*experts, strict=True)]
 
-    def entries(self) -> Iterator[tuple[tuple[int, ...], slice]]:
-        """Each entry that it holds, and the rows of its first axis with that one."""
-        if not self.experts:
-            yield self.entry, slice(None)
-        for expert in range(self.experts):
-            yield (*self.entry, expert), slice(expert, expert + 1)
-
-
-def _paths_by_layer(row: TensorRow, table: Mapping[str, Spec]) -> Iterator[Any]:
-    """For each layer with the leaves of a row: its number, their paths, and its index in them."""
-    if all(path in table for path in row.paths):
-        for layer in range(table[row.paths[0]].shape[0]):
-            yield layer, row.paths, layer
-        return
-    stack, _, _ = row.paths[0].partition("blocks.")
-    depths = {}
-    for path, spec in table.items():
-        match = re.match(rf"{re.escape(stack)}blocks\.(\d+)\.", path)
-        if match:
-            depths[int(match[1])] = spec.shape[0]
-    trees = layer_order([depths[tree] for tree in range(len(depths))])
-    for layer, (tree, index) in enumerate(trees):
-        paths = tuple(path.replace("blocks.", f"blocks.{tree}.", 1) for path in row.paths)
-        if all(path in table for path in paths):
-            yield layer, paths, index
-
 
 def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
     """All tensors of a model; rows whose leaves the model does not have are left out."""
-    table, plan = spec_rows(specs), []
+    table = spec_rows(specs)
+    plan: list[Tensor] = []
     for row in rows:
         name, _, transform = row
         first = table.get(row.paths[0])
-        if first is not None and not first.is_stacked:
-            if all(path in table for path in row.paths):
-                leaf_specs = tuple(table[path] for path in row.paths)
-                plan.append(Tensor(name, row.paths, (), leaf_specs, transform))
-            continue
-        # A leaf stacks its layers, [L, ...], and a file has a tensor for each.
-        for layer, paths, index in _paths_by_layer(row, table):
+        # The leaves of each tensor, and its index in them; none in a leaf without layers.
+        places: list[tuple[tuple[str, ...], int | None]] = [(row.paths, None)]
+        if first is None:
+            # Where layers differ, each kind has a tree.
+            stack, _, _ = row.paths[0].partition("blocks.")
+            depths = {}
+            for path, spec in table.items():
+                if match := re.match(rf"{re.escape(stack)}blocks\.(\d+)\.", path):
+                    depths[int(match[1])] = spec.shape[0]
+            places = []
+            for tree, index in layer_order([depths[tree] for tree in range(len(depths))]):
+                paths = tuple(path.replace("blocks.", f"blocks.{tree}.", 1) for path in row.paths)
+                places.append((paths, index))
+        elif first.is_stacked:
+            # A leaf stacks its layers, [L, ...], and a file has a tensor for each.
+            places = [(row.paths, layer) for layer in range(first.shape[0])]
+        for layer, (paths, place) in enumerate(places):
+            if not all(path in table for path in paths):
+                continue
             first = table[paths[0]]
+            layers = () if place is None else (place,)
             has_tensor_of_each = name.count("{}") > 1
-            depth = 2 if has_tensor_of_each else len(first.batch)
             # Of one matrix or vector of a leaf that stacks them on its first axes.
+            depth = 2 if has_tensor_of_each else len(first.batch) * len(layers)
             entry_specs = tuple(
                 replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
                 for spec in map(table.__getitem__, paths)
             )
-            if not has_tensor_of_each:
+            if has_tensor_of_each:
+                for e in range(first.shape[1]):
+                    entry = (*layers, e)
+                    plan.append(Tensor(name.format(layer, e), paths, entry, entry_specs, transform))
+            else:
                 experts = first.shape[1] if "experts" in first.batch else 0
-                args = ((index,), entry_specs, transform, experts)
-                plan.append(Tensor(name.format(layer), paths, *args))
-                continue
-            for e in range(first.shape[1]):
-                plan.append(
-                    Tensor(name.format(layer, e), paths, (index, e), entry_specs, transform)
-                )
+                tensor_name = name.format(layer)
+                plan.append(Tensor(tensor_name, paths, layers, entry_specs, transform, experts))
     return plan
 
 
@@ -288,23 +275,28 @@ def leaf_reader(
     Besides these numbers, memory holds one tensor of a layer, or of an expert, or `PIECE` numbers
     of a table.
     """
-    # For each leaf its entries, with the tensor that holds one and the rows of the tensor.
-    entries_of: dict[str, dict[tuple[int, ...], tuple[Tensor, slice]]] = {}
+    # The tensor with an entry of a leaf, or with all experts of it; and the last one of a leaf.
+    tensor_with: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    last_tensor: dict[str, Tensor] = {}
     for tensor in plan:
         for path in tensor.paths:
-            for entry, tensor_rows in tensor.entries():
-                entries_of.setdefault(path, {})[entry] = (tensor, tensor_rows)
+            tensor_with[path, tensor.entry] = tensor
+            last_tensor[path] = max(tensor, last_tensor.get(path, tensor), key=lambda t: t.entry)
 
     def read_entry(path: str, entry: tuple[int, ...]) -> np.ndarray:
-        tensor, tensor_rows = entries_of[path][entry]
-        values = read(names[tensor.name], tensor_rows)
-        leaves = tensor.transform.split(values[0] if tensor.experts else values, tensor.specs)
-        return leaves[tensor.paths.index(path)]
+        if tensor := tensor_with.get((path, entry)):
+            values = read(names[tensor.name], slice(None))
+        else:
+            *layer, expert = entry
+            tensor = tensor_with[path, tuple(layer)]
+            (values,) = read(names[tensor.name], slice(expert, expert + 1))
+        return tensor.transform.split(values, tensor.specs)[tensor.paths.index(path)]
 
     def read_leaf(path: str, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:
-        last = max(entries_of[path])
-        tensor, _ = entries_of[path][last]
-        spec, depth = tensor.specs[tensor.paths.index(path)], len(last)
+        tensor = last_tensor[path]
+        spec = tensor.specs[tensor.paths.index(path)]
+        last = (*tensor.entry, tensor.experts - 1) if tensor.experts else tensor.entry
+        depth = len(last)
         if depth:
             # A leaf [L, ...] or [L, E, ...], whose entries are read one after another.
             numbers = [range(n + 1)[cut] for n, cut in zip(last, index[:depth], strict=True)]

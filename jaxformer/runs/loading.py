@@ -147,18 +147,14 @@ def load(
             raise ConfigError(f"{folder} is a {kind}, which has no steps: leave out step={step}.")
         from jaxformer.interop.pretrained import load_pretrained
 
-        pretrained = load_pretrained(folder, mesh, dtype, quantize)
+        params, opened = load_pretrained(folder, mesh, dtype, quantize)
         tokenizer = (
-            gguf_tokenizer(pretrained.metadata, str(folder))
+            gguf_tokenizer(opened.files.metadata, str(folder))
             if from_gguf
             else Tokenizer.find(folder)
         )
         return Loaded(
-            pretrained.params,
-            pretrained.config,
-            tokenizer,
-            pretrained.labels,
-            problem_type=pretrained.problem_type,
+            params, opened.config, tokenizer, opened.labels, problem_type=opened.problem_type
         )
     return _load_run(folder, step, mesh, dtype, quantize, base, weights)
 
