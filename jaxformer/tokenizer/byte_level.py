@@ -84,18 +84,38 @@ def byte_level_bpe(
     return backend
 
 
-def from_files(file: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a vocab.json and the merges.txt beside it, with the special tokens and the
-    template that transformers adds for the model's family.
+def gpt2_files(file: Path) -> tuple[dict[str, int], tuple[str, ...], bool] | None:
+    """The vocabulary of a vocab.json, the special tokens of the model's family, and whether a text
+    begins with a space; None where `from_files` does not read it.
 
     tokenizer_config.json or config.json gives the family; without them it is RoBERTa where the
     vocabulary holds all of its special tokens, else GPT-2."""
-    vocab, settings = _read_vocabulary(file), read_optional(file.with_name(SETTINGS_FILE))
-    if not is_gpt2(file):
+    vocab: dict[str, Any] = read_optional(file)
+    if not all(type(index) is int and index >= 0 for index in vocab.values()):
+        raise ConfigError(f"{file} must be an object from tokens to ids: restore it.")
+    settings = read_optional(file.with_name(SETTINGS_FILE))
+    family = str(settings.get("tokenizer_class") or "")
+    family = family.removesuffix("Fast").removesuffix("Tokenizer").lower()
+    if not family:
+        guessed = "roberta" if vocab.keys() >= {*ROBERTA_SPECIAL} else "gpt2"
+        family = str(read_optional(file.with_name("config.json")).get("model_type") or guessed)
+    is_byte_level = BYTES.keys() <= vocab.keys() and CLOSED not in vocab
+    has_merges = file.with_name(MERGES_FILE).is_file()
+    if family not in SPECIAL_TOKENS or not is_byte_level or not has_merges:
+        return None
+    if settings.get("add_bos_token"):
+        return None
+    return vocab, SPECIAL_TOKENS[family], bool(settings.get("add_prefix_space", False))
+
+
+def from_files(file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a vocab.json and the merges.txt beside it, with the special tokens and the
+    template that transformers adds for the model's family."""
+    files = gpt2_files(file)
+    if files is None:
         raise missing(file.with_name(TOKENIZER_FILE))
-    family = _family(file.parent, settings, vocab)
-    space = bool(settings.get("add_prefix_space", False))
-    names = [name for name in SPECIAL_TOKENS[family] if name in vocab]
+    vocab, special_tokens, space = files
+    names = [name for name in special_tokens if name in vocab]
     merges = []
     merges_file = file.with_name(MERGES_FILE)
     for number, line in enumerate(read_text(merges_file, "restore it").split("\n"), 1):
@@ -119,28 +139,12 @@ def from_files(file: Path) -> tokenizers.Tokenizer:
                 f" ids of {file.name}: restore the two files."
             )
     backend.add_special_tokens(names)
-    if SPECIAL_TOKENS[family] == ROBERTA_SPECIAL and {"<s>", "</s>"} <= {*names}:
+    if {"<s>", "</s>"} <= {*names}:
         end, start = ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
         backend.post_processor = processors.RobertaProcessing(
             end, start, trim_offsets=True, add_prefix_space=space
         )
     return backend
-
-
-def is_gpt2(file: Path) -> bool:
-    """Whether `from_files` reads a vocab.json with the files beside it."""
-    vocab, settings = _read_vocabulary(file), read_optional(file.with_name(SETTINGS_FILE))
-    is_known_family = _family(file.parent, settings, vocab) in SPECIAL_TOKENS
-    byte_level = BYTES.keys() <= vocab.keys() and CLOSED not in vocab
-    merges = file.with_name(MERGES_FILE).is_file()
-    return is_known_family and byte_level and merges and not settings.get("add_bos_token")
-
-
-def _read_vocabulary(file: Path) -> dict[str, int]:
-    vocab: dict[str, Any] = read_optional(file)
-    if not all(type(index) is int and index >= 0 for index in vocab.values()):
-        raise ConfigError(f"{file} must be an object from tokens to ids: restore it.")
-    return vocab
 
 
 def _backend(
@@ -150,10 +154,3 @@ def _backend(
     backend.pre_tokenizer = words
     backend.decoder = decoders.ByteLevel()
     return backend
-
-
-def _family(folder: Path, settings: dict[str, Any], vocab: dict[str, Any]) -> str:
-    name = str(settings.get("tokenizer_class") or "")
-    name = name.removesuffix("Fast").removesuffix("Tokenizer").lower()
-    guessed = "roberta" if vocab.keys() >= {*ROBERTA_SPECIAL} else "gpt2"
-    return str(name or read_optional(folder / "config.json").get("model_type") or guessed)

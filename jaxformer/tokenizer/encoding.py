@@ -16,7 +16,7 @@ import tokenizers
 
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.pieces import BYTES, without_panic
-from jaxformer.tokenizer.words import WORD_PATTERNS
+from jaxformer.tokenizer.words import WORD_PATTERNS, last_cut
 
 if TYPE_CHECKING:
     import tiktoken
@@ -202,23 +202,16 @@ class Cuts:
 
     def _last(self, text: str, start: int, stop: int) -> int | None:
         """The last position to cut between `start` and `stop`; None where there is none."""
-        import regex  # its start takes 25 ms, and short texts are not cut
-
-        # (?r) searches from the end. A look-behind sees what is before `pos`; a look-ahead does not
-        # see what is after `endpos`.
-        while match := regex.search(f"(?r){self.pattern}", text, pos=start, endpos=stop):
-            if not self._within_a_name(text, match.start()):
-                return match.start()
-            stop = match.start()
+        while (cut := last_cut(text, self.pattern, start, stop)) is not None:
+            # In or next to a name, or it may be once more text follows.
+            if not any(
+                name.startswith(text[begin : begin + len(name)])
+                for name in self.names
+                for begin in range(max(0, cut - len(name)), cut + 1)
+            ):
+                return cut
+            stop = cut
         return None
-
-    def _within_a_name(self, text: str, cut: int) -> bool:
-        """Whether a cut is in or next to a name, or may be once more text follows."""
-        for name in self.names:
-            for start in range(max(0, cut - len(name)), cut + 1):
-                if name.startswith(text[start : start + len(name)]):
-                    return True
-        return False
 
 
 class Encoder:

@@ -74,26 +74,45 @@ def _tokenizer_of(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
                 f" its {len(tokens)} tokens."
             )
     values["architecture"] = metadata.get(ARCHITECTURE_KEY)
+    kinds = values["token_type"] = values.get("token_type") or [1] * len(tokens)
     backend = without_panic(GGUF_KINDS[kind], values, origin)
     # The entries of a tokenizer_config.json.
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if metadata.get(TEMPLATE_KEY) is not None:
         settings["chat_template"] = metadata[TEMPLATE_KEY]
+    named_ids: dict[str, int] = {}
     for role, name in GGUF_ROLES.items():
         token = values.get(f"{name}_token_id")
         if token is not None:
+            named_ids[role] = token
             settings[f"{role}_token"] = tokens[token]
     begins = kind == "llama" or values.get("pre") in WITH_BEGIN
     for role, default in {"bos": begins, "eos": False}.items():
         adds = bool(values.get(f"add_{role}_token", default))
         settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
-    _add_special_tokens(backend, values, settings)
-    _set_template(backend, settings)
-    named_ids = {
-        role: values[f"{name}_token_id"]
-        for role, name in GGUF_ROLES.items()
-        if f"{role}_token" in settings
-    }
+
+    # Special tokens, and tokens that are never cut, as the backend matches them in a text.
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    special += [tokens[index] for index in named_ids.values()]
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in dict.fromkeys(special)]
+    )
+    vocab = backend.get_vocab()
+    uncut = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
+    backend.add_tokens([AddedToken(token, normalized=False) for token in uncut if token in vocab])
+
+    # The tokens before and after a text that the file asks for.
+    before, after = (
+        [settings[f"{role}_token"]] if settings[f"add_{role}_token"] else []
+        for role in ("bos", "eos")
+    )
+    if before or after:
+        pair = [*before, "$A", *after, *(f"{piece}:1" for piece in (*before, "$B", *after))]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=pair,
+            special_tokens=[(name, backend.token_to_id(name)) for name in {*before, *after}],
+        )
     turn_end = values.get("eot_token_id")
     ends = [token for token in (values.get("eos_token_id"), turn_end) if token is not None]
     metadata_of_files = TokenizerMetadata(
@@ -106,9 +125,10 @@ def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenize
     """A byte-level BPE. A token with a character that stands for no byte is one of text, unless it
     is a special one."""
     spelling = {byte: character for character, byte in BYTES.items()}
-    kinds, vocab = _token_types(values), {}
+    vocab = {}
     for index, token in enumerate(values["tokens"]):
-        is_text = kinds[index] not in (CONTROL, USER_DEFINED) and not {*token} <= BYTES.keys()
+        kind = values["token_type"][index]
+        is_text = kind not in (CONTROL, USER_DEFINED) and not {*token} <= BYTES.keys()
         text = "".join(spelling[byte] for byte in token.encode()) if is_text else token
         vocab[text] = index
     merges = [tuple(merge.split(" ")) for merge in values.get("merges", ())]
@@ -188,41 +208,3 @@ GGUF_KINDS: dict[str, Callable[[TokenizerValues, str], tokenizers.Tokenizer]] = 
     "gpt2": _byte_level_bpe,
     "llama": _sentencepiece,
 }
-
-
-def _token_types(values: TokenizerValues) -> list[int]:
-    return [*values.get("token_type", ())] or [1] * len(values["tokens"])
-
-
-def _add_special_tokens(
-    backend: tokenizers.Tokenizer, values: TokenizerValues, settings: Mapping[str, Any]
-) -> None:
-    """Special tokens, and tokens that are never cut, as the backend matches them in a text."""
-    kinds, tokens = _token_types(values), values["tokens"]
-    named = [settings[f"{role}_token"] for role in GGUF_ROLES if f"{role}_token" in settings]
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
-    special = dict.fromkeys([*control, *named])
-    backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    vocab = backend.get_vocab()
-    uncut = [
-        AddedToken(token, normalized=False)
-        for token, kind in zip(tokens, kinds, strict=True)
-        if kind == USER_DEFINED and token in vocab
-    ]
-    backend.add_tokens(uncut)
-
-
-def _set_template(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
-    """The tokens before and after a text that the file asks for."""
-    names = {
-        role: settings[f"{role}_token"] for role in ("bos", "eos") if settings[f"add_{role}_token"]
-    }
-    if not names:
-        return
-    single = [piece for piece in (names.get("bos"), "$A", names.get("eos")) if piece]
-    second = [piece for piece in (names.get("bos"), "$B", names.get("eos")) if piece]
-    backend.post_processor = processors.TemplateProcessing(
-        single=single,
-        pair=[*single, *(f"{piece}:1" for piece in second)],
-        special_tokens=[(name, backend.token_to_id(name)) for name in {*names.values()}],
-    )

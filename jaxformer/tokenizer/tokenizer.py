@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 
 from jaxformer.files import ConfigError, located, write_text
-from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, is_gpt2
+from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, gpt2_files
 from jaxformer.tokenizer.encoding import Encoder, pattern_of
 from jaxformer.tokenizer.frame import Frame, Slot
 from jaxformer.tokenizer.metadata import (
@@ -152,8 +152,9 @@ class Tokenizer:
     def find(cls, folder: Path) -> "Tokenizer | None":
         """The tokenizer in a model's directory; None where it has none of a supported kind."""
         file = tokenizer_file(folder)
-        is_readable = file.is_file() and (file.name == TOKENIZER_FILE or is_gpt2(file))
-        return cls.load(file) if is_readable else None
+        if not file.is_file() or (file.name != TOKENIZER_FILE and gpt2_files(file) is None):
+            return None
+        return cls.load(file)
 
     def with_special_tokens(self, names: Sequence[str]) -> "Tokenizer":
         """The tokenizer with special tokens behind its last id; those that it has keep theirs."""

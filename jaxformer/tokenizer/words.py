@@ -90,20 +90,24 @@ def segments(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str)
                 break
             yield pending[start : match.start()]
             start = match.end()
-        stop = _last_cut(pending, pattern, start, searched) if block else len(pending)
+        stop = start
+        if not block:
+            stop = len(pending)
+        elif searched - start >= BLOCK_CHARACTERS // 2:
+            stop = last_cut(pending, WORD_PATTERNS[pattern].cuts, start, searched) or start
         yield pending[start:stop]
         pending = pending[stop:]
 
 
-def _last_cut(text: str, pattern: str, start: int, stop: int) -> int:
-    """The last position before `stop` where the text can be cut; `start` where there is none, or
-    where too little text would be cut off."""
-    if stop - start < BLOCK_CHARACTERS // 2:
-        return start
-    import regex  # as above
+def last_cut(text: str, cuts: str, start: int, stop: int) -> int | None:
+    """The last position between `start` and `stop` that the expression `cuts` matches; None where
+    there is none."""
+    import regex  # its start takes 25 ms, and short texts are not cut
 
-    match = regex.search(f"(?r){WORD_PATTERNS[pattern].cuts}", text, pos=start, endpos=stop)
-    return match.start() if match else start
+    # (?r) searches from the end. A look-behind sees what is before `pos`; a look-ahead does not see
+    # what is after `endpos`.
+    match = regex.search(f"(?r){cuts}", text, pos=start, endpos=stop)
+    return match.start() if match else None
 
 
 def count_words(texts: Iterable[str], pattern: str, processes: int | None = None) -> Counter[str]:
