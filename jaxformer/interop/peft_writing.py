@@ -183,10 +183,11 @@ def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | Non
     for index, spec in enumerate(tensor.specs):
         module_b = np.zeros((experts, module_a.shape[-1], spec.fan_out), np.float32)
         if index in adapters:
-            _, b, scale = adapters[index]
+            _, leaf_b, leaf_scale = adapters[index]
             rank = ranks[index]
             # One module has one scale: another leaf's goes into its b.
-            module_b[:, row : row + rank] = b[:, :rank] * np.float32(scale / module_scale)
+            factor = np.float32(leaf_scale / module_scale)
+            module_b[:, row : row + rank] = leaf_b[:, :rank] * factor
             row += 0 if is_shared else rank
         bs.append(module_b)
     return PeftModule(tensor, *join_matrices(tensor, module_a, bs), module_scale)

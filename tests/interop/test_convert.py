@@ -124,12 +124,6 @@ def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
     assert "NOT EQUAL" in capsys.readouterr().out
 
 
-def test_rounded_weights_are_told_apart_from_wrong_ones(base):
-    here, _ = made(base, "decoder")
-    said = told("convert", here, base / "rounded", "--dtype", "bfloat16", "--verify")
-    assert "bfloat16, in " in said and "includes the rounding to bfloat16" in said
-
-
 def test_verify_without_transformers_says_what_to_install(base, monkeypatch):
     here, _ = made(base, "decoder")
     monkeypatch.setattr(logit_parity, "find_spec", lambda name: None)
@@ -216,21 +210,6 @@ def test_fine_tuning_begins_with_the_tensors_of_a_directory(base, kind):
     )
 
 
-def test_a_pretrained_trunk_gets_a_new_head(base):
-    _, there = made(base, "masked")
-    settings = dict(
-        model__head="classes", run__init_from=there, optimizer__learning_rate=0.0, train__steps=1
-    )
-    settings |= dict(model__max_length=32)
-    ours, hf = (
-        leaves(run(base, "new_head", data__train=base / "labelled.tsv", **settings)),
-        leaves(there),
-    )
-    assert ours["head.weight"].shape[0] == 2 and np.array_equal(
-        ours["blocks.ffn.up"], hf["blocks.ffn.up"]
-    )
-
-
 REFUSED = [
     (["--architecture", "GPT5LMHeadModel"], "is not one of LlamaForCausalLM"),
     (["--architecture", "GPT2LMHeadModel"], "model.positions='rope' (there 'learned')"),
@@ -255,39 +234,3 @@ def test_a_directory_with_something_in_it_is_left_alone(base, tmp_path):
     copied = shutil.copytree(here, tmp_path / "run")
     with pytest.raises(jf.ConfigError, match="of something else"):
         jf.save_pretrained(copied, model.params, model.config)
-
-
-def test_leaves_go_to_their_place_on_a_mesh_as_the_dtype_asked_for(base):
-    from jax.sharding import Mesh
-
-    from jaxformer.arrays.mesh import MESH_AXES
-
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(MESH_AXES)), MESH_AXES)
-    for path in made(base, "decoder"):
-        found, plain = jf.load(path, mesh=mesh, dtype="bfloat16"), jf.load(path)
-        for leaf, other in zip(
-            jax.tree.leaves(found.params), jax.tree.leaves(plain.params), strict=True
-        ):
-            assert leaf.sharding.mesh == mesh and leaf.dtype == jax.numpy.bfloat16
-            assert np.array_equal(leaf, other.astype("bfloat16"))
-        with pytest.raises(jf.ConfigError, match="dtype='int4' is not one of"):
-            jf.load(path, dtype="int4")
-
-
-def test_a_head_is_carried_with_its_own_order_of_classes(base):
-    """A class is its name, not its place: data alone sorts them, and a published model need not."""
-    _, there = made(base, "classes")
-    other = shutil.copytree(there, base / "other_classes")
-    keys = json.loads((other / "config.json").read_text())
-    assert keys["id2label"] == {"0": "n", "1": "y"}
-    (other / "config.json").write_text(
-        json.dumps(keys | {"id2label": {"0": "y", "1": "n"}, "label2id": {"y": 0, "n": 1}})
-    )
-    settings = dict(
-        model__head="classes", optimizer__learning_rate=0.0, train__steps=1, run__init_from=other
-    )
-    tuned = run(base, "other_tuned", data__train=base / "labelled.tsv", **settings)
-    assert jf.load(tuned).labels == ("y", "n")
-    ours, hf = leaves(tuned), leaves(other)
-    assert np.array_equal(ours["blocks.ffn.up"], hf["blocks.ffn.up"])
-    assert np.array_equal(ours["head.weight"], hf["head.weight"])

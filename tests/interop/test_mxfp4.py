@@ -36,15 +36,6 @@ def test_every_byte_with_every_scale_is_unpacked_as_transformers_unpacks_it():
     assert np.array_equal(found.view(np.uint16), expected)
 
 
-def test_experts_and_outputs_of_different_numbers_are_unpacked_in_their_order():
-    rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (3, 5, 2, 16), dtype=np.uint8)
-    scales = rng.integers(120, 130, (3, 5, 2), dtype=np.uint8)
-    found = unpacked(blocks, scales)
-    assert found.shape == (3, 64, 5)
-    assert np.array_equal(found.view(np.uint16), reference_bits(blocks, scales))
-
-
 def packed_directory(place, name="gpt-oss"):
     """A copy of the model, its experts replaced by packed ones: the directory, and the tensors that
     transformers unpacks from them."""

@@ -142,30 +142,7 @@ OLD = dict(torch_dtype="float32", rope_parameters=None, dtype=None, transformers
 SCALES = dict(
     factor=3.0, low_freq_factor=0.2, high_freq_factor=1.3, original_max_position_embeddings=8
 )
-BARTS = dict(
-    _num_labels=3,
-    add_bias_logits=False,
-    add_final_layer_norm=False,
-    classif_dropout=0.0,
-    normalize_before=False,
-)
-BARTS |= dict(
-    force_bos_token_to_be_generated=False,
-    num_hidden_layers=2,
-    num_beams=6,
-    max_length=512,
-    use_cache=True,
-)
 CONFIGS = [  # keys as config.json had them before transformers 5; None takes one away
-    (
-        "gpt2",
-        dict(
-            n_ctx=128,
-            summary_type="cls_index",
-            task_specific_params={"text-generation": {"max_length": 50}},
-        ),
-    ),
-    ("llama", OLD | dict(rope_theta=THETA, rope_scaling=None, pretraining_tp=1)),
     ("llama linear", OLD | dict(rope_theta=THETA, rope_scaling=dict(type="linear", factor=2.5))),
     ("llama llama3", OLD | dict(rope_theta=THETA, rope_scaling=dict(rope_type="llama3", **SCALES))),
     (
@@ -193,56 +170,6 @@ CONFIGS = [  # keys as config.json had them before transformers 5; None takes on
         OLD
         | dict(
             rope_theta=THETA, rope_local_base_freq=91.0, layer_types=None, sliding_window_pattern=6
-        ),
-    ),
-    ("gpt-neox", OLD | dict(rotary_pct=0.4, rotary_emb_base=911)),
-    (
-        "bloom",
-        dict(
-            hidden_size=None,
-            n_embed=42,
-            n_head=None,
-            num_attention_heads=6,
-            offset_alibi=100,
-            seq_length=2048,
-        )
-        | dict(
-            attention_softmax_in_fp32=True,
-            bias_dropout_fusion=True,
-            masked_softmax_fusion=True,
-            skip_bias_add=True,
-        )
-        | dict(skip_bias_add_qkv=False, n_inner=None, pretraining_tp=2),
-    ),
-    ("roberta masked", dict(position_embedding_type="absolute", classifier_dropout=0.1)),
-    (
-        "t5",
-        dict(
-            n_positions=512,
-            output_past=True,
-            feed_forward_proj=None,
-            is_gated_act=None,
-            dense_act_fn=None,
-        ),
-    ),
-    (
-        "bart",
-        BARTS
-        | dict(
-            normalize_embedding=True,
-            static_position_embeddings=False,
-            extra_pos_embeddings=2,
-            save_step=58,
-        ),
-    ),
-    (
-        "marian",
-        BARTS
-        | dict(
-            normalize_embedding=False,
-            static_position_embeddings=True,
-            extra_pos_embeddings=71,
-            bad_words_ids=[[1]],
         ),
     ),
 ]

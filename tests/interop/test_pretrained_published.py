@@ -4,7 +4,6 @@ back to transformers."""
 import json
 import warnings
 
-import jax
 import pytest
 import torch
 import transformers as tf
@@ -96,27 +95,3 @@ def test_roles_that_the_class_of_a_tokenizer_tells_are_in_what_is_saved(
     again = tf.AutoTokenizer.from_pretrained(tmp_path / "out").special_tokens_map
     roles = {f"{role}_token" for role in ("eos", "pad", "cls", "sep", "mask")} & {*named}
     assert {role: again.get(role) for role in roles} == {role: named[role] for role in roles}
-
-
-@pytest.mark.parametrize(
-    ("kind", "named", "ends"),
-    [("llama3", "<|eot_id|>", [1, 2]), ("llama2", "</s>", [2, 5])],
-    ids=["llama-3.1-8b-instruct", "gemma-3-1b-it"],
-)
-def test_all_ids_that_end_a_text_are_written_again(kind, named, ends, tmp_path):
-    """An instructed model has several, and the tokenizer's own need not be the one that it
-    writes."""
-    place = placed(kind, tmp_path, {"eos_token": named})
-    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    config = jf.ModelConfig(
-        vocab_size=900, d_model=8, n_layers=1, n_heads=2, norm="rms", activation="swiglu"
-    )
-    tokenizer = Tokenizer.load(place)
-    assert tokenizer.shown(tokenizer.end_token) == named
-    params = jf.init(config, jax.random.key(0))
-    jf.save_pretrained(tmp_path / "out", params, config, tokenizer)
-    said = [
-        json.loads(path.read_text()).get("eos_token_id")
-        for path in (tmp_path / "out").glob("*config.json")
-    ]
-    assert ends in [sorted(ids) for ids in said if isinstance(ids, list)]

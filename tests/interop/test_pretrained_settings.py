@@ -129,20 +129,6 @@ def test_a_tokenizer_that_is_named_is_kept_and_a_run_already_begun_keeps_its_own
     assert again.model.d_model == 16 and again.tokenizer.path == str(begun / "tokenizer.json")
 
 
-@pytest.mark.parametrize("missing", ["blocks.ffn.down_bias", "embed.types"])
-def test_a_trunk_that_does_not_fit_is_refused_with_its_leaves(missing, tmp_path):
-    old = ModelConfig(**BERT)
-    new = dataclasses.replace(
-        old, **(dict(bias="attention") if "bias" in missing else dict(token_types=3))
-    )
-    origin = written(tmp_path / "old", dataclasses.replace(old, tied_head=True))
-    run = RunConfig(
-        run=RunSettings(init_from=str(origin)), model=dataclasses.replace(new, tied_head=True)
-    )
-    with pytest.raises(jf.ConfigError, match=missing):
-        warm_start(run)
-
-
 def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_warm_start(
     tmp_path,
 ):
@@ -248,14 +234,6 @@ def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_lab
     for found in (jf.load(path, mesh=mesh, dtype="bfloat16").params for path in (origin, place)):
         assert jax.tree.all(jax.tree.map(lambda leaf, there: leaf.sharding == there, found, places))
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {"bfloat16"}
-
-
-def test_vectors_of_a_model_without_a_head_are_float32_whatever_its_products_are():
-    config = ModelConfig(**BERT, head="none", dtype="bfloat16")
-    assert (
-        jf.forward(jf.init(config, jax.random.key(0)), config, np.arange(5)[None]).dtype
-        == np.float32
-    )
 
 
 @pytest.mark.parametrize(

@@ -22,23 +22,12 @@ SHORT, LONG = (np.geomspace(1, last, 48).round(4).tolist() for last in (2.8, 64.
 # Name: rope_parameters, max_position_embeddings and head_dim.
 SCALINGS = {
     "linear": (dict(rope_type="linear", factor=2.5), 64, 16),
-    "linear, a wide head": (dict(rope_type="linear", factor=8.0, rope_theta=5e5), 4096, 128),
     "dynamic": (dict(rope_type="dynamic", factor=2.0), 64, 16),
     "dynamic, a wide head": (dict(rope_type="dynamic", factor=6.0, rope_theta=5e5), 64, 128),
     "yarn": (dict(rope_type="yarn", factor=4.0, **{ORIGINAL: 64}), 256, 16),
-    "yarn of Qwen2.5": (
-        dict(rope_type="yarn", factor=4.0, rope_theta=1e6, **{ORIGINAL: 32768}),
-        131072,
-        128,
-    ),
     "yarn of DeepSeek-V3": (
         dict(rope_type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)
         | {ORIGINAL: 4096},
-        163840,
-        64,
-    ),
-    "yarn of DeepSeek-V2": (
-        dict(rope_type="yarn", factor=40, mscale=0.707, mscale_all_dim=0.5, **{ORIGINAL: 4096}),
         163840,
         64,
     ),
@@ -46,11 +35,6 @@ SCALINGS = {
         dict(rope_type="yarn", factor=32.0, rope_theta=150000, truncate=False)
         | {"beta_fast": 32.0, "beta_slow": 1.0, ORIGINAL: 4096},
         131072,
-        64,
-    ),
-    "yarn, a factor of the lengths": (
-        dict(rope_type="yarn", factor=None, attention_factor=1.25, **{ORIGINAL: 1024}),
-        8192,
         64,
     ),
     "yarn, one mscale": (
@@ -64,18 +48,6 @@ SCALINGS = {
         131072,
         128,
     ),
-    "llama3 of Llama 3.2": (
-        dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
-        | {"rope_theta": 5e5, ORIGINAL: 8192},
-        131072,
-        64,
-    ),
-    "llama3, other turns": (
-        dict(rope_type="llama3", factor=5.0, low_freq_factor=0.5, high_freq_factor=9.0)
-        | {ORIGINAL: 512},
-        2048,
-        32,
-    ),
     "longrope": (
         dict(rope_type="longrope", short_factor=SHORT, long_factor=LONG, **{ORIGINAL: 4096}),
         131072,
@@ -86,12 +58,6 @@ SCALINGS = {
         | {"factor": 3.0, "attention_factor": 1.19},
         256,
         96,
-    ),
-    "longrope in part": (
-        dict(rope_type="longrope", short_factor=SHORT, long_factor=LONG, **{ORIGINAL: 64})
-        | {"partial_rotary_factor": 0.75, "factor": 7.0},
-        256,
-        128,
     ),
 }
 

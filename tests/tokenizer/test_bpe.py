@@ -99,20 +99,6 @@ def trained(
     return train_bpe(path, vocab_size, specials, pattern=pattern)
 
 
-@pytest.mark.parametrize("pattern", PUBLISHED)
-@pytest.mark.parametrize("alphabet", ALPHABETS)
-def test_training_equals_a_plain_implementation_that_counts_anew_for_each_merge(
-    alphabet: str, pattern: str, tmp_path: Path
-) -> None:
-    for seed in range(12):
-        rng = random.Random(seed)
-        specials = rng.sample(SPECIALS, rng.randrange(4))
-        pieces = rng.choices([*alphabet, *specials], k=rng.choice((5, 60, 500)))
-        vocab_size = 256 + len(specials) + rng.choice((1, 7, 60))
-        expected = plain("".join(pieces), vocab_size, specials, pattern)
-        assert trained(tmp_path, "".join(pieces), vocab_size, specials, pattern) == expected
-
-
 @settings(max_examples=150)
 @given(
     TEXTS,
@@ -216,19 +202,6 @@ def test_a_text_cut_into_parts_has_the_words_of_the_whole(
     pattern: str, text: str, size: int, specials: list[str]
 ) -> None:
     assert words_of_parts(text, size, specials, pattern) == parted(text, specials, pattern)
-
-
-@pytest.mark.parametrize("pattern", PUBLISHED)
-@pytest.mark.parametrize("alphabet", ALPHABETS)
-def test_a_long_text_cut_into_parts_has_the_words_of_the_whole(alphabet: str, pattern: str) -> None:
-    text = "".join(
-        random.Random(0).choices(
-            [*alphabet, *SPECIALS], [9] * len(alphabet) + [1] * len(SPECIALS), k=2000
-        )
-    )
-    for size in (1, 2, 3, 5, 40, 300):
-        for specials in ((), SPECIALS):
-            assert words_of_parts(text, size, specials, pattern) == parted(text, specials, pattern)
 
 
 @pytest.mark.parametrize("pattern", PUBLISHED)

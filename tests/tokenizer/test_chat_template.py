@@ -259,25 +259,17 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         [USER, SAID, USER, {**SAID, "weight": 0}],
         r"4 generation blocks for 2 turns",
     ),
-    "a number": (CHATML, [{"role": "user", "content": 3}, SAID], r"the content int \('3'\)"),
     "no assistant": (CHATML, [USER], r"no message has the role 'assistant' \(the roles are 'user'"),
     "order of roles": (
         MISTRAL,
         [USER, USER, SAID],
         r"refuses the messages: user and assistant must alternate, user",
     ),
-    "unknown role": (
-        "{{ raise_exception('Unknown role: ' + messages[0].role) }}",
-        [{"role": "critic", "content": "a"}, SAID],
-        r"refuses the messages: Unknown role: critic",
-    ),
-    "code": ("{{ messages[0].content / 2 }}", [USER, SAID], r"refuses the messages: unsupported"),
     "a stranger's code": (
         "{{ messages.__class__.__mro__ }}",
         [USER, SAID],
         r"refuses the messages: access to attribute '__class__'",
     ),
-    "a change": ("{{ messages.append(1) }}", [USER, SAID], r"refuses the messages: access to"),
     "no prefix": (
         "{% for m in messages %}{{ loop.length ~ m.content }}{% endfor %}",
         [USER, SAID],

@@ -33,12 +33,6 @@ BPE = train_bpe_tokenizer(TEXTS, 300)
 KINDS = {"bpe": BPE, "bytes": byte_tokenizer(), "characters": character_tokenizer(TEXTS)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_decoding_inverts_encoding(kind: str) -> None:
-    for text in TEXTS[:2]:
-        assert KINDS[kind].decode(KINDS[kind].encode(text)) == text
-
-
 @settings(max_examples=100)
 @given(st.text())
 def test_byte_level_tokenizers_encode_any_text(text: str) -> None:
@@ -57,26 +51,8 @@ def test_token_bytes_sum_to_the_bytes_of_the_text(kind: str) -> None:
         and sizes[tokenizer.end_token] == 0
     )
     for text in TEXTS[:2]:
-        assert sizes[tokenizer.encode(text)].sum() == len(text.encode())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_saved_file_gives_the_same_tokenizer_here_and_in_the_library(
-    kind: str, tmp_path: Path
-) -> None:
-    tokenizer = KINDS[kind]
-    tokenizer.save(tmp_path / "run" / "tokenizer.json")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    tokenizer.save(tmp_path / "alone" / "other.json")
-    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["other.json"]
-    loaded = Tokenizer.load(tmp_path / "run")
-    hf = tokenizers.Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
-    assert loaded.fingerprint() == tokenizer.fingerprint()
-    assert loaded.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1]) == hf.encode(TEXTS[1]).ids
-    assert loaded.end_token == tokenizer.end_token == hf.token_to_id(END_OF_TEXT)
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and sizes[ids].sum() == len(text.encode())
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes"])

@@ -135,6 +135,12 @@ def test_bad_input_is_one_message_and_status_2(
         "each once": [*train, "300", *new, "--special_tokens", "<a>", "<a>"],
         "tokenizer.json already exists": [*train, "300", "--output", str(trained)],
         "corpus.txt already exists": [*train, "300", "--output", str(corpus)],
+        "tokenizer.json/x cannot be created": [
+            *train,
+            "300",
+            "--output",
+            trained / "tokenizer.json/x",
+        ],
         "none.txt does not exist": ["train", tmp_path / "none.txt", *train[2:], "300", *new],
         "empty.txt is empty": ["train", tmp_path / "empty.txt", *train[2:], "300", *new],
         "is not UTF-8 text at offset 1400001": ["encode", str(trained), str(tmp_path / "bad.txt")],
@@ -156,13 +162,3 @@ def test_without_a_command_the_usage_is_shown(capsys: Capture) -> None:
     assert all(said.count(name) == 2 for name in ("train", "encode", "inspect"))
     assert main(["tokenizer", "--help"]) == main(["tokenizer", "encode", "--help"]) == 0
     assert "--special_tokens" in capsys.readouterr().out
-
-
-def test_an_output_that_cannot_be_made_is_told_before_any_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "file").write_text("")
-    output = tmp_path / "file/x"
-    assert command("train", tmp_path / "a.txt", "--vocab_size", 300, "--output", output) == 2
-    assert f"{output} cannot be created" in capsys.readouterr().err

@@ -3,7 +3,6 @@ tokenizers library, and nowhere else."""
 
 import json
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -225,13 +224,6 @@ def test_special_tokens_of_an_objective_stay_text_on_the_fast_path() -> None:
     assert fast_of(tokenizer) and [tokenizer.encode(text)] == plain(tokenizer, text)
     ids = tokenizer.encode(text, special_tokens=True)
     assert ids.count(tokenizer.sentinels()[0]) == ids.count(tokenizer.sentinels()[12]) == 2000
-
-
-def test_many_threads_encode_alike() -> None:
-    texts = [HARD[start : start + 20_000] for start in range(0, 200_000, 20_000)]
-    tokenizer = Tokenizer(library(MADE["gpt2"]))
-    with ThreadPoolExecutor(8) as pool:
-        assert [*pool.map(tokenizer.encode, texts)] == MADE["gpt2"].encode_batch(texts)
 
 
 def test_one_text_alone_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
