@@ -17,14 +17,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxformer.adapters.low_rank import low_rank
-from jaxformer.arrays.params import rows
+from jaxformer.adapters.low_rank import LowRank, low_rank
+from jaxformer.arrays.params import Weight, is_custom, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
 from jaxformer.interop.experts import EXPERT_BLOCKS, GATE_UP
 from jaxformer.interop.family import Copy
 from jaxformer.interop.llama import LAYER
+from jaxformer.interop.peft_config import HEAD_MODULES
 from jaxformer.interop.tensor_table import (
     CONV,
     IN_TURN,
@@ -82,6 +83,43 @@ class Layout:
         if tensor.name.endswith("embed_positions.weight"):
             return f"peft looks its adapter up by the tokens, and {path} by their positions"
         return ""
+
+    def saved_modules(self, leaves: Mapping[str, Weight], learned: tuple[str, ...]) -> set[str]:
+        """The modules that are saved whole: those of the branches in `learned`, and what peft takes
+        for the head of a classifier."""
+        modules = set()
+        head = {n: t for n, t in self.tensors.items() if n.split(".")[0] in HEAD_MODULES}
+        # A head with an adapter has not learned itself.
+        if not any(isinstance(leaves[path], LowRank) for t in head.values() for path in t.paths):
+            modules = {name.split(".")[0] for name in head}
+        if SCORE in modules and np.any(np.asarray(leaves["head.bias"])):
+            raise ConfigError(
+                "head.bias is not zero, and the class head of a decoder has no bias in"
+                " transformers: set it to zero, or merge the adapter (jf.merge) and save the run."
+            )
+        for name, tensor in self.tensors.items():
+            of_learned = [path for path in tensor.paths if path.split(".")[0] in learned]
+            if of_learned and name.split(".")[0] not in modules:
+                modules.add(name.rpartition(".")[0])
+            for path in of_learned:
+                if is_custom(leaves[path]):
+                    raise ConfigError(
+                        f"learned={[*learned]} saves {path}, which is no array but"
+                        f" {type(leaves[path]).__name__}: leave it out."
+                    )
+        repeated = [copy.name for copy in self.copies if is_in(copy.name, modules)]
+        if repeated:
+            raise ConfigError(
+                f"learned={[*learned]} saves {repeated[0]}, which the model has in several places,"
+                " and peft saves it in one. Save the merged model instead (jf.merge,"
+                " jf.save_pretrained)."
+            )
+        return modules
+
+
+def is_in(name: str, modules: Collection[str]) -> bool:
+    """Whether a tensor is one of a module."""
+    return any(name.startswith(f"{module}.") for module in modules)
 
 
 def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:

@@ -24,8 +24,8 @@ from jaxformer.interop.peft_config import (
 )
 from jaxformer.interop.peft_modules import (
     PREFIX,
-    SCORE,
     Layout,
+    is_in,
     join_matrices,
     layout_of,
     matrix_names,
@@ -122,11 +122,11 @@ def save_adapter(
             " models."
         )
 
-    saved_modules = _saved_modules(layout, leaves, learned)
+    saved_modules = layout.saved_modules(leaves, learned)
     tensors = {
         PREFIX + name: tensor_of(tensor, leaves)
         for name, tensor in layout.tensors.items()
-        if _is_in(name, saved_modules)
+        if is_in(name, saved_modules)
     }
     names = {name: name for name in modules} | parameter_modules([*layout.parameters], parameters)
     for name, module in (modules | parameters).items():
@@ -191,44 +191,6 @@ def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | Non
             row += 0 if is_shared else rank
         bs.append(module_b)
     return PeftModule(tensor, *join_matrices(tensor, module_a, bs), module_scale)
-
-
-def _saved_modules(
-    layout: Layout, leaves: Mapping[str, Weight], learned: tuple[str, ...]
-) -> set[str]:
-    """The modules that are saved whole: those of the branches in `learned`, and what peft takes for
-    the head of a classifier."""
-    modules = set()
-    head = {n: t for n, t in layout.tensors.items() if n.split(".")[0] in HEAD_MODULES}
-    # A head with an adapter has not learned itself.
-    if not any(isinstance(leaves[path], LowRank) for t in head.values() for path in t.paths):
-        modules = {name.split(".")[0] for name in head}
-    if SCORE in modules and np.any(np.asarray(leaves["head.bias"])):
-        raise ConfigError(
-            "head.bias is not zero, and the class head of a decoder has no bias in transformers:"
-            " set it to zero, or merge the adapter (jf.merge) and save the run."
-        )
-    for name, tensor in layout.tensors.items():
-        of_learned = [path for path in tensor.paths if path.split(".")[0] in learned]
-        if of_learned and name.split(".")[0] not in modules:
-            modules.add(name.rpartition(".")[0])
-        for path in of_learned:
-            if is_custom(leaves[path]):
-                raise ConfigError(
-                    f"learned={[*learned]} saves {path}, which is no array but"
-                    f" {type(leaves[path]).__name__}: leave it out."
-                )
-    repeated = [copy.name for copy in layout.copies if _is_in(copy.name, modules)]
-    if repeated:
-        raise ConfigError(
-            f"learned={[*learned]} saves {repeated[0]}, which the model has in several places, and"
-            " peft saves it in one. Save the merged model instead (jf.merge, jf.save_pretrained)."
-        )
-    return modules
-
-
-def _is_in(name: str, modules: Collection[str]) -> bool:
-    return any(name.startswith(f"{module}.") for module in modules)
 
 
 def _settings(

@@ -43,82 +43,80 @@ PATTERN_OF_PRE = {
 def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
     """The tokenizer in the metadata of a GGUF file; `origin` names the file in messages."""
     try:
-        return _tokenizer_of(metadata, origin)
+        values = {
+            key.removeprefix(TOKENIZER_KEYS): value
+            for key, value in metadata.items()
+            if key.startswith(TOKENIZER_KEYS)
+        }
+        kind, tokens = values.get("model"), values.get("tokens")
+        if kind not in GGUF_KINDS:
+            raise ConfigError(
+                f"{origin} has tokenizer.ggml.model={kind!r}; kinds that are read from GGUF are"
+                f" {', '.join(GGUF_KINDS)}. Where the same model is a Hugging Face directory, read"
+                " that."
+            )
+        if not isinstance(tokens, list) or len({*tokens}) != len(tokens):
+            raise ConfigError(f"{origin} lacks tokenizer.ggml.tokens, or has a token twice in it.")
+        for name in (*GGUF_ROLES.values(), "eot"):
+            value = values.get(f"{name}_token_id")
+            if value is not None and value not in range(len(tokens)):
+                raise ConfigError(
+                    f"{origin} has {TOKENIZER_KEYS}{name}_token_id={str(value)[:60]}, which is"
+                    f" none of its {len(tokens)} tokens."
+                )
+        values["architecture"] = metadata.get(ARCHITECTURE_KEY)
+        kinds = values["token_type"] = values.get("token_type") or [1] * len(tokens)
+        backend = without_panic(GGUF_KINDS[kind], values, origin)
+        # The entries of a tokenizer_config.json.
+        settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+        if metadata.get(TEMPLATE_KEY) is not None:
+            settings["chat_template"] = metadata[TEMPLATE_KEY]
+        named_ids: dict[str, int] = {}
+        for role, name in GGUF_ROLES.items():
+            token = values.get(f"{name}_token_id")
+            if token is not None:
+                named_ids[role] = token
+                settings[f"{role}_token"] = tokens[token]
+        begins = kind == "llama" or values.get("pre") in WITH_BEGIN
+        for role, default in {"bos": begins, "eos": False}.items():
+            adds = bool(values.get(f"add_{role}_token", default))
+            settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
+
+        # Special tokens, and tokens that are never cut, as the backend matches them in a text.
+        special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+        special += [tokens[index] for index in named_ids.values()]
+        backend.add_special_tokens(
+            [AddedToken(token, normalized=False) for token in dict.fromkeys(special)]
+        )
+        vocab = backend.get_vocab()
+        uncut = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
+        backend.add_tokens(
+            [AddedToken(token, normalized=False) for token in uncut if token in vocab]
+        )
+
+        # The tokens before and after a text that the file asks for.
+        before, after = (
+            [settings[f"{role}_token"]] if settings[f"add_{role}_token"] else []
+            for role in ("bos", "eos")
+        )
+        if before or after:
+            pair = [*before, "$A", *after, *(f"{piece}:1" for piece in (*before, "$B", *after))]
+            backend.post_processor = processors.TemplateProcessing(
+                single=[*before, "$A", *after],
+                pair=pair,
+                special_tokens=[(name, backend.token_to_id(name)) for name in {*before, *after}],
+            )
+        turn_end = values.get("eot_token_id")
+        ends = [token for token in (values.get("eos_token_id"), turn_end) if token is not None]
+        metadata_of_files = TokenizerMetadata(
+            settings=settings, named_ids=named_ids, ends=tuple(ends), template_name=origin
+        )
+        return Tokenizer(backend, origin, metadata_of_files)
     except ConfigError:
         raise
     # Of values of a wrong type; and of the tokenizers library, which has no class for its errors.
     except Exception as error:
         raise ConfigError(f"{origin}: its tokenizer cannot be read ({error}).") from None
-
-
-def _tokenizer_of(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
-    values = {
-        key.removeprefix(TOKENIZER_KEYS): value
-        for key, value in metadata.items()
-        if key.startswith(TOKENIZER_KEYS)
-    }
-    kind, tokens = values.get("model"), values.get("tokens")
-    if kind not in GGUF_KINDS:
-        raise ConfigError(
-            f"{origin} has tokenizer.ggml.model={kind!r}; kinds that are read from GGUF are"
-            f" {', '.join(GGUF_KINDS)}. Where the same model is a Hugging Face directory, read"
-            " that."
-        )
-    if not isinstance(tokens, list) or len({*tokens}) != len(tokens):
-        raise ConfigError(f"{origin} lacks tokenizer.ggml.tokens, or has a token twice in it.")
-    for name in (*GGUF_ROLES.values(), "eot"):
-        value = values.get(f"{name}_token_id")
-        if value is not None and value not in range(len(tokens)):
-            raise ConfigError(
-                f"{origin} has {TOKENIZER_KEYS}{name}_token_id={str(value)[:60]}, which is none of"
-                f" its {len(tokens)} tokens."
-            )
-    values["architecture"] = metadata.get(ARCHITECTURE_KEY)
-    kinds = values["token_type"] = values.get("token_type") or [1] * len(tokens)
-    backend = without_panic(GGUF_KINDS[kind], values, origin)
-    # The entries of a tokenizer_config.json.
-    settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
-    if metadata.get(TEMPLATE_KEY) is not None:
-        settings["chat_template"] = metadata[TEMPLATE_KEY]
-    named_ids: dict[str, int] = {}
-    for role, name in GGUF_ROLES.items():
-        token = values.get(f"{name}_token_id")
-        if token is not None:
-            named_ids[role] = token
-            settings[f"{role}_token"] = tokens[token]
-    begins = kind == "llama" or values.get("pre") in WITH_BEGIN
-    for role, default in {"bos": begins, "eos": False}.items():
-        adds = bool(values.get(f"add_{role}_token", default))
-        settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
-
-    # Special tokens, and tokens that are never cut, as the backend matches them in a text.
-    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
-    special += [tokens[index] for index in named_ids.values()]
-    backend.add_special_tokens(
-        [AddedToken(token, normalized=False) for token in dict.fromkeys(special)]
-    )
-    vocab = backend.get_vocab()
-    uncut = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
-    backend.add_tokens([AddedToken(token, normalized=False) for token in uncut if token in vocab])
-
-    # The tokens before and after a text that the file asks for.
-    before, after = (
-        [settings[f"{role}_token"]] if settings[f"add_{role}_token"] else []
-        for role in ("bos", "eos")
-    )
-    if before or after:
-        pair = [*before, "$A", *after, *(f"{piece}:1" for piece in (*before, "$B", *after))]
-        backend.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *after],
-            pair=pair,
-            special_tokens=[(name, backend.token_to_id(name)) for name in {*before, *after}],
-        )
-    turn_end = values.get("eot_token_id")
-    ends = [token for token in (values.get("eos_token_id"), turn_end) if token is not None]
-    metadata_of_files = TokenizerMetadata(
-        settings=settings, named_ids=named_ids, ends=tuple(ends), template_name=origin
-    )
-    return Tokenizer(backend, origin, metadata_of_files)
 
 
 def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer:

@@ -145,7 +145,23 @@ class Tokenizer:
         # A directory may hold many files of other names, whose settings are not in it.
         if file.name not in (TOKENIZER_FILE, VOCABULARY_FILE):
             return cls(backend, str(file))
-        _warn_of_wrong_pattern(file.parent, backend)
+        # A tokenizer.json of Mistral's Tekken may split text by the pattern of Llama 3, as
+        # transformers wrote it up to 4.57.2: digits come in groups of three, and words with
+        # capital letters and apostrophes are split otherwise than in training. A model of this
+        # architecture that was trained with another tokenizer lacks the token [INST].
+        model_type = read_optional(file.with_name("config.json")).get("model_type")
+        if model_type in MISTRAL_TYPES and backend.token_to_id("[INST]") is not None:
+            words = json.loads(backend.to_str())["pre_tokenizer"]
+            if pattern_of({"pre_tokenizer": words}) == "llama3":
+                name = repr(str(file.parent))
+                warnings.warn(
+                    f"{file} splits text by the pattern of Llama 3, which transformers wrote"
+                    " for Mistral's models by mistake, so that the model reads other tokens"
+                    " than it was trained on. Write the right pattern with transformers:"
+                    f" AutoTokenizer.from_pretrained({name},"
+                    f" fix_mistral_regex=True).save_pretrained({name}).",
+                    stacklevel=2,
+                )
         return cls(backend, str(file), TokenizerMetadata.read(file.parent, backend))
 
     @classmethod
@@ -380,22 +396,3 @@ def _stated(path: str | os.PathLike[str]) -> Path:
     """The path that a caller states; that of a URL has no `__fspath__`."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)
     return located(os.path.expanduser(text))
-
-
-def _warn_of_wrong_pattern(folder: Path, backend: tokenizers.Tokenizer) -> None:
-    """Warns where a tokenizer.json of Mistral's Tekken splits text by the pattern of Llama 3, as
-    transformers wrote it up to 4.57.2: digits come in groups of three, and words with capital
-    letters and apostrophes are split otherwise than in training."""
-    is_mistral = read_optional(folder / "config.json").get("model_type") in MISTRAL_TYPES
-    # A model of this architecture that was trained with another tokenizer lacks the token.
-    if not is_mistral or backend.token_to_id("[INST]") is None or not backend.pre_tokenizer:
-        return
-    if pattern_of({"pre_tokenizer": json.loads(backend.pre_tokenizer.__getstate__())}) == "llama3":
-        name = repr(str(folder))
-        warnings.warn(
-            f"{folder / TOKENIZER_FILE} splits text by the pattern of Llama 3, which transformers"
-            " wrote for Mistral's models by mistake, so that the model reads other tokens than it"
-            " was trained on. Write the right pattern with transformers: AutoTokenizer"
-            f".from_pretrained({name}, fix_mistral_regex=True).save_pretrained({name}).",
-            stacklevel=3,
-        )
