@@ -159,13 +159,13 @@ def decoder_like(
     begin with, and `head`. `base` is the class without a head, "" where it is not read, by default
     `name` + "Model". `is_tied` is the default of tie_word_embeddings; `others` are as in `Family`.
     """
-    ends = TensorRow(embedding, "embed.tokens"), TensorRow(head, "head.weight")
+    first, last = TensorRow(embedding, "embed.tokens"), TensorRow(head, "head.weight")
     base = f"{name}Model" if base is None else base
     return Family(
         model_type,
         {name + model: {}},
         (*mappings, tied(is_tied)),
-        lambda config: (*ends, *(rows(config) if callable(rows) else rows)),
+        lambda config: (first, *(rows(config) if callable(rows) else rows), last),
         prefix=embedding.split(".")[0] + ".",
         bases=(base,) if base else (),
         copies=tied_copy(head, embedding),
