@@ -66,20 +66,6 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_ids_are_those_of_the_class_that_transformers_has_for_the_family(
-    name: str, tmp_path: Path
-) -> None:
-    kind, family = CLASSES[name]
-    folder = copied(saved(kind), tmp_path, tokenizer_class=name)
-    change(folder / "config.json", {"model_type": family})
-    ours, hf = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    assert type(hf).__name__ == name
-    for text in with_names([str(token) for token in hf.all_special_tokens]):
-        assert (ids := ours.encode(text, special_tokens=True)) == hf(text).input_ids, repr(text)
-        assert ours.decode(ids) == hf.decode(ids, skip_special_tokens=True)
-
-
 @pytest.mark.parametrize("name", [*MODELS, *CLASSES])
 def test_two_texts_are_in_the_template_of_transformers(name: str, tmp_path: Path) -> None:
     """Rows of training and of commands, with the types of their tokens, also where they are cut."""
@@ -223,58 +209,43 @@ def test_what_stands_around_a_text_is_the_template_and_what_the_models_files_say
 
 def test_roles_are_those_of_the_files_in_their_order(tmp_path: Path) -> None:
     folder = copied(saved("llama2"), tmp_path, eos_token=None, pad_token=None, bos_token=None)
-    assert (Tokenizer.load(folder).end_token, Tokenizer.load(folder).special("bos")) == (
-        2,
+
+    def ids_with(name: str, **keys: object) -> dict[str, int]:
+        change(folder / f"{name}.json", keys)
+        return Tokenizer.load(folder).ids()
+
+    a, b, c = Tokenizer.load(folder).encode("the cat and")[:3]
+    by_name = {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    assert Tokenizer.load(folder).ids().items() >= by_name.items()
+    ids = ids_with(
+        "config", eos_token_id=[10**6, a, b], bos_token_id=-1, decoder_start_token_id=10**6, run={}
+    )
+    assert (ids["eos_token_id"], ids["bos_token_id"], ids["decoder_start_token_id"]) == (
+        [a, b],
         1,
-    )  # by name
-    config, generation, older = (
-        folder / f"{name}.json" for name in ("config", "generation_config", "special_tokens_map")
+        a,
     )
-    a, b, c = (Tokenizer.load(folder).encode("the cat and")[place] for place in range(3))
-    change(
-        config,
-        {
-            "eos_token_id": [10**6, a, b],
-            "bos_token_id": -1,
-            "decoder_start_token_id": 10**6,
-            "run": {},
-        },
+    ids = ids_with(
+        "generation_config",
+        eos_token_id=b,
+        bos_token_id=None,
+        decoder_start_token_id=c,
+        pad_token_id=c,
     )
+    assert ids == dict(bos_token_id=1, eos_token_id=b, pad_token_id=c, decoder_start_token_id=c)
     found = Tokenizer.load(folder)
-    assert (found.end_token, found.special("bos"), found.start_token) == (a, 1, a)
-    change(
-        generation,
-        {"eos_token_id": b, "bos_token_id": None, "decoder_start_token_id": c, "pad_token_id": c},
-    )
-    found = Tokenizer.load(folder)
-    assert (found.end_token, found.special("pad"), found.start_token, found.forced_token) == (
-        b,
-        c,
-        c,
-        None,
-    )
     assert found.fingerprint() != Tokenizer.load(saved("llama2")).fingerprint()
     found.save(tmp_path / "saved" / "tokenizer.json")
-    assert Tokenizer.load(tmp_path / "saved").ids() == found.ids()
-    assert found.ids() == {
-        "bos_token_id": 1,
-        "eos_token_id": b,
-        "pad_token_id": c,
-        "decoder_start_token_id": c,
-    }
-    change(
-        older,
-        {"eos_token": {"content": "<s>", "lstrip": False}, "additional_special_tokens": ["▁the"]},
-    )
+    assert Tokenizer.load(tmp_path / "saved").ids() == ids
+    older = {"eos_token": {"content": "<s>", "lstrip": False}}
+    ids_with("special_tokens_map", **older, additional_special_tokens=["▁the"])
     found = Tokenizer.load(folder)
     the = found.encode("the", special_tokens=True)
     assert found.end_token == 1 and found.decode([found.end_token, *the]) == "" and the[0] == 1
     found.save(tmp_path / "older" / "tokenizer.json")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "older").eos_token_id == 1
-    change(
-        folder / "tokenizer_config.json",
-        {"eos_token": "</s>", "mask_token": {"__type": "AddedToken", "content": "<unk>"}},
-    )
+    mask = {"__type": "AddedToken", "content": "<unk>"}
+    ids_with("tokenizer_config", eos_token="</s>", mask_token=mask)
     found = Tokenizer.load(folder)
     assert [found.special(role) for role in ("eos", "mask", "unk", "cls", "sep")] == [2, 0, 0, 1, 2]
 
@@ -462,32 +433,41 @@ def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path)
     assert jf.load(tmp_path).tokenizer is None
 
 
-@pytest.mark.parametrize(
-    "kind, settings",
-    [
-        ("bert", {"tokenizer_class": "BertTokenizer", "do_lower_case": False}),
-        ("bert", {"tokenizer_class": "DistilBertTokenizerFast", "strip_accents": False}),
-        ("bert", {"tokenizer_class": "MPNetTokenizer", "tokenize_chinese_chars": False}),
-        ("bert", {"tokenizer_class": "BertTokenizer", "strip_accents": True}),
-        ("bert", {"do_lower_case": False}),  # of a class that reads tokenizer.json as it is
-        ("gpt2", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
-        ("bart", {"tokenizer_class": "RobertaTokenizer", "add_prefix_space": True}),
-        ("gpt2", {"add_prefix_space": True}),
-        ("llama2", {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}),
-        ("bert", {"tokenizer_class": None}),  # that of config.json
-    ],
-)
-def test_what_a_class_reads_from_its_settings_is_that_of_transformers(kind, settings, tmp_path):
+BERTS = {"tokenizer_class": "BertTokenizer"}
+# The model_type, the kind of tokenizer, and settings that a class of transformers reads.
+SETTINGS = [
+    ("bert", "bert", BERTS),
+    ("bert", "bert", BERTS | {"do_lower_case": False}),
+    ("bert", "bert", BERTS | {"strip_accents": True}),
+    ("bert", "bert", {"tokenizer_class": "DistilBertTokenizerFast", "strip_accents": False}),
+    ("bert", "bert", {"tokenizer_class": "MPNetTokenizer", "tokenize_chinese_chars": False}),
+    ("unheard_of", "bert", {"do_lower_case": False}),  # tokenizer.json is read as it is
+    ("bert", "bert", {"tokenizer_class": None}),  # that of config.json
+    ("llama", "llama2", {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}),
+    ("gpt2", "gpt2", {"tokenizer_class": "GPT2Tokenizer"}),
+    ("gpt2", "gpt2", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
+    ("gpt2", "gpt2", {"add_prefix_space": True}),
+    ("roberta", "bart", {"tokenizer_class": "RobertaTokenizer"}),
+    ("roberta", "bart", {"tokenizer_class": "RobertaTokenizer", "add_prefix_space": True}),
+]
+
+
+@pytest.mark.parametrize("family, kind, settings", SETTINGS)
+def test_what_a_class_reads_from_its_settings_is_that_of_transformers(
+    family, kind, settings, tmp_path
+):
     folder = copied(saved(kind), tmp_path / "tokenizer", **settings)
-    if kind == "bert" and not settings.get("tokenizer_class", True):
-        (folder / "config.json").write_text('{"model_type": "bert"}')
-        spec = json.loads((folder / "tokenizer.json").read_text())
+    change(folder / "config.json", {"model_type": family})
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    if settings == {"tokenizer_class": None}:
         spec["normalizer"]["lowercase"] = False
         (folder / "tokenizer.json").write_text(json.dumps(spec))
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = Tokenizer.load(folder)
-    for text in ("Héllo Wörld, naïve CAFÉ", "東京 bar"):
-        assert ours.encode(text, special_tokens=True) == theirs(text)["input_ids"]
+    ours, hf = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    # Without those that a class adds to a vocabulary of another family.
+    specials = [str(token) for token in hf.all_special_tokens if ours.id_of(str(token)) is not None]
+    for text in (*with_names(specials), "Héllo Wörld, naïve CAFÉ", "東京 bar"):
+        assert (ids := ours.encode(text, special_tokens=True)) == hf(text).input_ids, repr(text)
+        assert ours.decode(ids) == hf.decode(ids, skip_special_tokens=True)
 
 
 def test_bpe_dropout_is_left_out_and_said(tmp_path):
