@@ -15,6 +15,9 @@ from jaxformer.models.inputs import check_inputs
 pytestmark = pytest.mark.fast
 
 EXPERTS = {"feed_forward": "experts", "n_experts": 5}
+YARN = {"rope_scaling": "yarn", "rope_factor": 2.0}
+LONG = {"rope_scaling": "longrope", "rope_factor": 2.0}
+MUP = {"parametrization": "mup", "mup_base": "d_model=16"}
 REFUSED = [
     ({"family": "encoder", "head": "language"}, "an encoder sees the next token"),
     ({"head": "masked"}, "head='masked'"),
@@ -30,18 +33,12 @@ REFUSED = [
     ({"residual": "parallel", "norm_placement": "post"}, "sublayers have one sum"),
     ({"residual": "parallel_shared", "norm_placement": "output"}, "one sum and one norm"),
     ({"source_window": 3}, "source_window=3 needs model.family='encoder_decoder'"),
-    (
-        {"source_embedding": "separate"},
-        "source_embedding='separate' needs model.family='encoder_decoder'",
-    ),
+    ({"source_embedding": "separate"}, "='separate' needs model.family='encoder_decoder'"),
     ({"window_pattern": "wx"}, "letters w"),
     ({"window_pattern": ""}, "letters w"),
     ({"position_pattern": "pw"}, r"letters p \(positions\) and n \(none\)"),
     ({"position_pattern": "pn", "positions": "alibi"}, "needs model.positions='rope'"),
-    (
-        {"rope_scaling": "yarn", "rope_factor": 2.0, "positions": "alibi"},
-        "needs model.positions='rope'",
-    ),
+    (YARN | {"positions": "alibi"}, "needs model.positions='rope'"),
     ({"rope_scaling": "yarn"}, "set both"),
     ({"rope_factor": 2.0}, "set both"),
     ({"positions": "t5", "relative_distance": 4}, "above 4 with relative_buckets=8"),
@@ -49,18 +46,9 @@ REFUSED = [
     (LATENT | {"positions": "disentangled"}, "it multiplies keys"),
     ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_slow": 32.0}, "above model.rope_slow=32"),
     ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_theta": 1.0}, "rope_theta=1 above 1"),
-    (
-        {"rope_scaling": "longrope", "rope_factor": 2.0, "rope_short_factor": "1 -1"},
-        "rope_short_factor='1 -1' must be . numbers above 0",
-    ),
-    (
-        {"rope_scaling": "longrope", "rope_factor": 2.0, "rope_original_length": 1},
-        "rope_original_length=1 must be 2 or more",
-    ),
-    (
-        {"position_embedding": "learned", "positions": "sinusoidal"},
-        "position_embedding='learned' needs",
-    ),
+    (LONG | {"rope_short_factor": "1 -1"}, "rope_short_factor='1 -1' must be . numbers above 0"),
+    (LONG | {"rope_original_length": 1}, "rope_original_length=1 must be 2 or more"),
+    ({"position_embedding": "learned", "positions": "sinusoidal"}, "='learned' needs"),
     ({"pooler": True}, "pooler=True needs model.family='encoder'"),
     ({"family": "encoder", "head_bias": True}, "the other heads always have a bias"),
     ({"position_offset": 2}, "needs model.positions='learned'"),
@@ -87,21 +75,12 @@ REFUSED = [
     (LATENT | {"rope_head_dim": 1}, "rope_head_dim=1 with model.rope_fraction=1"),
     (LATENT | {"n_kv_heads": 2}, "n_kv_heads=2 needs model.mixer='attention'"),
     (LATENT | {"query_key_norm": "head"}, "query_key_norm='head' needs model.mixer='attention'"),
-    (
-        LATENT | {"attention_temperature": 0.1},
-        "attention_temperature=0.1 needs model.mixer='attention'",
-    ),
+    (LATENT | {"attention_temperature": 0.1}, "_temperature=0.1 needs model.mixer='attention'"),
     (LATENT | {"mixer": "attention"}, "kv_rank=6 needs model.mixer='latent'"),
     ({"mup_base": "d_model=16"}, "mup_base='d_model=16' needs model.parametrization='mup'"),
     ({"parametrization": "mup"}, "mup_base='' must be widths of the model"),
-    (
-        {"parametrization": "mup", "mup_base": "d_model=16", "embedding_scale": "sqrt"},
-        "embedding_scale='sqrt' needs model.parametrization='standard': it changes with the width",
-    ),
-    (
-        {"parametrization": "mup", "mup_base": "d_model=16", "logit_scale": "rsqrt"},
-        "give the number at all widths as model.logit_divisor",
-    ),
+    (MUP | {"embedding_scale": "sqrt"}, "needs model.parametrization='standard': it changes with"),
+    (MUP | {"logit_scale": "rsqrt"}, "give the number at all widths as model.logit_divisor"),
     ({"parametrization": "mup", "mup_base": "d_model=15"}, "mup_base='d_model=15' is no model"),
 ]
 

@@ -18,6 +18,7 @@ from jaxformer.arrays.params import rows
 from jaxformer.interop import tensor_table
 from jaxformer.interop.architectures import ARCHITECTURES, BASES, HF_FAMILIES, stated_architecture
 from jaxformer.interop.config_equivalence import resolved
+from jaxformer.interop.fields import FULL, SLIDING
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
 from jaxformer.interop.pretrained import pretrained_labels
 from jaxformer.models.transformer import specs
@@ -71,6 +72,7 @@ def test_the_rate_of_dropout_is_written_by_keys_that_the_reference_has(kind):
     assert of_weights or keys in ({"dropout_rate"}, {"resid_pdrop", "emb_pdrop"})
 
 
+WINDOWED = dict(use_sliding_window=True, sliding_window=7)
 # which layers have a window, by what stood for it before there was layer_types and since
 LAYERS = [
     ("qwen2", dict(use_sliding_window=True, num_hidden_layers=30)),
@@ -80,63 +82,39 @@ LAYERS = [
     ("gemma2", dict(num_hidden_layers=5)),
     ("olmo3", dict(num_hidden_layers=9)),
     ("ministral", dict(num_hidden_layers=3)),
-    ("smollm3", dict(use_sliding_window=True, sliding_window=7, num_hidden_layers=9)),
+    ("smollm3", WINDOWED | dict(num_hidden_layers=9)),
     ("smollm3", dict(use_sliding_window=False, sliding_window=7, num_hidden_layers=9)),
-    (
-        "smollm3",
-        dict(use_sliding_window=True, sliding_window=7, num_hidden_layers=2, no_rope_layers=[0, 1]),
-    ),
+    ("smollm3", WINDOWED | dict(num_hidden_layers=2, no_rope_layers=[0, 1])),
     ("gemma3_text", dict(num_hidden_layers=13)),
     ("gemma3_text", dict(num_hidden_layers=7, sliding_window_pattern=3)),
-    (
-        "gemma3_text",
-        dict(
-            num_hidden_layers=3,
-            layer_types=["full_attention", "sliding_attention", "full_attention"],
-        ),
-    ),
+    ("gemma3_text", dict(num_hidden_layers=3, layer_types=[FULL, SLIDING, FULL])),
 ]
 
 
 @pytest.mark.parametrize("kind, keys", LAYERS, ids=str)
 def test_the_layers_with_a_window_are_the_references(kind, keys):
     config = read(kind, **keys)
-    pattern = (
-        (config.window_pattern * config.n_layers)[: config.n_layers]
-        if config.window
-        else "f" * config.n_layers
-    )
-    assert [
-        "sliding_attention" if letter == "w" else "full_attention" for letter in pattern
-    ] == stated(kind, **keys)["layer_types"]
+    letters = config.window_pattern if config.window else "f"
+    pattern = (letters * config.n_layers)[: config.n_layers]
+    layers = [SLIDING if letter == "w" else FULL for letter in pattern]
+    assert layers == stated(kind, **keys)["layer_types"]
 
 
+YARN = dict(rope_type="yarn", factor=1.0)
 REFUSED = [
     ("marian", dict(decoder_vocab_size=75, vocab_size=71), "decoder_vocab_size=75"),
-    (
-        "qwen3",
-        dict(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]),
-        "layer_types",
-    ),
+    ("qwen3", dict(num_hidden_layers=2, layer_types=[FULL, "chunked_attention"]), "layer_types"),
     ("gemma2", dict(num_hidden_layers=3, layer_types=["full_attention"]), "3 of"),
     ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     ("gemma", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     ("smollm3", dict(no_rope_layers=[1, 0]), "36 of 0 and 1"),
     ("smollm3", dict(no_rope_layers=[2] * 36), "no_rope_layers"),
     ("smollm3", dict(no_rope_layer_interval=0), "no_rope_layer_interval=0"),
-    (
-        "smollm3",
-        dict(num_hidden_layers=1, layer_types=["sliding_attention"], sliding_window=7),
-        "use_sliding_window",
-    ),
+    ("smollm3", dict(num_hidden_layers=1, layer_types=[SLIDING]), "use_sliding_window"),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
     ("llama", dict(rope_parameters=dict(rope_type="proportional", factor=2.0)), "proportional"),
     ("llama", dict(rope_parameters=dict(partial_rotary_factor=0.4)), "partial_rotary"),
-    (
-        "llama",
-        dict(rope_parameters=dict(rope_type="yarn", factor=1.0, attention_factor=1.2)),
-        r"rope_parameters\.factor",
-    ),
+    ("llama", dict(rope_parameters=YARN | dict(attention_factor=1.2)), r"rope_parameters\.factor"),
     ("llama", dict(rope_parameters=dict(rope_type="dynamic", factor=1.0)), "factor=1.0"),
     ("olmo3", dict(rope_parameters=dict(sliding_attention=dict(rope_type="linear"))), "rope_type"),
     ("gemma3_text", dict(attn_logit_softcapping=1.5), "attn_logit_softcapping"),
@@ -154,21 +132,13 @@ REFUSED = [
     ("gpt_oss", dict(hidden_act="gelu"), "hidden_act"),
     ("gpt_oss", dict(quantization_config={"quant_method": "gptq"}), "mxfp4"),
     ("mixtral", dict(quantization_config={"quant_method": "mxfp4"}), "quantization_config"),
-    (
-        "bloom",
-        dict(apply_residual_connection_post_layernorm=True),
-        "apply_residual_connection_post_layernorm",
-    ),
+    ("bloom", dict(apply_residual_connection_post_layernorm=True), "post_layernorm=true"),
     ("bloom", dict(slow_but_exact=True), "slow_but_exact"),
     ("cohere", dict(logit_scale=None), "logit_scale=null"),
     ("cohere", dict(logit_scale=0), "logit_scale=0"),
     ("falcon", dict(alibi=True), "alibi=true"),
     ("falcon", dict(new_decoder_architecture=True, parallel_attn=False), "parallel_attn=false"),
-    (
-        "falcon",
-        dict(new_decoder_architecture=True, num_ln_in_parallel_attn=3),
-        "num_ln_in_parallel_attn=3",
-    ),
+    ("falcon", dict(new_decoder_architecture=True, num_ln_in_parallel_attn=3), "parallel_attn=3"),
     ("falcon", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn=2"),
     ("falcon", dict(multi_query=False, num_kv_heads=2), "num_kv_heads=2"),
     ("mpt", dict(attn_config=dict(alibi=False)), "alibi=false"),

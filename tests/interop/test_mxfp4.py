@@ -103,14 +103,8 @@ DOWN = "model.layers.0.mlp.experts.down_proj"
 WRONG = {
     "blocks of 16 numbers": ({f"{DOWN}_blocks": ((5, 64, 2, 8), torch.uint8)}, r"\[5, 64, 2, 8\]"),
     "flat blocks": ({f"{DOWN}_blocks": ((5, 64, 16), torch.uint8)}, r"\[5, 64, 16\]"),
-    "scales of another shape": (
-        {f"{DOWN}_scales": ((5, 32, 1), torch.uint8)},
-        r"scales U8 \[5, 32, 1\]",
-    ),
-    "scales of floats": (
-        {f"{DOWN}_scales": ((5, 64, 1), torch.float32)},
-        r"scales F32 \[5, 64, 1\]",
-    ),
+    "fewer scales": ({f"{DOWN}_scales": ((5, 32, 1), torch.uint8)}, r"scales U8 \[5, 32, 1\]"),
+    "floats": ({f"{DOWN}_scales": ((5, 64, 1), torch.float32)}, r"scales F32 \[5, 64, 1\]"),
     "no scales": ({f"{DOWN}_scales": None}, "down_proj_blocks without .*down_proj_scales"),
 }
 

@@ -138,40 +138,17 @@ def test_a_doubtful_file_is_read_as_the_reference_reads_it_or_refused_by_the_ten
     assert_close(our_logits(model, inputs(name)), logits(hf, inputs(name)), inputs(name))
 
 
-OLD = dict(torch_dtype="float32", rope_parameters=None, dtype=None, transformers_version="4.41.0")
+OLD = dict(torch_dtype="float32", rope_parameters=None, dtype=None, rope_theta=THETA)
+OLD_GEMMA = OLD | dict(rope_local_base_freq=91.0)
 SCALES = dict(
     factor=3.0, low_freq_factor=0.2, high_freq_factor=1.3, original_max_position_embeddings=8
 )
 CONFIGS = [  # keys as config.json had them before transformers 5; None takes one away
-    ("llama linear", OLD | dict(rope_theta=THETA, rope_scaling=dict(type="linear", factor=2.5))),
-    ("llama llama3", OLD | dict(rope_theta=THETA, rope_scaling=dict(rope_type="llama3", **SCALES))),
-    (
-        "qwen2",
-        OLD
-        | dict(
-            rope_theta=THETA,
-            layer_types=None,
-            use_sliding_window=False,
-            sliding_window=32768,
-            use_mrope=False,
-        ),
-    ),
-    (
-        "gemma3",
-        OLD
-        | dict(
-            rope_theta=THETA,
-            rope_local_base_freq=91.0,
-            rope_scaling=dict(rope_type="linear", factor=3.0),
-        ),
-    ),
-    (
-        "gemma3 by its own pattern",
-        OLD
-        | dict(
-            rope_theta=THETA, rope_local_base_freq=91.0, layer_types=None, sliding_window_pattern=6
-        ),
-    ),
+    ("llama linear", OLD | dict(rope_scaling=dict(type="linear", factor=2.5))),
+    ("llama llama3", OLD | dict(rope_scaling=dict(rope_type="llama3", **SCALES))),
+    ("qwen2", OLD | dict(layer_types=None, use_sliding_window=False, sliding_window=32768)),
+    ("gemma3", OLD_GEMMA | dict(rope_scaling=dict(rope_type="linear", factor=3.0))),
+    ("gemma3 by its own pattern", OLD_GEMMA | dict(layer_types=None, sliding_window_pattern=6)),
 ]
 
 

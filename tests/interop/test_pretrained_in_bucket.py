@@ -7,14 +7,11 @@ import jax
 import numpy as np
 import pytest
 from faulty_server import Faults
-from warm_starts import leaves, settings
 
 import jaxformer as jf
 from jaxformer.files import ConfigError, copies, located
 from jaxformer.interop.pretrained import pretrained_config
-from jaxformer.runs.config import load_config
 from jaxformer.runs.loading import run_of
-from jaxformer.tokenizer import byte_tokenizer
 
 CONFIG = jf.ModelConfig(
     vocab_size=300, d_model=16, n_layers=2, n_heads=2, d_ff=32, max_length=32, tied_head=True
@@ -105,31 +102,6 @@ def test_an_adapter_and_its_base_in_a_bucket(memory_bucket: str, tmp_path: Path)
         loaded = jf.load(adapter)
         assert loaded.base == url
         require_equal(jf.merge(loaded.params), jf.merge(adapted))
-
-
-@pytest.mark.slow
-def test_a_run_begins_from_a_model_in_a_bucket(memory_bucket: str, tmp_path: Path) -> None:
-    params = jf.init(CONFIG, jax.random.key(0))
-    jf.save_pretrained(tmp_path / "model", params, CONFIG, byte_tokenizer(()))
-    url = put(tmp_path / "model", f"{memory_bucket}/model")
-    text = tmp_path / "text.txt"
-    text.write_text("so it goes. " * 300)
-    changes = {
-        "data__train": text,
-        "data__cache_dir": tmp_path / "cache",
-        "data__packing": "stream",
-        "data__sequence_length": 16,
-    }
-    config = Path(__file__).parents[2] / "configs/finetune.py"
-    for name, base in (("disk", str(tmp_path / "model")), ("bucket", url)):
-        chosen = settings(tmp_path, name, run__init_from=base, **changes)
-        stated = [entry for entry in chosen if not entry.startswith(("model.", "tokenizer."))]
-        jf.train(load_config(config, stated))
-    disk, bucket = (leaves(tmp_path / name) for name in ("disk", "bucket"))
-    assert disk.keys() == bucket.keys()
-    require_equal(disk, bucket)
-    # The settings of the run name the tokenizer by its URL.
-    assert load_config(tmp_path / "bucket/config.json").tokenizer.path == f"{url}/tokenizer.json"
 
 
 @pytest.mark.slow

@@ -78,75 +78,48 @@ def with_tied_tensors_of(*shape):
     return spoil
 
 
+LONG = dict(rope_type="longrope", short_factor=[1.0] * 5, long_factor=[2.0] * 5)
+EMBEDDING = "model.embed_tokens.weight"
 # What is done to a tiny Llama, and what the one message has to name.
 MALFORMED = {
     "a wrong shape": (transposed, [ONE, UP, "53", "42"]),
     "a missing tensor": (without_tensor, [ONE, UP]),
     "an extra tensor": (with_another, [ONE, "model.layers.1.mlp.extra_proj.weight"]),
     "all three": (all_at_once, [ONE, UP, "extra_proj", "model.norm.weight", "43"]),
-    "tied tensors that are single numbers": (
-        with_tied_tensors_of(),
-        [ONE, "model.embed_tokens.weight", "[71, 42]"],
-    ),
-    "tied tensors without numbers": (
-        with_tied_tensors_of(71, 0),
-        [ONE, "model.embed_tokens.weight", "[71, 0]", "[71, 42]"],
-    ),
+    "single numbers": (with_tied_tensors_of(), [ONE, EMBEDDING, "[71, 42]"]),
+    "no numbers": (with_tied_tensors_of(71, 0), [ONE, EMBEDDING, "[71, 0]", "[71, 42]"]),
     "whole numbers": (of_whole_numbers, [ONE, UP]),
-    "more layers than there are": (
-        keys(num_hidden_layers=3),
-        [ONE, "model.layers.2.mlp.up_proj.weight"],
-    ),
-    "another width": (keys(hidden_size=36), [ONE, "model.embed_tokens.weight", "42", "36"]),
-    "heads that do not divide": (keys(num_key_value_heads=4), [CONFIG, "num_key_value_heads"]),
-    "a number as text": (keys(hidden_size="42"), [CONFIG, "hidden_size"]),
-    "a fraction of a layer": (keys(num_hidden_layers=1.5), [CONFIG, "num_hidden_layers"]),
-    "biases that are not there": (
-        keys(attention_bias=True),
-        [ONE, "model.layers.0.self_attn.q_proj.bias"],
-    ),
-    "a switch as text": (keys(tie_word_embeddings="yes"), [CONFIG, "tie_word_embeddings"]),
-    "an unknown architecture": (
-        keys(architectures=["MambaForCausalLM"], model_type="mamba"),
-        [CONFIG, "MambaForCausalLM"],
-    ),
-    "a head that is not computed": (
-        keys(architectures=["LlamaForSequenceClassification"]),
-        [CONFIG, "LlamaForSequenceClassification"],
-    ),
-    "no architecture": (keys(architectures=None, model_type=None), [CONFIG, "architectures"]),
-    "an architecture of another model_type": (
-        keys(architectures=["GPT2LMHeadModel"]),
-        [CONFIG, 'model_type="llama"', "GPT2LMHeadModel", "Download config.json again"],
-    ),
     "no config": (without_config, [CONFIG]),
     "a config that is no JSON": (config_of("{'hidden_size': 42"), [CONFIG]),
     "a config that is a list": (config_of("[1]"), [CONFIG]),
-    "an unknown activation": (keys(hidden_act="foo"), [CONFIG, "hidden_act", "foo"]),
-    "an unknown rope type": (
-        keys(
-            rope_parameters=dict(
-                rope_type="longrope", rope_theta=9.0, short_factor=[1.0] * 5, long_factor=[2.0] * 5
-            )
-        ),
-        [CONFIG, "longrope"],
-    ),
-    "a rounding of yarn that is no flag": (
-        keys(rope_parameters=dict(rope_type="yarn", factor=2.0, truncate=1)),
-        [CONFIG, "rope_parameters.truncate"],
-    ),
-    "rope parameters that are none": (keys(rope_parameters="linear"), [CONFIG, "rope_parameters"]),
-    "quantized weights": (
-        keys(quantization_config={"quant_method": "gptq", "bits": 4}),
-        [CONFIG, "quantization_config"],
-    ),
 }
+KEYS = [  # keys of its config.json, and what the message has to name
+    (dict(num_hidden_layers=3), [ONE, "model.layers.2.mlp.up_proj.weight"]),
+    (dict(hidden_size=36), [ONE, EMBEDDING, "42", "36"]),
+    (dict(num_key_value_heads=4), [CONFIG, "num_key_value_heads"]),
+    (dict(hidden_size="42"), [CONFIG, "hidden_size"]),
+    (dict(num_hidden_layers=1.5), [CONFIG, "num_hidden_layers"]),
+    (dict(attention_bias=True), [ONE, "model.layers.0.self_attn.q_proj.bias"]),
+    (dict(tie_word_embeddings="yes"), [CONFIG, "tie_word_embeddings"]),
+    (dict(architectures=["Mamba"], model_type="mamba"), [CONFIG, "Mamba"]),
+    (dict(architectures=["LlamaForSequenceClassification"]), [CONFIG, "ForSequenceClassification"]),
+    (dict(architectures=None, model_type=None), [CONFIG, "architectures"]),
+    (dict(architectures=["GPT2LMHeadModel"]), [CONFIG, 'model_type="llama"', "config.json again"]),
+    (dict(hidden_act="foo"), [CONFIG, "hidden_act", "foo"]),
+    (dict(rope_parameters=LONG), [CONFIG, "longrope"]),
+    (dict(rope_parameters=dict(rope_type="yarn", factor=2.0, truncate=1)), [CONFIG, "truncate"]),
+    (dict(rope_parameters="linear"), [CONFIG, "rope_parameters"]),
+    (dict(quantization_config={"quant_method": "gptq"}), [CONFIG, "quantization_config"]),
+]
+CASES = [pytest.param(*case, id=name) for name, case in MALFORMED.items()]
+CASES += [pytest.param(keys(**fields), named, id=str(fields)) for fields, named in KEYS]
 
 
 @pytest.mark.xdist_group("llama")
-@pytest.mark.parametrize("case", MALFORMED)
-def test_a_malformed_directory_gets_one_message_that_names_the_file_and_what_is_in_it(case, place):
-    spoil, named = MALFORMED[case]
+@pytest.mark.parametrize("spoil, named", CASES)
+def test_a_malformed_directory_gets_one_message_that_names_the_file_and_what_is_in_it(
+    spoil, named, place
+):
     spoil(place)
     before = {path.name: path.read_bytes() for path in place.iterdir()}
     with pytest.raises(jf.ConfigError) as told:

@@ -289,24 +289,19 @@ def test_the_files_of_a_run_directory_say_nothing_of_tokens(tmp_path: Path) -> N
     assert Tokenizer.load(tmp_path / "cache" / "one.json").ids() == made.ids()
 
 
+def added(index: str, content: str) -> dict[str, object]:
+    return {"added_tokens_decoder": {index: {"content": content}}}
+
+
 WRONG = {
     "tokenizer_config.json": [
         ({"eos_token": "<none>"}, r"eos_token is '<none>', which is not in the vocabulary"),
         ({"bos_token": 5}, r"bos_token is 5: a token is its text"),
         ({"pad_token": {"lstrip": True}}, r"pad_token is .*: a token is its text"),
-        (
-            {"extra_special_tokens": ["<none>"]},
-            r"extra_special_tokens\[0\] is '<none>', which is not in",
-        ),
+        ({"extra_special_tokens": ["<none>"]}, r"special_tokens\[0\] is '<none>', which is not in"),
         ({"additional_special_tokens": 5}, r"additional_special_tokens is 5, and must be a list"),
-        (
-            {"added_tokens_decoder": {"9": {"content": "</s>"}}},
-            r"added_tokens_decoder\[9\] is '</s>', which is token 2 of",
-        ),
-        (
-            {"added_tokens_decoder": {"100000": {"content": "<new>"}}},
-            r"\[100000\] is '<new>', which is token \d+ of",
-        ),
+        (added("9", "</s>"), r"added_tokens_decoder\[9\] is '</s>', which is token 2 of"),
+        (added("100000", "<new>"), r"\[100000\] is '<new>', which is token \d+ of"),
         ({"added_tokens_decoder": [1]}, r"added_tokens_decoder must be an object"),
     ],
     "special_tokens_map.json": [
@@ -319,10 +314,7 @@ WRONG = {
         (5, "int"),
     ],
     "generation_config.json": [
-        (
-            {"forced_bos_token_id": True},
-            r"forced_bos_token_id is True, and must be the id of a token",
-        )
+        ({"forced_bos_token_id": True}, r"bos_token_id is True, and must be the id of a token")
     ],
 }
 
