@@ -35,10 +35,8 @@ def resolved(config: ModelConfig) -> ModelConfig:
     position_pattern = "".join("p" if each else "n" for each in is_positioned)
     if config.positions == "rope" and not any(is_positioned):
         config = dataclasses.replace(config, position_pattern="p", **without_positions(config))
-    expert_pattern = "".join(
-        "e" if layer.feed_forward == "experts" else "d"
-        for layer in layer_configs(config, config.n_layers)
-    )
+    has_experts = [layer.feed_forward == "experts" for layer in layers]
+    expert_pattern = "".join("e" if each else "d" for each in has_experts)
     depth = max(config.n_layers, config.encoder_layers)
     stacks = zip(layer_configs(config, depth), layer_configs(of_source(config), depth), strict=True)
     window_pattern = "".join("w" if a.window or b.window else "f" for a, b in stacks)

@@ -416,14 +416,11 @@ class DenseLayers(KeyMapping):
             hf.number("num_hidden_layers", DEEPSEEK_LAYERS),
             hf.number("first_k_dense_replace", 3),
         )
-        if dense >= layers:
-            # No layer reads the others.
-            hf.keys_read |= {key for row in self.rows for key in row.write(ModelConfig())}
-            return {}
         experts: ConfigFields = {"feed_forward": "experts", "dense_layers": dense}
         for row in self.rows:
             experts |= row.read(hf)
-        return experts
+        # Where all layers are dense, none reads these.
+        return experts if dense < layers else {}
 
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)

@@ -38,7 +38,7 @@ OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 # The files of a save, and the folder in it where they are made.
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5}\.safetensors|\.safetensors(\.index\.json)?)")
 DRAFTS = ".model-drafts-"
-PIECE = 1 << 22  # numbers of a table that are read at a time
+PIECE = 1 << 22  # numbers of a tensor that are compared at a time
 
 TensorShapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 

@@ -13,7 +13,6 @@ from numpy.typing import DTypeLike
 
 from jaxformer.arrays.params import Spec, Specs
 from jaxformer.arrays.params import rows as spec_rows
-from jaxformer.interop.tensor_files import PIECE
 from jaxformer.models.stack import layer_order
 
 Arrays = Sequence[np.ndarray]
@@ -272,8 +271,8 @@ def leaf_reader(
     """A function (path, index, dtype) that reads the numbers of a leaf which one device holds.
 
     `names` maps tensors to their names in the files; `read` gives rows of a tensor by that name.
-    Besides these numbers, memory holds one tensor of a layer, or of an expert, or `PIECE` numbers
-    of a table.
+    Besides these numbers, memory holds one tensor of a layer, or of an expert, or as many rows of a
+    table.
     """
     # The tensor with an entry of a leaf, or with all experts of it; and the last one of a leaf.
     tensor_with: dict[tuple[str, tuple[int, ...]], Tensor] = {}
@@ -306,15 +305,13 @@ def leaf_reader(
             for row, entry in zip(rows_of_entries, itertools.product(*numbers), strict=True):
                 row[...] = read_entry(path, entry)[index[depth:]]
             return values
-        if tensor.transform is not SAME or len(spec.shape) != 2:
-            return read_entry(path, ())[index].astype(dtype)
-        # A table [rows, width], as of the embedding, is the largest leaf: it is read by rows.
         values = _empty(_lengths(index, spec.shape), dtype)
-        begin, step = index[0].start or 0, max(1, PIECE // spec.shape[1])
-        for at in range(0, len(values), step):
-            piece = values[at : at + step]
-            rows = slice(begin + at, begin + at + len(piece))
-            piece[...] = read(names[tensor.name], rows)[:, index[1]]
+        if tensor.transform is SAME and len(spec.shape) == 2:
+            # A table [rows, width], as of the embedding, is the largest leaf: of its tensor only
+            # the rows that are asked for are read.
+            values[...] = read(names[tensor.name], index[0])[:, index[1]]
+        else:
+            values[...] = read_entry(path, ())[index]
         return values
 
     return read_leaf

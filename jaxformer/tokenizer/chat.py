@@ -76,14 +76,12 @@ def checked_messages(value: Any) -> list[Message]:
         raise ConfigError(f"the conversation has no messages: give {SHAPE}")
     messages = []
     for number, message in enumerate(value, 1):
-        if not isinstance(message, Mapping):
-            raise ConfigError(f"message {number} is {_shown(message)}: give {SHAPE}")
-        entries = {str(key): entry for key, entry in message.items() if entry is not None}
-        if not isinstance(entries.get("role"), str):
-            keys = ", ".join(map(repr, message)) or "none"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ConfigError(
-                f'message {number} has no "role" that is a string (its keys are {keys}): {SHAPE}'
+                f'message {number} has no "role" that is a string, but is {_shown(message)}: give'
+                f" {SHAPE}"
             )
+        entries = {str(key): entry for key, entry in message.items() if entry is not None}
         content = entries.get("content", "" if entries.get("tool_calls") else None)
         if isinstance(content, list):
             parts = [part.get("text") for part in content if isinstance(part, Mapping)]

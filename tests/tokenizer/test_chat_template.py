@@ -240,7 +240,7 @@ SAID = {"role": "assistant", "content": "b"}
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "no list": (CHATML, "hello", r"str \('hello'\) is no conversation: give a list of messages"),
     "none": (CHATML, [], r"has no messages"),
-    "no object": (CHATML, [USER, "b"], r"message 2 is str \('b'\)"),
+    "no object": (CHATML, [USER, "b"], r"message 2 has no .role.* but is str \('b'\)"),
     "no role": (CHATML, [{"from": "user", "content": "a"}], r"message 1 has no .role.*'from'"),
     "no content": (CHATML, [USER, {"role": "assistant"}], r"message 2 has the content NoneType"),
     "parts": (
