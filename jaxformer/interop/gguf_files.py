@@ -150,9 +150,44 @@ class GgufFiles(TensorFiles):
     """
 
     def __init__(self, path: Path) -> None:
+        try:
+            # A package of its own extra.
+            from gguf import GGUFReader, GGUFValueType
+        except ImportError:
+            raise ConfigError(
+                f"{path} needs the package gguf, which is not installed: pip install"
+                " 'jaxformer[gguf]'."
+            ) from None
+
+        class BoundedReader(GGUFReader):
+            """One that reads nothing beyond the end of the file, and makes no array that is longer
+            than what is left of it."""
+
+            def _get(
+                self, offset: int, dtype: Any, count: int = 1, *order: Any, **keys: Any
+            ) -> Any:
+                if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                    raise ValueError(f"at byte {offset} it states more than it holds")
+                return super()._get(offset, dtype, count, *order, **keys)
+
+            def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+                if raw_type == GGUFValueType.ARRAY:
+                    kind = int(self._get(orig_offs, np.uint32)[0])
+                    length = int(self._get(orig_offs + 4, np.uint64)[0])
+                    if kind == GGUFValueType.ARRAY or length > LONGEST_ARRAY:
+                        raise ValueError(
+                            f"at byte {orig_offs} is an array of {length} entries of type {kind}"
+                        )
+                return super()._get_field_parts(orig_offs, raw_type)
+
         self.directory, self.listing = path, path.name
         try:
-            self._read_names(_bounded_reader(path), path)
+            reader = BoundedReader(path)
+            if reader.byte_order != "I":
+                raise ConfigError(
+                    f"{path} has the bytes of its numbers in the order of other machines."
+                )
+            self._read_names(reader, path)
         except ConfigError:
             raise
         except OSError as error:
@@ -312,37 +347,3 @@ class GgufFiles(TensorFiles):
                 f" are {', '.join(GGUF_SCALINGS)} and that of Llama 3."
             )
         return scaling
-
-
-def _bounded_reader(path: Path) -> "GGUFReader":
-    try:
-        # A package of its own extra.
-        from gguf import GGUFReader, GGUFValueType
-    except ImportError:
-        raise ConfigError(
-            f"{path} needs the package gguf, which is not installed: pip install 'jaxformer[gguf]'."
-        ) from None
-
-    class BoundedReader(GGUFReader):
-        """One that reads nothing beyond the end of the file, and makes no array that is longer than
-        what is left of it."""
-
-        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **keys: Any) -> Any:
-            if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
-                raise ValueError(f"at byte {offset} it states more than it holds")
-            return super()._get(offset, dtype, count, *order, **keys)
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type == GGUFValueType.ARRAY:
-                kind = int(self._get(orig_offs, np.uint32)[0])
-                length = int(self._get(orig_offs + 4, np.uint64)[0])
-                if kind == GGUFValueType.ARRAY or length > LONGEST_ARRAY:
-                    raise ValueError(
-                        f"at byte {orig_offs} is an array of {length} entries of type {kind}"
-                    )
-            return super()._get_field_parts(orig_offs, raw_type)
-
-    reader = BoundedReader(path)
-    if reader.byte_order != "I":
-        raise ConfigError(f"{path} has the bytes of its numbers in the order of other machines.")
-    return reader

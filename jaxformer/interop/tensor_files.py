@@ -66,9 +66,31 @@ class TensorFiles:
         self.directory = directory
         self.entries: dict[str, Entry] = {}
         index = directory / INDEX
-        is_sharded = not only and not (directory / SINGLE).is_file() and index.is_file()
+        self.listing = only or SINGLE
+        is_there = (directory / self.listing).is_file()
+        is_sharded = not only and not is_there and index.is_file()
         shard_of = _read_index(index) if is_sharded else {}
-        self.listing = INDEX if is_sharded else _single_file(directory, only)
+        if is_sharded:
+            self.listing = INDEX
+        elif not is_there:
+            files = sorted(path.name for path in directory.glob("*"))
+            candidates = [file for file in files if file.endswith(".safetensors") and not only]
+            others = [file for file in files if file.endswith(OTHER_WEIGHTS)]
+            if len(candidates) > 1:
+                raise ConfigError(
+                    f"{directory} has several files of weights ({', '.join(candidates)}) and no"
+                    f" {INDEX}: add the index."
+                )
+            if not candidates and others:
+                raise ConfigError(
+                    f"{directory} has weights only in {', '.join(others)}, and only safetensors are"
+                    " read: a pickle runs code that lies in it. Convert them once, in an"
+                    " environment you trust: from_pretrained of transformers, then save_pretrained."
+                )
+            if not candidates:
+                missing = f"no {only}" if only else f"neither {SINGLE}, nor {INDEX}"
+                raise ConfigError(f"{directory} has no weights: {missing}.")
+            (self.listing,) = candidates
         places = set()
         for shard in sorted({*shard_of.values()} or {self.listing}):
             with _opened(directory / shard) as file:
@@ -148,29 +170,6 @@ def names_in_index(directory: Path) -> list[str] | None:
     """The names of the tensors by the index of a model directory, None where it has none."""
     index = directory / INDEX
     return [*_read_index(index)] if index.is_file() else None
-
-
-def _single_file(directory: Path, only: str) -> str:
-    """The file of weights in a directory without an index."""
-    if (directory / (only or SINGLE)).is_file():
-        return only or SINGLE
-    candidates = [] if only else sorted(path.name for path in directory.glob("*.safetensors"))
-    if len(candidates) == 1:
-        return candidates[0]
-    if candidates:
-        raise ConfigError(
-            f"{directory} has several files of weights ({', '.join(candidates)}) and no {INDEX}:"
-            " add the index."
-        )
-    others = sorted(path.name for path in directory.glob("*") if path.suffix in OTHER_WEIGHTS)
-    if others:
-        raise ConfigError(
-            f"{directory} has weights only in {', '.join(others)}, and only safetensors are read: a"
-            " pickle runs code that lies in it. Convert them once, in an environment you trust:"
-            " from_pretrained of transformers, then save_pretrained."
-        )
-    missing = f"no {only}" if only else f"neither {SINGLE}, nor {INDEX}"
-    raise ConfigError(f"{directory} has no weights: {missing}.")
 
 
 def _read_index(path: Path) -> dict[str, str]:

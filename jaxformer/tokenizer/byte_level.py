@@ -74,12 +74,8 @@ def byte_level_bpe(
             " name."
         )
     named_merges = [(names[first], names[second]) for first, second in merges]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == "gpt2")
-    words: pre_tokenizers.PreTokenizer = byte_level
-    if pattern != "gpt2":
-        split = pre_tokenizers.Split(Regex(WORD_PATTERNS[pattern].words), "isolated")
-        words = pre_tokenizers.Sequence([split, byte_level])
-    backend = _backend(strings, named_merges, words)
+    words = split_into_words(WORD_PATTERNS[pattern].words)
+    backend = byte_level_backend(strings, named_merges, words)
     backend.add_special_tokens([*special_tokens])
     return backend
 
@@ -128,7 +124,8 @@ def from_files(file: Path) -> tokenizers.Tokenizer:
                 " restore the file."
             )
         merges.append((tokens[0], tokens[1]))
-    backend = _backend(vocab, merges, pre_tokenizers.ByteLevel(add_prefix_space=space))
+    words = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    backend = byte_level_backend(vocab, merges, words)
     added = read_optional(file.with_name(ADDED_FILE))
     # Ids are sorted as text, since malformed ones are detected only below.
     for content, index in sorted(added.items(), key=lambda item: str(item[1]).zfill(20)):
@@ -147,10 +144,29 @@ def from_files(file: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _backend(
-    vocab: dict[str, int], merges: list[tuple[str, str]], words: pre_tokenizers.PreTokenizer
+def split_into_words(pattern: str, single_digits: bool = False) -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer of the words of a regular expression, in bytes; with `single_digits` each
+    digit is a word."""
+    is_gpt2 = pattern == WORD_PATTERNS["gpt2"].words
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if not is_gpt2:
+        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_gpt2))
+    return pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+
+
+def byte_level_backend(
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+    words: pre_tokenizers.PreTokenizer,
+    ignore_merges: bool = False,
 ) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    """A tokenizer of these tables; with `ignore_merges` a word that is a token is one, whatever its
+    merges."""
+    model = models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)
+    backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = words
     backend.decoder = decoders.ByteLevel()
     return backend

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxformer.files import ConfigError
+from jaxformer.tokenizer.byte_level import byte_level_backend, split_into_words
 from jaxformer.tokenizer.metadata import TokenizerMetadata
 from jaxformer.tokenizer.pieces import BYTES, without_panic
 from jaxformer.tokenizer.tokenizer import Tokenizer
@@ -139,19 +140,8 @@ def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenize
             f" {', '.join(PATTERN_OF_PRE)}. Where the same model is a Hugging Face directory, read"
             " that."
         )
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=name in WHOLE_WORDS)
-    )
-    is_gpt2 = PATTERN_OF_PRE[name] == GPT2_WORDS
-    steps: list[pre_tokenizers.PreTokenizer] = []
-    if name in SINGLE_DIGITS:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if not is_gpt2:
-        steps.append(pre_tokenizers.Split(Regex(PATTERN_OF_PRE[name]), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_gpt2))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
-    backend.decoder = decoders.ByteLevel()
-    return backend
+    words = split_into_words(PATTERN_OF_PRE[name], single_digits=name in SINGLE_DIGITS)
+    return byte_level_backend(vocab, merges, words, ignore_merges=name in WHOLE_WORDS)
 
 
 def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer:
