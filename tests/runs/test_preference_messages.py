@@ -144,7 +144,7 @@ NO_PAIR = r"chosen and rejected are no pair: give three strings; or messages"
         ({"chosen": CHOSEN, "rejected": REJECTED}, NO_PAIR),
         (EXPLICIT | {"chosen": []}, r"the conversation has no messages"),
         (WHOLE | {"prompt": []}, r"the conversation has no messages"),
-        (EXPLICIT | {"chosen": ["yes"]}, r"message 1 is str \('yes'\)"),
+        (EXPLICIT | {"chosen": ["yes"]}, r"message 1 has no .role.* but is str \('yes'\)"),
         (EXPLICIT | {"prompt": 3}, r"'prompt' is int: it has to be a string or a list"),
     ],
 )
