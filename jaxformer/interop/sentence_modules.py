@@ -24,75 +24,62 @@ ADVICE = "compute the vectors with sentence-transformers, or remove modules.json
 
 def stated_pooling(directory: Path) -> Pooling:
     """The `model.pooling` that the modules of a directory ask for, "auto" where it has none. Raises
-    ConfigError for a module, a pooling or a prompt that jaxformer does not follow."""
+    ConfigError for a module, a pooling, a prompt, or a change of the texts or of the vectors that
+    jaxformer does not follow."""
     path = directory / LISTING
     if not path.is_file():
         return "auto"
+
+    def unfollowed(path: Path, stated: str, remedy: str) -> ConfigError:
+        return ConfigError(f"{path} {stated}, which is not followed: {remedy}.")
+
     modules = parse_object(f'{{"modules": {read_text(path)}}}', str(path), ADVICE)["modules"]
-    pooling: Pooling = "auto"
+    pooling: Pooling | None = None
     pools_prompt = True
     for module in modules if isinstance(modules, list) else [modules]:
-        stated = module if isinstance(module, dict) else {}
-        kind = str(stated.get("type")).rpartition(".")[2]
+        keys = module if isinstance(module, dict) else {}
+        kind = str(keys.get("type")).rpartition(".")[2]
         if kind == "Pooling":
-            place = directory / str(stated.get("path")) / "config.json"
+            place = directory / str(keys.get("path")) / "config.json"
             keys = read_object(place, ADVICE)
-            pooling = _pooling_of(keys, place)
+            mode = keys.get("pooling_mode")
+            if mode is None:
+                mode = [name for name, (key, _) in POOLING_KEYS.items() if keys.get(key)]
+            names = mode if isinstance(mode, list) else [mode]
+            _, pooling = POOLING_KEYS.get(" with ".join(map(str, names or ["mean"])), ("", None))
+            if pooling is None:
+                asked = f"asks for the pooling {' with '.join(map(str, names))}"
+                raise unfollowed(place, asked, f"cls, mean and lasttoken are; {ADVICE}")
             pools_prompt = keys.get("include_prompt") is not False
         elif kind not in ("Transformer", "Normalize"):
-            raise ConfigError(
-                f"{path} has the module {str(stated.get('type'))!r}, which is not followed;"
-                f" Transformer, Pooling and Normalize are: {ADVICE}."
-            )
-    if pooling == "auto":
-        raise ConfigError(f"{path} has no module Pooling: {ADVICE}.")
-    _require_plain_texts(directory, pools_prompt)
-    return pooling
-
-
-def _pooling_of(keys: dict[str, Any], path: Path) -> Pooling:
-    stated = keys.get("pooling_mode")
-    if stated is None:
-        stated = [name for name, (key, _) in POOLING_KEYS.items() if keys.get(key)] or ["mean"]
-    names = stated if isinstance(stated, list) else [stated]
-    pooling = POOLING_KEYS.get(str(names[0]), ("", None))[1] if len(names) == 1 else None
+            stated = f"has the module {str(keys.get('type'))!r}"
+            remedy = f"Transformer, Pooling and Normalize are; {ADVICE}"
+            raise unfollowed(path, stated, remedy)
     if pooling is None:
-        raise ConfigError(
-            f"{path} asks for the pooling {' with '.join(map(str, names))}, which is not followed;"
-            f" cls, mean and lasttoken are: {ADVICE}."
-        )
-    return pooling
+        raise ConfigError(f"{path} has no module Pooling: {ADVICE}.")
 
-
-def _require_plain_texts(directory: Path, pools_prompt: bool) -> None:
-    """ConfigError where texts are changed before they are tokenized, or vectors at the end."""
     for path in sorted(directory.glob(TEXT_SETTINGS)):
-        stated = read_object(path, ADVICE)
         for key in ("do_lower_case", "processing_kwargs"):
-            if stated.get(key):
-                raise ConfigError(
-                    f"{path} has {key}, which is not followed: give the texts as it leaves them"
-                    " (do_lower_case: in lower case), and remove it."
-                )
+            if read_object(path, ADVICE).get(key):
+                remedy = "give the texts as it leaves them (do_lower_case: in lower case), and"
+                raise unfollowed(path, f"has {key}", f"{remedy} remove it")
     path = directory / "config_sentence_transformers.json"
     settings: dict[str, Any] = read_object(path, ADVICE) if path.is_file() else {}
-    if settings.get("truncate_dim") is not None:
-        raise ConfigError(
-            f"{path} has truncate_dim={settings['truncate_dim']}, which is not followed: take so"
-            " many numbers of each vector, and set it to null."
-        )
-    name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
-    stated_prompts = prompts if isinstance(prompts, dict) else {}
-    if not pools_prompt and any(stated_prompts.values()):
-        raise ConfigError(
-            f"{path} has prompts that are no part of the vectors (include_prompt), which is not"
-            f" followed: {ADVICE}."
-        )
-    if name is not None and stated_prompts.get(name):
-        raise ConfigError(
-            f"{path} puts the prompt {str(stated_prompts[name])!r} before each text, which is not"
-            " followed: write it before the texts, and set default_prompt_name to null."
-        )
+    width = settings.get("truncate_dim")
+    if width is not None:
+        remedy = "take so many numbers of each vector, and set it to null"
+        raise unfollowed(path, f"has truncate_dim={width}", remedy)
+    prompts = settings.get("prompts")
+    prompts = prompts if isinstance(prompts, dict) else {}
+    if not pools_prompt and any(prompts.values()):
+        stated = "has prompts that are no part of the vectors (include_prompt)"
+        raise unfollowed(path, stated, ADVICE)
+    name = settings.get("default_prompt_name")
+    if name is not None and prompts.get(name):
+        stated = f"puts the prompt {str(prompts[name])!r} before each text"
+        remedy = "write it before the texts, and set default_prompt_name to null"
+        raise unfollowed(path, stated, remedy)
+    return pooling
 
 
 def stated_length(directory: Path) -> int | None:
