@@ -2,6 +2,7 @@
 standard ones."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -26,20 +27,24 @@ def bias_named(parts: frozenset[str]) -> str:
     return (exact or but_for_norms)[0]
 
 
+def letters(flags: Iterable[object], yes: str, no: str) -> str:
+    """A pattern of layers: `yes` for each that the flag is true of, and `no` for each other one."""
+    return "".join(yes if flag else no for flag in flags)
+
+
 def resolved(config: ModelConfig) -> ModelConfig:
     """The config with every default that depends on another field written out, and with defaults in
     the fields that do not change its logits: configs of the same function are then equal."""
     layers = layer_configs(config, config.n_layers)
     # Patterns have one letter for each layer, that of windows for each of the deeper stack.
     is_positioned = [layer.positions == config.positions for layer in layers]
-    position_pattern = "".join("p" if each else "n" for each in is_positioned)
+    position_pattern = letters(is_positioned, "p", "n")
     if config.positions == "rope" and not any(is_positioned):
         config = dataclasses.replace(config, position_pattern="p", **without_positions(config))
-    has_experts = [layer.feed_forward == "experts" for layer in layers]
-    expert_pattern = "".join("e" if each else "d" for each in has_experts)
+    expert_pattern = letters([layer.feed_forward == "experts" for layer in layers], "e", "d")
     depth = max(config.n_layers, config.encoder_layers)
     stacks = zip(layer_configs(config, depth), layer_configs(of_source(config), depth), strict=True)
-    window_pattern = "".join("w" if a.window or b.window else "f" for a, b in stacks)
+    window_pattern = letters([a.window or b.window for a, b in stacks], "w", "f")
 
     biased = config.biased if "bias" in norm_specs(config) else config.biased - {"norm"}
     scale = config.score_scale or config.head_width**-0.5

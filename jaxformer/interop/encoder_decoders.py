@@ -195,10 +195,7 @@ class PositionsAfterPadding(KeyMapping):
     """The first token has the position pad_token_id + 1."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        padding = hf.number("pad_token_id", 1)
-        if not isinstance(padding, int) or padding < 0:
-            raise hf.unsupported("pad_token_id", padding, ["an id from 0"])
-        return {"position_offset": padding + 1}
+        return {"position_offset": hf.whole("pad_token_id", 1, least=0) + 1}
 
     def write(self, config: ModelConfig) -> Keys:
         return {"pad_token_id": config.position_offset - 1}

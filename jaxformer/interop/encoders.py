@@ -220,9 +220,9 @@ class OffsetPositions(KeyMapping):
     """The first token has position pad_token_id + 1 of a table of max_position_embeddings rows."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        padding = hf.number("pad_token_id", 1)
+        padding = hf.whole("pad_token_id", 1, least=0)
         table_rows = hf.number("max_position_embeddings", 512)
-        if not isinstance(padding, int) or not 0 <= padding < table_rows - 1:
+        if padding >= table_rows - 1:
             allowed = ["an id below max_position_embeddings - 1"]
             raise hf.unsupported("pad_token_id", padding, allowed)
         return {"position_offset": padding + 1, "max_length": table_rows - padding - 1}
@@ -341,8 +341,8 @@ class LayerGroups(Key):
     """The number of groups, which has to divide that of the layers."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        groups, layers = hf.number(self.hf, self.default), hf.number("num_hidden_layers", 12)
-        if groups < 1 or layers % groups:
+        groups, layers = hf.whole(self.hf, self.default), hf.number("num_hidden_layers", 12)
+        if layers % groups:
             raise hf.unsupported(self.hf, groups, [f"a divisor of num_hidden_layers={layers:g}"])
         return super().read(hf)
 
@@ -553,9 +553,7 @@ class LocalWindows(Windows):
         return int(hf.number("local_attention", 128)) // 2 + 1
 
     def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
-        every = hf.number("global_attn_every_n_layers", 3)
-        if not isinstance(every, int) or every < 1:
-            raise hf.unsupported("global_attn_every_n_layers", every, ["a number above 0"])
+        every = hf.whole("global_attn_every_n_layers", 3)
         return [i % every == 0 for i in range(layers)]
 
     def write(self, config: ModelConfig) -> Keys:

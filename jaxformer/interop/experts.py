@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxformer.config.model import ModelConfig
+from jaxformer.interop.config_equivalence import letters
 from jaxformer.interop.family import INV_FREQ, decoder_like
 from jaxformer.interop.fields import (
     AliasKey,
@@ -102,16 +103,14 @@ class SparseLayers(KeyMapping):
     mlp_only_layers."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        layers, step = hf.number("num_hidden_layers", 24), hf.number("decoder_sparse_step", 1)
+        layers, step = hf.number("num_hidden_layers", 24), hf.whole("decoder_sparse_step", 1)
         dense = hf.get("mlp_only_layers") or []
-        if not isinstance(step, int) or step < 1:
-            raise hf.unsupported("decoder_sparse_step", step, ["a whole number from 1"])
         if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
             raise hf.unsupported("mlp_only_layers", dense, ["a list of numbers of layers"])
         has_experts = [(i + 1) % step == 0 and i not in dense for i in range(int(layers))]
         if not any(has_experts) or hf.get("num_experts") == 0:
             return {"feed_forward": "ffn", "n_experts": 0}
-        return {"expert_pattern": "".join("e" if has else "d" for has in has_experts)}
+        return {"expert_pattern": letters(has_experts, "e", "d")}
 
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)
@@ -435,9 +434,7 @@ class SharedExperts(KeyMapping):
     """The width of the shared expert, as a number of experts."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        number = hf.number("n_shared_experts", 1)
-        if number < 1:
-            raise hf.unsupported("n_shared_experts", number, ["1 or more"])
+        number = hf.whole("n_shared_experts", 1)
         return {"shared_ff": number * hf.number("moe_intermediate_size", 2048)}
 
     def write(self, config: ModelConfig) -> Keys:

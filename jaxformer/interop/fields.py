@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.config_equivalence import bias_named
+from jaxformer.interop.config_equivalence import bias_named, letters
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.pattern import layer_configs
 
@@ -351,8 +351,7 @@ class Windows(KeyMapping):
         if not window or all(is_full):
             # Of no layer then.
             return {"rope_window_theta": 0.0}
-        pattern = "".join("f" if full else "w" for full in is_full)
-        return {"window": window, "window_pattern": pattern}
+        return {"window": window, "window_pattern": letters(is_full, "f", "w")}
 
     def window(self, hf: HFConfig) -> int:
         """The width of the window; 0 where no layer has one."""
@@ -390,13 +389,11 @@ class RotatedLayers(Windows):
             raise hf.unsupported("use_sliding_window", False, [True])
         layers = hf.number("num_hidden_layers", self.default_layers)
         rotated = self.usual_full_layers(hf, int(layers))
-        return windows | {"position_pattern": "".join("p" if is_p else "n" for is_p in rotated)}
+        return windows | {"position_pattern": letters(rotated, "p", "n")}
 
     def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
-        every, flags = hf.number("no_rope_layer_interval", 4), hf.get("no_rope_layers")
+        every, flags = hf.whole("no_rope_layer_interval", 4), hf.get("no_rope_layers")
         if flags is None:
-            if not isinstance(every, int) or every < 1:
-                raise hf.unsupported("no_rope_layer_interval", every, ["a whole number from 1"])
             return [(i + 1) % every != 0 for i in range(layers)]
         is_list = isinstance(flags, list) and len(flags) >= layers
         if not is_list or not all(flag in (0, 1) for flag in flags):

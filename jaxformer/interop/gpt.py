@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxformer.config.model import ModelConfig
+from jaxformer.interop.config_equivalence import letters
 from jaxformer.interop.family import INV_FREQ, decoder_like
 from jaxformer.interop.fields import (
     MOST_LAYERS,
@@ -254,7 +255,8 @@ class LocalLayers(KeyMapping):
         window = hf.number("window_size", 256)
         if window < 1 or LOCAL not in kinds:
             return {}
-        return {"window": window, "window_pattern": "".join("fw"[kind == LOCAL] for kind in kinds)}
+        pattern = letters([kind == LOCAL for kind in kinds], "w", "f")
+        return {"window": window, "window_pattern": pattern}
 
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)

@@ -71,6 +71,13 @@ class HFConfig:
             raise self.unsupported(key, value, ["a number above 0"])
         return value
 
+    def whole(self, key: str, default: int, least: int = 1) -> int:
+        """As `number`, of a whole one from `least`."""
+        value = self.number(key, default)
+        if not isinstance(value, int) or value < least:
+            raise self.unsupported(key, value, [f"a whole number from {least}"])
+        return value
+
     def checked_number(self, key: str, value: Any) -> int | float:
         """`value`, read from a key or from an entry of it. ConfigError where it is no number."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < inf:

@@ -197,7 +197,7 @@ REFUSED = [
     ("deepseek_v3", dict(scoring_func="softmax"), 'scoring_func="softmax" is not supported'),
     ("deepseek_v3", dict(topk_method="group_limited_greedy"), "topk_method="),
     ("deepseek_v3", dict(moe_layer_freq=2), "moe_layer_freq=2 is not supported"),
-    ("deepseek_v3", dict(n_shared_experts=0), 'n_shared_experts=0 is not supported .* "1 or more'),
+    ("deepseek_v3", dict(n_shared_experts=0), 'n_shared_experts=0 .* "a whole number from 1"'),
     ("deepseek_v3", dict(head_dim=56), "head_dim=56 is not supported"),
     ("deepseek_v3", dict(rope_scaling=dict(type="linear", factor=2.0, mscale=1.0)), "mscale=1.0"),
 ]
