@@ -39,7 +39,13 @@ from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import context_of, hidden
 from jaxformer.runs.loading import Loaded
 from jaxformer.runs.stated import writing_rules
-from jaxformer.tokenizer.chat import PROBE, ChatTemplate, template_fingerprint, template_of
+from jaxformer.tokenizer.chat import (
+    PROBE,
+    ChatTemplate,
+    special_names,
+    template_fingerprint,
+    template_of,
+)
 
 LOG = logging.getLogger(__name__)
 AUTO_BATCH = 16
@@ -117,8 +123,10 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text that has none."""
-        begin = self.tokenizer.special("bos")
+        """The context of a text that has none: BOS, or the end token where the settings of the
+        tokenizer name no BOS, whatever config.json says."""
+        is_named = "bos_token" in special_names(self.tokenizer)
+        begin = self.tokenizer.special("bos") if is_named else None
         return self.eot_token_id if begin is None else begin
 
     @property

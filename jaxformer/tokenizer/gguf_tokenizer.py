@@ -29,13 +29,15 @@ TEKKEN_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER_CLASS}*{LOWER_CLASS}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER_CLASS}+{LOWER_CLASS}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-WITH_BEGIN = ("llama3", "llama-v3", "llama-bpe")  # begin a text unless the file says otherwise
-WHOLE_WORDS = (*WITH_BEGIN, "tekken")  # a word that is a token is one, whatever its merges
+LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
+# A word that is a token is one, whatever its merges; and BOS begins a text unless the file says
+# otherwise, as in llama.cpp.
+WHOLE_WORDS = (*LLAMA3, "tekken")
 SINGLE_DIGITS = ("smollm", "starcoder")  # each digit is a word
 # The pattern of words by `pre`.
 PATTERN_OF_PRE = {
     **dict.fromkeys(("gpt-2", *SINGLE_DIGITS), GPT2_WORDS),
-    **dict.fromkeys(WITH_BEGIN, LLAMA3_WORDS),
+    **dict.fromkeys(LLAMA3, LLAMA3_WORDS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2_WORDS),
     "tekken": TEKKEN_WORDS,
 }
@@ -78,7 +80,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
             if token is not None:
                 named_ids[role] = token
                 settings[f"{role}_token"] = tokens[token]
-        begins = kind == "llama" or values.get("pre") in WITH_BEGIN
+        begins = kind == "llama" or values.get("pre") in WHOLE_WORDS
         for role, default in {"bos": begins, "eos": False}.items():
             adds = bool(values.get(f"add_{role}_token", default))
             settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
@@ -133,7 +135,7 @@ def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenize
     merges = [tuple(merge.split(" ")) for merge in values.get("merges", ())]
     if not merges:
         raise ConfigError(f"{origin} lacks tokenizer.ggml.merges.")
-    name = values.get("pre", "gpt-2")
+    name = values.get("pre")
     if name not in PATTERN_OF_PRE:
         raise ConfigError(
             f"{origin} has tokenizer.ggml.pre={name!r}; those that are read from GGUF are"

@@ -233,13 +233,16 @@ def test_a_word_that_is_a_token_is_one_where_llama_cpp_ignores_its_merges(pre):
             "tokenizer.ggml.tokens": tokens,
             "tokenizer.ggml.merges": ["a b"],
             "tokenizer.ggml.eos_token_id": 0,
+            "tokenizer.ggml.bos_token_id": 1,
         },
         "a file",
     )
+    ignores = pre in ("llama-bpe", "llama3", "tekken")
+    assert tokenizer.prefix == [1] * ignores  # its add_bos, where the file does not say it
     found = [tokenizer.shown(token) for token in tokenizer.encode("abc ab abca")]
     whole = [*("abc", " ab"), *(" ", "ab", "c", "a")]
     merged = [*("ab", "c"), *(" ", "ab"), *(" ", "ab", "c", "a")]
-    assert found == (whole if pre in ("llama-bpe", "llama3", "tekken") else merged)
+    assert found == (whole if ignores else merged)
 
 
 def header(*values: tuple[str, bytes]) -> bytes:
@@ -278,6 +281,7 @@ def test_a_file_that_states_more_than_it_holds_is_refused_at_once(content, tmp_p
         ({"eot_token_id": 256}, r"eot_token_id=256, which is none of its 256 tokens"),
         ({"bos_token_id": "a"}, r"bos_token_id=a, which is none of its 256 tokens"),
         ({"token_type": [1]}, "its tokenizer cannot be read"),
+        ({"pre": None}, r"tokenizer\.ggml\.pre=None; those that are read"),
         ({"merges": [3]}, "its tokenizer cannot be read"),
     ],
 )

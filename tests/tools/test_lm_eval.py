@@ -3,6 +3,7 @@ spot."""
 
 import json
 import random
+import shutil
 import sys
 
 import jax
@@ -221,6 +222,15 @@ def test_texts_become_the_tokens_of_the_harness_s_own_model(directory, bos):
     for string in [*strings, "a <|endoftext|> b </s>"]:
         for added in (None, True, False):
             assert ours.tok_encode(string, added) == hf.tok_encode(string, added), (string, added)
+
+
+def test_a_text_without_a_context_follows_the_end_token_where_no_bos_is_named(directory, tmp_path):
+    shutil.copytree(directory, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"bos_token": None}
+    path.write_text(json.dumps(settings))
+    ours, hf = JaxformerLM(tmp_path / "model"), reference_model(tmp_path / "model")
+    assert ours.prefix_token_id == hf.prefix_token_id == hf.eot_token_id
 
 
 def written(lm, contexts, **settings):
