@@ -112,9 +112,10 @@ class DataConfig(Section):
     packing: Packing = "stream"
     """How documents fill rows: stream cuts rows from one token stream; documents does so too, but
     separates documents by segment ids; best_fit cuts no document that fits into a row."""
-    order: Literal["epochs", "random"] = "epochs"
+    order: Literal["epochs", "text", "random"] = "epochs"
     """Order of training rows: epochs reads every row once before any again, each time in a new
-    order; random draws windows that begin anywhere in the text, independently of each other."""
+    order; text reads them as the text has them, and trains while it is tokenized; random draws
+    windows that begin anywhere in the text, independently of each other."""
     objective: ObjectiveName = "auto"
     """Training objective; auto selects the first that model.family and model.head can learn."""
     source_length: Natural = 0

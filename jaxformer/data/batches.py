@@ -67,15 +67,15 @@ class Batches:
     """`batches[step]` is this process's part of the global batch of that step: its rows in the
     order of the batch, which is the same for any number of processes.
 
-    Rows are shuffled anew each epoch, without end, or are windows drawn at random (data.order), and
-    what is random in them is drawn anew.
+    Rows are shuffled anew each epoch, without end, come in the order of the text, or are windows
+    drawn at random (data.order), and what is random in them is drawn anew.
     """
 
     def __init__(
         self, rows: Rows, data: DataConfig, batch_size: int, seed: int, blocks: RowBlocks = ALL
     ) -> None:
         for name, source_rows in rows.sources(data.train):
-            if source_rows.tokens < source_rows.window:
+            if not source_rows.has_tokens(source_rows.window):
                 longest = data.sequence_length - source_rows.window + source_rows.tokens
                 raise ConfigError(
                     f"data.train={name} has {source_rows.tokens:,} tokens, and a row of"
@@ -83,8 +83,7 @@ class Batches:
                     f" give more text, or set data.sequence_length to at most {longest:,}."
                 )
         self._here = blocks.rows(batch_size)
-        self.examples = len(rows)
-        self.steps_per_epoch = -(-self.examples // batch_size)
+        self._rows = rows
         self._batch_size = batch_size
         # Two numbers that differ between neighboring seeds: grain numbers epochs by seed + 1,
         # seed + 2 and so on.
@@ -92,6 +91,14 @@ class Batches:
         self._order = rows.order(order, batch_size)
         self._made = self._order.random_map(rows.row, seed=chance)
         self._dataset = numbers_below(sys.maxsize // batch_size).map(self._batch)
+
+    @property
+    def examples(self) -> int:
+        return len(self._rows)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.examples // self._batch_size)
 
     def __getitem__(self, step: int) -> NumpyBatch:
         return self._dataset[step]

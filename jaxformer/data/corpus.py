@@ -19,7 +19,14 @@ from jaxformer.data.records import Fields
 from jaxformer.data.rows import Rows
 from jaxformer.data.source import Source, find_source
 from jaxformer.data.splits import SideName, Sides, Split, file_groups, scan
-from jaxformer.data.store import ProgressNotes, TokenStore, claimed, open_or_build, remove_folder
+from jaxformer.data.store import (
+    GrowingStore,
+    ProgressNotes,
+    TokenStore,
+    claimed,
+    open_or_build,
+    remove_folder,
+)
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows, Template
 from jaxformer.files import ConfigError, located
@@ -99,7 +106,7 @@ def prepare(
     the tokenizer has to fit in; 0 takes any. ConfigError for data that cannot be used.
     """
     tokenizer, template, sides, texts, examples = tokenize(
-        data, settings, task, vocab_size=vocab_size, log=log
+        data, settings, task, vocab_size=vocab_size, log=log, wait=data.order != "text"
     )
     labels = model_labels.names
     if template and (model_labels.may_grow or not labels):
@@ -117,9 +124,12 @@ def prepare(
             for split, text in zip(splits, texts[side], strict=True):
                 text.fetch()
                 part = split.of(text)
+                tokens = "tokens in the making"
+                if not isinstance(part, GrowingStore):
+                    tokens = f"{part.tokens:,} tokens"
                 about = "about " if part.is_cut else ""
                 log(
-                    f"{split.name}: {part.tokens:,} tokens, {part.documents:,} documents,"
+                    f"{split.name}: {tokens}, {part.documents:,} documents,"
                     f" {about}{megabytes(part.bytes)} of text of {split.source.spec}"
                     f" ({split.rule()})"
                 )
@@ -142,9 +152,11 @@ def tokenize(
     *,
     vocab_size: int = 0,
     log: Log = lambda line: None,
+    wait: bool = True,
 ) -> Tokenized:
     """Makes or finds the tokenizer and the stores of a run. A text that is on both sides is
-    tokenized once. ConfigError for data that cannot be used; `vocab_size` is as in `prepare`."""
+    tokenized once. ConfigError for data that cannot be used; `vocab_size` is as in `prepare`.
+    Without `wait` a whole text for training may be in the making when this returns."""
     cache = located(os.path.expanduser(data.cache_dir))
     sides = find_sides(data, settings, task, cache / "scans", log)
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache / "tokenizers", log)
@@ -169,8 +181,9 @@ def tokenize(
                 continue
             if split.source not in stores:
                 beginning = task.beginning(data.bos, tokenizer)
+                grows = not wait and (side, split.side) == ("train", "all")
                 stores[split.source] = text_store(
-                    split, cache / "stores", tokenizer, beginning, log
+                    split, cache / "stores", tokenizer, beginning, log, grows
                 )
             texts[side].append(stores[split.source])
     return Tokenized(tokenizer, template, sides, texts, examples)
@@ -303,10 +316,16 @@ def spread(split: Split, limit: int) -> Iterator[str]:
 
 
 def text_store(
-    text: Split, folder: Path, tokenizer: Tokenizer, beginning: tuple[int, ...], log: Log
+    text: Split,
+    folder: Path,
+    tokenizer: Tokenizer,
+    beginning: tuple[int, ...],
+    log: Log,
+    grows: bool,
 ) -> TokenStore:
-    """The tokens of the whole text of a split in a directory of stores, made where there are none;
-    each document begins with the tokens `beginning`. Files of token ids stay as they are."""
+    """The tokens of the whole text of a split in a directory of stores, made where there are none,
+    by a thread where the store `grows`; each document begins with the tokens `beginning`. Files of
+    token ids stay as they are."""
     source = text.source
     parts = text.scan.parts
     groups = file_groups(source)
@@ -332,22 +351,31 @@ def text_store(
     elif not source.of_ids:
         and_more = f" and {count - 1:,} more" if count > 1 else ""
         log(f"{source}: reusing {directories[0]}{and_more}")
-    progress = ProgressNotes(log, size)
-    began = time.perf_counter()
-    stores = []
-    for directory, group, part, store in zip(directories, groups, parts, opened, strict=True):
-        if store is None:
-            store = open_or_build(directory, group.pieces, tokenizer, progress, beginning)
-        if (part.documents, part.bytes) != (store.documents, store.bytes):
-            remove_folder(directory)
-            raise ConfigError(
-                f"{group}: its files changed while they were read: run again when they no longer"
-                " change."
-            )
-        stores.append(store)
-    if missing:
-        log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
-    return TokenStore.joined(stores, fingerprint(names))
+
+    def make() -> TokenStore:
+        progress = ProgressNotes(log, size)
+        began = time.perf_counter()
+        stores = []
+        for directory, group, part, store in zip(directories, groups, parts, opened, strict=True):
+            if store is None:
+                store = open_or_build(directory, group.pieces, tokenizer, progress, beginning)
+            if (part.documents, part.bytes) != (store.documents, store.bytes):
+                remove_folder(directory)
+                raise ConfigError(
+                    f"{group}: its files changed while they were read: run again when they no"
+                    " longer change."
+                )
+            stores.append(store)
+        if missing:
+            log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
+        return TokenStore.joined(stores)
+
+    if not (missing and grows):
+        return make()
+    growing = GrowingStore(directories, make, tokenizer.dtype, beginning)
+    growing.documents = text.scan.documents
+    growing.bytes = text.scan.bytes
+    return growing
 
 
 def megabytes(size: int) -> str:

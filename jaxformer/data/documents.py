@@ -165,6 +165,11 @@ def fingerprint(*summary: object) -> str:
     return hashlib.blake2b(json.dumps(summary).encode(), digest_size=16).hexdigest()
 
 
+def joint_fingerprint(names: list[str]) -> str:
+    """The fingerprint of what has these fingerprints, one after the other."""
+    return names[0] if len(names) == 1 else fingerprint(names)
+
+
 def is_blank(text: str) -> bool:
     """Whether a text is empty or only white space."""
     return not text or text.isspace()

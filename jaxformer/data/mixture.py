@@ -44,7 +44,6 @@ class Mixture(Rows):
     def __init__(self, sources: Sequence[tuple[str, Rows]], data: DataConfig) -> None:
         self.names = [name for name, _ in sources]
         self.source_rows = [rows for _, rows in sources]
-        self.tokens = sum(rows.tokens for rows in self.source_rows)
         self.documents = sum(rows.documents for rows in self.source_rows)
         self.bytes = sum(rows.bytes for rows in self.source_rows)
         self.fingerprint = "+".join(rows.fingerprint for rows in self.source_rows)
@@ -68,6 +67,10 @@ class Mixture(Rows):
         segment_counts = [rows.most_segments() for rows in self.source_rows]
         stated_counts = [count for count in segment_counts if count is not None]
         return max(stated_counts) if len(stated_counts) == len(segment_counts) else None
+
+    @property
+    def tokens(self) -> int:
+        return sum(rows.tokens for rows in self.source_rows)
 
     def __len__(self) -> int:
         return sum(map(len, self.source_rows))

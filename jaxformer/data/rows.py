@@ -65,7 +65,6 @@ class Rows(abc.ABC):
     can; `filled` is the fraction of the rows that holds tokens.
     """
 
-    tokens: int
     documents: int
     bytes: int
     fingerprint: str
@@ -73,10 +72,18 @@ class Rows(abc.ABC):
     filled: float = 1.0
 
     def take_counts(self, store: TokenStore | ExampleStore) -> None:
-        self.tokens = store.tokens
+        self._counted = store
         self.documents = store.documents
         self.bytes = store.bytes
         self.fingerprint = store.fingerprint
+
+    @property
+    def tokens(self) -> int:
+        return self._counted.tokens
+
+    def has_tokens(self, number: int) -> bool:
+        """Whether there are so many, which does not wait for more of a text in the making."""
+        return self.tokens >= number
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -136,6 +143,9 @@ class TextRows(Rows):
         self.stride = stride
         self.take_counts(store)
 
+    def has_tokens(self, number: int) -> bool:
+        return self.store.held(number) == number
+
     def __len__(self) -> int:
         return max(0, -(-(self.tokens - 1) // self.stride))
 
@@ -186,6 +196,20 @@ class CausalRows(TextRows):
         return padded(row, dict.fromkeys(row, self.stride))
 
 
+class OrderedRows(CausalRows):
+    """The rows of `CausalRows`, which a run reads in the order of the text, each time anew. Until
+    all are read their number is not needed, so the text may be in the making."""
+
+    def order(self, seed: int, batch_size: int) -> "grain.MapDataset[int]":
+        def row_number(number: int) -> int:
+            # A row has a token to read and one to predict.
+            if self.has_tokens(number * self.stride + 2):
+                return number
+            return number % len(self)
+
+        return numbers_below(sys.maxsize).map(row_number)
+
+
 class WindowRows(CausalRows):
     """Row i reads the T + 1 tokens from place i of the store on, of which all but the last predict
     the next one.
@@ -211,11 +235,11 @@ class WindowRows(CausalRows):
 
 
 def check_windows(data: DataConfig, objective: str, of_text: bool) -> None:
-    """Raises ConfigError where data.order=random asks for windows of anything but one stream of
-    text: of records, of rows with segments, or of rows that an objective makes otherwise."""
+    """Raises ConfigError where data.order asks for rows of anything but one stream of text: of
+    records, of rows with segments, or of rows that an objective makes otherwise."""
     if not of_text or data.packing != "stream":
         raise ConfigError(
-            "data.order=random draws windows of one stream of text, for data.objective=causal with"
+            f"data.order={data.order} reads one stream of text, for data.objective=causal with"
             f" data.packing=stream, and here are data.objective={objective} and"
             f" data.packing={data.packing}: set data.order=epochs, or change these two."
         )

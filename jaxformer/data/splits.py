@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxformer.config.settings import Log
-from jaxformer.data.documents import PACKED, Piece, Skipped, SourceFile, fingerprint, hash_fraction
+from jaxformer.data.documents import (
+    PACKED,
+    Piece,
+    Skipped,
+    SourceFile,
+    fingerprint,
+    hash_fraction,
+    joint_fingerprint,
+)
 from jaxformer.data.ids import documents_of_ids, open_ids
 from jaxformer.data.source import Source
 from jaxformer.data.store import (
@@ -64,8 +72,7 @@ class Scan:
         skipped = Skipped()
         for scan in parts:
             skipped.merge(scan.skipped)
-        contents = [scan.content for scan in parts]
-        content = contents[0] if len(parts) == 1 else fingerprint(contents)
+        content = joint_fingerprint([scan.content for scan in parts])
         documents = sum(scan.documents for scan in parts)
         size = sum(scan.bytes for scan in parts)
         return cls(content, documents, size, skipped, tuple(parts))

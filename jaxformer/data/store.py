@@ -21,6 +21,7 @@ import os
 import reprlib
 import shutil
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from jaxformer.config.settings import Log
-from jaxformer.data.documents import Piece, hash_fraction
+from jaxformer.data.documents import Piece, hash_fraction, joint_fingerprint
 from jaxformer.files import ConfigError, is_remote, read_object, replacing, write_text
 from jaxformer.files.copies import local_copies, local_copy, version_if_there
 from jaxformer.tokenizer import Tokenizer
@@ -304,12 +305,19 @@ class TokenStore:
         return cls(shards, dtype, directory.name, beginning)
 
     @classmethod
-    def joined(cls, stores: "Sequence[TokenStore]", fingerprint: str) -> "TokenStore":
+    def joined(cls, stores: "Sequence[TokenStore]") -> "TokenStore":
         """Whole stores of one tokenizer, one after the other."""
         shards = [shard for store in stores for shard in store._shards]
-        if len(stores) == 1:
-            return stores[0]
-        return cls(shards, stores[0]._dtype, fingerprint, stores[0].beginning)
+        name = joint_fingerprint([store.fingerprint for store in stores])
+        return cls(shards, stores[0]._dtype, name, stores[0].beginning)
+
+    @property
+    def tokens(self) -> int:
+        return self.held(sys.maxsize)
+
+    def held(self, stop: int) -> int:
+        """The number of the tokens before place `stop`: `stop`, unless the store ends there."""
+        return min(stop, int(self._starts[-1]))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop (not included, at most the store's last): int32."""
@@ -341,7 +349,7 @@ class TokenStore:
         one of `beginning` or none: bool [stop - start]. Place 0 counts as the beginning of a
         document."""
         width = len(self.beginning)
-        is_text = np.arange(start, stop) < self.tokens
+        is_text = np.arange(start, stop) < self.held(stop)
         if width:
             earliest = max(0, start - width)
             firsts = self.boundaries(earliest, stop)
@@ -352,6 +360,7 @@ class TokenStore:
     def ends(self) -> np.ndarray:
         """The place after each document: int64, ascending, the last one `tokens` even where the
         text is cut there."""
+        tokens = self.tokens
         ends_of_shards = [NONE]
         sizes = np.diff(self._starts)
         for shard in range(len(self._shards) if len(sizes) else 0):
@@ -363,7 +372,7 @@ class TokenStore:
             ends_of_shards.append((self._starts[run] + ends - self._lows[run])[inside])
         all_ends = np.concatenate(ends_of_shards)
         last = int(all_ends[-1]) if len(all_ends) else 0
-        return all_ends if last == self.tokens else np.append(all_ends, self.tokens)
+        return all_ends if last == tokens else np.append(all_ends, tokens)
 
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
         """The documents whose `hash_fraction` is below `fraction`, or the others."""
@@ -413,13 +422,12 @@ class TokenStore:
         some = stops > starts
         self._lows = starts[some]
         self._starts = np.append(0, np.cumsum(stops[some] - self._lows))
-        self.tokens = int(self._starts[-1])
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int, int]]:
         """Where tokens start to stop are: the shard, the first place in it and the place after the
         last, and the first one's place in this store."""
         run = int(np.searchsorted(self._starts, start, side="right")) - 1
-        stop = min(stop, self.tokens)
+        stop = self.held(stop)
         while start < stop:
             run_end = int(self._starts[run + 1])
             # The place of token `start` in all shards.
@@ -432,9 +440,67 @@ class TokenStore:
             run = run + (end == run_end)
 
 
+class GrowingStore(TokenStore):
+    """The tokens of a text while a thread makes them, shard by shard in `directories`: what is read
+    is waited for, and so are all tokens by what depends on their number.
+
+    Another process may be the one that makes them. What stops the thread is raised by the next
+    read.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        build: Callable[[], object],
+        dtype: np.dtype,
+        beginning: tuple[int, ...],
+    ) -> None:
+        name = joint_fingerprint([directory.name for directory in directories])
+        super().__init__([], dtype, name, beginning)
+        self._directories = [*directories]
+        self._taken = 0  # shards of the first of the directories that are left
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+        def work() -> None:
+            try:
+                build()
+            except Exception as error:
+                self._error = error
+
+        # A run that ends before does not wait for it; the next one goes on from its last shard.
+        threading.Thread(target=work, daemon=True).start()
+
+    def held(self, stop: int) -> int:
+        with self._lock:
+            while self._starts[-1] < stop and self._directories:
+                if self._error:
+                    raise self._error
+                directory = self._directories[0]
+                shards: list[Shard] = []
+                if store := TokenStore.open(directory):
+                    shards = store._shards[self._taken :]
+                    self._directories.pop(0)
+                    self._taken = 0
+                elif shard := Shard.finished(directory, self._taken):
+                    shards = [shard]
+                    self._taken += 1
+                else:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+                for shard in shards:
+                    self._shards.append(shard)
+                    self._begins.append(self._begins[-1] + shard.tokens)
+                self._take(np.zeros(1, np.int64), np.array(self._begins[-1:], np.int64))
+        return super().held(stop)
+
+    def fetch(self) -> None:
+        """Leaves each file of a URL to the first read of it."""
+
+
 SHARD_CHARACTERS = 64 << 20
 BATCH_CHARACTERS = 1 << 21  # enough to keep all cores encoding
 SECONDS_BETWEEN_NOTES = 5.0
+SECONDS_BETWEEN_LOOKS = 0.05  # for a shard that another thread or process makes
 
 Item = TypeVar("Item")
 # Of each document of a shard: the place after its end (int64), the bytes of its text (int64), and

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxformer.config.run import DataConfig
 from jaxformer.data.records import Fields, Kind, RecordField
-from jaxformer.data.rows import BestFitRows, CausalRows, RowFormat, Rows, WindowRows
+from jaxformer.data.rows import BestFitRows, CausalRows, OrderedRows, RowFormat, Rows, WindowRows
 from jaxformer.data.store import TokenStore
 from jaxformer.data.templates import Template
 from jaxformer.files import ConfigError
@@ -21,6 +21,8 @@ def causal_rows(
     """Rows in which every token but the first is a target once, packed as data.packing says."""
     if data.order == "random":
         return WindowRows(store, data)
+    if data.order == "text":
+        return OrderedRows(store, data)
     if data.packing == "best_fit":
         return BestFitRows(store, data, tokenizer.end_token)
     return CausalRows(store, data)

@@ -250,7 +250,7 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
             f"data.packing={data.packing} cannot be had with {setting}, whose rows are one text:"
             " set it to stream."
         )
-    if data.order == "random":
+    if data.order != "epochs":
         check_windows(data, name, reads_plain_text(row.template, row.rows))
     if min(data.sequence_length, data.source_length or data.sequence_length) < row.shortest:
         raise ConfigError(

@@ -6,6 +6,7 @@ import jax
 
 from jaxformer.arrays.mesh import bytes_of_device
 from jaxformer.config.model import ModelConfig
+from jaxformer.data.store import GrowingStore
 from jaxformer.models.cost import count_text
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
@@ -95,10 +96,11 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
     corpus, settings = setup.corpus, setup.run.train
     train, validation = corpus.train, corpus.validation
     held_out = f"{human_count(validation.tokens)} held out" if validation else "none held out"
+    in_making = any(isinstance(store, GrowingStore) for store in corpus.stores["train"])
+    tokens = "tokens in the making" if in_making else f"{human_count(train.tokens)} tokens"
     lines: dict[str, str | list[str]] = {
         "data": (
-            f"{corpus.task.name}: {human_count(train.tokens)} tokens to train on"
-            f" ({train.documents:,} documents), {held_out}"
+            f"{corpus.task.name}: {tokens} to train on ({train.documents:,} documents), {held_out}"
         )
     }
     beginning = [store.beginning for store in corpus.stores["train"] if store.beginning]
@@ -115,8 +117,12 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
         lines["rows"] = f"{train.filled:.2%} filled"
     if (count := settings.n_microbatches) > 1:
         lines["microbatches"] = f"{count} of {settings.batch_size // count:,} sequences"
+    entries = f"{corpus.tokenizer.vocab_size:,} tokens"
+    lines["tokenizer"] = entries
+    if in_making:
+        return lines
     rate = train.bytes / max(train.tokens, 1)
-    lines["tokenizer"] = f"{corpus.tokenizer.vocab_size:,} tokens, {rate:.2f} bytes per token"
+    lines["tokenizer"] = f"{entries}, {rate:.2f} bytes per token"
     epoch = setup.batches.examples / settings.batch_size
     lines["one epoch"] = (
         f"{epoch:,.1f} steps of {human_count(setup.tokens_per_step)} tokens; the run is"

@@ -160,9 +160,8 @@ def test_text_that_is_too_short_is_one_message() -> None:
         assert len(short) == 1
         assert short[0]["weights"].sum() == 7
         assert short[0]["segment_ids"].sum() == 7
-        made.tokens = 1
-        with pytest.raises(ConfigError, match="has 1 tokens: at least 2"):
-            evaluation_batches(made, data(8), 1)
+    with stored([0]) as made, pytest.raises(ConfigError, match="has 1 tokens: at least 2"):
+        evaluation_batches(made, data(8), 1)
 
 
 def test_a_batch_that_processes_cannot_share_is_one_message() -> None:

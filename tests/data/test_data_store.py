@@ -159,7 +159,7 @@ def test_the_sides_of_a_store_are_its_documents_each_on_one_side(
             open_or_build(Path(folder, name), lambda part=part: part, BYTES)
             for name, part in (("a", pieces[:half]), ("b", pieces[half:]))
         ]
-        whole = TokenStore.joined(units, "both")
+        whole = TokenStore.joined(units)
         for held_out in (True, False):
             side = whole.held_out(fraction, inverse=not held_out)
             kept = [

@@ -128,20 +128,20 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("order", ["random", "text"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_windows_of_anything_but_a_stream_of_text_are_refused_in_one_message(case: str) -> None:
+def test_an_order_of_anything_but_a_stream_of_text_is_refused(case: str, order: str) -> None:
     model, settings, objective, packing = REFUSED[case]
     wanted = (
-        rf"data\.order=random draws windows .* data\.objective={objective} and"
+        rf"data\.order={order} reads one stream of text, .* data\.objective={objective} and"
         rf" data\.packing={packing}: set data\.order=epochs"
     )
     with pytest.raises(ConfigError, match=wanted):
-        task_of(model, DataConfig(order="random", **settings))  # type: ignore[arg-type]
+        task_of(model, DataConfig(order=order, **settings))  # type: ignore[arg-type]
     task_of(model, DataConfig(**settings))  # type: ignore[arg-type]
 
 
 CHANGES = {
-    "data.order": "random",
     "data.packing": "stream",
     "train.steps": 6,
     "train.checkpoint_every": 2,
@@ -150,14 +150,15 @@ CHANGES = {
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_random_windows_continues_bitwise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("order", ["random", "text"])
+def test_a_killed_run_of_an_order_continues_bitwise(
+    order: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = write_text(tmp_path / "text.txt")
-    assert train_here(line(tmp_path / "whole", text, CHANGES)) == 0
+    text, changes = write_text(tmp_path / "text.txt"), CHANGES | {"data.order": order}
+    assert train_here(line(tmp_path / "whole", text, changes)) == 0
     run_dir = copy_until(4, tmp_path / "whole", tmp_path / "run")
-    assert train_here(line(run_dir, text, CHANGES)) == 0
+    assert train_here(line(run_dir, text, changes)) == 0
     assert "from step 4" in capsys.readouterr().out
     assert_same_run(run_dir, tmp_path / "whole")
-    assert train_here(line(run_dir, text, CHANGES | {"data.order": "epochs"})) == 2
+    assert train_here(line(run_dir, text, changes | {"data.order": "epochs"})) == 2
     assert "data.order" in capsys.readouterr().err

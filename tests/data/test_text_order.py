@@ -1,0 +1,96 @@
+"""Rows in the order of the text (data.order=text): a function of the step, and read while the text
+is tokenized."""
+
+import functools
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import prepare
+from stored import assert_shared, data, rows_of, same, stored
+
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.data import Batches, RowBlocks, TokenStore
+from jaxformer.data import store as store_files
+from jaxformer.files import ConfigError
+
+IN_ORDER = data(8, order="text")
+
+
+def ordered(made: TokenStore, size: int, *blocks: RowBlocks) -> Batches:
+    return Batches(rows_of(made, IN_ORDER), IN_ORDER, size, 7, *blocks)
+
+
+def test_rows_come_as_the_text_has_them_each_time_anew_for_any_number_of_processes() -> None:
+    with stored([20] * 3) as made:  # 63 tokens with the end tokens: 8 rows
+        batches = ordered(made, 4)
+        assert [batches.row_numbers(step) for step in range(3)] == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            [0, 1, 2, 3],
+        ]
+        assert same(batches[10**9], batches[0])
+        assert (batches[1]["tokens"][0] == made.read(32, 40)).all()
+        assert_shared(functools.partial(ordered, made, 4), [0, 3])
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Shards of 100 characters, of which all but the first wait for this event."""
+    go_on, write = threading.Event(), store_files._write_shard
+
+    def written(path: Path, *rest: Any) -> store_files.Shard:
+        assert path.name == "00000" or go_on.wait(60)
+        return write(path, *rest)
+
+    monkeypatch.setattr(store_files, "SHARD_CHARACTERS", 100)
+    monkeypatch.setattr(store_files, "_write_shard", written)
+    return go_on
+
+
+def run_of(folder: Path, order: str, **more: Any) -> RunConfig:
+    (folder / "text").mkdir(exist_ok=True)
+    for name in "ab":
+        (folder / "text" / f"{name}.txt").write_text(f"{name} tale of an old king " * 20)
+    settings: Any = {"validation_fraction": 0.0, "sequence_length": 8} | more
+    train, cache = str(folder / "text"), str(folder / "cache")
+    config = DataConfig(train=train, cache_dir=cache, order=order, **settings)  # type: ignore[arg-type]
+    return RunConfig(data=config, tokenizer=TokenizerConfig(kind="bytes"))
+
+
+def test_batches_begin_while_the_text_is_tokenized_and_are_those_of_the_whole_text(
+    slow: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxformer.data.splits.GROUP_BYTES", 1)  # each file has a store
+    run, said = run_of(tmp_path, "text"), list[str]()
+    corpus = prepare(run, said.append)
+    batches = Batches(corpus.train, run.data, 4, 7)
+    first = batches[0]
+    assert not [*(tmp_path / "cache" / "stores").glob("*/manifest.json")]
+    assert "train: tokens in the making, 2 documents" in said[-1]
+    slow.set()
+    again = prepare(run)
+    assert again.train.tokens == corpus.train.tokens
+    assert again.train.fingerprint == corpus.train.fingerprint
+    whole = Batches(again.train, run.data, 4, 7)
+    assert same(first, whole[0]) and batches.steps_per_epoch == whole.steps_per_epoch
+    for step in range(2 * whole.steps_per_epoch):
+        assert same(batches[step], whole[step])
+
+
+def test_what_stops_the_making_is_raised_by_the_next_read(
+    slow: threading.Event, tmp_path: Path
+) -> None:
+    corpus = prepare(run_of(tmp_path, "text"))
+    (tmp_path / "text" / "b.txt").write_text("another tale")
+    slow.set()
+    with pytest.raises(ConfigError, match="its files changed while they were read"):
+        np.array(corpus.train[100]["tokens"])
+
+
+def test_held_out_text_is_tokenized_before(slow: threading.Event, tmp_path: Path) -> None:
+    slow.set()
+    corpus = prepare(run_of(tmp_path, "text", validation_fraction=0.5))
+    assert corpus.validation and type(corpus.stores["train"][0]) is TokenStore
