@@ -69,20 +69,6 @@ def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: 
         assert weighted == made.tokens - 1
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_arrays_are_the_documented_ones(packing: str) -> None:
-    with stored([30, 30]) as made:
-        batch = batches_of(made, data(8, packing), 2, 1)[0]
-        assert {name: array.dtype.name for name, array in batch.items()} == {
-            "tokens": "int32",
-            "targets": "int32",
-            "weights": "float32",
-        } | ({"segment_ids": "int32"} if packing != "stream" else {})
-        assert all(array.shape == (2, 8) and array.flags.c_contiguous for array in batch.values())
-        inside = np.diff(batch.get("segment_ids", np.ones((2, 8)))) == 0
-        assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1])[inside].all()
-
-
 @settings(max_examples=5)
 @given(SIZES.filter(lambda sizes: sum(sizes) > 8), st.integers(0, 2**40), st.integers(0, 1000))
 def test_two_and_four_processes_read_together_what_one_reads(

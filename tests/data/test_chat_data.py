@@ -174,19 +174,6 @@ def test_a_conversation_that_is_cut_keeps_its_weights_in_place(
         assert cut == (used < len(ids) - 1)
 
 
-def test_a_conversation_keeps_the_beginning_of_its_first_answer(
-    tokenizer: Path, tmp_path: Path
-) -> None:
-    messages = CONVERSATIONS["two"]
-    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
-    ids, learned = ChatTemplate.of(Tokenizer.load(tokenizer)).encode(messages)
-    first = learned.index(True)
-    row = prepare(run_of(tmp_path, path, sequence_length=8)).train[0]
-    assert first > 8 and row["weights"].tolist() == [0] * 3 + learned[first : first + 5]
-    assert row["tokens"].tolist() == ids[first - 4 : first + 4]
-    assert row["targets"].tolist() == ids[first - 3 : first + 5]
-
-
 USER, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 FAULTS: dict[str, tuple[Any, str]] = {
     "no turn": (
@@ -267,14 +254,6 @@ def test_settings_that_do_not_fit_conversations_are_refused(
         prepare(run_of(tmp_path, path, objective="causal"))
     with pytest.raises(ConfigError, match=r"line 1: no field .*data\.messages_field"):
         prepare(run_of(tmp_path, path, objective="sft", messages_field=""))
-    (tmp_path / "a.tsv").write_text("messages\nhello\n")
-    with pytest.raises(
-        ConfigError, match=r"a\.tsv, line 2: messages .*: str \('hello'\) is no conversation"
-    ):
-        prepare(run_of(tmp_path, tmp_path / "a.tsv"))
-    (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(ConfigError, match=r"a\.txt is plain text, .* records of messages \("):
-        prepare(run_of(tmp_path, tmp_path / "a.txt"))
 
 
 def turns(*texts: str, system: str = "") -> dict[str, Any]:
@@ -328,25 +307,17 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 @pytest.mark.slow
 @by_heart
 def test_a_run_of_conversations_answers_and_ends_its_turn(
-    trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+    trained: tuple[Path, list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_dir, _ = trained
     assert [entry["step"] for entry in logged(run_dir) if "loss" in entry][-1] == 60
     assert asked(capsys, run_dir, "--chat", "--prompt", "go") == "one\n"
     assert asked(capsys, run_dir, "--chat", "--prompt", "go", "--system", "S") == "loud\n"
     assert asked(capsys, run_dir, "--chat", "--prompt", "go", "--beams", "2") == "one\n"
-
-
-@pytest.mark.slow
-@by_heart
-def test_a_conversation_keeps_its_turns(
-    trained: tuple[Path, list[str]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run_dir, _ = trained
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n\ngo\n"))
-    assert asked(capsys, run_dir, "--chat") == "one\ntwo\n"
+    assert asked(capsys, run_dir, "--chat") == "one\ntwo\n"  # a conversation keeps its turns
 
 
 @pytest.mark.slow

@@ -1,13 +1,19 @@
-"""Sources: which files, which documents, which side of the split, and one clear message for each
-thing that is wrong."""
+"""Sources: which files, which documents, which side of the split; what is left out is counted, and
+each fault is one message."""
 
 import gzip
 import json
 import os
+import random
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -16,6 +22,7 @@ from hypothesis import strategies as st
 from jaxformer.config.run import Malformed
 from jaxformer.data import documents as document_reader
 from jaxformer.data.documents import ErrorHandler, Piece, Skipped, SourceFile, text_documents
+from jaxformer.data.records import Fields, RecordField
 from jaxformer.data.source import Source, find_source
 from jaxformer.data.splits import Scan, Split, scan
 from jaxformer.files import ConfigError
@@ -206,8 +213,6 @@ BAD_FILES = {
         b'{"text": "\\ud83d"}\n',
         r"line 1: the field 'text' holds half a surrogate pair",
     ),
-    "table.csv": (b"a,b\n", r"table\.csv is not a \.txt, \.jsonl, \.tsv or \.parquet file"),
-    "table.arrow": (b"ARROW1", r"table\.arrow is not .*: convert or unpack it"),
     "table.parquet": (b"PAR1", r"table\.parquet is truncated, damaged, or not .*make or fetch it"),
     "utf16.txt": ("a text".encode("utf-16-be"), r"utf16\.txt .* begins with zero bytes.*UTF-16"),
     "zero.jsonl": (bytes(99), r"zero\.jsonl is not UTF-8 text: it begins with zero bytes"),
@@ -242,38 +247,6 @@ def test_a_scan_is_read_again_only_when_a_file_changes(
     )
 
 
-@settings(max_examples=60)
-@given(
-    st.lists(st.text(alphabet="aé🙂 ", min_size=1).filter(str.strip), min_size=1, max_size=8),
-    st.floats(0.01, 0.99),
-)
-def test_the_end_held_out_and_the_rest_are_the_whole_text(
-    parts: list[str], fraction: float
-) -> None:
-    pieces = [
-        Piece(text, str(index), index % 2 == 0 or index == len(parts) - 1)
-        for index, text in enumerate(parts)
-    ]
-
-    class Fixed(Source):
-        def pieces(self, skipped: Skipped | None = None) -> Iterator[Piece]:
-            return iter(pieces)
-
-    size = sum(len(text.encode()) for text in parts)
-    source = Fixed("data.train", "fixed", ())
-    sides = [
-        Split(source, Scan("", len(parts), size), side, fraction)
-        for side in ("train", "validation")
-    ]
-    train, held_out = (list(side.pieces()) for side in sides)
-    before, after = ("".join(piece.text for piece in side) for side in (train, held_out))
-    text = "".join(parts)
-    assert text.startswith(before)
-    assert text.endswith(after)
-    assert len(before) + len(after) >= len(text) - 1
-    assert abs(len(before.encode()) - size * (1 - fraction)) < 4
-
-
 def test_many_documents_are_chosen_by_hash_and_stay_where_they_are(tmp_path: Path) -> None:
     texts = [f"document {index}" for index in range(400)]
     chosen = []
@@ -291,13 +264,16 @@ def test_many_documents_are_chosen_by_hash_and_stay_where_they_are(tmp_path: Pat
 
 
 def test_a_single_text_is_split_as_nanogpt_splits_it(tmp_path: Path) -> None:
-    text = "To be, or not to be.\n" * 5_003
-    source = write(tmp_path / "play.txt", text)
-    found = scan(source, tmp_path / "cache")
-    train, held_out = (
-        documents(Split(source, found, side, 0.1).pieces()) for side in ("train", "validation")
-    )
-    assert train == [text[: int(len(text) * 0.9)]] and held_out == [text[int(len(text) * 0.9) :]]
+    for text in ("To be, or not to be.\n" * 5_003, "aé🙂 " * 5_003):
+        source = write(tmp_path / "play.txt", text)
+        found = scan(source, tmp_path / "cache")
+        train, held_out = (
+            documents(Split(source, found, side, 0.1).pieces()) for side in ("train", "validation")
+        )
+        # A character that the border cuts is on neither side.
+        border = int(len(text.encode()) * 0.9)
+        assert train == [text.encode()[:border].decode(errors="ignore")]
+        assert held_out == [text.encode()[border:].decode(errors="ignore")]
 
 
 def test_reading_takes_flat_memory(tmp_path: Path) -> None:
@@ -310,3 +286,297 @@ def test_reading_takes_flat_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert size == len(line) * 40_000 > 35_000_000
     assert peak < 12_000_000
+
+
+TEXTS = ["one\ntwo", "drei ü", "  four\n"]
+TAGS: Fields = (
+    RecordField("data.text_field", "words", "words"),
+    RecordField("data.label_field", "tags", "tags"),
+)
+
+
+def found(source: Source | str | Path) -> list[tuple[str, str]]:
+    """The names and the texts of documents, none of which is long enough for two pieces."""
+    source = source if isinstance(source, Source) else find_source(str(source), "data.train")
+    return [(piece.document, piece.text) for piece in source.pieces()]
+
+
+def texts(source: Source | str | Path) -> list[str]:
+    return [text for _, text in found(source)]
+
+
+def parquet(path: Path, row_group_size: int = 2, **columns: Any) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files of all formats, in folders, beside what is none."""
+    root = tmp_path / "corpus"
+    (root / "b" / "c").mkdir(parents=True)
+    (root / ".git").mkdir()
+    (root / "z.txt").write_text("plain<|endoftext|>more")
+    (root / "b" / "A.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "packed"}\n'))
+    (root / "b" / "c" / "t.tsv.zst").write_bytes(zstandard.compress(b"n\ttext\n1\trow\n"))
+    parquet(root / "b" / "p.parquet", text=["column"], n=[1])
+    for name in ("notes.csv", "other.csv", "LICENSE", ".hidden.txt", ".git/config.txt"):
+        (root / name).write_text("no")
+    return root
+
+
+def test_a_directory_is_all_files_of_known_suffixes_below_it(folder: Path) -> None:
+    source = find_source(str(folder), "data.train")
+    expected = [("b/A.JSONL#0", "packed"), ("b/c/t.tsv#0", "row"), ("b/p.parquet#0", "column")]
+    assert found(source) == [*expected, ("z.txt#0", "plain"), ("z.txt#1", "more")]
+    assert source.left_out == "2 .csv, 1 without a suffix"
+
+
+def test_links_to_directories_are_followed_once(folder: Path) -> None:
+    (folder / "b" / "around").symlink_to(folder)
+    (folder.parent / "linked").mkdir()
+    (folder.parent / "linked" / "l.txt").write_text("linked")
+    (folder / "link").symlink_to(folder.parent / "linked")
+    names = ["b/A.JSONL#0", "b/c/t.tsv#0", "b/p.parquet#0", "link/l.txt#0", "z.txt#0", "z.txt#1"]
+    assert [name for name, _ in found(folder)] == names
+
+
+def test_the_name_of_a_document_depends_on_its_file_alone(folder: Path) -> None:
+    before = found(folder)
+    (folder / "a.txt").write_text("first")
+    (folder / "z.txt").rename(folder / "moved")
+    (folder / "z.txt.gz").write_bytes(gzip.compress((folder / "moved").read_bytes()))
+    source = find_source(str(folder), "data.train")
+    assert found(source) == [("a.txt#0", "first"), *before]
+    parts = [source.part([file]) for file in source.files]
+    assert [pair for part in parts for pair in found(part)] == found(source)
+    assert len({part.signature() for part in parts}) == len(parts)
+    assert found(f"{folder}/**/*.t[sx][tv]*") == [pair for pair in found(source) if ".t" in pair[0]]
+    assert found(folder / "z.txt.gz") == [("0", "plain"), ("1", "more")]
+
+
+def test_parquet_gives_the_same_documents_and_records(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", text=TEXTS, other=[[1], [2], [3]])
+    assert found(path) == [(str(index), text) for index, text in enumerate(TEXTS)]
+    dictionary = pyarrow.array(TEXTS).dictionary_encode()
+    for column in (dictionary, pyarrow.array(TEXTS, pyarrow.large_string())):
+        assert texts(parquet(tmp_path / "b.parquet", text=column)) == TEXTS
+    path = parquet(tmp_path / "tags.parquet", tags=[[0, 1], [2]], words=[["a", "b c"], ["d"]])
+    records = [piece.record for piece in find_source(str(path), "data.train", TAGS).pieces()]
+    assert records == [(("a", "b c"), ("0", "1")), (("d",), ("2",))]
+
+
+def test_a_damaged_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    whole = parquet(
+        path, 1000, text=[random.Random(index).randbytes(50).hex() for index in range(5000)]
+    ).read_bytes()
+    for broken in (
+        whole[:-50],
+        whole[:-9],
+        whole[: len(whole) // 2],
+        whole[:5000] + bytes(5000) + whole[10_000:],
+        b"text",
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(
+            ConfigError,
+            match=r"a\.parquet is truncated, damaged, or not .*: make or fetch it again",
+        ):
+            found(path)
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "spec"),
+    [("pyarrow", "parquet", "a.parquet"), ("datasets", "datasets", "datasets:a/b")],
+)
+def test_a_library_that_is_not_installed_is_named(
+    module: str, extra: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet(tmp_path / "a.parquet", text=TEXTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"not installed: pip install 'jaxformer\[{extra}\]'"):
+        found(spec)
+
+
+LINES = (
+    b'{"text": "a"}\nno\n{"body": 1}\n\n{"text": null}\n{"text": "\xff"}\n'
+    b'{"text": 1}\n{"text": " "}\n["text"]\n{"text": "b"}\n'
+)
+NUMBERED = {
+    "not JSON": (1, 2),
+    "no field 'text'": (2, 3),
+    "the field 'text' is null": (1, 5),
+    "the field 'text' is int": (1, 7),
+    "blank documents": (1, 8),
+}
+
+
+def test_what_is_left_out_is_counted_by_reason_with_the_place_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES)
+    skipped = Skipped()
+    source = find_source(str(path), "data.train", policy="skip")
+    assert [piece.text for piece in source.pieces(skipped)] == ["a", "b"]
+    places = {reason: (count, f"{path}, line {line}") for reason, (count, line) in NUMBERED.items()}
+    assert skipped == places | {
+        "records with bytes that are not UTF-8": (1, f"{path}, line 6, byte {LINES.index(0xFF)}")
+    }
+    source = find_source(str(path), "data.train", policy="replace")
+    assert texts(source) == ["a", "\ufffd", "b"]
+    again = Skipped()
+    for _ in range(2):
+        again.merge(json.loads(json.dumps(skipped)))
+    assert again == {reason: (2 * count, place) for reason, (count, place) in skipped.items()}
+    assert f"blank documents: 2, the first in {path}, line 8" in again.lines()
+
+
+def test_rows_and_lines_that_are_none_are_left_out_in_each_format(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("n\ttext\n1\tone\n2\n\n3\tthree\n4\t\n")
+    parquet(tmp_path / "a.parquet", text=["one", None, "three", ""])
+    datasets.Dataset.from_dict({"text": ["one", None, "three", ""]}).save_to_disk(
+        tmp_path / "saved"
+    )
+    for spec, place in (
+        ("a.tsv", "a.tsv, line 3"),
+        ("a.parquet", "a.parquet, row 2"),
+        ("saved", "row 2"),
+    ):
+        named = f"{'datasets:' * (spec == 'saved')}{tmp_path / spec}"
+        with pytest.raises(ConfigError, match=rf"{place}: .*data\.malformed=skip"):
+            found(named)
+        skipped = Skipped()
+        source = find_source(named, "data.train", policy="skip")
+        assert [piece.text for piece in source.pieces(skipped)] == ["one", "three"]
+        assert [count for count, _ in skipped.values()] == [1, 1] and "blank documents" in skipped
+        assert next(iter(skipped.values()))[1].endswith(place)
+
+
+def test_line_aligned_files_lose_a_line_on_all_sides(tmp_path: Path) -> None:
+    (tmp_path / "a.de").write_bytes(b"eins\nzw\xffei\n\ndrei\n")
+    (tmp_path / "a.en").write_bytes(b"one\ntwo\n\nthree\n")
+    fields = (
+        RecordField("data.source_field", "source", "text"),
+        RecordField("data.target_field", "target", "text"),
+    )
+    skipped = Skipped()
+    source = find_source(f"{tmp_path}/a.{{de,en}}", "data.train", fields, "skip")
+    assert [piece.record for piece in source.pieces(skipped)] == [
+        ("eins", "one"),
+        ("drei", "three"),
+    ]
+    assert sorted(skipped.values()) == [
+        (1, f"{tmp_path}/a.de and {tmp_path}/a.en, line 3"),
+        (1, f"{tmp_path}/a.de, line 2, byte 7"),
+    ]
+
+
+def test_blank_documents_are_counted_but_not_what_lies_outside_the_separators(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.txt").write_text(
+        "<|endoftext|>\na\n<|endoftext|>\n \n<|endoftext|>\nb\n<|endoftext|>\n"
+    )
+    (tmp_path / "b.txt").write_text(" \n")
+    skipped = Skipped()
+    assert [piece.text for piece in find_source(str(tmp_path), "data.train").pieces(skipped)] == [
+        "a",
+        "b",
+    ]
+    assert skipped == {"blank documents": (2, f"{tmp_path}/a.txt, document 3")}
+
+
+def saved(root: Path) -> Path:
+    rows = datasets.Dataset.from_dict(
+        {"text": [f"document {index}" for index in range(20)], "n": list(range(20))}
+    )
+    rows.save_to_disk(root / "one", num_shards=3)
+    datasets.DatasetDict(train=rows, test=rows.select(range(2))).save_to_disk(root / "several")
+    (root / "files").mkdir()
+    rows.to_parquet(root / "files" / "train.parquet")
+    rows.select(range(3)).to_parquet(root / "files" / "test.parquet")
+    return root
+
+
+def test_a_data_set_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    root = saved(tmp_path)
+    expected = [f"document {index}" for index in range(20)]
+    one = find_source(f"datasets:{root}/one", "data.train")
+    datasets.Dataset.from_dict({"text": [str(index) for index in range(700)]}).save_to_disk(
+        root / "long"
+    )
+    assert texts(f"datasets:{root}/long") == [str(index) for index in range(700)]
+    assert texts(one) == expected and len(one.files) == 3
+    assert [pair for file in one.files for pair in found(one.part([file]))] == found(one)
+    assert found(one)[-1][0] == "data-00002-of-00003.arrow#5"
+    for name in ("several", "files"):
+        assert (
+            texts(f"datasets:{root}/{name}") == texts(f"datasets:{root}/{name}:train") == expected
+        )
+    assert texts(f"datasets:{root}/several:test") == expected[:2]
+    assert texts(f"datasets:{root}/files:default:test") == expected[:3]
+    fields = (
+        RecordField("data.text_field", "text", "text"),
+        RecordField("data.label_field", "n", "label"),
+    )
+    assert [
+        piece.record for piece in find_source(f"datasets:{root}/one", "data.train", fields).pieces()
+    ][1] == ("document 1", "1")
+    assert scan(one, tmp_path / "scans").documents == 20
+
+
+DATASETS = {
+    "several:validation": r"has the splits train, test, and no configurations",
+    "one:train[:5]": r"names no split of a data set\. Write 'datasets:NAME', .* is read whole",
+    "files:none": r"cannot be loaded .*Unknown split \"none\".*'train'.* Write 'datasets:NAME'",
+    "files:none:train": r"cannot be loaded .* Available: \['default'\]",
+    "empty": r"cannot be loaded .*doesn't contain any data files.* in its cache \(HF_HOME\)",
+    "a:b:c:d": r"names no split of a data set",
+}
+
+
+@pytest.mark.parametrize("spec", DATASETS)
+def test_a_data_set_that_cannot_be_had_is_one_message(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (saved(tmp_path) / "empty").mkdir()
+    with pytest.raises(ConfigError, match=f"^data\\.train=datasets:.*{DATASETS[spec]}"):
+        found(f"datasets:{tmp_path}/{spec}")
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", body=["a"])
+    message = r"a\.parquet: no field 'text': the fields are 'body'; set data\.text_field"
+    with pytest.raises(ConfigError, match=message):
+        found(find_source(str(path), "data.train", policy="skip"))
+
+
+NOTHING = {
+    "qqqqqq": r"qqqqqq does not exist \(seen from .*\); give a \.txt",
+    "corpus/*.html": r"no file matches the glob 'corpus/\*\.html' \(seen from .*\); give a \.txt",
+    "corpus/b*": r"no file matches the glob",
+    "code": r'the directory code has no file .* are 2 \.py\): .* as in "code/\*\*/\*\.py"',
+    "empty": r"the directory empty has no file .* its files are none\)",
+    "corpus/notes.csv": r"notes\.csv is not a \.txt, \.jsonl, .*: convert or unpack it",
+    "corpus/*.*": r"notes\.csv is not ",
+    "twice": r"a\.txt and .*a\.txt\.gz are the same but for compression: keep one",
+    "corpus/{z.txt,*.csv}": r"z\.txt and corpus/\*\.csv find 1 and 2 files: give as many",
+    "pipe": r"pipe is neither a file nor a directory: write its text to a file",
+    "x" * 5000: r"cannot be read: File name too long",
+}
+
+
+@pytest.mark.parametrize("spec", NOTHING)
+def test_a_spec_that_names_nothing_says_what_there_is(
+    spec: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("code/a.py", "code/b/c.py", "twice/a.txt", "twice/a.txt.gz", "empty/.hidden.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("text")
+    os.mkfifo("pipe")
+    with pytest.raises(ConfigError, match=rf"^data\.train: .*{NOTHING[spec]}"):
+        find_source(spec, "data.train")

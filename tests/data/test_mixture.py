@@ -24,12 +24,11 @@ class Numbers(Rows):
 
     def __init__(self, source: int, size: int) -> None:
         self.source, self.size = source, size
-        self.tokens, self.documents, self.bytes, self.fingerprint = (
-            2 * size,
-            size,
-            3 * size,
-            f"print{source}",
-        )
+        self.documents, self.bytes, self.fingerprint = size, 3 * size, f"print{source}"
+
+    @property
+    def tokens(self) -> int:
+        return 2 * self.size
 
     def __len__(self) -> int:
         return self.size

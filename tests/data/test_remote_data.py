@@ -27,7 +27,7 @@ from jaxformer.files import ConfigError, copies, located
 from jaxformer.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
-BYTES = TokenizerConfig(kind="bytes")
+WORK = ("tokenizing", "training", "reading")
 
 
 @pytest.fixture(autouse=True)
@@ -98,11 +98,9 @@ def test_a_corpus_in_a_bucket_gives_the_batches_of_the_disk(
     any_bucket = request.getfixturevalue(bucket)
     local = run_of(tmp_path / "one", put(tmp_path / "text") + spec)
     remote = run_of(tmp_path / "two", put(f"{any_bucket}/text") + spec)
-    names = [
-        [file.name for file in find_source(run.data.train, "data.train").files]
-        for run in (local, remote)
-    ]
-    assert names[0] == names[1]
+    sources = [find_source(run.data.train, "data.train") for run in (local, remote)]
+    names, others = ([file.name for file in source.files] for source in sources)
+    assert names == others
     assert batches_of(local) == batches_of(remote)
 
 
@@ -118,9 +116,7 @@ def test_a_cache_in_a_bucket_is_shared_and_read_from_copies(
     for _ in range(2):
         lines: list[str] = []
         assert batches_of(run_of(cache, text), lines.append) == expected
-        assert not any(
-            "tokenizing" in line or "training" in line or "reading" in line for line in lines
-        )
+        assert not [line for line in lines for work in WORK if work in line]
 
 
 def test_a_store_that_was_altered_in_its_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
@@ -208,7 +204,6 @@ def message_of(train: str, tmp_path: Path) -> str:
     ("spec", "message"),
     [
         ("/text/none.txt", "data.train: {} does not exist; "),
-        ("/text/*.tsv", "data.train: no file matches the glob '{}'"),
         ("/empty/*", "data.train: no file matches the glob '{}'"),
         ("-none/*.txt", "{} cannot be read (The specified bucket does not exist): look whether"),
     ],

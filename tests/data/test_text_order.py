@@ -53,7 +53,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def run_of(folder: Path, order: str, **more: Any) -> RunConfig:
     (folder / "text").mkdir(exist_ok=True)
     for name in "ab":
-        (folder / "text" / f"{name}.txt").write_text(f"{name} tale of an old king " * 20)
+        tales = [f"the {number}th {name} tale of an old king" for number in range(20)]
+        (folder / "text" / f"{name}.txt").write_text("<|endoftext|>".join(tales))
     settings: Any = {"validation_fraction": 0.0, "sequence_length": 8} | more
     train, cache = str(folder / "text"), str(folder / "cache")
     config = DataConfig(train=train, cache_dir=cache, order=order, **settings)  # type: ignore[arg-type]
@@ -69,7 +70,7 @@ def test_batches_begin_while_the_text_is_tokenized_and_are_those_of_the_whole_te
     batches = Batches(corpus.train, run.data, 4, 7)
     first = batches[0]
     assert not [*(tmp_path / "cache" / "stores").glob("*/manifest.json")]
-    assert "train: tokens in the making, 2 documents" in said[-1]
+    assert "train: tokens in the making, 40 documents" in said[-1]
     slow.set()
     again = prepare(run)
     assert again.train.tokens == corpus.train.tokens
