@@ -1,5 +1,7 @@
-"""Files to batches: find and read the sources, split them, tokenize once into a store, compute any
-batch from its step."""
+"""Files to batches by seven nouns: a Source names files and reads Documents, which are texts
+(`documents`) or `records`; tokenized they are a Store (of text, of `examples`, of `ids`); a Split
+of it gives Rows, of several a Mixture; a Batch is computed from the seed and the step. A Task says
+how rows are made, a Corpus is all that a run reads."""
 
 from jaxformer.data.batches import Batches, EvaluationBatches, RowBlocks, evaluation_batches
 from jaxformer.data.corpus import Corpus, ModelLabels, find_texts, prepare

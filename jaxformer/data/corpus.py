@@ -17,8 +17,8 @@ from jaxformer.data.ids import open_or_index
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.records import Fields
 from jaxformer.data.rows import Rows
-from jaxformer.data.source import Source, find_source
-from jaxformer.data.splits import SideName, Sides, Split, file_groups, scan
+from jaxformer.data.source import Source, file_groups, find_source, scan
+from jaxformer.data.splits import SideName, Sides, Split
 from jaxformer.data.store import (
     GrowingStore,
     ProgressNotes,

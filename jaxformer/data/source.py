@@ -1,18 +1,22 @@
-"""A source: files in a fixed order, found by what a setting names, and the documents or records
-that they hold."""
+"""A source: files in a fixed order, found by what a setting names, the documents or records that
+they hold, and what a first reading of them tells."""
 
 import collections
 import contextlib
+import functools
 import glob
+import hashlib
+import json
 import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxformer.config.run import Malformed
+from jaxformer.config.settings import Log
 from jaxformer.data.documents import (
     PACKED,
     PYTHON,
@@ -24,10 +28,12 @@ from jaxformer.data.documents import (
     TextPiece,
     fingerprint,
     in_pieces,
+    joint_fingerprint,
     python_document,
     text_documents,
     unreadable,
 )
+from jaxformer.data.ids import documents_of_ids, open_ids
 from jaxformer.data.records import (
     Fields,
     RecordField,
@@ -38,8 +44,10 @@ from jaxformer.data.records import (
     readable,
     tsv_records,
 )
-from jaxformer.files import ConfigError, is_remote, located, store_errors
+from jaxformer.data.store import WRONG_RECORD, ProgressNotes, make_folder, require_counts
+from jaxformer.files import ConfigError, is_remote, located, read_object, store_errors, write_text
 from jaxformer.files.copies import ObjectVersion, local_copies, version_if_there, version_in
+from jaxformer.tokenizer import Tokenizer
 
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
 # or by a glob may also be text of another suffix.
@@ -57,6 +65,10 @@ NOT_TEXT = re.compile(r"\.(json|csv|arrow|feather|zip|tar|tgz|bz2|xz|7z|npz|pt|p
 
 # Files and their versions.
 Matches = dict[Path, ObjectVersion]
+
+# Files are scanned and tokenized in groups: as many neighbors as have this many bytes together, at
+# least one.
+GROUP_BYTES = 64 << 20
 
 HUB = "datasets:"
 # The running Python's own modules, without its tests and installed packages.
@@ -394,3 +406,130 @@ def _suffix(path: Path) -> str:
     if len(suffixes) > 1 and suffixes[-1] in PACKED:
         return suffixes[-2]
     return suffixes[-1] if suffixes else ""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A digest of all text of a source, wherever it is and however it is compressed, and its size.
+
+    `skipped` is what was left out; `parts` are the scans of its file groups, none for a group.
+    """
+
+    content: str
+    documents: int
+    bytes: int
+    skipped: Skipped = field(default_factory=Skipped)
+    parts: tuple["Scan", ...] = ()
+
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> "Scan":
+        """The scan of a file group as JSON holds it. Raises one of WRONG_RECORD for a wrong one."""
+        require_counts(record, "documents", "bytes")
+        if not isinstance(record["content"], str):
+            raise TypeError("content is no digest")
+        skipped = Skipped()
+        skipped.merge(record["skipped"])
+        return cls(record["content"], record["documents"], record["bytes"], skipped)
+
+    @classmethod
+    def joined(cls, parts: "list[Scan]") -> "Scan":
+        """The scan of file groups, one after the other."""
+        skipped = Skipped()
+        for scan in parts:
+            skipped.merge(scan.skipped)
+        content = joint_fingerprint([scan.content for scan in parts])
+        documents = sum(scan.documents for scan in parts)
+        size = sum(scan.bytes for scan in parts)
+        return cls(content, documents, size, skipped, tuple(parts))
+
+
+def file_groups(source: Source) -> list[Source]:
+    """The files of a source in groups, which are scanned and tokenized separately; each file of
+    token ids is one."""
+    groups: list[list[SourceFile]] = []
+    size = 0
+    for file in source.files:
+        if not groups or source.of_ids or size + file.size > GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
+        size += file.size
+    return [source.part(group) for group in groups]
+
+
+def scan(
+    source: Source, cache: Path, log: Log = lambda line: None, tokenizer: Tokenizer | None = None
+) -> Scan:
+    """Reads all of a source once, so that errors show before any work; kept in `cache` until a file
+    changes. Token ids are read as those of `tokenizer`, and again for another one."""
+    if source.of_ids and tokenizer is None:
+        raise ConfigError(
+            f"{source} holds token ids, and tokenizer.path is empty: set it to their"
+            " tokenizer.json."
+        )
+    parts = []
+    for group in file_groups(source):
+        name = group.signature()
+        read = functools.partial(scan_text, group, log)
+        if group.of_ids and tokenizer:
+            name = fingerprint(name, tokenizer.fingerprint())
+            read = functools.partial(scan_ids, group, tokenizer, log)
+        parts.append(cached_scan(cache / f"{name}.json", read))
+    text_scan = Scan.joined(parts)
+    skipped_lines = text_scan.skipped.lines()
+    if not text_scan.documents:
+        count = len(source.files)
+        files = source.files[0].path if count == 1 else f"each of {count} files"
+        reasons = "".join(f" ({line})" for line in skipped_lines)
+        raise ConfigError(f"{source.setting}: {files} is empty{reasons}: give a source with text.")
+    if source.left_out:
+        log(f"{source}: not read: {source.left_out}")
+    for line in skipped_lines:
+        log(f"{source}: {line}")
+    return text_scan
+
+
+def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
+    """The scan that a file holds, or a new one, which is written there."""
+    try:
+        return Scan.read(read_object(record))
+    except WRONG_RECORD:
+        made = make()
+    make_folder(record.parent)
+    write_text(record, json.dumps(asdict(made)))
+    return made
+
+
+def scan_text(group: Source, log: Log) -> Scan:
+    """Reads some files of a source."""
+    count = len(group.files)
+    log(f"{group}: reading {count:,} new or changed {'file' if count == 1 else 'files'}")
+    is_plain = all(f.format == "text" and f.path.suffix not in PACKED for f in group.files)
+    # The bytes of the text, where they are those of its files.
+    size = sum(file.size for file in group.files) if is_plain else 0
+    digest = hashlib.blake2b(digest_size=16)
+    progress = ProgressNotes(log, size, f"{group}: read")
+    documents = 0
+    skipped = Skipped()
+    for text, name, ends, fields, _ in group.pieces(skipped):
+        raw = text.encode()
+        digest.update(json.dumps(fields).encode() if fields else raw)
+        progress.done += len(raw)
+        progress.tell()
+        if ends:
+            # 0xff is a byte that UTF-8 never has.
+            digest.update(b"\xff" + name.encode() + b"\xff")
+            documents += 1
+    return Scan(digest.hexdigest(), documents, progress.done, skipped)
+
+
+def scan_ids(source: Source, tokenizer: Tokenizer, log: Log) -> Scan:
+    """Reads and checks every id of a file."""
+    (file,) = source.files
+    try:
+        array = open_ids(file, tokenizer)
+        log(f"{source}: reading {file.path}, {array.dtype.name}")
+        _, sizes = documents_of_ids(array, tokenizer, log)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    return Scan(array.content(), len(sizes), int(sizes.sum()))

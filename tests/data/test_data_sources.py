@@ -23,8 +23,8 @@ from jaxformer.config.run import Malformed
 from jaxformer.data import documents as document_reader
 from jaxformer.data.documents import ErrorHandler, Piece, Skipped, SourceFile, text_documents
 from jaxformer.data.records import Fields, RecordField
-from jaxformer.data.source import Source, find_source
-from jaxformer.data.splits import Scan, Split, scan
+from jaxformer.data.source import Scan, Source, find_source, scan
+from jaxformer.data.splits import Split
 from jaxformer.files import ConfigError
 
 

@@ -12,10 +12,11 @@ from corpora import prepare, tokenize
 
 from jaxformer.cli import main
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data import TokenStore, corpus, splits
+from jaxformer.data import TokenStore, corpus
+from jaxformer.data import source as source_files
 from jaxformer.data.records import RecordField
-from jaxformer.data.source import find_source
-from jaxformer.data.splits import Scan, Split, file_groups, scan
+from jaxformer.data.source import Scan, file_groups, find_source, scan
+from jaxformer.data.splits import Split
 from jaxformer.files import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +100,7 @@ def test_facts_of_a_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_files_that_are_prepared_apart_are_found_by_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
+    monkeypatch.setattr(source_files, "GROUP_BYTES", 1)
     text = written(tmp_path)
     for part in ("[135]", "[024]"):
         tokenize(run_of(tmp_path, f"{text}/{part}.jsonl"))
@@ -111,7 +112,7 @@ def test_files_that_are_prepared_apart_are_found_by_the_whole(
 def test_only_what_changed_is_tokenized_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
+    monkeypatch.setattr(source_files, "GROUP_BYTES", 1)
     text = written(tmp_path)
     run = run_of(tmp_path, str(text))
     (first,) = tokenize(run).texts["train"]
@@ -148,7 +149,7 @@ def test_a_line_that_cannot_work_is_one_message(
 def test_files_without_text_are_units_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
+    monkeypatch.setattr(source_files, "GROUP_BYTES", 1)
     text = written(tmp_path, files=2)
     (text / "0a.jsonl").touch()
     (text / "0b.txt").write_text(" \n<|endoftext|>\n")
@@ -213,7 +214,7 @@ def test_text_is_another_when_its_borders_or_names_are(tmp_path: Path) -> None:
 def test_units_are_as_many_neighbours_as_fit_or_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "GROUP_BYTES", 100)
+    monkeypatch.setattr(source_files, "GROUP_BYTES", 100)
     for number, size in enumerate((60, 40, 1, 0, 99, 500, 0, 50, 51)):
         (tmp_path / f"{number}.txt").write_text("x" * size)
     groups = file_groups(find_source(str(tmp_path), "data.train"))

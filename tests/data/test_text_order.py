@@ -64,7 +64,7 @@ def run_of(folder: Path, order: str, **more: Any) -> RunConfig:
 def test_batches_begin_while_the_text_is_tokenized_and_are_those_of_the_whole_text(
     slow: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxformer.data.splits.GROUP_BYTES", 1)  # each file has a store
+    monkeypatch.setattr("jaxformer.data.source.GROUP_BYTES", 1)  # each file has a store
     run, said = run_of(tmp_path, "text"), list[str]()
     corpus = prepare(run, said.append)
     batches = Batches(corpus.train, run.data, 4, 7)
