@@ -11,7 +11,6 @@ import numpy as np
 from jaxformer.config.run import DataConfig
 from jaxformer.data.examples import ExampleStore
 from jaxformer.data.store import TokenStore
-from jaxformer.files import ConfigError
 
 if TYPE_CHECKING:
     import grain
@@ -232,17 +231,6 @@ class WindowRows(CausalRows):
         `step * batch_size + row` is that of a row of a step."""
         count = self.numbers
         return numbers_below(sys.maxsize).map(lambda number: window_start(seed, number, count))
-
-
-def check_windows(data: DataConfig, objective: str, of_text: bool) -> None:
-    """Raises ConfigError where data.order asks for rows of anything but one stream of text: of
-    records, of rows with segments, or of rows that an objective makes otherwise."""
-    if not of_text or data.packing != "stream":
-        raise ConfigError(
-            f"data.order={data.order} reads one stream of text, for data.objective=causal with"
-            f" data.packing=stream, and here are data.objective={objective} and"
-            f" data.packing={data.packing}: set data.order=epochs, or change these two."
-        )
 
 
 def window_start(seed: int, number: int, count: int) -> int:

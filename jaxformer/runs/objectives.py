@@ -15,7 +15,7 @@ from jaxformer.config.run import DataConfig, ObjectiveName, PreferenceObjective
 from jaxformer.config.settings import Table
 from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.records import RecordField
-from jaxformer.data.rows import RowFormat, check_windows
+from jaxformer.data.rows import RowFormat
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.task import (
     MakeRows,
@@ -250,8 +250,13 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
             f"data.packing={data.packing} cannot be had with {setting}, whose rows are one text:"
             " set it to stream."
         )
-    if data.order != "epochs":
-        check_windows(data, name, reads_plain_text(row.template, row.rows))
+    of_stream = reads_plain_text(row.template, row.rows) and data.packing == "stream"
+    if data.order != "epochs" and not of_stream:
+        raise ConfigError(
+            f"data.order={data.order} reads one stream of text, for data.objective=causal with"
+            f" data.packing=stream, and here are data.objective={name} and"
+            f" data.packing={data.packing}: set data.order=epochs, or change these two."
+        )
     if min(data.sequence_length, data.source_length or data.sequence_length) < row.shortest:
         raise ConfigError(
             f"data.sequence_length={data.sequence_length}, data.source_length={data.source_length}:"

@@ -154,26 +154,6 @@ def test_a_turn_whose_end_is_not_learned_is_said_before_training(
         assert said.index(warned[0]) < packed
 
 
-def test_a_conversation_that_is_cut_keeps_its_weights_in_place(
-    tokenizer: Path, tmp_path: Path
-) -> None:
-    messages = CONVERSATIONS["two"]
-    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
-    ids, learned = ChatTemplate.of(Tokenizer.load(tokenizer)).encode(messages)
-    with pytest.raises(ConfigError, match=r"none of its 1 examples has anything to learn"):
-        prepare(run_of(tmp_path, path, sequence_length=8, cut="end"))  # before the first answer
-    for length in (len(ids) // 2, len(ids) - 2, len(ids) - 1, len(ids) + 5):
-        said: list[str] = []
-        run = run_of(tmp_path, path, sequence_length=length, cut="end")
-        row = prepare(run, said.append).train[0]
-        used = min(length, len(ids) - 1)
-        assert row["tokens"].tolist() == ids[:used] + [0] * (length - used)
-        assert row["targets"].tolist() == ids[1 : used + 1] + [0] * (length - used)
-        assert row["weights"].tolist() == learned[1 : used + 1] + [0] * (length - used)
-        cut = any("1 of 1 examples are longer than a row" in text for text in said)
-        assert cut == (used < len(ids) - 1)
-
-
 USER, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 FAULTS: dict[str, tuple[Any, str]] = {
     "no turn": (

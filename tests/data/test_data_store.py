@@ -46,37 +46,6 @@ def run_of(folder: Path, text: str = "", **changes: Any) -> RunConfig:
     return replace(RunConfig(data=data, tokenizer=TokenizerConfig(vocab_size=300)), **changes)
 
 
-@settings(max_examples=20)
-@given(
-    st.lists(st.text(alphabet="abé", min_size=1, max_size=30), min_size=1, max_size=12),
-    st.integers(1, 40),
-    st.data(),
-)
-def test_the_store_is_the_documents_one_after_the_other(
-    texts: list[str], shard: int, data: st.DataObject
-) -> None:
-    expected = [token for text in texts for token in (*text.encode(), BYTES.end_token)]
-    begins = np.cumsum([len(text.encode()) + 1 for text in texts])
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_files, "SHARD_CHARACTERS", shard)
-        patch.setattr(store_files, "BATCH_CHARACTERS", 16)
-        open_or_build(Path(folder), lambda: pieces_of(texts), BYTES)
-        made = TokenStore.open(Path(folder))
-        assert made is not None
-        assert (made.tokens, made.documents, made.bytes) == (
-            len(expected),
-            len(texts),
-            len("".join(texts).encode()),
-        )
-        start = data.draw(st.integers(0, len(expected)))
-        stop = data.draw(st.integers(start, len(expected) + 5))
-        assert made.read(start, stop).tolist() == expected[start:stop]
-        assert made.read(start, stop).dtype == np.int32
-        assert made.boundaries(start, stop).tolist() == [
-            place for place in begins if start < place < stop
-        ]
-
-
 @pytest.mark.parametrize(("size", "width"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
 def test_ids_take_two_bytes_as_long_as_they_fit(
     size: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +117,7 @@ def test_the_sides_of_a_store_are_its_documents_each_on_one_side(
     fraction = draw.draw(st.floats(0.01, 0.99))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_files, "SHARD_CHARACTERS", shard)
+        patch.setattr(store_files, "BATCH_CHARACTERS", 16)
         patch.setattr(store_files, "hash_fraction", lambda name: places[int(name)])
         pieces = [
             Piece(part, str(n), end)
@@ -178,6 +148,9 @@ def test_the_sides_of_a_store_are_its_documents_each_on_one_side(
             assert side.boundaries(start, stop).tolist() == [
                 place for place in ends if start < place < stop
             ]
+        expected = [token for text in texts for token in (*text.encode(), BYTES.end_token)]
+        assert whole.read(0, len(expected) + 5).tolist() == expected
+        assert whole.read(0, 1).dtype == np.int32
         before, after = (whole.cut(fraction, after) for after in (False, True))
         both = [*before.read(0, before.tokens), *after.read(0, after.tokens)]
         assert both == whole.read(0, whole.tokens).tolist()

@@ -49,19 +49,11 @@ def assert_same_batches(
     assert made.examples == wanted.examples
     assert all(same(made[step], wanted[step]) for step in (0, 3, made.steps_per_epoch + 1))
     assert found.validation and expected.validation
-    held = (
-        evaluation_batches(each.validation, data, 8)
-        for each in (found, expected)
-        if each.validation
-    )
+    held = (evaluation_batches(rows, data, 8) for rows in (found.validation, expected.validation))
     assert all(same(*pair) for pair in zip(*held, strict=True))
-    for side in ("train", "validation"):
-        rows, others = getattr(found, side), getattr(expected, side)
-        assert (rows.tokens, rows.documents, rows.bytes) == (
-            others.tokens,
-            others.documents,
-            others.bytes,
-        )
+    for rows, others in ((found.train, expected.train), (found.validation, expected.validation)):
+        assert (rows.tokens, rows.documents) == (others.tokens, others.documents)
+        assert rows.bytes == others.bytes
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
