@@ -28,7 +28,6 @@ RING = {"attention_kernel": "ring"}
 # devices do not divide them, and four do. Beside them the meshes, with changes for these.
 CASES = {"rope": ({}, [("context 2", {}), ("context 8", RING)])}
 SLOW_CASES = {
-    "rope": ({}, [("context 8", {})]),
     "dropout, alibi": ({"dropout": 0.1, "positions": "alibi"}, [("context 8", {})]),
     # Weights are dropped in blocks where a device has all tokens of a row.
     "blocked dropout, no positions": (
@@ -36,7 +35,7 @@ SLOW_CASES = {
         [("context 4", {})],
     ),
     "encoder, learned": (BERT | {"positions": "learned"}, [("context 2", {})]),
-    "encoder-decoder, t5": (SEQUENCE_TO_SEQUENCE, [("context 8", {}), ("context 2", {})]),
+    "encoder-decoder, t5": (SEQUENCE_TO_SEQUENCE, [("context 8", {})]),
     "encoder-decoder, rope": (SEQUENCE_TO_SEQUENCE | {"positions": "rope"}, [("context 2", RING)]),
     "dynamic": (
         {"rope_scaling": "dynamic", "rope_factor": 2.0, "rope_original_length": 8}
@@ -75,7 +74,7 @@ SLOW_ATTENTIONS = {
     "causal": Attention(),
     "packed cross": Attention(keys=48, kv_heads=4, causal=False, packed=True, relative=False),
     "window to both sides": Attention(heads=6, kv_heads=3, causal=False, window=4),
-} | ATTENTIONS
+}
 
 
 def gradients(kernel, case):

@@ -26,7 +26,6 @@ from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import abstract_state, init_state
 
 MESHES = {
-    "data 8": dict(data=8),
     "fsdp 8": dict(data=1, fsdp=8),
     "tensor 4": dict(data=2, tensor=4),
     "all three": dict(data=2, fsdp=2, tensor=2),
@@ -56,7 +55,7 @@ CASES = {  # model of shapes.py, changes to it, microbatches, meshes
 # Further families, latents and blocked dropout are in context_devices.py, experts in
 # expert_devices.py.
 SLOW_CASES = {
-    "llama": ("llama", {"n_layers": 2}, 1, ["data 8", "fsdp 8", "tensor 4"]),
+    "llama": ("llama", {"n_layers": 2}, 1, ["fsdp 8", "tensor 4"]),
     "splash": ("llama", {"attention_kernel": "tpu"}, 1, ["tensor 4"]),
     # In muP, at twice the width of the base.
     "tiles": ("llama", MUP, 4, ["all three"]),

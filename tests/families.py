@@ -127,11 +127,10 @@ IN_ATTENTION = {"positions", "heads", "window", "scores", "query_key_norm", "ker
 
 
 def meet(a, b):
-    """Whether two options are of factors that take part in one computation: both in attention, or
-    both in the residual stream around it. The family is in each."""
+    """Whether two options are to be held together: both are of attention, which alone mixes tokens,
+    or one is the family."""
     factors = {a[0], b[0]}
-    inside = factors & IN_ATTENTION
-    return len(factors) == 2 and (not inside or "family" in factors or inside == factors)
+    return len(factors) == 2 and ("family" in factors or factors <= IN_ATTENTION)
 
 
 @functools.cache

@@ -24,7 +24,6 @@ from jaxformer.adapters.code_sums import (
     looked_up,
 )
 from jaxformer.adapters.quantized import BLOCK, NF4_VALUES, CodedWeight, Int8Weight, NF4Weight
-from jaxformer.arrays.params import RowGroups
 from jaxformer.arrays.sharding import Axes, constrain, explicit_axes
 
 
@@ -94,18 +93,10 @@ class Int8Head:
     def ndim(self) -> int:
         return 2
 
-    def contract(
-        self,
-        equation: str,
-        x: jax.Array,
-        *,
-        to: Axes | None,
-        dtype: Any,
-        groups: RowGroups | None = None,
-    ) -> jax.Array:
-        if groups is not None or not contracts_last(equation):
-            return self.table.contract(equation, x, to=to, dtype=dtype, groups=groups)
-        y = self.turned.contract(inputs_first(equation), x, to=None, dtype=dtype)
+    def contract(self, equation: str, x: jax.Array, *, to: Axes | None, **how: Any) -> jax.Array:
+        if not contracts_last(equation):
+            return self.table.contract(equation, x, to=to, **how)
+        y = self.turned.contract(inputs_first(equation), x, to=None, **how)
         y = y[..., : self.shape[0]]
         return constrain(y, to) if to else y
 

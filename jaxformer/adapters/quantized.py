@@ -191,20 +191,11 @@ class Int8Weight(CodedWeight):
         leaf = gathered(self)
         return _scaled(leaf.codes, leaf.scale, 127).astype(self.dtype)
 
-    def contract(
-        self,
-        equation: str,
-        x: jax.Array,
-        *,
-        to: Axes | None,
-        dtype: Any,
-        groups: RowGroups | None = None,
-    ) -> jax.Array:
+    def contract(self, equation: str, x: jax.Array, **how: Any) -> jax.Array:
         if platform() == "gpu" and contracts_last(equation):
             # A head [V, D]: the sums read its codes as they are, since XLA fuses the transposition.
-            turned = self.turned()
-            return turned.contract(inputs_first(equation), x, to=to, dtype=dtype, groups=groups)
-        return super().contract(equation, x, to=to, dtype=dtype, groups=groups)
+            return self.turned().contract(inputs_first(equation), x, **how)
+        return super().contract(equation, x, **how)
 
     def turned(self) -> "Int8Weight":
         """The transposed matrix of a matrix [O, I]."""

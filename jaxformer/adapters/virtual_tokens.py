@@ -30,7 +30,16 @@ from jaxformer.files import ConfigError
 
 
 @dataclass(frozen=True)
-class PromptTuning:
+class _VirtualTokens:
+    tokens: int = 20
+
+    def __post_init__(self) -> None:
+        tokens, name = self.tokens, type(self).__name__
+        if isinstance(tokens, bool) or tokens != int(tokens) or tokens < 1:
+            raise ConfigError(f"{name}: tokens={tokens!r} must be a whole number of at least 1.")
+
+
+class PromptTuning(_VirtualTokens):
     """Vectors that a model reads in front of the embedded tokens (arXiv:2104.08691).
 
     The virtual tokens stand at the positions 0 .. tokens - 1 of each segment, and the tokens behind
@@ -43,14 +52,8 @@ class PromptTuning:
       tokens: P, how many.
     """
 
-    tokens: int = 20
 
-    def __post_init__(self) -> None:
-        _check_count(self)
-
-
-@dataclass(frozen=True)
-class PrefixTuning:
+class PrefixTuning(_VirtualTokens):
     """Keys and values in front of those of each layer's self-attention (arXiv:2101.00190).
 
     The virtual tokens stand at the positions 0 .. tokens - 1 of each segment, and the tokens behind
@@ -61,17 +64,6 @@ class PrefixTuning:
     Args:
       tokens: P, how many.
     """
-
-    tokens: int = 20
-
-    def __post_init__(self) -> None:
-        _check_count(self)
-
-
-def _check_count(adapter: "PromptTuning | PrefixTuning") -> None:
-    tokens, name = adapter.tokens, type(adapter).__name__
-    if isinstance(tokens, bool) or tokens != int(tokens) or tokens < 1:
-        raise ConfigError(f"{name}: tokens={tokens!r} must be a whole number of at least 1.")
 
 
 def virtual_specs(specs: Specs, config: ModelConfig, adapter: PromptTuning | PrefixTuning) -> Specs:

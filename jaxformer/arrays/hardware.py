@@ -6,7 +6,7 @@ All figures are those of one device as JAX counts devices: a TPU7x chip is two. 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxformer.files import ConfigError
 
@@ -49,28 +49,26 @@ class Device:
 Figures = tuple[float, float, float, float]
 
 
-def _gpu(kind: str, figures: Figures, cores: int, capability: tuple[int, int] = (9, 0)) -> Device:
-    """A row of an NVIDIA GPU. TF32 is half of bfloat16 in every generation from Ampere on."""
+def _tpu(kind: str, figures: Figures, cores: int) -> Device:
+    """A row of a TPU."""
     tflops, memory, bandwidth, link = figures
     return Device(
-        kind=f"(NVIDIA )?{kind}",
-        platform="gpu",
+        kind=kind,
+        platform="tpu",
         bfloat16=tflops * 1e12,
-        float32=tflops * 0.5e12,
+        float32=tflops * 1e12,
         memory=round(memory * GIB),
         bandwidth=bandwidth * 1e12,
         link=link * 1e9,
         cores=cores,
-        capability=capability,
     )
 
 
-def _tpu(kind: str, figures: Figures, cores: int) -> Device:
-    """A row of a TPU."""
-    tflops, memory, bandwidth, link = figures
-    peak = tflops * 1e12
-    bytes_, rate = round(memory * GIB), bandwidth * 1e12
-    return Device(kind, "tpu", peak, peak, bytes_, rate, link * 1e9, cores)
+def _gpu(kind: str, figures: Figures, cores: int, capability: tuple[int, int] = (9, 0)) -> Device:
+    """A row of an NVIDIA GPU. TF32 is half of bfloat16 in every generation from Ampere on."""
+    row = _tpu(f"(NVIDIA )?{kind}", figures, cores)
+    half = figures[0] * 0.5e12
+    return replace(row, platform="gpu", float32=half, capability=capability)
 
 
 DEVICES = {

@@ -138,45 +138,39 @@ class _Queue:
 
     def read(self, number: int) -> Stream:
         """The stream after a prompt, of one row."""
+        prompt = self.prompts[number]
         source = None if self.sources is None else self.sources[number]
-        key = jax.random.fold_in(self.key, number)
-        return self._start(self.prompts[number], source, key)
-
-    def _start(self, prompt: Tokens, source: Tokens | None, key: jax.Array) -> Stream:
         space = capacity(self.params, self.config, len(prompt), len(source or ()))
         count = min(self.max_new_tokens, max(space, 1))  # without space `start` raises
+        return self._start(prompt, source, jax.random.fold_in(self.key, number), count)
+
+    def _start(
+        self, prompt: Tokens, source: Tokens | None, key: jax.Array, count: int, **more: int
+    ) -> Stream:
         tokens, segments = padded([prompt], _padded_length(len(prompt), self._longest), left=True)
         sources: tuple[Any, Any] = (None, None)
         if source is not None:
             sources = padded([source], _padded_length(len(source), self._longest_source))
-        return start(self.params, self.config, tokens, count, key, segments, sources)
+        return start(self.params, self.config, tokens, count, key, segments, sources, **more)
 
     def empty_rows(self, rows: int) -> Stream:
         """Rows without a text, with slots for any of the texts and spare ones."""
         source = None if self.sources is None else [0] * self._longest_source
         prompt, key = [0] * self._longest, jax.random.key(0)
-        abstract = jax.eval_shape(
-            lambda params: replace(self, params=params)._start(prompt, source, key), self.params
-        )
-        longest = _padded_length(self._longest, self._longest) + self.max_new_tokens + SPARE
-        slots = rung(longest, self.config.max_length)
+        spare = self.max_new_tokens - 1 + SPARE
 
-        def zeros(leaf: Any) -> jax.Array:
-            return jnp.zeros((rows, *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype)
+        def longest(params: Params) -> Stream:
+            queue = replace(self, params=params)
+            stream = queue._start(prompt, source, key, 1, n=rows, spare=spare)
+            return replace(stream, key=jnp.int32(0))  # there are no zeros of a key
 
-        def slotted(leaf: Any) -> jax.Array:
-            return jnp.zeros((rows, slots, *leaf.shape[2:]), leaf.dtype)
-
-        cache = abstract.cache
-        filled = jax.tree.map(slotted, (cache.k, cache.v, cache.layout))
-        cache = replace(jax.tree.map(zeros, cache), k=filled[0], v=filled[1], layout=filled[2])
-        written = jax.tree.map(
-            lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), abstract.written
-        )
-        written = replace(written, tokens=jnp.zeros((rows, 1, slots), jnp.int32))
-        logits, layout = jax.tree.map(zeros, (abstract.logits, abstract.layout))
-        keys = jax.random.split(key, rows)
-        return Stream(cache, logits, layout, jnp.ones(rows, bool), keys, written)
+        shapes = jax.eval_shape(longest, self.params)
+        stream = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        # The texts so far count their tokens each by itself.
+        counts = [jnp.zeros(rows, jnp.int32) for _ in ("begin", "count", "limit")]
+        written = TextSoFar(stream.written.tokens[:, None], *counts)
+        done, keys = jnp.ones(rows, bool), jax.random.split(key, rows)
+        return replace(stream, done=done, key=keys, written=written)  # type: ignore[no-any-return]
 
 
 def _padded_length(length: int, longest: int) -> int:

@@ -277,13 +277,18 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     if extra.bias is not None:
         whole = jnp.concatenate(d_bias, axis=-2)  # [B or 1, K, G, T, S]
         d_extra = d_extra._replace(bias=whole.reshape(extra.bias.shape).astype(extra.bias.dtype))
-    sinks = _sinks(extra, inner.shape[1])
-    if sinks is not None and extra.sinks is not None:
-        # A sink has the weight exp(sink - log_sum) and no value, so its d_weights is 0.
-        by_head = -jnp.sum(jnp.exp(sinks - log_sums) * inner, axis=(0, 3, 4))  # [K, G]
-        d_sinks = by_head.reshape(extra.sinks.shape).astype(extra.sinks.dtype)
-        d_extra = d_extra._replace(sinks=d_sinks)
+    if extra.sinks is not None:
+        d_extra = d_extra._replace(sinks=sink_gradients(extra.sinks, log_sums, inner))
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_extra, None, None
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def sink_gradients(sinks: jax.Array, log_sum: jax.Array, inner: jax.Array) -> jax.Array:
+    """The gradients of the sinks of the heads, from the log-sum-exp and the inner sum of all
+    queries [B, K, G, T, 1]. A sink has the weight exp(sink - log_sum) and no value, so its
+    d_weights is 0."""
+    by_group = sinks.reshape(*log_sum.shape[1:3], 1, 1)
+    by_head = -jnp.sum(jnp.exp(by_group - log_sum) * inner, axis=(0, 3, 4))  # [K, G]
+    return by_head.reshape(sinks.shape).astype(sinks.dtype)

@@ -201,19 +201,19 @@ def _to_early_and_late(x: jax.Array) -> jax.Array:
     of_even, of_odd = _destinations(jax.lax.axis_size(CONTEXT))
     even = jax.lax.ppermute(even, CONTEXT, of_even)
     odd = jax.lax.ppermute(odd, CONTEXT, of_odd)
-    # Of the pieces i and 2 C - 1 - i, one is even and the other odd.
+    return jnp.concatenate(_in_turn(even, odd), axis=1)
+
+
+def _in_turn(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The even and the odd piece of a device as the early and the late one, or the reverse: on
+    every second device the early one is odd."""
     early_is_even = jax.lax.axis_index(CONTEXT) % 2 == 0
-    early = jnp.where(early_is_even, even, odd)
-    late = jnp.where(early_is_even, odd, even)
-    return jnp.concatenate([early, late], axis=1)
+    return jnp.where(early_is_even, first, second), jnp.where(early_is_even, second, first)
 
 
 def _from_early_and_late(x: jax.Array) -> jax.Array:
     """The inverse of `_to_early_and_late`."""
-    early, late = jnp.split(x, 2, axis=1)
-    early_is_even = jax.lax.axis_index(CONTEXT) % 2 == 0
-    even = jnp.where(early_is_even, early, late)
-    odd = jnp.where(early_is_even, late, early)
+    even, odd = _in_turn(*jnp.split(x, 2, axis=1))
     of_even, of_odd = _destinations(jax.lax.axis_size(CONTEXT))
     even = jax.lax.ppermute(even, CONTEXT, [(to, start) for start, to in of_even])
     odd = jax.lax.ppermute(odd, CONTEXT, [(to, start) for start, to in of_odd])

@@ -26,7 +26,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxformer.arrays.sharding import activation, free_axes
-from jaxformer.layers.blocked import grouped_product, heads_last, query_groups, scores_of
+from jaxformer.layers.blocked import (
+    grouped_product,
+    heads_last,
+    query_groups,
+    scores_of,
+    sink_gradients,
+)
 from jaxformer.layers.exchange import BY_TOKENS, CONTEXT, Kernel, mask_of_device, repeated
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
 
@@ -219,19 +225,11 @@ def _backward(ring: Ring, saved: Any, d_out: jax.Array) -> tuple[Queries, Passed
     (d_q, _, (d_k, d_v)), _ = jax.lax.scan(step, (d_q, keys, d_keys), length=ring.devices)
     d_q = heads_last(_joined(d_q, 3)).astype(queries.q.dtype)
     d_k, d_v = (jnp.swapaxes(_joined(x, 2), 1, 2).astype(keys.k.dtype) for x in (d_k, d_v))
-    d_sinks = None if queries.sinks is None else _sink_gradients(queries.sinks, log_sum, inner)
+    d_sinks = None if queries.sinks is None else sink_gradients(queries.sinks, log_sum, inner)
     # Positions and segments have no gradient.
     d_queries: Any = (d_q, None, None, d_sinks)
     d_passed_keys: Any = (d_k, d_v, None, None)
     return Queries(*d_queries), PassedKeys(*d_passed_keys)
-
-
-def _sink_gradients(sinks: jax.Array, log_sum: jax.Array, inner: jax.Array) -> jax.Array:
-    """The gradients of the sinks of the heads. A sink has the weight exp(sink - log_sum) and no
-    value, so its d_weights is 0."""
-    by_group = sinks.reshape(*log_sum.shape[1:3], 1, 1)
-    by_head = -jnp.sum(jnp.exp(by_group - log_sum) * inner, axis=(0, 3, 4))
-    return by_head.reshape(sinks.shape).astype(sinks.dtype)
 
 
 _ring.defvjp(_forward, _backward)

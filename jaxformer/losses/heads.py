@@ -53,9 +53,14 @@ def head_loss(
         nats_by_row=bool(sources),
     )
     weight = weights.sum()
-    sums_of_sources: Sums = {}
+    sums_of_sources: dict[str, tuple[jax.Array, jax.Array]] = {}
     if sources:
-        sums_of_sources = _by_source(sources, batch["source_ids"], nats, weights)
+        of_row = weights.sum(1)
+        for number, name in enumerate(sources):
+            belongs = batch["source_ids"] == number
+            share = jnp.where(belongs, of_row, 0).sum()
+            sums_of_sources[f"loss/{name}"] = (jnp.where(belongs, nats, 0).sum(), share)
+            sums_of_sources[f"share/{name}"] = (share, of_row.sum())
         nats = nats.sum()
     for name in config.second_heads:
         y = pooled(params, config, x, inputs.layout)
@@ -70,19 +75,6 @@ def head_loss(
     if label_smoothing or z_loss or config.second_heads or aux.losses:
         sums["nats"] = (nats, weight)
     return {**sums, **sums_of_sources}
-
-
-def _by_source(
-    sources: tuple[str, ...], source_ids: jax.Array, nats: jax.Array, weights: jax.Array
-) -> Sums:
-    """The sums of each source: nats [B], weights [B, T]."""
-    of_row, sums = weights.sum(1), {}
-    for number, name in enumerate(sources):
-        belongs = source_ids == number
-        weight = jnp.where(belongs, of_row, 0).sum()
-        sums[f"loss/{name}"] = (jnp.where(belongs, nats, 0).sum(), weight)
-        sums[f"share/{name}"] = (weight, of_row.sum())
-    return sums
 
 
 def accuracy(params: Params, config: ModelConfig, batch: Batch) -> Sums:

@@ -40,15 +40,9 @@ def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:
     """Raises ConfigError for wrong shapes, and for inputs that the model lacks or does not read."""
     problems = []
     tokens, source = batch["tokens"], batch.get("source")
-    bounded = config.embedded_positions == "learned" and batch.get("positions") is None
     for name, array in (("tokens", tokens), ("source", source)):
-        if array is None:
-            continue
-        if array.ndim != 2 or (bounded and array.shape[1] > config.max_length):
-            problems.append(
-                f"{name} of shape {list(array.shape)} must be [batch, length], and with learned"
-                f" positions no longer than model.max_length={config.max_length}."
-            )
+        if array is not None and array.ndim != 2:
+            problems.append(f"{name} of shape {list(array.shape)} must be [batch, length].")
     like_tokens = dict.fromkeys(("positions", "segment_ids", "token_types"), tokens)
     for name, like in (like_tokens | {"source_segment_ids": source}).items():
         array = batch.get(name)

@@ -165,12 +165,13 @@ def _check_context(params: Params, config: ModelConfig, inputs: Inputs) -> None:
         if layout is None or not layout.ordered:
             continue
         limit, length = context_of(params, config, name == "source"), layout.positions.shape[1]
+        virtual = config.max_length - limit
         if length > limit:
-            virtual = config.max_length - limit
+            advice = ", or use fewer virtual tokens" if virtual else ""
             raise ConfigError(
-                f"{name} has rows of {length}, and behind {virtual} virtual tokens the learned"
-                f" positions of model.max_length={config.max_length} reach {limit}: shorten the"
-                f" rows{', or use fewer virtual tokens' if virtual else ''}."
+                f"{name} has rows of {length}, and the learned positions of"
+                f" model.max_length={config.max_length} reach {limit} behind {virtual} virtual"
+                f" tokens: shorten the rows{advice}."
             )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.adapters.virtual_tokens import without_virtual
-from jaxformer.arrays.params import Params, RowGroups, Weight, contract, lookup
+from jaxformer.arrays.params import Params, Weight, contract, lookup
 from jaxformer.arrays.sharding import Axes, constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
@@ -154,17 +154,9 @@ class PromptedTable:
         prompt_rows = lookup(self.prompt, jnp.minimum(index, -1) + len(self.prompt), to)
         return jnp.where(index[..., None] < 0, prompt_rows.astype(token_rows.dtype), token_rows)
 
-    def contract(
-        self,
-        equation: str,
-        x: jax.Array,
-        *,
-        to: Axes | None,
-        dtype: Any,
-        groups: RowGroups | None = None,
-    ) -> jax.Array:
+    def contract(self, equation: str, x: jax.Array, **how: Any) -> jax.Array:
         """As `params.contract` of the table of tokens."""
-        return contract(equation, x, self.weight, to=to, dtype=dtype, groups=groups)
+        return contract(equation, x, self.weight, **how)
 
     def astype(self, dtype: Any) -> "PromptedTable":
         return PromptedTable(self.weight.astype(dtype), self.prompt.astype(dtype))

@@ -5,7 +5,7 @@ import pytest
 from forced_devices import on_eight_devices, only_most_used
 
 pytestmark = pytest.mark.xdist_group("eight devices")
-SPREAD = {"data 8": 1, "fsdp 8": 8, "tensor 4": 4, "all three": 4}
+SPREAD = {"fsdp 8": 8, "tensor 4": 4, "all three": 4}
 
 
 @pytest.fixture(scope="module", params=["most used", pytest.param("slow", marks=pytest.mark.slow)])

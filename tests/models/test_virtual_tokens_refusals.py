@@ -16,7 +16,7 @@ def test_learned_positions_end_the_context_behind_virtual_tokens():
     row = np.zeros((1, config.max_length), np.int32)
     most = config.max_length - TOKENS
     assert jf.forward(params, config, row[:, :most]).shape[1] == most
-    with pytest.raises(jf.ConfigError, match=f"behind {TOKENS} virtual tokens .* reach {most}"):
+    with pytest.raises(jf.ConfigError, match=f"reach {most} behind {TOKENS} virtual tokens"):
         jf.forward(params, config, row[:, : most + 1])
     with pytest.raises(jf.ConfigError, match="ask for at most 1 new tokens"):
         jf.generate(params, config, row[:, : most - 1], 2, temperature=0)

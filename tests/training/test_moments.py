@@ -1,5 +1,5 @@
-"""Moments in fewer bits: how they are rounded, what they take, and that they train; and that every
-optimizer continues bitwise."""
+"""Moments in fewer bits: how they are rounded, what they take, and that they train; and that
+optimizers continue bitwise."""
 
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from optimizer_variants import VARIANTS
+from products import slow_but
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, normal, ones
@@ -124,14 +125,11 @@ def test_the_random_bits_are_those_of_the_seed():
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("muon", "soap in int8") else pytest.param(name, marks=pytest.mark.slow)
-        for name in VARIANTS
-    ],
-)
-def test_every_optimizer_continues_bitwise_from_a_checkpoint(name, tmp_path):
+CONTINUED = ["muon", "soap in int8", "adafactor", "schedule_free", "sophia in int8", "bfloat16"]
+
+
+@pytest.mark.parametrize("name", slow_but(CONTINUED, *CONTINUED[:2]))
+def test_an_optimizer_of_each_kind_of_state_continues_bitwise_from_a_checkpoint(name, tmp_path):
     config = OptimizerConfig(**VARIANTS[name])
     half, _ = state_after(config, 2)
     with jf.Checkpoints(tmp_path) as checkpoints:

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
-from jaxformer.arrays.params import Spec, Specs, dotted, is_target, map_specs, unknown_target
+from jaxformer.arrays.params import Spec, Specs, is_target, map_specs, rows, unknown_target
 from jaxformer.config.settings import parsed_groups
 from jaxformer.config.train import GROUP_WORDS, OptimizerConfig
 from jaxformer.files import ConfigError
@@ -66,7 +64,7 @@ def decays(config: OptimizerConfig, spec: Spec) -> bool:
 def _group_of_leaves(config: OptimizerConfig, specs: Specs) -> dict[str, Group]:
     """The group of each leaf that is in one, by its path."""
     leaves = {
-        path: spec for path, spec in _leaves(specs).items() if spec.trainable and not spec.sign_rate
+        path: spec for path, spec in rows(specs).items() if spec.trainable and not spec.sign_rate
     }
     group_of: dict[str, Group] = {}
     for group in groups_of(config):
@@ -84,11 +82,6 @@ def _group_of_leaves(config: OptimizerConfig, specs: Specs) -> dict[str, Group]:
     return group_of
 
 
-def _leaves(specs: Specs) -> dict[str, Spec]:
-    """The rows of a table, or of another tree of rows, by their paths."""
-    return {dotted(path): spec for path, spec in jax.tree.leaves_with_path(specs)}
-
-
 def group_lines(config: OptimizerConfig, specs: Specs) -> list[str]:
     """A line for each group and for all other leaves, for the start of a run to print; none without
     groups."""
@@ -97,7 +90,7 @@ def group_lines(config: OptimizerConfig, specs: Specs) -> list[str]:
         return []
     # The sizes of the leaves of each group, in the order of the setting.
     sizes: dict[Group, list[int]] = {group: [] for group in [*groups_of(config), Group()]}
-    for path, spec in _leaves(specs).items():
+    for path, spec in rows(specs).items():
         if spec.trainable:
             sizes[group_of.get(path, Group())].append(math.prod(spec.shape))
     return [
