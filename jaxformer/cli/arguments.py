@@ -184,6 +184,9 @@ class EvaluateArguments(ModelArguments):
     train: Annotated[str, tyro.conf.arg(name="data.train")] = ""
     """Training text of the run, of which it held out a part, to be named where its config names a
     URL or the hub."""
+    init_from: Annotated[str, tyro.conf.arg(name="run.init_from")] = ""
+    """Model that the run began with and reads again, to be named where its config names a URL, or
+    where it was moved."""
     objective: Annotated[ObjectiveName, tyro.conf.arg(name="data.objective")] = "auto"
     """Objective of a Hugging Face model; auto selects pairs for an encoder-decoder, and the
     objective of its head otherwise."""
@@ -357,6 +360,9 @@ class VerifyArguments:
     """Training text of the run, to be named where its config names a URL or the hub."""
     validation: Annotated[str, tyro.conf.arg(name="data.validation")] = ""
     """Held-out text of the run, to be named where its config names a URL or the hub."""
+    init_from: Annotated[str, tyro.conf.arg(name="run.init_from")] = ""
+    """Model that the run began with and reads again, to be named where its config names a URL, or
+    where it was moved."""
     steps: int = 5
     """Number of steps that are done again, from the checkpoints nearest to them; 0 reads files
     only."""

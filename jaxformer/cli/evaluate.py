@@ -33,6 +33,7 @@ def run(args: EvaluateArguments) -> int:
             args.step,
             args.cache_dir,
             args.train,
+            args.init_from,
             quantize=args.quantize,
             weights=args.weights,
             search={"beams": args.beams, "length_penalty": args.length_penalty},
@@ -59,6 +60,7 @@ def run(args: EvaluateArguments) -> int:
                 weights=args.weights,
                 watch=progress.evaluation,
                 train=args.train,
+                init_from=args.init_from,
             )
         line = _metrics_line(metrics)
         print(f"{kind or 'unquantized'}: {line}" if args.quantize else line)

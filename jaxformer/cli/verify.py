@@ -28,6 +28,7 @@ def run(args: VerifyArguments) -> int:
         cache_dir=args.cache_dir,
         train=args.train,
         validation=args.validation,
+        init_from=args.init_from,
     ):
         verdicts[verdict] += 1
         print(f"{verdict:<17}  {subject}: {escaped(text)}", flush=True)

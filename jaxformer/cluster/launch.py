@@ -53,6 +53,7 @@ SAVE_GRACE = 45.0  # the same, where there is something to save
 ANSWER_MARGIN = 5.0
 RETRY_SECONDS = 0.3  # between two attempts to reach process 0
 ACCEPT_SECONDS = 0.1  # between two looks of process 0 at who has come
+FIRST_SECONDS = 30.0  # in which a connection says who it is; a process then connects again
 VERDICT_SECONDS = 15.0  # to wait for word of another process, after a collective has failed
 # The system closes the connections of a machine that is gone after 40 s.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -315,11 +316,16 @@ class RollCall:
         with server:
             server.settimeout(ACCEPT_SECONDS)
             while len(self._channels) < self.count - 1 and time.monotonic() < deadline:
-                with contextlib.suppress(TimeoutError):
+                try:
                     connection, _ = server.accept()
-                    # A thread for each, so that a slow or silent connection holds up nobody.
-                    admission = (connection, deadline)
-                    threading.Thread(target=self._admit, args=admission, daemon=True).start()
+                except TimeoutError:
+                    continue
+                except OSError:  # strangers hold all file descriptors
+                    time.sleep(ACCEPT_SECONDS)
+                    continue
+                # A thread for each, so that a slow or silent connection holds up nobody.
+                admission = (connection, deadline)
+                threading.Thread(target=self._admit, args=admission, daemon=True).start()
         with self._guard:
             self._gathering = False
         missing = [str(index) for index in range(1, self.count) if index not in self._channels]
@@ -338,7 +344,8 @@ class RollCall:
     def _admit(self, connection: socket.socket, deadline: float) -> None:
         """Reads the first message of a connection, which may come late from a process that is slow,
         and enters the process."""
-        connection.settimeout(max(deadline - time.monotonic(), ACCEPT_SECONDS))
+        seconds = min(deadline - time.monotonic(), FIRST_SECONDS)
+        connection.settimeout(max(seconds, ACCEPT_SECONDS))
         channel = Channel(connection)
         message = {}
         with contextlib.suppress(OSError):

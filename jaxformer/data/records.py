@@ -8,7 +8,7 @@ label 3 after a label "a" is an error. So data.malformed needs these readers.
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from jaxformer.data.documents import (
@@ -24,6 +24,7 @@ from jaxformer.files import ConfigError, is_remote
 from jaxformer.files.copies import opened
 from jaxformer.tokenizer.chat import (
     ASSISTANT,
+    NOT_RENDERED,
     checked_messages,
     learned_turns,
     rendered_message,
@@ -152,7 +153,7 @@ def _column_rows(file: SourceFile, fields: Fields) -> Iterator[dict[str, Any]]:
         ) from None
     wanted = [field.name for field in fields]
     if any(field.kind in ("messages", "prompt") for field in fields):
-        wanted.append("tools")
+        wanted += ["tools", *NOT_RENDERED]
     try:
         with contextlib.ExitStack() as stack:
             batches: Iterable[pyarrow.RecordBatch]
@@ -240,7 +241,7 @@ def _value(row: dict[str, object], field: RecordField) -> Value:
     if field.name not in row:
         return ()
     entry = row[field.name]
-    value = _converted(entry, field.kind, row.get("tools"))
+    value = _converted(entry, field.kind, row)
     if value is None:
         content = "null" if entry is None else type(entry).__name__
         raise RecordError(
@@ -257,9 +258,9 @@ def _value(row: dict[str, object], field: RecordField) -> Value:
     return value
 
 
-def _converted(value: Any, kind: Kind, tools: object = None) -> Value | None:
+def _converted(value: Any, kind: Kind, row: Mapping[str, Any] = {}) -> Value | None:
     """What a value of JSON is as a field of this kind, None where it cannot be one. Messages get
-    the `tools` of their record."""
+    the tools of their record, `row`."""
     if kind in ("words", "tags"):
         entries = value.split() if isinstance(value, str) else value
         if not isinstance(entries, list):
@@ -271,8 +272,7 @@ def _converted(value: Any, kind: Kind, tools: object = None) -> Value | None:
             messages = checked_messages(value)
             if kind == "messages":
                 learned_turns(messages)
-            if tools is not None:
-                messages[0] = with_tools(messages[0], tools)
+            messages[0] = with_tools(messages[0], row)
             return tuple(json.dumps(message, ensure_ascii=False) for message in messages)
         except (ConfigError, TypeError) as error:
             # A TypeError is of values that Arrow has, and JSON has not.

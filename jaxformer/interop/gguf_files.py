@@ -182,7 +182,12 @@ class GgufFiles(TensorFiles):
 
         self.directory, self.listing = path, path.name
         try:
-            reader = BoundedReader(path)
+            with np.errstate(over="ignore"):  # of a sum of offsets
+                reader = BoundedReader(path)
+            for tensor in reader.tensors:
+                is_before = tensor.data_offset < reader.data_offset
+                if is_before or tensor.data_offset % reader.alignment:
+                    raise ValueError(f"{tensor.name} begins at byte {tensor.data_offset}")
             if reader.byte_order != "I":
                 raise ConfigError(
                     f"{path} has the bytes of its numbers in the order of other machines."

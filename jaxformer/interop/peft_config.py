@@ -13,7 +13,7 @@ from typing import Any
 
 import regex
 
-from jaxformer.files import ConfigError, located, read_object
+from jaxformer.files import ConfigError, is_remote, located, read_object
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -38,8 +38,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # Of any size, and not NaN.
-    return type(value) in (int, float) and abs(value) < math.inf
+    return type(value) in (int, float) and abs(value) < 1e30  # whose square float32 holds, not NaN
 
 
 def _is_name(value: Any) -> bool:
@@ -139,6 +138,12 @@ def base_of(directory: Path, base: str | Path | None = None) -> Path:
     """The directory of the model that an adapter is for: `base` if it is given, else the one that
     adapter_config.json names, relative to the current directory or to the adapter's."""
     name = str(base) if base is not None else read_settings(directory).base_model_name_or_path
+    if name and base is None and is_remote(name) and not is_remote(directory):
+        raise ConfigError(
+            f"the base model of {directory} is at {name!r}, which whoever made the adapter has"
+            f" chosen: name it, as in jf.load({str(directory)!r}, base={name!r}), or copy it, and"
+            f' name its directory as "base_model_name_or_path" in {directory / ADAPTER_CONFIG}.'
+        )
     candidates = [] if not name else [located(name)]
     if name and base is None:
         candidates.append(directory / name)

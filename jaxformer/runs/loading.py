@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.adapter import Quantization
-from jaxformer.config.config_file import read_config
+from jaxformer.config.config_file import check, read_config
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import (
     DataConfig,
@@ -311,23 +311,28 @@ def looked_at(
     cache_dir: str | Path = "",
     train: str = "",
     validation: str = "",
+    init_from: str | None = "",
 ) -> RunConfig:
     """The config of the model directory `path` for somebody who only looks at it and may not have
     made it: what the run is, without the places, tasks and options of whoever trained it.
 
-    Tokenized text is kept in `cache_dir`, by default that of this user. `train` and `validation`
-    replace data.train and data.validation. Raises ConfigError for text at a URL or on the hub that
-    they do not name, since it is asked for with the credentials of the reader.
+    Tokenized text is kept in `cache_dir`, by default that of this user. `train`, `validation` and
+    `init_from` replace data.train, data.validation and run.init_from, the last of which is not read
+    where it is None. Raises ConfigError for text or a model at a URL or on the hub that they do not
+    name, since it is asked for with the credentials of the reader.
     """
-    named = {"train": train, "validation": validation}
-    for name, text in named.items():
-        stated = "" if text else getattr(run.data, name)
-        for source in named_sources(stated):
+    stated_and_named = {
+        "data.train": (run.data.train, train),
+        "data.validation": (run.data.validation, validation),
+        "run.init_from": (run.run.init_from, init_from),
+    }
+    for name, (stated, named) in stated_and_named.items():
+        for source in named_sources(stated) if named == "" else ():
             of_hub = source.startswith("datasets:") and not Path(source[9:]).exists()
             if is_remote(source) or of_hub:
                 raise ConfigError(
-                    f"{path} was trained with data.{name}={stated!r}, which whoever made this"
-                    f" directory has chosen: add --data.{name} {stated!r} to read it."
+                    f"{path} was trained with {name}={stated!r}, which whoever made this directory"
+                    f" has chosen: add --{name} {stated!r} to read it."
                 )
     data = dataclasses.replace(
         run.data,
@@ -340,9 +345,12 @@ def looked_at(
         run.tokenizer, path=str(tokenizer_file(text_directory(folder))), chat_template=""
     )
     own = RunSettings(
-        dir=str(folder), init_from=run.run.init_from, seed=run.run.seed, sample_tokens=0
+        dir=str(folder),
+        init_from=init_from or run.run.init_from,
+        seed=run.run.seed,
+        sample_tokens=0,
     )
-    return dataclasses.replace(
+    shown = dataclasses.replace(
         run,
         run=own,
         data=data,
@@ -350,6 +358,7 @@ def looked_at(
         train=dataclasses.replace(run.train, eval_tasks="", eval_tasks_every=0),
         launch=LaunchConfig(),
     )
+    return check(shown)
 
 
 def own_cache() -> str:

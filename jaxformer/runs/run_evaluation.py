@@ -44,6 +44,7 @@ def evaluate_run(
     cache_dir: str | Path = "",
     watch: Watch = unwatched,
     train: str = "",
+    init_from: str = "",
     **reading: Unpack[Reading],
 ) -> Evaluation:
     """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on
@@ -52,14 +53,14 @@ def evaluate_run(
     A Hugging Face model has held out nothing, and may be evaluated with another `objective` than
     that of its family. A run with "dpo" or "ipo" is compared with its run.init_from. Tokenized text
     is cached in `cache_dir`, by default that of this user (`own_cache`), and never where the run
-    says, because a run directory may come from somebody else; for the same reason text of the run
-    at a URL or on the hub has to be named, as `validation` or `train`. `watch` takes the batches
-    and their number, and yields the batches, as `ProgressBar.evaluation` does.
+    says, because a run directory may come from somebody else; for the same reason what the run has
+    at a URL or on the hub has to be named, as `validation`, `train` or `init_from`. `watch` takes
+    the batches and their number, and yields the batches, as `ProgressBar.evaluation` does.
     """
     _refuse_gguf(path)
-    model = load(path, step, **reading)
+    run = _on_text(run_of(path), located(path), validation, train, init_from, objective, cache_dir)
+    model = load(path, step, base=_named_base(run, init_from), **reading)
     require_exclusive(model, path)
-    run = _on_text(run_of(path), located(path), validation, train, objective, cache_dir)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
         raise _nothing_held_out(path)
@@ -95,26 +96,32 @@ def translate_run(
     step: int | None = None,
     cache_dir: str | Path = "",
     train: str = "",
+    init_from: str = "",
     search: Mapping[str, Any] = MappingProxyType({}),
     **reading: Unpack[Reading],
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search
     with the keywords `search` of `beam_search`."""
     _refuse_gguf(path)
-    run = _on_text(run_of(path), located(path), validation, train, cache_dir=cache_dir)
+    run = _on_text(run_of(path), located(path), validation, train, init_from, cache_dir=cache_dir)
     objective = objective_of(run.model, run.data)
     if objective != "seq2seq":
         raise ConfigError(
             f"{path} was trained with data.objective={objective}, but translation needs a model"
             " trained with seq2seq."
         )
-    model = load(path, step, **reading)
+    model = load(path, step, base=_named_base(run, init_from), **reading)
     records = [piece.record for piece in corpus_of(run).validation_records()]
     if not records or model.tokenizer is None:
         raise _nothing_held_out(path)
     sources, references = ([str(record[side]) for record in records] for side in (0, 1))
     outputs = translate(model.params, model.config, model.tokenizer, sources, **search)
     return Translations(sources, references, outputs)
+
+
+def _named_base(run: RunConfig, init_from: str) -> str | None:
+    """The model below the adapter of a run, where the reader names it."""
+    return init_from if init_from and run.adapter.kind != "none" else None
 
 
 def _refuse_gguf(path: str | Path) -> None:
@@ -135,6 +142,7 @@ def _on_text(
     path: Path,
     validation: str,
     train: str,
+    init_from: str,
     objective: ObjectiveName = "auto",
     cache_dir: str | Path = "",
 ) -> RunConfig:
@@ -143,7 +151,13 @@ def _on_text(
     is_trained = bool(run.data.train)
     if validation or run.data.validation:
         train = train or run.data.train  # which is not read
-    run = looked_at(run, path, cache_dir, train, validation)
+    row = OBJECTIVES[objective_of(run.model, run.data)]
+    reads_start = run.adapter.kind != "none" or keeps_start(row, run.adapter)
+    if init_from and not reads_start:
+        raise ConfigError(
+            f"{path} is evaluated without the model that it began with: leave out --run.init_from."
+        )
+    run = looked_at(run, path, cache_dir, train, validation, init_from if reads_start else None)
     text = run.data.validation
     if objective != "auto" and is_trained:
         trained = objective_of(run.model, run.data)

@@ -23,7 +23,7 @@ from jaxformer.checkpoints.reading import (
 )
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.train import Weights
-from jaxformer.files import ConfigError, located
+from jaxformer.files import ConfigError, is_remote, located
 from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.tokenizer import Tokenizer
 
@@ -194,7 +194,10 @@ def base_directory(
     run_dir: Path, init_from: str, record: Mapping[str, Any], base: str | Path | None
 ) -> Path:
     """The directory of the model below the adapter of a run: `base`, or where the run found it."""
-    paths = [str(base)] if base is not None else [init_from, record.get("base_path", "")]
+    # A record is no setting: it has no URL but that of the setting, and may be a stranger's.
+    recorded = record.get("base_path", "")
+    stated = [init_from, "" if is_remote(recorded) else recorded]
+    paths = [str(base)] if base is not None else stated
     paths = list(dict.fromkeys(filter(None, paths)))
     for path in paths:
         if located(path).is_dir():

@@ -40,6 +40,9 @@ NOT_LEARNED = ("mask", "masked")
 OF_LEARNING = re.compile("train|loss|mask|weight")  # in the name of any such key
 # The key of the first message for the tools that a record has beside its messages.
 TOOLS = "tools beside the messages"
+# What else a record may have beside its messages for the template.
+NOT_RENDERED = ("functions", "chat_template_kwargs")
+TEXT_PARTS = (None, "text", "input_text", "output_text")  # types of parts of a content
 
 # To be increased when conversations become other ids, so that no older cache is read.
 FORMAT_OF_CHATS = 3
@@ -84,7 +87,8 @@ def checked_messages(value: Any) -> list[Message]:
         entries = {str(key): entry for key, entry in message.items() if entry is not None}
         content = entries.get("content", "" if entries.get("tool_calls") else None)
         if isinstance(content, list):
-            parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+            objects = [part for part in content if isinstance(part, Mapping)]
+            parts = [part.get("text") for part in objects if part.get("type") in TEXT_PARTS]
             texts = [text for text in parts if isinstance(text, str)]
             if len(texts) == len(content):
                 content = entries["content"] = "".join(texts)
@@ -136,17 +140,23 @@ def rendered_message(message: Message) -> Message:
     return {key: value for key, value in message.items() if key not in left_out}
 
 
-def with_tools(message: Message, tools: Any) -> Message:
-    """The first message of a conversation, with the tools of its record: a list of objects, or its
-    JSON. Raises ConfigError for something else."""
-    if isinstance(tools, str):
+def with_tools(message: Message, beside: Mapping[str, Any]) -> Message:
+    """The first message of a conversation, with the tools that its record has `beside` the
+    messages: a list of objects, or its JSON. Raises ConfigError for something else."""
+    for key in NOT_RENDERED:
+        if beside.get(key):
+            raise ConfigError(f"{key} beside messages is not read: leave it out")
+    tools = beside.get("tools")
+    if isinstance(tools, str) and tools:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            tools = None
-    if not isinstance(tools, list):
+            tools = "no JSON"
+    if not tools:
+        return message
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ConfigError("tools beside messages are a list of functions, or its JSON")
-    return {**message, TOOLS: without_nulls(tools)} if tools else message
+    return {**message, TOOLS: without_nulls(tools)}
 
 
 def without_nulls(value: Any) -> Any:

@@ -1,9 +1,11 @@
 """The tokenizer in the metadata of a GGUF file: byte-level BPE (`gpt2`), and SentencePiece's BPE
 (`llama`), whose merges follow from its vocabulary."""
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -68,7 +70,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
                     f" none of its {len(tokens)} tokens."
                 )
         values["architecture"] = metadata.get(ARCHITECTURE_KEY)
-        kinds = values["token_type"] = values.get("token_type") or [1] * len(tokens)
+        stated = values.get("token_type") or [1] * len(tokens)
+        kinds = values["token_type"] = [operator.index(kind) for kind in stated]
         backend = without_panic(GGUF_KINDS[kind], values, origin)
         # The entries of a tokenizer_config.json.
         settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
@@ -154,7 +157,7 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
         # Runs of spaces, which such a file has as they are.
         tokens = [SPACE_MARK * len(token) if not token.strip(" ") else token for token in tokens]
     scores = [-index for index in range(len(tokens))] if is_gemma else values.get("scores", [])
-    if len(scores) != len(tokens):
+    if len(scores) != len(tokens) or not np.isfinite(scores).all():
         raise ConfigError(f"{origin} has no score for each token in tokenizer.ggml.scores.")
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in values.get("merges", ())]

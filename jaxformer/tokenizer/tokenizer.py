@@ -286,7 +286,14 @@ class Tokenizer:
         if texts not in self._frames:
             # A text that can be encoded with every vocabulary, as far as possible.
             name = self._backend.id_to_token(self._roles["eos"]) if "eos" in self._roles else None
-            self._frames[texts] = Frame.of(self.encoder.marking, name or "a", texts, self.origin)
+            frame = Frame.of(self.encoder.marking, name or "a", texts, self.origin)
+            for slot in frame.slots if frame else ():
+                if slot.token is not None and slot.token >= self.vocab_size:
+                    raise ConfigError(
+                        f"{self.origin}: its post_processor adds the id {slot.token}, and its"
+                        f" tokens are {self.vocab_size}: restore it."
+                    )
+            self._frames[texts] = frame
         return self._frames[texts]
 
     def as_prompt(self, ids: IdSequence) -> list[int]:

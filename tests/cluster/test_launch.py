@@ -1,8 +1,10 @@
 """Which process of a run a process is: from its settings, or from what a launcher says; and the
 scripts of launch/."""
 
+import contextlib
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +21,7 @@ from jax.errors import JaxRuntimeError
 from several import free_port
 
 from jaxformer.checkpoints.saving import NotSaved
-from jaxformer.cluster import processes, signals
+from jaxformer.cluster import launch, processes, signals
 from jaxformer.cluster.launch import Channel, RollCall, RunProcess, find_process, may_come
 from jaxformer.cluster.processes import LostProcess
 from jaxformer.config.config_file import differences
@@ -171,6 +173,27 @@ def test_a_silent_connection_holds_up_no_process() -> None:
         assert time.monotonic() - began < 4
     assert all(call.hosts == [socket.gethostname()] * 3 for call in calls)
     close_all(*calls)
+
+
+def test_connections_that_take_all_file_descriptors_keep_no_process_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are closed after a while; until then nobody else is accepted."""
+    monkeypatch.setattr(launch, "FIRST_SECONDS", 0.5)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    coordinator = f"localhost:{free_port()}"
+    first = join_in_thread(0, 2, coordinator)
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(connect(coordinator))
+        held = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + 10, limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        strangers = [socket.socket() for _ in range(6)]
+        for stranger in strangers:
+            stack.enter_context(stranger).connect(("localhost", int(coordinator[10:])))
+        second = join_in_thread(1, 2, coordinator)
+        close_all(first.result(20), second.result(20))
 
 
 def test_a_process_whose_first_message_is_late_is_admitted() -> None:

@@ -1,6 +1,7 @@
 """A GGUF file is the model that transformers reads from it, by tensors and by tokens; what
 is not read is refused by name."""
 
+import math
 import struct
 import sys
 import tracemalloc
@@ -282,6 +283,9 @@ def test_a_file_that_states_more_than_it_holds_is_refused_at_once(content, tmp_p
         ({"bos_token_id": "a"}, r"bos_token_id=a, which is none of its 256 tokens"),
         ({"token_type": [1]}, "its tokenizer cannot be read"),
         ({"pre": None}, r"tokenizer\.ggml\.pre=None; those that are read"),
+        ({"token_type": ["3"] * 256}, "its tokenizer cannot be read"),
+        ({"model": "llama", "scores": ["1"] * 256}, "its tokenizer cannot be read"),
+        ({"model": "llama", "scores": [math.nan] * 256}, "no score for each token"),
         ({"merges": [3]}, "its tokenizer cannot be read"),
     ],
 )
@@ -289,6 +293,17 @@ def test_metadata_of_a_tokenizer_of_a_wrong_type_are_one_message(change, said):
     values = {"model": "gpt2", "pre": "gpt-2", "tokens": [*BYTES], "merges": ["a b"]} | change
     with pytest.raises(jf.ConfigError, match=f"a file.*{said}"):
         gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in values.items()}, "a file")
+
+
+@pytest.mark.parametrize("offset", [2**64 - 32, 7, 2**40])
+def test_a_tensor_that_is_not_among_the_tensors_is_refused(offset, tmp_path):
+    path = written(tmp_path / "m.gguf", "qwen2", made("qwen2"))
+    name, content = b"output_norm.weight", path.read_bytes()
+    # A name is followed by the number of axes, 1, the size of it, the type and the offset.
+    at = content.index(name) + len(name) + 4 + 8 + 4
+    path.write_bytes(content[:at] + struct.pack("<Q", offset) + content[at + 8 :])
+    with pytest.raises(jf.ConfigError, match=r"m\.gguf is not a valid GGUF file"):
+        jf.load(path)
 
 
 def test_a_long_token_costs_no_memory():

@@ -284,6 +284,11 @@ def test_a_head_with_a_bias_or_a_soft_cap_is_not_written_for_a_decoder():
 
 WRONG = {  # changes of an adapter_config.json, and words of the message
     "a number that overflows": (dict(lora_alpha=10**400), "a number of 401 digits"),
+    "one beyond float32": (dict(lora_alpha=1e38), r"lora_alpha=1e\+38 is not supported"),
+    "a base at a URL": (
+        dict(base_model_name_or_path="http://127.0.0.1:9/model"),
+        r"is at 'http://127\.0\.0\.1:9/model', which whoever made .* jf\.load\(.*, base='http",
+    ),
     "another method": (dict(peft_type="IA3"), r'peft_type="IA3" is not supported; .*"LORA"'),
     "DoRA": (dict(use_dora=True), "use_dora=true is not supported; supported: false"),
     "biases": (dict(bias="lora_only"), r'bias="lora_only" is not supported; supported: "none"'),

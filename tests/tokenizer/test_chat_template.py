@@ -226,13 +226,19 @@ def test_tools_and_parts_of_text_are_rendered_as_transformers_does(tmp_path):
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
     ours, hf = both("llama3", template, tmp_path)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": None}}}]
-    stated = [with_tools(USER, json.dumps(tools)), SAID]
+    stated = [with_tools(USER, {"tools": json.dumps(tools)}), SAID]
     text = hf.apply_chat_template([USER, SAID], tools=without_nulls(tools), tokenize=False)
     assert '"name": "f"' in text and ours.render(stated) == text
     parts = {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}
     assert ours.encode([parts, SAID]) == ours.encode([{"role": "user", "content": "ab"}, SAID])
-    with pytest.raises(ConfigError, match="tools beside messages are a list of functions"):
-        with_tools(USER, "search")
+    for none in ("", "[]", "null", [], None):
+        assert with_tools(USER, {"tools": none, "functions": []}) == USER
+    for wrong in ("search", ["search"], [3], {"name": "f"}, "{}x"):
+        with pytest.raises(ConfigError, match="tools beside messages are a list of functions"):
+            with_tools(USER, {"tools": wrong})
+    for key in ("functions", "chat_template_kwargs"):
+        with pytest.raises(ConfigError, match=f"{key} beside messages is not read"):
+            with_tools(USER, {key: [{"name": "f"}]})
 
 
 USER = {"role": "user", "content": "a"}
@@ -247,6 +253,11 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         CHATML,
         [{"role": "user", "content": [{"type": "image"}]}, SAID],
         r"message 1 has the content list .*, since only text is read",
+    ),
+    "other parts": (
+        CHATML,
+        [USER, {"role": "assistant", "content": [{"type": "reasoning", "text": "?"}]}],
+        r"message 2 has the content list .*, since only text is read",
     ),
     "a weight": (CHATML, [USER, {**SAID, "weight": 0.5}], r"message 2 has weight=float \('0.5'\)"),
     "a part": (CHATML, [USER, {**SAID, "train_detail": [{}]}], r"message 2 has train_detail=list"),

@@ -185,6 +185,13 @@ def test_a_given_file_keeps_its_own_end_token_and_loses_its_padding(tmp_path: Pa
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     assert tokenizer.end_token == 3
     assert tokenizer.encode("a b a") == [0, 1, 0]
+    for past in (4, 2**31):
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"$A {name}", special_tokens=[(name, past)]
+        )
+        backend.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(ConfigError, match=f"adds the id {past}, and its tokens are 4"):
+            Tokenizer.load(tmp_path / "tokenizer.json").frame(1)
 
 
 def test_a_tokenizer_that_cannot_serve_is_one_clear_error(tmp_path: Path) -> None:

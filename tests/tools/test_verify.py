@@ -25,6 +25,7 @@ from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.dot_product import plain
 from jaxformer.report.metrics import LARGEST_STEP, first_digest, line_digest
+from jaxformer.runs.loading import load
 from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.tools.verify import Statement, probes, verify
 from jaxformer.tools.verify.probes import PROBES, Evidence
@@ -283,6 +284,32 @@ def test_text_that_a_stranger_names_on_a_network_is_read_where_it_is_named_again
         evaluate_run(run_dir)
     assert not refused(run_dir, train=str(runs.text), steps=1)
     assert not (tmp_path / "theirs").exists()
+
+
+def test_a_model_that_a_stranger_names_at_a_url_is_read_where_it_is_named_again(
+    runs: Runs, tmp_path: Path
+) -> None:
+    run_dir, place = copied(runs, tmp_path), "http://127.0.0.1:9/model"
+    config = json.loads((run_dir / "config.json").read_text())
+    config["run"]["init_from"] = place
+    (run_dir / "config.json").write_text(json.dumps(config))
+    said = f"add --run.init_from '{place}'"
+    assert said in {one.subject: one.text for one in statements(run_dir)}["steps done again"]
+    evaluate_run(run_dir)  # which does without it
+    with pytest.raises(ConfigError, match="is evaluated without the model that it began with"):
+        evaluate_run(run_dir, init_from=str(runs.run))
+    config["adapter"]["kind"] = "lora"
+    (run_dir / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        evaluate_run(run_dir)
+    with pytest.raises(ConfigError, match="nowhere: put it there"):
+        evaluate_run(run_dir, init_from="nowhere")
+    data = json.loads((run_dir / "data.json").read_text()) | {"base_path": place}
+    (run_dir / "data.json").write_text(json.dumps(data))
+    config["run"]["init_from"] = "nowhere"
+    (run_dir / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="is not at nowhere: put it there"):
+        load(run_dir)
 
 
 def test_a_pipe_in_a_checkpoint_is_an_altered_file(runs: Runs, tmp_path: Path) -> None:

@@ -29,14 +29,15 @@ def verify(
     cache_dir: str | Path = "",
     train: str = "",
     validation: str = "",
+    init_from: str = "",
 ) -> Iterator[Statement]:
     """What is found of the run directory `path`, in the order in which it is found out: its files;
     then `steps` of its steps, done again; then the probes. Writes nothing there.
 
     With 0 steps, or where a file was altered, only the files are read. `mesh` are sizes of axes of
-    the mesh in place of those of the run; `cache_dir`, `train` and `validation` are those of
-    `looked_at`. Raises ConfigError where `path` is no run directory, is still being written, has
-    no chain, or the mesh does not fit the devices.
+    the mesh in place of those of the run; `cache_dir`, `train`, `validation` and `init_from` are
+    those of `looked_at`. Raises ConfigError where `path` is no run directory, is still being
+    written, has no chain, or the mesh does not fit the devices.
     """
     files = read_run(path)
     obstacle = ""
@@ -56,7 +57,7 @@ def verify(
         yield Statement(REST, "unknown", f"none: {obstacle}")
         return
     try:
-        setup = setup_of_run(files.folder, log, mesh, cache_dir, train, validation)
+        setup = setup_of_run(files.folder, log, mesh, cache_dir, train, validation, init_from)
         if setup.reference:
             setup.reference.load()
     except OtherData as error:

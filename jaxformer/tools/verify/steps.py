@@ -52,15 +52,17 @@ def setup_of_run(
     cache_dir: str | Path = "",
     train: str = "",
     validation: str = "",
+    init_from: str = "",
 ) -> RunSetup:
     """The setup of the run directory `path`, which is only read.
 
-    `mesh` are sizes of axes of the mesh in place of those of the run; `cache_dir`, `train` and
-    `validation` are those of `looked_at`. Raises ConfigError where `path` is no run directory,
-    its data has changed, or the mesh does not fit the devices.
+    `mesh` are sizes of axes of the mesh in place of those of the run; `cache_dir`, `train`,
+    `validation` and `init_from` are those of `looked_at`. Raises ConfigError where `path` is no run
+    directory, its data has changed, or the mesh does not fit the devices.
     """
     folder = located(path).absolute()
-    run = looked_at(read_config(folder / "config.json"), folder, cache_dir, train, validation)
+    stated = read_config(folder / "config.json")
+    run = looked_at(stated, folder, cache_dir, train, validation, init_from)
     run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, **(mesh or {})))
     return make_setup(run, log)
 
