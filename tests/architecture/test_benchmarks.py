@@ -1,5 +1,6 @@
-"""Every benchmark runs, in small."""
+"""Every benchmark runs, in small; what its results are made by, and that its pages are theirs."""
 
+import argparse
 import ast
 import importlib
 import json
@@ -213,3 +214,110 @@ def test_the_blocks_of_kernels_are_those_of_the_shortest_schedule() -> None:
             assert chosen == (pallas.LARGE if large else pallas.SMALL)
     assert "error" not in rows["v5e_256_512x512_packed"]
     assert pallas.blocks_for(2**20) == pallas.SMALL  # without a mesh on this CPU
+
+
+def test_a_row_of_the_board_claims_only_what_its_interval_shows() -> None:
+    rules, intervals = map(importlib.import_module, ("board_rules", "intervals"))
+    base = intervals.interval_of([190.0, 200.0, 205.0, 210.0, 220.0])
+
+    def claim(*steps: float) -> str:
+        return str(rules.verdict(intervals.interval_of(steps), base, len(steps)))
+
+    assert claim(120, 125, 130, 140, 189) == "faster"
+    assert claim(120, 125, 130, 140, 190) == "not told apart"
+    assert claim(195, 196, 197, 198, 199) == "not told apart"
+    assert claim(100, 125, 200, 240, 290) == "not told apart"
+    assert claim(221, 222, 223, math.inf, math.inf) == "slower"
+    assert claim(1, 1, 1, 1) == "too few seeds"
+
+
+def test_the_page_of_the_board_is_that_of_its_json() -> None:
+    board_page = importlib.import_module("board_page")
+    result = json.loads((FOLDER / "results" / "board.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "results" / "board.md").read_text(encoding="utf-8")
+    assert page == board_page.page(result), "python benchmarks/board.py --page"
+    for task in result["tasks"].values():
+        for row in filter(None, task["rows"].values()):
+            assert len(row["tuning"]["trials"]) == 5, "the same number of trials for each row"
+
+
+def test_every_row_of_the_board_is_a_config(tmp_path: Path) -> None:
+    board = importlib.import_module("board")
+    runs = board.Board(argparse.Namespace(task="10m", smoke=False, folder=tmp_path))
+    for recipe in board.RECIPES.values():
+        settings = runs.settings(recipe, recipe.center, 200, 0)
+        lines = [f"{name}={value}" for name, value in settings.items()]
+        run = jf.load_config(ROOT / "configs" / "quickstart.py", lines)
+        assert run.optimizer.learning_rate == recipe.center and run.train.steps == 200
+
+
+@pytest.mark.slow
+def test_a_run_of_the_board_is_that_of_its_command_line(tmp_path: Path) -> None:
+    board, workloads = map(importlib.import_module, ("board", "workloads"))
+    options = argparse.Namespace(task="quickstart", smoke=True, folder=tmp_path)
+    options.text = workloads.words_file(tmp_path)
+    runs, recipe = board.Board(options), board.RECIPES["muon"]
+    lines = [f"{name}={value}" for name, value in runs.settings(recipe, 0.01, 6, 3).items()]
+    lines += [f"run.dir={tmp_path / 'run'}", "run.progress=none"]
+    trained = jf.train(jf.load_config(ROOT / "configs" / "quickstart.py", lines))
+    # Another horizon and seed before, with the same program.
+    runs._trained(recipe, 0.01, 4, 0)
+    numbers = runs._trained(recipe, 0.01, 6, 3)
+    for name, number in numbers.items():
+        assert number == pytest.approx(trained.metrics[-1][name], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["t5", "bert"])
+def test_the_page_of_what_pretraining_is_worth_is_that_of_its_json(name: str) -> None:
+    pretraining = importlib.import_module("pretraining")
+    path = FOLDER / "results" / f"pretraining_{name}.json"
+    row, runs = pretraining.ROWS[name], Path("runs/pretraining", name)
+    result = json.loads(path.read_text(encoding="utf-8"))
+    experiment = pretraining.task_experiment(row, runs, result)
+    page = (ROOT / "docs" / "results" / f"{name}.md").read_text(encoding="utf-8")
+    assert page == pretraining.page(name, row, runs, experiment)
+    scratch, pretrained = experiment.variants
+    assert len(experiment.runs_of(scratch)) == len(experiment.runs_of(pretrained)) >= 5
+    difference = experiment.difference(pretrained, scratch)
+    assert difference["high"] < 0, "pre-training helps, beyond the differences of seeds"
+
+
+MEASURES = """import json, os, pathlib
+pathlib.Path(os.environ["BENCHMARK_RESULTS"], "x.json").write_text(json.dumps({"samples": [1]}))
+"""
+
+
+def test_entries_of_the_queue_run_in_order_and_each_writes_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By scripts that measure and fail. What did not end is measured again, and no other."""
+    queue, out = importlib.import_module("gpu_queue"), tmp_path / "out"
+    for folder in (out, tmp_path / "results"):
+        folder.mkdir()
+    (tmp_path / "measures.py").write_text(MEASURES)
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(queue, "HERE", tmp_path)
+    monkeypatch.setattr(queue, "SHORTEST", 3)
+    monkeypatch.setattr(queue, "TORCH_ENVIRONMENT", tmp_path / "torch")
+    entries = [queue.Entry(2, "first", "measures.py", 9), queue.Entry(1, "second", "fails.py", 9)]
+    options = argparse.Namespace(out=out, seconds=60, commit="abc", smoke=True)
+    for state in ("ended", "known already"):
+        work = queue.Queue(options, "NVIDIA H200")
+        work.run(entries)
+        assert work.states["first"].startswith(state)
+        assert work.states["second"].startswith("failed with status 3")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["first:", "second:", "second:"]
+    found = json.loads((out / "gpu_first_nvidia_h200.json").read_text())
+    assert found["result"] == {"samples": [1]}
+    assert (found["state"], found["commit"], found["device"]) == ("ended", "abc", "NVIDIA H200")
+
+
+def test_every_entry_of_the_queue_names_a_script_and_a_place_on_the_page_of_results() -> None:
+    module = importlib.import_module("gpu_queue")
+    numbers = [entry.number for entry in module.entries()]
+    assert numbers == sorted(numbers)
+    page = (ROOT / "docs/results/measured.md").read_text()
+    for entry in module.entries():
+        assert (ROOT / "benchmarks" / entry.command.split()[0]).is_file()
+    assert "<!-- results: gpu_queue -->" in page

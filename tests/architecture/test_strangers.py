@@ -79,15 +79,6 @@ def test_a_damaged_config_is_one_message(
         refused(capsys, arguments, said)
 
 
-@pytest.mark.parametrize("labels", [5, "names", [1, 2], {"a": 1}])
-def test_labels_that_are_no_names_are_refused(
-    labels: Any, trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
-) -> None:
-    run_dir = copy(trained[0], tmp_path / "run")
-    changed(run_dir / "data.json", labels=labels)
-    refused(capsys, ["sample", str(run_dir)], "data.json: labels=", "list of names")
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import DESKTOP, PHONE, View, chromium
-from family_runs import page_data, printed, write_run
+from family_runs import printed, write_run
 from walked_page import LENS, MASKS, example
 
 pytestmark = pytest.mark.slow
@@ -210,24 +210,3 @@ def test_a_page_of_one_stack_has_no_stage_that_its_model_lacks(
         view.tab.locator(".stage").first.click()
         assert view.step() == 1 and view.tab.locator("#stage").is_visible()
         assert "狗" in "".join(view.texts(".tokens .group"))
-
-
-def test_a_page_of_the_command_is_walked_through_to_its_end(
-    browser: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, path = write_run(tmp_path / "run", "encoder_decoder"), tmp_path / "page.html"
-    line = ["attention", run, "--prompt", "a dog", "--beams", 2, "--padding", 1, "--output", path]
-    printed(capsys, *line)
-    data = page_data(path)
-    for view in opened(browser, path, **PHONE):
-        assert view.overflow() <= 0
-        for step, beams in enumerate(data["beams"][:4]):
-            assert view.step() == step
-            assert view.texts("#ranking .token") == [each["token"] for each in beams]
-            logs = view.texts("#ranking tr > td.number:nth-child(3)")
-            np.testing.assert_allclose(
-                [float(text) for text in logs],
-                [each["log_probability"] for each in beams],
-                atol=6e-4,
-            )
-            view.tab.locator("#on").tap()
