@@ -101,13 +101,14 @@ def with_base(
     `stated` on the command line, which are applied later; those of `OWN` are always the config's.
     `weights` is that of `loading.run_of`.
     """
-    if not any((origin / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ConfigError(
-            f"run.init_from={base!r} has no config.json: give a run directory, or one of a"
-            " Hugging Face model or an adapter."
-        )
     # Imported here, because it imports JAX, which a config alone does not need.
-    from jaxformer.runs.loading import run_of
+    from jaxformer.runs.loading import is_model, run_of
+
+    if not is_model(origin):
+        raise ConfigError(
+            f"run.init_from={base!r} has no config.json: give a run directory, one of a Hugging"
+            " Face model or an adapter, or a GGUF file."
+        )
 
     chosen, default = dataclasses.asdict(model), dataclasses.asdict(ModelConfig())
     changed = {name for name, value in chosen.items() if value != default[name]}

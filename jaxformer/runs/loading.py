@@ -44,7 +44,6 @@ from jaxformer.runs.run_reading import (
     require_tokenizer,
 )
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.gguf_tokenizer import gguf_tokenizer
 from jaxformer.tokenizer.metadata import tokenizer_file
 
 # The longest row when a model directory is evaluated, which does not say how it was trained.
@@ -149,7 +148,7 @@ def load(
 
         params, opened = load_pretrained(folder, mesh, dtype, quantize)
         tokenizer = (
-            gguf_tokenizer(opened.files.metadata, str(folder))
+            Tokenizer.of_gguf(opened.files.metadata, str(folder))
             if from_gguf
             else Tokenizer.find(folder)
         )
@@ -223,6 +222,11 @@ def load_base(
     merged = merge(loaded.params)
     params = quantize_params(merged, quantize) if quantize else merged
     return dataclasses.replace(loaded, params=params)
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a path is that of a run, a Hugging Face directory, an adapter or a GGUF file."""
+    return is_adapter(folder) or is_gguf(folder) or (folder / "config.json").is_file()
 
 
 def has_adapter(folder: Path) -> bool:

@@ -17,7 +17,6 @@ from jaxformer.config.run import ObjectiveName, RunConfig
 from jaxformer.files import ConfigError, located
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import full_batch, padded, rounded
-from jaxformer.interop.gguf_files import is_gguf
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.evaluation import (
@@ -57,7 +56,6 @@ def evaluate_run(
     at a URL or on the hub has to be named, as `validation`, `train` or `init_from`. `watch` takes
     the batches and their number, and yields the batches, as `ProgressBar.evaluation` does.
     """
-    _refuse_gguf(path)
     run = _on_text(run_of(path), located(path), validation, train, init_from, objective, cache_dir)
     model = load(path, step, base=_named_base(run, init_from), **reading)
     require_exclusive(model, path)
@@ -102,7 +100,6 @@ def translate_run(
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search
     with the keywords `search` of `beam_search`."""
-    _refuse_gguf(path)
     run = _on_text(run_of(path), located(path), validation, train, init_from, cache_dir=cache_dir)
     objective = objective_of(run.model, run.data)
     if objective != "seq2seq":
@@ -122,15 +119,6 @@ def translate_run(
 def _named_base(run: RunConfig, init_from: str) -> str | None:
     """The model below the adapter of a run, where the reader names it."""
     return init_from if init_from and run.adapter.kind != "none" else None
-
-
-def _refuse_gguf(path: str | Path) -> None:
-    """ConfigError for a GGUF file, whose tokenizer is in no file that text is prepared with."""
-    if is_gguf(path):
-        raise ConfigError(
-            f"{path} is a GGUF file, and text is prepared with a tokenizer.json: jaxformer convert"
-            f" {path} DIRECTORY writes a model directory, which can be evaluated."
-        )
 
 
 def _nothing_held_out(path: str | Path) -> ConfigError:

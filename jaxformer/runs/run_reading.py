@@ -200,7 +200,7 @@ def base_directory(
     paths = [str(base)] if base is not None else stated
     paths = list(dict.fromkeys(filter(None, paths)))
     for path in paths:
-        if located(path).is_dir():
+        if located(path).exists():
             return located(path)
     raise ConfigError(
         f"{run_dir} holds an adapter, and the model below it is not at {' and '.join(paths)}: put"

@@ -13,7 +13,6 @@ from jaxformer.files import ConfigError
 from jaxformer.tokenizer.byte_level import byte_level_backend, split_into_words
 from jaxformer.tokenizer.metadata import TokenizerMetadata
 from jaxformer.tokenizer.pieces import BYTES, without_panic
-from jaxformer.tokenizer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 TokenizerValues = Mapping[str, Any]  # metadata without "tokenizer.ggml."
@@ -45,8 +44,11 @@ PATTERN_OF_PRE = {
 }
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
-    """The tokenizer in the metadata of a GGUF file; `origin` names the file in messages."""
+def read_gguf(
+    metadata: Mapping[str, Any], origin: str
+) -> tuple[tokenizers.Tokenizer, TokenizerMetadata]:
+    """The tokenizer in the metadata of a GGUF file, and what the files beside a tokenizer.json
+    would say of it; `origin` names the file in messages."""
     try:
         values = {
             key.removeprefix(TOKENIZER_KEYS): value
@@ -117,7 +119,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
         metadata_of_files = TokenizerMetadata(
             settings=settings, named_ids=named_ids, ends=tuple(ends), template_name=origin
         )
-        return Tokenizer(backend, origin, metadata_of_files)
+        return backend, metadata_of_files
     except ConfigError:
         raise
     # Of values of a wrong type; and of the tokenizers library, which has no class for its errors.

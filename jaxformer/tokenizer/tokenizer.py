@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import numpy as np
 import tokenizers
 
 from jaxformer.files import ConfigError, located, write_text
+from jaxformer.files.copies import local_copy
 from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, gpt2_files
 from jaxformer.tokenizer.encoding import Encoder, pattern_of
 from jaxformer.tokenizer.frame import Frame, Slot
+from jaxformer.tokenizer.gguf_tokenizer import read_gguf
 from jaxformer.tokenizer.metadata import (
     ID_KEYS,
     ROLES,
@@ -134,12 +136,17 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
         """Loads a tokenizer.json, or GPT-2's vocab.json and merges.txt, or a directory of either,
-        with the settings in the files beside it.
+        with the settings in the files beside it; or that of a GGUF file.
 
         The roles of special tokens are taken from tokenizer_config.json, special_tokens_map.json,
         generation_config.json and config.json, in this order, or follow from their names. Warns of
         Mistral's files that split text by another model's pattern."""
         location = _stated(path)
+        if location.suffix == ".gguf":
+            # Imported here, because it reads weights, too.
+            from jaxformer.interop.gguf_files import GgufFiles
+
+            return cls.of_gguf(GgufFiles(local_copy(location)).metadata, str(location))
         file = tokenizer_file(location)
         backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
         # A directory may hold many files of other names, whose settings are not in it.
@@ -163,6 +170,12 @@ class Tokenizer:
                     stacklevel=2,
                 )
         return cls(backend, str(file), TokenizerMetadata.read(file.parent, backend))
+
+    @classmethod
+    def of_gguf(cls, metadata: Mapping[str, Any], origin: str) -> "Tokenizer":
+        """The tokenizer in the metadata of a GGUF file; `origin` names the file in messages."""
+        backend, metadata_of_files = read_gguf(metadata, origin)
+        return cls(backend, origin, metadata_of_files)
 
     @classmethod
     def find(cls, folder: Path) -> "Tokenizer | None":

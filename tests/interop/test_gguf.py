@@ -11,6 +11,7 @@ import pytest
 import transformers as tf
 from pretrained import assert_close, logits, our_logits
 from products import slow_but
+from tiny_run import ROOT, write_text
 
 import jaxformer as jf
 from jaxformer.cli import main
@@ -21,7 +22,8 @@ from gguf_models import tiny, written  # noqa: E402
 from pretrained_tokenizers import HARD  # noqa: E402
 
 from jaxformer.interop.gguf_files import GGUF_TYPES, GgufFiles  # noqa: E402
-from jaxformer.tokenizer.gguf_tokenizer import gguf_tokenizer  # noqa: E402
+from jaxformer.report import read_metrics  # noqa: E402
+from jaxformer.tokenizer import Tokenizer  # noqa: E402
 from jaxformer.tokenizer.pieces import BYTES  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("gguf")
@@ -184,8 +186,6 @@ def test_a_file_is_converted_to_a_directory_that_transformers_and_commands_read(
         assert main(["sample", str(model), *arguments]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
-    assert main(["evaluate", str(path), "--data.validation", "x"]) == 2
-    assert f"convert {path} DIRECTORY" in capsys.readouterr().err
 
 
 REFUSED = {
@@ -224,10 +224,33 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
         jf.load(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_run_begins_from_a_file_and_is_continued_as_from_its_directory(adapter, tmp_path, capsys):
+    path = written(tmp_path / "m.gguf", "llama", made("llama"))
+    folder, text = tmp_path / "directory", write_text(tmp_path / "text.txt", 30)
+    assert main(["convert", str(path), str(folder)]) == 0
+    settings = ["--data.train", text, "--data.sequence_length", 16, "--adapter.kind", adapter]
+    settings += ["--train.batch_size", 2, "--data.cache_dir", tmp_path / "cache"]
+    settings += ["--optimizer.warmup_steps", 1]
+    losses, evaluated = [], []
+    for origin in (folder, path):
+        run_dir = tmp_path / f"run-{origin.name}"
+        arguments = [*settings, "--run.init_from", origin, "--run.dir", run_dir]
+        for steps in (2, 4):
+            line = [*arguments, "--train.steps", steps, "--optimizer.decay_steps", 4]
+            assert main(["train", str(ROOT / "configs/finetune.py"), *map(str, line)]) == 0
+        losses.append([entry["loss"] for entry in read_metrics(run_dir) if "loss" in entry])
+        capsys.readouterr()
+        assert main(["evaluate", str(origin), "--data.validation", str(text)]) == 0
+        evaluated.append(capsys.readouterr().out.split("val_loss")[-1])
+        assert jf.load(run_dir).tokenizer.encode("cat") == jf.load(path).tokenizer.encode("cat")
+    assert losses[0] == losses[1] and evaluated[0] == evaluated[1]
+
+
 @pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "tekken", "gpt-2", "qwen2", "smollm"])
 def test_a_word_that_is_a_token_is_one_where_llama_cpp_ignores_its_merges(pre):
     tokens = [*BYTES, "ab", "abc", "Ġab"]
-    tokenizer = gguf_tokenizer(
+    tokenizer = Tokenizer.of_gguf(
         {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": pre,
@@ -292,7 +315,8 @@ def test_a_file_that_states_more_than_it_holds_is_refused_at_once(content, tmp_p
 def test_metadata_of_a_tokenizer_of_a_wrong_type_are_one_message(change, said):
     values = {"model": "gpt2", "pre": "gpt-2", "tokens": [*BYTES], "merges": ["a b"]} | change
     with pytest.raises(jf.ConfigError, match=f"a file.*{said}"):
-        gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in values.items()}, "a file")
+        metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+        Tokenizer.of_gguf(metadata, "a file")
 
 
 @pytest.mark.parametrize("offset", [2**64 - 32, 7, 2**40])
@@ -310,7 +334,7 @@ def test_a_long_token_costs_no_memory():
     values = {"model": "llama", "tokens": ["<unk>", "a", "a" * 60_000], "scores": [0.0, -1.0, -2.0]}
     values = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
     tracemalloc.start()
-    gguf_tokenizer(values | {"general.architecture": "llama"}, "a file")
+    Tokenizer.of_gguf(values | {"general.architecture": "llama"}, "a file")
     assert tracemalloc.get_traced_memory()[1] < 1 << 24
     tracemalloc.stop()
 
