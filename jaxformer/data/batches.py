@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -163,16 +163,9 @@ def _stacked(rows: list[NumpyBatch]) -> NumpyBatch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-class ArrayShape(NamedTuple):
-    """An array of a batch: its shape, rows first, and its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-def batch_shapes(task: Task, data: DataConfig, batch_size: int) -> dict[str, ArrayShape]:
-    """The arrays of a global batch of `Batches`, by name, without the data: those of a row that the
-    objective's own code makes of invented text."""
+def invented_row(task: Task, data: DataConfig) -> NumpyBatch:
+    """A row that the objective's own code makes of invented text: its arrays are those of a row of
+    `Batches`, without the data."""
     tokenizer = byte_tokenizer(task.specials)
     rows: Rows
     with tempfile.TemporaryDirectory() as folder:
@@ -189,5 +182,4 @@ def batch_shapes(task: Task, data: DataConfig, batch_size: int) -> dict[str, Arr
             example = Piece("", "", True, record)
             examples = open_or_encode(Path(folder), lambda: [example], template.encode)
             rows = ExampleRows(examples, template, seed=0)
-        row = rows[0]
-    return {name: ArrayShape((batch_size, *row[name].shape), row[name].dtype) for name in row}
+        return rows[0]

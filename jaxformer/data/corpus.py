@@ -204,20 +204,24 @@ def find_sides(
 ) -> Sides:
     """What is for training, and what is held out. Every text is read once, so that errors show
     before any work; its scan is kept in the directory `scans`."""
-    train = find_texts(data, "data.train", task.fields)
-    if data.weights:
-        check_shares([source.spec for source in train], data)
-    validation = find_texts(data, "data.validation", task.fields) if data.validation else []
+    sources: dict[SideName, list[Source]] = {"validation": []}
+    sources["train"] = find_texts(data, "data.train", task.fields)
+    check_shares([source.spec for source in sources["train"]], data)
+    if data.validation:
+        sources["validation"] = find_texts(data, "data.validation", task.fields)
     tokenizer = None
-    if settings.path and any(source.of_ids for source in (*train, *validation)):
+    if settings.path and any(source.of_ids for side in SIDES for source in sources[side]):
         tokenizer = given_tokenizer(settings, ())
-    split_train = [Split(source, scan(source, scans, log, tokenizer)) for source in train]
-    split_validation = [Split(source, scan(source, scans, log, tokenizer)) for source in validation]
+    sides: Sides = {}
+    for side in SIDES:
+        sides[side] = [
+            Split(source, scan(source, scans, log, tokenizer)) for source in sources[side]
+        ]
     fraction = data.validation_fraction
     if data.validation or not fraction:
-        return {"train": split_train, "validation": split_validation}
+        return sides
     return {
-        side: [replace(split, side=side, fraction=fraction) for split in split_train]
+        side: [replace(split, side=side, fraction=fraction) for split in sides["train"]]
         for side in SIDES
     }
 
@@ -225,28 +229,10 @@ def find_sides(
 def tokenizer_of(
     settings: TokenizerConfig, task: Task, vocab_size: int, sides: Sides, cache: Path, log: Log
 ) -> Tokenizer:
-    """The tokenizer of a run: that of a file; else a BPE of the text for training, or the
-    characters of all text, kept in `cache`."""
+    """The tokenizer of a run: that of a file, or one that is made of its text."""
     tokenizer = given_tokenizer(settings, task.specials)
     if tokenizer is None:
-        train = sides["train"]
-        every = [*train, *sides["validation"]]
-        summary: tuple[object, ...] = tuple(dict.fromkeys(split.scan.content for split in every))
-        if settings.kind == "bpe":
-            texts = [split.identity() for split in train]
-            summary = (texts, settings.vocab_size, settings.training_bytes, settings.pattern)
-        path = cache / f"{fingerprint(FORMAT, settings.kind, *summary, *task.specials)}.json"
-        # Another process may be making it.
-        with claimed(cache, log):
-            if path.exists():
-                log(f"tokenizer: reusing {path}")
-            else:
-                began = time.perf_counter()
-                made = _made_of(settings, train, every, task.specials, log)
-                seconds = time.perf_counter() - began
-                log(f"tokenizer: {made.vocab_size:,} entries, made in {seconds:.1f} s")
-                made.save(path)
-        tokenizer = Tokenizer.load(path)
+        tokenizer = made_tokenizer(settings, task.specials, sides, cache, log)
     if settings.chat_template:
         set_chat_template(tokenizer, settings.chat_template)
     if missing := ", ".join(task.missing(tokenizer)):
@@ -274,28 +260,43 @@ def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...]) -> Tok
     return Tokenizer.load(settings.path).with_special_tokens(settings.added)
 
 
-def _made_of(
-    settings: TokenizerConfig,
-    train: list[Split],
-    every: list[Split],
-    specials: tuple[str, ...],
-    log: Log,
+def made_tokenizer(
+    settings: TokenizerConfig, specials: tuple[str, ...], sides: Sides, cache: Path, log: Log
 ) -> Tokenizer:
-    if settings.kind == "characters":
-        sources = [*{id(split.source): split.source for split in every}.values()]
-        log("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
-        characters = (piece.text for source in sources for piece in source.pieces())
-        return character_tokenizer(characters, specials)
-    limit = settings.training_bytes
-    total = sum(split.bytes for split in train)
-    names = " and ".join(str(split.source) for split in train)
-    log(
-        f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on"
-        f" {megabytes(min(total, limit))} of {names}"
-    )
-    shares = [round(limit * split.bytes / max(1, total)) for split in train]
-    pieces = itertools.chain.from_iterable(map(spread, train, shares))
-    return train_bpe_tokenizer(pieces, settings.vocab_size, specials, settings.pattern)
+    """A BPE of the text for training, or the characters of all text, kept in `cache`."""
+    train = sides["train"]
+    every = [*train, *sides["validation"]]
+    summary: tuple[object, ...] = tuple(dict.fromkeys(split.scan.content for split in every))
+    if settings.kind == "bpe":
+        texts = [split.identity() for split in train]
+        summary = (texts, settings.vocab_size, settings.training_bytes, settings.pattern)
+    path = cache / f"{fingerprint(FORMAT, settings.kind, *summary, *specials)}.json"
+    # Another process may be making it.
+    with claimed(cache, log):
+        if path.exists():
+            log(f"tokenizer: reusing {path}")
+            return Tokenizer.load(path)
+        began = time.perf_counter()
+        if settings.kind == "characters":
+            sources = dict.fromkeys(split.source for split in every)
+            log("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
+            characters = (piece.text for source in sources for piece in source.pieces())
+            made = character_tokenizer(characters, specials)
+        else:
+            limit = settings.training_bytes
+            total = sum(split.bytes for split in train)
+            names = " and ".join(str(split.source) for split in train)
+            log(
+                f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on"
+                f" {megabytes(min(total, limit))} of {names}"
+            )
+            shares = [round(limit * split.bytes / max(1, total)) for split in train]
+            pieces = itertools.chain.from_iterable(map(spread, train, shares))
+            made = train_bpe_tokenizer(pieces, settings.vocab_size, specials, settings.pattern)
+        seconds = time.perf_counter() - began
+        log(f"tokenizer: {made.vocab_size:,} entries, made in {seconds:.1f} s")
+        made.save(path)
+    return Tokenizer.load(path)
 
 
 def spread(split: Split, limit: int) -> Iterator[str]:

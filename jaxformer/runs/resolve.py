@@ -17,7 +17,7 @@ from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config.train import TrainConfig
-from jaxformer.data.batches import batch_shapes
+from jaxformer.data.batches import invented_row
 from jaxformer.data.task import Task
 from jaxformer.data.templates import SEGMENTS
 from jaxformer.files import ConfigError, located
@@ -326,16 +326,18 @@ def resolve_without_data(
     model, notes = with_assumed_sizes(model)
     run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
     task = task_of(model, run.data)
-    shapes = batch_shapes(task, run.data, run.train.batch_size)
+    row = invented_row(task, run.data)
     for name, array in SEGMENTS.items():
-        if packed is True and array in shapes:
-            shapes[name] = shapes[array]
+        if packed is True and array in row:
+            row[name] = row[array]
         elif packed is False:
-            shapes.pop(name, None)
+            row.pop(name, None)
     of_rows = batch_sharding(mesh)
     batch = {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=of_rows)
-        for name, array in shapes.items()
+        name: jax.ShapeDtypeStruct(
+            (run.train.batch_size, *array.shape), array.dtype, sharding=of_rows
+        )
+        for name, array in row.items()
     }
     segments = 0
     if "segment_ids" in batch:
