@@ -14,8 +14,7 @@ import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
 
 CASES = {  # how the base is quantized, and a mesh
-    "expert 4 x data 2": (None, dict(data=2, expert=4)),
-    "expert 2 x fsdp 2 x tensor 2": ("nf4_double", dict(data=1, fsdp=2, expert=2, tensor=2)),
+    "expert 2 x fsdp 2 x tensor 2": ("nf4_double", dict(data=1, fsdp=2, expert=2, tensor=2))
 }
 TOKENS = np.random.default_rng(0).integers(0, 37, (8, 16), dtype=np.int32)
 BATCH = {"tokens": TOKENS, "targets": TOKENS[:, ::-1], "weights": jnp.ones(TOKENS.shape)}

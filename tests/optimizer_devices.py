@@ -1,5 +1,5 @@
-"""Run on eight forced host devices: some steps of every optimizer on a sharded table beside those
-of one device. Prints JSON for test_optimizers.py."""
+"""Run on eight forced host devices: some steps of optimizers on a sharded table beside those of one
+device. Prints JSON for test_optimizers.py."""
 
 import json
 import sys

@@ -1,13 +1,14 @@
-"""The optimizers that tests try, by what they are called there: every row, and settings of rows."""
+"""The optimizers that tests of states try, of each shape of state: moments alone, whole or of fewer
+bits, by heads, factors, averages of weights."""
 
-from jaxformer.training.optimizers.rule_table import OPTIMIZERS
-
-VARIANTS = {name: {"name": name} for name in OPTIMIZERS} | {
-    "muon by heads": {"name": "muon", "muon_unit": "head"},
+VARIANTS = {
+    "adamw": {"name": "adamw"},
+    "adafactor": {"name": "adafactor"},
+    "muon": {"name": "muon"},
     "normuon by heads": {"name": "normuon", "muon_unit": "head"},
-    "cautious": {"name": "adamw", "cautious": True},
+    "soap": {"name": "soap"},
+    "schedule_free": {"name": "schedule_free"},
     "bfloat16": {"name": "adamw", "moments": "bfloat16"},
-    "int8": {"name": "adamw", "moments": "int8"},
     "sophia in int8": {"name": "sophia", "moments": "int8"},
     "soap in int8": {"name": "soap", "moments": "int8"},
 }

@@ -183,12 +183,6 @@ def test_the_steps_of_a_search_tell_how_its_texts_were_found(family):
             assert abs(over[short] - score) < 1e-5 if END in text else short in live
 
 
-def test_padding_ids_of_the_table_are_never_chosen():
-    params, config, prompt, _ = tiny("decoder")
-    found = beam_search(params, config, prompt, 8, beams=4, vocab_size=3, end_token=END)
-    assert int(found.tokens.max()) < 3
-
-
 @pytest.mark.parametrize(
     "changes, said",
     [

@@ -17,7 +17,7 @@ import jaxformer as jf
 from jaxformer.generation.decode import start
 from jaxformer.generation.sampling import Sampling, choices, draw
 from jaxformer.generation.text_so_far import TextSoFar
-from jaxformer.generation.token_rules import keep_min_p, rules_of, tempered
+from jaxformer.generation.token_rules import rules_of, tempered
 
 ROOT = Path(__file__).parents[2]
 V, PROMPT, NEW, LIMIT = 40, 6, 5, 9
@@ -44,7 +44,6 @@ def counted(text, logits, a, b):
 
 
 WORDS = ((3,), (END,), (int(TEXTS[0, -1]), 5), (int(TEXTS[1, -2]), int(TEXTS[1, -1]), 9), (30, 2))
-ENDS = torch.tensor([END])
 
 
 def callers(logits, tokens):
@@ -201,6 +200,9 @@ def test_draws_have_the_distribution_of_their_definition(settings):
         ({"frequency_penalty": "a"}, r"frequency_penalty='a' must be from -2 to 2"),
         ({"bad_words": ((),)}, r"bad_words=\(\(\),\) must be a tuple of tuples of token ids"),
         ({"rule": 3}, r"rule=3 must be a function"),
+        ({"suppress_tokens": [1]}, r"suppress_tokens=\[1\] must be a tuple of token ids"),
+        ({"begin_suppress_tokens": (1.5,)}, r"begin_suppress_tokens=\(1.5,\) must be a tuple"),
+        ({"min_length": -1}, r"min_length=-1 must be at least 0"),
         ({"min_p": 2, "top_k": -1}, r"top_k=-1 must be .*; min_p=2 must be"),
     ],
     ids=lambda value: "",
@@ -254,8 +256,3 @@ def test_n_texts_of_a_prompt_are_draws_of_their_own_and_read_it_once():
     assert made.shape == (6, 9) and len({tuple(row) for row in made}) == 6
     repeated = np.asarray(jf.generate(params, config, np.repeat(prompt, 3, axis=0), 9, **rules))
     np.testing.assert_array_equal(made, repeated)
-
-
-def test_min_p_of_one_keeps_the_likeliest():
-    kept = np.isfinite(keep_min_p(jnp.asarray(LOGITS), 1.0))
-    np.testing.assert_array_equal(kept, LOGITS.max(1, keepdims=True) == LOGITS)

@@ -45,17 +45,6 @@ def test_a_row_that_may_see_nothing_gives_zero_and_a_finite_gradient(kernel):
     assert all(np.isfinite(g).all() for g in grads)
 
 
-@pytest.mark.parametrize(
-    "length, heads, kv_heads, packed", [(200, 3, 3, True), (31, 4, 1, False), (300, 2, 2, True)]
-)
-def test_the_blocked_kernel_equals_the_plain_one_forward_and_backward(
-    length, heads, kv_heads, packed
-):
-    sizes = {"d_model": heads * 16, "n_heads": heads, "n_kv_heads": kv_heads}
-    config = jf.ModelConfig(vocab_size=8, **sizes, max_segments=3 * packed)
-    assert "error" in check_attention("blocked", config, 2, length)
-
-
 MASKS = {
     "causal": (True, False),
     "window": (0, 5),

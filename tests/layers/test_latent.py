@@ -3,7 +3,6 @@ cache holds, and what is refused. The other laws are those of all variants
 (tests/models/test_family_invariants.py)."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -116,29 +115,6 @@ def test_the_cache_has_latents_and_one_rotated_key():
     assert numbers(config) == 512 + 64
     # 71 times as many numbers of a token.
     assert numbers(ordinary) == 128 * (192 + 128) == 40_960
-
-
-@pytest.mark.parametrize("case", list(CASES)[1:])
-def test_scanned_and_computed_again_it_is_the_same(case):
-    config = model(case)
-    params, batch = params_of(config), laid_out(config, ("packed",))
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def gradient(params, config):
-        def loss(params):
-            logits = jf.forward(params, config, **batch)
-            return (logits**2).mean(), logits
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    plain, expected = gradient(params, config)
-    again = {"layer_loop": "scan", "remat": "names", "saved": "latent attention"}
-    for changes in ({"remat": "full"}, again):
-        found, logits = gradient(params, dataclasses.replace(config, **changes))
-        close(logits, expected)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(jnp.abs(b).max(), 1e-3))
-    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(plain["blocks"]["latent"]))
 
 
 def test_remat_of_names_keeps_the_latents(monkeypatch):

@@ -10,7 +10,7 @@ from shapes import MODELS, model
 
 import jaxformer as jf
 from jaxformer import layers
-from jaxformer.arrays.params import Spec, check_params, contract, rows, unstack, zeros
+from jaxformer.arrays.params import Spec, check_params, rows, unstack, zeros
 from jaxformer.layers.ffn import ACTIVATIONS, ffn
 from jaxformer.models.transformer import specs
 
@@ -110,25 +110,6 @@ def test_a_norm_of_bfloat16_is_computed_in_float32(norm):
     )
 
 
-def test_grouped_attention_equals_multi_head_with_repeated_keys():
-    q, k, v = (
-        jnp.array(array(2, 6, 4, 8)),
-        jnp.array(array(2, 6, 2, 8)),
-        jnp.array(array(2, 6, 2, 8)),
-    )
-    mask = jnp.tril(jnp.ones((6, 6), bool))[None]
-    found = layers.dot_product_attention(q, k, v, mask)
-    many = layers.dot_product_attention(q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2), mask)
-    np.testing.assert_allclose(found, many, rtol=1e-5, atol=1e-6)
-    scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, 2)) / np.sqrt(8)
-    scores = np.where(mask[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    np.testing.assert_allclose(
-        found, np.einsum("bnts,bsnh->btnh", weights, np.repeat(v, 2, 2)), rtol=1e-4, atol=1e-5
-    )
-
-
 def erf(x):
     return np.vectorize(math.erf)(x)
 
@@ -200,16 +181,6 @@ def test_swiglu_is_the_gated_feed_forward_of_any_leading_shape():
         expected[0, 0],
         rtol=1e-4,
         atol=1e-4,
-    )
-
-
-def test_a_weight_that_is_no_array_contracts_itself():
-    class Doubled:
-        def contract(self, equation, x, to, dtype):
-            return 2 * x
-
-    np.testing.assert_array_equal(
-        contract("BTD,DF->BTF", jnp.ones((1, 2, 3)), Doubled()), 2 * np.ones((1, 2, 3))
     )
 
 

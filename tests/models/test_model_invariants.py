@@ -122,13 +122,6 @@ def test_weights_that_are_tied_to_the_number_of_their_layer_keep_their_bits():
         assert np.asarray(tied[name]).tobytes() == np.asarray(leaf).tobytes()
 
 
-def test_jit_equals_no_jit():
-    params, config, row = weights_and_tokens("llama")
-    with jax.disable_jit():
-        plain = jf.forward(params, config, row)
-    close(forward(params, config, row), plain)
-
-
 def test_forward_works_under_every_transform_with_no_set_up():
     params, config, row = weights_and_tokens("gpt2", n_layers=1)
     call = functools.partial(forward, config=config, tokens=row)

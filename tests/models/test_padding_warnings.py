@@ -14,7 +14,6 @@ from jaxformer.models.inputs import warn_of_padding
 
 LEFT = np.array([[1, 5, 6, 7, 8, 9], [0, 0, 0, 4, 5, 6], [0, 0, 0, 0, 3, 2]])
 RIGHT = LEFT[:, ::-1]
-REAL = (LEFT != 0).astype(np.int32)
 UNPADDED = {
     "full rows": LEFT[:1],
     "the same token inside": np.array([[4, 4, 4, 1, 2, 4], [1, 2, 3, 5, 6, 7]]),

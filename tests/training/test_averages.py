@@ -162,22 +162,6 @@ def test_a_schedule_free_run_is_evaluated_at_its_average_and_continues_bitwise(
 
 
 @pytest.mark.slow
-def test_an_average_within_other_wrappers_is_read_and_continued(
-    averaged: tuple[Path, Path], tmp_path: Path
-) -> None:
-    changes = CHANGES | {"optimizer.moments": "int8", "train.spike_factor": 10}
-    changes |= {"train.on_bad_step": "skip"}
-    run_dir = tmp_path / "run"
-    assert train_here(line(run_dir, averaged[1], changes)) == 0
-    trained = [leaves_of(run_dir, step, weights="trained") for step in range(1, STEPS + 1)]
-    for leaf, *trail in zip(leaves_of(run_dir), *trained, strict=True):
-        np.testing.assert_allclose(leaf, mean(trail, 0.9, 0), rtol=1e-5, atol=1e-6)
-    again = copy_until(3, run_dir, tmp_path / "again")
-    assert train_here(line(again, averaged[1], changes)) == 0
-    assert_same_run(again, run_dir)
-
-
-@pytest.mark.slow
 def test_of_a_run_with_an_adapter_its_leaves_are_averaged(
     averaged: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -55,12 +55,6 @@ def test_an_option_that_the_environment_names_is_left_to_it(monkeypatch):
         monkeypatch.delenv(variable)
 
 
-def test_programs_on_a_cpu_have_one_option_on_every_mesh():
-    assert compiler_options() == compiler_options(make_mesh()) == LEVEL
-    for count, axes in ((1, {}), (8, {"data": 2, "fsdp": 2, "tensor": 2})):
-        assert compiler_options(abstract_mesh(count, sizes(**axes), "cpu")) == LEVEL
-
-
 def test_an_option_that_a_compiler_does_not_have_is_left_out(monkeypatch):
     """The compiler for CPUs is asked for the option of TPUs, which it does not have."""
     mesh = make_mesh()

@@ -13,7 +13,6 @@ from learning_steps import a_batch, a_run, loss_for, step_of
 from products import slow_but
 from shapes import VOCABULARY, made, model
 
-import jaxformer as jf
 from jaxformer.arrays.mesh import MESH_AXES, make_mesh
 from jaxformer.arrays.params import map_specs, rows
 from jaxformer.config.config_file import check
@@ -78,25 +77,6 @@ def test_a_loss_is_traced_once_whatever_the_pieces(pieces):
     state, _ = make_step(loss, optimizer, microbatches=pieces)(state, {"x": x})
     assert traced == [(8 // pieces, 3)]
     np.testing.assert_allclose(state.params["w"], 1 - 0.5 * x.mean(axis=0), rtol=1e-6)
-
-
-def test_the_gradient_is_that_of_the_mean_loss_over_weighted_tokens():
-    run, batch = a_run(), a_batch()
-    params = made(run.model)
-
-    def mean_loss(params):
-        logits = jf.forward(params, run.model, batch["tokens"])
-        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return (nats * batch["weights"]).sum() / batch["weights"].sum()
-
-    expected = jax.jit(jax.value_and_grad(mean_loss))(params)
-    found, loss = gradient(params, run, batch)
-    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())),
-        found,
-        expected[1],
-    )
 
 
 def test_a_batch_without_weight_moves_nothing_and_gives_no_nan():

@@ -370,7 +370,7 @@ def test_a_setting_that_the_rule_does_not_read_is_named():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("eight devices")
-def test_the_steps_of_every_optimizer_equal_those_of_one_device_with_its_state_divided():
+def test_the_steps_of_optimizers_equal_those_of_one_device_with_their_state_divided():
     report = on_eight_devices("optimizer_devices.py")
     assert [*report] == [*VARIANTS]
     for name, result in report.items():
