@@ -1,8 +1,9 @@
 """Encoder-decoders: BART and those with its tensors, T5 and its encoder alone, and T5Gemma."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -81,20 +82,19 @@ def bart_like(
     *more: KeyMapping,
     norms: str,
     normed_embedding: bool,
-    covers: str,
     model: str = "ForConditionalGeneration",
     vocab_size: int = 50265,
     activation: str = "gelu",
     scaled: bool = False,
     head_bias: bool = True,
-    computed: Callable[[ModelConfig], Mapping[str, np.ndarray]] = lambda config: {},
+    **others: Any,
 ) -> Family:
     """A family with the tensors of BART, and the keys `more` beside those of all.
 
     Its class is `name` + `model`, with `head_bias` a bias of the logits. `norms` are before the
     sublayers and at the end of each stack ("pre"), or after the sums ("post"). `vocab_size`,
     `activation` and `scaled` are the defaults of vocab_size, activation_function and
-    scale_embedding; `covers` and `computed` are as in `Family`.
+    scale_embedding; `others` are as in `Family`.
     """
     is_pre = norms == "pre"
     keys_of_all = (
@@ -134,8 +134,7 @@ def bart_like(
         bases=(f"{name}Model",),
         copies=tied_copy("lm_head.weight", "model.shared.weight", *REPEATED),
         ignored=() if LEARNED_POSITIONS in more else (TABLES,),
-        computed=computed,
-        covers=covers,
+        **others,
     )
 
 
@@ -259,7 +258,6 @@ T5_SIZES: Mapping[str, float] = {
     "layer_norm_epsilon": 1e-6,
     "n_positions": 512,
 }
-T5_DEPTH = 6
 
 
 def t5_shared_fields(activation: str, default: Mapping[str, int]) -> tuple[KeyMapping, ...]:
@@ -273,16 +271,6 @@ def t5_shared_fields(activation: str, default: Mapping[str, int]) -> tuple[KeyMa
         Dropout("dropout_rate"),
         IgnoredKeys("initializer_factor dense_act_fn is_gated_act classifier_dropout"),
     )
-
-
-# The keys of the decoder are not read, and it is written that there is none.
-ENCODER_ALONE = (
-    Constant(family="encoder"),
-    IgnoredKeys(
-        "num_decoder_layers scale_decoder_outputs tie_word_embeddings",
-        written={"is_encoder_decoder": False},
-    ),
-)
 
 
 def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...]:
@@ -313,11 +301,6 @@ def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...
     )
 
 
-def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    ends = TensorRow("shared.weight", "embed.tokens"), TensorRow("lm_head.weight", "head.weight")
-    return (*ends, *t5_stack("encoder", "encoder.", config), *t5_stack("decoder", "", config))
-
-
 # Of a bug of 2019; never read.
 UNUSED_BIAS = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
 EMBEDDING_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -330,66 +313,72 @@ def t5_like(
     depth: int,
     covers: str,
     has_scale: bool = True,
-) -> Family:
-    """A family of encoder-decoders with the tensors of T5; `name` begins its classes, and `depth`
-    is the default of each stack. `covers` is as in `Family`."""
-    return Family(
+) -> tuple[Family, Family]:
+    """A family of encoder-decoders with the tensors of T5, and its encoder alone, also out of the
+    files of both stacks. `name` begins its classes, and `depth` is the default of each stack;
+    `covers` is as in `Family`."""
+    both_stacks = (
+        Constant(family="encoder_decoder"),
+        Key("num_layers", "n_encoder_layers", depth),
+        Key("num_decoder_layers", "n_layers", depth, instead="num_layers"),
+        T5Head(has_scale),
+    )
+    # The keys of the decoder are not read, and it is written that there is none.
+    encoder_alone = (
+        Constant(family="encoder"),
+        *keys(num_layers=depth),
+        IgnoredKeys(
+            "num_decoder_layers scale_decoder_outputs tie_word_embeddings",
+            written={"is_encoder_decoder": False},
+        ),
+    )
+    embedding = TensorRow("shared.weight", "embed.tokens")
+    both = Family(
         model_type,
         {f"{name}ForConditionalGeneration": {}},
-        (
-            *mappings,
-            Constant(family="encoder_decoder"),
-            Key("num_layers", "n_encoder_layers", depth),
-            Key("num_decoder_layers", "n_layers", depth, instead="num_layers"),
-            T5Head(has_scale),
+        (*mappings, *both_stacks),
+        lambda config: (
+            embedding,
+            TensorRow("lm_head.weight", "head.weight"),
+            *t5_stack("encoder", "encoder.", config),
+            *t5_stack("decoder", "", config),
         ),
-        rows,
         bases=(f"{name}Model", f"{name}WithLMHeadModel"),
         copies=tied_copy("lm_head.weight", *EMBEDDING_NAMES),
         ignored=(UNUSED_BIAS,),
         covers=covers,
     )
-
-
-def encoder_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    return (TensorRow("shared.weight", "embed.tokens"), *t5_stack("encoder", "", config))
-
-
-def encoder_like(model_type: str, name: str, mappings: Sequence[KeyMapping], depth: int) -> Family:
-    """The encoder of such a family alone, also out of the files of both stacks."""
-    return Family(
+    alone = Family(
         model_type,
         {f"{name}EncoderModel": {"head": "none"}},
-        (*mappings, *keys(num_layers=depth), *ENCODER_ALONE),
-        encoder_rows,
+        (*mappings, *encoder_alone),
+        lambda config: (embedding, *t5_stack("encoder", "", config)),
         copies=lambda config: (Copy("encoder.embed_tokens.weight", "shared.weight"),),
         ignored=(r"^decoder\.", r"^lm_head\."),
         covers="the encoder alone: the states of all tokens, as in diffusion models",
     )
+    return both, alone
 
 
-T5_KEYS = t5_shared_fields("relu", {})
-T5 = t5_like(
+T5, T5_ENCODER = t5_like(
     "t5",
     "T5",
-    T5_KEYS,
-    T5_DEPTH,
+    t5_shared_fields("relu", {}),
+    6,
     "v1 and v1.1: stacks of different depth; tied and untied; gated activation",
 )
-T5_ENCODER = encoder_like("t5", "T5", T5_KEYS, T5_DEPTH)
-
 MT5_DEPTH = 8
 MT5_KEYS = t5_shared_fields("gated-gelu", {"vocab_size": 250112, "d_ff": 1024, "num_heads": 6})
-MT5 = t5_like(
+MT5, MT5_ENCODER = t5_like(
     "mt5", "MT5", MT5_KEYS, MT5_DEPTH, "as t5, with logits that are not scaled", has_scale=False
 )
-MT5_ENCODER = encoder_like("mt5", "MT5", MT5_KEYS, MT5_DEPTH)
-
-UMT5_KEYS = (*MT5_KEYS, Constant(relative_bias="layer"))
-UMT5 = t5_like(
-    "umt5", "UMT5", UMT5_KEYS, MT5_DEPTH, "as t5, with a table of relative positions for each layer"
+UMT5, UMT5_ENCODER = t5_like(
+    "umt5",
+    "UMT5",
+    (*MT5_KEYS, Constant(relative_bias="layer")),
+    MT5_DEPTH,
+    "as t5, with a table of relative positions for each layer",
 )
-UMT5_ENCODER = encoder_like("umt5", "UMT5", UMT5_KEYS, MT5_DEPTH)
 
 
 # T5Gemma (arXiv:2504.06225): an encoder-decoder of the layers of Gemma 2.

@@ -148,7 +148,8 @@ def encoder_like(
 
 
 def bert_keys(**default: int) -> tuple[KeyMapping, ...]:
-    """The keys of BERT but that of the length; `default` has a family's own defaults."""
+    """The keys of BERT; `default` has a family's own defaults, and that of the length if it is the
+    number of positions."""
     return (
         *keys(**{**BERT_SIZES, **default}),
         *keys(type_vocab_size=2, layer_norm_eps=1e-12),
@@ -197,8 +198,7 @@ BERT = encoder_like(
     {"BertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Bert")},
     "bert",
     (
-        *bert_keys(),
-        *keys(max_position_embeddings=512),
+        *bert_keys(max_position_embeddings=512),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Present("bert.pooler.dense.weight", "pooler", WITH_POOLER),
         Present("cls.seq_relationship.weight", "next_sentence", ("BertForPreTraining",)),
@@ -356,11 +356,10 @@ ALBERT = encoder_like(
     {"AlbertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Albert")},
     "albert",
     (
-        *bert_keys(**ALBERT_SIZES),
+        *bert_keys(**ALBERT_SIZES, max_position_embeddings=512),
         NarrowEmbedding("embedding_size", "embedding_width", 128),
         LayerGroups("num_hidden_groups", "layer_groups", 1),
         *fixed(inner_group_num=1),
-        *keys(max_position_embeddings=512),
         Choice("hidden_act", "activation", PLAIN, "gelu_new"),
         Present("albert.pooler.weight", "pooler", ALBERT_WITH_POOLER),
         Present("sop_classifier.classifier.weight", "next_sentence", ("AlbertForPreTraining",)),
@@ -406,9 +405,13 @@ ELECTRA = encoder_like(
     },
     "electra",
     (
-        *bert_keys(hidden_size=256, num_attention_heads=4, intermediate_size=1024),
+        *bert_keys(
+            hidden_size=256,
+            num_attention_heads=4,
+            intermediate_size=1024,
+            max_position_embeddings=512,
+        ),
         Key("embedding_size", "embedding_width", 128),
-        *keys(max_position_embeddings=512),
         *ALWAYS_GELU,
         Constant(pooler_activation="gelu"),
         IgnoredKeys("summary_type summary_use_proj summary_activation summary_last_dropout"),

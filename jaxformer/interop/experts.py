@@ -36,6 +36,7 @@ from jaxformer.interop.llama import (
     RMS,
     ROWS,
     SILU,
+    USUAL,
     sizes,
 )
 from jaxformer.interop.rope import Length, Rope
@@ -182,9 +183,7 @@ QWEN3_MOE = decoder_like(
         SparseLayers(),
         RENORMALIZED,
         HEAD_NORM,
-        RMS,
-        SILU,
-        Rope(),
+        *USUAL,
         # With windows every layer has one in transformers, whatever max_window_layers says.
         FixedKey("use_sliding_window", (False, None)),
         IgnoredKeys("sliding_window max_window_layers"),
@@ -212,9 +211,7 @@ OLMOE = decoder_like(
         ),
         *routed(("num_experts", 64), 8, loss=0.01, query_key_norm="width"),
         RENORMALIZED,
-        RMS,
-        SILU,
-        Rope(),
+        *USUAL,
         *fixed(clip_qkv=None),
         ATTENTION_BIAS,
     ),
@@ -235,9 +232,7 @@ GRANITE_KEYS = (
     *expert_sizes(11008),
     *routed(("num_local_experts", 8), 2),
     *MULTIPLIERS,
-    RMS,
-    SILU,
-    Rope(),
+    *USUAL,
     ATTENTION_BIAS,
 )
 GRANITE_MOE = decoder_like(

@@ -74,12 +74,13 @@ def sizes(without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
 SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
 ATTENTION_BIAS = Biases({"attention_bias": (ATTENTION, False)})
 RMS = Constant(norm="rms")
+USUAL = (RMS, SILU, Rope())
 BIAS_FLAGS = Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)})
 LLAMA = decoder_like(
     "llama",
     "Llama",
     ROWS,
-    (*sizes(), DivisibleHeads(), RMS, SILU, Rope(), BIAS_FLAGS),
+    (*sizes(), DivisibleHeads(), *USUAL, BIAS_FLAGS),
     covers="RoPE default, linear, dynamic, YaRN and llama3; biases by flag; explicit head widths",
 )
 
@@ -94,7 +95,7 @@ GRANITE = decoder_like(
     "granite",
     "Granite",
     ROWS,
-    (*sizes(), *MULTIPLIERS, RMS, SILU, Rope(), BIAS_FLAGS),
+    (*sizes(), *MULTIPLIERS, *USUAL, BIAS_FLAGS),
     covers="multipliers; biases by flag",
 )
 
@@ -106,14 +107,14 @@ MISTRAL = decoder_like(
     "mistral",
     "Mistral",
     ROWS,
-    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32, kinds=False)),
+    (*MISTRAL_SIZES, *USUAL, Windows(32, kinds=False)),
     covers="windows; explicit head widths",
 )
 MINISTRAL = decoder_like(
     "ministral",
     "Ministral",
     ROWS,
-    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32)),
+    (*MISTRAL_SIZES, *USUAL, Windows(32)),
     covers="windows by layer; explicit head widths",
 )
 
@@ -271,7 +272,7 @@ QWEN_SIZES = {
     "intermediate_size": 22016,
     "max_position_embeddings": 32768,
 }
-QWEN = (RMS, SILU, Rope(), Windows(32, switch=True))
+QWEN = (*USUAL, Windows(32, switch=True))
 HEAD_NORM = Constant(query_key_norm="head")
 QWEN2 = decoder_like(
     "qwen2",

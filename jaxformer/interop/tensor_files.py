@@ -228,48 +228,42 @@ def write_tensors(
         for killed in directory.glob(f"{DRAFTS}*"):
             shutil.rmtree(killed)
         # In the directory: only names on one file system can be replaced.
-        drafts = Path(tempfile.mkdtemp(prefix=DRAFTS, dir=directory))
-    except OSError as error:
-        raise _not_written(directory, error) from error
-    try:
-        for file, names in split.filename_to_tensors.items():
-            tensors = {name: as_stored(name, tensor(name), shapes[name][1]) for name in names}
-            # Without the metadata transformers refuses a file.
-            # Of the mode that a new file has here, which safetensors does not give it.
-            (drafts / file).touch()
-            mode = (drafts / file).stat().st_mode
-            save_file(tensors, drafts / file, {"format": "pt"})
-            (drafts / file).chmod(mode)
-            del tensors  # before the next ones are made
-        if split.is_sharded:
-            index = {
-                "metadata": split.metadata,
-                "weight_map": dict(sorted(split.tensor_to_filename.items())),
-            }
-            (drafts / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        written = sorted(path.name for path in drafts.iterdir())  # the index is the last
-        sync(*(drafts / file for file in written))
-        if split.is_sharded:
-            (directory / INDEX).unlink(missing_ok=True)  # never an old index beside new shards
-        for file in written:
-            os.replace(drafts / file, directory / file)
-        for path in directory.iterdir():
-            if path.name not in written and WRITTEN.fullmatch(path.name):
-                path.unlink()
-        sync(directory)
+        with tempfile.TemporaryDirectory(
+            prefix=DRAFTS, dir=directory, ignore_cleanup_errors=True
+        ) as place:
+            drafts = Path(place)
+            for file, names in split.filename_to_tensors.items():
+                tensors = {name: as_stored(name, tensor(name), shapes[name][1]) for name in names}
+                # Of the mode that a new file has here, which safetensors does not give it.
+                (drafts / file).touch()
+                mode = (drafts / file).stat().st_mode
+                # Without the metadata transformers refuses a file.
+                save_file(tensors, drafts / file, {"format": "pt"})
+                (drafts / file).chmod(mode)
+                del tensors  # before the next ones are made
+            if split.is_sharded:
+                index = {
+                    "metadata": split.metadata,
+                    "weight_map": dict(sorted(split.tensor_to_filename.items())),
+                }
+                (drafts / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+            written = sorted(path.name for path in drafts.iterdir())  # the index is the last
+            sync(*(drafts / file for file in written))
+            if split.is_sharded:
+                (directory / INDEX).unlink(missing_ok=True)  # never an old index beside new shards
+            for file in written:
+                os.replace(drafts / file, directory / file)
+            for path in directory.iterdir():
+                if path.name not in written and WRITTEN.fullmatch(path.name):
+                    path.unlink()
+            sync(directory)
     except (OSError, SafetensorError) as error:
-        raise _not_written(directory, error) from error
-    finally:
-        shutil.rmtree(drafts, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error  # of an OSError
+        raise ConfigError(
+            f"weights cannot be written to {directory}: {reason}. Make room, or choose another"
+            " directory."
+        ) from error
     return [directory / file for file in written]
-
-
-def _not_written(directory: Path, error: Exception) -> ConfigError:
-    reason = getattr(error, "strerror", None) or error  # of an OSError
-    return ConfigError(
-        f"weights cannot be written to {directory}: {reason}. Make room, or choose another"
-        " directory."
-    )
 
 
 def as_stored(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
