@@ -61,9 +61,8 @@ class Rope(KeyMapping):
             parameters = parameters.get(FULL) or parameters
         # As transformers does: rope_scaling replaces rope_parameters, theta included. Where layers
         # of two kinds have bases of their own, it is added to the parameters of one kind.
-        entry = dict(scaling or parameters or self.otherwise or {})
-        if self.local:
-            entry = {**parameters, **scaling} or dict(self.otherwise or {})
+        stated = {**parameters, **scaling} if self.local else scaling or parameters
+        entry = dict(stated or self.otherwise or {})
         if self.original:
             entry[ORIGINAL] = hf.number(*self.original)
         rotation: ConfigFields = {
