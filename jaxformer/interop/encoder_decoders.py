@@ -405,6 +405,8 @@ class BothStacks(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         encoder, decoder = ENCODER.read(hf), DECODER.read(hf)
+        for side in (encoder, decoder):
+            side.pop("rope_window_theta", None)  # both kinds of layers have one base
         depths = encoder.pop("n_layers"), decoder.pop("n_layers")
         windows = encoder.pop("window", 0), decoder.pop("window", 0)
         source_pattern = encoder.pop("window_pattern", "f" * depths[0])

@@ -264,8 +264,7 @@ GPT_OSS = decoder_like(
     (
         *ROUTED_TRUNK,
         TensorRow(LAYER + "self_attn.sinks", "blocks.attention.sinks"),
-        TensorRow(MLP + "router.weight", f"{EXPERT_BLOCKS}router", LINEAR),
-        TensorRow(MLP + "router.bias", f"{EXPERT_BLOCKS}router_bias"),
+        *linear(MLP + "router", f"{EXPERT_BLOCKS}router"),
         TensorRow(MLP + "experts.gate_up_proj", GATE_UP, INTERLEAVED),
         TensorRow(
             MLP + "experts.gate_up_proj_bias",

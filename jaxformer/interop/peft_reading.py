@@ -105,10 +105,6 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
             f"the adapter in {stored.files.directory} does not fit this model: {problem}."
         )
 
-    def check_shape(name: str, shape: tuple[int, ...]) -> None:
-        if stored.shape(name) != shape:
-            raise misfit(f"{name}: {[*stored.shape(name)]} in the file, and this model {[*shape]}")
-
     # The parameters of experts and routers: the files do not say which they are, only how many.
     stored_modules = dict.fromkeys(module for module, _ in stored.matrices)
     adapted = [name for name in layout.parameters if settings.is_target_parameter(name)]
@@ -132,6 +128,7 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
         if obstacle := layout.obstacle(tensor):
             raise misfit(f"{module}: {obstacle}. {UNTIE}")
         adapters[name] = (module, tensor)
+    shapes: dict[str, tuple[int, ...]] = {}  # of the tensors by their names in the file
     adapted_modules = []
     for name, (module, tensor) in adapters.items():
         pair = []
@@ -139,9 +136,11 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
             if (module, end) not in stored.matrices:
                 raise misfit(f"{module}.{end}: not in {ADAPTER_WEIGHTS}")
             pair.append(stored.matrices[module, end])
-        rank = stored.shape(pair[0])[0] // (tensor.experts or 1)
-        for in_file, shape in zip(pair, matrix_shapes(tensor, rank), strict=True):
-            check_shape(in_file, shape)
+        # The first axis; a scalar has none.
+        rank = [*stored.shape(pair[0]), 0][0] // (tensor.experts or 1)
+        if not rank:
+            raise misfit(f"{pair[0]}: {[*stored.shape(pair[0])]} in the file, which is of no rank")
+        shapes |= zip(pair, matrix_shapes(tensor, rank), strict=True)
         scale = settings.scale(name, rank)
         adapted_modules.append(AdaptedModule(tensor, (pair[0], pair[1]), rank, scale))
 
@@ -158,8 +157,11 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
     for name, tensor in layout.tensors.items():
         if name in names:
             in_file = stored.saved[names[name]]
-            check_shape(in_file, tensor.shape)
+            shapes[in_file] = tensor.shape
             saved.append((tensor, in_file))
+    for name, shape in shapes.items():
+        if stored.shape(name) != shape:
+            raise misfit(f"{name}: {[*stored.shape(name)]} in the file, and this model {[*shape]}")
     if not adapted_modules and not saved:
         raise misfit(f"{ADAPTER_WEIGHTS} has no tensors")
     return adapted_modules, saved

@@ -349,6 +349,11 @@ def test_an_adapter_of_another_model_is_refused_with_its_tensors(plain):
     save_file({n: t for n, t in held.items() if n != name}, cut / "adapter_model.safetensors")
     with pytest.raises(jf.ConfigError, match=r"lora_B\.weight: not in adapter_model\.safetensors"):
         jf.load(cut)
+    for empty in (torch.zeros(0, 42), torch.tensor(1.0)):
+        name = next(name for name in held if "lora_A" in name)
+        save_file(held | {name: empty}, cut / "adapter_model.safetensors")
+        with pytest.raises(jf.ConfigError, match=r"lora_A\.weight: .* which is of no rank"):
+            jf.load(cut)
 
 
 @pytest.mark.xdist_group("llama")
