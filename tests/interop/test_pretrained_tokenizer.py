@@ -108,64 +108,48 @@ def test_a_template_that_changes_the_order_of_two_texts_is_named() -> None:
         tokenizer.frame(2)
 
 
-@pytest.mark.parametrize(
-    "tokenizer",
-    [
-        train_bpe_tokenizer(TEXTS, 400, MARKS),
-        byte_tokenizer(MARKS),
-        character_tokenizer(TEXTS, MARKS),
-    ],
-    ids=["bpe", "bytes", "characters"],
-)
-def test_transformers_loads_what_is_made_here(tokenizer: Tokenizer, tmp_path: Path) -> None:
+MADE = {
+    "bpe": train_bpe_tokenizer(TEXTS, 400, MARKS),
+    "bytes": byte_tokenizer(MARKS),
+    "characters": character_tokenizer(TEXTS, MARKS),
+}
+NAMED = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_transformers_loads_what_is_made_here(kind: str, tmp_path: Path) -> None:
+    tokenizer = MADE[kind]
+    end = tokenizer.end_token
     tokenizer.save(tmp_path / "tokenizer.json", max_length=128)
     hf = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert (
-        json.loads((tmp_path / "tokenizer_config.json").read_text())["clean_up_tokenization_spaces"]
-        is False
-    )
-    named = {
-        "eos_token": "<|endoftext|>",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-        "mask_token": "[MASK]",
-    }
-    assert hf.special_tokens_map == named and hf.model_max_length == 128
-    assert hf.eos_token_id == tokenizer.end_token and hf.mask_token_id == tokenizer.special("mask")
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["clean_up_tokenization_spaces"] is False
+    assert hf.special_tokens_map == NAMED | {"eos_token": "<|endoftext|>"}
+    assert hf.model_max_length == 128
+    assert (hf.eos_token_id, hf.mask_token_id) == (end, tokenizer.special("mask"))
     for text in [TEXTS[0], TEXTS[2], "the cat [MASK] on<|endoftext|> it"]:
         ids = hf(text).input_ids
-        assert tokenizer.encode(text, special_tokens=True) == ids and tokenizer.decode(
-            ids, False
-        ) == hf.decode(ids)
+        assert tokenizer.encode(text, special_tokens=True) == ids
+        assert tokenizer.decode(ids, False) == hf.decode(ids)
     assert Tokenizer.load(tmp_path).fingerprint() == tokenizer.fingerprint()
     assert {path.name for path in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     tokenizer.save(tmp_path / "alone" / "other.json")
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["other.json"]
-    assert tokenizer.prefix == tokenizer.suffix == [] and tokenizer.as_source([5]) == [
-        5,
-        tokenizer.end_token,
-    ]
-    assert tokenizer.as_prompt([5]) == [5] and tokenizer.as_target([5]) == [tokenizer.end_token, 5]
+    assert tokenizer.prefix == tokenizer.suffix == []
+    assert tokenizer.as_source([5]) == [5, end] and tokenizer.as_target([5]) == [end, 5]
+    assert tokenizer.as_prompt([5]) == [5]
 
 
 def test_settings_that_change_ids_and_text_are_kept_to(tmp_path: Path) -> None:
     bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-    folder = copied(
-        saved("llama3"),
-        tmp_path,
-        split_special_tokens=True,
-        clean_up_tokenization_spaces=True,
-        **{bpe: True},
-    )
+    names = ("split_special_tokens", "clean_up_tokenization_spaces", bpe)
+    folder = copied(saved("llama3"), tmp_path, **dict.fromkeys(names, True))
     ours, hf = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
     text = "that 's all , isn't it ?<|eot_id|> yes !"
     ids = ours.encode(text, special_tokens=True)
     assert ids == hf(text).input_ids and ours.end_token not in ids
-    assert (
-        ours.decode(ids)
-        == hf.decode(ids, skip_special_tokens=True)
-        == "that's all, isn't it?<|eot_id|> yes!"
-    )
+    cleaned = "that's all, isn't it?<|eot_id|> yes!"
+    assert ours.decode(ids) == hf.decode(ids, skip_special_tokens=True) == cleaned
 
 
 # What the template puts around a text, what an encoder-decoder reads, and what its decoder begins
