@@ -100,14 +100,6 @@ class TensorBoard:
             warnings.warn(str(error), stacklevel=2)
 
 
-class HostedRun(Protocol):
-    """What is used here of the runs of both packages."""
-
-    def log(self, data: dict[str, float], *, step: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 class HostedTracker:
     """Logs to Weights & Biases (`wandb`) or to `trackio`, which take the same calls, in the project
     that WANDB_PROJECT or TRACKIO_PROJECT names, or in "jaxformer".
@@ -121,7 +113,7 @@ class HostedTracker:
         self, name: str, run_dir: Path, resume_step: int, settings: Mapping[str, Any]
     ) -> None:
         self.name = name
-        self._run: HostedRun | None = None
+        self._run: Any = None
         self._local = LocalFolder(run_dir)
         # The id of a run at a service is drawn at random for a new run.
         path = run_dir / TRACKED
@@ -165,7 +157,7 @@ class HostedTracker:
         except ConfigError as error:
             warnings.warn(str(error), stacklevel=2)
 
-    def _try(self, call: Callable[[HostedRun], None]) -> None:
+    def _try(self, call: Callable[[Any], None]) -> None:
         """Makes a call; after the first one that fails, no more are made."""
         if self._run is None:
             return
