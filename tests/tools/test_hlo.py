@@ -124,30 +124,6 @@ def test_loops_count_as_often_as_they_run() -> None:
     }
 
 
-def test_a_conditional_costs_its_most_expensive_branch() -> None:
-    branches = """
-%cheap (x: f32[64,64]) -> f32[64,64] {
-  ROOT %x = f32[64,64]{1,0} parameter(0)
-}
-
-%dear (y: f32[64,64]) -> f32[64,64] {
-  %y = f32[64,64]{1,0} parameter(0)
-  ROOT %d = f32[64,64]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-"""
-    for attributes in (
-        "branch_computations={%cheap, %dear}",
-        "true_computation=%dear, false_computation=%cheap",
-    ):
-        found = counted(
-            "%i = s32[] parameter(0)",
-            "%p = f32[64,64]{1,0} parameter(1)",
-            f"ROOT %c = f32[64,64]{{1,0}} conditional(%i, %p, %p), {attributes}",
-            more=branches,
-        )
-        assert found.flops == 2 * 64**3 and found.bytes == 2 * 64 * 64 * 4
-
-
 FUSED = """
 %fused (a.1: f32[12,64,64], b.1: s32[], c.1: bf16[64,64]) -> f32[12,64,64] {
   %a.1 = f32[12,64,64]{2,1,0} parameter(0)

@@ -348,18 +348,6 @@ def test_conversations_are_those_of_the_harness_s_own_model(tmp_path):
     assert ours.stops_of(["<|turn|>", "a"]) == (["</s>", "a"], {turn, over})
 
 
-@pytest.mark.slow
-def test_a_task_as_a_conversation_is_answered_as_by_the_harness_s_own_model(tmp_path, tasks):
-    save("llama", tmp_path, chat=True)
-    settings = {"apply_chat_template": True, "fewshot_as_multiturn": True, "num_fewshot": 2}
-    found, expected = (
-        answered(model, tasks, ["tiny_choices"], limit=4, **settings)
-        for model in (JaxformerLM(tmp_path, batch_size="auto"), reference_model(tmp_path))
-    )
-    assert_equal(found, expected)
-    assert found[0]["tiny_choices"][0][0][0][0].count("<|turn|>assistant") == 3
-
-
 def test_the_results_say_which_weights_answered(directory, tmp_path):
     lm = JaxformerLM(directory)
     info = lm.get_model_info()
