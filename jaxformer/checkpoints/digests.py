@@ -122,7 +122,7 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
     Raises Altered where the digests themselves were altered or are missing, and OSError where a
     file exists and cannot be read, which says nothing about its bytes.
     """
-    if _may_never_end(checkpoint / FILES):
+    if may_never_end(checkpoint / FILES):
         raise Altered(f"{FILES} is no file")
     try:
         content = (checkpoint / FILES).read_bytes()
@@ -131,7 +131,7 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
     table = _parsed(content)
 
     def is_altered(name: str) -> bool:
-        if _may_never_end(checkpoint / name):
+        if may_never_end(checkpoint / name):
             return True
         try:
             return file_digest(checkpoint / name) != table[name]
@@ -144,7 +144,7 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
     return [name for name, altered in zip(names, answers, strict=True) if altered]
 
 
-def _may_never_end(path: Path) -> bool:
+def may_never_end(path: Path) -> bool:
     """Whether a path is that of a pipe or a device, whose reading may not end."""
     return not is_remote(path) and path.exists() and not (path.is_file() or path.is_dir())
 

@@ -23,7 +23,14 @@ import orbax.checkpoint as ocp
 
 from jaxformer.arrays.params import dotted
 from jaxformer.checkpoints.buckets import marked_steps, orbax_path
-from jaxformer.checkpoints.digests import Altered, altered_files, as_texts, digest_on_host, digests
+from jaxformer.checkpoints.digests import (
+    Altered,
+    altered_files,
+    as_texts,
+    digest_on_host,
+    digests,
+    may_never_end,
+)
 from jaxformer.cluster.processes import together
 from jaxformer.files import ConfigError, first_of, is_remote, store_errors
 
@@ -159,7 +166,7 @@ def _read_files(
     the number of processes that divide this work.
     """
     for entry in () if is_remote(checkpoint) else checkpoint.rglob("*"):
-        if not entry.is_file() and not entry.is_dir():  # TensorStore would wait for a pipe
+        if may_never_end(entry):  # TensorStore would wait for it
             raise Altered(f"{entry.name} is no regular file")
     args = ocp.args.PyTreeRestore(
         targets,
@@ -230,7 +237,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises Altered where it is not what was written, and ConfigError for another format.
     """
-    saved = json.loads((checkpoint / "manifest/metadata").read_bytes())
+    file = checkpoint / "manifest/metadata"
+    if may_never_end(file):
+        raise Altered("metadata is no regular file")
+    saved = json.loads(file.read_bytes())
     if not isinstance(saved, dict):
         raise Altered("the manifest is not what was saved")
     if saved.get("sha256") != _checksum(saved):

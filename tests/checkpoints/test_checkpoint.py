@@ -99,7 +99,7 @@ def test_a_state_of_another_optimizer_is_refused_with_both_sides_named(
 
 
 def test_a_pipe_in_a_checkpoint_is_damage_and_not_waited_for(trained: Path, tmp_path: Path) -> None:
-    for name in ("manifest.ocdbt", "_METADATA"):
+    for name in ("manifest.ocdbt", "_METADATA", "metadata"):
         run_dir = copy(trained, tmp_path / name)
         path = next((run_dir / "checkpoints" / str(STEPS)).rglob(name))
         path.unlink()
