@@ -180,8 +180,9 @@ assert_equal(multi_head(q, k, v, causal), jnp.stack(each, axis=1))
 # K = N is ordinary attention, and K = 1 is multi-query attention.
 #
 # The simplest implementation repeats each key head for its group. The library does not repeat,
-# which would cost memory, but gives the result of it
-# (`tests/layers/test_layers.py::test_grouped_attention_equals_multi_head_with_repeated_keys`).
+# which would cost memory, but gives the result of it:
+# `tests/layers/test_positions.py::test_attention_is_its_formula_with_scale_soft_cap_bias_and_sinks`
+# has two key heads for four.
 
 
 # %%
@@ -217,8 +218,7 @@ assert_equal(multi_head(q, k[shuffled], v[shuffled]), multi_head(q, k, v))
 # e^{\mathrm{i} (t - s) \theta_i}$$
 #
 # The score depends on the *distance* $t - s$ alone. (`jaxformer.layers.rope`;
-# `tests/layers/test_positions.py::test_rope_turns_each_pair_as_a_complex_number` and
-# `test_rope_makes_scores_depend_on_distance_alone`)
+# `tests/layers/test_positions.py::test_rope_turns_each_pair_as_a_complex_number`)
 
 
 # %%
@@ -313,6 +313,6 @@ assert float(jnp.abs(weights - even).max()) < 0.1
 # The formula is all of the mathematics. What differs in practice is how it is computed: in blocks
 # that never hold all T x S scores (`blocked`), or by the fused kernels of cuDNN and Pallas. They
 # have to give the numbers of this page, which
-# `tests/layers/test_kernels.py::test_the_blocked_kernel_equals_the_plain_one_forward_and_backward`
+# `tests/layers/test_kernels.py::test_the_blocked_kernel_equals_the_plain_one_on_every_mask`
 # checks for outputs and gradients. A whole decoder in this style, in 150 lines, is
 # `examples/one_page.py`.

@@ -25,7 +25,7 @@
 # hold the formulas:
 #
 # - `tests/layers/test_positions.py::test_sinusoids_are_their_formula`
-# - `tests/layers/test_positions.py::test_rope_makes_scores_depend_on_distance_alone`
+# - `tests/layers/test_positions.py::test_rope_turns_each_pair_as_a_complex_number`
 # - `tests/layers/test_positions.py::test_alibi_slopes_are_the_published_ones`
 # - `tests/layers/test_positions.py::test_t5_buckets_are_the_published_ones`
 # - `tests/layers/test_positions.py::test_stretched_rope_has_the_published_frequencies`
