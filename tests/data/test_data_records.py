@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,12 @@ def test_every_format_gives_the_same_records(tmp_path: Path) -> None:
     expected = [("ein Hut", "a hat"), ("zwei ü", ""), ('drei "Hüte"', "three")]
     lines = [json.dumps({"id": 1, "target": b, "source": a}) for a, b in expected]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n\n".join(lines).encode()))
-    (tmp_path / "a.tsv").write_bytes(
-        "\r\n".join(["id\tsource\ttarget", *(f"1\t{a}\t{b}" for a, b in expected)]).encode()
-    )
+    rows = ["id\tsource\ttarget", *(f"1\t{a}\t{b}" for a, b in expected)]
+    (tmp_path / "a.tsv").write_bytes("\r\n".join(rows).encode())
     for side, name in enumerate(("de", "en")):
         (tmp_path / f"a.{name}").write_text("".join(pair[side] + "\n" for pair in expected))
-    assert (
-        records(tmp_path / "a.jsonl.gz")
-        == records(tmp_path / "a.tsv")
-        == records(tmp_path / "a.{de,en}")
-        == expected
-    )
+    for name in ("a.jsonl.gz", "a.tsv", "a.{de,en}"):
+        assert records(tmp_path / name) == expected
 
 
 def test_blank_lines_are_no_records_but_blank_fields_are(tmp_path: Path) -> None:
@@ -173,15 +169,9 @@ def one_row(
     """A row of records without held-out ones, the labels, and what was said."""
     path, said = folder / "data.jsonl", list[str]()
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    changed = {
-        **vars(run.data),
-        "train": str(path),
-        "cache_dir": str(folder / "cache"),
-        "validation_fraction": 0.0,
-    }
-    corpus = prepare(
-        RunConfig(model=run.model, data=DataConfig(**changed), tokenizer=run.tokenizer), said.append
-    )
+    settings = {"train": str(path), "cache_dir": str(folder / "cache"), "validation_fraction": 0.0}
+    data = replace(run.data, **settings)  # type: ignore[arg-type]
+    corpus = prepare(replace(run, data=data), said.append)
     return corpus.train[row], corpus.labels, said
 
 
@@ -242,9 +232,7 @@ def test_a_text_to_classify_is_framed_as_in_bert(tmp_path: Path) -> None:
     ]
     run = run_of("encoder", "classes", sequence_length=12)
     row, labels, _ = one_row(tmp_path, run, lines)
-    assert labels == ("9", "10")
-    assert row["targets"].tolist() == [1]
-    assert row["weights"].tolist() == [1]
+    assert labels == ("9", "10") and row["targets"].tolist() == row["weights"].tolist() == [1]
     assert row["tokens"].tolist() == [cls, *b"abcdefgh", sep, 0, 0]
     assert row["segment_ids"].tolist() == [1] * 10 + [0] * 2
     run = run_of("encoder", "classes", sequence_length=12, pair_field="other")
@@ -281,10 +269,8 @@ def test_labels_have_one_order_and_an_unknown_one_is_named(tmp_path: Path) -> No
     run = run_of(
         "encoder", "classes", cache_dir=str(tmp_path / "cache"), sequence_length=16, **paths
     )
-    with pytest.raises(
-        ConfigError,
-        match=r"data\.validation=.* labels that the training data has not: 'c'\. It knows a, b: ",
-    ):
+    message = r"data\.validation=.* labels that the training data has not: 'c'\. It knows a, b: "
+    with pytest.raises(ConfigError, match=message):
         prepare(run)
     corpus = prepare(run, labels=("c", "b", "a"))  # those of a model that has learned them
     assert [int(corpus.train[row]["targets"][0]) for row in range(2)] == [2, 1]
@@ -298,10 +284,8 @@ def test_examples_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(PairTemplate, "encode", lambda *parts: pytest.fail("encoded again"))
         again = stored(tmp_path, pairs, run)
-    assert [[part.tolist() for part in again[index]] for index in range(2)] == [
-        [[*b"ab"], [*b"x"]],
-        [[], [*b"yz"]],
-    ]
+    parts = [[bytes(part.tolist()) for part in again[index]] for index in range(2)]
+    assert parts == [[b"ab", b"x"], [b"", b"yz"]]
     (tmp_path / "manifest.json").unlink()
     assert ExampleStore.open(tmp_path) is None
 

@@ -44,12 +44,18 @@ def write(path: Path, text: str) -> Source:
     return find_source(str(path), "data.train")
 
 
-def compress(raw: bytes, suffix: str) -> bytes:
-    return {
-        "": lambda: raw,
-        ".gz": lambda: gzip.compress(raw),
-        ".zst": lambda: zstandard.compress(raw),
-    }[suffix]()
+COMPRESS: dict[str, Any] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+
+
+def in_blocks(raw: bytes, size: int, policy: Malformed = "refuse") -> tuple[list[Any], Skipped]:
+    """The pieces, of about 8 characters, of a text file that is read in blocks, and what is left
+    out."""
+    blocks = [raw[start : start + size] for start in range(0, len(raw), size)]
+    handler = ErrorHandler(policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(document_reader, "PIECE_CHARACTERS", 8)
+        patch.setattr(document_reader, "read_blocks", lambda path: iter(blocks))
+        return [*text_documents(SourceFile(Path("a.txt"), "text"), handler)], handler.skipped
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -62,9 +68,8 @@ def test_every_format_gives_the_same_documents(kind: str, suffix: str, tmp_path:
         text = "".join(json.dumps({"id": 1, "text": part}) + "\n" for part in expected) + "\n"
     path = tmp_path / f"corpus{kind}{suffix}"
     half = len(text) // 2  # compressed files may have several members or frames
-    path.write_bytes(
-        compress(text[:half].encode(), suffix) + compress(text[half:].encode(), suffix)
-    )
+    compress = COMPRESS[suffix]
+    path.write_bytes(compress(text[:half].encode()) + compress(text[half:].encode()))
     source = find_source(str(path), "data.train")
     assert documents(source.pieces()) == expected
     assert [piece.document for piece in source.pieces()] == ["0", "1", "2"]
@@ -80,17 +85,9 @@ def test_documents_and_pieces_do_not_depend_on_how_the_file_is_read(
     parts: list[str], line: str, block: int
 ) -> None:
     text = f"{line}<|endoftext|>{line}".join(parts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document_reader, "PIECE_CHARACTERS", 8)
-        raw = text.encode()
-        patch.setattr(document_reader, "read_blocks", lambda path: iter([raw]))
-        whole = list(text_documents(SourceFile(Path("whole"), "text"), ErrorHandler()))
-        patch.setattr(
-            document_reader,
-            "read_blocks",
-            lambda path: (raw[i : i + block] for i in range(0, len(raw), block)),
-        )
-        assert list(text_documents(SourceFile(Path("blocks"), "text"), ErrorHandler())) == whole
+    raw = text.encode()
+    whole, _ = in_blocks(raw, len(raw) + 1)
+    assert in_blocks(raw, block)[0] == whole
     assert all(len(piece) <= 16 for piece, _ in whole)
     if line == "\n" and not any(
         "<|endoftext|>" in part or part[:1] in "\r\n" or part[-1:] in "\r\n" for part in parts
@@ -114,18 +111,12 @@ def test_bytes_that_are_no_text_are_replaced_or_their_documents_left_out(
 ) -> None:
     separator = line + b"<|endoftext|>" + line
     raw = separator.join(b"x" + b"".join(part) + b"y" for part in parts)
-    told: dict[Malformed, Skipped] = {"replace": Skipped(), "skip": Skipped()}
+    told: dict[Malformed, Skipped] = {}
     found: dict[Malformed, list[str]] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document_reader, "PIECE_CHARACTERS", 8)
-        patch.setattr(
-            document_reader,
-            "read_blocks",
-            lambda path: (raw[i : i + block] for i in range(0, len(raw), block)),
-        )
-        for rule, skipped in told.items():
-            pieces = text_documents(SourceFile(Path("a.txt"), "text"), ErrorHandler(rule, skipped))
-            found[rule] = documents([Piece(text, "", ends) for text, ends in pieces])
+    rules: tuple[Malformed, ...] = ("replace", "skip")
+    for rule in rules:
+        pieces, told[rule] = in_blocks(raw, block, rule)
+        found[rule] = documents([Piece(text, "", ends) for text, ends in pieces])
     whole = [part.decode(errors="replace") for part in raw.split(separator) if part]
     kept = [part.decode() for part in raw.split(separator) if part and not broken(part)]
     assert found == {"replace": whole, "skip": kept}
@@ -157,16 +148,11 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 def test_stdlib_is_the_running_pythons_own_code_without_its_tests() -> None:
     source = find_source("stdlib", "data.train")
     names = [file.name for file in source.files]
-    assert names == sorted(names) and {"os.py", "json/decoder.py"} <= set(names)
-    assert not [
-        name
-        for name in names
-        if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/")[:-1])
-    ]
-    held_out = {
-        piece.document
-        for piece in Split(source, Scan("", len(names), 1), "validation", 0.1).pieces()
-    }
+    assert names == sorted(names) and {"os.py", "json/decoder.py"} <= {*names}
+    left_out = {"test", "tests", "idle_test", "site-packages"}
+    assert not [name for name in names if left_out & {*name.split("/")[:-1]}]
+    side = Split(source, Scan("", len(names), 1), "validation", 0.1)
+    held_out = {piece.document for piece in side.pieces()}
     assert 0.05 < len(held_out) / len(names) < 0.15
 
 
@@ -179,19 +165,14 @@ def test_bad_bytes_in_the_standard_library_are_passed_over(tmp_path: Path) -> No
     ]
 
 
+RANDOM = os.urandom(1000).hex().encode()
 BAD_FILES = {
     "a.txt": (b"abc\xff", r"a\.txt is not UTF-8 text: byte 0xff at offset 3"),
     "late.txt": (b"a" * 2_000_000 + b"\xc3(", r"byte 0xc3 at offset 2000000"),
     "cut.txt": ("aü".encode()[:-1], r"byte 0xc3 at offset 1 \(unexpected end of data"),
     "a.txt.gz": (gzip.compress(b"abc\xffd"), r"byte 0xff at offset 3"),
-    "truncated.txt.gz": (
-        gzip.compress(os.urandom(1000).hex().encode())[:-9],
-        r"truncated\.txt\.gz is truncated",
-    ),
-    "truncated.txt.zst": (
-        zstandard.compress(os.urandom(1000).hex().encode())[:-9],
-        r"truncated\.txt\.zst is truncated",
-    ),
+    "cut.txt.gz": (gzip.compress(RANDOM)[:-9], r"cut\.txt\.gz is truncated"),
+    "cut.txt.zst": (zstandard.compress(RANDOM)[:-9], r"cut\.txt\.zst is truncated"),
     "no.txt.gz": (b"plain text", r"no\.txt\.gz is damaged, or not a \.gz file"),
     "no.txt.zst": (b"plain text", r"no\.txt\.zst is damaged, or not a \.zst file"),
     "empty.txt": (b"", r"empty\.txt is empty"),
@@ -429,11 +410,8 @@ def test_rows_and_lines_that_are_none_are_left_out_in_each_format(tmp_path: Path
     datasets.Dataset.from_dict({"text": ["one", None, "three", ""]}).save_to_disk(
         tmp_path / "saved"
     )
-    for spec, place in (
-        ("a.tsv", "a.tsv, line 3"),
-        ("a.parquet", "a.parquet, row 2"),
-        ("saved", "row 2"),
-    ):
+    places = {"a.tsv": "a.tsv, line 3", "a.parquet": "a.parquet, row 2", "saved": "row 2"}
+    for spec, place in places.items():
         named = f"{'datasets:' * (spec == 'saved')}{tmp_path / spec}"
         with pytest.raises(ConfigError, match=rf"{place}: .*data\.malformed=skip"):
             found(named)
@@ -453,14 +431,10 @@ def test_line_aligned_files_lose_a_line_on_all_sides(tmp_path: Path) -> None:
     )
     skipped = Skipped()
     source = find_source(f"{tmp_path}/a.{{de,en}}", "data.train", fields, "skip")
-    assert [piece.record for piece in source.pieces(skipped)] == [
-        ("eins", "one"),
-        ("drei", "three"),
-    ]
-    assert sorted(skipped.values()) == [
-        (1, f"{tmp_path}/a.de and {tmp_path}/a.en, line 3"),
-        (1, f"{tmp_path}/a.de, line 2, byte 7"),
-    ]
+    found = [piece.record for piece in source.pieces(skipped)]
+    assert found == [("eins", "one"), ("drei", "three")]
+    blank = f"{tmp_path}/a.de and {tmp_path}/a.en, line 3"
+    assert sorted(skipped.values()) == [(1, blank), (1, f"{tmp_path}/a.de, line 2, byte 7")]
 
 
 def test_blank_documents_are_counted_but_not_what_lies_outside_the_separators(
@@ -471,10 +445,8 @@ def test_blank_documents_are_counted_but_not_what_lies_outside_the_separators(
     )
     (tmp_path / "b.txt").write_text(" \n")
     skipped = Skipped()
-    assert [piece.text for piece in find_source(str(tmp_path), "data.train").pieces(skipped)] == [
-        "a",
-        "b",
-    ]
+    pieces = find_source(str(tmp_path), "data.train").pieces(skipped)
+    assert [piece.text for piece in pieces] == ["a", "b"]
     assert skipped == {"blank documents": (2, f"{tmp_path}/a.txt, document 3")}
 
 
@@ -495,26 +467,19 @@ def test_a_data_set_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.M
     root = saved(tmp_path)
     expected = [f"document {index}" for index in range(20)]
     one = find_source(f"datasets:{root}/one", "data.train")
-    datasets.Dataset.from_dict({"text": [str(index) for index in range(700)]}).save_to_disk(
-        root / "long"
-    )
-    assert texts(f"datasets:{root}/long") == [str(index) for index in range(700)]
+    many = [str(index) for index in range(700)]
+    datasets.Dataset.from_dict({"text": many}).save_to_disk(root / "long")
+    assert texts(f"datasets:{root}/long") == many
     assert texts(one) == expected and len(one.files) == 3
     assert [pair for file in one.files for pair in found(one.part([file]))] == found(one)
     assert found(one)[-1][0] == "data-00002-of-00003.arrow#5"
-    for name in ("several", "files"):
-        assert (
-            texts(f"datasets:{root}/{name}") == texts(f"datasets:{root}/{name}:train") == expected
-        )
+    for name in ("several", "files", "several:train", "files:train"):
+        assert texts(f"datasets:{root}/{name}") == expected
     assert texts(f"datasets:{root}/several:test") == expected[:2]
     assert texts(f"datasets:{root}/files:default:test") == expected[:3]
-    fields = (
-        RecordField("data.text_field", "text", "text"),
-        RecordField("data.label_field", "n", "label"),
-    )
-    assert [
-        piece.record for piece in find_source(f"datasets:{root}/one", "data.train", fields).pieces()
-    ][1] == ("document 1", "1")
+    fields: Fields = (RecordField("", "text", "text"), RecordField("", "n", "label"))
+    _, second, *_ = find_source(f"datasets:{root}/one", "data.train", fields).pieces()
+    assert second.record == ("document 1", "1")
     assert scan(one, tmp_path / "scans").documents == 20
 
 

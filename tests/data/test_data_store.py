@@ -287,10 +287,8 @@ def test_changed_text_makes_a_new_store_and_compressing_it_does_not(tmp_path: Pa
     packed = run_of(tmp_path)
     packed = replace(packed, data=replace(packed.data, train=str(tmp_path / "corpus.txt.gz")))
     assert prepare(packed).train.fingerprint == first.train.fingerprint
-    assert (
-        prepare(run_of(tmp_path, TEXT + " and a queen")).train.fingerprint
-        != first.train.fingerprint
-    )
+    longer = prepare(run_of(tmp_path, TEXT + " and a queen"))
+    assert longer.train.fingerprint != first.train.fingerprint
     other = run_of(tmp_path, TEXT, tokenizer=TokenizerConfig(vocab_size=290))
     assert prepare(other).train.fingerprint != first.train.fingerprint
 

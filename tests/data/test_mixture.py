@@ -1,6 +1,7 @@
 """Mixtures: each source's share to the row, its epochs whole, whatever the phases and the
 processes."""
 
+import functools
 import math
 from itertools import islice
 
@@ -35,20 +36,14 @@ class Numbers(Rows):
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         assert 0 <= index < self.size
-        return {
-            "tokens": np.array([self.source, index], np.int32),
-            "chance": rng.integers(2**31, size=2),
-        }
+        tokens = np.array([self.source, index], np.int32)
+        return {"tokens": tokens, "chance": rng.integers(2**31, size=2)}
 
 
 def mixed(sizes: list[int], **data: str) -> tuple[Mixture, DataConfig]:
     config = DataConfig(**data)  # type: ignore[arg-type]
-    return (
-        Mixture(
-            [(f"text{source}", Numbers(source, size)) for source, size in enumerate(sizes)], config
-        ),
-        config,
-    )
+    named = [(f"text{source}", Numbers(source, size)) for source, size in enumerate(sizes)]
+    return Mixture(named, config), config
 
 
 def drawn(
@@ -69,12 +64,8 @@ def test_shares_are_the_weights_to_the_row_and_each_row_is_of_one_source(
     most = math.ceil(math.log2(len(weights))) / 2
     for count, weight in zip(found, weights, strict=True):
         assert abs(count * sum(weights) - number * weight) <= most * sum(weights)
-    assert sorted(more - less for less, more in zip(found, after, strict=True)) == [0] * (
-        len(weights) - 1
-    ) + [1]
-    assert all(
-        more == less for less, more, weight in zip(found, after, weights, strict=True) if not weight
-    )
+    grown = [more - less for less, more in zip(found, after, strict=True)]
+    assert sorted(grown) == [0] * (len(weights) - 1) + [1] and weights[grown.index(1)]
 
 
 @settings(max_examples=12)
@@ -133,15 +124,11 @@ def test_any_number_of_processes_reads_the_same_and_any_batch_alone(
 ) -> None:
     with stored([30, 4, 17]) as left, stored([9] * 9, 13) as right:
         config = settings_of(6, packing, weights="0.7 0.3; 400: 1 2")
-        mixture = Mixture(
-            [("left", rows_of(left, config)), ("right", rows_of(right, config))], config
-        )
-        assert_shared(lambda *place: Batches(mixture, config, 4, seed, *place), [step])
-        batches = Batches(mixture, config, 4, seed)
-        assert all(
-            same(batch, batches[step + offset])
-            for offset, batch in enumerate(islice(batches.iterate(step), 4))
-        )
+        named = [("left", rows_of(left, config)), ("right", rows_of(right, config))]
+        make = functools.partial(Batches, Mixture(named, config), config, 4, seed)
+        assert_shared(make, [step])
+        for offset, batch in enumerate(islice(make().iterate(step), 4)):
+            assert same(batch, make()[step + offset])
 
 
 def test_evaluation_reads_each_source_once_one_after_the_other() -> None:
@@ -149,10 +136,8 @@ def test_evaluation_reads_each_source_once_one_after_the_other() -> None:
         config = settings_of(8)
         parts = [rows_of(made, config) for made in (left, right)]
         mixture = Mixture([("left", parts[0]), ("right", parts[1])], config)
-        alone = [
-            token for part in parts for token in targets([*evaluation_batches(part, config, 3)])
-        ]
-        assert targets([*evaluation_batches(mixture, config, 3)]) == alone
+        alone = [targets([*evaluation_batches(part, config, 3)]) for part in parts]
+        assert targets([*evaluation_batches(mixture, config, 3)]) == [*alone[0], *alone[1]]
         assert len(mixture) == sum(map(len, parts))
         assert mixture.tokens == left.tokens + right.tokens
         assert mixture.documents == 5
@@ -183,8 +168,7 @@ def test_shares_that_are_none_are_one_message(case: str) -> None:
 def test_a_source_too_small_for_a_row_is_named() -> None:
     with stored([30]) as left, stored([5]) as right:
         config = settings_of(8)
-        mixture = Mixture(
-            [("left.txt", rows_of(left, config)), ("right.txt", rows_of(right, config))], config
-        )
+        named = [("left.txt", rows_of(left, config)), ("right.txt", rows_of(right, config))]
+        mixture = Mixture(named, config)
         with pytest.raises(ConfigError, match=r"data\.train=right\.txt has 6 tokens, .* takes 9"):
             Batches(mixture, config, 2, 0)
