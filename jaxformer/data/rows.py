@@ -326,13 +326,19 @@ class BestFitRows(Rows):
         return self._fit.most_pieces()
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        pieces = [*self._fit.pieces(int(index))]
-        if self.store.beginning:
-            windows = [self._with_one_after(begin, end) for begin, end in pieces]
-            learned = [self.store.is_text(begin + 1, end + 1) for begin, end in pieces]
-        else:
-            windows = [self._with_one_before(begin, end) for begin, end in pieces]
-            learned = [np.ones(len(window) - 1, bool) for window in windows]
+        windows = []
+        learned = []
+        for begin, end in self._fit.pieces(int(index)):
+            if self.store.beginning:
+                # Its tokens and the one after them, or 0 where the store ends.
+                window = self.store.read(begin, end + 1)
+                windows.append(np.pad(window, (0, end + 1 - begin - len(window))))
+                learned.append(self.store.is_text(begin + 1, end + 1))
+            else:
+                # The token before it, or an end token, and its tokens.
+                window = self.store.read(max(begin - 1, 0), end)
+                windows.append(window if begin else np.concatenate([self._end, window]))
+                learned.append(np.ones(end - begin, bool))
         weights = np.concatenate(learned).astype(np.float32)
         row = {
             "tokens": np.concatenate([window[:-1] for window in windows]),
@@ -341,16 +347,6 @@ class BestFitRows(Rows):
             "segment_ids": numbered([len(window) - 1 for window in windows]),
         }
         return padded(row, dict.fromkeys(row, self.length))
-
-    def _with_one_after(self, begin: int, end: int) -> np.ndarray:
-        """Tokens begin to end, and the one at `end`, or 0 where the store ends there."""
-        tokens = self.store.read(begin, end + 1)
-        return np.pad(tokens, (0, end + 1 - begin - len(tokens)))
-
-    def _with_one_before(self, begin: int, end: int) -> np.ndarray:
-        if begin:
-            return self.store.read(begin - 1, end)
-        return np.concatenate([self._end, self.store.read(0, end)])
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
