@@ -129,6 +129,49 @@ def test_blocked_attention_scores_as_plain_attention_does(kind, scoring, packed)
     assert_same("blocked", *the_case(kind, packed, 20, 2, scoring))
 
 
+@pytest.mark.parametrize(
+    "length, dtype, tolerance",
+    [(1, "float32", 1e-5), (4, "float32", 1e-5), (37, "float32", 1e-5), (14, "bfloat16", 0.05)],
+)
+def test_blocked_attention_is_plain_attention_of_any_length_and_dtype(
+    length, dtype, tolerance, monkeypatch
+):
+    monkeypatch.setattr(blocked, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(blocked, "MOST_BLOCKS", 4)
+    lengths = {"decoder": (length, length)}
+    arrays, mask = the_case("decoder", False, 0, 2, "plain", lengths)
+    arrays = [array.astype(dtype) for array in arrays]
+    found = outputs(KERNELS["blocked"].run, arrays, mask)
+    expected = outputs(plain, [array.astype(jnp.float32) for array in arrays], mask)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_allclose(np.float32(a), b, rtol=tolerance, atol=tolerance)
+    q, k, *others = arrays  # and scores that are large stay finite
+    large = outputs(KERNELS["blocked"].run, [1000 * q, 1000 * k, *others], mask)
+    assert all(np.isfinite(a).all() for a in large)
+
+
+@pytest.mark.slow
+def test_blocked_attention_needs_less_than_half_the_memory_of_plain_attention():
+    shapes = [jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)] * 3
+    layout = layout_of(jnp.zeros((1, 1024), jnp.int32), None, None)
+
+    def temporaries(kernel, mask):
+        """Of the gradient, in bytes."""
+
+        def total(q, k, v):
+            return jnp.square(KERNELS[kernel].run(q, k, v, mask)).sum()
+
+        step = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+        return step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    mask = AttentionMask(layout, layout)
+    assert temporaries("blocked", mask) < temporaries("xla", mask) / 2
+    # A CPU has the random bits of several blocks at a time; on an H100 they take no memory.
+    dropping = with_dropout(mask)
+    assert temporaries("blocked", dropping) < 0.75 * temporaries("xla", dropping)
+
+
 RATE = 0.3
 
 
