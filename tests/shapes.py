@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 import jaxformer as jf
 
@@ -78,3 +79,14 @@ def weights_and_tokens(name: str, **changes):
 @functools.cache
 def made(config: jf.ModelConfig):
     return jax.jit(lambda key: strong(jf.init(config, key)))(jax.random.key(0))
+
+
+def products_of(jaxpr):
+    """The dtypes of the operands of every product in a program."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            found.append({str(operand.aval.dtype) for operand in eqn.invars})
+        for inner in jaxprs_in_params(eqn.params):
+            found += products_of(inner)
+    return found

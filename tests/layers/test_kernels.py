@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from products import fewest
-from shapes import model
+from shapes import model, products_of
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
@@ -364,17 +363,6 @@ def test_a_kernel_lacks_features_that_are_known():
     )
     lacked = frozenset.union(*(row.lacks for row in KERNELS.values()))
     assert lacked == known.keys()
-
-
-def products_of(jaxpr):
-    """The dtypes of the operands of every product in a program."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            found.append({str(operand.aval.dtype) for operand in eqn.invars})
-        for inner in jaxprs_in_params(eqn.params):
-            found += products_of(inner)
-    return found
 
 
 def test_plain_attention_in_16_bits_has_no_float32_product_forward_or_backward():

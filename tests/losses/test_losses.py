@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from products import fewest
-from shapes import weights_and_tokens
+from shapes import products_of, weights_and_tokens
 
 import jaxformer as jf
 from jaxformer.adapters.low_rank import LowRank
@@ -141,17 +140,6 @@ def test_half_precision_tiles_keep_float32_sums():
     assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32]
     for grad, wanted in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(grad.astype(jnp.float32), wanted, rtol=0.05, atol=0.05)
-
-
-def products_of(jaxpr):
-    """The dtypes of the operands of every product in a program."""
-    dtypes = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            dtypes.append({str(operand.aval.dtype) for operand in eqn.invars})
-        for inner in jaxprs_in_params(eqn.params):
-            dtypes += products_of(inner)
-    return dtypes
 
 
 HEADS = {

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from learning_steps import a_batch, a_run, step_of
+from test_optimizers import newton_schulz
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, dotted, rows
@@ -130,17 +131,6 @@ def test_a_frozen_balanced_bias_stays():
         assert bool(jnp.any(leaf != old)) == learns(dotted(path), leaf), dotted(path)
 
 
-def orthogonalized(gradient):
-    """Five Newton-Schulz steps on one matrix, as arXiv:2502.16982, in float64."""
-    x = gradient / np.linalg.norm(gradient)
-    x = x.T if x.shape[0] > x.shape[1] else x
-    for _ in range(5):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    x = x if x.shape == gradient.shape else x.T
-    return 0.2 * np.sqrt(max(gradient.shape)) * x
-
-
 def table_of(config_changes, **sizes):
     run = a_run("llama", **EXPERTS | {"n_layers": 2, "bias": "all"} | config_changes)
     return run, transformer.specs(run.model)
@@ -165,7 +155,8 @@ def test_muon_takes_the_matrix_of_each_layer_and_expert_by_itself():
     found, given = updates["blocks"]["experts"], gradients["blocks"]["experts"]
     matrices = [*itertools.product(("gate", "up", "down"), range(2), range(4))]
     for name, *place in (*matrices, ("router", 0), ("router", 1)):
-        wanted = orthogonalized(np.float64(given[name][tuple(place)]))
+        matrix = np.float64(given[name][tuple(place)])
+        wanted = 0.2 * np.sqrt(max(matrix.shape)) * newton_schulz(matrix)
         np.testing.assert_allclose(found[name][tuple(place)], wanted, atol=2e-3)
     # A bias of each expert is no matrix: the first step of Adam is the sign of the gradient.
     by_adam = found["up_bias"] / np.sign(given["up_bias"])
