@@ -1,7 +1,6 @@
 """`jaxformer shapes`: the rows are what a forward pass computes, and their sums what is counted
 elsewhere."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -148,12 +147,6 @@ def test_what_no_sublayer_reads_is_counted_apart() -> None:
     rows = shapes_of(config, B, T)
     assert rows[-1].name == "other" and rows[-1].parameters > 0 and not rows[-1].makes
     assert sum(row.times * row.parameters for row in rows) == parameter_count(config)
-
-
-def test_a_length_that_the_model_does_not_take_is_refused() -> None:
-    config = dataclasses.replace(model("decoder", positions="learned"), max_length=8)
-    with pytest.raises(jf.ConfigError, match=r"no longer than model\.max_length=8"):
-        shapes_of(config, B, 9)
 
 
 # Section 3 of "Attention Is All You Need" (arXiv:1706.03762): N = 6, d_model = 512, d_ff = 2048,
