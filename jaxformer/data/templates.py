@@ -18,7 +18,6 @@ from jaxformer.tokenizer.frame import Frame, closed
 
 # The segments of packed examples, and the array whose tokens they number.
 SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}
-ARRAYS = ("targets", "weights", "token_types", *SEGMENTS, *SEGMENTS.values())
 
 # Rows that an example may go to; when none has room, the fullest is closed for a new one.
 OPEN_ROWS = 512
@@ -28,9 +27,9 @@ class Template(abc.ABC):
     """What the records of an objective become.
 
     `capacity` is how many tokens each stream of a row holds (a row has one, or a source and a
-    target), `lengths` how long each array of a row is; a template whose arrays have other names
-    adds theirs. `recipe` is what its ids depend on beside the records and the tokenizer, and
-    `cut_where` says where what does not fit is cut.
+    target), `lengths` how long those arrays of a row are that have another length than its tokens.
+    `recipe` is what its ids depend on beside the records and the tokenizer, and `cut_where` says
+    where what does not fit is cut.
     """
 
     packs = True
@@ -41,10 +40,9 @@ class Template(abc.ABC):
         self.tokenizer = tokenizer
         self.end = tokenizer.end_token
         self.length = row_format.length
-        self.source_length = row_format.source_length
-        self.types = row_format.token_types
         self.cut = row_format.cut
-        self.lengths = row_format.lengths(ARRAYS)
+        self.lengths: dict[str, int] = {}
+        self.format = row_format
         self.capacity: tuple[int, ...] = (self.length,)
         first = tokenizer.special("cls") if row_format.marks else None
         last = tokenizer.special("sep") if row_format.marks else None
@@ -83,7 +81,7 @@ class Template(abc.ABC):
         for name, array in SEGMENTS.items():
             if array in row:
                 row[name] = np.repeat(numbers, [len(example[array]) for example in examples])
-        return padded(row, self.lengths)
+        return padded(row, self.format.lengths(row) | self.lengths)
 
 
 class SidesTemplate(Template):
@@ -113,7 +111,7 @@ class PairTemplate(Template):
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
-        self.capacity = (self.source_length, self.length)
+        self.capacity = (self.format.source_length, self.length)
         self.more = np.array([len(tokenizer.as_source([])), len(tokenizer.as_target([]))])
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
@@ -424,7 +422,9 @@ class FramedTemplate(Template):
         any."""
         tokens, kinds = self.frame(len(texts)).fill(texts)
         row = {"tokens": tokens}
-        return row | ({"token_types": np.minimum(kinds, self.types - 1)} if self.types else {})
+        if self.format.token_types:
+            row["token_types"] = np.minimum(kinds, self.format.token_types - 1)
+        return row
 
 
 class ClassTemplate(FramedTemplate):

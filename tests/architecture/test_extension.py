@@ -29,11 +29,6 @@ class Preferences(Template):
 
     packs = False
 
-    def __init__(self, row_format, tokenizer):
-        super().__init__(row_format, tokenizer)
-        names = ("tokens", "targets", "weights")
-        self.lengths |= {f"{side}_{name}": self.length for side in SIDES for name in names}
-
     def encode(self, records, labels):
         return zip(*(self.ids(records, field) for field in range(3)), strict=True)
 
