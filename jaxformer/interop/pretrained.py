@@ -373,10 +373,10 @@ def save_pretrained(
     computed = family.computed(config)
     stored = dtype or str(next(iter(leaves.values())).dtype)
     shapes = {
-        key: (tensor.shape, np.dtype(jnp.dtype(dtype or leaves[tensor.paths[0]].dtype)))
+        key: (tensor.shape, jnp.dtype(dtype or leaves[tensor.paths[0]].dtype))
         for key, tensor in plan.items()
     }
-    shapes |= {key: (table.shape, np.dtype(jnp.dtype(stored))) for key, table in computed.items()}
+    shapes |= {key: (table.shape, jnp.dtype(stored)) for key, table in computed.items()}
 
     def tensor_named(key: str) -> np.ndarray:
         return computed[key] if key in computed else tensor_of(plan[key], leaves)

@@ -116,27 +116,23 @@ def character_groups(pieces: Sequence[bytes]) -> list[tuple[int, int, str]]:
     """
     groups, first = [], 0
     while first < len(pieces):
-        end = _end_of_character(pieces, first)
+        # One past the token that completes the characters that begin at `first`.
+        end = first
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for index in range(first, len(pieces)):
+            try:
+                decoder.decode(pieces[index])
+            except UnicodeDecodeError:
+                break
+            if not pieces[index]:  # an id without a token
+                break
+            if not decoder.getstate()[0]:  # no character is incomplete
+                end = index + 1
+                break
         if end > first + 1:
             groups.append((first, end, b"".join(pieces[first:end]).decode()))
         first = max(end, first + 1)
     return groups
-
-
-def _end_of_character(pieces: Sequence[bytes], first: int) -> int:
-    """One past the token that completes the characters that begin at token `first`; `first` if none
-    does."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for index in range(first, len(pieces)):
-        try:
-            decoder.decode(pieces[index])
-        except UnicodeDecodeError:
-            break
-        if not pieces[index]:  # an id without a token
-            break
-        if not decoder.getstate()[0]:  # no character is incomplete
-            return index + 1
-    return first
 
 
 def without_panic(call: Callable[..., ResultT], *arguments: Any, **keywords: Any) -> ResultT:
