@@ -97,9 +97,11 @@ def test_an_adapter_and_its_base_in_a_bucket(memory_bucket: str, tmp_path: Path)
     adapted = jf.adapt(params, CONFIG, jf.LoRA(rank=2), jax.random.key(1))
     jf.save_adapter(tmp_path / "adapter", adapted, CONFIG, base=url)
     adapter_url = put(tmp_path / "adapter", f"{memory_bucket}/adapter")
-    # The adapter on the disk names its base in the bucket.
-    for adapter in (adapter_url, tmp_path / "adapter"):
-        loaded = jf.load(adapter)
+    # An adapter on the disk that names its base in the bucket is read with that base named.
+    with pytest.raises(ConfigError, match="which whoever made the adapter has chosen"):
+        jf.load(tmp_path / "adapter")
+    for adapter, base in ((adapter_url, None), (tmp_path / "adapter", url)):
+        loaded = jf.load(adapter, base=base)
         assert loaded.base == url
         require_equal(jf.merge(loaded.params), jf.merge(adapted))
 
