@@ -1,4 +1,5 @@
-"""Rows that look padded without segment ids are warned of, and no others."""
+"""Rows that look padded without segment ids are warned of, and no others; ids that no table has are
+refused."""
 
 import warnings
 
@@ -6,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from shapes import weights_and_tokens
 
 import jaxformer as jf
@@ -92,3 +95,36 @@ def test_a_padded_source_is_warned_of():
     params = jf.init(config, jax.random.key(0))
     with pytest.warns(UserWarning, match="source has the token 0 .*source_segment_ids"):
         jf.generate(params, config, np.ones((3, 1), int), 2, temperature=0, source=LEFT)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"tokens": 97}, r"tokens has 97 to 97, and must have 0 to 96"),
+        ({"tokens": -100}, r"tokens has -100 to -100"),
+        ({"positions": 16}, r"positions has 16 to 16, and must have 0 to 15"),
+        ({"token_types": 2}, r"token_types has 2 to 2, and must have 0 to 1"),
+    ],
+)
+def test_ids_that_torch_refuses_are_refused(change, said):
+    sizes = dict(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    theirs = transformers.BertModel(
+        transformers.BertConfig(**sizes, intermediate_size=16, max_position_embeddings=16)
+    )
+    batch = {name: np.full((1, 4), value) for name, value in ({"tokens": 1} | change).items()}
+    names = {"tokens": "input_ids", "positions": "position_ids", "token_types": "token_type_ids"}
+    with pytest.raises((IndexError, RuntimeError)):
+        theirs(**{names[name]: torch.tensor(array) for name, array in batch.items()})
+    config = jf.ModelConfig(
+        vocab_size=97,
+        d_model=16,
+        n_layers=1,
+        n_heads=2,
+        max_length=16,
+        positions="learned",
+        family="encoder",
+        token_types=2,
+    )
+    params = jf.init(config, jax.random.key(0))
+    with pytest.raises(jf.ConfigError, match=said):
+        jf.forward(params, config, **batch)
