@@ -49,17 +49,19 @@ def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:
         if array is not None and (like is None or array.shape != like.shape):
             belongs_to = "a source" if like is None else list(like.shape)
             problems.append(f"{name} has shape {list(array.shape)}, and belongs to {belongs_to}.")
-    # Beyond its end JAX reads the last row of a table. Under a transform values are not known.
+    # Beyond its end JAX reads the last row of a table. Under a transform no values are known, and
+    # of an array that other processes have parts of not all.
     ends = dict.fromkeys(("tokens", "source"), config.vocab_size)
     ends |= {"token_types": config.token_types or 1}
     if config.embedded_positions == "learned":
         ends["positions"] = config.max_length
     for name, end in ends.items():
         array = batch.get(name)
-        if array is None or isinstance(array, jax.core.Tracer) or not array.size:
+        is_traced = isinstance(array, jax.core.Tracer)
+        if is_traced or not isinstance(array, np.ndarray | jax.Array) or not array.size:
             continue
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            continue  # other processes have parts of it
+            continue
         ids = np.asarray(array)
         least, most = int(ids.min()), int(ids.max())
         if least < 0 or most >= end:
