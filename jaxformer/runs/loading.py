@@ -132,12 +132,8 @@ def load(
             problem_type=problem_type,
         )
     from_gguf = is_gguf(folder)
-    if not from_gguf and not (folder / "config.json").is_file():
-        hub = "" if folder.exists() else f" (hf download {path} --local-dir DIRECTORY gets one)"
-        raise ConfigError(
-            f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face"
-            f" model directory{hub}."
-        )
+    if not from_gguf:
+        require_config(folder)
     if from_gguf or is_pretrained(folder):
         if base is not None:
             raise ConfigError(f"{folder} is no adapter: leave out base={str(base)!r}.")
@@ -236,6 +232,16 @@ def has_adapter(folder: Path) -> bool:
     return (folder / "config.json").is_file() and run_of(folder).adapter.kind != "none"
 
 
+def require_config(folder: Path) -> None:
+    """Raises ConfigError for what is neither a run nor a model directory."""
+    if not (folder / "config.json").is_file():
+        hub = "" if folder.exists() else f" (hf download {folder} --local-dir DIRECTORY gets one)"
+        raise ConfigError(
+            f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face"
+            f" model directory{hub}."
+        )
+
+
 def run_of(path: str | Path, weights: bool = True) -> RunConfig:
     """The settings of a run directory, or those with which a Hugging Face directory, a GGUF file or
     an adapter is evaluated; with weights=False the weights of a Hugging Face directory need not be
@@ -250,6 +256,7 @@ def run_of(path: str | Path, weights: bool = True) -> RunConfig:
 
         model = pretrained_config(folder, weights)
     else:
+        require_config(folder)
         return read_config(folder / "config.json")
     length = min(model.max_length, MOST_EVALUATION_TOKENS)
     has_source = model.family == "encoder_decoder"

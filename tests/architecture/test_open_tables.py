@@ -130,11 +130,11 @@ def test_an_added_optimizer_and_schedule_are_used(monkeypatch: pytest.MonkeyPatc
     rates = {"learning_rate": 0.5, "warmup_steps": 0, "weight_decay": 0}
     config = OptimizerConfig(name="signs", schedule="half", **rates)
     schedule = make_schedule(config, 10)
-    optimizer = make_optimizer(config, schedule, Spec((2,), ("norm",), ones))
+    optimizer = make_optimizer(config, schedule, {"w": Spec((2,), ("norm",), ones)})
     assert float(schedule(3)) == 0.25
-    weight, gradient = jnp.ones(2), jnp.array([3.0, -7.0])
-    update, _ = optimizer.update(gradient, optimizer.init(weight), weight)
-    np.testing.assert_allclose(update, [-0.25, 0.25])
+    weights, gradients = {"w": jnp.ones(2)}, {"w": jnp.array([3.0, -7.0])}
+    updates, _ = optimizer.update(gradients, optimizer.init(weights), weights)
+    np.testing.assert_allclose(updates["w"], [-0.25, 0.25])
 
 
 @pytest.mark.filterwarnings("error:The field")
