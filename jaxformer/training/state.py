@@ -66,12 +66,10 @@ def init_state(
     options = compiler_options(mesh)
 
     def draw() -> TrainState:
-        params = init_params(tree, jax.random.key(seed))
-        return TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen)
+        return _first(init_params(tree, jax.random.key(seed)), optimizer, frozen)
 
     def copy(learned: Params) -> TrainState:
-        learned = jax.tree.map(jnp.array, learned)
-        return TrainState(jnp.int32(0), learned, optimizer.init(learned), frozen)
+        return _first(jax.tree.map(jnp.array, learned), optimizer, frozen)
 
     def placed(leaf: Any, sharding: Sharding) -> jax.Array:
         return place_array(jnp.asarray(leaf), sharding)
@@ -97,6 +95,13 @@ def init_state(
     return replace(state, params=merged(state.params, still, frozen))
 
 
+def _first(
+    params: Params, optimizer: optax.GradientTransformation, frozen: tuple[str, ...]
+) -> TrainState:
+    """The state before the first step, with these params."""
+    return TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen)
+
+
 def state_of(
     params: Params, optimizer: optax.GradientTransformation, target: TrainState
 ) -> TrainState:
@@ -105,7 +110,8 @@ def state_of(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (target.step, target.optimizer))
 
     def start(params: Params) -> Any:
-        return jnp.int32(0), optimizer.init(learning(params, target.frozen))
+        first = _first(params, optimizer, target.frozen)
+        return first.step, first.optimizer
 
     step, moments = jax.jit(start, out_shardings=shardings)(params)
     return TrainState(step, params, moments, target.frozen)
@@ -275,7 +281,5 @@ def _shapes(
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
 
-    def start(params: Params) -> TrainState:
-        return TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen)
-
-    return jax.eval_shape(start, jax.tree.map(shape, tree))
+    params = jax.tree.map(shape, tree)
+    return jax.eval_shape(lambda params: _first(params, optimizer, frozen), params)
