@@ -275,7 +275,9 @@ def _opened(location: Path) -> Opened:
 
     labels: Any = {}
     if config.output in ("classes", "tags"):
-        labels = values.get("id2label") or {}
+        # The names of transformers, which writes none for two classes.
+        default = {str(index): f"LABEL_{index}" for index in range(config.n_classes)}
+        labels = values.get("id2label") or default
     if not isinstance(labels, dict) or {*labels} != {str(index) for index in range(len(labels))}:
         raise ConfigError(
             f"{path}: id2label is {json.dumps(labels)[:80]}, and must name each class by its number"

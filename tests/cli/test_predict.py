@@ -37,6 +37,7 @@ def written(place, labels, **stated):
     "labels, stated",
     [
         (1, {}),
+        (2, {}),
         (3, {}),
         (3, {"problem_type": "single_label_classification"}),
         (3, {"problem_type": "multi_label_classification"}),
@@ -54,6 +55,17 @@ def test_the_answer_is_that_of_the_pipeline_of_transformers(place, labels, state
     lines = re.findall(r"([-\d.]+)(%?)  (\S+)", capsys.readouterr().out)
     found = {label: float(number) / (100 if sign else 1) for number, sign, label in lines}
     assert found == pytest.approx({e["label"]: e["score"] for e in expected}, abs=6e-4)
+
+
+def test_two_classes_without_names_have_those_of_transformers(place, tmp_path, capsys):
+    written(place, 2)
+    assert "id2label" not in json.loads((place / "config.json").read_text())
+    pipeline = tf.pipeline("text-classification", str(place))
+    texts = ["good", "bad", "the", "film", "the film", "good bad"]
+    lines = [f"{text}\t{pipeline(text)[0]['label']}" for text in texts]
+    (tmp_path / "text.tsv").write_text("text\tlabel\n" + "\n".join(sorted(lines)[::-1]) + "\n")
+    assert main(["evaluate", str(place), "--data.validation", str(tmp_path / "text.tsv")]) == 0
+    assert "accuracy 100.00%" in capsys.readouterr().out
 
 
 def test_a_head_that_is_not_of_one_class_of_several_is_no_run_and_keeps_what_it_says(
