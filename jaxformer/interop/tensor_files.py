@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxformer.files import ConfigError, first_of, is_remote, read_object, sync
+from jaxformer.files import ConfigError, first_of, is_remote, read_object, resolved_file, sync
 from jaxformer.files.copies import local_folder, matching, version_if_there
 
 SINGLE = "model.safetensors"
@@ -190,6 +190,7 @@ def _read_index(path: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[safe_open]:
     """A file of the safetensors library, whose errors become ConfigErrors."""
+    resolved_file(path, "download it again")  # the library would wait for a pipe
     try:
         with safe_open(path, "numpy", backend="pread") as file:
             yield file

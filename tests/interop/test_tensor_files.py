@@ -197,6 +197,7 @@ DAMAGE = {
         INVALID + ".*git lfs pull",
     ),
     "an unknown dtype": (lambda p: raw(p, {"a": row(0, 8, dtype="Q9")}, 8), INVALID),
+    "a pipe": (lambda p: p.unlink() or os.mkfifo(p), "{p} is a device, a pipe or a socket and not"),
     "a missing shard": (lambda p: p.unlink(), "{p} cannot be read: No such file.* Download"),
 }
 
