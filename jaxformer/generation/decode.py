@@ -6,6 +6,7 @@ width of the model and V the size of the vocabulary.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -193,6 +194,15 @@ def start(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of"
             f" {context_of(params, config)} (model.max_length={config.max_length}): shorten the"
             f" prompt, or ask for at most {space} new tokens."
+        )
+    lengths, original = segments.sum(axis=1), config.original_length
+    crosses = (lengths <= original) & (lengths + max_new_tokens > original)
+    if config.rope_scaling == "longrope" and crosses.any():
+        warnings.warn(
+            f"a text that crosses {original} tokens (model.rope_original_length) while it is"
+            " written keeps the rotations of its beginning, where transformers reads it anew: end"
+            " a call there, and continue its text by another.",
+            stacklevel=3,
         )
     slots = rung(tokens.shape[1] + max_new_tokens + spare, config.max_length)
     limit = np.int32(max_new_tokens)

@@ -118,6 +118,14 @@ def test_longrope_switches_its_divisors_behind_the_original_length():
         )
 
 
+def test_a_text_that_crosses_the_original_length_of_longrope_is_said_to_differ():
+    config = jf.ModelConfig(**SMALL, **LONG_SCALING, rope_factor=4.0, rope_original_length=8)
+    params, prompt = jf.init(config, jax.random.key(0)), np.ones((1, 6), int)
+    jf.generate(params, config, prompt, 2, temperature=0)
+    with pytest.warns(UserWarning, match=r"crosses 8 tokens .* transformers reads it anew"):
+        jf.generate(params, config, prompt, 3, temperature=0)
+
+
 @pytest.mark.parametrize(
     "setting, message",
     [
