@@ -111,8 +111,9 @@ def int8_sums(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
         pairs = zip(halves, numbers, strict=True)
         return [half.astype(jnp.float32) * factors[row, ..., None] for half, factors in pairs]
 
-    added = _added([term for row in range(len(x)) for term in terms(row)])  # 2 R of [I / 2 size, O]
-    return jnp.stack(_totals(added, 2)) * scale.reshape(-1)
+    # 2 R of [I / 2 size, O]
+    totals = _totals([term for row in range(len(x)) for term in terms(row)])
+    return jnp.stack(totals) * scale.reshape(-1)
 
 
 def nf4_sums(x: jax.Array, codes: jax.Array, maxima: jax.Array, values: np.ndarray) -> jax.Array:
@@ -131,23 +132,24 @@ def nf4_sums(x: jax.Array, codes: jax.Array, maxima: jax.Array, values: np.ndarr
         return firsts + [table[half & 15] * scale for half, scale in pairs]
 
     # 4 R of [I / 16, O / 64, 32]
-    added = _added([term for row in range(len(x)) for term in terms(row)])
-    totals = _totals(added, 2)
+    totals = _totals([term for row in range(len(x)) for term in terms(row)])
     pairs = zip(totals[::2], totals[1::2], strict=True)
     return jnp.stack([jnp.stack(pair, -1).ravel() for pair in pairs])
 
 
-def _totals(added: Sequence[jax.Array], n: int) -> list[jax.Array]:
-    """The sums of arrays [m, ...] over their first axis, of `n` arrays each together. They are
-    another reduction as in `_added`; XLA's library takes four times as long for them too, as much
-    as for all codes."""
+def _totals(terms: list[jax.Array]) -> list[jax.Array]:
+    """The sums of arrays [m, n, ...] over their first two axes, of two arrays each together. Those
+    over the first axis are another reduction as in `_added`; XLA's library takes four times as long
+    for them too, as much as for all codes."""
+    added = _added(terms)
     count = added[0].shape[0]
     size = max(k for k in range(1, 2 * SUMMED + 1) if count % k == 0)
     groups = _added([a.reshape(-1, size, *a.shape[1:]) for a in added])
     rows = [row for group in groups for row in group]
+    length = 2 * count // size
     return [
-        functools.reduce(jnp.add, rows[start : start + n * count // size])
-        for start in range(0, len(rows), n * count // size)
+        functools.reduce(jnp.add, rows[start : start + length])
+        for start in range(0, len(rows), length)
     ]
 
 

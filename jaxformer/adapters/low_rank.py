@@ -22,6 +22,7 @@ from jaxformer.arrays.params import (
     contract,
     dotted,
     lookup,
+    normal,
     zeros,
 )
 from jaxformer.arrays.sharding import Axes
@@ -187,7 +188,7 @@ def low_rank(
     a_shape, a_axes = shape_and_axes(batch + inputs)
     batch_shape, batch_axes = shape_and_axes(batch)
     output_shape, output_axes = shape_and_axes(outputs)
-    init_a, init_b = (zeros, normal_one) if spec.lookup else (kaiming_uniform, zeros)
+    init_a, init_b = (zeros, normal(1.0)) if spec.lookup else (kaiming_uniform, zeros)
     a = Spec((*a_shape, rank), (*a_axes, "rank"), init_a, inputs=spec.inputs, lookup=spec.lookup)
     b_shape, b_axes = (*batch_shape, rank, *output_shape), (*batch_axes, "rank", *output_axes)
     b = Spec(b_shape, b_axes, init_b, inputs=("rank",))
@@ -219,8 +220,3 @@ def kaiming_uniform(key: jax.Array, spec: Spec) -> jax.Array:
     """Uniform within 1/sqrt(inputs) of zero: kaiming_uniform(a=sqrt(5)) of PyTorch."""
     bound = 1 / math.sqrt(spec.fan_in)
     return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)
-
-
-def normal_one(key: jax.Array, spec: Spec) -> jax.Array:
-    """Normal with mean 0 and standard deviation 1."""
-    return jax.random.normal(key, spec.shape)

@@ -161,10 +161,6 @@ def pooled(
     return _class_dense(params.get("pooler", {}), config, pooled_rows)
 
 
-def _tag_rows(params: Params, config: ModelConfig, x: jax.Array, layout: TokenLayout) -> jax.Array:
-    return _class_dense(params["head"], config, x)
-
-
 def _class_dense(branch: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     """[B, T, D] after the dense layer and the norm, as far as the branch has them."""
     if "dense" not in branch:
@@ -198,14 +194,17 @@ def _tag_formula(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _class_dense_formula(config: ModelConfig, read: str) -> str:
-    act = ACTIVATION_TEXTS.get(config.pooler_activation, config.pooler_activation)
-    dense = f"{act}({read} W_h{' + b_h' if config.head_dense_bias else ''})"
+    dense = _dense_formula(config, config.pooler_activation, read)
     return f"h = norm({dense})" if config.class_head == "dense_norm" else f"h = {dense}"
 
 
 def _masked_formula(config: ModelConfig) -> tuple[str, ...]:
-    act = ACTIVATION_TEXTS.get(config.activation, config.activation)
-    return (f"h = norm({act}(x W_h{' + b_h' if config.head_dense_bias else ''}))",)
+    return (f"h = norm({_dense_formula(config, config.activation, 'x')})",)
+
+
+def _dense_formula(config: ModelConfig, activation: str, read: str) -> str:
+    bias = " + b_h" if config.head_dense_bias else ""
+    return f"{ACTIVATION_TEXTS.get(activation, activation)}({read} W_h{bias})"
 
 
 HEADS: Table[Head] = Table(
@@ -217,7 +216,11 @@ HEADS: Table[Head] = Table(
         ),
         "masked": Head(_masked_specs, _transformed, _masked_formula, of_tokens=True),
         "classes": Head(_class_specs, pooled, _pooled_formula, of_row=True),
-        "tags": Head(_tag_specs, _tag_rows, _tag_formula),
+        "tags": Head(
+            _tag_specs,
+            lambda params, config, x, layout: _class_dense(params["head"], config, x),
+            _tag_formula,
+        ),
         "projection": Head(_projection_specs, pooled, _pooled_formula, of_row=True),
         "none": Head(lambda config: {}),
     },

@@ -237,16 +237,13 @@ class _Reader:
             return
         self._read_to = step
         jax.block_until_ready(metrics)
-        if not is_finite(metrics) and not self._skips(step, state, metrics):
-            raise diverged(step, state, metrics)
+        if not is_finite(metrics):
+            skips = [hook.skips for hook in self._hooks if hasattr(hook, "skips")]
+            if not any(skip(step, state, metrics) for skip in skips):
+                raise diverged(step, state, metrics)
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         self.tell(step, state, {**metrics, "step_seconds": seconds})
-
-    def _skips(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        return any(
-            hook.skips(step, state, metrics) for hook in self._hooks if hasattr(hook, "skips")
-        )
 
     def tell(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         for hook in self._hooks:

@@ -43,21 +43,18 @@ class Profile:
         if self._number not in self.steps:
             return self._step(state, batch)
         if not self._running:
-            self._start(state)
+            jax.block_until_ready(state)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # the tracer of Python code would slow the steps down
+            jax.profiler.start_trace(str(self.directory), profiler_options=options)
+            self._running = True
         with jax.profiler.StepTraceAnnotation("train", step_num=self._number):
             state, metrics = self._step(state, batch)
         if self._number == self.steps[-1]:
             jax.block_until_ready((state, metrics))
             self.close()
         return state, metrics
-
-    def _start(self, state: TrainState) -> None:
-        jax.block_until_ready(state)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # the tracer of Python code would slow the steps down
-        jax.profiler.start_trace(str(self.directory), profiler_options=options)
-        self._running = True
 
     def close(self) -> None:
         """Ends a trace that is running. After `fit` a call is needed only if that ended or failed

@@ -71,9 +71,6 @@ def init_state(
     def copy(learned: Params) -> TrainState:
         return _first(jax.tree.map(jnp.array, learned), optimizer, frozen)
 
-    def placed(leaf: Any, sharding: Sharding) -> jax.Array:
-        return place_array(jnp.asarray(leaf), sharding)
-
     if all(isinstance(leaf, Spec) for leaf in jax.tree.leaves(tree)):  # a table
         table_shardings = None if mesh is None else state_shardings(tree, optimizer, mesh, frozen)
         program = jax.jit(draw, out_shardings=table_shardings, compiler_options=options)
@@ -91,7 +88,9 @@ def init_state(
     learned_shardings, still_shardings = split_frozen(shardings.params, frozen)
     shardings = replace(shardings, params=learned_shardings)
     state = jax.jit(copy, out_shardings=shardings, compiler_options=options)(learned)
-    still = jax.tree.map(placed, still, still_shardings)
+    still = jax.tree.map(
+        lambda leaf, sharding: place_array(jnp.asarray(leaf), sharding), still, still_shardings
+    )
     return replace(state, params=merged(state.params, still, frozen))
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import explicit_axes, free_axes
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, first_of
 from jaxformer.training.program import Metrics, Observe, Step
 from jaxformer.training.state import (
     Trainable,
@@ -85,7 +85,12 @@ def make_step(
         state: TrainState, batch: Batch, observe: Observe | None = None
     ) -> tuple[TrainState, Metrics]:
         if trainable is not None:
-            _require_same(frozen_paths(state.params, trainable), state.frozen)
+            different = sorted({*frozen_paths(state.params, trainable)} ^ {*state.frozen})
+            if different:
+                raise ConfigError(
+                    "trainable of make_step and of init_state differ at"
+                    f" {first_of(different, 5, ', ')}: give both the same."
+                )
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         learned = learning(state.params, state.frozen)
         grads, means = gradients(loss, state, batch, key, microbatches, rowwise)
@@ -185,21 +190,16 @@ def gradients(
         grads, sums = sums_of(state.params, batch, jax.random.fold_in(key, 0))
     else:
         _require_divisible(batch, microbatches)
-        apart = rowwise and _replicas_divide(batch, microbatches)
-        run = _by_replica(accumulated) if apart else accumulated
+        run, replicas = accumulated, free_axes().get(REPLICA, 1)
+        if rowwise and replicas > 1 and not explicit_axes():
+            rows = {len(array) for array in jax.tree.leaves(batch)}
+            # Every microbatch has the same number of rows on each replica.
+            if all(length % (replicas * microbatches) == 0 for length in rows):
+                run = _by_replica(accumulated)
         grads, sums = run(state.params, batch, key)
     means = {name: total / _divisor(weight) for name, (total, weight) in sums.items()}
     weight = _divisor(sums["loss"][1])
     return jax.tree.map(lambda total: total / weight, grads), means
-
-
-def _replicas_divide(batch: Batch, microbatches: int) -> bool:
-    """Whether the mesh in force has replicas, and every microbatch has the same number of rows on
-    each of them."""
-    replicas = free_axes().get(REPLICA, 1)
-    rows = {len(array) for array in jax.tree.leaves(batch)}
-    divide = all(length % (replicas * microbatches) == 0 for length in rows)
-    return replicas > 1 and divide and not explicit_axes()
 
 
 def _by_replica(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,14 +251,3 @@ def _require_divisible(batch: Any, microbatches: int) -> None:
                 f" into microbatches={microbatches}: the first axis of every array of a batch is"
                 " its rows, a multiple of that."
             )
-
-
-def _require_same(asked: tuple[str, ...], frozen: tuple[str, ...]) -> None:
-    """Raises ConfigError if the leaves that do not learn differ between a step and its state."""
-    different = sorted({*asked} ^ {*frozen})
-    if different:
-        raise ConfigError(
-            "trainable of make_step and of init_state differ at"
-            f" {', '.join(different[:5])}{', ...' if len(different) > 5 else ''}: give both the"
-            " same."
-        )

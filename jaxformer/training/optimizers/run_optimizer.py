@@ -142,8 +142,8 @@ def _scale_by_factors(factors: Any) -> list[optax.GradientTransformation]:
     where all are 1."""
     if all(factor == 1 for factor in jax.tree.leaves(factors)):
         return []
-
-    def scale(factor: float, update: jax.Array) -> jax.Array:
-        return update * factor
-
-    return [optax.stateless(lambda updates, params: map_arrays(scale, factors, updates))]
+    return [
+        optax.stateless(
+            lambda updates, params: map_arrays(lambda factor, u: u * factor, factors, updates)
+        )
+    ]
