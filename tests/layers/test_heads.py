@@ -19,71 +19,28 @@ from jaxformer.losses.heads import head_loss
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden, specs
 
+ENCODER, CLASSES = {"family": "encoder"}, {"head": "classes", "n_classes": 3}
+TAGS, MASKED = {"head": "tags", "n_classes": 5}, ENCODER | {"tied_head": True}
+BERT = {"norm": "layer", "norm_placement": "post", "activation": "gelu", "bias": "all"}
+BERT |= {"token_types": 2, "next_sentence": True, "positions": "learned", "embedding_norm": True}
+NARROW = {"embedding_width": 10, "embedding_norm": True, "positions": "learned"}
+SCALED = {"logit_scale": "rsqrt", "logit_soft_cap": 1.5}
 HEADS = {
     "language": {},
-    "language, tied, scaled, capped": {
-        "tied_head": True,
-        "logit_scale": "rsqrt",
-        "logit_soft_cap": 1.5,
-    },
+    "language, tied, scaled, capped": {"tied_head": True} | SCALED,
     "language of a source": {"family": "encoder_decoder", "bias": "all"},
-    "masked": {"family": "encoder"},
-    "masked, tied, no norm": {
-        "family": "encoder",
-        "tied_head": True,
-        "norm": "none",
-        "activation": "tanh",
-    },
-    "masked, tied, narrow": {
-        "family": "encoder",
-        "tied_head": True,
-        "embedding_width": 10,
-        "embedding_norm": True,
-        "positions": "learned",
-    },
-    "BERT": (
-        {
-            "family": "encoder",
-            "tied_head": True,
-            "norm": "layer",
-            "norm_placement": "post",
-            "activation": "gelu",
-        }
-        | {
-            "bias": "all",
-            "token_types": 2,
-            "next_sentence": True,
-            "positions": "learned",
-            "embedding_norm": True,
-        }
-    ),
-    "classes": {"family": "encoder", "head": "classes", "n_classes": 3},
-    "classes of the mean": {
-        "family": "encoder",
-        "head": "classes",
-        "n_classes": 3,
-        "pooling": "mean",
-    },
-    "classes of a decoder": {"head": "classes", "n_classes": 3},
-    "classes by relu": {
-        "family": "encoder",
-        "head": "classes",
-        "n_classes": 3,
-        "pooler_activation": "relu",
-    },
-    "tags": {"family": "encoder", "head": "tags", "n_classes": 5, "logit_soft_cap": 1.5},
-    "tags of a decoder": {"head": "tags", "n_classes": 5},
-    "tags behind a dense layer": {
-        "family": "encoder",
-        "head": "tags",
-        "n_classes": 5,
-        "class_head": "dense",
-    },
-    "classes of a decoder behind a norm": {
-        "head": "classes",
-        "n_classes": 3,
-        "class_head": "dense_norm",
-    },
+    "masked": ENCODER,
+    "masked, tied, no norm": MASKED | {"norm": "none", "activation": "tanh"},
+    "masked, tied, narrow": MASKED | NARROW,
+    "BERT": MASKED | BERT,
+    "classes": ENCODER | CLASSES,
+    "classes of the mean": ENCODER | CLASSES | {"pooling": "mean"},
+    "classes of a decoder": CLASSES,
+    "classes by relu": ENCODER | CLASSES | {"pooler_activation": "relu"},
+    "tags": ENCODER | TAGS | {"logit_soft_cap": 1.5},
+    "tags of a decoder": TAGS,
+    "tags behind a dense layer": ENCODER | TAGS | {"class_head": "dense"},
+    "classes of a decoder behind a norm": CLASSES | {"class_head": "dense_norm"},
 }
 # Heads that no objective trains.
 VECTORS = {"projection": {"head": "projection", "projection_width": 7}}
@@ -200,9 +157,8 @@ def test_the_objective_of_next_sentence_is_added_and_nats_are_those_of_the_words
     pool = np.tanh(x[:, 0] @ params["pooler"]["dense"] + params["pooler"]["dense_bias"])
     logits = pool @ params["next_sentence"]["weight"].T + params["next_sentence"]["bias"]
     extra = (np.array(weights) * softmax_nats(logits, np.array([1, 0]))).sum()
-    words = (
-        goal["weights"] * softmax_nats(jf.forward(params, config, **batch), goal["targets"])
-    ).sum()
+    nats_of_words = softmax_nats(jf.forward(params, config, **batch), goal["targets"])
+    words = (goal["weights"] * nats_of_words).sum()
     objective, nats = sums(params, config, batch | goal)
     np.testing.assert_allclose(nats, words, rtol=1e-4)
     np.testing.assert_allclose(objective, words + extra, rtol=1e-4)
@@ -213,21 +169,15 @@ def test_pooling_picks_the_token_or_the_mean():
     layout = layout_of(jnp.zeros((2, 6), jnp.int32), None, jnp.array([[0, 1, 1, 1, 0, 0], [1] * 6]))
     expected = {"first": [2, 12], "last": [6, 22], "mean": [4, 17]}
     for pooling, firsts in expected.items():
-        config = jf.ModelConfig(
-            **(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling})
-        )
+        config = jf.ModelConfig(**SIZES | ENCODER | CLASSES | {"pooling": pooling})
         np.testing.assert_allclose(pooled({}, config, x, layout)[:, 0, 0], firsts)
 
 
 def test_the_rows_of_the_heads_are_those_that_are_used():
-    found = {
-        name: {
-            path
-            for path in rows(specs(case(name)[1]))
-            if path.startswith(("head", "pooler", "next"))
-        }
-        for name in HEADS
-    }
+    found = {}
+    for name in HEADS:
+        paths = rows(specs(case(name)[1]))
+        found[name] = {path for path in paths if path.startswith(("head", "pooler", "next"))}
     dense = {"dense", "dense_bias"}
     assert found["language"] == {"head.weight"} and found["language, tied, scaled, capped"] == set()
     assert found["masked"] == {f"head.{leaf}" for leaf in dense | {"weight", "bias", "norm.scale"}}

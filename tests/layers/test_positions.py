@@ -2,7 +2,6 @@
 library gives."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -30,14 +29,12 @@ def array(*shape, seed=0):
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_rope_turns_each_pair_as_a_complex_number(pairing):
     x, positions = array(2, 5, 3, 8), np.random.default_rng(0).integers(0, 500, (2, 5))
-    first, second = (
-        (slice(0, 4), slice(4, 8)) if pairing == "half" else (slice(0, 8, 2), slice(1, 8, 2))
-    )
+    first, second = slice(0, 8, 2), slice(1, 8, 2)
+    if pairing == "half":
+        first, second = slice(0, 4), slice(4, 8)
     turn = np.exp(1j * positions[..., None] * 100.0 ** (-2 * np.arange(4) / 8))[:, :, None]
     turned = (x[..., first] + 1j * x[..., second]) * turn
-    found = np.asarray(
-        layers.rope(jnp.array(x), jnp.array(positions), theta=100.0, pairing=pairing)
-    )
+    found = layers.rope(jnp.array(x), jnp.array(positions), theta=100.0, pairing=pairing)
     np.testing.assert_allclose(found[..., first], turned.real, rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(found[..., second], turned.imag, rtol=2e-4, atol=2e-4)
 
@@ -59,19 +56,18 @@ NAMES = {
     "low_freq_factor": "rope_slow",
 }
 OF_LLAMA = {"rope_type": "llama3", "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+WHOLE = {"original_max_position_embeddings": 200}
 FAR = {"rope_theta": 500_000.0, "original_max_position_embeddings": 8192}
 STRETCHED = {
     "linear": {"rope_type": "linear"},
-    "dynamic": {"rope_type": "dynamic"},
+    "dynamic, 200 tokens of 64": {"rope_type": "dynamic"},
+    "dynamic, 200 tokens of 200": {"rope_type": "dynamic"} | WHOLE,
     "yarn": {"rope_type": "yarn"},
     "yarn, other turns": {"rope_type": "yarn", "beta_fast": 16.0, "beta_slow": 2.0} | FAR,
     "llama3": OF_LLAMA,
     "llama3 of Llama 3.2": OF_LLAMA | FAR | {"factor": 32.0},
     "longrope, 200 tokens of 64": {"rope_type": "longrope"},
-    "longrope, 200 tokens of 200": {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": 200,
-    },
+    "longrope, 200 tokens of 200": {"rope_type": "longrope"} | WHOLE,
 }
 
 
@@ -89,7 +85,9 @@ def test_stretched_rope_has_the_published_frequencies(name):
             numbers = divisors.replace(",", " ").split()
             theirs[key.removeprefix("rope_")] = [float(number) for number in numbers]
     config = jf.ModelConfig(**ours)
-    sizes = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=64)
+    # Its dynamic scaling reads the length of the model as the original one.
+    sizes = dict(hidden_size=64, num_attention_heads=4)
+    sizes["max_position_embeddings"] = theirs["original_max_position_embeddings"]
     reference = LlamaConfig(**sizes, rope_parameters=theirs)
     expected, _ = utilities.ROPE_INIT_FUNCTIONS[config.rope_scaling](reference, "cpu", seq_len=200)
     find = jax.jit(FREQUENCIES[config.rope_scaling], static_argnums=0)
@@ -113,9 +111,8 @@ def test_longrope_switches_its_divisors_behind_the_original_length():
     for length, divisors in zip((64, 65), config.rope_factors, strict=True):
         positions = jnp.arange(length)[None]
         expected = layers.rope(x[:, :length], positions, frequencies=plain / jnp.array(divisors))
-        np.testing.assert_allclose(
-            rotate(config, x[:, :length], positions), scale * expected, atol=1e-5
-        )
+        found = rotate(config, x[:, :length], positions)
+        np.testing.assert_allclose(found, scale * expected, atol=1e-5)
 
 
 def test_a_text_that_crosses_the_original_length_of_longrope_is_said_to_differ():
@@ -144,22 +141,6 @@ def test_longrope_needs_a_divisor_for_each_pair(setting, message):
         jf.ModelConfig(**SMALL | LONG_SCALING | {"rope_factor": 4.0} | setting)
 
 
-def test_dynamic_rope_is_plain_up_to_the_original_length_and_grows_its_base_beyond():
-    plain, config = (
-        jf.ModelConfig(**SMALL, **more)
-        for more in ({}, {"rope_scaling": "dynamic", "rope_factor": 4.0})
-    )
-    x = jnp.array(array(1, 80, 2, 16))
-    short, long = jnp.arange(64)[None], jnp.arange(80)[None]
-    np.testing.assert_allclose(
-        rotate(config, x[:, :64], short), rotate(plain, x[:, :64], short), atol=1e-6
-    )
-    theta = 10_000.0 * (4.0 * 80 / 64 - 3) ** (16 / 14)
-    np.testing.assert_allclose(
-        rotate(config, x, long), layers.rope(x, long, theta=theta), atol=2e-5
-    )
-
-
 @pytest.mark.parametrize("scaling", [{"rope_scaling": "dynamic"}, LONG_SCALING])
 def test_scaling_by_length_goes_by_that_of_each_tokens_own_segment(scaling):
     """Not by that of other rows, other segments, or padding."""
@@ -182,13 +163,8 @@ def test_scaling_by_length_goes_by_that_of_each_tokens_own_segment(scaling):
 @pytest.mark.parametrize("given, scale", [(0.0, 0.1 * math.log(4) + 1), (0.7, 0.7)])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_yarn_scales_the_rotated_part_of_queries_and_keys(given, scale, fraction):
-    config = jf.ModelConfig(
-        **SMALL,
-        rope_scaling="yarn",
-        rope_factor=4.0,
-        rope_attention_factor=given,
-        rope_fraction=fraction,
-    )
+    settings = {"rope_attention_factor": given, "rope_fraction": fraction}
+    config = jf.ModelConfig(**SMALL, rope_scaling="yarn", rope_factor=4.0, **settings)
     x, positions = jnp.array(array(1, 5, 2, 16)), jnp.arange(5)[None]
     turned = layers.rope(x, positions, frequencies=FREQUENCIES["yarn"](config, positions))
     w = config.rotated_width
@@ -201,9 +177,8 @@ def test_a_fraction_of_a_head_turns_as_a_head_of_that_width(pairing):
     config = jf.ModelConfig(**SMALL, rope_fraction=0.25, rope_pairing=pairing)
     x, positions = jnp.array(array(2, 5, 3, 16)), jnp.arange(5)[None] * 7
     found = rotate(config, x, jnp.broadcast_to(positions, (2, 5)))
-    np.testing.assert_allclose(
-        found[..., :4], layers.rope(x[..., :4], positions, pairing=pairing), atol=1e-5
-    )
+    expected = layers.rope(x[..., :4], positions, pairing=pairing)
+    np.testing.assert_allclose(found[..., :4], expected, atol=1e-5)
     np.testing.assert_array_equal(found[..., 4:], x[..., 4:])
 
 
@@ -235,20 +210,15 @@ def test_t5_buckets_are_the_published_ones(both_ways, buckets, far):
     reference = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
     torch = pytest.importorskip("torch")
     distance = np.arange(-200, 201)
-    expected = reference._relative_position_bucket(
-        torch.from_numpy(distance), both_ways, buckets, far
-    )
-    find = jax.jit(
-        functools.partial(relative_bucket, both_ways=both_ways, buckets=buckets, far=far)
-    )
-    np.testing.assert_array_equal(find(distance), expected)
+    given = both_ways, buckets, far
+    expected = reference._relative_position_bucket(torch.from_numpy(distance), *given)
+    found = jax.jit(relative_bucket, static_argnums=(1, 2, 3))(distance, *given)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_t5_bias_is_the_row_of_its_bucket(causal):
-    config = jf.ModelConfig(
-        **(SMALL | {"positions": "t5", "relative_buckets": 8, "relative_distance": 20})
-    )
+    config = jf.ModelConfig(**SMALL, positions="t5", relative_buckets=8, relative_distance=20)
     segments = np.array([[1] * 12 + [2] * 15 + [0] * 3, [1] * 30])
     layout = layout_of(jnp.zeros((2, 30), jnp.int32), None, jnp.array(segments))
     table = array(8, 4)
@@ -274,31 +244,20 @@ def test_positions_that_are_given_have_a_bias_of_their_own_in_each_row():
 
 
 @pytest.mark.parametrize("width", [8, 7])
-@pytest.mark.parametrize("order", ["interleaved", "half"])
+@pytest.mark.parametrize("order", ["interleaved", "half", "half_closed"])
 def test_sinusoids_are_their_formula(width, order):
+    """Closed ones end with the lowest frequency, and with a zero where the width is odd."""
     positions = np.array([[0, 1, 5, 700]])
-    half = -(-width // 2)
-    angles = positions[..., None] / 10_000 ** (2 * np.arange(half) / width)
-    expected = np.zeros((1, 4, 2 * half))
-    sines, cosines = (
-        (slice(0, None, 2), slice(1, None, 2))
-        if order == "interleaved"
-        else (slice(0, half), slice(half, None))
-    )
-    expected[..., sines], expected[..., cosines] = np.sin(angles), np.cos(angles)
-    np.testing.assert_allclose(
-        sinusoids(jnp.array(positions), width, order), expected[..., :width], atol=1e-4
-    )
-
-
-@pytest.mark.parametrize("width", [8, 7])
-def test_closed_sinusoids_end_with_the_lowest_frequency_and_a_zero_where_the_width_is_odd(width):
-    positions, half = np.array([[0, 1, 5, 700]]), width // 2
-    angles = positions[..., None] / 10_000 ** (np.arange(half) / (half - 1))
-    missing = np.zeros((1, 4, width % 2))
-    expected = np.concatenate([np.sin(angles), np.cos(angles), missing], axis=-1)
-    found = sinusoids(jnp.array(positions), width, "half_closed")
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    index = np.arange(width // 2 if order == "half_closed" else -(-width // 2))
+    exponent = index / index[-1] if order == "half_closed" else 2 * index / width
+    angles = positions[..., None] / 10_000**exponent
+    if order == "interleaved":
+        expected = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(1, 4, -1)
+    else:
+        missing = np.zeros((1, 4, width % 2))
+        expected = np.concatenate([np.sin(angles), np.cos(angles), missing], axis=-1)
+    found = sinusoids(jnp.array(positions), width, order)
+    np.testing.assert_allclose(found, expected[..., :width], atol=1e-4)
 
 
 def softmax(scores):
@@ -306,15 +265,10 @@ def softmax(scores):
     return powers / powers.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize(
-    "scale, soft_cap, with_sinks, with_bias",
-    [
-        (0.0, 0.0, False, False),
-        (0.7, 1.5, True, True),
-        (0.0, 1.5, False, True),
-        (0.7, 0.0, True, False),
-    ],
-)
+SCORES = [(0.0, 0.0, 0, 0), (0.7, 1.5, 1, 1), (0.0, 1.5, 0, 1), (0.7, 0.0, 1, 0)]
+
+
+@pytest.mark.parametrize("scale, soft_cap, with_sinks, with_bias", SCORES)
 def test_attention_is_its_formula_with_scale_soft_cap_bias_and_sinks(
     scale, soft_cap, with_sinks, with_bias
 ):
@@ -389,13 +343,8 @@ def test_rows_of_disentangled_positions_are_those_of_transformers(buckets, far):
 
 def test_disentangled_scores_add_both_products_with_the_row_of_the_distance():
     """q_t . k_s + q_t . k'_r + k_s . q'_r, all times the scale."""
-    config = jf.ModelConfig(
-        **SMALL | {"n_kv_heads": 2},
-        positions="disentangled",
-        relative_buckets=4,
-        relative_distance=8,
-        attention_scale=0.3,
-    )
+    sizes = SMALL | {"n_kv_heads": 2, "relative_buckets": 4, "relative_distance": 8}
+    config = jf.ModelConfig(**sizes, positions="disentangled", attention_scale=0.3)
     q, k = array(2, 5, 4, 16), array(2, 5, 2, 16, seed=1)
     q_rows, k_rows = array(1, 8, 4, 16, seed=2), array(1, 8, 2, 16, seed=3)
     layout = layout_of(jnp.zeros((2, 5), jnp.int32), None, None)
