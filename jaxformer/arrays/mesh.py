@@ -130,11 +130,12 @@ def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
     """
     used, undivided_axes = set[str](), dict[str, list[str]]()
     for path, spec in rows(specs).items():
-        left = lengths_left(mesh, spec.shape, spec.axes)
-        if left:
-            undivided_axes[path] = [
-                f"{axis} {length} by {target} {size}" for axis, length, target, size in left
-            ]
+        should_divide = targets(spec.shape, spec.axes, PARAMETERS, mesh.shape)
+        for length, axis, target in zip(spec.shape, spec.axes, should_divide, strict=True):
+            size = math.prod(mesh.shape[name] for name in target)
+            if length % size:
+                text = f"{axis} {length} by {' x '.join(target)} {size}"
+                undivided_axes.setdefault(path, []).append(text)
         for entry in parameter_sharding(mesh, spec.shape, spec.axes).spec:
             used |= {entry} if isinstance(entry, str) else {*(entry or ())}
     for name in {axis: None for rule in PARAMETERS.values() for axis in rule}:
@@ -152,20 +153,6 @@ def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
         f"{path}, {sizes[path]}, is not split along {', '.join(axes)}"
         for path, axes in undivided_axes.items()
     ]
-
-
-def lengths_left(
-    mesh: AnyMesh, shape: Sequence[int], axes: Axes
-) -> list[tuple[str, int, str, int]]:
-    """(axis, its length, the axes of the mesh, their size) for each axis of a parameter that stays
-    undivided because the size of its mesh axes does not divide its length."""
-    undivided_axes = []
-    should_divide = targets(shape, axes, PARAMETERS, mesh.shape)
-    for length, axis, target in zip(shape, axes, should_divide, strict=True):
-        size = math.prod(mesh.shape[name] for name in target)
-        if length % size:
-            undivided_axes.append((str(axis), length, " x ".join(target), size))
-    return undivided_axes
 
 
 def parameter_sharding(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> NamedSharding:

@@ -294,7 +294,7 @@ def contract(
     """`einsum(equation, x, w)` of an activation and a weight, e.g. "BTD,DNH->BTNH", in x's dtype.
 
     `to` names the axes of the result where its placement has to be said; `dtype` is that of the
-    result (default: x's). A product of matrices (see `_flattens`) runs on flattened rows, because a
+    result (default: x's). A product of matrices (see `_product`) runs on flattened rows, because a
     CPU then transposes less in the backward pass: the small step of benchmarks/train_cpu.py is 1.11
     times as fast (0.99 to 1.22, 14 samples in turn) on two cores of an AMD EPYC with AVX-512. Other
     products, such as "EBD,EDF->EBF", are einsum's. A custom leaf contracts itself.
@@ -338,10 +338,15 @@ def _product(equation: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array
         return _product(equation, x, w, dtype)[:1]
     # Rows of which the mesh divides the tokens cannot be flattened: the compiler would gather them.
     divides_tokens = any(free_axes().get(name, 1) > 1 for name in ACTIVATION_RULES["sequence"])
-    if divides_tokens or not _flattens(left, right, out):
+    # The axes that x and w share have to be last in x, first or last in w, and contracted.
+    both = "".join(letter for letter in left if letter in right)
+    free = left[: len(left) - len(both)]
+    others = "".join(letter for letter in right if letter not in left)
+    is_flat = left == free + both and right in (both + others, others + both)
+    if divides_tokens or not is_flat or out != free + others:
         return jnp.einsum(equation, x, w, preferred_element_type=dtype)
     # x [rows, inner] and w [inner, columns], or its transpose.
-    shared = len(left) - len(free_sizes)
+    shared = len(both)
     inner = math.prod(x.shape[x.ndim - shared :])
     transposed = right[0] not in left
     columns = w.shape[: w.ndim - shared] if transposed else w.shape[shared:]
@@ -397,15 +402,6 @@ def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str
             " a letter, once in a part, and a shared one has one length, as in 'BTD,DF->BTF'."
         )
     return left, right, out
-
-
-def _flattens(left: str, right: str, out: str) -> bool:
-    """Whether the axes that x and w share are last in x, first or last in w, and contracted."""
-    shared = "".join(letter for letter in left if letter in right)
-    free = left[: len(left) - len(shared)]
-    columns = "".join(letter for letter in right if letter not in left)
-    orders = (shared + columns, columns + shared)
-    return left == free + shared and right in orders and out == free + columns
 
 
 def lookup(table: Any, index: Any, to: Axes) -> jax.Array:

@@ -168,19 +168,13 @@ def _read_files(
     for entry in () if is_remote(checkpoint) else checkpoint.rglob("*"):
         if may_never_end(entry):  # TensorStore would wait for it
             raise Altered(f"{entry.name} is no regular file")
-    args = ocp.args.PyTreeRestore(
-        targets,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
-        partial_restore=not exact,
-    )
+    kinds = ocp.checkpoint_utils.construct_restore_args(targets)
     try:
         manifest = read_manifest(checkpoint)
         _require_match(checkpoint, manifest, shapes_of(targets), exact, run)
         if exact and (altered := altered_files(checkpoint, *share)):
             raise Altered(f"files are not as they were saved: {first_of(altered, 5, ', ')}")
-        with reader_of_one_process() as reader:
-            composite = ocp.args.Composite(state=args)
-            leaves = reader.restore(orbax_path(checkpoint), args=composite)["state"]
+        leaves = _restored(checkpoint, targets, kinds, not exact)
         return {path: leaves[path] for path in targets}, manifest
     except ConfigError:
         raise
@@ -221,15 +215,19 @@ def in_short(error: BaseException) -> str:
     return name + text
 
 
-def reader_of_one_process() -> ocp.Checkpointer:
-    """Reads checkpoints without waiting for the other processes of a run."""
+def _restored(checkpoint: Path, targets: Any, kinds: Any, partial: bool) -> dict[str, Any]:
+    """The leaves of `targets`, each restored as `kinds` says, without waiting for the other
+    processes of a run. With `partial` the checkpoint may hold others."""
     index = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"reader_{index}"
     )
     composite = ocp.CompositeOptions(multiprocessing_options=alone)
     handler = ocp.CompositeCheckpointHandler(composite_options=composite)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+    state = ocp.args.PyTreeRestore(targets, restore_args=kinds, partial_restore=partial)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+        restored = reader.restore(orbax_path(checkpoint), args=ocp.args.Composite(state=state))
+    return restored["state"]  # type: ignore[no-any-return]
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -241,9 +239,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if may_never_end(file):
         raise Altered("metadata is no regular file")
     saved = json.loads(file.read_bytes())
-    if not isinstance(saved, dict):
-        raise Altered("the manifest is not what was saved")
-    if saved.get("sha256") != _checksum(saved):
+    if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):
         raise Altered("the manifest is not what was saved")
     number = saved["format"]
     if number != MANIFEST_FORMAT:
@@ -267,21 +263,18 @@ def read_back(checkpoint: Path) -> None:
     arrays first and up to READ_BACK bytes, and verifies them. Raises Altered, or what Orbax
     raises."""
     manifest = read_manifest(checkpoint)
-    with reader_of_one_process() as reader:
-        shapes = {
-            path: jax.ShapeDtypeStruct(row[0], np.dtype(row[1]))
-            for path, row in manifest["leaves"].items()
-            if not row[1].startswith("key<")
-        }
-        budget, targets = READ_BACK, {}
-        for path, shape in sorted(shapes.items(), key=lambda entry: math.prod(entry[1].shape)):
-            budget -= math.prod(shape.shape) * shape.dtype.itemsize
-            if budget >= 0:
-                targets[path] = shape
-        kinds = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in targets}
-        args = ocp.args.PyTreeRestore(targets, restore_args=kinds, partial_restore=True)
-        composite = ocp.args.Composite(state=args)
-        leaves = reader.restore(orbax_path(checkpoint), args=composite)["state"]
+    shapes = {
+        path: jax.ShapeDtypeStruct(row[0], np.dtype(row[1]))
+        for path, row in manifest["leaves"].items()
+        if not row[1].startswith("key<")
+    }
+    budget, targets = READ_BACK, {}
+    for path, shape in sorted(shapes.items(), key=lambda entry: math.prod(entry[1].shape)):
+        budget -= math.prod(shape.shape) * shape.dtype.itemsize
+        if budget >= 0:
+            targets[path] = shape
+    kinds = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in targets}
+    leaves = _restored(checkpoint, targets, kinds, partial=True)
     _require_digests(manifest, {path: digest_on_host(leaves[path]) for path in targets})
 
 

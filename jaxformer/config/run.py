@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.settings import Bounds, Count, Natural, Section, TableAt, Volatile
+from jaxformer.config.settings import Bounds, Count, Natural, Section, TableAt, Volatile, parts_of
 from jaxformer.config.train import LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxformer.files import ConfigError, parse_object
 
@@ -187,7 +187,7 @@ class TokenizerConfig(Section):
     @property
     def added(self) -> tuple[str, ...]:
         """The names of `add_tokens`."""
-        return tuple(name.strip() for name in self.add_tokens.split(",") if name.strip())
+        return tuple(parts_of(self.add_tokens))
 
     def conflicts(self) -> list[str]:
         repeated = sorted({name for name in self.added if self.added.count(name) > 1})

@@ -296,18 +296,15 @@ class KeyTable(KeyMapping):
     rows: Sequence[KeyMapping]
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        entries = HFConfig(self._named(hf.table(self.hf), hf.values))
+        # With the architectures beside the table, which messages name.
+        names = [key for key in ("architectures", "model_type") if key in hf.values]
+        entries = HFConfig(hf.table(self.hf) | {key: hf.values[key] for key in names})
         table_fields: ConfigFields = {}
         for row in self.rows:
             table_fields |= row.read(entries)
         for key in entries.unknown():
             raise hf.unsupported(f"{self.hf}.{key}", entries.values[key], [None])
         return table_fields
-
-    def _named(self, table: Keys, values: Mapping[str, object]) -> Keys:
-        """The table with the architectures beside it, which messages name."""
-        names = ("architectures", "model_type")
-        return table | {key: values[key] for key in names if key in values}
 
     def write(self, config: ModelConfig) -> Keys:
         table: Keys = {}

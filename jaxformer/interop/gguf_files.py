@@ -254,14 +254,12 @@ class GgufFiles(TensorFiles):
         from gguf.quants import dequantize
 
         tensor, shape = self._tensors[name], self.entries[name].shape
-        data = tensor.data[self._order(name, shape)[rows] if self._is_permuted(name) else rows]
+        is_permuted = self._row.permuted and (".q_proj." in name or ".k_proj." in name)
+        data = tensor.data[self._order(name, shape)[rows] if is_permuted else rows]
         if not len(data):
             return np.empty((0, *shape[1:]), np.float32)
         weights = np.asarray(dequantize(data, tensor.tensor_type), np.float32)
         return weights - self._row.norm_offset if name.endswith("norm.weight") else weights
-
-    def _is_permuted(self, name: str) -> bool:
-        return self._row.permuted and (".q_proj." in name or ".k_proj." in name)
 
     def _order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """The rows of the file in the order of transformers: the first halves of the pairs that

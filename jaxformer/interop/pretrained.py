@@ -247,7 +247,7 @@ class Opened(NamedTuple):
 def _opened(location: Path) -> Opened:
     files: TensorFiles
     if is_gguf(location):
-        path = local_copy(location) if is_remote(location) else location
+        path = local_copy(location)
         files = GgufFiles(path)
         values = files.values
         family, architecture = stated_architecture(path, values)
@@ -307,9 +307,8 @@ def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> M
             for field, key in family.keys().items()
             if f"{field}=" in str(error)
         ]
-        if keys:
-            raise ConfigError(f"{path}: {error}\n({', '.join(keys)})") from None
-        raise ConfigError(f"{path}: {error}") from None
+        named = f"\n({', '.join(keys)})" if keys else ""
+        raise ConfigError(f"{path}: {error}{named}") from None
     return config
 
 

@@ -98,7 +98,6 @@ def draw_curve(
     if len(values) > 100:
         axes.plot(x, values, color=color, alpha=0.25, linewidth=0.8)
         values = smoothed(values)
-        marker = ""
     axes.plot(x, values, color=color, linewidth=1.6, marker=marker, markersize=3, label=label)
 
 

@@ -46,7 +46,6 @@ class TensorBoard:
 
     def __init__(self, run_dir: str | Path, resume_step: int) -> None:
         self._local = LocalFolder(located(run_dir) / "tensorboard")
-        self._folder = self._local.folder
         self._purged = resume_step and resume_step + 1
         self._board: Any = None
         self._failed = False
@@ -82,7 +81,7 @@ class TensorBoard:
             # The writer is closed when the process ends, and would fail again.
             self._board.file_writer.event_writer.close = lambda: None
         warnings.warn(
-            f"{self._folder} cannot be written ({reason}): the run goes on without it, and"
+            f"{self._local.folder} cannot be written ({reason}): the run goes on without it, and"
             " metrics.jsonl has its numbers.",
             stacklevel=3,
         )

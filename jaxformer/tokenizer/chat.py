@@ -261,30 +261,36 @@ class ChatTemplate:
         full_text, *texts = self._texts(checked, cuts)
         text, spans = self._without_marks(full_text)
         if not self.has_blocks:
-            spans = self._turns(turns, text, texts)
-        else:
-            spans = self._learned_blocks(checked, turns, spans)
+            # Each from the end of the prompt for the turn to the special token that ends it.
+            spans = []
+            for index, prompt, turn in zip(turns, texts[::2], texts[1::2], strict=True):
+                if not (turn.startswith(prompt) and text.startswith(turn)):
+                    raise ConfigError(
+                        f"{self.where} renders message {index + 1} otherwise than at the beginning"
+                        " of what follows, or its prompt otherwise than before it, so that the"
+                        f" turns of the assistant cannot be told. {BLOCKS_REMEDY}"
+                    )
+                content = turn[len(prompt) :].rstrip()
+                ends_in_token = content.endswith(tuple(self._added))
+                end = len(prompt) + len(content) if ends_in_token else len(turn)
+                if end > len(prompt):
+                    spans.append((len(prompt), end))
+        every = [i for i, message in enumerate(checked) if message["role"] == ASSISTANT]
+        if self.has_blocks and len(turns) < len(every):
+            # Those of the blocks that are of learned turns, where each turn has one.
+            if len(spans) != len(every):
+                raise ConfigError(
+                    f"the conversation excludes turns from what is learned, and {self.where} writes"
+                    f" {len(spans)} generation blocks for {len(every)} turns, so that those of a"
+                    " turn cannot be told: write one block a turn"
+                )
+            spans = [span for index, span in zip(every, spans, strict=True) if index in turns]
         if not spans:
             raise ConfigError(
                 f"{self.where} writes nothing of the assistant's turns inside of {GENERATION}, so"
                 " there is nothing to learn: put these blocks around its content"
             )
         return text, spans
-
-    def _learned_blocks(
-        self, messages: list[Message], learned: list[int], spans: list[Span]
-    ) -> list[Span]:
-        """Those of the generation blocks that are of learned turns, where each turn has one."""
-        turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-        if len(learned) == len(turns):
-            return spans
-        if len(spans) != len(turns):
-            raise ConfigError(
-                f"the conversation excludes turns from what is learned, and {self.where} writes"
-                f" {len(spans)} generation blocks for {len(turns)} turns, so that those of a turn"
-                " cannot be told: write one block a turn"
-            )
-        return [span for index, span in zip(turns, spans, strict=True) if index in learned]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The text of messages, with the beginning of an answer if `add_generation_prompt`."""
@@ -368,25 +374,6 @@ class ChatTemplate:
                 if len(text) > begin:
                     spans.append((begin, len(text)))
         return text, spans
-
-    def _turns(self, turns: list[int], full_text: str, texts: list[str]) -> list[Span]:
-        """The spans of the assistant's turns in the text of all messages, each from the end of the
-        prompt for it to the special token that ends it. `texts` are of each turn the prompt, and
-        the messages up to its end."""
-        spans = []
-        for index, prompt, turn in zip(turns, texts[::2], texts[1::2], strict=True):
-            if not (turn.startswith(prompt) and full_text.startswith(turn)):
-                raise ConfigError(
-                    f"{self.where} renders message {index + 1} otherwise than at the beginning of"
-                    " what follows, or its prompt otherwise than before it, so that the turns of"
-                    f" the assistant cannot be told. {BLOCKS_REMEDY}"
-                )
-            content = turn[len(prompt) :].rstrip()
-            ends_in_token = content.endswith(tuple(self._added))
-            end = len(prompt) + len(content) if ends_in_token else len(turn)
-            if end > len(prompt):
-                spans.append((len(prompt), end))
-        return spans
 
     @functools.cached_property
     def _added(self) -> dict[str, int]:

@@ -12,14 +12,13 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.byte_level import byte_level_backend, split_into_words
 from jaxformer.tokenizer.metadata import TokenizerMetadata
-from jaxformer.tokenizer.pieces import BYTES, without_panic
+from jaxformer.tokenizer.pieces import BYTES, SPACE, without_panic
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 TokenizerValues = Mapping[str, Any]  # metadata without "tokenizer.ggml."
 TOKENIZER_KEYS, TEMPLATE_KEY = "tokenizer.ggml.", "tokenizer.chat_template"
 ARCHITECTURE_KEY = "general.architecture"
 CONTROL, USER_DEFINED = 3, 4  # values of token_type
-SPACE_MARK = "▁"
 GGUF_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 GEMMA_ARCHITECTURES = ("gemma", "gemma2", "gemma3")
 
@@ -108,18 +107,19 @@ def read_gguf(
             for role in ("bos", "eos")
         )
         if before or after:
-            pair = [*before, "$A", *after, *(f"{piece}:1" for piece in (*before, "$B", *after))]
+            single = [*before, "$A", *after]
             backend.post_processor = processors.TemplateProcessing(
-                single=[*before, "$A", *after],
-                pair=pair,
+                single=single,
+                pair=[*single, *(f"{piece}:1" for piece in (*before, "$B", *after))],
                 special_tokens=[(name, backend.token_to_id(name)) for name in {*before, *after}],
             )
-        turn_end = values.get("eot_token_id")
-        ends = [token for token in (values.get("eos_token_id"), turn_end) if token is not None]
-        metadata_of_files = TokenizerMetadata(
-            settings=settings, named_ids=named_ids, ends=tuple(ends), template_name=origin
+        ends = (values.get("eos_token_id"), values.get("eot_token_id"))
+        return backend, TokenizerMetadata(
+            settings=settings,
+            named_ids=named_ids,
+            ends=tuple(token for token in ends if token is not None),
+            template_name=origin,
         )
-        return backend, metadata_of_files
     except ConfigError:
         raise
     # Of values of a wrong type; and of the tokenizers library, which has no class for its errors.
@@ -157,7 +157,7 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
     is_gemma, tokens = values["architecture"] in GEMMA_ARCHITECTURES, [*values["tokens"]]
     if is_gemma:
         # Runs of spaces, which such a file has as they are.
-        tokens = [SPACE_MARK * len(token) if not token.strip(" ") else token for token in tokens]
+        tokens = [SPACE * len(token) if not token.strip(" ") else token for token in tokens]
     scores = [-index for index in range(len(tokens))] if is_gemma else values.get("scores", [])
     if len(scores) != len(tokens) or not np.isfinite(scores).all():
         raise ConfigError(f"{origin} has no score for each token in tokenizer.ggml.scores.")
@@ -186,14 +186,14 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
             unk_token=None if unknown is None else tokens[unknown],
         )
     )
-    steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if is_gemma:
-        backend.normalizer = normalizers.Replace(" ", SPACE_MARK)
+        backend.normalizer = normalizers.Replace(" ", SPACE)
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     else:
         begins_with_space = bool(values.get("add_space_prefix", True))
         scheme = "first" if begins_with_space else "never"
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, scheme, split=False)
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
         steps += [decoders.Strip(" ", 1, 0)] * begins_with_space
     backend.decoder = decoders.Sequence(steps)
     return backend

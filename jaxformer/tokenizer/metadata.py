@@ -220,10 +220,12 @@ def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
 
 def guessed_roles(vocab: dict[str, int]) -> dict[str, int]:
     """The ids of the roles that follow from the names of tokens."""
-    candidates = {
-        role: [vocab[name] for name in names if name in vocab] for role, names in ROLES.items()
-    }
-    return {role: ids[0] for role, ids in candidates.items() if ids}
+    guessed: dict[str, int] = {}
+    for role, names in ROLES.items():
+        for name in names:
+            if name in vocab:
+                guessed.setdefault(role, vocab[name])  # the first name counts
+    return guessed
 
 
 def read_optional(path: Path) -> dict[str, Any]:

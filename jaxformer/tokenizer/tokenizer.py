@@ -17,7 +17,7 @@ from jaxformer.files import ConfigError, located, write_text
 from jaxformer.files.copies import local_copy
 from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, gpt2_files
 from jaxformer.tokenizer.encoding import Encoder, pattern_of
-from jaxformer.tokenizer.frame import Frame, Slot
+from jaxformer.tokenizer.frame import Frame
 from jaxformer.tokenizer.gguf_tokenizer import read_gguf
 from jaxformer.tokenizer.metadata import (
     ID_KEYS,
@@ -284,13 +284,13 @@ class Tokenizer:
 
     @functools.cached_property
     def _template(self) -> tuple[list[int], list[int]]:
-        frame = self.frame(1)
-        slots = (Slot(None, 0),) if frame is None else frame.slots
-        position = [slot.token for slot in slots].index(None)
-        before, after = (
-            [slot.token for slot in side if slot.token is not None]
-            for side in (slots[:position], slots[position:])
-        )
+        frame, before, after = self.frame(1), list[int](), list[int]()
+        side = before
+        for slot in frame.slots if frame else ():
+            if slot.token is None:  # where the text goes
+                side = after
+            else:
+                side.append(slot.token)
         return before, after
 
     def frame(self, texts: int) -> Frame | None:

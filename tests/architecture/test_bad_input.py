@@ -1,8 +1,10 @@
-"""Bad input: exit status 2, one clear message that names what, where, what is allowed and what to
-do, and nothing lost."""
+"""Bad input, and runs and models of somebody else: exit status 2, one clear message that names
+what, where, what is allowed and what to do, and nothing lost."""
 
 import fcntl
+import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,10 +49,6 @@ def train_refused(capsys: Capture, folder: Path, changes: dict[str, Any], parts:
 
 # Those that a config can tell by itself are in tests/config/test_refused_settings.py.
 SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "a mistyped field": (
-        {"model.n_layer": 3},
-        ["no setting model.n_layer.", "mean model.n_layers?"],
-    ),
     "a mesh larger than the devices": (
         {"mesh.fsdp": 3},
         ["mesh.fsdp=3", "1 device (cpu)", "must multiply to 1", "mesh.data=0"],
@@ -119,24 +117,18 @@ def test_a_text_that_cannot_be_read_is_named(tmp_path: Path, capsys: Capture) ->
     )
 
 
-def test_a_given_tokenizer_larger_than_the_model_is_named(tmp_path: Path, capsys: Capture) -> None:
+def test_a_tokenizer_that_is_missing_or_none_or_too_large_is_named(
+    tmp_path: Path, capsys: Capture
+) -> None:
     path = tmp_path / "tokenizer.json"
-    byte_tokenizer().save(path)
     changes = {"tokenizer.path": path, "model.vocab_size": 256}
-    train_refused(
-        capsys, tmp_path, changes, ["model.vocab_size=256", "257", "set it to at least 257"]
-    )
-
-
-def test_a_tokenizer_that_is_not_there_or_is_none_is_named(tmp_path: Path, capsys: Capture) -> None:
-    path = tmp_path / "tokenizer.json"
-    train_refused(
-        capsys, tmp_path, {"tokenizer.path": path}, [str(path), "does not exist", "tokenizer.path"]
-    )
+    parts = [str(path), "does not exist", "tokenizer.path"]
+    train_refused(capsys, tmp_path, changes, parts)
     path.write_text("{}")
-    train_refused(
-        capsys, tmp_path, {"tokenizer.path": path}, [str(path), "is not a tokenizer.json"]
-    )
+    train_refused(capsys, tmp_path, changes, [str(path), "is not a tokenizer.json"])
+    byte_tokenizer().save(path)
+    parts = ["model.vocab_size=256", "257", "set it to at least 257"]
+    train_refused(capsys, tmp_path, changes, parts)
 
 
 @pytest.mark.slow
@@ -204,25 +196,28 @@ def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path, capsys: Ca
     )
 
 
-CONFIGS = {
-    "missing": (None, ["no such file", "quickstart.py"]),
-    "a syntax error": ("x = 1\nconfig = (\n", ["line 2", "SyntaxError"]),
-    "an error": (
+CONFIGS = {  # in files of these names
+    "missing mine.py": (None, ["no such file", "quickstart.py"]),
+    "a syntax error in mine.py": ("x = 1\nconfig = (\n", ["line 2", "SyntaxError"]),
+    "an error in mine.py": (
         "from jaxformer import RunConfig\n\nconfig = RunConfig(modle=3)\n",
         ["line 3", "modle", "model"],
     ),
-    "a mistyped field": (
+    "a mistyped field in mine.py": (
         "import jaxformer as jf\nconfig = jf.ModelConfig(n_layer=3)\n",
         ["line 2", "mean model.n_layers?"],
     ),
-    "a value out of range": (
+    "a value out of range in mine.py": (
         "import jaxformer as jf\nconfig = jf.ModelConfig(n_layers=-3)\n",
         ["model.n_layers=-3"],
     ),
-    "no config": (
+    "no config in mine.py": (
         "import jaxformer as jf\nother = jf.RunConfig()\n",
         ["no RunConfig named 'config'", "['other']"],
     ),
+    "another language in config.yaml": ("a: 1", ["must be a Python file"]),
+    "unknown settings in config.json": ('{"model": {"layers": 3}}', []),
+    "half an object in config.json": ("{", ["is not JSON"]),
 }
 
 
@@ -231,23 +226,10 @@ def test_a_config_file_that_is_none_is_named_with_the_line(
     case: str, tmp_path: Path, capsys: Capture
 ) -> None:
     content, parts = CONFIGS[case]
-    path = tmp_path / "mine.py"
+    path = tmp_path / case.split()[-1]
     if content is not None:
         path.write_text(content)
     refused(capsys, ["train", str(path)], [str(path), *parts])
-
-
-def test_what_is_neither_python_nor_a_runs_json_is_no_config(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    for name, content in (
-        ("config.yaml", "a: 1"),
-        ("config.json", '{"model": {"layers": 3}}'),
-        ("config.json", "{"),
-    ):
-        path = tmp_path / name
-        path.write_text(content)
-        refused(capsys, ["train", str(path)], [str(path)])
 
 
 @pytest.mark.parametrize(
@@ -319,13 +301,108 @@ def test_a_prompt_that_cannot_be_continued_is_refused(
 
 
 def test_a_row_that_is_all_padding_is_refused() -> None:
-    segments = jnp.array([[1, 1], [0, 0]])
+    params, segments = jf.init(TINY, jax.random.key(0)), jnp.array([[1, 1], [0, 0]])
     with pytest.raises(ConfigError, match="empty"):
-        jf.generate(
-            jf.init(TINY, jax.random.key(0)),
-            TINY,
-            [[1, 2], [3, 4]],
-            2,
-            temperature=0,
-            segment_ids=segments,
-        )
+        jf.generate(params, TINY, [[1, 2], [3, 4]], 2, temperature=0, segment_ids=segments)
+
+
+# Runs and models of somebody else.
+
+
+@pytest.fixture(scope="module")
+def model(trained: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory."""
+    target = tmp_path_factory.mktemp("strangers") / "hf"
+    assert main(["convert", str(trained[0]), str(target)]) == 0
+    return target
+
+
+def changed(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_an_evaluation_writes_to_the_users_own_cache_alone(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = copy(trained[0], tmp_path / "theirs")
+    path = run_dir / "config.json"
+    found = json.loads(path.read_text())
+    found["data"]["cache_dir"] = str(tmp_path / "chosen by them")
+    found["run"]["compilation_cache"] = str(tmp_path / "theirs too")
+    path.write_text(json.dumps(found))
+    before = sorted(map(str, run_dir.rglob("*")))
+    text = str(write_text(tmp_path / "text.txt", seed=5))
+    monkeypatch.setenv("JAXFORMER_DATA_CACHE", str(tmp_path / "mine"))
+    assert main(["evaluate", str(run_dir), "--data.validation", text]) == 0
+    said = capsys.readouterr().out
+    cache = ["--data.cache_dir", str(tmp_path / "other")]
+    assert main(["evaluate", str(run_dir), "--data.validation", text, *cache]) == 0
+    assert capsys.readouterr().out == said
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "text.txt", "mine", "other"}
+    assert sorted(map(str, run_dir.rglob("*"))) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe{", "config.json is not"),
+        (b"[" * 200_000, "config.json is not JSON"),
+        (b'{"version": 3, "run": {"seed": 1e400}}', "run.seed=inf"),
+        (b'{"\x1b[2Jx": 1}', "config.json is not JSON"),
+        (b'{"version": 3, "\\u001b[2Jx": 1}', r"\x1b[2Jx"),
+    ],
+)
+def test_a_damaged_config_is_one_message(
+    content: bytes, said: str, trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    run_dir = copy(trained[0], tmp_path / "run")
+    (run_dir / "config.json").write_bytes(content)
+    for arguments in (["sample", str(run_dir)], ["plan", str(run_dir / "config.json")]):
+        refused(capsys, arguments, [said])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 10**6}, "n_layers=1000000"),
+        ({"num_hidden_layers": 10**18}, "num_hidden_layers=1000000000000000000"),
+        ({"vocab_size": 10**9}, "the two do not belong together"),
+        ({"hidden_size": 2**20, "intermediate_size": 2**22}, "the two do not belong together"),
+        ({"eos_token_id": -5}, "eos_token_id is -5"),
+        ({"eos_token_id": 10**18}, "eos_token_id is 1000000000000000000"),
+        ({"architectures": 1.5}, "architectures=1.5, which are no model type"),
+        ({"rope_theta": "x"}, 'rope_theta="x" is not supported'),
+        ({"torch_dtype": "\ud800"}, "is not JSON"),
+    ],
+)
+def test_sizes_that_the_files_do_not_have_are_refused_before_anything_is_made(
+    changes: dict[str, Any], said: str, model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(model, tmp_path / "hf")
+    changed(tmp_path / "hf/config.json", **changes)
+    command = ["sample", str(tmp_path / "hf"), "--prompt", "a"]
+    refused(capsys, command, ["config.json", said])
+
+
+def test_a_checkpoint_named_by_another_digit_is_none(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run_dir = copy(trained[0], tmp_path / "run")
+    (run_dir / "checkpoints/²").mkdir()
+    assert jf.load(run_dir).config == jf.load(trained[0]).config
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "pipe"])
+def test_devices_and_pipes_are_no_text(
+    device: str, trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    if device == "pipe":
+        device = str(tmp_path / "pipe")
+        os.mkfifo(device)
+    else:
+        encode = ["tokenizer", "encode", str(trained[0]), device]
+        refused(capsys, encode, [f"{device} is a device, which may never end"])
+    train = ["tokenizer", "train", device, "--vocab_size", "300", "--output", str(tmp_path / "t")]
+    refused(capsys, train, [device, "neither a file nor a directory"])
+    inspect = ["tokenizer", "inspect", device]
+    refused(capsys, inspect, [device, "a device, a pipe or a socket"])

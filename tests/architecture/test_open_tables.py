@@ -48,11 +48,6 @@ def nothing_stays() -> Iterator[None]:
     ACTIVATIONS.pop("cubed", None)
 
 
-@pytest.fixture
-def cubed() -> None:
-    ACTIVATIONS["cubed"] = lambda x: x**3
-
-
 def tables() -> dict[str, tuple[object, str]]:
     """Every setting that a row can be added to: its type, and where its table is."""
     found = {}
@@ -104,24 +99,22 @@ def test_the_tables_that_the_readme_names_are_open() -> None:
     }
 
 
-def test_an_added_activation_may_be_gated(cubed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_added_activation_may_be_gated(monkeypatch: pytest.MonkeyPatch) -> None:
+    ACTIVATIONS["cubed"] = lambda x: x**3
     monkeypatch.setattr(config_model, "GATED", {*config_model.GATED, "cubed"})
     gated = jf.ModelConfig(**TINY, activation="cubed", d_ff=32)
     assert "gate" in jf.init(gated, jax.random.key(0))["blocks"]["ffn"]
     assert learned(gated) > 0.001
 
 
-def test_an_added_norm_brings_its_own_leaves() -> None:
+def test_an_added_norm_brings_its_own_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(params, config, x):
         return x / jnp.abs(x).max(-1, keepdims=True)
 
-    NORMS["max"] = NormRow(lambda config: {}, run)
-    try:
-        config = jf.ModelConfig(**TINY, norm="max")
-        assert not jf.init(config, jax.random.key(0))["blocks"]["ffn_norm"]
-        assert learned(config) > 0.001
-    finally:
-        del NORMS["max"]
+    monkeypatch.setitem(NORMS, "max", NormRow(lambda config: {}, run))
+    config = jf.ModelConfig(**TINY, norm="max")
+    assert not jf.init(config, jax.random.key(0))["blocks"]["ffn_norm"]
+    assert learned(config) > 0.001
 
 
 def test_an_added_optimizer_and_schedule_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

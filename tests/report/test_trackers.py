@@ -107,7 +107,7 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
 
 
 def test_a_row_of_ones_own_is_a_value_of_the_setting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Printed:
         def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -118,12 +118,9 @@ def test_a_row_of_ones_own_is_a_value_of_the_setting(
 
     with pytest.raises(ConfigError, match=r"run.tracker='printed' is not one of"):
         RunSettings(tracker="printed")  # type: ignore[arg-type]
-    TRACKERS["printed"] = lambda run_dir, resume_step, settings: Printed()
-    try:
-        assert RunSettings(tracker="printed").tracker == "printed"  # type: ignore[arg-type]
-        logged("printed", tmp_path)
-    finally:
-        del TRACKERS["printed"]
+    monkeypatch.setitem(TRACKERS, "printed", lambda run_dir, resume_step, settings: Printed())
+    assert RunSettings(tracker="printed").tracker == "printed"  # type: ignore[arg-type]
+    logged("printed", tmp_path)
     assert capsys.readouterr().out == "1 {'loss': 5.0}\n2 {'loss': 4.0}\nclosed\n"
 
 

@@ -51,17 +51,10 @@ TEXTS = st.one_of(
 Result = tuple[dict[int, bytes], list[tuple[bytes, bytes]]]
 
 
-def between(text: str, specials: Sequence[str]) -> list[str]:
-    longest_first = sorted(specials, key=len, reverse=True)
-    return regex.split("|".join(map(regex.escape, longest_first)), text) if specials else [text]
-
-
 def parted(text: str, specials: Sequence[str], pattern: str) -> list[str]:
-    return [
-        word
-        for segment in between(text, specials)
-        for word in regex.findall(PUBLISHED[pattern], segment)
-    ]
+    longest_first = sorted(specials, key=len, reverse=True)
+    segments = regex.split("|".join(map(regex.escape, longest_first)), text) if specials else [text]
+    return [word for segment in segments for word in regex.findall(PUBLISHED[pattern], segment)]
 
 
 def plain(
@@ -137,24 +130,6 @@ def test_the_heaps_order_of_tokens_is_that_of_byte_strings_reversed(tokens: list
     assert sorted(tokens, key=bpe._descending) == sorted(tokens, reverse=True)
 
 
-def test_occurrences_that_overlap_are_merged_from_the_left() -> None:
-    assert merge_words(*spell({"aaaaa": 1}), 9) == [(b"a", b"a"), (b"aa", b"aa"), (b"aaaa", b"a")]
-    assert merge_words(*spell({"ababa": 1, "cab": 1}), 2) == [(b"a", b"b"), (b"c", b"ab")]
-
-
-def test_ids_are_those_of_special_tokens_then_bytes_then_merges_in_order(tmp_path: Path) -> None:
-    specials = ["<|endoftext|>", "é"]
-    vocab, merges = trained(
-        tmp_path, "low low lower<|endoftext|>newest é newest widest", 270, specials
-    )
-    assert [*vocab] == [*range(270)]
-    assert [vocab[0], vocab[1]] == [b"<|endoftext|>", "é".encode()]
-    assert [vocab[2 + byte] for byte in range(256)] == [bytes([byte]) for byte in range(256)]
-    assert [vocab[258 + index] for index in range(12)] == [
-        first + second for first, second in merges
-    ]
-
-
 def test_a_tokenizer_made_of_texts_is_that_of_the_trainer_for_each_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -169,18 +144,8 @@ def test_a_tokenizer_made_of_texts_is_that_of_the_trainer_for_each_by_itself(
     )
 
 
-def test_training_ends_where_no_pair_is_left(tmp_path: Path) -> None:
-    vocab, merges = trained(tmp_path, "ab ab", 1000)
-    assert len(vocab) == 256 + len(merges) and merges == [(b"a", b"b"), (b" ", b"ab")]
-
-
 def test_line_ends_are_kept_as_the_file_has_them(tmp_path: Path) -> None:
     assert trained(tmp_path, "a\r\nb\r\nc\r\n", 257)[1] == [(b"\r", b"\n")]
-
-
-def test_the_longest_of_overlapping_special_tokens_is_split_out(tmp_path: Path) -> None:
-    _, merges = trained(tmp_path, "x<s><s>y x<s><s>y", 999, ["<s>", "<s><s>", "s><s>y"])
-    assert merges == [(b" ", b"x")]
 
 
 def words_of_parts(text: str, size: int, specials: Sequence[str], pattern: str) -> list[str]:

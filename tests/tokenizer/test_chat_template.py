@@ -77,9 +77,18 @@ def test_what_is_learned_is_the_assistant_mask_of_transformers(style: str, tmp_p
         )
 
 
-@pytest.mark.parametrize("style", ["chatml", "llama3", "gemma", "zephyr", "mistral"])
+@pytest.mark.parametrize(
+    ("style", "end_name"),
+    [
+        ("chatml", "<|im_end|>"),
+        ("llama3", "<|eot_id|>"),
+        ("gemma", "<end_of_turn>"),
+        ("zephyr", "</s>"),
+        ("mistral", "</s>"),
+    ],
+)
 def test_only_the_turns_of_the_assistant_are_learned_with_their_end(
-    style: str, tmp_path: Path
+    style: str, end_name: str, tmp_path: Path
 ) -> None:
     template, kind = STYLES[style]
     ours, _ = both(kind, template, tmp_path)
@@ -92,12 +101,15 @@ def test_only_the_turns_of_the_assistant_are_learned_with_their_end(
             turns[-1].append(token)
         before = inside
     end = ours.end_of_turn(messages[:1])
+    assert end is not None and tokenizer.shown(end) == end_name
     assert [turn[-1] for turn in turns] == [end, end]
     shown = [tokenizer.decode(turn, skip_special_tokens=True).strip() for turn in turns]
     assert shown == [messages[1]["content"], messages[3]["content"].strip()]
     # the prompt for a turn is what stands before it
     first = learned.index(True)
     assert ours.encode_prompt(messages[:1]) == ids[:first]
+    plain = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
+    assert ChatTemplate(plain, tokenizer, "plain").end_of_turn(messages[:1]) is None
 
 
 @pytest.mark.parametrize("trim", [False, True], ids=["whole", "trimmed"])
@@ -188,22 +200,6 @@ def test_training_data_does_not_depend_on_the_day(tmp_path: Path) -> None:
     messages = CONVERSATIONS["one"]
     assert "user 2024\n" in ChatTemplate.of(tokenizer).render(messages)
     assert "user 2024\n" not in ChatTemplate.of(tokenizer, today=True).render(messages)
-
-
-def test_the_end_of_a_turn_is_a_special_token(tmp_path: Path) -> None:
-    ask = CONVERSATIONS["one"][:1]
-    for style, name in {
-        "chatml": "<|im_end|>",
-        "llama3": "<|eot_id|>",
-        "gemma": "<end_of_turn>",
-        "zephyr": "</s>",
-    }.items():
-        template, kind = STYLES[style]
-        ours, _ = both(kind, template, tmp_path / style)
-        end = ours.end_of_turn(ask)
-        assert end is not None and ours.tokenizer.shown(end) == name
-    plain = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
-    assert both("gpt2", plain, tmp_path / "plain")[0].end_of_turn(ask) is None
 
 
 @pytest.mark.parametrize("style", ["chatml", "mistral"])

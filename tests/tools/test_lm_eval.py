@@ -235,9 +235,7 @@ def test_a_text_without_a_context_follows_the_end_token_where_no_bos_is_named(di
 
 def written(lm, contexts, **settings):
     """What a model writes after each context."""
-    from lm_eval.api.instance import Instance
-
-    requests = [Instance("generate_until", {}, (context, settings), 0) for context in contexts]
+    requests = requests_of("generate_until", [(context, settings) for context in contexts])
     return lm.generate_until(requests, disable_tqdm=True)
 
 
@@ -302,17 +300,12 @@ def test_a_stop_that_is_the_name_of_a_special_token_is_that_token(directory):
     assert lm.stops_of([None, ""]) == ([name], set())
 
 
-@pytest.fixture(scope="module")
-def t5(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("t5")
-    save("t5", folder)
-    return folder
-
-
 @pytest.mark.slow
-def test_an_encoder_decoder_answers_as_the_harness_s_own_model(t5):
+def test_an_encoder_decoder_answers_as_the_harness_s_own_model(tmp_path):
     """The source is the context; a continuation is what the decoder writes."""
-    ours, hf, rng = JaxformerLM(t5, batch_size=4), reference_model(t5), random.Random(5)
+    save("t5", tmp_path)
+    ours, hf = JaxformerLM(tmp_path, batch_size=4), reference_model(tmp_path)
+    rng = random.Random(5)
     assert (ours.backend, ours.max_length) == (hf.backend, hf.max_length) == ("seq2seq", LENGTH)
     pairs = [(text(rng, count), " " + text(rng, 1 + count // 3)) for count in (1, 4, 20, 90)]
     pairs += [("", "the cat"), ("the cat ", "sees"), ("the cat", " A"), ("the cat", " B")]
