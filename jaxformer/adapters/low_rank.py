@@ -92,8 +92,12 @@ class LowRank:
         (first_axes, first), (second_axes, second) = factors
         narrow_to = (*to[: len(free)], None) if to else None  # R is not split
         narrow_equation = f"{left},{first_axes}->{free}R"
-        dropped = self._dropped(x)
-        narrow = contract(narrow_equation, dropped, first, to=narrow_to, groups=groups)
+        read = x
+        if self.key is not None and self.dropout:
+            key = jax.random.wrap_key_data(self.key)
+            keep = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+            read = jnp.where(keep, x / (1 - self.dropout), 0).astype(x.dtype)
+        narrow = contract(narrow_equation, read, first, to=narrow_to, groups=groups)
         scaled = (narrow * self.scale).astype(narrow.dtype)
         update_equation = f"{free}R,{second_axes}->{out}"
         update = contract(update_equation, scaled, second, to=to, dtype=dtype, groups=groups)
@@ -126,13 +130,6 @@ class LowRank:
         if self.layers is not None:
             make = jax.vmap(make)
         return make(self.a, self.b, self.scale)
-
-    def _dropped(self, x: jax.Array) -> jax.Array:
-        if self.key is None or self.dropout == 0:
-            return x
-        key = jax.random.wrap_key_data(self.key)
-        keep = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
-        return jnp.where(keep, x / (1 - self.dropout), 0).astype(x.dtype)
 
 
 def is_adapted(node: Any) -> TypeGuard[LowRank]:

@@ -14,17 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxformer.arrays.params import (
-    InitFunction,
-    Params,
-    Spec,
-    Specs,
-    Weight,
-    check_params,
-    init_params,
-    lookup,
-    normal,
-)
+from jaxformer.arrays.params import Params, Spec, Specs, check_params, init_params, lookup, normal
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 
@@ -133,20 +123,16 @@ def first_virtual(table: Specs, base: Params, key: jax.Array) -> Params:
         # That of the source, where it has its own.
         of_source = base.get("encoder", {}).get("embed", {})
         tokens = (base["embed"] | of_source)["tokens"]
-        table = {"prompt": replace(table["prompt"], init=_sampled(tokens))}
+
+        def sampled(key: jax.Array, spec: Spec) -> jax.Array:
+            """[P, D]: rows of the table of tokens [V, D], drawn at random."""
+            ids = jax.random.randint(key, spec.shape[:1], 0, tokens.shape[0])
+            return lookup(tokens, ids, (None, None))
+
+        table = {"prompt": replace(table["prompt"], init=sampled)}
     # Under the path of the branch, on which the randomness of a leaf depends.
     values: Params = init_params({"virtual": table}, key)["virtual"]
     return values
-
-
-def _sampled(tokens: Weight) -> InitFunction:
-    """An initial value [P, D]: rows of the table of tokens [V, D], drawn at random."""
-
-    def draw(key: jax.Array, spec: Spec) -> jax.Array:
-        ids = jax.random.randint(key, spec.shape[:1], 0, tokens.shape[0])
-        return lookup(tokens, ids, (None, None))
-
-    return draw
 
 
 def check_virtual(params: Params, config: ModelConfig, specs: Specs) -> None:

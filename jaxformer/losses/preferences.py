@@ -83,8 +83,7 @@ def reference_log_probs(params: Params, config: ModelConfig, batch: Batch) -> di
     be jitted with `static_argnums=1`.
     """
     log_probs = pairs_of(params, config, batch).log_probs
-    chosen, rejected = log_probs[:, 0], log_probs[:, 1]
-    return dict(zip(REFERENCE_ARRAYS, (chosen, rejected), strict=True))
+    return {name: log_probs[:, side] for side, name in enumerate(REFERENCE_ARRAYS)}
 
 
 def dpo_loss(
