@@ -96,17 +96,18 @@ def test_cached_decoding_with_absorbed_weights_equals_the_full_forward(case):
     assert [absorbs(config, queries, slots) for queries in (1, 2, 6)] == [True, True, False]
 
 
+DEEPSEEK = dict(d_model=7168, n_layers=1, n_heads=128, head_dim=192, value_dim=128)
+
+
 def test_few_queries_absorb_the_weights_and_many_expand_the_latents():
-    deepseek = dict(n_heads=128, head_dim=192, kv_rank=512, rope_head_dim=64, value_dim=128)
-    config = jf.ModelConfig(d_model=7168, mixer="latent", **deepseek)
+    config = jf.ModelConfig(mixer="latent", kv_rank=512, rope_head_dim=64, **DEEPSEEK)
     assert absorbs(config, 1, 4096) and absorbs(config, 128, 4096)
     assert not absorbs(config, 1024, 4096) and not absorbs(config, 4096, 4096)
 
 
 def test_the_cache_has_latents_and_one_rotated_key():
-    deepseek = dict(n_heads=128, head_dim=192, kv_rank=512, rope_head_dim=64, value_dim=128)
-    config = jf.ModelConfig(d_model=7168, n_layers=1, mixer="latent", **deepseek)
-    ordinary = jf.ModelConfig(d_model=7168, n_layers=1, n_heads=128, head_dim=192, value_dim=128)
+    config = jf.ModelConfig(mixer="latent", kv_rank=512, rope_head_dim=64, **DEEPSEEK)
+    ordinary = jf.ModelConfig(**DEEPSEEK)
 
     def numbers(config):
         cache = jax.eval_shape(lambda: empty_cache(config, 2, 5, jnp.float32))
