@@ -296,15 +296,12 @@ def _without_weight(
         weights = (batch_size, k, n // k, queries, keys)
     values = (batch_size, keys, k, layer.value_width)
     out = (batch_size, queries, n, layer.value_width)
-    by_name = {
-        "scores": ((q, (batch_size, keys, k, layer.head_width)), weights, layer.head_width),
-        "values": ((weights, values), out, layer.value_width),
-    }
-    products = []
-    for product, (reads, makes, width) in by_name.items():
-        flops = 2 * math.prod(weights) * width
-        total -= flops
-        products.append(ShapeRow(f"{name}.{product}", (), 1, reads, (makes,), flops=flops))
-    if total:
-        products.insert(0, products[0]._replace(name=f"{name}.positions", flops=total))
-    return products
+    reads = (q, (batch_size, keys, k, layer.head_width))
+    flops = 2 * math.prod(weights) * layer.head_width
+    scores = ShapeRow(f"{name}.scores", (), 1, reads, (weights,), flops=flops)
+    flops = 2 * math.prod(weights) * layer.value_width
+    mean = ShapeRow(f"{name}.values", (), 1, (weights, values), (out,), flops=flops)
+    positions = total - scores.flops - mean.flops
+    if positions:
+        return [scores._replace(name=f"{name}.positions", flops=positions), scores, mean]
+    return [scores, mean]

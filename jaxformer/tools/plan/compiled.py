@@ -100,15 +100,11 @@ class CompiledReport:
             f"{fit}: {self.needed / GIB:.2f} GiB of {self.capacity / GIB:.2f} GiB a device"
         )
         if self.memory:
-            shown = {
-                "arguments": self.memory["argument"],
-                "temporaries": self.memory["temporary"],
-                "peak": self.memory["peak"],
-            }
+            shown = {"arguments": "argument", "temporaries": "temporary", "peak": "peak"}
             if self.memory["host"]:
-                shown["in the memory of the host"] = self.memory["host"]
+                shown["in the memory of the host"] = "host"
             lines += [
-                ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in shown.items()),
+                ", ".join(f"{name} {self.memory[at] / GIB:.2f} GiB" for name, at in shown.items()),
                 f"products a device and step: the model's are {self.model_flops / 1e12:.3f} TFLOP;"
                 f" the compiler counts {self.flops / 1e12:.3f} TFLOP and {self.bytes / GIB:.1f} GiB"
                 " of memory traffic, with the body of a loop once and kernels as nothing",
@@ -172,11 +168,9 @@ def compile_for_target(
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         needed, capacity = too_large(error)
-        fits = False
     else:
         found["memory"] = memory_of(compiled.memory_analysis())
         needed = found["memory"]["peak"]
-        fits = True
         costs = compiled.cost_analysis() or {}
         found["flops"] = costs.get("flops", 0.0)
         found["bytes"] = costs.get("bytes accessed", 0.0)
@@ -194,7 +188,7 @@ def compile_for_target(
         packed="segment_ids" in batch,
         dtype=resolved.model.dtype,
         kernel=resolved.kernel,
-        fits=fits and (needed <= capacity or not capacity),
+        fits="memory" in found and (needed <= capacity or not capacity),
         capacity=capacity,
         needed=needed,
         model_flops=model_flops(resolved) / mesh.size,

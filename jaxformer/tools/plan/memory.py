@@ -150,15 +150,15 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
 
 def arrays_of(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> list[StoredArray]:
     """All arrays of a layer that its backward pass reads, stored or computed again."""
-    return block_arrays(layer, stack, sizes_of(planned, stack.tokens, stack.tokens))
+    return block_arrays(layer, stack, sizes_of(planned, stack.tokens))
 
 
-def sizes_of(planned: PlannedRun, length: int, keys: int) -> Sizes:
-    """A microbatch on one device: its tokens of rows of `length`, which attend to `keys` each."""
+def sizes_of(planned: PlannedRun, length: int) -> Sizes:
+    """A microbatch on one device: its tokens of rows of `length`, which attend to each other."""
     return Sizes(
         planned.rows,
         planned.positions(length),
-        keys,
+        length,
         planned.dtype_bytes,
         tensor=planned.size("tensor"),
         lanes=LANES_OF_TPU if planned.device.platform == "tpu" else 1,
@@ -237,7 +237,7 @@ def scores_bytes(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> float
     """Bytes of the scores, float32, that blocked and ring attention have at a time; 0 for other
     kernels."""
     keys = max(stack.tokens, stack.source)
-    heads = sizes_of(planned, stack.tokens, keys).share(layer.n_heads)
+    heads = sizes_of(planned, keys).share(layer.n_heads)
     if layer.attention_kernel == "ring":
         block = min(LONGEST_BLOCK, planned.positions(keys))
         return RING_ARRAYS * 4 * planned.rows * heads * block**2
@@ -254,7 +254,7 @@ def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
     model = planned.model
     if model.positions not in BIASED_SCORES:
         return 0.0, 0.0
-    heads = sizes_of(planned, stack.tokens, stack.tokens).share(model.n_heads) / planned.context
+    heads = sizes_of(planned, stack.tokens).share(model.n_heads) / planned.context
     biases = 4 * heads * stack.tokens**2
     biases *= len(stack.layers) if has_layer_bias(model) else 1
     biases *= planned.rows if is_disentangled(model) else 1
@@ -291,7 +291,7 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
     outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
     if model.output == "none":
         return 0.0, 0.0
-    share = sizes_of(planned, planned.length, planned.length).share(outputs)
+    share = sizes_of(planned, planned.length).share(outputs)
     length = planned.positions(planned.length)
     positions = 1 if model.output == "classes" else min(tile, length)
     copies = LOGIT_COPIES.get(planned.device.platform, 1)
@@ -310,19 +310,12 @@ def gradient_bytes(planned: PlannedRun) -> float:
     return float(bytes_of_device(learned))
 
 
-def matrix_elements(planned: PlannedRun) -> float:
-    """Elements on a device of the matrices that products read, as it holds them."""
+def matrix_elements(planned: PlannedRun, gathered: bool = False) -> float:
+    """Elements on a device of the matrices that products read: as it holds them, or gathered over
+    fsdp and context."""
+    elements = planned.gathered_elements if gathered else planned.held_elements
     return sum(
-        planned.held_elements(spec)
-        for spec in rows(planned.specs).values()
-        if spec.is_matrix and not spec.lookup
-    )
-
-
-def multiplied_elements(planned: PlannedRun) -> float:
-    """Elements of all matrices that the products of a device read."""
-    return sum(
-        planned.gathered_elements(spec)
+        elements(spec)
         for spec in rows(planned.specs).values()
         if spec.is_matrix and not spec.lookup
     )

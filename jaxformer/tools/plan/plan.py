@@ -10,7 +10,7 @@ from jaxformer.arrays.mesh import batch_devices
 from jaxformer.arrays.params import rows
 from jaxformer.files import ConfigError
 from jaxformer.layers.exchange import CONTEXT
-from jaxformer.models.cost import flops_per_token, score_flops, visible_pairs
+from jaxformer.models.cost import score_flops, visible_pairs
 from jaxformer.tools.plan.memory import (
     REFERENCE,
     MemoryPlan,
@@ -18,7 +18,6 @@ from jaxformer.tools.plan.memory import (
     gradient_bytes,
     matrix_elements,
     memory_plan,
-    multiplied_elements,
     planned_stacks,
     recomputed_names,
     tile_length,
@@ -66,17 +65,10 @@ class Bound(NamedTuple):
 
 def products(planned: PlannedRun) -> Products:
     """The FLOPs of a step."""
-    model, tokens = planned.model, planned.tokens_per_step
-    per_token = flops_per_token(
-        model,
-        planned.length,
-        planned.source_length,
-        planned.counted_specs,
-        planned.objective.reference,
-    )
+    tokens = planned.tokens_per_step
     return Products(
-        per_token,
-        model=per_token * tokens,
+        planned.flops_per_token,
+        model=planned.flops_per_token * tokens,
         recomputed=repeated_flops(planned) * tokens,
         skipped=skipped_flops(planned) * tokens,
     )
@@ -126,11 +118,10 @@ def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
     """
     state = sum(line.bytes for line in memory.held if line.name not in ("batch", REFERENCE))
     reference = sum(line.bytes for line in memory.held if line.name == REFERENCE)
-    matrices = multiplied_elements(planned) * planned.dtype_bytes
+    matrices = matrix_elements(planned, gathered=True) * planned.dtype_bytes
     stored = sum(stack.stored for stack in activations(planned))
-    pieces = 2 * matrices + 2 * stored
-    microbatches = planned.run.train.n_microbatches
-    return 2 * state + reference + 2 * gradient_bytes(planned) + microbatches * pieces
+    pieces = planned.run.train.n_microbatches * (matrices + stored)
+    return reference + 2 * (state + gradient_bytes(planned) + pieces)
 
 
 def link_bytes(planned: PlannedRun) -> float:
@@ -143,8 +134,8 @@ def link_bytes(planned: PlannedRun) -> float:
     # The switches between GPUs can sum, so that a device sends its array once and not twice.
     summed = 1 if planned.device.platform == "gpu" else 2
     # What a device gathers is what it has not.
-    weights = (multiplied_elements(planned) - matrix_elements(planned)) * planned.dtype_bytes
-    sent = 3 * microbatches * weights
+    weights = matrix_elements(planned, gathered=True) - matrix_elements(planned)
+    sent = 3 * microbatches * weights * planned.dtype_bytes
     gradients = gradient_bytes(planned) * planned.dtype_bytes / 4
     sent += summed * gradients * (1 - 1 / planned.size("data"))
     sublayers = 0

@@ -129,9 +129,12 @@ def planned_run(
     if resolved.has_reference:
         note = "what the forward pass of the reference exchanges and stores is not counted"
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
-    state = resolved.target
     return PlannedRun(
-        **resolved.fields(), device_name=device_name, device=device, state=state, batch=batch
+        **resolved.fields(),
+        device_name=device_name,
+        device=device,
+        state=resolved.target,
+        batch=batch,
     )
 
 
@@ -156,9 +159,12 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
     if changed_mesh.shape != mesh.shape:
         mesh = changed_mesh
         check_split(planned.specs, mesh)
-        names = ("attention_kernel", "expert_kernel")
-        automatic: dict[str, Any] = {name: getattr(planned.asked.model, name) for name in names}
-        asked = dataclasses.replace(run.model, **automatic)
+        before = planned.asked.model
+        asked = dataclasses.replace(
+            run.model,
+            attention_kernel=before.attention_kernel,
+            expert_kernel=before.expert_kernel,
+        )
         length = math.gcd(planned.length, planned.source_length)
         model, kernel = with_kernel(asked, run.adapter, length, asked.max_segments, mesh)
         run = dataclasses.replace(run, model=model)

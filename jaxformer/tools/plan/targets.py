@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import jax
 from jax.experimental import topologies
@@ -201,11 +202,5 @@ def cudnn_of(target: Target) -> Iterator[None]:
         "check_compute_capability": lambda asked: capability >= numbers(asked),
         "is_cuda_compute_capability_equal": lambda asked: capability == numbers(asked),
     }
-    before = {name: getattr(fused, name) for name in answers}
-    try:
-        for name, answer in answers.items():
-            setattr(fused, name, answer)
+    with mock.patch.multiple(fused, **answers):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(fused, name, function)

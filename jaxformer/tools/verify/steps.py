@@ -179,18 +179,14 @@ def compared(
     for name in now:
         if name not in logged:
             continue
+        if repr(now[name]) == repr(logged[name]):  # nan too
+            names["equal"].append(name)
+            continue
         if name == STATE:
-            verdict: Verdict = "NO" if exact else "equal to rounding"
-            if has_same_state:
-                names["equal"].append("state")
-            else:
-                names[verdict].append("state, another one")
+            names["NO" if exact else "equal to rounding"].append("state, another one")
             continue
         difference = abs(now[name] - logged[name]) / max(abs(logged[name]), 1e-12)
-        both_odd = math.isnan(now[name]) and math.isnan(logged[name])
-        if now[name] == logged[name] or both_odd:
-            names["equal"].append(name)
-        elif has_same_state or not difference <= bound:
+        if has_same_state or not difference <= bound:
             names["NO"].append(f"{name} {now[name]!r}, logged {logged[name]!r}")
         else:
             names["equal to rounding"].append(f"{name} by {difference:.1e}")
