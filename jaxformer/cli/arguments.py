@@ -175,25 +175,30 @@ class EmbedArguments(ModelArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArguments(ModelArguments):
+class SourceArguments:
+    """What a run read, where it is elsewhere now."""
+
+    train: Annotated[str, tyro.conf.arg(name="data.train")] = ""
+    """Training text of the run, to be named where its config names a URL or the hub."""
+    init_from: Annotated[str, tyro.conf.arg(name="run.init_from")] = ""
+    """Model that the run began with and reads again, to be named where its config names a URL, or
+    where it was moved."""
+    cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
+    """Directory in which tokenized text is stored and found again. If empty, that of the
+    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data; never the one that
+    the run names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArguments(SourceArguments, ModelArguments):
     """Prints the loss of a model, with perplexity and bits per byte or with accuracy; with
     --quantize also that of the quantized model, and with --beams the BLEU of its translations."""
 
     validation: Annotated[str, tyro.conf.arg(name="data.validation")] = ""
     """Text to evaluate on, as data.validation takes it. If empty, the held-out text of the run."""
-    train: Annotated[str, tyro.conf.arg(name="data.train")] = ""
-    """Training text of the run, of which it held out a part, to be named where its config names a
-    URL or the hub."""
-    init_from: Annotated[str, tyro.conf.arg(name="run.init_from")] = ""
-    """Model that the run began with and reads again, to be named where its config names a URL, or
-    where it was moved."""
     objective: Annotated[ObjectiveName, tyro.conf.arg(name="data.objective")] = "auto"
     """Objective of a Hugging Face model; auto selects pairs for an encoder-decoder, and the
     objective of its head otherwise."""
-    cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
-    """Directory in which tokenized text is stored and found again. If empty, that of the
-    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data; never the one that
-    the run names."""
     beams: int = 0
     """Beam width for translating the sources, which are compared with the targets; 0 translates
     nothing."""
@@ -344,7 +349,7 @@ class MeshArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyArguments:
+class VerifyArguments(SourceArguments):
     """Verifies a run on any machine: that no line of its log, no checkpoint, tokenizer or data was
     altered, that some of its steps, done again, give the figures that were logged, and that its
     masks, kernels and mesh compute what they should. Writes nothing in the run directory. The exit
@@ -353,16 +358,8 @@ class VerifyArguments:
     path: RunPath
     """Run directory."""
     mesh: MeshArguments = field(default_factory=MeshArguments)
-    cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
-    """Directory in which tokenized text is stored and found again. If empty, that of the
-    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data."""
-    train: Annotated[str, tyro.conf.arg(name="data.train")] = ""
-    """Training text of the run, to be named where its config names a URL or the hub."""
     validation: Annotated[str, tyro.conf.arg(name="data.validation")] = ""
     """Held-out text of the run, to be named where its config names a URL or the hub."""
-    init_from: Annotated[str, tyro.conf.arg(name="run.init_from")] = ""
-    """Model that the run began with and reads again, to be named where its config names a URL, or
-    where it was moved."""
     steps: int = 5
     """Number of steps that are done again, from the checkpoints nearest to them; 0 reads files
     only."""

@@ -69,9 +69,14 @@ def open_model(args: ModelArguments) -> Model:
     if loaded.tokenizer is None:
         raise missing(located(args.path) / TOKENIZER_FILE)
     labels = loaded.labels or tuple(f"class {index}" for index in range(config.n_classes))
-    run, problem_type = run_of(args.path), loaded.problem_type
     return Model(
-        args.path, loaded.params, config, loaded.tokenizer, labels, run, problem_type=problem_type
+        args.path,
+        loaded.params,
+        config,
+        loaded.tokenizer,
+        labels,
+        run_of(args.path),
+        loaded.problem_type,
     )
 
 

@@ -109,12 +109,11 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
         require_savable(located(settings.dir).absolute())
     except ConfigError as error:
         yield Finding("problem", "run.dir", str(error))
-    directories_by_setting = {
-        "run.dir": settings.dir,
-        "data.cache_dir": cache_dir,
-        "run.compilation_cache": settings.compilation_cache,
-    }
-    for setting, value in directories_by_setting.items():
+    for setting, value in (
+        ("run.dir", settings.dir),
+        ("data.cache_dir", cache_dir),
+        ("run.compilation_cache", settings.compilation_cache),
+    ):
         if not value:
             yield Finding("problem" if setting == "run.dir" else "note", setting, "is empty.")
             continue

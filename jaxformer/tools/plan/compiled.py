@@ -109,11 +109,9 @@ class CompiledReport:
                 f" the compiler counts {self.flops / 1e12:.3f} TFLOP and {self.bytes / GIB:.1f} GiB"
                 " of memory traffic, with the body of a loop once and kernels as nothing",
             ]
-            numbers = [f"{number} {kind}" for kind, number in self.collectives.items()]
-            lines.append(
-                f"collectives in the program, with the body of a loop once:"
-                f" {', '.join(numbers) or 'none'}"
-            )
+            numbers = ", ".join(f"{number} {kind}" for kind, number in self.collectives.items())
+            once = "collectives in the program, with the body of a loop once"
+            lines.append(f"{once}: {numbers or 'none'}")
         lines += self.notes
         lines += [f"the compiler warns: {line}" for line in self.warnings]
         return [

@@ -161,9 +161,7 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
         check_split(planned.specs, mesh)
         before = planned.asked.model
         asked = dataclasses.replace(
-            run.model,
-            attention_kernel=before.attention_kernel,
-            expert_kernel=before.expert_kernel,
+            run.model, attention_kernel=before.attention_kernel, expert_kernel=before.expert_kernel
         )
         length = math.gcd(planned.length, planned.source_length)
         model, kernel = with_kernel(asked, run.adapter, length, asked.max_segments, mesh)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import jax
 from jax.experimental import topologies
@@ -191,6 +190,8 @@ def cudnn_of(target: Target) -> Iterator[None]:
     if target.platform != "gpu":
         yield
         return
+    from unittest import mock
+
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     def numbers(capability: str) -> tuple[int, ...]:

@@ -145,11 +145,10 @@ def _future_apart(evidence: Evidence) -> "Found":
 
 
 def _sequences(evidence: Evidence) -> Sequences:
-    names = (*INPUT_NAMES, "segment_ids")
     batch = {
         name: array.reshape(-1, array.shape[-1])
         for name, array in evidence.rows(ROWS).items()
-        if name in names
+        if name in (*INPUT_NAMES, "segment_ids")
     }
     segments = batch.get("segment_ids", np.ones_like(batch["tokens"]))
     source = None
@@ -167,19 +166,18 @@ def _leaks(evidence: Evidence, rows: Sequences, masks: list[ProbeMask], what: st
         return "unknown", f"the rows of model.embedding={name!r} are not looked up in a table."
     params = without_objective(evidence.state.params)
     program = jax.jit(functools.partial(_gradients_by_inputs, setup.model))
-    leaked = 0.0
-    read = 0.0
     with on_mesh(setup.mesh):
         placed = place_batch(rows.batch, setup.mesh)
-        for mask in masks:
-            found = jax.device_get(program(params, placed, place_batch(mask, setup.mesh)))
-            leaked = max(leaked, float(found[0]))  # `largest` makes a NaN infinite
-            read = max(read, float(found[1]))
+        found = [program(params, placed, place_batch(mask, setup.mesh)) for mask in masks]
+    # `largest` makes a NaN infinite.
+    leaked, read = np.array(jax.device_get(found)).max(axis=0)  # of [masks, 2]
     count, length = rows.segments.shape
     gradient = f"reaches {leaked:.1e}" if leaked else "is exactly 0"
-    text = f"the gradient {gradient} ({what}, {count} rows of {length} tokens; by what may be read"
-    text += f" it reaches {read:.1e})."
-    return "NO" if leaked or not read else "equal", text
+    return (
+        "NO" if leaked or not read else "equal",
+        f"the gradient {gradient} ({what}, {count} rows of {length} tokens; by what may be read it"
+        f" reaches {read:.1e}).",
+    )
 
 
 def _gradients_by_inputs(
@@ -245,9 +243,12 @@ def _accumulation(evidence: Evidence) -> "Found":
     if setup.objective.compares_rows or count < 2 * devices:
         return None
     batch = setup.placed(rows)
-    two = _gradient(evidence, batch, 2)
-    one = _gradient(evidence, batch, 1)
-    return _equal_to_rounding(evidence, two, one, f"{count} rows in 2 microbatches and in 1")
+    return _equal_to_rounding(
+        evidence,
+        _gradient(evidence, batch, 2),
+        _gradient(evidence, batch, 1),
+        f"{count} rows in 2 microbatches and in 1",
+    )
 
 
 def _one_device(evidence: Evidence) -> "Found":

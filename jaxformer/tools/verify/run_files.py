@@ -62,14 +62,6 @@ class RunFiles:
         entries = [line.entry for line in self.lines]
         return {entry["step"]: entry[STATE] for entry in entries if STATE in entry}
 
-    def logged(self, step: int, name: str) -> dict[str, Any]:
-        """The line of a step that has a figure, with NaN and infinities; empty without one."""
-        for _, entry in reversed(self.lines):
-            if entry["step"] == step and name in entry:
-                odd = entry.get("non_finite", {})
-                return entry | {figure: float(text) for figure, text in odd.items()}
-        return {}
-
 
 def read_run(path: str | Path) -> RunFiles:
     """The files of a run. Raises ConfigError for a folder that is no run, for a run that a process
@@ -130,9 +122,8 @@ def compared_files(files: RunFiles) -> Iterator[Statement]:
     except ConfigError as error:
         yield Statement(path.name, "NO", str(error))
     else:
-        is_same = actual == recorded
         text = f"its fingerprint is {actual}, and that in data.json {recorded}."
-        yield Statement(path.name, "equal" if is_same else "NO", text)
+        yield Statement(path.name, "equal" if actual == recorded else "NO", text)
     unknown = [name for name in UNRECORDED if (files.folder / name).exists()]
     if unknown:
         text = "they decide what the model writes, and the run has no digest of them."

@@ -7,7 +7,6 @@ and each step in between adds as much. `ROUNDING` allows some hundred times that
 """
 
 import dataclasses
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
