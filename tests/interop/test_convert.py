@@ -35,12 +35,9 @@ def base(tmp_path_factory) -> Path:
 
 BERT = dict(
     model__family="encoder", model__norm="layer", model__norm_placement="post", model__bias="all"
-) | dict(
-    model__embedding_norm=True,
-    model__positions="learned",
-    model__activation="gelu",
-    model__token_types=2,
 )
+BERT |= dict(model__embedding_norm=True, model__positions="learned", model__activation="gelu")
+BERT |= dict(model__token_types=2)
 T5 = dict(model__family="encoder_decoder", model__positions="t5", model__attention_scale=1.0)
 WHOLE = dict(
     model__max_length=32, data__packing="stream"
@@ -89,7 +86,6 @@ def test_there_and_back_is_the_same_model_tokenizer_and_labels(base, kind):
     assert "a run of" in told("convert", there, base / f"{kind}_back")
     first, second, last = (jf.load(path) for path in (here, there, base / f"{kind}_back"))
     for other in (second, last):
-        assert jax.tree.map(lambda a, b: bool((a == b).all()), first.params, other.params)
         assert leaves_equal(first.params, other.params) and other.labels == first.labels
         assert other.tokenizer.fingerprint() == first.tokenizer.fingerprint()
         assert other.tokenizer.end_token == first.tokenizer.end_token
@@ -127,48 +123,31 @@ def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
 def test_verify_without_transformers_says_what_to_install(base, monkeypatch):
     here, _ = made(base, "decoder")
     monkeypatch.setattr(logit_parity, "find_spec", lambda name: None)
-    assert "pip install torch transformers" in told(
-        "convert", here, base / "never", "--verify", status=2
-    )
+    said = told("convert", here, base / "never", "--verify", status=2)
+    assert "pip install torch transformers" in said
     assert not (base / "never").exists()
 
 
-COMMANDS = {
-    "decoder": (
-        ["sample", "--prompt", "the cat", "--max_new_tokens", 5],
-        ["evaluate", "--data.validation", "text.txt"],
-    ),
-    "masked": (
-        ["predict", "--prompt", "the [MASK] sees"],
-        ["evaluate", "--data.validation", "text.txt"],
-    ),
-    "classes": (
-        ["predict", "--prompt", "good fine"],
-        ["evaluate", "--data.validation", "labelled.tsv"],
-    ),
-    "pairs": (
-        ["sample", "--prompt", "the cat 3", "--beams", 2],
-        ["evaluate", "--data.validation", "pairs.tsv", "--beams", 2],
-    ),
+COMMANDS = {  # which uses the model, and options of `evaluate` on its own text
+    "decoder": (["sample", "--prompt", "the cat", "--max_new_tokens", 5], []),
+    "masked": (["predict", "--prompt", "the [MASK] sees"], []),
+    "classes": (["predict", "--prompt", "good fine"], []),
+    "pairs": (["sample", "--prompt", "the cat 3", "--beams", 2], ["--beams", 2]),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_commands_say_of_a_directory_what_they_say_of_the_run(base, kind):
     here, there = made(base, kind)
-    for name, *options in COMMANDS[kind]:
-        options = [
-            base / option if str(option).endswith((".txt", ".tsv")) else option
-            for option in options
-        ]
+    use, more = COMMANDS[kind]
+    text = base / KINDS[kind][0]["data__train"]
+    for name, *options in (use, ["evaluate", "--data.validation", text, *more]):
         options += ["--seed", 0] if name == "sample" else []
         said = [told(name, path, *options) for path in (here, there)]
         assert said[0] == said[1] and (said[0].strip() or name == "sample")
     page = base / f"{kind}.html"
-    assert (
-        "attention of" in told("attention", there, "--prompt", "the cat", "--output", page)
-        and page.stat().st_size > 1000
-    )
+    assert "attention of" in told("attention", there, "--prompt", "the cat", "--output", page)
+    assert page.stat().st_size > 1000
 
 
 def test_a_directory_has_no_text_of_its_own_and_no_steps(base):
@@ -180,12 +159,9 @@ def test_a_directory_has_no_text_of_its_own_and_no_steps(base):
 def test_a_run_is_evaluated_on_what_it_learnt_alone(base):
     here, there = made(base, "pairs")
     text = base / "text.txt"
-    assert "leave out --data.objective" in told(
-        "evaluate", here, "--data.validation", text, "--data.objective", "prefix", status=2
-    )
-    assert "loss" in told(
-        "evaluate", there, "--data.validation", text, "--data.objective", "prefix"
-    )
+    options = ("--data.validation", text, "--data.objective", "prefix")
+    assert "leave out --data.objective" in told("evaluate", here, *options, status=2)
+    assert "loss" in told("evaluate", there, *options)
 
 
 @pytest.mark.parametrize("kind", ["decoder", "classes"])
@@ -195,19 +171,12 @@ def test_fine_tuning_begins_with_the_tensors_of_a_directory(base, kind):
     _, there = made(base, kind)
     still = dict(optimizer__learning_rate=0.0, train__steps=1, run__init_from=there)
     head = dict(model__head="classes") if kind == "classes" else {}
-    tuned = run(
-        base, f"{kind}_tuned", data__train=base / KINDS[kind][0]["data__train"], **still, **head
-    )
+    still |= dict(data__train=base / KINDS[kind][0]["data__train"])
+    tuned = run(base, f"{kind}_tuned", **still, **head)
     ours, hf = leaves(tuned), leaves(there)
     assert ours.keys() == hf.keys() and all(np.array_equal(ours[path], hf[path]) for path in hf)
     assert jf.load(tuned).tokenizer.fingerprint() == jf.load(there).tokenizer.fingerprint()
-    run(
-        base,
-        f"{kind}_tuned",
-        data__train=base / KINDS[kind][0]["data__train"],
-        **still | {"train__steps": 2},
-        **head,
-    )
+    run(base, f"{kind}_tuned", **still | {"train__steps": 2}, **head)
 
 
 REFUSED = [

@@ -117,14 +117,11 @@ def test_a_new_run_takes_every_setting_of_the_model_but_its_own(tmp_path):
 
 
 def test_a_tokenizer_that_is_named_is_kept_and_a_run_already_begun_keeps_its_own_model(tmp_path):
-    origin, begun = (
-        a_run(tmp_path / "old", **SMALL),
-        a_run(tmp_path / "begun", **SMALL | dict(d_model=16)),
-    )
-    named = dataclasses.replace(
-        beginning(tmp_path / "new", origin), tokenizer=TokenizerConfig(path="mine.json")
-    )
-    assert based(named).tokenizer.path == "mine.json"
+    origin = a_run(tmp_path / "old", **SMALL)
+    begun = a_run(tmp_path / "begun", **SMALL | dict(d_model=16))
+    mine = TokenizerConfig(path="mine.json")
+    named = dataclasses.replace(beginning(tmp_path / "new", origin), tokenizer=mine)
+    assert based(named).tokenizer == mine
     again = based(beginning(begun, origin))
     assert again.model.d_model == 16 and again.tokenizer.path == str(begun / "tokenizer.json")
 
@@ -143,11 +140,9 @@ def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_
     np.testing.assert_allclose(start.params["head"]["weight"], drawn["head"]["weight"], rtol=1e-6)
     assert np.array_equal(start.params["pooler"]["dense"], before["pooler"]["dense"])
     assert start.sentence("there").endswith("new: head.weight, head.bias.")
-    for labels, new in (
-        (jf.load(origin).labels, []),
-        (jf.load(origin).labels[::-1], ["head.weight", "head.bias"]),
-    ):
-        same = warm_start(dataclasses.replace(run, model=old), labels=labels)
+    labels = jf.load(origin).labels
+    for order, new in ((labels, []), (labels[::-1], ["head.weight", "head.bias"])):
+        same = warm_start(dataclasses.replace(run, model=old), labels=order)
         assert same.new == new
         assert jax.tree.all(jax.tree.map(np.array_equal, same.params, before)) == (new == [])
 
@@ -160,19 +155,15 @@ def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
     new = dataclasses.replace(old, head="tags", n_classes=2, next_sentence=False)
     run = RunConfig(run=RunSettings(init_from=str(place)), model=new)
     start = warm_start(run)
-    found, renewed = start.params, start.new
-    assert "pooler" not in found and "next_sentence" not in found
-    assert renewed == ["head.weight", "head.bias"]
-    assert np.array_equal(found["embed"]["tokens"], jf.load(place).params["embed"]["tokens"])
+    assert "pooler" not in start.params and "next_sentence" not in start.params
+    assert start.new == ["head.weight", "head.bias"]
+    assert np.array_equal(start.params["embed"]["tokens"], jf.load(place).params["embed"]["tokens"])
 
 
 def test_a_model_is_evaluated_by_the_numbers_that_its_own_labels_have(tmp_path):
     tokenizer = Tokenizer.load(saved("bert"))
-    config = ModelConfig(
-        **BERT | dict(vocab_size=tokenizer.vocab_size, max_length=32, pooler=True),
-        head="classes",
-        n_classes=2,
-    )
+    sizes = dict(vocab_size=tokenizer.vocab_size, max_length=32, n_classes=2)
+    config = ModelConfig(**BERT | sizes, head="classes", pooler=True)
     params = jf.init(config, jax.random.key(0))
     params["head"]["bias"] = np.array([-9.0, 9.0], np.float32)  # all is "bad"
     jf.save_pretrained(tmp_path / "model", params, config, tokenizer, labels=("good", "bad"))
@@ -187,7 +178,6 @@ def test_fewer_classes_than_the_data_names_are_refused():
     assert with_sizes(run.model, 0, ("a", "b"), "the data").n_classes == 3
 
 
-LLAMA = dict(norm="rms", activation="swiglu")
 T5 = dict(
     family="encoder_decoder", positions="t5", attention_scale=1.0, activation="relu", tied_head=True
 )
@@ -196,8 +186,8 @@ T5 = dict(
 @pytest.mark.parametrize(
     "model, length, objective",
     [
-        (SMALL | LLAMA | dict(max_length=40), 40, "auto"),
-        (SMALL | LLAMA | dict(max_length=4096), 1024, "auto"),
+        (SMALL | dict(max_length=40), 40, "auto"),
+        (SMALL | dict(max_length=4096), 1024, "auto"),
         (SMALL | T5 | dict(max_length=40), 40, "seq2seq"),
     ],
     ids=["short", "long", "of a source"],
@@ -206,19 +196,14 @@ def test_a_model_directory_is_a_run_of_whole_rows_of_its_own_text(
     model, length, objective, tmp_path
 ):
     found = run_of(written(tmp_path / "model", ModelConfig(**model)))
-    assert (found.data.sequence_length, found.data.objective, found.data.train) == (
-        length,
-        objective,
-        "",
-    )
+    data = found.data
+    assert (data.sequence_length, data.objective, data.train) == (length, objective, "")
     assert found.run.dir == found.tokenizer.path == str(tmp_path / "model")
 
 
 def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_labels(tmp_path):
-    labels = ("bad", "fair", "good")
-    origin = written(
-        tmp_path / "model", ModelConfig(**BERT, head="classes", n_classes=3), labels=labels
-    )
+    labels, config = ("bad", "fair", "good"), ModelConfig(**BERT, head="classes", n_classes=3)
+    origin = written(tmp_path / "model", config, labels=labels)
     model, place = jf.load(origin), tmp_path / "run"
     place.mkdir()
     save_run(place, model, origin)
@@ -265,9 +250,8 @@ def test_a_file_where_the_directory_should_be_is_left_alone(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_whose_positions_follow_the_padding_token_is_verified_without_that_token(tmp_path):
-    config = ModelConfig(
-        **BERT | dict(token_types=1, position_offset=2, max_length=40, tied_head=True)
-    )
+    changes = dict(token_types=1, position_offset=2, max_length=40, tied_head=True)
+    config = ModelConfig(**BERT | changes)
     place = written(tmp_path / "model", config, architecture="RobertaForMaskedLM")
     found = logit_parity.compare(place, jf.load(place).params, config)
     assert found.largest < convert.CLOSE * found.deviation
