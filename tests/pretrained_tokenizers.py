@@ -50,6 +50,8 @@ GPT_OSS = (  # o200k
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPACE = "▁"
+CLEANED = {"clean_up_tokenization_spaces": True}
+SENTENCE = {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>"}
 ALPHABET = sorted({character for text in TEXTS for character in text.replace(" ", SPACE)})
 
 # Texts on which tokenizers differ.
@@ -115,11 +117,7 @@ def llama3() -> tuple[Backend, dict[str, Any]]:
         backend, "<|begin_of_text|> $A", "<|begin_of_text|> $A <|begin_of_text|>:1 $B:1"
     )
     backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), ending])
-    return backend, {
-        "bos_token": names[0],
-        "eos_token": "<|eot_id|>",
-        "clean_up_tokenization_spaces": True,
-    }
+    return backend, {"bos_token": names[0], "eos_token": "<|eot_id|>"} | CLEANED
 
 
 def split_bytes(pattern: str, names: list[str]) -> Backend:
@@ -148,12 +146,9 @@ def llama2() -> tuple[Backend, dict[str, Any]]:
     trained = Backend(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    alphabet = dict(initial_alphabet=ALPHABET[:60], limit_alphabet=120)
     trainer = trainers.BpeTrainer(
-        vocab_size=900,
-        special_tokens=names,
-        initial_alphabet=ALPHABET[:60],
-        limit_alphabet=120,
-        show_progress=False,
+        vocab_size=900, special_tokens=names, show_progress=False, **alphabet
     )
     trained.train_from_iterator(spaced, trainer)
     spec = json.loads(trained.to_str())
@@ -163,20 +158,11 @@ def llama2() -> tuple[Backend, dict[str, Any]]:
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
     )
-    parts = [
-        decoders.Replace(SPACE, " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
-    backend.decoder = decoders.Sequence(parts)
+    whole = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), *whole])
     backend.post_processor = template(backend, "<s> $A", "<s> $A <s>:1 $B:1")
-    return backend, {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "pad_token": "</s>",
-    }
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return backend, roles | {"pad_token": "</s>"}
 
 
 def bert() -> tuple[Backend, dict[str, Any]]:
@@ -189,7 +175,7 @@ def bert() -> tuple[Backend, dict[str, Any]]:
     backend.train_from_iterator(TEXTS, trainer)
     backend.post_processor = template(backend, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
     roles = {f"{name[1:-1].lower()}_token": name for name in names}
-    return backend, roles | {"clean_up_tokenization_spaces": True, "model_max_length": 512}
+    return backend, roles | CLEANED | {"model_max_length": 512}
 
 
 def unigram(names: list[str], unknown: str, later: list[str]) -> Backend:
@@ -213,39 +199,19 @@ def t5() -> tuple[Backend, dict[str, Any]]:
     backend = unigram(["<pad>", "</s>", "<unk>"], "<unk>", sentinels[::-1])
     space = pre_tokenizers.Metaspace()
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), space])
-    roles = {
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-        "clean_up_tokenization_spaces": True,
-    }
-    return backend, roles | {"extra_special_tokens": sentinels}
+    roles = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return backend, roles | CLEANED | {"extra_special_tokens": sentinels}
 
 
 def bart() -> tuple[Backend, dict[str, Any]]:
-    names = [
-        "<s>",
-        "<pad>",
-        "</s>",
-        "<unk>",
-        AddedToken("<mask>", lstrip=True, normalized=False, special=True),
-    ]
+    mask = AddedToken("<mask>", lstrip=True, normalized=False, special=True)
+    names = ["<s>", "<pad>", "</s>", "<unk>", mask]
     backend = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(), names)
     backend.post_processor = processors.RobertaProcessing(
         ("</s>", 2), ("<s>", 0), add_prefix_space=False
     )
-    roles = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "sep_token": "</s>",
-        "cls_token": "<s>",
-        "unk_token": "<unk>",
-    }
-    return backend, roles | {
-        "pad_token": "<pad>",
-        "mask_token": names[-1],
-        "clean_up_tokenization_spaces": True,
-    }
+    roles = {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": mask}
+    return backend, SENTENCE | roles | CLEANED
 
 
 def marian() -> tuple[Backend, dict[str, Any]]:
@@ -258,9 +224,8 @@ def mbart() -> tuple[Backend, dict[str, Any]]:
     names = ["<s>", "<pad>", "</s>", "<unk>"]
     backend = unigram(names, "<unk>", [*languages, "<mask>"])
     backend.post_processor = template(backend, "$A </s> en_XX", "$A $B </s> en_XX")
-    roles = {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>"}
-    roles |= {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
-    return backend, roles | {"extra_special_tokens": languages}
+    roles = {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
+    return backend, SENTENCE | roles | {"extra_special_tokens": languages}
 
 
 # What the model's own files say beside the tokenizer's: by name of the token.

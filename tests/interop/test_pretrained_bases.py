@@ -52,6 +52,10 @@ WRITERS = {
 }
 
 
+def architectures_in(place):
+    return json.loads((place / "config.json").read_text())["architectures"]
+
+
 def config_of(architecture, settings):
     config = architecture.config_class(**copy.deepcopy(settings))
     config._attn_implementation = "eager"
@@ -77,14 +81,10 @@ def test_an_encoder_without_a_head_gives_its_vectors_there_and_back(name):
     assert ("pooler" in loaded.params) == (getattr(model, "pooler", None) is not None)
     tokens, rest = ours(batch, loaded.config)
     found = np.asarray(jf.forward(loaded.params, loaded.config, tokens, **rest))
-    assert (
-        found.dtype == np.float32
-        and np.abs(found - expected)[real(batch)].max() <= 2e-4 * expected[real(batch)].std()
-    )
+    assert found.dtype == np.float32
+    assert np.abs(found - expected)[real(batch)].max() <= 2e-4 * expected[real(batch)].std()
     jf.save_pretrained(folder(name, "again"), loaded.params, loaded.config)
-    assert json.loads((folder(name, "again") / "config.json").read_text())["architectures"] == [
-        type(model).__name__
-    ]
+    assert architectures_in(folder(name, "again")) == [type(model).__name__]
     hf, again = tensors(place), tensors(folder(name, "again"))
     assert hf.keys() == again.keys() and all(torch.equal(hf[key], again[key]) for key in hf)
 
@@ -92,11 +92,8 @@ def test_an_encoder_without_a_head_gives_its_vectors_there_and_back(name):
 def test_names_with_the_prefix_of_a_head_are_the_base_too():
     _, place = encoder("bert")
     other = folder("bert", "prefixed")
-    save_file(
-        {f"bert.{name}": tensor for name, tensor in tensors(place).items()},
-        other / "model.safetensors",
-        {"format": "pt"},
-    )
+    held = {f"bert.{name}": tensor for name, tensor in tensors(place).items()}
+    save_file(held, other / "model.safetensors", {"format": "pt"})
     (other / "config.json").write_text((place / "config.json").read_text())
     assert jax.tree.all(jax.tree.map(np.array_equal, jf.load(other).params, jf.load(place).params))
 
@@ -110,9 +107,7 @@ def test_a_base_is_read_as_the_model_whose_output_layer_is_its_embedding(name):
         model.final_logits_bias.zero_()  # which the base has not
     stripped = t5_base(model) if name == "t5" else getattr(model, model.base_model_prefix)
     stripped.save_pretrained(folder(name, "base"))
-    assert json.loads((folder(name, "base") / "config.json").read_text())["architectures"] == [
-        WRITERS[name].__name__
-    ]
+    assert architectures_in(folder(name, "base")) == [WRITERS[name].__name__]
     model.save_pretrained(folder(name, "model"))
     base, whole = (jf.load(folder(name, each)) for each in ("base", "model"))
     assert base.config == dataclasses.replace(whole.config, head_bias=False)
@@ -123,10 +118,9 @@ def test_a_base_is_read_as_the_model_whose_output_layer_is_its_embedding(name):
 
 
 def t5_base(model):
-    base = tf.T5Model(model.config)
-    base.load_state_dict(
-        {name: w for name, w in model.state_dict().items() if name != "lm_head.weight"}
-    )
+    base, held = tf.T5Model(model.config), model.state_dict()
+    del held["lm_head.weight"]
+    base.load_state_dict(held)
     return base
 
 
@@ -139,11 +133,10 @@ def test_verify_compares_a_base_with_the_class_that_it_is_read_as():
 
 
 def test_an_output_layer_that_is_not_there_is_named():
-    tf.LlamaModel(config_of(tf.LlamaForCausalLM, LLAMA)).save_pretrained(
-        folder("llama", "headless")
-    )
+    place = folder("llama", "headless")
+    tf.LlamaModel(config_of(tf.LlamaForCausalLM, LLAMA)).save_pretrained(place)
     with pytest.raises(jf.ConfigError, match=r"lm_head\.weight: not in model\.safetensors"):
-        jf.load(folder("llama", "headless"))
+        jf.load(place)
 
 
 def test_a_model_without_a_head_says_what_it_cannot_do(tmp_path, capsys):

@@ -40,10 +40,13 @@ def extra(shapes):
     return lambda held: held | {name: torch.ones(shape) for name, shape in shapes.items()}
 
 
-def less(*words):
-    return lambda held: {
-        name: w for name, w in held.items() if not any(word in name for word in words)
-    }
+def less(word):
+    return lambda held: {name: w for name, w in held.items() if word not in name}
+
+
+def flipped(name, source):
+    """Another tensor of this name."""
+    return lambda held: held | {name: held[source].flip(0).contiguous()}
 
 
 # Others are those of tests/published.py.
@@ -88,11 +91,8 @@ def test_a_masked_bert_whose_file_has_the_other_heads_loads_without_them(tmp_pat
     name = "bert pre-training"
     place = shutil.copytree(directory(name), tmp_path / "model")
     rewrite(place, architectures=["BertForMaskedLM"])
-    assert_close(
-        our_logits(jf.load(place), inputs(name)),
-        logits(reference(name), inputs(name)),
-        inputs(name),
-    )
+    batch = inputs(name)
+    assert_close(our_logits(jf.load(place), batch), logits(reference(name), batch), batch)
 
 
 # What a file may lack or contradict: computed as transformers does, or refused by the tensor's
@@ -102,16 +102,12 @@ DOUBTFUL = {
     "marian without its bias": ("marian", less("final_logits_bias"), "final_logits_bias"),
     "tied with another head": (
         "llama tied, heads from width",
-        lambda held: (
-            held | {"lm_head.weight": held["model.embed_tokens.weight"].flip(0).contiguous()}
-        ),
+        flipped("lm_head.weight", "model.embed_tokens.weight"),
         "lm_head.weight",
     ),
     "t5 with one copy that differs": (
         "t5",
-        lambda held: (
-            held | {"encoder.embed_tokens.weight": held["shared.weight"].flip(0).contiguous()}
-        ),
+        flipped("encoder.embed_tokens.weight", "shared.weight"),
         "encoder.embed_tokens.weight",
     ),
     "tied, the head alone": (
@@ -174,11 +170,8 @@ def test_t5_v1_1_as_transformers_5_writes_it_again_is_the_same_model(tmp_path):
 
 
 def test_labels_are_read(tmp_path):
-    model = made(
-        tf.BertForSequenceClassification,
-        BERT | dict(num_labels=3, id2label={0: "bad", 1: "fair", 2: "good"}),
-    )
-    model.save_pretrained(tmp_path)
+    labels = dict(num_labels=3, id2label={0: "bad", 1: "fair", 2: "good"})
+    made(tf.BertForSequenceClassification, BERT | labels).save_pretrained(tmp_path)
     assert jf.load(tmp_path).labels == ("bad", "fair", "good")
     keys = json.loads((tmp_path / "config.json").read_text())
     for wrong in ([1], {"0": "a", "2": "b", "3": "c"}, {"zero": "a"}):

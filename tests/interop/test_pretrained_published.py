@@ -60,15 +60,6 @@ def test_a_published_directory_is_read_in_silence_and_written_for_transformers(n
     assert_close(logits(again, batch), logits(hf, batch), batch)
 
 
-def placed(kind, place, settings, **keys):
-    """A tokenizer.json with these settings beside it, in a directory with these keys in its
-    config.json; and the ids."""
-    (place / "tokenizer.json").write_text((saved(kind) / "tokenizer.json").read_text())
-    change(place / "tokenizer_config.json", settings)
-    change(place / "config.json", keys)
-    return place
-
-
 @pytest.mark.parametrize(
     ("kind", "family", "settings"),
     [
@@ -83,15 +74,12 @@ def test_roles_that_the_class_of_a_tokenizer_tells_are_in_what_is_saved(
     kind, family, settings, tmp_path
 ):
     """Their tokenizer_config.json names no special token."""
-    place = placed(
-        kind,
-        tmp_path,
-        settings,
-        model_type=family,
-        **({"bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else {}),
-    )
-    named = tf.AutoTokenizer.from_pretrained(place).special_tokens_map
-    Tokenizer.load(place).save(tmp_path / "out" / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text((saved(kind) / "tokenizer.json").read_text())
+    change(tmp_path / "tokenizer_config.json", settings)
+    ids = {"bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else {}
+    change(tmp_path / "config.json", {"model_type": family} | ids)
+    named = tf.AutoTokenizer.from_pretrained(tmp_path).special_tokens_map
+    Tokenizer.load(tmp_path).save(tmp_path / "out" / "tokenizer.json")
     again = tf.AutoTokenizer.from_pretrained(tmp_path / "out").special_tokens_map
     roles = {f"{role}_token" for role in ("eos", "pad", "cls", "sep", "mask")} & {*named}
     assert {role: again.get(role) for role in roles} == {role: named[role] for role in roles}

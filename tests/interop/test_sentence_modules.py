@@ -76,11 +76,7 @@ def test_the_vector_is_that_of_the_stated_pooling(place, stated, at, tmp_path):
     [
         ("1_Pooling/config.json", legacy("max_tokens"), "the pooling max, which is not followed"),
         ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, "the pooling cls with mean"),
-        (
-            "modules.json",
-            [{"type": "sentence_transformers.models.Dense"}],
-            r"models\.Dense', which",
-        ),
+        ("modules.json", [{"type": "st.models.Dense"}], r"models\.Dense', which"),
         ("modules.json", {"type": 3}, "the module '3', which is not followed"),
         ("modules.json", [{"type": "models.Transformer"}], "has no module Pooling"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "has do_lower_case, which is not"),

@@ -42,9 +42,8 @@ def write(folder, tensors, limit=1 << 30):
 
 
 def same(found, expected):
-    return (found.shape, found.dtype) == (expected.shape, expected.dtype) and (
-        found.tobytes() == expected.tobytes()
-    )
+    kinds = (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    return kinds and found.tobytes() == expected.tobytes()
 
 
 def names_in(folder):
@@ -188,14 +187,12 @@ def row(begin, end, shape=(2,), dtype="F32"):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
 INVALID = "{p}, of .* bytes, is not a valid safetensors file .* Download"
 DAMAGE = {
     "empty": (lambda p: p.write_bytes(b""), INVALID),
     "cut in its data": (lambda p: p.write_bytes(p.read_bytes()[:165]), "165 bytes.*covered"),
-    "a pointer": (
-        lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
-        INVALID + ".*git lfs pull",
-    ),
+    "a pointer": (lambda p: p.write_text(POINTER), INVALID + ".*git lfs pull"),
     "an unknown dtype": (lambda p: raw(p, {"a": row(0, 8, dtype="Q9")}, 8), INVALID),
     "a pipe": (lambda p: p.unlink() or os.mkfifo(p), "{p} is a device, a pipe or a socket and not"),
     "a missing shard": (lambda p: p.unlink(), "{p} cannot be read: No such file.* Download"),
