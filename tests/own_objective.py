@@ -41,9 +41,7 @@ def loss(params, config, batch, key=None):
     return {"loss": (nats + later, total), "nats": (nats, total), "later": (later, total)}
 
 
-ROW = Objective(
-    ("decoder",), "language", ("text",), shortest=2, loss=loss, specs=specs, rowwise=True
-)
+ROW = Objective(("decoder",), "language", ("text",), shortest=2, loss=loss, specs=specs)
 
 
 def losses(steps, mesh=None):

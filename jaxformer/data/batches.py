@@ -14,7 +14,7 @@ from jaxformer.config.run import DataConfig
 from jaxformer.data.documents import Piece, Value
 from jaxformer.data.examples import open_or_encode
 from jaxformer.data.records import Kind
-from jaxformer.data.rows import NumpyBatch, Rows, numbers_below
+from jaxformer.data.rows import NumpyBatch, Rows, numbers_below, stacked
 from jaxformer.data.store import open_or_build
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows
@@ -118,7 +118,7 @@ class Batches:
     def _batch(self, step: int) -> NumpyBatch:
         """The arrays [B, T] of a step."""
         first = step * self._batch_size
-        return _stacked([self._made[first + row] for row in self._here])
+        return stacked([self._made[first + row] for row in self._here])
 
 
 class EvaluationBatches:
@@ -139,7 +139,7 @@ class EvaluationBatches:
         mine = [first + row for row in self._here]
         rows = [self._rows[row] for row in mine if row < len(self._rows)]
         padding = {name: np.zeros_like(array) for name, array in self._rows[first].items()}
-        return _stacked(rows + [padding] * (len(mine) - len(rows)))
+        return stacked(rows + [padding] * (len(mine) - len(rows)))
 
     def __iter__(self) -> Iterator[NumpyBatch]:
         return (self[index] for index in range(len(self)))
@@ -157,10 +157,6 @@ def evaluation_batches(
             " text."
         )
     return EvaluationBatches(rows, batch_size, blocks)
-
-
-def _stacked(rows: list[NumpyBatch]) -> NumpyBatch:
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def invented_row(task: Task, data: DataConfig) -> NumpyBatch:

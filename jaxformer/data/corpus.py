@@ -336,10 +336,12 @@ def text_store(
         made_by.append([*beginning])
     names = [fingerprint(FORMAT, part.content, *made_by) for part in parts]
     directories = [folder / name for name in names]
-    opened: list[TokenStore | None] = []
+    opened: list[TokenStore | None]
     if source.of_ids:
-        for group, directory in zip(groups, directories, strict=True):
-            opened.append(open_or_index(group.files[0], tokenizer, directory, log))
+        opened = [
+            open_or_index(group.files[0], tokenizer, directory, log)
+            for group, directory in zip(groups, directories, strict=True)
+        ]
     else:
         with ThreadPoolExecutor(STORES_TOGETHER) as threads:
             opened = [*threads.map(TokenStore.open, directories)]

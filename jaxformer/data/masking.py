@@ -39,16 +39,15 @@ class MaskedRows(TextRows):
         self.density = data.noise_density
         self.by_word = data.mask_units == "words"
         self.packed = data.packing == "documents"
-        marks = [tokenizer.special(role) for role in ("cls", "sep")]
-        cls, sep = ([mark] for mark in marks if mark is not None)
-        both = tokenizer.frame(2) if self.pair_target else None
-        self.frame = both or closed(cls, sep, 2 if self.pair_target else 1)
-        size = self.length - self.frame.added
-        # Next sentences need a text and room for another one before or after it.
-        super().__init__(store, 3 * size if self.pair_target else size, size)
         self.cls, self.sep, self.mask = (
             np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask")
         )
+        both = tokenizer.frame(2) if self.pair_target else None
+        texts = 2 if self.pair_target else 1
+        self.frame = both or closed(self.cls.tolist(), self.sep.tolist(), texts)
+        size = self.length - self.frame.added
+        # Next sentences need a text and room for another one before or after it.
+        super().__init__(store, 3 * size if self.pair_target else size, size)
         self._fit = None
         if data.packing == "best_fit":
             self._fit = BestFit(store.ends(), size)

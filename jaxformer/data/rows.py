@@ -186,7 +186,10 @@ class CausalRows(TextRows):
         self.packed = data.packing == "documents"
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        start = int(index) * self.stride
+        return self.row_from(int(index) * self.stride)
+
+    def row_from(self, start: int) -> NumpyBatch:
+        """The row whose first token is at place `start` of the store."""
         window = self.store.read(start, start + self.window)
         used = len(window) - 1
         weights = self.weights(start, used)
@@ -222,9 +225,7 @@ class WindowRows(CausalRows):
         return max(0, self.tokens - self.window + 1)
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        window = self.store.read(int(index), int(index) + self.window)
-        weights = self.weights(int(index), self.window - 1)
-        return {"tokens": window[:-1], "targets": window[1:], "weights": weights}
+        return self.row_from(int(index))
 
     def order(self, seed: int, batch_size: int) -> "grain.MapDataset[int]":
         """The places of the windows of a run, as an endless dataset: entry
@@ -252,6 +253,11 @@ def padded(row: NumpyBatch, lengths: dict[str, int]) -> NumpyBatch:
     for name, array in row.items():
         longer[name][: len(array)] = array
     return longer
+
+
+def stacked(rows: list[NumpyBatch]) -> NumpyBatch:
+    """The arrays of rows, each with the rows as its first axis."""
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 class BestFit:

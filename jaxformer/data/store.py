@@ -330,9 +330,12 @@ class TokenStore:
     def fetch(self) -> None:
         """Copies the files of a store at a URL to this machine, where they are mapped. Raises
         ConfigError where one cannot be read, or the disk has no room for all."""
-        shard_files = [(shard, kind) for shard in self._shards for kind in shard.files]
-        paths = [shard.file(kind) for shard, kind in shard_files]
-        local_copies(paths, [shard.files[kind].digest for shard, kind in shard_files])
+        digests = {
+            shard.file(kind): written.digest
+            for shard in self._shards
+            for kind, written in shard.files.items()
+        }
+        local_copies([*digests], [*digests.values()])
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
@@ -583,8 +586,8 @@ def _by_shard(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[Shar
     begins = True
     for piece in pieces:
         piece_size = len(piece.text.encode())
-        size = size + piece_size
-        progress.done = progress.done + piece_size
+        size += piece_size
+        progress.done += piece_size
         characters += len(piece.text)
         yield ShardPiece(piece, (characters - 1) // SHARD_CHARACTERS, size, begins)
         size = 0 if piece.ends else size

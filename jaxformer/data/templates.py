@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxformer.data.documents import Record, RecordError, Value, fingerprint
 from jaxformer.data.examples import ExampleStore, Labels, Parts
-from jaxformer.data.rows import NumpyBatch, RowFormat, Rows, padded
+from jaxformer.data.rows import NumpyBatch, RowFormat, Rows, numbered, padded, stacked
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.chat import ChatTemplate, Marked, UnboundedTemplate, template_fingerprint
@@ -77,10 +77,9 @@ class Template(abc.ABC):
         row = {
             name: np.concatenate([example[name] for example in examples]) for name in examples[0]
         }
-        numbers = np.arange(1, len(examples) + 1, dtype=np.int32)
         for name, array in SEGMENTS.items():
             if array in row:
-                row[name] = np.repeat(numbers, [len(example[array]) for example in examples])
+                row[name] = numbered([len(example[array]) for example in examples])
         return padded(row, self.format.lengths(row) | self.lengths)
 
 
@@ -93,12 +92,12 @@ class SidesTemplate(Template):
         super().__init__(row_format, tokenizer)
         self.capacity = (self.length, self.length)
 
-    def stacked(self, sides: list[NumpyBatch]) -> NumpyBatch:
+    def pair(self, sides: list[NumpyBatch]) -> NumpyBatch:
         """The arrays [2, T] of two texts, each padded as a row of its own."""
         rows = []
         for side in sides:
             rows.append(super().row([side]))
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return stacked(rows)
 
     def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
         (pair,) = examples
@@ -283,9 +282,7 @@ class AnswerTemplate(Template):
 class SFTTemplate(AnswerTemplate):
     """A prompt, its answer and the end token, of which only the answer and its end are learned."""
 
-    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
-        super().__init__(row_format, tokenizer)
-        self.recipe = (JOINT_IDS,)
+    recipe = (JOINT_IDS,)
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         for prompt, answer in zip(*joint_ids(self.tokenizer, records), strict=True):
@@ -388,7 +385,7 @@ class PreferenceTemplate(SidesTemplate, AnswerTemplate):
         for completion in completions:
             ids = joined(prompt, completion)
             sides.append(self.answered(ids, np.array([len(prompt), len(ids)]), longest))
-        return self.stacked(sides)
+        return self.pair(sides)
 
 
 def marked_text(chat: ChatTemplate, messages: Value, index: int) -> Marked:
@@ -503,4 +500,4 @@ class ContrastiveTemplate(SidesTemplate, FramedTemplate):
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         capacity = self.length - self.frame(1).added
-        return self.stacked([self.framed(ids[:capacity]) for ids in parts])
+        return self.pair([self.framed(ids[:capacity]) for ids in parts])

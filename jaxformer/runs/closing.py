@@ -51,9 +51,15 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
         f'jaxformer {command} {run.dir}{chat} --prompt "{run.sample_prompt or prompt}"'
     )
     paragraphs = [banner(summary, f"Done in {human_time(seconds)}")]
-    sample = _sample(run, setup.model, setup.corpus.tokenizer, params)
-    if sample is not None:
-        paragraphs.insert(0, f"Sample\n{framed(sample)}")
+    writes = run.sample_tokens and setup.model.output == "language"
+    if writes and jax.process_count() > 1:
+        paragraphs.append(
+            "There is no sample, which one process alone would write: see the command above."
+        )
+    elif writes:
+        sample = _sample(run, setup.model, setup.corpus.tokenizer, params)
+        if sample is not None:
+            paragraphs.insert(0, f"Sample\n{framed(sample)}")
     folder = setup.directory.profile
     if run.profile and (folder / "plugins").is_dir():
         opened = f'pip install "jaxformer[profile]", and open it with\n  xprof --logdir {folder}'
@@ -61,20 +67,13 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
     elif run.profile:
         done = f"run.profile={run.profile}: these steps were done before; nothing was traced."
         paragraphs.insert(0, done)
-    if jax.process_count() > 1 and run.sample_tokens and setup.run.model.output == "language":
-        paragraphs.append(
-            "There is no sample, which one process alone would write: see the command above."
-        )
     return "\n\n".join(paragraphs)
 
 
 def _sample(
     run: RunSettings, model: ModelConfig, tokenizer: Tokenizer, params: Params
 ) -> str | None:
-    """A prompt with its continuation; None if the model does not write text, or has nothing to
-    write from."""
-    if not run.sample_tokens or jax.process_count() > 1 or model.output != "language":
-        return None
+    """A prompt with its continuation; None if the model has nothing to write from."""
     ids = tokenizer.encode(run.sample_prompt)
     source: dict[str, Any] = {}
     prompt, between = tokenizer.as_prompt(ids) or [tokenizer.end_token], ""

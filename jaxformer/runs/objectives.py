@@ -67,12 +67,11 @@ class Objective(NamedTuple):
     specs: config -> the table of parameters that the loss has beside those of the model, which it
         reads as params["objective"][the name of the row]. They are initialized, placed, trained,
         counted and saved as the others.
-    rowwise: whether its sums are over rows that do not read each other, as in `make_step`.
     metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
     sequences: of a row, whose arrays are then [sequences, T], as the two completions of a pair.
     reference: whether the loss compares the model with the one that it starts from.
     compares_rows: whether the loss of a row depends on the other rows of its microbatch, so that
-        train.microbatches=auto is 1.
+        train.microbatches=auto is 1, and `make_step` takes no rows apart.
     dropout: whether training applies the dropout of the model and its adapter.
     """
 
@@ -89,7 +88,6 @@ class Objective(NamedTuple):
     every_token: bool = False
     loss: Callable[..., Sums] | str = head_loss
     specs: Callable[[ModelConfig], Specs] | None = None
-    rowwise: bool = False
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
     sequences: int = 1
     reference: bool = False
@@ -101,9 +99,7 @@ class Objective(NamedTuple):
 OBJECTIVES: Table[Objective] = Table(
     ObjectiveName,
     {
-        "causal": Objective(
-            ("decoder",), "language", ("text",), shortest=1, every_token=True, rowwise=True
-        ),
+        "causal": Objective(("decoder",), "language", ("text",), shortest=1, every_token=True),
         "mlm": Objective(
             ("encoder",),
             "masked",
@@ -112,7 +108,6 @@ OBJECTIVES: Table[Objective] = Table(
             rows=MaskedRows,
             missing=missing_marks,
             metrics=accuracy,
-            rowwise=True,
         ),
         "span_corruption": Objective(
             ("encoder_decoder",),
@@ -122,22 +117,12 @@ OBJECTIVES: Table[Objective] = Table(
             rows=SpanRows,
             missing=missing_sentinels,
             takes_packing=False,
-            rowwise=True,
         ),
         "prefix": Objective(
-            ("encoder_decoder",),
-            "language",
-            ("text",),
-            rows=PrefixRows,
-            takes_packing=False,
-            rowwise=True,
+            ("encoder_decoder",), "language", ("text",), rows=PrefixRows, takes_packing=False
         ),
         "seq2seq": Objective(
-            ("encoder_decoder",),
-            "language",
-            ("source", "target"),
-            template=PairTemplate,
-            rowwise=True,
+            ("encoder_decoder",), "language", ("source", "target"), template=PairTemplate
         ),
         "sft": Objective(
             ("decoder",),
@@ -145,7 +130,6 @@ OBJECTIVES: Table[Objective] = Table(
             ("source", "target"),
             template=SFTTemplate,
             of_messages=MessagesTemplate,
-            rowwise=True,
         ),
         "classes": Objective(
             ("encoder", "decoder"),
@@ -154,16 +138,9 @@ OBJECTIVES: Table[Objective] = Table(
             MARKS,
             ClassTemplate,
             metrics=accuracy,
-            rowwise=True,
         ),
         "token_classification": Objective(
-            ("encoder", "decoder"),
-            "tags",
-            ("words", "tags"),
-            MARKS,
-            TagTemplate,
-            metrics=accuracy,
-            rowwise=True,
+            ("encoder", "decoder"), "tags", ("words", "tags"), MARKS, TagTemplate, metrics=accuracy
         ),
         "contrastive": Objective(
             ("encoder", "decoder"),
@@ -187,7 +164,6 @@ OBJECTIVES: Table[Objective] = Table(
                 ),
                 template=PreferenceTemplate,
                 loss=f"jaxformer.losses.preferences:{name}_loss",
-                rowwise=True,
                 sequences=2,
                 reference=name in ("dpo", "ipo"),
                 # As in TRL: with dropout the model would differ from its reference before the
@@ -267,9 +243,11 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
 
 def _fitting(model: ModelConfig) -> list[str]:
     """The objectives that a model can learn."""
-    family, head = model.family, model.output
-    rows = OBJECTIVES.items()
-    return [name for name, row in rows if family in row.families and head == row.head]
+    return [
+        name
+        for name, row in OBJECTIVES.items()
+        if model.family in row.families and model.output == row.head
+    ]
 
 
 def objective_specs(name: str, config: ModelConfig) -> Specs:

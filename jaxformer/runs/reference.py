@@ -60,11 +60,8 @@ class Reference:
     def load(self) -> tuple[Params, str]:
         """The params, which are read once, and their fingerprint. Raises ConfigError where they
         cannot be read, do not fit the model of the run, or are not those that it began with."""
-        if self._loaded is None:
-            self._loaded = self._read()
-        return self._loaded
-
-    def _read(self) -> tuple[Params, str]:
+        if self._loaded is not None:
+            return self._loaded
         try:
             params = load_base(self._start, self._mesh).params
             check_model(params, self._config)
@@ -84,7 +81,8 @@ class Reference:
                     " training of a run directory gives it a newer checkpoint), or choose another"
                     " run.dir."
                 )
-        return params, now
+        self._loaded = params, now
+        return self._loaded
 
     def keep(self) -> None:
         """Writes the fingerprint of the params into the run directory, where it has none yet."""
@@ -98,10 +96,6 @@ class Reference:
         params, placed = self.load()[0], place_batch(batch, self._mesh)
         with on_mesh(self._mesh):
             return {**placed, **self._score(params, placed)}
-
-    def scored(self, batches: BatchesByStep) -> "ScoredBatches":
-        """The batches of a run, each scored when it is read."""
-        return ScoredBatches(self, batches)
 
 
 class ScoredBatches:

@@ -163,8 +163,9 @@ class Resolved:
         """Whether the loss is a sum over rows that do not read each other, nor its key."""
         dropout = self.model.has_dropout or self.run.adapter.dropout
         # The balance of experts is that of all rows.
-        apart = self.objective.rowwise and self.model.feed_forward != "experts"
-        return apart and not (dropout and self.objective.dropout)
+        if self.objective.compares_rows or self.model.feed_forward == "experts":
+            return False
+        return not (dropout and self.objective.dropout)
 
     @property
     def step(self) -> Step:

@@ -159,9 +159,8 @@ def _on_text(
     if objective != "auto":
         settings = dataclasses.replace(settings, objective=objective)
     if text:
-        named = dataclasses.replace(settings, validation=text)
-        data.find_texts(named, "data.validation", task_of(run.model, named).fields)
-        settings = dataclasses.replace(named, train=text, weights="")
+        data.find_texts(settings, "data.validation", task_of(run.model, settings).fields)
+        settings = dataclasses.replace(settings, train=text, weights="")
     return dataclasses.replace(run, data=settings)
 
 

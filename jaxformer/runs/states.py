@@ -59,17 +59,16 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
     with memory_of("the initial state"):
         if not run.run.init_from:
             state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=seed)
-            return jax.block_until_ready(state)  # type: ignore[no-any-return]
-        if setup.base is not None:
-            params = setup.base.first_params(setup.specs, target, seed)
+        elif setup.base is not None:
             log(setup.base.sentence)
+            params = setup.base.first_params(setup.specs, target, seed)
+            state = state_of(params, setup.optimizer, target)
         else:
             from jaxformer.runs.init_from import warm_start
 
             start = warm_start(run, setup.mesh, setup.corpus.labels)
-            params = start.params
             log(start.sentence(run.run.init_from))
-        state = state_of(params, setup.optimizer, target)
+            state = state_of(start.params, setup.optimizer, target)
         return jax.block_until_ready(state)  # type: ignore[no-any-return]
 
 
@@ -144,15 +143,10 @@ class ShiftedBatches:
     def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
         """The batches from step `start` on, prepared ahead between two rollbacks."""
         later = sorted({rollback.at for rollback in self._rollbacks if rollback.at > start})
-        first = start
-        for stop in later:
-            yield from itertools.islice(self._ahead(first), stop - first)
-            first = stop
-        yield from self._ahead(first)
-
-    def _ahead(self, first: int) -> Iterator[NumpyBatch]:
-        ahead: Iterator[NumpyBatch] = self._batches.iterate(first + shift(self._rollbacks, first))
-        return ahead
+        firsts = [start, *later]
+        for first, stop in itertools.zip_longest(firsts, later):
+            ahead = self._batches.iterate(first + shift(self._rollbacks, first))
+            yield from itertools.islice(ahead, None if stop is None else stop - first)
 
 
 def batches_of(directory: RunDirectory, batches: BatchesByStep) -> BatchesByStep:

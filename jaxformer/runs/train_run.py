@@ -280,7 +280,9 @@ def _steps(
     )
     batches = batches_of(directory, setup.batches)
     if setup.reference:
-        batches = setup.reference.scored(batches)
+        from jaxformer.runs.reference import ScoredBatches
+
+        batches = ScoredBatches(setup.reference, batches)
     hooks = list[Hook]()
     skips = settings.on_bad_step == "skip"
     if skips:

@@ -133,14 +133,10 @@ def test_each_epoch_has_every_row_in_another_order(packing: str) -> None:
 
 
 def test_text_that_is_too_short_is_one_message() -> None:
-    with (
-        stored([7]) as made,
-        pytest.raises(
-            ConfigError, match=r"has 8 tokens.*data\.sequence_length=8 takes 9.*at most 7"
-        ),
-    ):
-        batches_of(made, data(8), 1, 0)
+    message = r"has 8 tokens.*data\.sequence_length=8 takes 9.*at most 7"
     with stored([7]) as made:
+        with pytest.raises(ConfigError, match=message):
+            batches_of(made, data(8), 1, 0)
         # Held-out text may be shorter than a row.
         short = list(evaluation_batches(made, data(20, "documents"), 2))
         assert len(short) == 1
@@ -151,8 +147,6 @@ def test_text_that_is_too_short_is_one_message() -> None:
 
 
 def test_a_batch_that_processes_cannot_share_is_one_message() -> None:
-    with (
-        stored([30]) as made,
-        pytest.raises(ConfigError, match=r"train\.batch_size=3 is not divisible by the 2 blocks"),
-    ):
+    message = r"train\.batch_size=3 is not divisible by the 2 blocks"
+    with stored([30]) as made, pytest.raises(ConfigError, match=message):
         batches_of(made, data(8), 3, 0, RowBlocks((0,), 2))

@@ -77,14 +77,6 @@ def test_ids_are_mapped_where_they_lie(made: Path, tmp_path: Path) -> None:
     assert not any("reading" in told for told in said)
 
 
-def wide() -> Tokenizer:
-    """A tokenizer of more entries than uint16 holds."""
-    words = {f"w{index}": index for index in range(70_000)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    backend.add_special_tokens([END_OF_TEXT])
-    return Tokenizer(backend)
-
-
 @pytest.mark.parametrize("kind", ["uint16", "int64", ">i4", "many files"])
 def test_ids_of_any_width_and_in_any_files_are_the_same(
     kind: str, made: Path, tmp_path: Path
@@ -110,8 +102,10 @@ def test_ids_of_any_width_and_in_any_files_are_the_same(
 
 
 def test_a_bin_file_of_a_large_vocabulary_is_uint32(tmp_path: Path) -> None:
-    tokenizer = wide()
-    tokenizer.save(tmp_path / "tokenizer.json")
+    words = {f"w{index}": index for index in range(70_000)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    backend.add_special_tokens([END_OF_TEXT])
+    Tokenizer(backend).save(tmp_path / "tokenizer.json")
     numbers = np.arange(69_000, 70_001, dtype=np.uint32)
     numbers.tofile(tmp_path / "train.bin")
     corpus = prepare(

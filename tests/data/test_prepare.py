@@ -23,10 +23,6 @@ ROOT = Path(__file__).parents[2]
 BYTES = TokenizerConfig(kind="bytes")
 
 
-def quiet(line: str) -> None:
-    pass
-
-
 def written(folder: Path, files: int = 6, documents: int = 30) -> Path:
     """A directory of files of short documents."""
     (folder / "text").mkdir(parents=True)
@@ -75,17 +71,6 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     return " ".join(told.split())
 
 
-def test_what_is_prepared_is_found_by_training(tmp_path: Path) -> None:
-    run = run_of(tmp_path, str(written(tmp_path)), TokenizerConfig(vocab_size=300))
-    (store,) = tokenize(run).texts["train"]
-    said: list[str] = []
-    found = prepare(run, said.append)
-    assert not any("tokenizing" in line or "training" in line or "reading" in line for line in said)
-    assert found.validation is not None
-    assert store.tokens == found.train.tokens + found.validation.tokens
-    assert store.documents == 180
-
-
 def test_facts_of_a_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     texts = ["ab", "abcdé", "a"]
@@ -105,8 +90,12 @@ def test_files_that_are_prepared_apart_are_found_by_the_whole(
     for part in ("[135]", "[024]"):
         tokenize(run_of(tmp_path, f"{text}/{part}.jsonl"))
     said: list[str] = []
-    (store,) = tokenize(run_of(tmp_path, str(text)), said.append).texts["train"]
+    run = run_of(tmp_path, str(text))
+    (store,) = tokenize(run, said.append).texts["train"]
+    found = prepare(run, said.append)
     assert store.documents == 180 and not any("tokenizing" in line for line in said)
+    assert found.validation is not None
+    assert store.tokens == found.train.tokens + found.validation.tokens
 
 
 def test_only_what_changed_is_tokenized_again(

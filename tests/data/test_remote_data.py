@@ -173,22 +173,19 @@ def test_interrupted_work_goes_on_from_its_shard(
     monkeypatch.setattr(store_files, "SHARD_CHARACTERS", 500)
     text, cache = put(f"{s3_bucket}/text"), f"{s3_bucket}/cache"
     written: list[str] = []
+    stops = [3]
     write_shard = store_files._write_shard
 
-    def stopping(path: Path, *rest: Any) -> Any:
-        if len(written) == 3:
+    def stopping_once(path: Path, *rest: Any) -> Any:
+        if len(written) in stops:
+            stops.clear()
             raise KeyboardInterrupt
         written.append(path.name)
         return write_shard(path, *rest)
 
-    monkeypatch.setattr(store_files, "_write_shard", stopping)
+    monkeypatch.setattr(store_files, "_write_shard", stopping_once)
     with pytest.raises(KeyboardInterrupt):
         prepare(run_of(cache, text), quiet)
-    monkeypatch.setattr(
-        store_files,
-        "_write_shard",
-        lambda path, *rest: written.append(path.name) or write_shard(path, *rest),
-    )
     resumed = batches_of(run_of(cache, text))
     assert len(written) == len({*written})
     assert resumed == batches_of(run_of(tmp_path / "cache", text))

@@ -86,20 +86,17 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
     return Template(folder)
 
 
-def met_memory_limit(answer: dict) -> bool:
-    """Whether XLA's allocator aborted the process at the limit of MEMORY that these tests set. It
-    does so in a thread of its own, where no code of Python runs any more."""
-    return answer["status"] == -signal.SIGABRT and "std::bad_alloc" in answer["printed"]
-
-
 def problems_of(case: Case, answer: dict) -> list[str]:
     """What a case must not do. A traceback is one that leads through jaxformer: threads of other
     libraries may print theirs, which nobody can prevent."""
     status, printed = answer["status"], answer["printed"]
+    # XLA's allocator aborts the process at the limit of MEMORY that these tests set, in a thread of
+    # its own, where no code of Python runs any more.
+    met_limit = status == -signal.SIGABRT and "std::bad_alloc" in printed
     found = []
     if status is None:
         found.append(f"did not end within {SECONDS} s")
-    elif status not in STATUSES and not met_memory_limit(answer):
+    elif status not in STATUSES and not met_limit:
         found.append(f"exit status {status}")
     if f'File "{PACKAGE}' in printed or "\nfailed: " in f"\n{printed}":
         found.append("an error that nobody foresaw")

@@ -24,37 +24,24 @@ from jaxformer.report import read_metrics
 
 pytestmark = pytest.mark.slow
 
-KILL = pytest.mark.fault(
-    "SIGKILL at random moments of a run: 5 in 2 runs, each continued after each",
+
+@pytest.mark.fault(
+    "SIGKILL at random moments of a run: 5, each continued",
     kept="The newest finished checkpoint is whole. Continued, the run is the uninterrupted one.",
     status="137",
 )
-
-
-@KILL
-def test_a_run_killed_at_random_moments_after_its_start_is_continued_bitwise(
-    whole: tuple[Path, Path], tmp_path: Path
-) -> None:
-    expected, text = whole
-    run_dir, rng = tmp_path / "run", random.Random(0)
-    arguments = line(run_dir, text, {"train.checkpoint_every": 1})
-    for _ in range(2):
-        process = launch(arguments)
-        time.sleep(rng.uniform(0.5, 6))
-        process.kill()
-        process.communicate()
-    finish(fork(arguments))
-    assert_same_run(run_dir, expected)
-
-
-@KILL
-def test_a_run_killed_at_random_moments_while_it_trains_is_continued_bitwise(
+def test_a_run_killed_at_random_moments_is_continued_bitwise(
     whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
     expected, text = whole
     run_dir, rng = tmp_path / "run", random.Random(0)
     # Saving at each step, so that most moments after the start are within a save.
     arguments = line(run_dir, text, {"train.checkpoint_every": 1})
+    for _ in range(2):
+        process = launch(arguments)
+        time.sleep(rng.uniform(0.5, 6))
+        process.kill()
+        process.communicate()
     for _ in range(3):
         before, steps = lines_logged(run_dir), rng.choice([0, 1, 2, 3, 4])
 

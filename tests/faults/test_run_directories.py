@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,41 +57,29 @@ def test_an_altered_tokenizer_is_refused(
     assert jf.load(run_dir).tokenizer is not None
 
 
-def empty(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def make_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("")
-
-
 @pytest.mark.fault(
     "`checkpoints/` empty or a file beside the metrics of a run",
     kept="The metrics stay. `--run.restart True` begins anew and keeps what is there in"
     " `before-1/`.",
     status="2",
 )
-@pytest.mark.parametrize(
-    ("change", "said"), [(empty, "is empty"), (make_file, "is not a directory")]
-)
+@pytest.mark.parametrize("said", ["is empty", "is not a directory"])
 def test_a_run_whose_checkpoints_have_gone_does_not_begin_anew(
-    change: Callable[[Path], None],
-    said: str,
-    whole: tuple[Path, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    said: str, whole: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected, text = whole
     run_dir = copy_until(STEPS // 2, expected, tmp_path / "run")
-    change(run_dir / "checkpoints")
+    shutil.rmtree(run_dir / "checkpoints")
+    if said == "is empty":
+        (run_dir / "checkpoints").mkdir()
+    else:
+        (run_dir / "checkpoints").touch()
     before = contents(run_dir)
     assert train_here(line(run_dir, text)) == 2
     error = capsys.readouterr().err
     assert said in error and f"up to step {STEPS // 2 + 1}" in error and "--run.restart" in error
     assert contents(run_dir) == before
-    if change is empty:
+    if said == "is empty":
         finish(fork(line(run_dir, text, {"run.restart": True})))
         assert_same_run(run_dir, expected)
         kept = contents(run_dir / "before-1")
@@ -243,10 +230,8 @@ def test_a_start_that_fails_leaves_no_directory(
     with monkeypatch.context() as patch:
         patch.setattr("jaxformer.runs.train_run.first_state", fail)
         assert train_here(line(run_dir, whole[1], {"run.seed": 7})) == 2
-    assert not run_dir.exists()
-    run_dir.mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr("jaxformer.runs.train_run.first_state", fail)
+        assert not run_dir.exists()
+        run_dir.mkdir()
         assert train_here(line(run_dir, whole[1], {"run.seed": 7})) == 2
     assert train_here(line(run_dir, whole[1], {"train.steps": 2})) == 0
 

@@ -58,10 +58,6 @@ def adapter_line(run_dir, base, **changes):
     return line(run_dir, base[1], ADAPTER | {"run.init_from": base[0]} | changes)
 
 
-def leaves_of(params):
-    return jax.tree.leaves(params)
-
-
 def test_a_checkpoint_holds_the_adapter_alone(base, run):
     paths = set(read_manifest(run / "checkpoints/8")["leaves"])
     params = {path for path in paths if path.startswith("params.")}
@@ -191,51 +187,42 @@ def test_a_run_over_a_quantized_base_saves_the_adapter(base, kind, tmp_path, cap
     assert (tmp_path / "hf" / "model.safetensors").stat().st_mode == mode
 
 
-EXPERTS = {
-    "model.feed_forward": "experts",
-    "model.n_experts": 4,
-    "model.experts_per_token": 2,
-    "model.expert_ff": 24,
-    "model.router_bias": "balanced",
-}
-
-
-@pytest.fixture(scope="module")
-def base_of_experts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("experts")
-    text = write_text(folder / "text.txt")
-    assert train_here(line(folder / "base", text, BASE | EXPERTS)) == 0
-    return folder / "base", text
-
-
-def test_a_run_over_quantized_experts_resumes_bitwise(base_of_experts, tmp_path, capsys):
+def test_a_run_over_quantized_experts_resumes_bitwise(base, tmp_path, capsys):
     """Their codes are of each expert, the router and its bias stay as they were, and the memory
     that is printed is that of the codes."""
-    targets = {"adapter.targets": "experts, attention", "adapter.groups": "router: rank 1"}
+    experts = {
+        "model.feed_forward": "experts",
+        "model.n_experts": 4,
+        "model.experts_per_token": 2,
+        "model.expert_ff": 24,
+        "model.router_bias": "balanced",
+    }
+    start = tmp_path / "base", base[1]
+    assert train_here(line(*start, BASE | experts)) == 0
+    capsys.readouterr()
 
     def run(name, steps):
         changes = {"adapter.base": "nf4", "train.steps": steps, "train.checkpoint_every": 2}
-        changes |= targets | {"train.eval_every": 2}
-        assert train_here(adapter_line(tmp_path / name, base_of_experts, **changes)) == 0
+        changes |= {"adapter.targets": "experts, attention", "adapter.groups": "router: rank 1"}
+        changes |= {"train.eval_every": 2}
+        assert train_here(adapter_line(tmp_path / name, start, **changes)) == 0
 
     run("whole", 4)
     printed = capsys.readouterr().out
     run("parts", 2)
     run("parts", 4)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
-    loaded, base = jf.load(tmp_path / "whole"), jf.load(base_of_experts[0])
-    below, wanted = jf.without_adapters(loaded.params), jf.quantize(base.params, "nf4")
+    loaded, below_run = jf.load(tmp_path / "whole"), jf.load(start[0])
+    below, wanted = jf.without_adapters(loaded.params), jf.quantize(below_run.params, "nf4")
     jax.tree.map(np.testing.assert_array_equal, below, wanted)
     experts = loaded.params["blocks"]["experts"]
     assert np.any(np.asarray(experts["up"].b) != 0) and not is_custom(experts["router"].weight)
     assert np.any(np.asarray(experts["router_bias"]) != 0)
-    learned = sum(leaf.size for leaf in leaves_of(learning_of(loaded.params)))
-    size = sum(leaf.nbytes for leaf in leaves_of(loaded.params)) + 2 * 4 * learned
+    mask = jax.tree.leaves(jf.adapter_mask(loaded.params))
+    leaves = jax.tree.leaves(loaded.params)
+    learned = sum(leaf.size for keep, leaf in zip(mask, leaves, strict=True) if keep)
+    size = sum(leaf.nbytes for leaf in leaves) + 2 * 4 * learned
     assert f"{size / 1024:.1f} KiB of parameters and optimizer state" in printed
-
-
-def learning_of(params):
-    return jax.tree.map(lambda keep, leaf: leaf if keep else None, jf.adapter_mask(params), params)
 
 
 def test_only_the_adapter_is_counted_as_learning(base):

@@ -120,14 +120,11 @@ def test_commands_compare_with_the_same_reference(base, whole, capsys):
     assert f"loss {last['val_loss']:.4f} per pair" in told and "reward accuracy" in told
 
 
-def test_the_reference_is_in_no_checkpoint_and_held_once(whole, base):
+def test_the_reference_is_in_no_checkpoint_and_held_once(whole):
     record = json.loads((whole / "reference.json").read_text())
     assert len(record["fingerprint"]) == 16
-    sizes = {
-        name: sum(path.stat().st_size for path in (base / name / "checkpoints/6").rglob("*"))
-        for name in ("whole",)
-    }
-    assert sizes["whole"] < 3.5 * 4 * sum(leaf.size for leaf in params_of(whole))
+    size = sum(path.stat().st_size for path in (whole / "checkpoints/6").rglob("*"))
+    assert size < 3.5 * 4 * sum(leaf.size for leaf in params_of(whole))
 
 
 def test_another_start_than_that_of_the_run_is_refused(base, whole, tmp_path, capsys):
