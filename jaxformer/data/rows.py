@@ -194,7 +194,8 @@ class CausalRows(TextRows):
         used = len(window) - 1
         weights = self.weights(start, used)
         row = {"tokens": window[:-1], "targets": window[1:], "weights": weights}
-        row |= {"segment_ids": self.segments(start, used)} if self.packed else {}
+        if self.packed:
+            row["segment_ids"] = self.segments(start, used)
         return padded(row, dict.fromkeys(row, self.stride))
 
 

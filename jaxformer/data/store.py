@@ -355,8 +355,10 @@ class TokenStore:
         is_text = np.arange(start, stop) < self.held(stop)
         if width:
             earliest = max(0, start - width)
-            firsts = self.boundaries(earliest, stop)
-            for first in [0, *firsts.tolist()] if earliest == 0 else firsts.tolist():
+            firsts = self.boundaries(earliest, stop).tolist()
+            if earliest == 0:
+                firsts.insert(0, 0)
+            for first in firsts:
                 is_text[max(0, first - start) : max(0, first + width - start)] = False
         return is_text
 

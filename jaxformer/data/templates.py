@@ -94,10 +94,7 @@ class SidesTemplate(Template):
 
     def pair(self, sides: list[NumpyBatch]) -> NumpyBatch:
         """The arrays [2, T] of two texts, each padded as a row of its own."""
-        rows = []
-        for side in sides:
-            rows.append(super().row([side]))
-        return stacked(rows)
+        return stacked([Template.row(self, [side]) for side in sides])
 
     def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
         (pair,) = examples

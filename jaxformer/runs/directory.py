@@ -80,18 +80,19 @@ class RunDirectory:
         """What data.json holds; nothing where there is none. Raises ConfigError where its names or
         places are none."""
         record = read_object(self.data) if self.data.exists() else {}
-        for key in ("labels", "learned"):
-            names = record.get(key, [])
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                shown = reprlib.repr(names)[:80]
+        for key in ("labels", "learned", "base", "base_path"):
+            value = record.get(key)
+            if key in ("labels", "learned"):
+                allowed = "a list of names"
+                fits = isinstance(value, list) and all(isinstance(name, str) for name in value)
+            else:
+                allowed = "a text"
+                fits = isinstance(value, str) and "\0" not in value
+            if key in record and not fits:
+                shown = reprlib.repr(value)[:80]
                 raise ConfigError(
-                    f"{self.data}: {key}={shown} must be a list of names: restore the file."
+                    f"{self.data}: {key}={shown} must be {allowed}: restore the file."
                 )
-        for key in ("base", "base_path"):
-            text = record.get(key, "")
-            if not isinstance(text, str) or "\0" in text:
-                shown = reprlib.repr(text)[:80]
-                raise ConfigError(f"{self.data}: {key}={shown} must be a text: restore the file.")
         return record
 
     def is_in_use(self) -> bool:

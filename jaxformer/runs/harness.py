@@ -63,6 +63,8 @@ MAX_LOGITS = 2**23  # about as many are in memory at once
 
 ScoringRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 Answer = tuple[float, bool]
+# A row with the results of `token_scores`.
+RowScores = tuple["ScoredRow", np.ndarray, np.ndarray, np.ndarray]
 
 
 class ScoredRow(NamedTuple):
@@ -343,9 +345,7 @@ class HarnessModel(TemplateLM):
         """The most tokens of a source."""
         return min(self.max_length, context_of(self.params, self.config, source=True))
 
-    def _scored(
-        self, rows: list[ScoredRow]
-    ) -> Iterator[tuple[ScoredRow, np.ndarray, np.ndarray, np.ndarray]]:
+    def _scored(self, rows: list[ScoredRow]) -> Iterator[RowScores]:
         """Each row with the results of `token_scores`."""
         for start_row in range(0, len(rows), self.batch_size):
             self._heed()
@@ -455,9 +455,7 @@ class HarnessModel(TemplateLM):
 class Rehearsal(HarnessModel):
     """Answers requests without a model, so that those which it would refuse are refused."""
 
-    def _scored(
-        self, rows: list[ScoredRow]
-    ) -> Iterator[tuple[ScoredRow, np.ndarray, np.ndarray, np.ndarray]]:
+    def _scored(self, rows: list[ScoredRow]) -> Iterator[RowScores]:
         nothing = np.zeros(self.config.vocab_size, np.float32)
         return ((row, nothing[0], nothing[0], nothing) for row in rows)
 

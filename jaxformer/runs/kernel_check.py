@@ -73,9 +73,9 @@ def with_proven_kernel(resolved: ResolvedRun, log: Log) -> ResolvedRun:
                     expert_kernel=asked.expert_kernel,
                 )
                 length = math.gcd(resolved.length, resolved.source_length)
-                run, mesh = resolved.run, resolved.mesh
+                run = resolved.run
                 model, kernel = with_kernel(
-                    auto, run.adapter, length, auto.max_segments, mesh, *failed.values()
+                    auto, run.adapter, length, auto.max_segments, resolved.mesh, *failed.values()
                 )
                 run = dataclasses.replace(run, model=model)
                 resolved = dataclasses.replace(resolved, run=run, kernel=kernel)
@@ -97,8 +97,10 @@ def prove_attention(resolved: Resolved) -> str:
     )
     with on_mesh(resolved.mesh):
         errors = check_attention(name, model, train.batch_size // train.n_microbatches, *lengths)
-    rows = f"rows of {lengths[0]}"
-    return f"The attention kernel {name} was checked against float32 on {rows}: {errors}."
+    return (
+        f"The attention kernel {name} was checked against float32 on rows of {lengths[0]}:"
+        f" {errors}."
+    )
 
 
 def checked_lengths(

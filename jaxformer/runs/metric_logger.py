@@ -104,15 +104,14 @@ class MetricLogger:
         for name in SPIKE_LIMITS:
             if values.get(name) == math.inf:
                 del values[name]
-        tokens, seconds = self.setup.tokens_per_step, max(self._seconds, 1e-9)
-        flops = (step - self._logged_to) * tokens * self.setup.flops_per_token
-        values |= {
-            "tokens": step * tokens,
-            "tokens_per_second": (step - self._logged_to) * tokens / seconds,
-        }
+        seconds = max(self._seconds, 1e-9)
+        tokens = (step - self._logged_to) * self.setup.tokens_per_step
+        values["tokens"] = step * self.setup.tokens_per_step
+        values["tokens_per_second"] = tokens / seconds
         if self._skipped:
             values[SKIPPED_STEPS] = self._skipped
         if self.setup.peak is not None:
+            flops = tokens * self.setup.flops_per_token
             values["mfu"] = flops / seconds / (self.setup.peak * self.setup.mesh.size)
         self._logged_to, self._seconds = step, 0.0
         self.log.log(step, values, self._state())

@@ -157,12 +157,13 @@ def read_average(
     formula, wanted = kind.formula, dict[str, Any]()
     for path, shape in shapes.items():
         pair = names[path]
-        if pair is None or formula is not None:
+        if pair is None:
             wanted[path] = shape
-        if pair is not None:
-            leaf_dtype = jnp.dtype(saved[pair[0]][1])
-            wanted[pair[0]] = jax.ShapeDtypeStruct(shape.shape, leaf_dtype, sharding=shape.sharding)
-        if pair is not None and formula is not None:
+            continue
+        leaf_dtype = jnp.dtype(saved[pair[0]][1])
+        wanted[pair[0]] = jax.ShapeDtypeStruct(shape.shape, leaf_dtype, sharding=shape.sharding)
+        if formula is not None:
+            wanted[path] = shape
             dtype = jnp.dtype(saved[pair[1]][1])
             sharding = shape.sharding
             if isinstance(sharding, NamedSharding):

@@ -39,15 +39,15 @@ class Tasks:
         specs = [name.strip() for name in names.split(",") if name.strip()]
         files = [name.endswith((".yaml", ".yml")) for name in specs]
         # The index of all tasks of the harness takes seconds.
-        self._manager = lm_eval.tasks.TaskManager(include_defaults=not all(files))
-        self._specs = [
+        manager = lm_eval.tasks.TaskManager(include_defaults=not all(files))
+        paths = [
             str(Path(name).expanduser().absolute()) if is_file else name
             for name, is_file in zip(specs, files, strict=True)
         ]
         self._evaluate = functools.partial(
             lm_eval.simple_evaluate,
-            tasks=self._specs,
-            task_manager=self._manager,
+            tasks=paths,
+            task_manager=manager,
             bootstrap_iters=0,
             log_samples=False,
             torch_random_seed=None,
@@ -61,31 +61,27 @@ class Tasks:
         rehearsal = Rehearsal(loaded, "this run", max_gen_toks=count)
         self._model.shows_progress = rehearsal.shows_progress = False  # beside that of training
         with _quiet():
-            for name, spec in zip(specs, self._specs, strict=True):
-                self._require(name, spec)
+            for name, path in zip(specs, paths, strict=True):
+                try:
+                    tasks = manager.load([path])["tasks"].values()
+                except Exception as error:  # of a file, a data set or code of the task: anything
+                    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+                    raise ConfigError(
+                        f"train.eval_tasks has {name!r}, which the evaluation harness cannot read"
+                        f" ({first_line}): `lm-eval ls tasks` lists the names of its tasks, and a"
+                        " file of one's own ends with .yaml."
+                    ) from error
+                writes = any(task.config.output_type == "generate_until" for task in tasks)
+                if writes and jax.process_count() > 1:
+                    raise ConfigError(
+                        f"train.eval_tasks has {name!r}, which lets the model write: in a run of"
+                        " several processes take tasks with choices or of perplexity."
+                    )
             # Whatever the model cannot answer is said before it is trained.
             try:
                 self._evaluate(rehearsal)
             except ConfigError as error:
                 raise ConfigError(f"train.eval_tasks={names}: {error}") from error
-
-    def _require(self, name: str, spec: str) -> None:
-        """Raises ConfigError for a task that cannot be read."""
-        try:
-            loaded = self._manager.load([spec])["tasks"].values()
-        except Exception as error:  # of a file, a data set or code of the task: anything
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(
-                f"train.eval_tasks has {name!r}, which the evaluation harness cannot read"
-                f" ({first_line}): `lm-eval ls tasks` lists the names of its tasks, and a file of"
-                " one's own ends with .yaml."
-            ) from error
-        for task in loaded:
-            if task.config.output_type == "generate_until" and jax.process_count() > 1:
-                raise ConfigError(
-                    f"train.eval_tasks has {name!r}, which lets the model write: in a run of"
-                    " several processes take tasks with choices or of perplexity."
-                )
 
     def __call__(self, params: Params) -> dict[str, float]:
         self._model.params, self._model.batches = params, 0

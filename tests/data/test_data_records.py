@@ -144,7 +144,9 @@ def test_packing_loses_no_pair_and_mixes_none(
             assert row["source_segment_ids"].max() == numbers and numbers > 0
             assert (row["weights"] == (row["segment_ids"] > 0)).all()
             for number in range(1, numbers + 1):
-                ids, tokens, targets = _segment(row, number)
+                ids = row["source"][row["source_segment_ids"] == number].tolist()
+                target = row["segment_ids"] == number
+                tokens, targets = row["tokens"][target].tolist(), row["targets"][target].tolist()
                 assert ids[-1] == targets[-1] == END and tokens == [END, *targets[:-1]]
                 found.append((bytes(ids[:-1]), bytes(targets[:-1])))
         cut = [(a.encode()[: source - 1], b.encode()[: length - 1]) for a, b in pairs]
@@ -152,15 +154,6 @@ def test_packing_loses_no_pair_and_mixes_none(
         assert rows.cut == sum(
             (a.encode(), b.encode()) != short for (a, b), short in zip(pairs, cut, strict=True)
         )
-
-
-def _segment(row: NumpyBatch, number: int) -> tuple[list[int], list[int], list[int]]:
-    source, target = row["source_segment_ids"] == number, row["segment_ids"] == number
-    return (
-        row["source"][source].tolist(),
-        row["tokens"][target].tolist(),
-        row["targets"][target].tolist(),
-    )
 
 
 def one_row(

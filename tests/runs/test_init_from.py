@@ -16,7 +16,7 @@ from jaxformer.runs.config import load_config
 
 pytestmark = pytest.mark.slow
 
-STILL = {"optimizer.learning_rate": 0.0, "train.steps": 1}
+STILL = {"optimizer__learning_rate": 0.0, "train__steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def encoder(base) -> Path:
 
 
 def test_a_run_begins_from_another_runs_parameters_shape_and_tokenizer(base, trunk):
-    other = run(base, "other", data__train=base / "text.txt", run__init_from=trunk, **under(STILL))
+    other = run(base, "other", data__train=base / "text.txt", run__init_from=trunk, **STILL)
     assert jf.load(other).config.d_model == SMALL["model.d_model"]
     assert (other / "tokenizer.json").read_text() == (trunk / "tokenizer.json").read_text()
     found, expected = leaves(other), leaves(trunk)
@@ -59,15 +59,8 @@ def test_a_run_begins_from_another_runs_parameters_shape_and_tokenizer(base, tru
 def test_the_trunk_is_carried_and_the_head_is_new(base, family, request):
     origin = request.getfixturevalue({"decoder": "trunk", "encoder": "encoder"}[family])
     changes = {"model__head": "classes", "data__packing": "stream"}
-    name = f"classes-{family}"
-    made = run(
-        base,
-        name,
-        data__train=base / "labelled.tsv",
-        run__init_from=origin,
-        **changes,
-        **under(STILL),
-    )
+    changes |= {"data__train": base / "labelled.tsv", "run__init_from": origin}
+    made = run(base, f"classes-{family}", **changes, **STILL)
     found, before = leaves(made), leaves(origin)
     carried = {
         path for path in found if path in before and np.array_equal(found[path], before[path])
@@ -82,7 +75,7 @@ def test_the_trunk_is_carried_and_the_head_is_new(base, family, request):
 def test_a_classifier_that_is_tuned_again_keeps_its_labels_and_their_order(base, encoder, capsys):
     """The base is {0: y, 1: n}, which is not the order of the alphabet."""
     changes = {"model__head": "classes", "data__packing": "stream", "run__progress": "lines"}
-    changes |= under(STILL)
+    changes |= STILL
     first = run(base, "yn", data__train=base / "labelled.tsv", run__init_from=encoder, **changes)
     record = json.loads((first / "data.json").read_text())
     (first / "data.json").write_text(json.dumps(record | {"labels": ["y", "n"]}))
@@ -133,14 +126,10 @@ def test_a_setting_that_the_parameters_have_the_shape_for_takes_effect(base, tru
         "model__rope_factor": 4.0,
         "model__norm_eps": 1e-6,
     }
-    other = run(
-        base, "longer", data__train=base / "text.txt", run__init_from=trunk, **asked, **under(STILL)
-    )
+    changes = asked | STILL | {"data__train": base / "text.txt", "run__init_from": trunk}
+    other = run(base, "longer", **changes)
     found = jf.load(other).config
-    assert {
-        f"model__{name}": getattr(found, name)
-        for name in ("max_length", "rope_scaling", "rope_factor", "norm_eps")
-    } == asked
+    assert {name: getattr(found, name.removeprefix("model__")) for name in asked} == asked
     for path, leaf in leaves(other).items():
         np.testing.assert_array_equal(leaf, leaves(trunk)[path], err_msg=path)
 
@@ -149,13 +138,10 @@ def test_a_config_that_states_no_model_takes_the_bases_and_one_that_does_is_aske
     config = Path(__file__).parents[2] / "configs"
     asked = [f"run.init_from={trunk}", f"run.dir={base / 'never'}", "data.sequence_length=16"]
     there = jf.load_config(trunk / "config.json").model
-    assert load_config(config / "finetune.py", asked).model == dataclasses.replace(
-        there, dropout=0.0
-    )
-    assert (
-        load_config(config / "finetune.py", [*asked, "model.max_length=2048"]).model.max_length
-        == 2048
-    )
+    found = load_config(config / "finetune.py", asked).model
+    assert found == dataclasses.replace(there, dropout=0.0)
+    found = load_config(config / "finetune.py", [*asked, "model.max_length=2048"]).model
+    assert found.max_length == 2048
     assert load_config(config / "quickstart.py", asked).model.d_model == 128
 
 
@@ -191,10 +177,6 @@ def test_settings_that_the_parameters_have_no_shape_for_are_refused_by_name(base
     assert "so embed.tokens is (300, 64) here, and (300, 32) in the base" in message
     assert "norm_eps" not in message and "configs/finetune.py" in message
     assert not (base / "refused").exists()
-
-
-def under(changes: dict) -> dict:
-    return {name.replace(".", "__"): value for name, value in changes.items()}
 
 
 def test_one_label_is_nothing_to_learn(base):
