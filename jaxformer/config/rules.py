@@ -95,8 +95,17 @@ SETTING_OF = {"output": "head", "embedded_positions": "positions"}
 
 def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
-    if heads := [*_heads(config)]:
-        return heads
+    width, heads, kv_heads = config.d_model, config.n_heads, config.n_kv_heads
+    if not config.head_dim and width % heads:
+        return [
+            f"d_model={width} is not divisible by model.n_heads={heads}: choose heads that divide"
+            f" it ({divisors(width)}), or set model.head_dim."
+        ]
+    if heads % config.kv_heads:
+        return [
+            f"n_heads={heads} is not divisible by model.n_kv_heads={kv_heads}: every key head"
+            f" serves the same number of query heads, so choose one of {divisors(heads)}."
+        ]
     defaults = {field.name: field.default for field in fields(config)}
     problems = []
     for (other, allowed), needed_by in NEEDS.items():
@@ -125,21 +134,6 @@ def model_conflicts(config: Any) -> list[str]:
     except ConfigError as error:
         return [f"mup_base={text!r} is no model: {error}"]
     return []
-
-
-def _heads(config: Any) -> Iterator[str]:
-    width, heads, kv_heads = config.d_model, config.n_heads, config.n_kv_heads
-    if not config.head_dim and width % heads:
-        yield (
-            f"d_model={width} is not divisible by model.n_heads={heads}: choose heads that divide"
-            f" it ({divisors(width)}), or set model.head_dim."
-        )
-        return
-    if heads % config.kv_heads:
-        yield (
-            f"n_heads={heads} is not divisible by model.n_kv_heads={kv_heads}: every key head"
-            f" serves the same number of query heads, so choose one of {divisors(heads)}."
-        )
 
 
 def _positions(config: Any) -> Iterator[str]:

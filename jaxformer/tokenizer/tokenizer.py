@@ -71,28 +71,24 @@ class Tokenizer:
         self.encoder = Encoder(backend, split_names, origin)
         self._cleans = self.metadata.cleans(backend)
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-        self._require_ids()
-        self._guessed = guessed_roles(self._vocab)
-        self._roles = self._guessed | self.metadata.ids | self.metadata.named_ids
-        self.forced_token: int | None = self._roles.get("forced")
-        self.vocab_size: int = max(self._vocab.values()) + 1
-        self._frames: dict[int, Frame | None] = {}  # by the number of texts
-
-    def _require_ids(self) -> None:
-        """Raises ConfigError where two tokens have one id, or an id is none of a vocabulary."""
         named: dict[int, str] = {}
         for token, index in self._vocab.items():
             if index in named:
                 raise ConfigError(
-                    f"{self.origin} gives the id {index} to {named[index]!r} and to {token!r}:"
+                    f"{origin} gives the id {index} to {named[index]!r} and to {token!r}:"
                     " restore it."
                 )
             named[index] = token
         if max(named, default=0) >= MOST_TOKENS:
             raise ConfigError(
-                f"{self.origin} gives {named[max(named)]!r} the id {max(named)}, and ids are below"
+                f"{origin} gives {named[max(named)]!r} the id {max(named)}, and ids are below"
                 f" {MOST_TOKENS}: restore it."
             )
+        self._guessed = guessed_roles(self._vocab)
+        self._roles = self._guessed | self.metadata.ids | self.metadata.named_ids
+        self.forced_token: int | None = self._roles.get("forced")
+        self.vocab_size: int = max(self._vocab.values()) + 1
+        self._frames: dict[int, Frame | None] = {}  # by the number of texts
 
     @property
     def dtype(self) -> np.dtype:

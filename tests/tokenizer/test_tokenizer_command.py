@@ -87,20 +87,10 @@ def test_ids_are_written_as_text_or_as_an_array(
 
 
 def test_text_from_a_pipe_is_encoded_as_it_comes(trained: Path, tmp_path: Path) -> None:
-    line = [
-        sys.executable,
-        "-c",
-        "import sys; from jaxformer.cli import main; sys.exit(main())",
-        "tokenizer",
-        "encode",
-    ]
-    made = subprocess.run(
-        [*line, str(trained)], input=TEXT.encode(), capture_output=True, cwd=ROOT, check=True
-    )
+    line = [sys.executable, "-m", "jaxformer", "tokenizer", "encode", str(trained)]
+    made = subprocess.run(line, input=TEXT.encode(), capture_output=True, cwd=ROOT, check=True)
     assert [*map(int, made.stdout.split())] == Tokenizer.load(trained).encode(TEXT)
-    empty = subprocess.run(
-        [*line, str(trained), "-"], input=b"", capture_output=True, cwd=ROOT, check=True
-    )
+    empty = subprocess.run([*line, "-"], input=b"", capture_output=True, cwd=ROOT, check=True)
     assert empty.stdout == b"\n" and empty.stderr == b"0 tokens of 0 bytes\n"
 
 
