@@ -21,9 +21,8 @@ def test_a_score_is_the_log_probability_of_the_token_after_those_before_it():
     assert scores.is_scored[:, 1:].all()
     order = np.argsort(-logs[:, :-1], axis=-1)[..., :4]
     np.testing.assert_array_equal(scores.alternatives[:, 1:], order)
-    np.testing.assert_allclose(
-        scores.alternative_log_probs[:, 1:], np.take_along_axis(logs[:, :-1], order, -1), atol=1e-5
-    )
+    likeliest = np.take_along_axis(logs[:, :-1], order, -1)
+    np.testing.assert_allclose(scores.alternative_log_probs[:, 1:], likeliest, atol=1e-5)
     assert scored(params, config, rows).alternatives.shape == (*rows.shape, 0)
 
 
@@ -35,10 +34,8 @@ def test_padding_and_the_first_token_of_a_segment_are_not_scored():
     scores = scored(params, config, packed, segment_ids=segments)
     for text, start in ((one, 0), (other, 7)):
         alone = scored(params, config, text)
-        length = text.shape[1]
-        np.testing.assert_allclose(
-            scores.log_probs[:, start : start + length], alone.log_probs, atol=1e-5
-        )
+        found = scores.log_probs[:, start : start + text.shape[1]]
+        np.testing.assert_allclose(found, alone.log_probs, atol=1e-5)
     assert not scores.is_scored[0, [0, 7, 12, 13, 14]].any() and scores.is_scored.sum() == 10
 
 
@@ -50,9 +47,8 @@ def test_the_likeliest_alternative_is_what_greedy_decoding_writes():
     text = np.concatenate([start, new], axis=1)
     scores = scored(params, config, text, top=1, source=source)
     np.testing.assert_array_equal(scores.alternatives[:, 1:, 0], new)
-    np.testing.assert_allclose(
-        scores.alternative_log_probs[:, 1:, 0], scores.log_probs[:, 1:], atol=1e-5
-    )
+    likeliest = scores.alternative_log_probs[..., 0]
+    np.testing.assert_allclose(likeliest[:, 1:], scores.log_probs[:, 1:], atol=1e-5)
 
 
 def test_what_cannot_be_scored_has_one_message():

@@ -61,13 +61,8 @@ def assert_same_gradients(found, expected, least=0.0):
 
 
 def test_each_layer_has_the_settings_of_its_letter():
-    bases = dict(
-        window=3,
-        window_pattern="wwf",
-        rope_window_theta=5.0,
-        rope_scaling="linear",
-        rope_factor=2.0,
-    )
+    bases = dict(window=3, window_pattern="wwf", rope_window_theta=5.0)
+    bases |= dict(rope_scaling="linear", rope_factor=2.0)
     each = layer_configs(jf.ModelConfig(**SIZES | bases), 5)
     assert [layer.window for layer in each] == [3, 3, 0, 3, 3] and repetition_of(each) == (0, 3)
     assert [layer.rope_theta for layer in each] == [5.0, 5.0, 10_000.0, 5.0, 5.0]
@@ -115,11 +110,8 @@ def test_layers_of_equal_tables_are_one_stack_whatever_their_windows():
 def test_layers_of_different_tables_are_a_stack_for_each_position(widths):
     config = Patterned(**SIZES | WIDE)
     table = rows(specs(config))
-    assert table["blocks.0.ffn.up"].shape == (2, 16, 24) and table["blocks.1.ffn.up"].shape == (
-        1,
-        16,
-        48,
-    )
+    shapes = [table[f"blocks.{position}.ffn.up"].shape for position in (0, 1)]
+    assert shapes == [(2, 16, 24), (1, 16, 48)]
     assert "blocks.1.ffn.up_bias" in table and "blocks.0.ffn.up_bias" not in table
     params = jf.init(config, jax.random.key(0))
     check_params(specs(config), params)
@@ -132,9 +124,8 @@ def test_layers_of_different_tables_are_a_stack_for_each_position(widths):
 @pytest.mark.parametrize("family", slow_but(["decoder", "encoder_decoder"], "decoder"))
 def test_layers_of_different_tables_are_the_same_in_a_scan_and_under_a_cache(family, widths):
     """Two whole periods of two layers and one layer more, in a scan; the gradient too."""
-    config = Patterned(
-        **SIZES | WIDE | {"family": family, "n_layers": 5 if family == "decoder" else 3}
-    )
+    depth = {"family": family, "n_layers": 5 if family == "decoder" else 3}
+    config = Patterned(**SIZES | WIDE | depth)
     params, batch = params_of(config), alone(config)
     expected, gradient = slopes(params, config, batch)
     scanned, again = slopes(params, dataclasses.replace(config, **SCANNED), batch)
@@ -152,9 +143,8 @@ def test_leading_layers_may_differ_from_the_pattern_without_unstacking_it(widths
     params, batch = params_of(config), alone(config)
     sizes = [params["blocks"][p]["ffn"]["up"].shape for p in ("0", "1", "2")]
     assert sizes == [(1, 16, 48), (1, 16, 48), (4, 16, 24)] and len(params["blocks"]) == 3
-    assert [layer["ffn"]["up"].shape[1] for layer in layers_of(params["blocks"])] == (
-        [48, 48, 24, 24, 24, 24]
-    )
+    found = [layer["ffn"]["up"].shape[1] for layer in layers_of(params["blocks"])]
+    assert found == [48, 48, 24, 24, 24, 24]
     expected = forward(params, config, **batch)
     scanned = dataclasses.replace(config, **SCANNED)
     np.testing.assert_allclose(forward(params, scanned, **batch), expected, atol=1e-4)
@@ -169,26 +159,20 @@ LOOPS = {"scan": {"layer_loop": "scan"}, "scan, remat": SCANNED, "remat": {"rema
 def captured(family):
     """A model of three layers with windows, and all its intermediates with two of them replaced,
     unrolled."""
-    sizes = SIZES | {
-        "n_layers": 3,
-        "n_encoder_layers": 0,
-        "window": 3,
-        "window_pattern": "wf",
-        "family": family,
-    }
-    config = jf.ModelConfig(**sizes)
+    depth = {"n_layers": 3, "n_encoder_layers": 0, "family": family}
+    config = jf.ModelConfig(**SIZES | depth | {"window": 3, "window_pattern": "wf"})
     stack = "encoder" if family == "encoder" else "decoder"
     replace = {f"{stack}.2.mlp_out": 0.5, f"{stack}.1.attention_weights": lambda w: w[..., ::-1]}
     return config, replace, run(config, replace)
 
 
 def run(config, replace):
-    call = jax.jit(
-        lambda params, batch: jf.inspect(params, config, capture=["*"], replace=replace, **batch)
-    )
-    return call(
-        params_of(dataclasses.replace(config, layer_loop="unroll", remat="none")), alone(config)
-    )
+    @jax.jit
+    def call(params, batch):
+        return jf.inspect(params, config, capture=["*"], replace=replace, **batch)
+
+    same = dataclasses.replace(config, layer_loop="unroll", remat="none")
+    return call(params_of(same), alone(config))
 
 
 @pytest.mark.parametrize(
@@ -206,10 +190,8 @@ def test_captures_and_replacements_are_the_same_however_layers_are_run(loop, fam
 def test_a_scan_stays_a_scan_under_a_request():
     config = jf.ModelConfig(**SIZES | {"layer_loop": "scan"})
     batch = alone(config)
-    lowered = jax.jit(
-        lambda p: jf.inspect(p, config, capture=["decoder.1.mlp_out"], **batch)
-    ).lower(params_of(config))
-    assert lowered.as_text().count("stablehlo.while") == 1
+    call = jax.jit(lambda p: jf.inspect(p, config, capture=["decoder.1.mlp_out"], **batch))
+    assert call.lower(params_of(config)).as_text().count("stablehlo.while") == 1
 
 
 GROUPS = {"n_layers": 6, "layer_groups": 2}

@@ -34,9 +34,8 @@ def reference(x, head, targets, weights, label_smoothing=0.0, z_loss=0.0, soft_c
     logits = jnp.einsum("btd,vd->btv", x, head)
     logits = soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
     logp = jax.nn.log_softmax(logits)
-    goal = (1 - label_smoothing) * jax.nn.one_hot(
-        targets, head.shape[0]
-    ) + label_smoothing / head.shape[0]
+    one_hot, vocab = jax.nn.one_hot(targets, head.shape[0]), head.shape[0]
+    goal = (1 - label_smoothing) * one_hot + label_smoothing / vocab
     lse = jax.nn.logsumexp(logits, axis=-1)
     nats = -jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
     return (weights * (-(goal * logp).sum(-1) + z_loss * lse**2)).sum(), (weights * nats).sum()
@@ -84,23 +83,20 @@ def test_a_bias_is_added_to_the_logits_and_has_its_gradient():
 
     def by_column(x, head, bias):
         """The bias as one more column, which every row reads as 1."""
-        wide = (
-            jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1),
-            jnp.concatenate([head, bias[:, None]], -1),
-        )
-        return 3 * reference(*wide, targets, weights, **EXTRAS)[0]
+        x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1)
+        head = jnp.concatenate([head, bias[:, None]], -1)
+        return 3 * reference(x, head, targets, weights, **EXTRAS)[0]
 
     def value_and_gradients(function):
         return jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2)))(x, head, bias)
 
     expected = jax.tree.leaves(value_and_gradients(by_column))
     for tile in (None, 4):
-        options = EXTRAS | {"tile": tile}
-        found = value_and_gradients(
-            lambda x, head, bias, options=options: (
-                3 * cross_entropy(x, head, targets, weights, bias=bias, **options)[0]
-            )
-        )
+
+        def ours(x, head, bias, options=EXTRAS | {"tile": tile}):
+            return 3 * cross_entropy(x, head, targets, weights, bias=bias, **options)[0]
+
+        found = value_and_gradients(ours)
         for a, b in zip(jax.tree.leaves(found), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 

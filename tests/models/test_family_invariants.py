@@ -211,11 +211,8 @@ def test_padding_and_other_segments_are_seen_by_no_token(positions, family, kern
         np.array(segments)[:, None] == np.array(side)[None] for side in (segments, sources)
     )
     real = np.array(segments) != 0
-    target, source = reach(
-        small(family, positions, attention_kernel=kernel),
-        segments,
-        sources if family == "encoder_decoder" else None,
-    )
+    of_source = sources if family == "encoder_decoder" else None
+    target, source = reach(small(family, positions, attention_kernel=kernel), segments, of_source)
     expected = own if family == "encoder" else own & np.tril(own)
     np.testing.assert_array_equal(target[real], expected[real])
     if family == "encoder_decoder":
@@ -238,14 +235,8 @@ compiled = jax.jit(jf.forward, static_argnums=1)
 def test_scan_equals_unrolled_and_jit_equals_no_jit(positions, family):
     """With a window in some layers and not in others. An encoder-decoder has the loops of both
     other families."""
-    config = small(
-        family,
-        positions,
-        window=3,
-        window_pattern="wf",
-        n_layers=3,
-        n_encoder_layers=2 * (family == "encoder_decoder"),
-    )
+    depth = dict(n_layers=3, n_encoder_layers=2 * (family == "encoder_decoder"))
+    config = small(family, positions, window=3, window_pattern="wf", **depth)
     row = laid_out(config, ("packed",))
     params = params_of(config)
     expected = jf.forward(params, config, **row)
@@ -266,11 +257,8 @@ def value_and_gradient(config):
     fewest(itertools.product(FAMILIES, ["unroll", "scan"], ["dots", "full"]), 1),
 )
 def test_remat_changes_no_value_and_no_gradient(family, loop, remat):
-    config = small(
-        family,
-        {"decoder": "alibi", "encoder": "rope", "encoder_decoder": "t5"}[family],
-        layer_loop=loop,
-    )
+    positions = {"decoder": "alibi", "encoder": "rope", "encoder_decoder": "t5"}[family]
+    config = small(family, positions, layer_loop=loop)
     changed = dataclasses.replace(config, remat=remat)
     jax.tree.map(close, value_and_gradient(changed), value_and_gradient(config))
 
@@ -308,13 +296,9 @@ def test_generation_from_padded_sources_and_prompts_equals_that_from_each_alone(
         turn = -1 if name == "tokens" else 1
         real[name] = (np.arange(max(ends)) < np.array(ends)[:, None])[:, ::turn]
         given[name] = DOCUMENTS[name][:2, : max(ends)]
-    ids = {
-        "segment_ids": real["tokens"].astype(int),
-        "source_segment_ids": real["source"].astype(int),
-    }
-    together = jf.generate(
-        params, config, given["tokens"], 6, temperature=0, source=given["source"], **ids
-    )
+    sides = {"segment_ids": "tokens", "source_segment_ids": "source"}
+    ids = {name: real[side].astype(int) for name, side in sides.items()} | {"temperature": 0}
+    together = jf.generate(params, config, given["tokens"], 6, source=given["source"], **ids)
     for i, row in enumerate(together):
         tokens, source = (given[name][i : i + 1, real[name][i]] for name in given)
         np.testing.assert_array_equal(
@@ -339,12 +323,10 @@ def test_positions_given_are_those_that_count_and_relative_schemes_know_distance
 def test_types_given_are_those_that_count_and_none_given_are_zeros(family):
     config = small(family, "rope", token_types=2)
     batch = alone(config)
-    of = {
-        types: jf.forward(
-            params_of(config), config, **batch | {"token_types": np.full((4, DOCUMENT), types)}
-        )
-        for types in (0, 1)
-    }
+    of = []
+    for types in (0, 1):
+        batch["token_types"] = np.full((4, DOCUMENT), types)
+        of.append(jf.forward(params_of(config), config, **batch))
     mixed = jnp.abs(logits_alone(config) - of[0]).max()
     assert min(mixed, jnp.abs(of[0] - of[1]).max()) > 1e-2
     del batch["token_types"]

@@ -200,17 +200,14 @@ def test_the_new_tokens_are_those_of_the_arrays():
     ids=["int8", "nf4 double by rows"],
 )
 def test_a_table_that_is_looked_up_and_the_head_it_is_tied_to_are_those_of_the_array(make, width):
-    config = jf.ModelConfig(
-        **SIZES | {"d_model": width, "n_layers": 1, "tied_head": True, "positions": "learned"},
-        dtype="bfloat16",
-    )
+    settings = {"d_model": width, "n_layers": 1, "tied_head": True, "positions": "learned"}
+    config = jf.ModelConfig(**SIZES | settings, dtype="bfloat16")
     table, params, batch = specs(config), start(config), alone(config)
     for part in ("tokens", "positions"):
         leaf = make(params["embed"][part], table["embed"][part])
         params = params | {"embed": params["embed"] | {part: leaf}}
-    np.testing.assert_array_equal(
-        forward(params, config, **batch), forward(made(params), config, **batch)
-    )
+    expected = forward(made(params), config, **batch)
+    np.testing.assert_array_equal(forward(params, config, **batch), expected)
     leaf = params["embed"]["tokens"].astype(jnp.bfloat16)
     found = jax.jit(lambda leaf: lookup(leaf, batch["tokens"], ("batch", None, None)))(leaf)
     np.testing.assert_array_equal(found, leaf.array()[batch["tokens"]])
@@ -241,10 +238,9 @@ def test_a_cast_changes_the_dtype_of_the_array_and_no_code(kind):
 
 
 CONFIGS = {
-    **{
-        f"{factor} {option}": VARIANTS[factor][option]
-        for factor, option in (("scores", "sinks"), ("query_key_norm", "head"), ("norm", "none"))
-    },
+    "sinks": VARIANTS["scores"]["sinks"],
+    "norms of heads": VARIANTS["query_key_norm"]["head"],
+    "no norm": VARIANTS["norm"]["none"],
     "gated, without biases": MODELS["decoder"] | {"value_dim": 6},
     "encoder": MODELS["encoder"] | {"activation": "gelu", "bias": "all"},
     "encoder-decoder": MODELS["encoder-decoder"],
