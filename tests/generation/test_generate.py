@@ -86,10 +86,11 @@ def test_int8_is_read_by_wider_vectors_and_writes_the_text_of_its_arrays():
     assert fitted(finish, prepared(codes, config)) is not finish
     found = jf.generate(codes, config, prompt[:, :9], max_new_tokens=8, temperature=0)
     np.testing.assert_array_equal(found, greedy_without_cache(codes, config, prompt[:, :9], 8))
-    inside = jax.jit(lambda codes: jf.generate(codes, config, prompt[:, :9], 12, temperature=0))
-    np.testing.assert_array_equal(
-        inside(codes), jf.generate(codes, config, prompt[:, :9], 12, temperature=0)
-    )
+
+    def written(codes):
+        return jf.generate(codes, config, prompt[:, :9], 12, temperature=0)
+
+    np.testing.assert_array_equal(jax.jit(written)(codes), written(codes))
 
 
 @pytest.mark.parametrize("count, reads", [(1, False), (2, True)])
@@ -104,11 +105,9 @@ def test_the_last_token_is_not_read(count, reads):
 
 def test_a_row_stops_at_whichever_of_several_end_tokens_comes_first():
     params, config, prompt = weights_and_tokens("llama")
-    free = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0))
+    free = np.asarray(jf.generate(params, config, prompt, 12, temperature=0))
     several = (int(free[0, 6]), int(free[1, 3]))
-    stopped = np.asarray(
-        jf.generate(params, config, prompt, max_new_tokens=12, temperature=0, end_token=several)
-    )
+    stopped = jf.generate(params, config, prompt, 12, temperature=0, end_token=several)
     for row, found in zip(free, stopped, strict=True):
         at = next(place for place, token in enumerate(row) if token in several)
         np.testing.assert_array_equal(found, [*row[: at + 1], *[several[0]] * (11 - at)])
@@ -116,10 +115,8 @@ def test_a_row_stops_at_whichever_of_several_end_tokens_comes_first():
 
 def test_the_same_key_gives_the_same_text_and_another_key_another():
     params, config, prompt = weights_and_tokens("llama")
-    a, b, c = (
-        jf.generate(params, config, prompt, max_new_tokens=20, key=jax.random.key(k))
-        for k in (0, 0, 1)
-    )
+    keys = (jax.random.key(seed) for seed in (0, 0, 1))
+    a, b, c = (jf.generate(params, config, prompt, 20, key=key) for key in keys)
     np.testing.assert_array_equal(a, b)
     assert (np.asarray(a) != np.asarray(c)).any()
 
@@ -159,9 +156,7 @@ def test_the_largest_temperatures_draw_every_token_alike_and_no_padding(temperat
 
 def test_padding_ids_of_the_table_are_never_drawn():
     params, config, prompt = weights_and_tokens("llama")
-    drawn = jf.generate(
-        params, config, prompt, max_new_tokens=30, key=KEY, temperature=3.0, vocab_size=5
-    )
+    drawn = jf.generate(params, config, prompt, 30, key=KEY, temperature=3.0, vocab_size=5)
     assert int(drawn.max()) < 5 <= VOCABULARY
 
 

@@ -81,12 +81,9 @@ def test_a_prompt_in_a_decoder_equals_its_vectors_in_front_of_the_tokens(name):
         "head": params["head"] | {"weight": head},
     }
     ids = np.broadcast_to(np.arange(TOKENS) + config.vocab_size, (len(tokens), TOKENS))
-    size = config.vocab_size + TOKENS
-    wanted = forward(
-        longer, dataclasses.replace(config, vocab_size=size), np.concatenate([ids, tokens], 1)
-    )
-    found = forward(params, config, tokens)
-    assert_close(found, wanted[:, TOKENS:, : config.vocab_size])
+    wide = dataclasses.replace(config, vocab_size=config.vocab_size + TOKENS)
+    wanted = forward(longer, wide, np.concatenate([ids, tokens], 1))
+    assert_close(forward(params, config, tokens), wanted[:, TOKENS:, : config.vocab_size])
 
 
 @pytest.mark.parametrize(
@@ -97,10 +94,8 @@ def test_a_prompt_in_a_decoder_equals_the_prefix_of_its_keys_and_values(name):
     below = jf.without_adapters(params)
     prefix = {"decoder": prefix_of(below, config, params["virtual"]["prompt"])}
     batch = laid_out(config)
-    found, wanted = (
-        forward(each, config, **batch) for each in (below | {"virtual": prefix}, params)
-    )
-    assert_close(found, wanted)
+    found = forward(below | {"virtual": prefix}, config, **batch)
+    assert_close(found, forward(params, config, **batch))
 
 
 def test_a_prompt_in_an_encoder_decoder_equals_its_vectors_in_front_of_the_source():
@@ -198,12 +193,10 @@ def test_a_prompt_begins_as_rows_of_tokens_and_a_prefix_small():
     table = np.asarray(params["embed"]["tokens"])
     ids = [np.flatnonzero((table == row).all(1))[0] for row in np.asarray(prompt)]
     assert len({*ids}) > 10
-    again, other = (
-        jf.adapt(params, config, jf.PromptTuning(30), jax.random.key(i))["virtual"]["prompt"]
-        for i in (1, 2)
-    )
-    np.testing.assert_array_equal(prompt, again)
-    assert np.any(prompt != other)
+    again = jf.adapt(params, config, jf.PromptTuning(30), key)
+    np.testing.assert_array_equal(prompt, again["virtual"]["prompt"])
+    other = jf.adapt(params, config, jf.PromptTuning(30), jax.random.key(2))
+    assert np.any(prompt != other["virtual"]["prompt"])
     prefix = jf.adapt(params, config, jf.PrefixTuning(30), key)["virtual"]["decoder"]
     assert prefix["prefix_k"].shape == prefix["prefix_v"].shape == (2, 30, 2, 4)
     assert 0.015 < float(prefix["prefix_k"].std()) < 0.025

@@ -290,20 +290,19 @@ def test_a_cautious_update_moves_only_where_the_gradient_does(name, formula):
 
 def test_a_group_multiplies_the_rate_and_the_decay_of_its_leaves_and_of_no_others():
     settings = {"name": "adamw", "weight_decay": 0.3}
-    plain, grouped = (
-        trained(config_of(groups=groups, **settings))
-        for groups in ("", "matrix: lr 0.5 decay 0.25")
-    )
+    texts = ("", "matrix: lr 0.5 decay 0.25")
+    plain, grouped = (trained(config_of(groups=text, **settings)) for text in texts)
     for a, b in zip(plain, grouped, strict=True):
         np.testing.assert_array_equal(a["vector"], b["vector"])
     rule = adam(config_of(**settings))
-    config = config_of(**settings)
-    halved = expected_of(
-        config,
-        lambda *args: rule(*args) * (0.5 if args[0] != "vector" else 1),
-        (lambda u, w, rate: 0.5 * rate * 0.25 * 0.3 * w),
-    )
-    assert_equal_steps(grouped, halved)
+
+    def halved(name, *rest):
+        return rule(name, *rest) * (0.5 if name != "vector" else 1)
+
+    def decay(u, w, rate):
+        return 0.5 * rate * 0.25 * 0.3 * w
+
+    assert_equal_steps(grouped, expected_of(config_of(**settings), halved, decay))
 
 
 def test_the_groups_name_kinds_names_and_patterns_of_paths():
