@@ -191,7 +191,20 @@ def _checked(
     for number, row in rows:
         handler.location = f"{where} {number}"
         try:
-            record = _record(parse(row), fields)
+            entries = parse(row)
+            record: Record = tuple(_value(_require(entries, field), field) for field in fields)
+            counts = {
+                field.name: len(value)
+                for field, value in zip(fields, record, strict=True)
+                if field.kind in ("words", "tags")
+            }
+            if len({*counts.values()}) > 1:
+                numbers = " and ".join(f"the field {name!r} has {n}" for name, n in counts.items())
+                raise RecordError(
+                    "another number of tags than words", f"{numbers}. Give one for each."
+                )
+            if fields[0].kind == "prompt":
+                record = one_pair(*record)
         except RecordError as error:
             handler.malformed(error)
             continue
@@ -222,19 +235,6 @@ def _require(row: object, field: RecordField) -> dict[str, object]:
         f"{shown}; set {field.setting or 'data.objective'} to the one of the {field.kind}, or for"
         " conversations data.objective=sft and data.messages_field.",
     )
-
-
-def _record(row: object, fields: Fields) -> Record:
-    record = tuple(_value(_require(row, field), field) for field in fields)
-    counts = {
-        field.name: len(value)
-        for field, value in zip(fields, record, strict=True)
-        if field.kind in ("words", "tags")
-    }
-    if len({*counts.values()}) > 1:
-        numbers = " and ".join(f"the field {name!r} has {count}" for name, count in counts.items())
-        raise RecordError("another number of tags than words", f"{numbers}. Give one for each.")
-    return one_pair(*record) if fields[0].kind == "prompt" else record
 
 
 def _value(row: dict[str, object], field: RecordField) -> Value:

@@ -332,10 +332,8 @@ def test_a_run_is_not_continued_with_another_template(
     template.write_text(CHATML + "{# another #}")
     try:
         assert train_here(command) == 2
-        assert (
-            "was begun with other text (train, validation, chat_template changed"
-            in capsys.readouterr().err
-        )
+        said = "was begun with other text (train, validation, chat_template changed"
+        assert said in capsys.readouterr().err
         assert contents(run_dir) == before
     finally:
         template.write_text(CHATML)

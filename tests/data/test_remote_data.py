@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from corpora import prepare, tokenize
+from corpora import prepare, quiet, tokenize
 from faulty_server import NONE, Faults
 from hub_server import REPOSITORY
 from products import slow_but
@@ -35,10 +35,6 @@ def copies_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of copies, new for each test."""
     monkeypatch.setenv(copies.VARIABLE, str(tmp_path / "copies"))
     return tmp_path / "copies"
-
-
-def quiet(line: str) -> None:
-    pass
 
 
 def records(start: int, count: int = 40) -> bytes:
@@ -131,7 +127,7 @@ def test_a_store_that_was_altered_in_its_bucket_is_named(s3_bucket: str, tmp_pat
 
 def test_token_ids_and_a_tokenizer_in_a_bucket(s3_bucket: str, tmp_path: Path) -> None:
     text = run_of(tmp_path / "cache", put(tmp_path / "text"))
-    corpus = prepare(text, quiet)
+    corpus = prepare(text)
     corpus.tokenizer.save(tmp_path / "mine" / "tokenizer.json")
     corpus.tokenizer.save(f"{s3_bucket}/mine/tokenizer.json")
     np.save(
@@ -185,7 +181,7 @@ def test_interrupted_work_goes_on_from_its_shard(
 
     monkeypatch.setattr(store_files, "_write_shard", stopping_once)
     with pytest.raises(KeyboardInterrupt):
-        prepare(run_of(cache, text), quiet)
+        prepare(run_of(cache, text))
     resumed = batches_of(run_of(cache, text))
     assert len(written) == len({*written})
     assert resumed == batches_of(run_of(tmp_path / "cache", text))
@@ -273,7 +269,7 @@ def test_a_bucket_that_may_not_be_written_is_named(
 ) -> None:
     run = run_of(f"{s3_bucket}/cache", put(tmp_path / "text"))
     with s3_faults.fault("denied", method="PUT"), pytest.raises(ConfigError) as caught:
-        prepare(run, quiet)
+        prepare(run)
     assert f"{s3_bucket}/cache" in str(caught.value) and "cannot be written" in str(caught.value)
 
 

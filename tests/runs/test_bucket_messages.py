@@ -41,9 +41,7 @@ def test_a_fault_that_passes_is_not_seen(s3_bucket: str, s3_faults: Faults) -> N
     assert not objects(s3_bucket)
 
 
-def test_credentials_that_are_missing(
-    s3_bucket: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_credentials_that_are_missing(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from s3fs import S3FileSystem
 
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
