@@ -37,9 +37,8 @@ def test_pairs_are_what_transformers_trains_an_encoder_decoder_on(kind: str) -> 
         assert row["targets"].tolist() == (
             labels := [*labels[:7], labels[-1]] if len(labels) > 8 else labels
         )
-        assert row["tokens"].tolist() == [ours.start_token, *labels[:-1]] and row[
-            "weights"
-        ].tolist() == [1] * len(labels)
+        assert row["tokens"].tolist() == [ours.start_token, *labels[:-1]]
+        assert row["weights"].tolist() == [1] * len(labels)
         sizes = template.sizes(np.array([[len(part) for part in parts]]))
         assert sizes.tolist() == [[len(read), len(hf(target).input_ids)]]
 
@@ -67,10 +66,8 @@ def test_rows_of_plain_text_stand_in_the_template_and_fit(
     read, written = [], []
     for seed in range(60):
         row = made.row(0, np.random.default_rng(seed))
-        source, targets = (
-            row["source"][row["source_segment_ids"] > 0].tolist(),
-            row["targets"][row["weights"] > 0].tolist(),
-        )
+        source = row["source"][row["source_segment_ids"] > 0].tolist()
+        targets = row["targets"][row["weights"] > 0].tolist()
         inner, after = source[len(tokenizer.prefix) : -1], targets[len(before) :]
         assert source == tokenizer.as_source(inner) and targets[: len(before)] == before
         assert row["tokens"][: len(targets)].tolist() == [tokenizer.start_token, *targets[:-1]]
@@ -90,20 +87,17 @@ def test_rows_of_plain_text_stand_in_the_template_and_fit(
 
 def test_a_decoder_answers_to_the_prompt_that_it_is_given_later() -> None:
     tokenizer = Tokenizer.load(saved("llama2"))
-    template = template_of(
-        SFTTemplate, RunConfig(model=ModelConfig(), data=DataConfig(sequence_length=64)), tokenizer
-    )
+    run = RunConfig(model=ModelConfig(), data=DataConfig(sequence_length=64))
+    template = template_of(SFTTemplate, run, tokenizer)
     (parts,) = template.encode([("the cat", " sat")], {})
     row = template.arrays(*(np.array(part) for part in parts))
     prompt = tokenizer.as_prompt(tokenizer.encode("the cat"))
     answer = tokenizer.encode("the cat sat")[len(tokenizer.encode("the cat")) :]
-    assert (
-        row["tokens"].tolist() == [*prompt, *answer] and row["targets"][-1] == tokenizer.end_token
-    )
+    assert row["tokens"].tolist() == [*prompt, *answer]
+    assert row["targets"][-1] == tokenizer.end_token
     assert row["weights"].tolist() == [0] * (len(prompt) - 1) + [1] * (len(answer) + 1)
-    assert template.sizes(np.array([[len(part) for part in parts]])).tolist() == [
-        [len(row["tokens"])]
-    ]
+    sizes = template.sizes(np.array([[len(part) for part in parts]]))
+    assert sizes.tolist() == [[len(row["tokens"])]]
 
 
 def test_what_is_written_after_a_prompt_keeps_its_space() -> None:

@@ -6,24 +6,10 @@ import pytest
 import jaxformer as jf
 from jaxformer.interop.config_equivalence import differences
 
-ENCODER = dict(
-    vocab_size=9,
-    d_model=4,
-    n_layers=1,
-    n_heads=1,
-    d_ff=4,
-    max_length=3,
-    family="encoder",
-    norm="layer",
-) | dict(
-    norm_placement="post",
-    bias="all",
-    positions="learned",
-    activation="gelu",
-    embedding_norm=True,
-    token_types=2,
-)
 DECODER = dict(vocab_size=9, d_model=4, n_layers=2, n_heads=1, d_ff=4)
+ENCODER = DECODER | dict(n_layers=1, max_length=3, family="encoder", norm="layer", token_types=2)
+ENCODER |= dict(norm_placement="post", bias="all", positions="learned", activation="gelu")
+ENCODER |= dict(embedding_norm=True)
 SOURCE = DECODER | dict(family="encoder_decoder", positions="sinusoidal")
 SAME = [  # settings of a model, and others of the same function
     (DECODER, dict(dropout=0.1, attention_dropout=0.1, init="xavier", max_length=7)),
