@@ -231,7 +231,7 @@ class ChatTemplate:
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids after which the assistant writes its answer to a conversation."""
         text = self.render(checked_messages(messages), True)
-        return [int(token) for token in self.tokenizer.encoder.rows([text], True)[0]]
+        return [*self.tokenizer.encoder.rows([text], True)[0].tolist()]
 
     def encode_marked(self, conversations: Sequence[Marked]) -> list[tuple[list[int], list[bool]]]:
         """The result of `encode` for each result of `marked`, computed on all cores."""
@@ -247,7 +247,7 @@ class ChatTemplate:
             begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             for begin, end in spans:
                 learned |= (begins >= begin) & (begins < end) & (ends <= end)
-            encoded.append((encoding.ids, [bool(value) for value in learned]))
+            encoded.append((encoding.ids, [*learned.tolist()]))
         return encoded
 
     def marked(self, messages: Sequence[Message]) -> Marked:

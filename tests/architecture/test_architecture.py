@@ -39,19 +39,11 @@ def test_importing_jaxformer_imports_none_of_the_heavy_libraries() -> None:
 
 def test_calling_a_model_imports_neither_checkpoints_nor_data_nor_the_command_line() -> None:
     seen = modules_after("import jaxformer; jaxformer.forward, jaxformer.init")
-    brought = {
-        "flax",
-        "rich",
-        "zstandard",
-    }  # Flax is wanted, and the others come with it and with JAX
+    # Flax is wanted, and the others come with it and with JAX.
+    brought = {"flax", "rich", "zstandard"}
     assert not {name for name in seen if name.partition(".")[0] in {*HEAVY} - brought}
-    assert not {
-        name
-        for name in seen
-        if name.startswith(
-            ("jaxformer.data", "jaxformer.training", "jaxformer.runs", "jaxformer.cli")
-        )
-    }
+    other = ("jaxformer.data", "jaxformer.training", "jaxformer.runs", "jaxformer.cli")
+    assert not {name for name in seen if name.startswith(other)}
 
 
 def modules_after(code: str) -> list[str]:
@@ -73,11 +65,8 @@ def test_the_readme_begins_with_the_two_commands() -> None:
     assert "pip install -e . && python train.py configs/quickstart.py" in first_screen
     assert 'pip install -e ".[test]" && pytest' in first_screen
     extras = (ROOT / "pyproject.toml").read_text()
-    assert (
-        "\ntest = [" in extras
-        and (ROOT / "configs/quickstart.py").is_file()
-        and (ROOT / "train.py").is_file()
-    )
+    assert "\ntest = [" in extras
+    assert (ROOT / "configs/quickstart.py").is_file() and (ROOT / "train.py").is_file()
 
 
 def test_pytest_alone_runs_the_tests_of_the_claims_of_the_readme() -> None:
@@ -188,11 +177,8 @@ def test_every_module_can_be_imported_under_its_own_name() -> None:
     import jaxformer
 
     public = {name for name in jaxformer.__all__ if callable(getattr(jaxformer, name))}
-    packages = {
-        path.stem
-        for path in (ROOT / "jaxformer").iterdir()
-        if path.is_dir() or path.suffix == ".py"
-    }
+    inside = (ROOT / "jaxformer").iterdir()
+    packages = {path.stem for path in inside if path.is_dir() or path.suffix == ".py"}
     assert not public & packages
     for path in FILES:
         parts = [

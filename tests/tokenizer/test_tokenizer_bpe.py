@@ -38,15 +38,9 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[Vocab, Merges]:
 def test_ids_are_those_of_the_tables_in_any_order(tables: tuple[Vocab, Merges]) -> None:
     vocab, merges = tables
     moved = {7 * index + 3: entry for index, entry in reversed(vocab.items())}
-    first, second = (
-        Tokenizer.from_bpe(vocab, merges, [END]),
-        Tokenizer.from_bpe(moved, merges, [END]),
-    )
-    assert (
-        second.vocab_size == 7 * (len(vocab) - 1) + 4
-        and second.end_token == 3
-        and first.end_token == 0
-    )
+    first, second = (Tokenizer.from_bpe(table, merges, [END]) for table in (vocab, moved))
+    assert second.vocab_size == 7 * (len(vocab) - 1) + 4
+    assert (first.end_token, second.end_token) == (0, 3)
     assert [7 * index + 3 for index in first.encode(HARD)] == second.encode(HARD)
     assert b"".join(vocab[index] for index in first.encode(TEXT)) == TEXT.encode()
 
@@ -73,10 +67,8 @@ def test_names_of_special_tokens_are_these_unless_the_caller_wants_text(
 def test_of_overlapping_special_tokens_the_longest_is_taken(tables: tuple[Vocab, Merges]) -> None:
     names = [END, END * 2, "<|end", "ab", "abc", "bcd"]
     tokenizer = Tokenizer.from_bpe(*tables, names)
-    ids = [
-        0,
-        *range(len(tables[0]), len(tables[0]) + 5),
-    ]  # those that the vocabulary lacks follow it
+    # Those that the vocabulary lacks follow it.
+    ids = [0, *range(len(tables[0]), len(tables[0]) + 5)]
     assert tokenizer.encode(END * 3) == [ids[1], ids[0]] and tokenizer.encode(END[:-1]) != [0]
     assert [tokenizer.decode([index]) for index in tokenizer.encode(f"x{END * 2}y{END}<|endx")] == [
         *("x", END * 2, "y", END, "<|end", "x")
