@@ -28,21 +28,12 @@ SPARSE = ("loop", "ragged")
 # Segments of two rows: packed, and padded.
 SEGMENTS = np.array([[1] * 9 + [2] * 10 + [0] * 5, [0] * 4 + [1] * 20], np.int32)
 EXPERTS_OF = dict(feed_forward="experts", n_experts=5, experts_per_token=2, expert_ff=24)
+BIASED = {"bias": "all", "router_bias": "learned", "activation": "gelu"}
+SIGMOID = {"router": "sigmoid", "router_bias": "balanced", "router_scale": 2.5}
 LAYERS = {
     "top 2": {},
-    "one, biases": {
-        "experts_per_token": 1,
-        "router_renormalize": False,
-        "bias": "all",
-        "router_bias": "learned",
-        "activation": "gelu",
-    },
-    "all, sigmoid": {
-        "experts_per_token": 5,
-        "router": "sigmoid",
-        "router_bias": "balanced",
-        "router_scale": 2.5,
-    },
+    "one, biases": BIASED | {"experts_per_token": 1, "router_renormalize": False},
+    "all, sigmoid": SIGMOID | {"experts_per_token": 5},
     "capacity": {"expert_capacity": 0.6},
 }
 RNG = np.random.default_rng(5)
@@ -64,18 +55,16 @@ def dense_loop(params, config, x, call):
     outputs = []
     for e in range(config.n_experts):
         scale = jnp.where(routes.experts == e, routes.weights, 0).sum(-1)
-        bias = {
-            name: params.get(f"{name}_bias", jnp.zeros(9))[e] for name in ("gate", "up", "down")
-        }
         up = x @ params["up"][e]
         gate = x @ params["gate"][e] if config.gated else None
         if "up_bias" in params:
-            up = up + bias["up"]
-            gate = gate if gate is None else gate + bias["gate"]
+            up = up + params["up_bias"][e]
+        if "gate_bias" in params:
+            gate = gate + params["gate_bias"][e]
         hidden = act(up) if gate is None else act(gate) * up
         out = (hidden * scale[..., None]) @ params["down"][e]
         if "down_bias" in params:
-            out = out + scale[..., None] * bias["down"]
+            out = out + scale[..., None] * params["down_bias"][e]
         outputs.append(out)
     # In the order of the choices, as the sum of a token's rows is.
     stacked = jnp.stack(outputs, axis=2)  # [B, T, E, D]
@@ -175,12 +164,8 @@ def numpy_route(logits, bias, config):
 
 @pytest.mark.fast
 def test_groups_and_a_balanced_bias_select_experts_and_leave_their_weights():
-    config = model(
-        "llama",
-        **EXPERTS_OF
-        | dict(n_experts=12, experts_per_token=4, router="sigmoid", router_bias="balanced")
-        | dict(router_groups=4, router_top_groups=2, router_scale=2.5),
-    )
+    groups = dict(n_experts=12, experts_per_token=4, router_groups=4, router_top_groups=2)
+    config = model("llama", **EXPERTS_OF | SIGMOID | groups)
     rng = np.random.default_rng(0)
     params = {
         "router": rng.standard_normal((32, 12)).astype(np.float32) / 4,
@@ -302,11 +287,7 @@ def test_a_capacity_below_one_token_is_refused_with_the_least_that_works():
     "expert, changes, message",
     [
         (4, {}, "mesh.expert=4 does not divide model.n_experts=6: choose one of 1, 2, 3, 6."),
-        (
-            2,
-            {"feed_forward": "ffn", "n_experts": 0},
-            "mesh.expert=2 divides experts, and this model",
-        ),
+        (2, {"feed_forward": "ffn", "n_experts": 0}, "mesh.expert=2 divides experts, and this"),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_experts_is_refused(expert, changes, message):
