@@ -70,8 +70,8 @@ class Objective(NamedTuple):
     metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
     sequences: of a row, whose arrays are then [sequences, T], as the two completions of a pair.
     reference: whether the loss compares the model with the one that it starts from.
-    compares_rows: whether the loss of a row depends on the other rows of its microbatch, so that
-        train.microbatches=auto is 1, and `make_step` takes no rows apart.
+    rowwise: whether the sums of the loss are over rows that do not read each other. Where they do,
+        as by default, train.microbatches=auto is 1.
     dropout: whether training applies the dropout of the model and its adapter.
     """
 
@@ -91,7 +91,7 @@ class Objective(NamedTuple):
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
     sequences: int = 1
     reference: bool = False
-    compares_rows: bool = False
+    rowwise: bool = False
     dropout: bool = True
 
 
@@ -99,7 +99,9 @@ class Objective(NamedTuple):
 OBJECTIVES: Table[Objective] = Table(
     ObjectiveName,
     {
-        "causal": Objective(("decoder",), "language", ("text",), shortest=1, every_token=True),
+        "causal": Objective(
+            ("decoder",), "language", ("text",), shortest=1, every_token=True, rowwise=True
+        ),
         "mlm": Objective(
             ("encoder",),
             "masked",
@@ -108,6 +110,7 @@ OBJECTIVES: Table[Objective] = Table(
             rows=MaskedRows,
             missing=missing_marks,
             metrics=accuracy,
+            rowwise=True,
         ),
         "span_corruption": Objective(
             ("encoder_decoder",),
@@ -117,12 +120,22 @@ OBJECTIVES: Table[Objective] = Table(
             rows=SpanRows,
             missing=missing_sentinels,
             takes_packing=False,
+            rowwise=True,
         ),
         "prefix": Objective(
-            ("encoder_decoder",), "language", ("text",), rows=PrefixRows, takes_packing=False
+            ("encoder_decoder",),
+            "language",
+            ("text",),
+            rows=PrefixRows,
+            takes_packing=False,
+            rowwise=True,
         ),
         "seq2seq": Objective(
-            ("encoder_decoder",), "language", ("source", "target"), template=PairTemplate
+            ("encoder_decoder",),
+            "language",
+            ("source", "target"),
+            template=PairTemplate,
+            rowwise=True,
         ),
         "sft": Objective(
             ("decoder",),
@@ -130,6 +143,7 @@ OBJECTIVES: Table[Objective] = Table(
             ("source", "target"),
             template=SFTTemplate,
             of_messages=MessagesTemplate,
+            rowwise=True,
         ),
         "classes": Objective(
             ("encoder", "decoder"),
@@ -138,9 +152,16 @@ OBJECTIVES: Table[Objective] = Table(
             MARKS,
             ClassTemplate,
             metrics=accuracy,
+            rowwise=True,
         ),
         "token_classification": Objective(
-            ("encoder", "decoder"), "tags", ("words", "tags"), MARKS, TagTemplate, metrics=accuracy
+            ("encoder", "decoder"),
+            "tags",
+            ("words", "tags"),
+            MARKS,
+            TagTemplate,
+            metrics=accuracy,
+            rowwise=True,
         ),
         "contrastive": Objective(
             ("encoder", "decoder"),
@@ -150,7 +171,6 @@ OBJECTIVES: Table[Objective] = Table(
             ContrastiveTemplate,
             loss="jaxformer.losses.contrastive:contrastive_loss",
             sequences=2,
-            compares_rows=True,
         ),
         **{
             # Of pairs: a prompt, the completion that is preferred, and the one that is not.
@@ -164,6 +184,7 @@ OBJECTIVES: Table[Objective] = Table(
                 ),
                 template=PreferenceTemplate,
                 loss=f"jaxformer.losses.preferences:{name}_loss",
+                rowwise=True,
                 sequences=2,
                 reference=name in ("dpo", "ipo"),
                 # As in TRL: with dropout the model would differ from its reference before the

@@ -163,7 +163,7 @@ class Resolved:
         """Whether the loss is a sum over rows that do not read each other, nor its key."""
         dropout = self.model.has_dropout or self.run.adapter.dropout
         # The balance of experts is that of all rows.
-        if self.objective.compares_rows or self.model.feed_forward == "experts":
+        if not self.objective.rowwise or self.model.feed_forward == "experts":
             return False
         return not (dropout and self.objective.dropout)
 
@@ -286,7 +286,7 @@ def resolve(
     model, kernel = with_kernel(model, run.adapter, length, segments, mesh)
     row_bytes = activation_bytes(model, run.data.sequence_length, source_length)
     pieces = microbatches_of(run.train, objective.sequences * row_bytes, mesh)
-    if objective.compares_rows:
+    if not objective.rowwise:
         # Each row is compared with those of its microbatch, so their number is no matter of memory.
         pieces = run.train.n_microbatches
     train = dataclasses.replace(run.train, microbatches=pieces)

@@ -240,7 +240,7 @@ def _accumulation(evidence: Evidence) -> "Found":
     rows = evidence.rows(max(size // devices // 2 * 2, 2) * devices)
     count = len(next(iter(rows.values())))
     # Rows that are compared with each other are another problem in pieces.
-    if setup.objective.compares_rows or count < 2 * devices:
+    if not setup.objective.rowwise or count < 2 * devices:
         return None
     batch = setup.placed(rows)
     return _equal_to_rounding(
