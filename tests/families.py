@@ -114,10 +114,13 @@ def config_of(choice):
 
 
 def fits(choice):
-    """Whether the config allows a choice, and its kernel serves it."""
+    """Whether the config allows a choice, its kernel serves it, and its logits can be compared."""
     try:
         config = config_of(choice)
     except jf.ConfigError:
+        return False
+    if config.norm == "none" and config.logit_soft_cap:
+        # Without norms the logits are 1e5, of which a cap leaves the rounding alone.
         return False
     kernel = "xla" if config.attention_kernel == "auto" else config.attention_kernel
     return not KERNELS[kernel].refuses(Case("cpu", "float32", 16, 3, config))

@@ -37,11 +37,6 @@ def test_a_run_killed_at_random_moments_is_continued_bitwise(
     run_dir, rng = tmp_path / "run", random.Random(0)
     # Saving at each step, so that most moments after the start are within a save.
     arguments = line(run_dir, text, {"train.checkpoint_every": 1})
-    for _ in range(2):
-        process = launch(arguments)
-        time.sleep(rng.uniform(0.5, 6))
-        process.kill()
-        process.communicate()
     for _ in range(3):
         before, steps = lines_logged(run_dir), rng.choice([0, 1, 2, 3, 4])
 
@@ -50,9 +45,14 @@ def test_a_run_killed_at_random_moments_is_continued_bitwise(
 
         process = fork(arguments)
         wait_until(has_trained, process)
-        time.sleep(rng.uniform(0, 0.1 if steps else 2))
+        time.sleep(rng.uniform(0, 0.1 if steps else 1))
         process.kill()
         finish(process, -signal.SIGKILL)
+    for _ in range(2):  # in the start, too; the last may complete the run
+        process = launch(arguments)
+        time.sleep(rng.uniform(0.5, 6))
+        process.kill()
+        process.communicate()
     finish(fork(arguments))
     assert_same_run(run_dir, expected)
 

@@ -52,7 +52,7 @@ def test_a_published_directory_is_read_in_silence_and_written_for_transformers(n
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = jf.load(place)
-    if model.labels:
+    if model.labels and "id2label" in CASES[name][0]:
         assert model.labels == tuple(CASES[name][0]["id2label"].values())
     jf.save_pretrained(tmp_path / "out", model.params, model.config, labels=model.labels)
     again = with_eos_of(theirs_of(tmp_path / "out"), hf)
