@@ -16,11 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # PyTorch and what needs it.
 HEAVY = {"torch", "transformers", "lm_eval", "accelerate", "bitsandbytes", "peft", "trl"}
-CHECKS = {
-    "ruff",
-    "mypy",
-    "import-linter",
-}  # read the code and are never imported: always the newest
+CHECKS = {"ruff", "mypy", "import-linter"}  # read the code and are never imported
 NEWEST = {"jax": "jax>=0.12,<0.13"}
 
 
@@ -33,7 +29,8 @@ def requirements(pins: str, core: bool) -> list[str]:
     if core:
         lines = [line for line in lines if name_of(line) not in HEAVY]
     if pins == "lowest":
-        newest = {*CHECKS, *map(name_of, extras["docs"])}
+        newest = {*map(name_of, extras["docs"])}
+        lines = [line for line in lines if name_of(line) not in CHECKS]
         return [line if name_of(line) in newest else at_its_floor(line) for line in lines]
     return [NEWEST.get(name_of(line), line) for line in lines]
 
