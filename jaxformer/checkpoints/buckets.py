@@ -64,8 +64,8 @@ def copy_aside(checkpoint: Path, target: Path, reason: str) -> None:
     The copy is complete once it has its DAMAGE, and the checkpoint stays one until its marker is
     deleted after that: a run that is killed in between copies it again when it continues.
     """
-    source, copy = cast(Any, checkpoint), cast(Any, target)
-    copy.copy_from(source)
+    source = cast(Any, checkpoint)
+    cast(Any, target).copy_from(source)
     write_text(target / DAMAGE, reason + "\n")
     (checkpoint / MARKER).unlink()
     source.remove()

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import warnings
 
 import jax
@@ -30,8 +31,7 @@ def run(args: EmbedArguments) -> int:
     if (directory / LISTING).is_file():
         # sentence-transformers adds nothing to the tokenizer's template.
         template.start, template.stop = [], []
-    stated = stated_length(directory) or settings.get("model_max_length") or template.length
-    limit = int(min(stated, template.length))
+    limit = int(min(stated_length(directory, settings) or math.inf, template.length))
     room = max(limit - template.frame(1).added, 0)
     first = settings.get("truncation_side") == "left"  # is cut, and not the end
 

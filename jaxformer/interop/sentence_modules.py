@@ -2,6 +2,7 @@
 a model directory, with a config.json for each module."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,15 +83,24 @@ def stated_pooling(directory: Path) -> Pooling:
     return pooling
 
 
-def stated_length(directory: Path) -> int | None:
+def stated_length(directory: Path, settings: Mapping[str, Any]) -> float | None:
     """The number of tokens at which sentence-transformers cuts a text, as its settings for texts
-    say; None where they say nothing."""
-    for path in sorted(directory.glob(TEXT_SETTINGS)):
-        length = read_object(path, ADVICE).get("max_seq_length")
+    or else those of the tokenizer say; None where they say nothing. Raises ConfigError where that
+    is no number."""
+    stated = [
+        (path, "max_seq_length", read_object(path, ADVICE).get("max_seq_length"))
+        for path in sorted(directory.glob(TEXT_SETTINGS))
+    ]
+    file = directory / "tokenizer_config.json"
+    stated.append((file, "model_max_length", settings.get("model_max_length")))
+    for path, key, length in stated:
         if length is not None:
-            if type(length) is not int or length < 1:
-                raise ConfigError(f"{path} has max_seq_length={length!r}, and must have a number.")
-            return length
+            if type(length) not in (int, float) or not length >= 1:  # NaN is not
+                raise ConfigError(
+                    f"{path} has {key}={str(length)[:80]}, which must be a number of at least 1:"
+                    " correct it, or remove it to have no limit."
+                )
+            return float(length)
     return None
 
 

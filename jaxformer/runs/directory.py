@@ -31,6 +31,7 @@ from jaxformer.files import (
     write_text,
 )
 from jaxformer.report import read_metrics
+from jaxformer.report.metrics import FILE
 from jaxformer.runs.claim import claimed, is_claimed
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import TOKENIZER_FILES
@@ -41,8 +42,8 @@ FILES_OF_A_RUN = (
     "config.json",
     "data.json",
     *TOKENIZER_FILES,
-    "metrics.jsonl",
-    "metrics.jsonl.parts",
+    FILE,
+    f"{FILE}.parts",
     "rollbacks.json",
     "reference.json",
     "loss.png",
@@ -67,7 +68,7 @@ class RunDirectory:
         self.config = self.path / "config.json"
         self.data = self.path / "data.json"
         self.tokenizer = self.path / "tokenizer.json"
-        self.metrics = self.path / "metrics.jsonl"
+        self.metrics = self.path / FILE
         self.rollbacks = self.path / "rollbacks.json"
         self.reference = self.path / "reference.json"
         self.checkpoints = self.path / "checkpoints"
@@ -229,7 +230,7 @@ class RunDirectory:
         now: dict[str, Any] = {**fingerprints}
         if labels:
             now["labels"] = list(labels)
-        before = self.record() or now
+        before = self.record() if self.data.exists() else now
         run_entries = {"run_id": before.get("run_id") or uuid.uuid4().hex}
         run_entries |= {name: before.get(name, value) for name, value in base.items()}
         changed = [
@@ -261,8 +262,9 @@ class RunDirectory:
         Only for the command that claimed it, before there is a checkpoint."""
         if jax.process_index():
             return
-        for name in ("config.json", "data.json", "reference.json", *TOKENIZER_FILES):
-            (self.path / name).unlink(missing_ok=True)
+        written = [self.config, self.data, self.reference]
+        for path in [*written, *(self.path / name for name in TOKENIZER_FILES)]:
+            path.unlink(missing_ok=True)
 
     def move_away(self) -> None:
         """Moves what a run has written into a directory there, `before-1` or the next free number.

@@ -167,6 +167,12 @@ RECORD = ("content", "documents", "bytes", "skipped")
 SHARD = ("tokens", "documents", "bytes", "files", "name")
 
 
+def test_a_data_json_that_lost_its_entries_is_of_another_run(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"other text \(train changed\)"):
+        RunDirectory(tmp_path).check_data({"train": "a"}, (), {})
+
+
 @pytest.mark.parametrize(("key", "text"), fewest(itertools.product(RECORD, NO_NUMBERS), 1))
 def test_a_scan_of_other_types_is_made_again(key: str, text: str, tmp_path: Path) -> None:
     made = Scan("digest", 1, 2)

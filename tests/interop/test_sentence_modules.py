@@ -144,3 +144,8 @@ def test_embed_cuts_and_closes_texts_as_sentence_transformers_does(
     assert "note: texts are cut to 7 tokens." in printed.err
     vector = json.loads(printed.out)["vector"]
     np.testing.assert_allclose(vector, expected.numpy(), rtol=1e-4, atol=1e-5)
+    (key, *_) = stated
+    for wrong in ("7", -1, float("nan")):
+        path.write_text(json.dumps(before | {key: wrong}))
+        assert main(["embed", str(tmp_path), "--prompt", text]) == 2
+        assert f"{file} has {key}={wrong}, which must be a number" in capsys.readouterr().err
