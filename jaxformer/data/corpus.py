@@ -24,6 +24,7 @@ from jaxformer.data.store import (
     ProgressNotes,
     TokenStore,
     claimed,
+    head_of,
     open_or_build,
     remove_folder,
 )
@@ -375,7 +376,8 @@ def text_store(
 
     if not (missing and grows):
         return make()
-    growing = GrowingStore(directories, make, tokenizer.dtype, beginning)
+    head = opened[0] or head_of(groups[0].pieces(), tokenizer, beginning)
+    growing = GrowingStore(head, directories, make)
     growing.documents = text.scan.documents
     growing.bytes = text.scan.bytes
     return growing

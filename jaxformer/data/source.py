@@ -44,10 +44,18 @@ from jaxformer.data.records import (
     readable,
     tsv_records,
 )
-from jaxformer.data.store import WRONG_RECORD, ProgressNotes, make_folder, require_counts
+from jaxformer.data.store import (
+    BATCH_CHARACTERS,
+    WRONG_RECORD,
+    ProgressNotes,
+    ahead,
+    make_folder,
+    require_counts,
+)
 from jaxformer.files import ConfigError, is_remote, located, read_object, store_errors, write_text
 from jaxformer.files.copies import ObjectVersion, local_copies, version_if_there, version_in
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.words import in_batches
 
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
 # or by a glob may also be text of another suffix.
@@ -511,15 +519,18 @@ def scan_text(group: Source, log: Log) -> Scan:
     progress = ProgressNotes(log, size, f"{group}: read")
     documents = 0
     skipped = Skipped()
-    for text, name, ends, fields, _ in group.pieces(skipped):
-        raw = text.encode()
-        digest.update(json.dumps(fields).encode() if fields else raw)
-        progress.done += len(raw)
+    pieces = group.pieces(skipped)
+    # While one batch is read, the one before is hashed, for which no lock of Python is held.
+    for batch in ahead(in_batches(pieces, lambda piece: len(piece.text), BATCH_CHARACTERS)):
+        for text, name, ends, fields, _ in batch:
+            raw = text.encode()
+            digest.update(json.dumps(fields).encode() if fields else raw)
+            progress.done += len(raw)
+            if ends:
+                # 0xff is a byte that UTF-8 never has.
+                digest.update(b"\xff" + name.encode() + b"\xff")
+                documents += 1
         progress.tell()
-        if ends:
-            # 0xff is a byte that UTF-8 never has.
-            digest.update(b"\xff" + name.encode() + b"\xff")
-            documents += 1
     return Scan(digest.hexdigest(), documents, progress.done, skipped)
 
 

@@ -153,14 +153,15 @@ def _on_text(
             f"{path} is evaluated with the objective of its training, data.objective={trained}:"
             " leave out --data.objective."
         )
-    if not text and not run.data.train:
+    if not text and not (run.data.train and run.data.validation_fraction):
         raise _nothing_held_out(path)
     settings = run.data
     if objective != "auto":
         settings = dataclasses.replace(settings, objective=objective)
     if text:
         data.find_texts(settings, "data.validation", task_of(run.model, settings).fields)
-        settings = dataclasses.replace(settings, train=text, weights="")
+        # Rows to train on are not read, whatever their order: no thread makes their tokens.
+        settings = dataclasses.replace(settings, train=text, weights="", order="epochs")
     return dataclasses.replace(run, data=settings)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from corpora import prepare
-from stored import assert_shared, data, rows_of, same, stored
+from stored import BYTES, assert_shared, data, rows_of, same, stored
 
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Batches, RowBlocks, TokenStore
 from jaxformer.data import store as store_files
 from jaxformer.files import ConfigError
+from jaxformer.runs.run_evaluation import _on_text
 
 IN_ORDER = data(8, order="text")
 
@@ -38,13 +39,15 @@ def test_rows_come_as_the_text_has_them_each_time_anew_for_any_number_of_process
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Shards of 100 characters, of which all but the first wait for this event."""
+    """A head of 60 characters, and shards of 100, of which all but the first wait for this
+    event."""
     go_on, write = threading.Event(), store_files._write_shard
 
     def written(path: Path, *rest: Any) -> store_files.Shard:
         assert path.name == "00000" or go_on.wait(60)
         return write(path, *rest)
 
+    monkeypatch.setattr(store_files, "HEAD_CHARACTERS", 60)
     monkeypatch.setattr(store_files, "SHARD_CHARACTERS", 100)
     monkeypatch.setattr(store_files, "_write_shard", written)
     return go_on
@@ -95,3 +98,15 @@ def test_held_out_text_is_tokenized_before(slow: threading.Event, tmp_path: Path
     slow.set()
     corpus = prepare(run_of(tmp_path, "text", validation_fraction=0.5))
     assert corpus.validation and type(corpus.stores["train"][0]) is TokenStore
+
+
+def test_an_evaluation_reads_no_rows_to_train_on(tmp_path: Path) -> None:
+    BYTES.save(tmp_path / "tokenizer.json")
+    run = run_of(tmp_path, "text")
+    text = str(tmp_path / "text" / "a.txt")
+    cache = str(tmp_path / "cache")
+    read = _on_text(run, tmp_path, text, train="", init_from="", cache_dir=cache)
+    corpus = prepare(read)
+    assert corpus.validation and type(corpus.stores["train"][0]) is TokenStore
+    with pytest.raises(ConfigError, match="held out no text"):
+        _on_text(run, tmp_path, "", train="", init_from="", cache_dir=cache)
