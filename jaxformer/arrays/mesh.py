@@ -65,7 +65,8 @@ def mesh_shape(devices: int, sizes: Mapping[str, int], platform: str) -> tuple[i
 
 def check_batch_size(mesh: AnyMesh, batch_size: int, microbatches: int = 1) -> None:
     """ConfigError if a microbatch does not divide among the devices that hold different rows."""
-    rows, split = batch_size // microbatches, batch_devices(mesh)
+    rows = batch_size // microbatches
+    split = batch_devices(mesh)
     if rows % split:
         expert = " x mesh.expert" if mesh.shape["expert"] > 1 else ""
         raise ConfigError(
@@ -128,7 +129,8 @@ def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
 
     Raises ConfigError where mesh.fsdp or mesh.tensor was given and splits no parameter at all.
     """
-    used, undivided_axes = set[str](), dict[str, list[str]]()
+    used = set[str]()
+    undivided_axes = dict[str, list[str]]()
     for path, spec in rows(specs).items():
         should_divide = targets(spec.shape, spec.axes, PARAMETERS, mesh.shape)
         for length, axis, target in zip(spec.shape, spec.axes, should_divide, strict=True):
@@ -190,7 +192,8 @@ def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
     """
     if mesh is None:
         return jax.tree.map(jax.device_put, batch)
-    by_rows, replicated_everywhere = batch_sharding(mesh), replicated(mesh)
+    by_rows = batch_sharding(mesh)
+    replicated_everywhere = replicated(mesh)
     blocks, count = held_blocks(mesh)
 
     def placed(path: Any, array: Any) -> jax.Array:

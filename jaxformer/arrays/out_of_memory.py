@@ -21,7 +21,8 @@ class OutOfMemory(RuntimeError):
 
     def __init__(self, place: str, text: str) -> None:
         super().__init__(f"{place}: {text.splitlines()[0]}")
-        self.place, self.text = place, text
+        self.place = place
+        self.text = text
         self.on_chip = ON_CHIP.search(text) is not None
 
 

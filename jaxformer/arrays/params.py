@@ -263,7 +263,8 @@ def check_params(specs: Specs, params: Any) -> None:
 
     A custom leaf counts by the shape that it stands for.
     """
-    expected, shapes = _shapes(specs), _shapes(params)
+    expected = _shapes(specs)
+    shapes = _shapes(params)
     problems = []
     for path in expected | shapes:
         if path not in shapes:
@@ -368,7 +369,8 @@ def _wide_derivative(
     equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
 ) -> tuple[jax.Array, Any]:
     """The product, and its derivative in the direction of the tangents."""
-    (x, w), (d_x, d_w) = primals, tangents
+    x, w = primals
+    d_x, d_w = tangents
     terms = []
     if not isinstance(d_x, SymbolicZero):
         terms.append(_product(equation, d_x, w, None))

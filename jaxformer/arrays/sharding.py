@@ -6,14 +6,15 @@ returns its input.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 Axes = Sequence[str | None]
 Rules = Mapping[str, tuple[str, ...]]
+RunT = TypeVar("RunT", bound=Callable[..., Any])
 
 BOTH = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
 PARAMETERS: Rules = {"experts": ("expert",), "embed": ("fsdp", "expert", "context"), **BOTH}
@@ -75,6 +76,22 @@ def free_axes() -> dict[str, int]:
     divides; empty without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
+
+
+def on_devices(
+    run: RunT, in_specs: Any, out_specs: Any, axes: Collection[str] | None = None
+) -> RunT:
+    """Return `run` as a function of whole arrays, which each device of the mesh in force computes
+    from its parts of them; `axes` of the mesh divide them (None: all that are free)."""
+    # The kernels do not declare along which axes their results vary, so that is not checked.
+    divided: RunT = jax.shard_map(
+        run,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={*(free_axes() if axes is None else axes)},
+        check_vma=False,
+    )
+    return divided
 
 
 def explicit_axes() -> bool:

@@ -126,7 +126,7 @@ OptimizerName = Annotated[
     Literal[
         "adamw", "adafactor", "lion", "sgd", "muon", "normuon", "soap", "sophia", "schedule_free"
     ],
-    TableAt("jaxformer.training.optimizers.rule_table.OPTIMIZERS"),
+    TableAt("jaxformer.training.optimizers.run_optimizer.OPTIMIZERS"),
 ]
 Schedule = Annotated[
     Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"],

@@ -44,7 +44,8 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
     """T5's table [buckets, N], of a stack or of a layer; ALiBi has nothing to learn."""
     if config.positions != "t5":
         return {}
-    shape, axes = (config.relative_buckets, config.n_heads), ("buckets", "heads")
+    shape = (config.relative_buckets, config.n_heads)
+    axes = ("buckets", "heads")
     init = normal(config.d_model**-0.5)
     return {"relative_bias": Spec(shape, axes, init, inputs=("buckets",), lookup=True)}
 
@@ -63,7 +64,8 @@ def relative_row_specs(config: ModelConfig) -> Specs:
     """The rows of relative positions [2 buckets, D] of a stack, and their norm."""
     if not is_disentangled(config):
         return {}
-    shape, init = (2 * config.relative_buckets, config.d_model), INITIALIZERS[config.init](config)
+    shape = (2 * config.relative_buckets, config.d_model)
+    init = INITIALIZERS[config.init](config)
     table = Spec(shape, ("buckets", "embed"), init.positions, inputs=("buckets",), lookup=True)
     return {"relative_embedding": table, "relative_norm": norm_specs(config)}
 
@@ -83,7 +85,8 @@ def relative_rows(
 def log_bucket(distance: Int[Array, "..."], buckets: int, far: int) -> Int[Array, "..."]:
     """DeBERTa's row of 2 `buckets` for query minus key position (arXiv:2111.09543, appendix A.5):
     half of each side is for single distances, the others grow by a ratio to `far`."""
-    middle, lengths = buckets // 2, np.arange(2 * far, dtype=np.float32)
+    middle = buckets // 2
+    lengths = np.arange(2 * far, dtype=np.float32)
     with np.errstate(divide="ignore"):
         ratio = np.log(lengths / middle) / np.log(np.float32((far - 1) / middle))
     large = np.ceil(np.maximum(ratio, 0) * (middle - 1)) + middle
@@ -101,7 +104,8 @@ def disentangled_bias(
 ) -> Float[Array, "B N T S"]:
     """(q_t . k'_r + k_s . q'_r) times the scale of the scores, float32, where r is the row of the
     distance of s from t, and q', k' are the queries and keys of the rows (arXiv:2006.03654)."""
-    (q, k), (q_rows, k_rows) = content, relative
+    q, k = content
+    q_rows, k_rows = relative
     heads = (k.shape[2], q.shape[2] // k.shape[2])  # K, G
     q, q_rows = (x.reshape(*x.shape[:2], *heads, x.shape[-1]) for x in (q, q_rows))
     row = log_bucket(-key_distances(mask), config.relative_buckets, config.relative_distance)
@@ -123,7 +127,8 @@ def score_bias(
     if config.positions == "alibi":
         slopes = jnp.asarray(alibi_slopes(config.n_heads), jnp.float32)
         return -slopes[:, None, None] * jnp.abs(distance)[:, None].astype(jnp.float32)
-    buckets, far = config.relative_buckets, config.relative_distance
+    buckets = config.relative_buckets
+    far = config.relative_distance
     bucket = relative_bucket(distance, not mask.causal, buckets, far)
     rows = lookup(table, bucket, ("batch", "sequence", None, "heads"))  # type: ignore[arg-type]
     return jnp.moveaxis(rows, -1, 1)
@@ -132,11 +137,13 @@ def score_bias(
 def key_distances(mask: AttentionMask) -> Int[Array, "B T S"]:
     """The position of each key less that of the query, [B or 1, T, S], or with P leading keys
     [B or 1, T, P + S]."""
-    queries, keys = mask.queries.positions, mask.keys.positions
+    queries = mask.queries.positions
+    keys = mask.keys.positions
     if mask.queries.ordered and mask.keys.ordered:
         # Two tokens of a segment are as far apart as their indices in the row, so that one bias
         # [1, N, T, S] serves all rows.
-        queries, keys = jnp.arange(queries.shape[1])[None], jnp.arange(keys.shape[1])[None]
+        queries = jnp.arange(queries.shape[1])[None]
+        keys = jnp.arange(keys.shape[1])[None]
     of_tokens = keys[:, None, :] - queries[:, :, None]  # [B or 1, T, S]
     if not mask.leading:
         return of_tokens

@@ -80,7 +80,9 @@ def blocked_attention(
     Ordered tokens are compared by their index, and blocks above the diagonal are skipped. The
     softmax is float32; a fully masked row gives 0.
     """
-    queries, keys, scoring = mask.queries, mask.keys, mask.scoring
+    queries = mask.queries
+    keys = mask.keys
+    scoring = mask.scoring
     ordered = queries.ordered and keys.ordered
     coordinates = Coordinates(
         None if ordered else queries.positions,
@@ -150,7 +152,8 @@ def scores_of(
 
     `bias` is that of the block, [B or 1, K, G, rows, keys].
     """
-    scores, bent = grouped_product("BKGTH,BKSH->BKGTS", queries, keys) * scale, None
+    scores = grouped_product("BKGTH,BKSH->BKGTS", queries, keys) * scale
+    bent = None
     if soft_cap:
         bent = jnp.tanh(scores / soft_cap)
         scores = soft_cap * bent
@@ -198,9 +201,11 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     queries = query_groups(q, k.shape[2])  # [B, K, G, T, H]
     keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, K, S, H], [B, K, S, W]
-    lowest, least = jnp.finfo(jnp.float32).min, jnp.finfo(jnp.float32).tiny
+    lowest = jnp.finfo(jnp.float32).min
+    least = jnp.finfo(jnp.float32).tiny
     sinks = _sinks(extra, k.shape[2])
-    outs, log_sums = [], []
+    outs = []
+    log_sums = []
     for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
         bias = _bias_of_block(extra, k.shape[2], rows, seen)
         scores, _ = scores_of(
@@ -241,16 +246,21 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         # memory.
         k = k + (d_out[:, :1, :1, :1] * 0).astype(k.dtype)
     queries, d_outs, outs = (query_groups(a, k.shape[2]) for a in (q, d_out, out))
-    keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    keys = jnp.swapaxes(k, 1, 2)
+    values = jnp.swapaxes(v, 1, 2)
     # The softmax's gradient is weights * (d_weights - inner), where inner is the sum of
     # weights * d_weights over the keys, which equals the sum of d_out * out over H; with dropout
     # too, which scales or zeroes a weight and its gradient alike.
     inner = jnp.sum(d_outs.astype(jnp.float32) * outs, axis=-1, keepdims=True)
-    d_queries, d_bias = [], []
-    d_keys, d_values = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
+    d_queries = []
+    d_bias = []
+    d_keys = jnp.zeros(keys.shape, jnp.float32)
+    d_values = jnp.zeros(values.shape, jnp.float32)
     for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
-        qs, ds = queries[..., rows, :], d_outs[..., rows, :]
-        ks, vs = keys[..., seen, :], values[..., seen, :]
+        qs = queries[..., rows, :]
+        ds = d_outs[..., rows, :]
+        ks = keys[..., seen, :]
+        vs = values[..., seen, :]
         bias = _bias_of_block(extra, k.shape[2], rows, seen)
         scores, bent = scores_of(qs, ks, static.scale, static.soft_cap, bias)
         weights = jnp.where(mask, jnp.exp(scores - log_sums[..., rows, :]), 0)
@@ -272,7 +282,8 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         d_values += jnp.pad(grouped_product("BKGTS,BKGTH->BKSH", drop(weights), ds), padding)
         d_keys += jnp.pad(grouped_product("BKGTS,BKGTH->BKSH", d_scores, qs), padding)
     d_q = heads_last(jnp.concatenate(d_queries, axis=-2)).astype(q.dtype)
-    d_k, d_v = jnp.swapaxes(d_keys, 1, 2), jnp.swapaxes(d_values, 1, 2)
+    d_k = jnp.swapaxes(d_keys, 1, 2)
+    d_v = jnp.swapaxes(d_values, 1, 2)
     d_extra = Extra(None, None)
     if extra.bias is not None:
         whole = jnp.concatenate(d_bias, axis=-2)  # [B or 1, K, G, T, S]

@@ -76,7 +76,8 @@ def lacks_packed_rows() -> str:
 
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] -> [B, T, N, W], in 16 bits, W at most H."""
-    width, value_width = q.shape[-1], v.shape[-1]
+    width = q.shape[-1]
+    value_width = v.shape[-1]
     if value_width == width:
         return attention_of_one_width(q, k, v, mask)
     # Zeros in further dimensions of values change no others. Compiled for an H100, a step with
@@ -142,7 +143,8 @@ def _packed(
     # In older versions the offsets of keys are computed with the number of query heads.
     if jax.__version_info__[:2] < GROUPED:
         groups = q.shape[2] // k.shape[2]
-        k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+        k = jnp.repeat(k, groups, axis=2)
+        v = jnp.repeat(v, groups, axis=2)
     segments: dict[str, jax.Array] = {}
     # The number of tokens of each segment, and the index of its first one, both [B, segments].
     # Segments are numbered from 1; each is contiguous.

@@ -32,6 +32,7 @@ from jaxformer.arrays.sharding import (
     activation,
     constrain,
     free_axes,
+    on_devices,
     partition,
     platform,
 )
@@ -160,16 +161,9 @@ def expert_sum(
     }
     tokens = activation(x.shape, TOKEN_AXES)
     division = _division(weights, table, tokens, axes, dispatch)
-    # The kernels do not declare along which axes their results vary, so that is not checked.
-    divided = jax.shard_map(
-        functools.partial(_on_device, run, dispatch, division),
-        in_specs=(division.weights, tokens, tokens, tokens),
-        out_specs=tokens,
-        axis_names={*axes},
-        check_vma=False,
-    )
-    out: jax.Array = divided(weights, *(constrain(array, TOKEN_AXES) for array in (x, *routes)))
-    return out
+    local = functools.partial(_on_device, run, dispatch, division)
+    divided = on_devices(local, (division.weights, tokens, tokens, tokens), tokens)
+    return divided(weights, *(constrain(array, TOKEN_AXES) for array in (x, *routes)))
 
 
 def _division(
@@ -266,7 +260,8 @@ def _on_device(
     scale: jax.Array,
 ) -> jax.Array:
     """The sum for the tokens [B, T, D] of a device, with the experts that it has."""
-    shape, kernel = x.shape, dispatch.kernel
+    shape = x.shape
+    kernel = dispatch.kernel
     x, experts, scale = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
     if division.weights is not None:
         whole = {}
@@ -280,7 +275,9 @@ def _on_device(
         weights = whole
     for name in division.added_once:
         weights[name] = weights[name] * (jax.lax.axis_index(division.width) == 0)
-    (n, k), devices, of_all = experts.shape, division.devices, division.of_tokens
+    n, k = experts.shape
+    devices = division.devices
+    of_all = division.of_tokens
     number = dispatch.number // devices
     most = most_rows(n * of_all, shape[0] * of_all, k, dispatch, devices)
 

@@ -100,7 +100,8 @@ def wide_product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def _derivative(
     equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    (a, b), (d_a, d_b) = primals, tangents
+    a, b = primals
+    d_a, d_b = tangents
     # The transpose of this conversion makes the gradient 16 bits wide before it is multiplied.
     d_out = jnp.einsum(equation, d_a, b) + jnp.einsum(equation, a, d_b)
     return wide_product(equation, a, b), d_out.astype(jnp.float32)

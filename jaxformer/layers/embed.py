@@ -76,7 +76,8 @@ def _token_formula(config: ModelConfig) -> str:
 
 
 def _position_specs(config: ModelConfig) -> Specs:
-    make, size = INITIALIZERS[config.init](config), config.position_offset + config.max_length
+    make = INITIALIZERS[config.init](config)
+    size = config.position_offset + config.max_length
     return {"positions": _table(config, "positions", size, make.positions)}
 
 
@@ -123,7 +124,8 @@ def of_embeddings(config: ModelConfig) -> ModelConfig:
     """The config of a model as wide as the embeddings of this one."""
     if config.embedded_width == config.d_model:
         return config
-    width, heads = config.embedded_width, config.head_width
+    width = config.embedded_width
+    heads = config.head_width
     return replace(config, d_model=width, head_dim=heads, embedding_width=0, tied_head=False)
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxformer.arrays.sharding import ACTIVATION_RULES, activation, constrain, free_axes
+from jaxformer.arrays.sharding import ACTIVATION_RULES, activation, constrain, free_axes, on_devices
 from jaxformer.layers.masks import AttentionMask, TokenLayout
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
@@ -145,18 +145,11 @@ def on_each_device(
         # The inverse of `_to_heads`.
         return jax.lax.all_to_all(out, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
 
-    by_rows, per_head = PartitionSpec(batch), PartitionSpec(heads)
-    # The kernels do not declare along which axes their results vary, so that is not checked.
-    divided = jax.shard_map(
-        local,
-        in_specs=(of_queries, of_keys, of_keys, by_rows, bias_sharding, per_head),
-        out_specs=of_queries,
-        axis_names={*axes},
-        check_vma=False,
-    )
+    by_rows = PartitionSpec(batch)
+    per_head = PartitionSpec(heads)
+    in_specs = (of_queries, of_keys, of_keys, by_rows, bias_sharding, per_head)
     layouts = (mask.queries, mask.keys)
-    out: jax.Array = divided(q, k, v, layouts, scoring.bias, scoring.sinks)
-    return out
+    return on_devices(local, in_specs, of_queries)(q, k, v, layouts, scoring.bias, scoring.sinks)
 
 
 def balanced(x: jax.Array) -> jax.Array:
@@ -173,17 +166,14 @@ def in_order(x: jax.Array) -> jax.Array:
 def balanced_index(length: int, devices: int) -> np.ndarray:
     """The index in its row of each token of a balanced row, int32 [T]."""
     pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
-    early, late = pieces[:devices], pieces[devices:][::-1]
+    early = pieces[:devices]
+    late = pieces[devices:][::-1]
     return np.stack([early, late], axis=1).reshape(-1)
 
 
 def _rearranged(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     by_tokens = activation(x.shape, ("batch", "sequence", *[None] * (x.ndim - 2)))
-    divided = jax.shard_map(
-        run, in_specs=by_tokens, out_specs=by_tokens, axis_names={*free_axes()}, check_vma=False
-    )
-    out: jax.Array = divided(x)
-    return out
+    return on_devices(run, by_tokens, by_tokens)(x)
 
 
 def _destinations(devices: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -56,7 +56,9 @@ def shared_config(config: ModelConfig) -> ModelConfig:
 
 def expert_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
-    d, f, e = config.d_model, config.expert_width, config.n_experts
+    d = config.d_model
+    f = config.expert_width
+    e = config.n_experts
     active = config.experts_per_token / e
     into = Spec((e, d, f), ("experts", "embed", "mlp"), make.weight, ("embed",), active=active)
     out = Spec((e, f, d), ("experts", "mlp", "embed"), make.residual, ("mlp",), active=active)
@@ -85,7 +87,8 @@ def route(
 ) -> tuple[Routes, Aux]:
     """The experts of each token with their weights, and the losses and metrics of the router; with
     `capped` an expert takes no more tokens of a row than model.expert_capacity says."""
-    number, k = config.n_experts, config.experts_per_token
+    number = config.n_experts
+    k = config.experts_per_token
     logits = contract("BTD,DE->BTE", x, params["router"], dtype=jnp.float32)
     if config.router_bias == "learned":
         logits += params["router_bias"].astype(jnp.float32)
@@ -152,7 +155,8 @@ def _router_aux(
               mean p of its probabilities, over all tokens (arXiv:2101.03961, 2401.06066)
     z         mean of logsumexp(logits)^2 (arXiv:2202.08906)
     """
-    number, k = config.n_experts, config.experts_per_token
+    number = config.n_experts
+    k = config.experts_per_token
     probabilities = scores / scores.sum(-1, keepdims=True) if config.router == "sigmoid" else scores
     # [B, T, E]: whether the token is routed to the expert; no row has E, where padding is.
     routed = (experts[..., None] == jnp.arange(number)).any(-2)

@@ -116,7 +116,8 @@ def row_blocks(m: int, sizes: jax.Array, least: int = 8, most: int = 512) -> Blo
 def _loop(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
     """A loop over blocks of rows of one group. A block writes all its rows, those that are not of
     its group as 0, and the next group then writes over those of its own."""
-    blocks, width = row_blocks(len(x), sizes), w.shape[1 if transposed else 2]
+    blocks = row_blocks(len(x), sizes)
+    width = w.shape[1 if transposed else 2]
     padded = jnp.pad(x, ((0, blocks.rows), (0, 0)))
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 

@@ -16,7 +16,8 @@ from jaxformer.arrays.sharding import platform
 from jaxformer.layers.grouped import GroupedRow, row_blocks
 
 # A TPU has vector registers of 8 x 128 floats, and blocks are multiples of that or all of an axis.
-LANES, SUBLANES = 128, 16
+LANES = 128
+SUBLANES = 16
 # Bytes of the blocks of a kernel in vector memory, of 16 MiB that it may use on a v5e.
 VECTOR_MEMORY = 12 * 2**20
 # The border of a group costs one tile of rows more, and there are at least so many for each group.
@@ -169,13 +170,15 @@ def gpu_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) 
     """
     all_sizes = jnp.append(sizes, len(x) - sizes.sum(dtype=sizes.dtype))
     rows, _, group, start, real = row_blocks(len(x), all_sizes, 16, 128)
-    depth, width = x.shape[1], w.shape[1 if transposed else 2]
+    depth = x.shape[1]
+    width = w.shape[1 if transposed else 2]
     tiles = _gpu_tiles(rows, depth, width, x.dtype)
 
     def grouped_product(
         group_ref: Any, start_ref: Any, real_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any
     ) -> None:
-        column, block = pl.program_id(0) * tiles.width, pl.program_id(1)
+        column = pl.program_id(0) * tiles.width
+        block = pl.program_id(1)
         first = start_ref[block]
         end = first + real_ref[block]
         matrix = jnp.minimum(group_ref[block], len(w) - 1)
@@ -211,14 +214,17 @@ def gpu_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     """x [M, A], dy [M, B] -> [E, A, B], 0 for a group without rows. A program of the grid has a
     block of one matrix, for which it reads all rows of the group, so that the order of the sum is
     always the same."""
-    depth, width = x.shape[1], dy.shape[1]
+    depth = x.shape[1]
+    width = dy.shape[1]
     # The rows that are summed are the depth of this product.
     tiles = _gpu_tiles(depth, len(x), width, x.dtype)
     columns = pl.cdiv(width, tiles.width)
 
     def grouped_outer(end_ref: Any, size_ref: Any, x_ref: Any, dy_ref: Any, dw_ref: Any) -> None:
-        tile, group = pl.program_id(0), pl.program_id(1)
-        row, column = tile // columns * tiles.rows, tile % columns * tiles.width
+        tile = pl.program_id(0)
+        group = pl.program_id(1)
+        row = tile // columns * tiles.rows
+        column = tile % columns * tiles.width
         end = end_ref[group]
         start = end - size_ref[group]
 

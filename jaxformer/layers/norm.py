@@ -50,7 +50,8 @@ def _normalized_tangent(
     fewer arrays are kept for the backward pass than where each term is differentiated. Without the
     barrier XLA computes m and r again in each kernel of a GPU, and writes y dy in float32: 4 of the
     104 ms of a step of gpt2_124m on an H100, by the count of benchmarks/compiled.py."""
-    (x, scale, bias), (d_x, d_scale, d_bias) = primals, tangents
+    x, scale, bias = primals
+    d_x, d_scale, d_bias = tangents
     mean, root = _mean_and_root(x, eps, centered)
     if centered:
         mean, root = jax.lax.optimization_barrier((mean, root))

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.arrays.hardware import name_of
-from jaxformer.arrays.sharding import activation, free_axes, platform
+from jaxformer.arrays.sharding import activation, free_axes, on_devices, platform
 from jaxformer.layers.exchange import (
     BY_TOKENS,
     CONTEXT,
@@ -38,7 +38,8 @@ class Blocks(NamedTuple):
     keys: int
 
 
-SMALL, LARGE = Blocks(512, 512), Blocks(1024, 1024)
+SMALL = Blocks(512, 512)
+LARGE = Blocks(1024, 1024)
 # The shortest rows (or windows) for which a kernel takes LARGE blocks on a device. Each step of a
 # kernel has a fixed cost, and large blocks compute more scores that the mask hides. The length is
 # the power of two from which on the schedule of large blocks is more than 5 % shorter, forward and
@@ -96,7 +97,9 @@ def splash_on_mesh(
     by_tokens = activation(q.shape, BY_TOKENS)
     batch, tokens, heads, _ = by_tokens
     k, v = (repeated(x, heads) for x in (k, v))
-    of_device, length, seen = q.shape[2] // devices_along(heads), q.shape[1], k.shape[1]
+    of_device = q.shape[2] // devices_along(heads)
+    length = q.shape[1]
+    seen = k.shape[1]
     if mask.causal or mask.window:
         kernel = _splash_kernel(of_device, (length, seen), mask, devices)
         mesh = jax.sharding.get_abstract_mesh()
@@ -128,15 +131,9 @@ def splash_on_mesh(
     if mask.balanced:
         keys = jax.tree.map(in_order, keys)
     of_layouts = (PartitionSpec(batch, tokens), PartitionSpec(batch))
-    divided = jax.shard_map(
-        local,
-        in_specs=(of_kernel, by_tokens, by_tokens, by_tokens, of_layouts, PartitionSpec(heads)),
-        out_specs=by_tokens,
-        axis_names={*free_axes()},
-        check_vma=False,
-    )
-    out: jax.Array = divided(kernel, q, k, v, (mask.queries, keys), mask.scoring.sinks)
-    return out
+    in_specs = (of_kernel, by_tokens, by_tokens, by_tokens, of_layouts, PartitionSpec(heads))
+    divided = on_devices(local, in_specs, by_tokens)
+    return divided(kernel, q, k, v, (mask.queries, keys), mask.scoring.sinks)
 
 
 def _scaled(q: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -179,7 +176,8 @@ def _splash_kernel(
     limits = blocks_for(keys, mask.window)
     # A block has queries of one piece.
     pieces = 2 * devices if mask.balanced else devices
-    queries, seen_keys = _dividing(rows // pieces, limits.queries), _dividing(keys, limits.keys)
+    queries = _dividing(rows // pieces, limits.queries)
+    seen_keys = _dividing(keys, limits.keys)
     blocks = kernels.BlockSizes(
         block_q=queries,
         block_kv=seen_keys,
@@ -218,7 +216,8 @@ def _band() -> Any:
         distance is looked at once, and not each pair, which takes minutes for long rows."""
 
         def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-            queries, keys = self.q_sequence[block[0]], np.arange(self.shape[1])[block[1]]
+            queries = self.q_sequence[block[0]]
+            keys = np.arange(self.shape[1])[block[1]]
             distances = np.arange(queries[0] - keys[-1], queries[-1] - keys[0] + 1)
             allowed: np.ndarray = self.mask_function(distances[:, None], np.zeros((1, 1), int))
             return allowed

@@ -56,13 +56,16 @@ def rope(
     frequencies = rope_frequencies(x.shape[-1], theta) if frequencies is None else frequencies
     width = 2 * frequencies.shape[-1]
     angle = positions[..., None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
+    cos = jnp.cos(angle)[..., None, :]
+    sin = jnp.sin(angle)[..., None, :]
     y = x[..., :width].astype(jnp.float32)
     if pairing == "half":
-        a, b = y[..., : width // 2], y[..., width // 2 :]
+        a = y[..., : width // 2]
+        b = y[..., width // 2 :]
         rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     else:
-        a, b = y[..., ::2], y[..., 1::2]
+        a = y[..., ::2]
+        b = y[..., 1::2]
         rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(y.shape)
     rotated = rotated.astype(x.dtype)
     return jnp.concatenate([rotated, x[..., width:]], axis=-1) if width < x.shape[-1] else rotated
@@ -96,7 +99,9 @@ def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = Non
     """[B, T, W], or [B, 1, W] without segments: the base is theta (s n / L - s + 1)^(W / (W - 2)),
     with s the factor, L the original length, and n the length of the token's segment in this call,
     at least L. Cached keys keep the base of the call in which they were computed."""
-    original, width, s = config.original_length, config.rotated_width, config.rope_factor
+    original = config.original_length
+    width = config.rotated_width
+    s = config.rope_factor
     length = jnp.maximum(_segment_lengths(positions, segments), original)
     growth = (s * length / original - s + 1) ** (width / max(width - 2, 1))
     return rope_frequencies(width, config.rope_theta * growth)
@@ -106,16 +111,20 @@ def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) 
     """Frequencies with more than rope_fast rotations within the original length are unchanged,
     those with fewer than rope_slow are divided by the factor, and between these two bounds both are
     mixed, linearly in the index of the pair (arXiv:2309.00071)."""
-    width, original = config.rotated_width, config.original_length
+    width = config.rotated_width
+    original = config.original_length
     period = 2 * math.log(config.rope_theta)
 
     def index(rotations: float) -> float:
         return width * math.log(original / (rotations * 2 * math.pi)) / period
 
-    low, high = index(config.fast_rotations), index(config.rope_slow)
+    low = index(config.fast_rotations)
+    high = index(config.rope_slow)
     if config.rope_truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, width - 1)
     scaled = jnp.clip((jnp.arange(-(-width // 2)) - low) / max(high - low, 1e-3), 0, 1)
     plain = _plain(config, positions, segments)
     return plain / config.rope_factor * scaled + plain * (1 - scaled)
@@ -125,7 +134,8 @@ def _llama3(config: ModelConfig, positions: jax.Array, segments: Segments = None
     """As YaRN's, but mixed linearly in the number of rotations (Llama 3.1, arXiv:2407.21783)."""
     plain = _plain(config, positions, segments)
     rotations = config.original_length * plain / (2 * math.pi)
-    low, high = config.rope_slow, config.fast_rotations
+    low = config.rope_slow
+    high = config.fast_rotations
     unscaled = jnp.clip((rotations - low) / max(high - low, 1e-9), 0, 1)
     return plain * unscaled + plain / config.rope_factor * (1 - unscaled)
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxformer.arrays.sharding import activation, free_axes
+from jaxformer.arrays.sharding import activation, on_devices
 from jaxformer.layers.blocked import (
     grouped_product,
     heads_last,
@@ -54,22 +54,18 @@ class Ring(NamedTuple):
 
 
 class PassedKeys(NamedTuple):
-    """What passes around: k [B, S, K, H], v [B, S, K, W], and the positions and segments [B, S] of
-    the keys; segments are None where rows have none."""
+    """What passes around: k [B, S, K, H], v [B, S, K, W], and where the keys are, [B, S]."""
 
     k: jax.Array
     v: jax.Array
-    positions: jax.Array
-    segments: jax.Array | None
+    layout: TokenLayout
 
 
 class Queries(NamedTuple):
-    """What stays: q [B, T, N, H], the positions and segments [B, T] of the queries, and the sinks
-    [N] or None."""
+    """What stays: q [B, T, N, H], where the queries are, [B, T], and the sinks [N] or None."""
 
     q: jax.Array
-    positions: jax.Array
-    segments: jax.Array | None
+    layout: TokenLayout
     sinks: jax.Array | None
 
 
@@ -90,7 +86,8 @@ def around_ring(
     of_queries = activation(q.shape, BY_TOKENS)
     batch, tokens, heads, _ = of_queries
     k, v = (repeated(x, heads) for x in (k, v))
-    of_layout, per_head = PartitionSpec(batch, tokens), PartitionSpec(heads)
+    of_layout = PartitionSpec(batch, tokens)
+    per_head = PartitionSpec(heads)
 
     def local(
         q: jax.Array,
@@ -101,15 +98,9 @@ def around_ring(
     ) -> jax.Array:
         return run(q, k, v, mask_of_device(mask, sides, sinks))
 
-    divided = jax.shard_map(
-        local,
-        in_specs=(of_queries, of_queries, of_queries, of_layout, per_head),
-        out_specs=of_queries,
-        axis_names={*free_axes()},
-        check_vma=False,
-    )
-    out: jax.Array = divided(q, k, v, (mask.queries, mask.keys), mask.scoring.sinks)
-    return out
+    in_specs = (of_queries, of_queries, of_queries, of_layout, per_head)
+    layouts = (mask.queries, mask.keys)
+    return on_devices(local, in_specs, of_queries)(q, k, v, layouts, mask.scoring.sinks)
 
 
 def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -123,9 +114,8 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
         scoring.scale or 1 / math.sqrt(q.shape[-1]),
         scoring.soft_cap,
     )
-    queries = Queries(q, mask.queries.positions, mask.queries.segments, scoring.sinks)
-    keys = PassedKeys(k, v, mask.keys.positions, mask.keys.segments)
-    return _ring(queries, keys, ring)
+    queries = Queries(q, mask.queries, scoring.sinks)
+    return _ring(queries, PassedKeys(k, v, mask.keys), ring)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -138,7 +128,8 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
     # of blocks before a scan over layers, and stores them.
     queries, keys = jax.lax.optimization_barrier((queries, keys))
     q = query_groups(queries.q, keys.k.shape[2])  # [B, K, G, T, H]
-    shape, width = q.shape[:-1], keys.v.shape[-1]
+    shape = q.shape[:-1]
+    width = keys.v.shape[-1]
     running = Running(
         jnp.zeros((*shape, width), jnp.float32),
         jnp.full((*shape, 1), LEAST),
@@ -227,9 +218,8 @@ def _backward(ring: Ring, saved: Any, d_out: jax.Array) -> tuple[Queries, Passed
     d_k, d_v = (jnp.swapaxes(_joined(x, 2), 1, 2).astype(keys.k.dtype) for x in (d_k, d_v))
     d_sinks = None if queries.sinks is None else sink_gradients(queries.sinks, log_sum, inner)
     # Positions and segments have no gradient.
-    d_queries: Any = (d_q, None, None, d_sinks)
-    d_passed_keys: Any = (d_k, d_v, None, None)
-    return Queries(*d_queries), PassedKeys(*d_passed_keys)
+    nothing: Any = None
+    return Queries(d_q, nothing, d_sinks), PassedKeys(d_k, d_v, nothing)
 
 
 _ring.defvjp(_forward, _backward)
@@ -243,15 +233,11 @@ def _passed_on(tree: Any, ring: Ring) -> Any:
 
 def _allowed(block: Any, key_block: Any, ring: Ring) -> jax.Array:
     """bool [B or 1, queries, keys]: what the queries of a block see of the keys of another."""
-    mask = AttentionMask(
-        TokenLayout(block.positions, block.segments),
-        TokenLayout(key_block.positions, key_block.segments),
-        ring.causal,
-        ring.window,
-    )
-    allowed = visible(mask)
-    shape = (1, block.positions.shape[1], key_block.positions.shape[1])
-    return jnp.ones(shape, bool) if allowed is None else allowed
+    allowed = visible(AttentionMask(block.layout, key_block.layout, ring.causal, ring.window))
+    if allowed is not None:
+        return allowed
+    # [B, K, G, T, H] and [B, K, S, H].
+    return jnp.ones((1, block.q.shape[3], key_block.k.shape[2]), bool)
 
 
 def _added(running: Running, block: Any, key_block: Any, allowed: jax.Array, ring: Ring) -> Running:
@@ -278,7 +264,8 @@ def _gradients(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The gradients of a block of queries, and of a block of keys and values, with what this pair
     of blocks adds to them. `rows` are d_out, the log-sum-exp and the inner sum of the queries."""
-    (d_out, log_sum, inner), (d_k, d_v) = rows, d_block
+    d_out, log_sum, inner = rows
+    d_k, d_v = d_block
     scores, bent = scores_of(block.q, key_block.k, ring.scale, ring.soft_cap)
     weights = jnp.where(allowed[:, None, None], jnp.exp(scores - log_sum), 0)
     d_weights = grouped_product("BKGTH,BKSH->BKGTS", d_out, key_block.v)
@@ -292,24 +279,22 @@ def _gradients(
 
 
 def _query_blocks(queries: Queries, q: jax.Array) -> Queries:
-    """The queries [B, K, G, T, H], positions and segments, their blocks on a first axis."""
+    """Return the queries [B, K, G, T, H] and their layout, the blocks on a first axis."""
     number = _blocks_of(q.shape[3])
-    positions, segments = _split_layout(queries.positions, queries.segments, number)
-    return Queries(_split(q, 3, number), positions, segments, None)
+    layout = _split_layout(queries.layout, number)
+    return Queries(_split(q, 3, number), layout, None)
 
 
 def _key_blocks(keys: PassedKeys) -> PassedKeys:
-    """PassedKeys and values [B, K, S, H], positions and segments, their blocks on a first axis."""
+    """Return keys and values [B, K, S, H] and their layout, the blocks on a first axis."""
     number = _blocks_of(keys.k.shape[1])
-    positions, segments = _split_layout(keys.positions, keys.segments, number)
+    layout = _split_layout(keys.layout, number)
     k, v = (_split(jnp.swapaxes(x, 1, 2), 2, number) for x in (keys.k, keys.v))
-    return PassedKeys(k, v, positions, segments)
+    return PassedKeys(k, v, layout)
 
 
-def _split_layout(
-    positions: jax.Array, segments: jax.Array | None, number: int
-) -> tuple[jax.Array, jax.Array | None]:
-    return _split(positions, 1, number), None if segments is None else _split(segments, 1, number)
+def _split_layout(layout: TokenLayout, number: int) -> TokenLayout:
+    return jax.tree.map(lambda x: _split(x, 1, number), layout)  # type: ignore[no-any-return]
 
 
 def _blocks_of(length: int) -> int:

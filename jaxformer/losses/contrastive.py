@@ -53,7 +53,8 @@ def contrastive_loss(
     real = jnp.ones(pairs, bool)
     if segments is not None:
         real = (segments.reshape(pairs, -1) != 0).any(axis=1)
-    anchors, positives = vectors[:, 0], vectors[:, 1]
+    anchors = vectors[:, 0]
+    positives = vectors[:, 1]
     matched = (anchors * positives).sum(axis=1) / temperature
     # Every device compares its anchors with the positives of all.
     gathered = constrain(positives, (None, None))

@@ -32,6 +32,7 @@ from jaxformer.arrays.sharding import (
     PARAMETERS,
     explicit_axes,
     free_axes,
+    on_devices,
     platform,
 )
 from jaxformer.layers.head import logits_of_rows
@@ -114,7 +115,8 @@ def cross_entropy(
     follows is computed in float32.
     """
     options = extras_of(**extras)._replace(logits_dtype=jnp.dtype(logits_dtype))
-    rows, by_row = TokenRows(x, targets, weights), ByRow(False, nats_by_row)
+    rows = TokenRows(x, targets, weights)
+    by_row = ByRow(False, nats_by_row)
     objective, nats = _sums(rows, head, bias, options, tile, by_row)
     return objective, jax.lax.stop_gradient(nats)
 
@@ -137,7 +139,8 @@ def row_nats(
     mode only, which computes the logits a second time.
     """
     options = extras_of(soft_cap=soft_cap)
-    rows, by_row = TokenRows(x, targets, weights), ByRow(True, True)
+    rows = TokenRows(x, targets, weights)
+    by_row = ByRow(True, True)
     return _sums(rows, head, bias, options, tile, by_row)[0]
 
 
@@ -147,7 +150,8 @@ def tile_length(rows: int, length: int, vocab: int) -> int:
     positions, they are those of one device."""
     sizes = free_axes()
     split = _split_positions(length, sizes)
-    length, devices = length // split, math.prod(sizes.values()) // split
+    length = length // split
+    devices = math.prod(sizes.values()) // split
     if rows * length * vocab <= DENSE_LOGITS * devices:
         return 0
     rows_of_tile = min(TILE_ROWS.get(platform(), TILE_ROWS_ELSEWHERE), TILE_LOGITS // vocab)
@@ -300,7 +304,8 @@ def _pull_of_matrix(
     [V, D]. The operands have x's dtype, 16 bits or 32; the sum over tokens is float32."""
     d_x = contract("BTV,VD->BTD", d_logits, matrix, to=("batch", None, None))
     flat, d_flat = (a.reshape(-1, a.shape[-1]) for a in (x, d_logits))
-    over_tokens, dtype = (((0,), (0,)), ((), ())), jnp.float32
+    over_tokens = (((0,), (0,)), ((), ()))
+    dtype = jnp.float32
     return d_x, jax.lax.dot_general(d_flat, flat, over_tokens, preferred_element_type=dtype)
 
 
@@ -356,17 +361,14 @@ def _by_device(
             sums = jax.lax.psum(sums[0], axes), jax.lax.psum(sums[1], by_positions)
         return sums, Gradients(d_x, d_head, jax.lax.psum(d_bias, axes))
 
-    replicated, of_row = PartitionSpec(), PartitionSpec(by_rows)
+    replicated = PartitionSpec()
+    of_row = PartitionSpec(by_rows)
     split = PartitionSpec(by_rows, by_positions)
     matrix_split = PartitionSpec(None, columns) if fits else replicated
     of_sums = tuple(of_row if each else replicated for each in by_row)
-    return jax.shard_map(
-        of_device,
-        in_specs=(split, replicated, replicated),
-        out_specs=(of_sums, Gradients(split, matrix_split, replicated)),
-        axis_names=set(axes),
-        check_vma=False,
-    )(rows, head, bias)
+    in_specs = (split, replicated, replicated)
+    out_specs = (of_sums, Gradients(split, matrix_split, replicated))
+    return on_devices(of_device, in_specs, out_specs, axes)(rows, head, bias)
 
 
 def summed_in_ring(device: str, devices: int, width: int) -> bool:
@@ -383,7 +385,8 @@ def _columns_of_sum(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Ar
     four, such as v5e:4x4, and then slices. Those pass the pieces of the sum on in a ring instead,
     half the rows in each direction, which sends half the bytes.
     """
-    vocab, width = x.shape[0], x.shape[1] // devices
+    vocab = x.shape[0]
+    width = x.shape[1] // devices
     if not summed_in_ring(platform(), devices, width):
         return jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
     return jnp.concatenate(
@@ -397,7 +400,8 @@ def _columns_of_sum(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Ar
 def ring_sum(x: jax.Array, axes: Any, devices: int, direction: int) -> jax.Array:
     """`jax.lax.psum_scatter` of the columns of x [V, D] to the next device (1) or to the one before
     (-1). A sum visits all devices, the one that keeps it last."""
-    width, index = x.shape[1] // devices, jax.lax.axis_index(axes)
+    width = x.shape[1] // devices
+    index = jax.lax.axis_index(axes)
     ring = [(i, (i + direction) % devices) for i in range(devices)]
 
     def columns(distance: Any) -> jax.Array:

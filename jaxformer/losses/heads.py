@@ -39,7 +39,8 @@ def head_loss(
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, key=key if config.has_dropout else None)
     rows, matrix, bias = output_layer(params, config, readout(params, config, x, inputs.layout))
-    targets, weights = batch["targets"], batch["weights"]
+    targets = batch["targets"]
+    weights = batch["weights"]
     objective, nats = cross_entropy(
         rows,
         matrix,
@@ -66,7 +67,8 @@ def head_loss(
         y = pooled(params, config, x, inputs.layout)
         rows, matrix, bias = output_layer(params, config, y, name)
         # Added to the sum over tokens; a weight is the number of tokens that a row counts.
-        targets, weights = batch[name], batch[f"{name}_weights"]
+        targets = batch[name]
+        weights = batch[f"{name}_weights"]
         objective += cross_entropy(rows, matrix, targets, weights, bias=bias)[0]
     # Their means are to be added to the mean over tokens, which is this sum over `weight`.
     for total, count in aux.losses.values():

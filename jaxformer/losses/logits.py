@@ -71,7 +71,8 @@ def softmax_cross_entropy(
         )
     weights = jnp.ones(rows) if weights is None else jnp.asarray(weights, jnp.float32)
     options = extras_of(**extras)
-    logits, targets = logits.astype(jnp.float32), jnp.asarray(targets)
+    logits = logits.astype(jnp.float32)
+    targets = jnp.asarray(targets)
     total, _, _ = sums_of_logits(logits, targets, weights, options)
     return total, jnp.sum(weights)
 
@@ -104,14 +105,16 @@ def top_and_total_at_once(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     lowest = jnp.finfo(logits.dtype).min
 
     def merged(left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
-        (top, total), (other_top, other_total) = left, right
+        top, total = left
+        other_top, other_total = right
         factor = jnp.exp(-jnp.abs(top - other_top))
         of_left = total + other_total * factor
         of_right = total * factor + other_total
         return jnp.maximum(top, other_top), jnp.where(top > other_top, of_left, of_right)
 
     # The difference of two logits of -inf would not be a number.
-    finite, ones = jnp.maximum(logits, lowest), jnp.ones_like(logits)
+    finite = jnp.maximum(logits, lowest)
+    ones = jnp.ones_like(logits)
     axis = logits.ndim - 1
     top, total = jax.lax.reduce((finite, ones), (lowest, np.float32(0)), merged, (axis,))
     return top[..., None], total[..., None]
@@ -183,7 +186,9 @@ def logits_gradient(
     The derivative of lse is p, that of z lse^2 is 2 z lse p, and that of the targets' terms is the
     smoothed onehot.
     """
-    smoothing, vocab, weights = extras.label_smoothing, softmax.logits.shape[-1], weights[..., None]
+    smoothing = extras.label_smoothing
+    vocab = softmax.logits.shape[-1]
+    weights = weights[..., None]
     onehot = jnp.where(_is_target(targets, vocab), weights * (1 - smoothing), 0)
     smoothed = onehot + weights * (smoothing / vocab)
     # The factor of the powers: that of p and 2 z lse p, divided by the sum of the powers.

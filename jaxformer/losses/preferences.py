@@ -53,7 +53,8 @@ def pairs_of(
     params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None = None
 ) -> PairScores:
     """The scores of a batch of pairs under a model; a key turns dropout on."""
-    targets, weights = jnp.asarray(batch["targets"]), jnp.asarray(batch["weights"])
+    targets = jnp.asarray(batch["targets"])
+    weights = jnp.asarray(batch["weights"])
     pairs, _, length = targets.shape
 
     def sequences(array: Any) -> jax.Array:
@@ -223,7 +224,8 @@ def _sums(
     It would be the KL divergence if the model had generated these, and may be negative.
     """
     real = (pairs.lengths.max(axis=-1) > 0).astype(jnp.float32)
-    count, margin = real.sum(), _margin(rewards)
+    count = real.sum()
+    margin = _margin(rewards)
     objective = (real * losses).sum()
     for total, weight in pairs.aux.losses.values():
         objective += count * total / weight

@@ -11,9 +11,8 @@ from jaxformer.models.cost import count_text
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.compiler_options import compiler_options
-from jaxformer.training.optimizers.groups import group_lines
-from jaxformer.training.optimizers.rule_table import unread
-from jaxformer.training.optimizers.run_optimizer import decay_groups
+from jaxformer.training.optimizers.groups import decay_groups, group_lines
+from jaxformer.training.optimizers.run_optimizer import unread
 from jaxformer.training.optimizers.schedules import schedule_text
 from jaxformer.training.state import split_frozen
 

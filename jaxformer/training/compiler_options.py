@@ -18,7 +18,8 @@ from jaxformer.arrays.sharding import PARAMETERS, platform
 def wanted_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
     """The options for the devices of a mesh (None: the default device), except those that XLA_FLAGS
     or LIBTPU_INIT_ARGS names."""
-    on, options = platform(mesh), dict[str, int | str]()
+    on = platform(mesh)
+    options = dict[str, int | str]()
     if on == "cpu":
         # LLVM's first level. Programs run as fast as with the third one (1.00 times, 0.90 to 1.09,
         # 14 samples in turn on two cores of an AMD EPYC with AVX-512); a step takes a quarter less

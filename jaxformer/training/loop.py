@@ -47,7 +47,8 @@ class Diverged(RuntimeError):
 
     def __init__(self, message: str, step: int = 0, state: TrainState | None = None) -> None:
         super().__init__(message)
-        self.step, self.state = step, state
+        self.step = step
+        self.state = state
 
 
 class Interrupted(RuntimeError):
@@ -103,7 +104,8 @@ def fit(
     """
     if checkpoints is not None:
         state = checkpoints.newest(state)
-    first, mesh = int(state.step), mesh_of(state)
+    first = int(state.step)
+    mesh = mesh_of(state)
     if first >= steps:
         return state
     feed = _placed(batches, first, steps, mesh)
@@ -145,7 +147,8 @@ class _Saving:
     def __init__(
         self, checkpoints: Checkpoints | None, stack: contextlib.ExitStack, steps: int
     ) -> None:
-        self._checkpoints, self.abandoned = checkpoints, False
+        self._checkpoints = checkpoints
+        self.abandoned = False
         if checkpoints is not None:
             self._request = stack.enter_context(watched())
             stack.enter_context(self._request.hold())
@@ -228,7 +231,8 @@ class _Reader:
     """Waits for steps and hands their metrics to the hooks, with the time that each took."""
 
     def __init__(self, first: int, hooks: Sequence[Hook]) -> None:
-        self._read_to, self._hooks = first, hooks
+        self._read_to = first
+        self._hooks = hooks
         self._since = time.perf_counter()
 
     def read(self, step: int, state: TrainState, metrics: Metrics) -> None:
@@ -242,7 +246,8 @@ class _Reader:
             if not any(skip(step, state, metrics) for skip in skips):
                 raise diverged(step, state, metrics)
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds = now - self._since
+        self._since = now
         self.tell(step, state, {**metrics, "step_seconds": seconds})
 
     def tell(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
@@ -313,7 +318,8 @@ class SkipSteps:
     """
 
     def __init__(self, limit: int = BAD_STEPS, skipped: int = 0) -> None:
-        self.limit, self.skipped = limit, skipped
+        self.limit = limit
+        self.skipped = skipped
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         """Does nothing: only steps that are not finite matter."""

@@ -83,7 +83,8 @@ class LoweredStep:
 
     def __init__(self, program: jax.stages.Lowered) -> None:
         self._program = program
-        self.as_text, self.compiler_ir = program.as_text, program.compiler_ir
+        self.as_text = program.as_text
+        self.compiler_ir = program.compiler_ir
         self.cost_analysis = program.cost_analysis
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "CompiledStep":
@@ -98,7 +99,8 @@ class CompiledStep:
     def __init__(self, program: Any) -> None:
         # A `jax.stages.Compiled`.
         self._program = program
-        self.as_text, self.memory_analysis = program.as_text, program.memory_analysis
+        self.as_text = program.as_text
+        self.memory_analysis = program.memory_analysis
         self.cost_analysis = program.cost_analysis
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

@@ -79,7 +79,8 @@ def skip_spikes(
     def update(
         gradient: Any, state: SpikeState, params: Any = None, *, value: jax.Array, **extra: Any
     ) -> tuple[Any, SpikeState]:
-        norm, loss = optax.tree.norm(gradient), jnp.asarray(value, jnp.float32)
+        norm = optax.tree.norm(gradient)
+        loss = jnp.asarray(value, jnp.float32)
         loss_limit = _limit(state.losses, state.accepted, factor)
         norm_limit = _limit(state.norms, state.accepted, factor)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)

@@ -168,7 +168,8 @@ def split_frozen(params: Params, frozen: tuple[str, ...]) -> tuple[Params, Param
         return params, {}
     leaves, structure = jax.tree.flatten_with_path(params)
     frozen_set = set(frozen)
-    learned, still = [], []
+    learned = []
+    still = []
     for path, leaf in leaves:
         is_still = dotted(path) in frozen_set
         learned.append(None if is_still else leaf)

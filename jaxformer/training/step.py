@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxformer.arrays.params import Params
-from jaxformer.arrays.sharding import explicit_axes, free_axes
+from jaxformer.arrays.sharding import explicit_axes, free_axes, on_devices
 from jaxformer.files import ConfigError, first_of
 from jaxformer.training.program import Metrics, Observe, Step
 from jaxformer.training.state import (
@@ -186,32 +186,27 @@ def gradients(
         total, _ = jax.lax.scan(add, zeros, (split, jnp.arange(microbatches)))
         return total  # type: ignore[no-any-return]
 
+    def of_replica(params: Params, batch: Batch, key: jax.Array) -> tuple[Params, ScalarSums]:
+        """The sums of a replica's own rows, reduced over replicas once and not in each piece."""
+        return jax.lax.psum(accumulated(params, batch, key), REPLICA)  # type: ignore[no-any-return]
+
     if microbatches == 1:
         grads, sums = sums_of(state.params, batch, jax.random.fold_in(key, 0))
     else:
         _require_divisible(batch, microbatches)
-        run, replicas = accumulated, free_axes().get(REPLICA, 1)
+        run = accumulated
+        replicas = free_axes().get(REPLICA, 1)
         if rowwise and replicas > 1 and not explicit_axes():
             rows = {len(array) for array in jax.tree.leaves(batch)}
             # Every microbatch has the same number of rows on each replica.
             if all(length % (replicas * microbatches) == 0 for length in rows):
-                run = _by_replica(accumulated)
+                everywhere = PartitionSpec()
+                in_specs = (everywhere, PartitionSpec(REPLICA), everywhere)
+                run = on_devices(of_replica, in_specs, everywhere, {REPLICA})
         grads, sums = run(state.params, batch, key)
     means = {name: total / _divisor(weight) for name, (total, weight) in sums.items()}
     weight = _divisor(sums["loss"][1])
     return jax.tree.map(lambda total: total / weight, grads), means
-
-
-def _by_replica(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run(params, batch, key)` by each replica on its own rows; its sums are then added up."""
-    replicated = PartitionSpec()
-    return jax.shard_map(
-        lambda params, batch, key: jax.lax.psum(run(params, batch, key), REPLICA),
-        in_specs=(replicated, PartitionSpec(REPLICA), replicated),
-        out_specs=replicated,
-        axis_names={REPLICA},
-        check_vma=False,
-    )
 
 
 def checked_sums(sums: Any) -> ScalarSums:

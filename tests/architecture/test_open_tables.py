@@ -24,8 +24,7 @@ from jaxformer.files import ConfigError
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.norm import NORMS, NormRow
 from jaxformer.runs.config import parse_arguments
-from jaxformer.training.optimizers.rule_table import OPTIMIZERS
-from jaxformer.training.optimizers.run_optimizer import make_optimizer
+from jaxformer.training.optimizers.run_optimizer import OPTIMIZERS, make_optimizer
 from jaxformer.training.optimizers.schedules import SCHEDULES, make_schedule
 from jaxformer.training.optimizers.update_rule import UpdateRule
 

@@ -16,7 +16,7 @@ from jaxformer.arrays.params import contract, rows
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.transformer import specs
-from jaxformer.training.optimizers import muon, rule_table
+from jaxformer.training.optimizers import muon, run_optimizer
 
 pytestmark = pytest.mark.fast
 
@@ -97,7 +97,7 @@ def taken_by_muon(config, monkeypatch):
             table=muon_weight_dimension_numbers(None)
         ),
     )
-    rule_table.OPTIMIZERS["muon"].rule(OptimizerConfig(name="muon"), specs(config))
+    run_optimizer.OPTIMIZERS["muon"].rule(OptimizerConfig(name="muon"), specs(config))
     found = jax.tree.leaves_with_path(
         seen["table"], is_leaf=lambda node: isinstance(node, MuonDimensionNumbers)
     )

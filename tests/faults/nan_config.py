@@ -13,7 +13,7 @@ import optax
 
 from jaxformer.config.config_file import read_config
 from jaxformer.runs.objectives import OBJECTIVES
-from jaxformer.training.optimizers.rule_table import OPTIMIZERS
+from jaxformer.training.optimizers.run_optimizer import OPTIMIZERS
 
 config = read_config(Path(__file__).parents[2] / "configs/quickstart.py")
 causal, muon = OBJECTIVES["causal"], OPTIMIZERS["muon"]

@@ -19,7 +19,7 @@ from jaxformer.models.cost import flops_per_token
 from jaxformer.runs.resolve import run_specs
 from jaxformer.runs.setup import make_setup
 from jaxformer.runs.states import first_state
-from jaxformer.training.optimizers.run_optimizer import decay_groups
+from jaxformer.training.optimizers.groups import decay_groups
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from jaxformer.files import ConfigError
 from jaxformer.layers.experts import BALANCED_RATE
 from jaxformer.models import transformer
 from jaxformer.models.adapt import adapted_table
-from jaxformer.training.optimizers.rule_table import OPTIMIZERS
-from jaxformer.training.optimizers.run_optimizer import decay_groups, decay_mask, make_optimizer
+from jaxformer.training.optimizers.groups import decay_groups, leaf_groups
+from jaxformer.training.optimizers.run_optimizer import OPTIMIZERS, make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import init_state
 
@@ -86,11 +86,11 @@ def test_a_kernel_without_a_hessian_is_refused_by_the_optimizer_that_needs_it():
 def test_a_balanced_bias_has_no_moments_and_does_not_decay():
     run = expert_run("adamw")
     table = transformer.specs(run.model)
-    assert not decay_mask(run.optimizer, table)["blocks"]["experts"]["router_bias"]
+    assert not leaf_groups(run.optimizer, table)["blocks"]["experts"]["router_bias"].decay
     counts = decay_groups(run.optimizer, table)
     assert counts["not decayed"] == (1, 4)
     learned = transformer.specs(replace(run.model, router_bias="learned"))
-    assert decay_mask(run.optimizer, learned)["blocks"]["experts"]["router_bias"]
+    assert leaf_groups(run.optimizer, learned)["blocks"]["experts"]["router_bias"].decay
     state, _ = start(run)
     shapes = [leaf.shape for leaf in jax.tree.leaves(state.optimizer)]
     assert (1, 4) not in shapes and (1, 4, 32, 12) in shapes
@@ -165,7 +165,7 @@ def test_muon_takes_the_matrix_of_each_layer_and_expert_by_itself():
 
 def test_the_matrices_of_experts_decay_and_their_biases_do_not():
     run, table = table_of({})
-    mask = decay_mask(replace(run.optimizer, decay="matrices"), table)["blocks"]["experts"]
-    names = {name for name, decays in mask.items() if decays}
-    assert names == {"router", "gate", "up", "down"} and "up_bias" in mask
+    groups = leaf_groups(replace(run.optimizer, decay="matrices"), table)["blocks"]["experts"]
+    names = {name for name, group in groups.items() if group.decay}
+    assert names == {"router", "gate", "up", "down"} and "up_bias" in groups
     assert rows(table)[BIAS].sign_rate == BALANCED_RATE

@@ -19,8 +19,8 @@ from jaxformer.config.config_file import check
 from jaxformer.config.run import RunConfig
 from jaxformer.config.train import OptimizerConfig, TrainConfig
 from jaxformer.models import transformer
-from jaxformer.training.optimizers.rule_table import OPTIMIZERS
-from jaxformer.training.optimizers.run_optimizer import decay_groups, decay_mask, make_optimizer
+from jaxformer.training.optimizers.groups import decay_groups, leaf_groups
+from jaxformer.training.optimizers.run_optimizer import OPTIMIZERS, make_optimizer
 from jaxformer.training.optimizers.schedules import SCHEDULES, make_schedule, schedule_text
 from jaxformer.training.state import TrainState, init_state, state_shardings
 from jaxformer.training.step import gradients, make_step
@@ -127,7 +127,7 @@ def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
 
     updates, _ = jax.jit(update)(nothing, params)
     moved = jax.tree.map(lambda update: float(jnp.abs(update).max()), updates)
-    expected = jax.tree.map(lambda decays: 0.05 if decays else 0.0, decay_mask(config, specs))
+    expected = jax.tree.map(lambda group: 0.05 if group.decay else 0.0, leaf_groups(config, specs))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), moved, expected)
 
 

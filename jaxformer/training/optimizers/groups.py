@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from jaxformer.arrays.params import Spec, Specs, is_target, map_specs, rows, unknown_target
 from jaxformer.config.settings import parsed_groups
 from jaxformer.config.train import GROUP_WORDS, OptimizerConfig
@@ -80,6 +82,19 @@ def _group_of_leaves(config: OptimizerConfig, specs: Specs) -> dict[str, Group]:
                 )
             group_of[path] = group
     return group_of
+
+
+def decay_groups(config: OptimizerConfig, specs: Specs) -> dict[str, tuple[int, int]]:
+    """Return `{"decayed": (tensors, parameters), "not decayed": ...}`, for the start of a run to
+    print."""
+    counts = {"decayed": (0, 0), "not decayed": (0, 0)}
+    groups = jax.tree.leaves(leaf_groups(config, specs))
+    for spec, group in zip(jax.tree.leaves(specs), groups, strict=True):
+        if spec.trainable:
+            name = "decayed" if group.decay else "not decayed"
+            tensors, parameters = counts[name]
+            counts[name] = (tensors + 1, parameters + math.prod(spec.shape))
+    return counts
 
 
 def group_lines(config: OptimizerConfig, specs: Specs) -> list[str]:

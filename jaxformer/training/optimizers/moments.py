@@ -60,7 +60,8 @@ def with_stored_moments(
       seed: with the number of the update it gives the random bits, so that a run that continues is
           bitwise the one that was not interrupted.
     """
-    rule, store = optax.with_extra_args_support(rule), STORES[kind]
+    rule = optax.with_extra_args_support(rule)
+    store = STORES[kind]
     rows_of = {path: spec for path, spec in jax.tree.leaves_with_path(specs) if spec.is_matrix}
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(b"moments"))
 
@@ -69,7 +70,8 @@ def with_stored_moments(
 
         def of_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
             for i, entry in enumerate(path):
-                name, spec = getattr(entry, "name", ""), rows_of.get(path[i + 1 :])
+                name = getattr(entry, "name", "")
+                spec = rows_of.get(path[i + 1 :])
                 if name in moments and spec is not None and spec.shape == leaf.shape:
                     leaf_key = jax.random.fold_in(step_key, zlib.crc32(dotted(path).encode()))
                     return store(leaf_key, leaf, spec, moments[name])
@@ -95,7 +97,8 @@ def restored(state: Any) -> Any:
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, BlockCodes):
-            codes, scales = leaf.codes.value, leaf.scales.value
+            codes = leaf.codes.value
+            scales = leaf.scales.value
             numbers = jnp.asarray(code_book(leaf.has_sign))[codes]
             blocks = numbers.reshape(*scales.shape, -1) * scales[..., None]
             return blocks.reshape(codes.shape)

@@ -1,5 +1,6 @@
 """Muon (arXiv:2502.16982) and NorMuon (arXiv:2510.05491) on the table of parameters."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -11,19 +12,21 @@ from optax.contrib import muon as optax_muon
 from jaxformer.arrays.params import NamedAxes, Spec, Specs, map_specs
 from jaxformer.arrays.sharding import HEAD_AXES
 from jaxformer.config.train import OptimizerConfig
+from jaxformer.files import ConfigError
 from jaxformer.training.optimizers.update_rule import (
     ADAM,
     MatrixAxes,
     UpdateRule,
     map_arrays,
     matrix_axes,
-    of_orthogonal,
+    of_entries,
 )
 
 # The root mean square of an update, as of Adam's (arXiv:2502.16982).
 UPDATE_RMS = 0.2
 # f(x) = a x + b x^3 + c x^5 of Newton-Schulz, and how often it is applied.
-COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
 
 
 def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
@@ -82,7 +85,9 @@ def scale_by_normuon(config: OptimizerConfig, specs: Specs) -> optax.GradientTra
     U = O / (sqrt(v) + eps), and U -> 0.2 U / rms(U), of which the RMS is that of Adam's updates.
     The optimizer keeps M and the vector v.
     """
-    b1, b2, eps = config.b1, config.b2, config.eps
+    b1 = config.b1
+    b2 = config.b2
+    eps = config.eps
 
     def init(params: Any) -> NorMuonState:
         return NorMuonState(optax.tree.zeros_like(params), map_arrays(of_neurons, specs, params))
@@ -132,6 +137,22 @@ def newton_schulz(matrices: jax.Array) -> jax.Array:
         square = x @ x.swapaxes(1, 2)
         x = a * x + (b * square + c * square @ square) @ x
     return x.swapaxes(1, 2) if is_tall else x
+
+
+def of_orthogonal(config: OptimizerConfig, spec: Spec) -> float:
+    """The width factor of Muon's directions of the matrices of blocks, whose spectral norm, 0.2
+    sqrt(max(fan-in, fan-out)), has to grow as sqrt(fan-out / fan-in) does (the spectral condition,
+    arXiv:2310.17813): 1 / sqrt(m) for a square matrix m times as wide."""
+    if not (spec.is_matrix and spec.is_stacked):
+        return of_entries(config, spec)
+    if config.muon_unit == "head":
+        raise ConfigError(
+            "optimizer.muon_unit='head' has no rule by which its learning rate holds at all widths,"
+            " as model.parametrization='mup' asks: use 'matrix', or the parametrization 'standard'."
+        )
+    grown_in, grown_out = spec.growth
+    longest = max(spec.fan_in, spec.fan_out) / max(spec.scale_fans)
+    return math.sqrt(grown_out / (grown_in * longest))
 
 
 muon = UpdateRule(_muon, ("b1", "b2", "muon_unit"), ADAM, width_factor=of_orthogonal)

@@ -1,4 +1,8 @@
-"""The optimizer of a run: its rule, the decay of weights, and the learning rate of each leaf."""
+"""The optimizer of a run: its rule from the table, the decay of weights, and the learning rate of
+each leaf.
+
+A rule of optax is a row here. One of our own has a file with its row, which this one imports.
+"""
 
 import math
 from dataclasses import replace
@@ -8,32 +12,80 @@ import jax
 import optax
 
 from jaxformer.arrays.params import Spec, Specs, map_specs
-from jaxformer.config.train import OptimizerConfig
+from jaxformer.config.settings import Table
+from jaxformer.config.train import OptimizerConfig, OptimizerName
 from jaxformer.files import ConfigError
+from jaxformer.training.optimizers.adafactor import adafactor
 from jaxformer.training.optimizers.groups import Group, leaf_groups
-from jaxformer.training.optimizers.rule_table import OPTIMIZERS
-from jaxformer.training.optimizers.update_rule import map_arrays
-
-Mask = dict[str, Any]
-
-
-def decay_mask(config: OptimizerConfig, specs: Specs) -> Mask:
-    """True for every leaf that decays: the matrices (and embeddings), or all, except those that
-    move by a `Spec.sign_rate` and those of a group that does not decay."""
-    decays: Mask = jax.tree.map(lambda factors: factors.decay > 0, leaf_groups(config, specs))
-    return decays
+from jaxformer.training.optimizers.moments import with_stored_moments
+from jaxformer.training.optimizers.muon import muon, normuon
+from jaxformer.training.optimizers.soap import soap
+from jaxformer.training.optimizers.sophia import sophia
+from jaxformer.training.optimizers.update_rule import ADAM, UpdateRule, map_arrays, of_entries
 
 
-def decay_groups(config: OptimizerConfig, specs: Specs) -> dict[str, tuple[int, int]]:
-    """`{"decayed": (tensors, parameters), "not decayed": ...}`, for the start of a run to print."""
-    groups = {"decayed": (0, 0), "not decayed": (0, 0)}
-    mask = jax.tree.leaves(decay_mask(config, specs))
-    for spec, decays in zip(jax.tree.leaves(specs), mask, strict=True):
-        if spec.trainable:
-            name = "decayed" if decays else "not decayed"
-            tensors, parameters = groups[name]
-            groups[name] = (tensors + 1, parameters + math.prod(spec.shape))
-    return groups
+def _schedule_free(
+    c: OptimizerConfig, schedule: optax.Schedule, base: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Schedule-free learning (arXiv:2405.15682). The parameters of the train state are y; the state
+    of the optimizer holds z and b1, and the weights to evaluate are x = (y - (1 - b1) z) / b1.
+
+    The average takes the place of Adam's first moment.
+    z -= r (g / sqrt(v) + d y), x = (1 - c) x + c z, y = (1 - b1) z + b1 x, with c = r^2 / sum r^2,
+    in which r is the largest rate so far.
+    """
+    if not c.b1:
+        raise ConfigError(
+            "optimizer.b1=0.0: schedule_free divides by b1, the part of the average in the weights"
+            " at which gradients are taken. Set it above 0, such as 0.9."
+        )
+    # optax counts the steps of its weights from 1, and those of the rate from 0.
+    return optax.contrib.schedule_free(base, lambda count: schedule(count - 1), b1=c.b1)
+
+
+OPTIMIZERS: Table[UpdateRule] = Table(
+    OptimizerName,
+    {
+        "adamw": UpdateRule(
+            lambda c, specs: optax.scale_by_adam(c.b1, c.b2, c.eps),
+            ("b1", "b2", "eps"),
+            ADAM,
+            width_factor=of_entries,
+        ),
+        "adafactor": adafactor,
+        "lion": UpdateRule(
+            lambda c, specs: optax.scale_by_lion(c.b1, c.b2),
+            ("b1", "b2"),
+            {"mu": True},
+            width_factor=of_entries,
+        ),
+        "sgd": UpdateRule(lambda c, specs: optax.trace(c.b1), ("b1",), {"trace": True}),
+        "muon": muon,
+        "normuon": normuon,
+        "soap": soap,
+        "sophia": sophia,
+        "schedule_free": UpdateRule(
+            lambda c, specs: optax.scale_by_rms(
+                c.b2, c.eps, eps_in_sqrt=False, bias_correction=True
+            ),
+            ("b1", "b2", "eps"),
+            {"nu": False},
+            _schedule_free,
+        ),
+    },
+)
+
+
+def unread(config: OptimizerConfig) -> list[str]:
+    """Return the settings of rules, with their values, that differ from the default and that the
+    chosen rule does not read."""
+    default = OptimizerConfig()
+    changed = []
+    for name in dict.fromkeys(name for row in OPTIMIZERS.values() for name in row.reads):
+        value = getattr(config, name)
+        if value != getattr(default, name) and name not in OPTIMIZERS[config.name].reads:
+            changed.append(f"optimizer.{name}={value}")
+    return changed
 
 
 def make_optimizer(
@@ -44,14 +96,12 @@ def make_optimizer(
 
     `seed` is that of the rounding of optimizer.moments.
     """
-    factors, row = leaf_groups(config, specs), OPTIMIZERS[config.name]
+    row = OPTIMIZERS[config.name]
+    factors = leaf_groups(config, specs)
     # Gradients are smaller by the growth of the width, and so is eps (arXiv:2505.01618, table 1).
     growth = max((spec.growth[0] for spec in jax.tree.leaves(specs) if spec.trainable), default=1)
     rule = row.rule(replace(config, eps=config.eps / growth) if growth != 1 else config, specs)
     if config.moments != "float32":
-        # Imported here, because only runs that round read it.
-        from jaxformer.training.optimizers.moments import with_stored_moments
-
         if not row.moments:
             rules = ", ".join(name for name in OPTIMIZERS if OPTIMIZERS[name].moments)
             raise ConfigError(

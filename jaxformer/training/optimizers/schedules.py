@@ -28,7 +28,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def schedule_text(config: OptimizerConfig, steps: int) -> str:
     """A description of the learning rate during the `steps` of a run."""
-    schedule, peak, warmup = make_schedule(config, steps), config.learning_rate, config.warmup_steps
+    schedule = make_schedule(config, steps)
+    peak = config.learning_rate
+    warmup = config.warmup_steps
     # One program: by themselves the operations of a schedule would be compiled one by one.
     last = float(jax.jit(schedule)(steps - 1))
     if warmup >= steps:
@@ -56,7 +58,8 @@ def _wsd(config: OptimizerConfig, steps: int) -> optax.Schedule:
     decay = max(round(config.wsd_decay_fraction * steps), 1)
     # The last step with the peak, counted from the end of the warm-up.
     begin = steps - decay - 1
-    peak, final = config.learning_rate, config.final_fraction * config.learning_rate
+    peak = config.learning_rate
+    final = config.final_fraction * config.learning_rate
 
     def schedule(step: Any) -> jax.Array:
         remaining = 1 - jnp.clip(step - begin, 0, decay) / decay

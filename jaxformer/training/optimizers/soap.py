@@ -51,7 +51,9 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
     take up G, by b2, and every tenth step Q becomes the orthogonal factor of L Q.
     The first step moves nothing: it makes L and R, and their eigenvectors.
     """
-    b1, b2, eps = config.b1, config.b2, config.eps
+    b1 = config.b1
+    b2 = config.b2
+    eps = config.eps
 
     def zeros(spec: Spec, side: int) -> NamedAxes | None:
         """Zeros for a factor [batch, *side, length], divided along the axes it belongs to."""

@@ -35,7 +35,9 @@ def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformati
     `make_step` gives the arguments `hessian_product`, from s to H s, and `key`, by seed and step.
     The paper draws s from a normal distribution; signs have the same mean and a smaller variance.
     """
-    b1, b2, eps = config.b1, config.b2, config.eps
+    b1 = config.b1
+    b2 = config.b2
+    eps = config.eps
 
     def init(params: Any) -> SophiaState:
         zeros = (optax.tree.zeros_like(params) for _ in range(2))

@@ -10,7 +10,6 @@ import optax
 
 from jaxformer.arrays.params import Spec, Specs
 from jaxformer.config.train import OptimizerConfig
-from jaxformer.files import ConfigError
 
 Rule = Callable[[OptimizerConfig, Specs], optax.GradientTransformation]
 WidthFactor = Callable[[OptimizerConfig, Spec], float]
@@ -24,11 +23,11 @@ class UpdateRule(NamedTuple):
     """A row of `OPTIMIZERS`.
 
     `rule` makes the transformation from gradients to directions, which weight decay is added to and
-    the learning rate multiplies. `reads` are those of `RULE_SETTINGS` that it reads. `moments` are
-    the fields of its state that optimizer.moments may round, and whether they have a sign. `around`
-    is for rules that need the step itself, with decay and learning rate. `width_factor` is the
-    factor of a leaf's directions with which one learning rate holds at all widths
-    (`model.parametrization=mup`), by `Spec.growth`; None where none is known.
+    the learning rate multiplies. `reads` are the settings of `OptimizerConfig` that this rule reads
+    and not every rule. `moments` are the fields of its state that optimizer.moments may round, and
+    whether they have a sign. `around` is for rules that need the step itself, with decay and
+    learning rate. `width_factor` is the factor of a leaf's directions with which one learning rate
+    holds at all widths (`model.parametrization=mup`), by `Spec.growth`; None where none is known.
     """
 
     rule: Rule
@@ -44,26 +43,8 @@ def of_entries(config: OptimizerConfig, spec: Spec) -> float:
     return 1 / spec.growth[0]
 
 
-def of_orthogonal(config: OptimizerConfig, spec: Spec) -> float:
-    """The width factor of Muon's directions of the matrices of blocks, whose spectral norm, 0.2
-    sqrt(max(fan-in, fan-out)), has to grow as sqrt(fan-out / fan-in) does (the spectral condition,
-    arXiv:2310.17813): 1 / sqrt(m) for a square matrix m times as wide."""
-    if not (spec.is_matrix and spec.is_stacked):
-        return of_entries(config, spec)
-    if config.muon_unit == "head":
-        raise ConfigError(
-            "optimizer.muon_unit='head' has no rule by which its learning rate holds at all widths,"
-            " as model.parametrization='mup' asks: use 'matrix', or the parametrization 'standard'."
-        )
-    grown_in, grown_out = spec.growth
-    longest = max(spec.fan_in, spec.fan_out) / max(spec.scale_fans)
-    return math.sqrt(grown_out / (grown_in * longest))
-
-
 # The moments of Adam, and of rules that have such moments.
 ADAM = MappingProxyType({"mu": True, "nu": False})
-# The settings of rules; the rest of `OptimizerConfig` holds for every row.
-RULE_SETTINGS = ("b1", "b2", "eps", "muon_unit", "soap_max_side")
 
 
 def map_arrays(f: Callable[..., Any], table: Any, *trees: Any) -> Any:
