@@ -14,15 +14,14 @@ from jaxformer.adapters.adapted_params import merge
 from jaxformer.adapters.low_rank import is_adapted
 from jaxformer.arrays.params import is_custom
 from jaxformer.cli.arguments import ConvertArguments
-from jaxformer.files import ConfigError, is_remote, located, read_object
+from jaxformer.files import ConfigError, is_remote, read_object
 from jaxformer.files.uploads import LocalFolder
-from jaxformer.interop.hf_config import is_pretrained
 from jaxformer.interop.logit_parity import compare, require_transformers
-from jaxformer.interop.peft_config import is_adapter
 from jaxformer.interop.peft_writing import save_adapter
 from jaxformer.interop.pretrained import save_pretrained
 from jaxformer.report import human_count
-from jaxformer.runs.loading import Loaded, load, run_of, save_run
+from jaxformer.runs.loading import Loaded, load, save_run
+from jaxformer.runs.model_files import ModelFiles
 
 CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
 UNFINISHED = ".unfinished"  # the folder in a target in which its files are written
@@ -32,13 +31,14 @@ def run(args: ConvertArguments) -> int:
     if args.verify:
         require_transformers()
     target = args.target
-    to_run = is_pretrained(args.source) and not is_adapter(args.source)
+    source = ModelFiles(args.source)
     if not is_remote(target):
         # What a conversion that was killed has left.
         shutil.rmtree(target / UNFINISHED, ignore_errors=True)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not empty: choose a new directory.")
-    model = load(args.source, args.step, weights=args.weights)
+    to_run = source.kind == "pretrained"
+    model = load(source, args.step, weights=args.weights)
     has_adapter = any(map(is_adapted, jax.tree.leaves(model.params, is_leaf=is_adapted)))
     if args.merge and not has_adapter:
         raise ConfigError(f"{args.source} has no adapter to merge: leave out --merge.")
@@ -53,9 +53,9 @@ def run(args: ConvertArguments) -> int:
     size = human_count(sum(leaf.size for leaf in jax.tree.leaves(model.params)))
     with complete_or_empty(target, to_run) as folder:
         if has_adapter and not args.merge:
-            _write_adapter(model, args, folder)
+            _write_adapter(model, source, args, folder)
         elif to_run:
-            save_run(folder, model, args.source, target)
+            save_run(folder, model, source, target)
             use = "to sample from or to fine-tune (--run.init_from)"
             print(
                 f"{target}: a run of {model.config.family} of {size} parameters,"
@@ -127,13 +127,13 @@ def _tell_rounded(model: Loaded, source: Path) -> None:
         )
 
 
-def _write_adapter(model: Loaded, args: ConvertArguments, folder: Path) -> None:
-    if added := run_of(args.source).tokenizer.added:
+def _write_adapter(model: Loaded, source: ModelFiles, args: ConvertArguments, folder: Path) -> None:
+    if added := source.run.tokenizer.added:
         raise ConfigError(
             f"{args.source} has added {', '.join(added)} to the vocabulary of its base, which an"
             " adapter of peft cannot say: add --merge, which writes the whole model."
         )
-    base = located(model.base).absolute() if model.base else ""
+    base = model.base.absolute() if model.base else ""
     save_adapter(
         folder,
         model.params,

@@ -11,9 +11,8 @@ import jax
 from jaxformer.arrays.hardware import name_of
 from jaxformer.cli.arguments import PlanArguments
 from jaxformer.config.run import RunConfig
-from jaxformer.files import located
 from jaxformer.runs.config import origin_of
-from jaxformer.runs.loading import lacks_weights
+from jaxformer.runs.model_files import ModelFiles
 from jaxformer.tools.plan.compiled import compiled_report
 from jaxformer.tools.plan.plan import make_plan
 from jaxformer.tools.plan.planned import planned_run
@@ -33,9 +32,9 @@ def run(args: PlanArguments, config: RunConfig) -> int:
         if not devices and name != "cpu" and not math.prod(config.mesh.sizes.values()):
             devices = jax.device_count()
     planned = planned_run(config, name, devices)
-    base = config.run.init_from
-    start = located(base)
-    if base and origin_of(located(config.run.dir), start) == start and lacks_weights(base):
+    base = ModelFiles(config.run.init_from)
+    is_new = config.run.init_from and origin_of(config.run, base) is base
+    if is_new and base.lacks_weights:
         note = f"the model is that of config.json in {base}, which has no weights; a run needs them"
         planned = replace(planned, notes=(*planned.notes, note))
     plan = make_plan(planned)

@@ -15,9 +15,10 @@ from jaxformer.cli.arguments import ModelArguments
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.data.templates import ClassTemplate, TagTemplate, Template
-from jaxformer.files import ConfigError, located
+from jaxformer.files import ConfigError
 from jaxformer.models.transformer import context_of
-from jaxformer.runs.loading import load, run_of
+from jaxformer.runs.loading import load
+from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.objectives import row_format
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
@@ -60,23 +61,18 @@ class Model:
 def open_model(args: ModelArguments) -> Model:
     """The model that a command names, with its tokenizer."""
     keep_compiled(RunSettings().compilation_cache)
-    loaded = load(args.path, args.step, quantize=args.quantize, weights=args.weights)
+    files = ModelFiles(args.path)
+    loaded = load(files, args.step, quantize=args.quantize, weights=args.weights)
     config = loaded.config
     if getattr(args, "pair", "") and config.family != "encoder":
         raise ConfigError(
             f"--pair needs an encoder, but {args.path} has model.family={config.family!r}."
         )
     if loaded.tokenizer is None:
-        raise missing(located(args.path) / TOKENIZER_FILE)
+        raise missing(files.path / TOKENIZER_FILE)
     labels = loaded.labels or tuple(f"class {index}" for index in range(config.n_classes))
     return Model(
-        args.path,
-        loaded.params,
-        config,
-        loaded.tokenizer,
-        labels,
-        run_of(args.path),
-        loaded.problem_type,
+        args.path, loaded.params, config, loaded.tokenizer, labels, files.run, loaded.problem_type
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxformer.files import ConfigError, first_of, located
+from jaxformer.files import ConfigError, first_of
 from jaxformer.interop.tensor_files import Entry, TensorFiles
 
 if TYPE_CHECKING:
@@ -136,9 +136,9 @@ GGUF_ARCHITECTURES = {
 }
 
 
-def is_gguf(path: str | Path) -> bool:
+def is_gguf(path: Path) -> bool:
     """Whether a path is that of a GGUF file, by its name."""
-    return located(path).suffix == GGUF_SUFFIX and located(path).is_file()
+    return path.suffix == GGUF_SUFFIX and path.is_file()
 
 
 class GgufFiles(TensorFiles):

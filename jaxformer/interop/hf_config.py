@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxformer.files import ConfigError, located, read_object
+from jaxformer.files import ConfigError, read_object
 
 # Keys of any architecture that do not change what a model computes.
 NEUTRAL = """
@@ -168,12 +168,12 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     return read_object(directory / "config.json", "download it again")
 
 
-def is_pretrained(path: str | Path) -> bool:
+def is_pretrained(directory: Path) -> bool:
     """Whether a directory holds a Hugging Face model: by its config.json, or by its weights where
     that is not the config.json of a run."""
-    if not (located(path) / "config.json").is_file():
+    if not (directory / "config.json").is_file():
         return False
-    keys = read_config_json(located(path)).keys()
-    return bool({"model_type", "architectures"} & keys) or (
-        "run" not in keys and any(located(path).glob("*.safetensors*"))
-    )
+    keys = read_config_json(directory).keys()
+    if {"model_type", "architectures"} & keys:
+        return True
+    return "run" not in keys and any(directory.glob("*.safetensors*"))

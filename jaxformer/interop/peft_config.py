@@ -32,9 +32,9 @@ CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 FITTING_SECONDS = 2.0  # for a regular expression of the file, which is a stranger's
 
 
-def is_adapter(path: str | Path) -> bool:
+def is_adapter(directory: Path) -> bool:
     """Whether a directory holds an adapter of peft."""
-    return (located(path) / ADAPTER_CONFIG).is_file()
+    return (directory / ADAPTER_CONFIG).is_file()
 
 
 def _is_number(value: Any) -> bool:

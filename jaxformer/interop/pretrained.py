@@ -83,7 +83,7 @@ def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
     """
     # Of a URL the weights are not copied for that.
     if weights or (not is_remote(directory) and has_tensors(directory)):
-        return _opened(directory).config
+        return open_pretrained(directory).config
     path, values = directory / "config.json", read_config_json(directory)
     family, architecture = stated_architecture(path, values)
     names = names_in_index(directory)
@@ -91,19 +91,13 @@ def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
     return _config_of(path, hf, family, architecture)
 
 
-def pretrained_labels(directory: Path) -> tuple[str, ...]:
-    """The names of the classes of a model directory, in the order of their numbers; empty where it
-    has or names none."""
-    return _opened(directory).labels
-
-
 def load_pretrained(
-    directory: Path,
+    opened: "Opened",
     mesh: Mesh | None = None,
     dtype: str = "float32",
     quantize: Quantization | None = None,
-) -> tuple[Params, "Opened"]:
-    """The model of a directory or a GGUF file, leaf by leaf to its place on `mesh` (or this
+) -> Params:
+    """Return the params of an opened model, read leaf by leaf to their places on `mesh` (or this
     machine's first device), as `dtype`; with `quantize` each matrix of the blocks is quantized
     before the next leaf is read (see `jf.quantize`).
 
@@ -111,10 +105,9 @@ def load_pretrained(
     into whatever shards the files are cut. ConfigError for an architecture or an option that is not
     supported, and for tensors that do not fit config.json, each by its name and file.
     """
-    opened = _opened(directory)
     if opened.unknown:
         warnings.warn(
-            f"{directory}/config.json has keys that change nothing in {opened.family.model_type},"
+            f"{opened.path}/config.json has keys that change nothing in {opened.family.model_type},"
             f" in transformers or here: {', '.join(opened.unknown)}.",
             stacklevel=3,
         )
@@ -132,7 +125,7 @@ def load_pretrained(
             stored = read_leaf(path, index, jnp.dtype("float32"))
             if (np.isinf(numbers) & np.isfinite(stored)).any():
                 raise ConfigError(
-                    f"{directory}: {path} has values beyond the range of float16: load it as"
+                    f"{opened.path}: {path} has values beyond the range of float16: load it as"
                     " bfloat16 or float32."
                 )
             return numbers
@@ -143,7 +136,7 @@ def load_pretrained(
         quantized: CustomLeaf = quantized_leaf(path, array, spec, quantize)
         return jax.block_until_ready(quantized)
 
-    return map_specs(load_leaf, model_specs(opened.config)), opened
+    return map_specs(load_leaf, model_specs(opened.config))
 
 
 def _placed(
@@ -190,6 +183,7 @@ class Opened(NamedTuple):
     """A model directory before a tensor is read; `problem_type` is that of `Loaded`, and `unknown`
     are the keys of its config.json that no row reads."""
 
+    path: Path
     family: Family
     config: ModelConfig
     labels: tuple[str, ...]
@@ -244,7 +238,8 @@ class Opened(NamedTuple):
         return names
 
 
-def _opened(location: Path) -> Opened:
+def open_pretrained(location: Path) -> Opened:
+    """Open a Hugging Face directory or a GGUF file: its config, and its tensors by their names."""
     files: TensorFiles
     if is_gguf(location):
         path = local_copy(location)
@@ -292,7 +287,7 @@ def _opened(location: Path) -> Opened:
             if copy.of not in originals or not files.are_equal(copy.name, originals[copy.of]):
                 config = dataclasses.replace(config, tied_head=False)
     problem_type = problem_type_of(values, path) if config.output == "classes" else ""
-    return Opened(family, config, names, problem_type, files, hf.unknown())
+    return Opened(location, family, config, names, problem_type, files, hf.unknown())
 
 
 def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> ModelConfig:

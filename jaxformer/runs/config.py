@@ -4,9 +4,11 @@ starts, if any."""
 import contextlib
 import dataclasses
 import io
+import os
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxformer.config.config_file import (
     check,
@@ -16,9 +18,13 @@ from jaxformer.config.config_file import (
     settings_in,
 )
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import RunConfig, TokenizerConfig
+from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig, named_sources
+from jaxformer.config.train import LaunchConfig
 from jaxformer.config.variants import SECOND_HEADS
-from jaxformer.files import ConfigError, located
+from jaxformer.files import ConfigError, is_remote
+
+if TYPE_CHECKING:
+    from jaxformer.runs.model_files import ModelFiles
 
 # Model settings that say how a model is computed and trained, and not what its weights mean.
 OF_THE_PROGRAM = (
@@ -67,12 +73,19 @@ def parse_arguments(
     be there."""
     stated = settings_in(arguments)
     if base := stated.get("run.init_from", config.run.init_from):
-        run_dir = located(stated.get("run.dir", config.run.dir))
+        # Imported here, because it imports JAX, which a config alone does not need.
+        from jaxformer.runs.model_files import ModelFiles
+
+        settings = dataclasses.replace(
+            config.run,
+            dir=stated.get("run.dir", config.run.dir),
+            restart=stated.get("run.restart", str(config.run.restart)) == "True",
+        )
+        origin = origin_of(settings, ModelFiles(base, weights))
         names = {name.removeprefix("model.") for name in stated}
-        origin = origin_of(run_dir, located(base))
         config = dataclasses.replace(
             config,
-            model=with_base(config.model, origin, base, names, weights),
+            model=with_base(config.model, origin, base, names),
             tokenizer=with_tokenizer_of(origin, config.tokenizer),
         )
     config = parse_fields(config, arguments, program)
@@ -81,35 +94,29 @@ def parse_arguments(
     return check(dataclasses.replace(config, model=model))
 
 
-def origin_of(run_dir: Path, base: Path) -> Path:
-    """Where a run with run.init_from finds its model and tokenizer: in its own directory if it was
-    begun already, else in `base`."""
-    return run_dir if (run_dir / "config.json").is_file() else base
+def origin_of(settings: RunSettings, base: "ModelFiles") -> "ModelFiles":
+    """Return the files in which a run with run.init_from finds its model and tokenizer: its own if
+    it was begun already, else `base`, the model of run.init_from."""
+    from jaxformer.runs.model_files import ModelFiles
+
+    own = ModelFiles(settings.dir)
+    is_begun = (own.path / "config.json").is_file()
+    return own if is_begun and not settings.restart else base
 
 
 def with_base(
-    model: ModelConfig,
-    origin: Path,
-    base: str,
-    stated: AbstractSet[str] = frozenset(),
-    weights: bool = True,
+    model: ModelConfig, origin: "ModelFiles", base: str, stated: AbstractSet[str] = frozenset()
 ) -> ModelConfig:
-    """`model` with the settings of the model directory `origin` where it sets none itself, for a
-    run with run.init_from=`base`.
+    """`model` with the settings of the model `origin` where it sets none itself, for a run with
+    run.init_from=`base`.
 
     A config sets a model setting if it is not the default of `ModelConfig` and not among those
     `stated` on the command line, which are applied later; those of `OWN` are always the config's.
-    `weights` is that of `loading.run_of`.
     """
-    # Imported here, because it imports JAX, which a config alone does not need.
-    from jaxformer.runs.loading import is_model, run_of
-
-    if not is_model(origin):
-        raise ConfigError(
-            f"run.init_from={base!r} has no config.json: give a run directory, one of a Hugging"
-            " Face model or an adapter, or a GGUF file."
-        )
-
+    try:
+        base_model = origin.config
+    except ConfigError as error:
+        raise ConfigError(f"run.init_from={base!r}: {error}") from error
     chosen, default = dataclasses.asdict(model), dataclasses.asdict(ModelConfig())
     changed = {name for name, value in chosen.items() if value != default[name]}
     own = {*OWN}
@@ -117,21 +124,71 @@ def with_base(
         own.remove("pooling")  # then that of the vectors of texts, which the base states
     asked = {name: chosen[name] for name in (own | changed) - stated}
     try:
-        return dataclasses.replace(run_of(origin, weights).model, **asked)
+        return dataclasses.replace(base_model, **asked)
     except ConfigError as error:
         raise ConfigError(
             f"{error}\nThe config sets these on top of the model of run.init_from={base!r}."
         ) from error
 
 
-def with_tokenizer_of(origin: Path, settings: TokenizerConfig) -> TokenizerConfig:
-    """`settings` with the tokenizer of a model directory if they name none."""
-    from jaxformer.tokenizer.metadata import tokenizer_file
-
+def with_tokenizer_of(origin: "ModelFiles", settings: TokenizerConfig) -> TokenizerConfig:
+    """`settings` with the tokenizer of a model if they name none."""
     if settings.path:
         return settings
-    if (origin / "adapter_config.json").is_file():
-        from jaxformer.runs.loading import text_directory
+    return dataclasses.replace(settings, path=str(origin.tokenizer))
 
-        origin = text_directory(origin)
-    return dataclasses.replace(settings, path=str(tokenizer_file(origin)))
+
+def looked_at(
+    files: "ModelFiles",
+    cache_dir: str | Path = "",
+    train: str = "",
+    validation: str = "",
+    init_from: str | None = "",
+) -> RunConfig:
+    """Return the settings of a model for somebody who only looks at it and may not have made it:
+    what the run is, without the places, tasks and options of whoever trained it.
+
+    Tokenized text is kept in `cache_dir`, by default that of this user. `train`, `validation` and
+    `init_from` replace data.train, data.validation and run.init_from, the last of which is not read
+    where it is None. Raises ConfigError for text or a model at a URL or on the hub that they do not
+    name, since it is asked for with the credentials of the reader.
+    """
+    run = files.run
+    stated_and_named = {
+        "data.train": (run.data.train, train),
+        "data.validation": (run.data.validation, validation),
+        "run.init_from": (run.run.init_from, init_from),
+    }
+    for name, (stated, named) in stated_and_named.items():
+        for source in named_sources(stated) if named == "" else ():
+            of_hub = source.startswith("datasets:") and not Path(source[9:]).exists()
+            if is_remote(source) or of_hub:
+                raise ConfigError(
+                    f"{files} was trained with {name}={stated!r}, which whoever made this directory"
+                    f" has chosen: add --{name} {stated!r} to read it."
+                )
+    data = dataclasses.replace(
+        run.data,
+        cache_dir=str(cache_dir or own_cache()),
+        train=train or run.data.train,
+        validation=validation or run.data.validation,
+    )
+    tokenizer = dataclasses.replace(run.tokenizer, path=str(files.tokenizer), chat_template="")
+    own = RunSettings(
+        dir=str(files), init_from=init_from or run.run.init_from, seed=run.run.seed, sample_tokens=0
+    )
+    shown = dataclasses.replace(
+        run,
+        run=own,
+        data=data,
+        tokenizer=tokenizer,
+        train=dataclasses.replace(run.train, eval_tasks="", eval_tasks_every=0),
+        launch=LaunchConfig(),
+    )
+    return check(shown)
+
+
+def own_cache() -> str:
+    """The directory in which this user keeps tokenized text: that of the environment variable
+    JAXFORMER_DATA_CACHE, else the default of data.cache_dir."""
+    return os.environ.get("JAXFORMER_DATA_CACHE") or DataConfig.cache_dir

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from jaxformer.checkpoints.saving import require_savable
-from jaxformer.config.config_file import differences, read_config
-from jaxformer.config.run import RunConfig, to_json
+from jaxformer.config.config_file import differences
+from jaxformer.config.run import RunConfig, from_json, to_json
 from jaxformer.files import (
     LOCK,
     ConfigError,
@@ -28,6 +28,7 @@ from jaxformer.files import (
     located,
     move_into,
     read_object,
+    read_text,
     write_text,
 )
 from jaxformer.report import read_metrics
@@ -77,6 +78,10 @@ class RunDirectory:
     def __str__(self) -> str:
         return str(self.path)
 
+    def read_run(self) -> RunConfig:
+        """The settings in config.json."""
+        return from_json(read_text(self.config), str(self.config))
+
     def record(self) -> dict[str, Any]:
         """What data.json holds; nothing where there is none. Raises ConfigError where its names or
         places are none."""
@@ -112,6 +117,16 @@ class RunDirectory:
         finally:
             os.close(descriptor)
         return False
+
+    @contextlib.contextmanager
+    def opened(self, run: RunConfig) -> Iterator[bool]:
+        """Locks the directory for a run while the context lasts, and yields whether it was begun
+        already. Raises ConfigError if it was begun with another config."""
+        with self.lock(run.run.restart):
+            # What a run holds that is begun anew is moved away, by the first process for all.
+            if not run.run.restart:
+                self.check_config(run)
+            yield self.config.is_file()
 
     @contextlib.contextmanager
     def lock(self, restart: bool) -> Iterator[None]:
@@ -197,7 +212,7 @@ class RunDirectory:
         """Raises ConfigError, naming the fields, if the directory was begun with another config."""
         if not self.config.is_file():
             return
-        written, model = read_config(self.config), run.model
+        written, model = self.read_run(), run.model
         # Sizes that come from the data, which is not read yet.
         filled = dataclasses.replace(
             model,
@@ -294,7 +309,7 @@ class RunDirectory:
         else:
             if not self.config.is_file():
                 return
-            train = read_config(self.config).train
+            train = self.read_run().train
             # The second save waits for the first one.
             second = 2 * train.checkpoint_every if train.checkpoint_every else train.steps
             if max(steps) < min(second + 1, train.steps):

@@ -22,7 +22,8 @@ from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.upcycling import dense_of, is_upcycled, upcycle
 from jaxformer.runs.added_tokens import new_rows_of, with_new_rows
 from jaxformer.runs.config import OWN
-from jaxformer.runs.loading import load_base, run_of
+from jaxformer.runs.loading import load_base
+from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.objectives import objective_specs
 from jaxformer.tokenizer import Tokenizer
 
@@ -30,15 +31,15 @@ from jaxformer.tokenizer import Tokenizer
 HEAD_BRANCHES = ("head", "pooler", *SECOND_HEADS, OF_OBJECTIVE)
 
 
-def check_base(model: ModelConfig, adapter: AdapterConfig, base: str) -> None:
-    """Raises ConfigError where a model, or an adapter over it, does not fit `base`, the run or the
-    directory of run.init_from.
+def check_base(model: ModelConfig, adapter: AdapterConfig, files: ModelFiles) -> None:
+    """Raises ConfigError where a model, or an adapter over it, does not fit the model of
+    run.init_from.
 
     A model setting that differs from the base takes effect if the parameters keep their shapes (a
     longer context, another window), and is refused by name otherwise. Experts are copies of a dense
     feed-forward (`models/upcycling.py`).
     """
-    base_model = run_of(base).model
+    base, base_model = str(files), files.config
     model = dataclasses.replace(model, vocab_size=model.vocab_size or base_model.vocab_size)
     if not is_upcycled(model, base_model):
         _check_trunk(model, base_model, base)
@@ -92,21 +93,21 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
 
 
 def with_grown_vocabulary(
-    model: ModelConfig, settings: TokenizerConfig, base: str, is_new: bool = True
+    model: ModelConfig, settings: TokenizerConfig, base: ModelFiles, is_new: bool = True
 ) -> ModelConfig:
-    """The model over `base`, the directory of run.init_from, whose vocab_size has room for the
-    added tokens, before it has them (`is_new`) or after."""
+    """The model over `base`, that of run.init_from, whose vocab_size has room for the added tokens,
+    before it has them (`is_new`) or after."""
     tokenizer = Tokenizer.load(settings.path)
     ids = {name: tokenizer.id_of(name) for name in settings.added}
     present = [f"{name} ({index})" for name, index in ids.items() if index is not None]
     if is_new and present:
         raise ConfigError(
             f"tokenizer.add_tokens={settings.add_tokens!r}: the tokenizer of"
-            f" run.init_from={base!r} has {', '.join(present)} already: leave out what"
+            f" run.init_from={str(base)!r} has {', '.join(present)} already: leave out what"
             " it has, which can be used as it is."
         )
     size = tokenizer.with_special_tokens(settings.added).vocab_size
-    before = model.vocab_size or run_of(base).model.vocab_size
+    before = model.vocab_size or base.config.vocab_size
     return dataclasses.replace(model, vocab_size=max(before, size))
 
 
@@ -135,14 +136,16 @@ class WarmStart(NamedTuple):
         return " ".join(filter(None, (line, self.upcycled, self.added)))
 
 
-def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...] = ()) -> WarmStart:
-    """The parameters of `run.init_from` that fit the model of a run, and new ones, drawn from its
-    seed, for heads that differ.
+def warm_start(
+    run: RunConfig, files: ModelFiles, mesh: Mesh | None = None, labels: tuple[str, ...] = ()
+) -> WarmStart:
+    """Return the parameters of the model of run.init_from that fit the model of a run, and new
+    ones, drawn from its seed, for heads that differ.
 
     An adapter there is merged first, which a prompt or a prefix cannot be. A head of classes is
     used only for the same `labels`. Experts are copies of a dense feed-forward there.
     """
-    base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
+    base = load_base(files, mesh, quantization_of(run.adapter))
     added = ""
     if run.tokenizer.added:
         tokenizer = Tokenizer.load(run.tokenizer.path)
@@ -171,7 +174,7 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     misfits = [path for path in unmatched if path not in may_be_new]
     if misfits:
         raise ConfigError(
-            f"run.init_from={run.run.init_from!r} does not fit this model outside of its head:"
+            f"run.init_from={str(files)!r} does not fit this model outside of its head:"
             f" {', '.join(misfits)}."
         )
     drawn: dict[str, Any] = {}

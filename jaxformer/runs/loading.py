@@ -1,53 +1,48 @@
-"""Models read from disk: the checkpoint of a run, a Hugging Face directory, or an adapter."""
+"""Models read from disk: the checkpoint of a run, a Hugging Face directory, a GGUF file, or an
+adapter over one of these."""
 
 import dataclasses
+import functools
 import json
-import os
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, get_args
+from typing import Any, NamedTuple, TypedDict, get_args
 
-from jax.sharding import Mesh
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
-from jaxformer.arrays.params import Params, Specs
+from jaxformer.arrays.mesh import placement, replicated
+from jaxformer.arrays.params import Params, Spec, Specs, is_custom, map_specs, rows
+from jaxformer.checkpoints.averages import AVERAGES, AverageKind
+from jaxformer.checkpoints.digests import fingerprint
+from jaxformer.checkpoints.reading import (
+    Damaged,
+    flat_leaves,
+    read_checkpoint,
+    saved_shapes,
+    saved_steps,
+)
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.adapter import Quantization
-from jaxformer.config.config_file import check, read_config
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import (
-    DataConfig,
-    ObjectiveName,
-    RunConfig,
-    RunSettings,
-    TokenizerConfig,
-    named_sources,
-    to_json,
-)
+from jaxformer.config.run import ObjectiveName, RunSettings, TokenizerConfig, to_json
 from jaxformer.config.settings import imported_table
-from jaxformer.config.train import LaunchConfig, Weights
+from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError, is_remote, located, write_text
-from jaxformer.interop.gguf_files import is_gguf
-from jaxformer.interop.hf_config import check_dtype, is_pretrained
-from jaxformer.interop.peft_config import base_of, is_adapter
-from jaxformer.models.quantize import check_quantization
+from jaxformer.interop.hf_config import check_dtype
+from jaxformer.interop.peft_config import base_of
+from jaxformer.models.quantize import check_quantization, is_quantized, quantized_leaf
 from jaxformer.models.quantize import quantize as quantize_params
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.added_tokens import new_rows_of, with_new_rows
-from jaxformer.runs.directory import RunDirectory
-from jaxformer.runs.run_reading import (
-    SavedWeights,
-    adapted_params_of_run,
-    base_directory,
-    no_average,
-    params_of_run,
-    require_base,
-    require_tokenizer,
-)
+from jaxformer.runs.model_files import KIND_NAMES, ModelFiles
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.metadata import tokenizer_file
 
-# The longest row when a model directory is evaluated, which does not say how it was trained.
-MOST_EVALUATION_TOKENS = 1024
+# Reads the leaves whose shapes it gets, by their paths.
+Read = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class Loaded:
     config: ModelConfig
     tokenizer: Tokenizer | None
     labels: tuple[str, ...] = ()
-    base: str = ""
+    base: Path | None = None
     learned: tuple[str, ...] = ()
     step: int | None = None
     problem_type: str = ""
@@ -76,7 +71,7 @@ class Reading(TypedDict, total=False):
 
 
 def load(
-    path: str | Path,
+    path: str | Path | ModelFiles,
     step: int | None = None,
     *,
     mesh: Mesh | None = None,
@@ -100,62 +95,61 @@ def load(
     step or average or cannot be read, or if its architecture, an option or a tensor is not
     supported.
     """
-    folder = located(path)
     if quantize is not None:
         check_quantization(quantize)
     check_dtype(dtype)
     if weights not in get_args(Weights):
         raise ConfigError(f"weights={weights!r} is not one of {', '.join(get_args(Weights))}.")
-    if weights == "average" and (is_adapter(folder) or is_gguf(folder) or is_pretrained(folder)):
-        raise ConfigError(no_average(folder))
-    if is_adapter(folder):
-        from jaxformer.interop.peft_reading import adapted_config, learned_of, read_adapter
+    files = path if isinstance(path, ModelFiles) else ModelFiles(path)
+    if files.kind == "run":
+        return _load_run(files, step, mesh, dtype, quantize, base, weights)
+    if weights == "average":
+        raise ConfigError(no_average(files.path))
+    if step is not None:
+        kind = KIND_NAMES[files.kind]
+        raise ConfigError(f"{files} is a {kind}, which has no steps: leave out step={step}.")
+    if files.kind == "adapter":
+        below = files.below if base is None else ModelFiles(base_of(files.path, base))
+        return _load_adapter(files, load(below, mesh=mesh, dtype=dtype, quantize=quantize), below)
+    if base is not None:
+        raise ConfigError(f"{files} is no adapter: leave out base={str(base)!r}.")
+    from jaxformer.interop.pretrained import load_pretrained
 
-        if step is not None:
-            raise ConfigError(f"{folder} is an adapter, which has no steps: leave out step={step}.")
-        base_dir = base_of(folder, base)
-        below = load(base_dir, mesh=mesh, dtype=dtype, quantize=quantize)
-        config, params, labels = adapted_config(folder, below.config), below.params, below.labels
-        problem_type = below.problem_type
-        if config != below.config:
-            # The adapter has a head of its own.
-            shared_names = model_specs(config).keys() - {"head"}
-            params = {name: branch for name, branch in params.items() if name in shared_names}
-            labels, problem_type = (), ""
-        return Loaded(
-            read_adapter(folder, params, config),
-            config,
-            Tokenizer.find(folder) or below.tokenizer,
-            labels,
-            str(base_dir),
-            learned_of(folder, config),
-            problem_type=problem_type,
-        )
-    from_gguf = is_gguf(folder)
-    if not from_gguf:
-        require_config(folder)
-    if from_gguf or is_pretrained(folder):
-        if base is not None:
-            raise ConfigError(f"{folder} is no adapter: leave out base={str(base)!r}.")
-        if step is not None:
-            kind = "GGUF file" if from_gguf else "Hugging Face directory"
-            raise ConfigError(f"{folder} is a {kind}, which has no steps: leave out step={step}.")
-        from jaxformer.interop.pretrained import load_pretrained
+    opened = files.opened
+    params = load_pretrained(opened, mesh, dtype, quantize)
+    tokenizer: Tokenizer | None
+    if files.kind == "gguf":
+        tokenizer = Tokenizer.of_gguf(opened.files.metadata, str(files))
+    else:
+        tokenizer = Tokenizer.find(files.path)
+    return Loaded(params, opened.config, tokenizer, opened.labels, problem_type=opened.problem_type)
 
-        params, opened = load_pretrained(folder, mesh, dtype, quantize)
-        tokenizer = (
-            Tokenizer.of_gguf(opened.files.metadata, str(folder))
-            if from_gguf
-            else Tokenizer.find(folder)
-        )
-        return Loaded(
-            params, opened.config, tokenizer, opened.labels, problem_type=opened.problem_type
-        )
-    return _load_run(folder, step, mesh, dtype, quantize, base, weights)
+
+def _load_adapter(files: ModelFiles, base: Loaded, base_files: ModelFiles) -> Loaded:
+    """An adapter of peft over its base."""
+    from jaxformer.interop.peft_reading import adapted_config, learned_of, read_adapter
+
+    config = adapted_config(files.path, base.config)
+    params, labels, problem_type = base.params, base.labels, base.problem_type
+    if config != base.config:
+        # The adapter has a head of its own, whose classes it does not name.
+        shared_names = model_specs(config).keys() - {"head"}
+        params = {name: branch for name, branch in params.items() if name in shared_names}
+        labels = ()
+        problem_type = ""
+    return Loaded(
+        read_adapter(files.path, params, config),
+        config,
+        Tokenizer.find(files.path) or base.tokenizer,
+        labels,
+        base_files.path,
+        learned_of(files.path, config),
+        problem_type=problem_type,
+    )
 
 
 def _load_run(
-    run_dir: Path,
+    files: ModelFiles,
     step: int | None,
     mesh: Mesh | None,
     dtype: str,
@@ -163,7 +157,7 @@ def _load_run(
     base: str | Path | None,
     weights: Weights,
 ) -> Loaded:
-    run, record = read_config(run_dir / "config.json"), RunDirectory(run_dir).record()
+    run, record, run_dir = files.run, files.record, files.path
     tokenizer = Tokenizer.find(run_dir)
     require_tokenizer(run_dir, tokenizer, record)
     labels = tuple(record.get("labels", ()))
@@ -190,7 +184,7 @@ def _load_run(
             f" quantize={quantize!r}."
         )
     base_dir = base_directory(run_dir, run.run.init_from, record, base)
-    loaded_base = load_base(base_dir, mesh, kind)
+    loaded_base = load_base(ModelFiles(base_dir), mesh, kind)
     below, added = loaded_base.params, range(0)
     if run.tokenizer.added:
         # The tokenizer of the run says which rows are those of the added tokens.
@@ -203,71 +197,21 @@ def _load_run(
     learned = tuple(record.get("learned", ()))
     table = adapted_table(run.model, run.adapter, learned, added) | brought
     params, step = adapted_params_of_run(saved, table, below, mesh, dtype)
-    return Loaded(params, run.model, tokenizer, labels, str(base_dir), learned, step)
+    return Loaded(params, run.model, tokenizer, labels, base_dir, learned, step)
 
 
 def load_base(
-    path: str | Path, mesh: Mesh | None = None, quantize: Quantization | None = None
+    files: ModelFiles, mesh: Mesh | None = None, quantize: Quantization | None = None
 ) -> Loaded:
     """A model to start from: an adapter there is merged, and then the parameters are quantized."""
-    if not has_adapter(located(path)):
-        return load(path, mesh=mesh, quantize=quantize)
+    if not files.has_adapter:
+        return load(files, mesh=mesh, quantize=quantize)
     from jaxformer.adapters.adapted_params import merge
 
-    loaded = load(path, mesh=mesh)
+    loaded = load(files, mesh=mesh)
     merged = merge(loaded.params)
     params = quantize_params(merged, quantize) if quantize else merged
     return dataclasses.replace(loaded, params=params)
-
-
-def is_model(folder: Path) -> bool:
-    """Whether a path is that of a run, a Hugging Face directory, an adapter or a GGUF file."""
-    return is_adapter(folder) or is_gguf(folder) or (folder / "config.json").is_file()
-
-
-def has_adapter(folder: Path) -> bool:
-    """Whether a directory is that of an adapter, or of a run with one."""
-    if is_adapter(folder):
-        return True
-    return (folder / "config.json").is_file() and run_of(folder).adapter.kind != "none"
-
-
-def require_config(folder: Path) -> None:
-    """Raises ConfigError for what is neither a run nor a model directory."""
-    if not (folder / "config.json").is_file():
-        hub = "" if folder.exists() else f" (hf download {folder} --local-dir DIRECTORY gets one)"
-        raise ConfigError(
-            f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face"
-            f" model directory{hub}."
-        )
-
-
-def run_of(path: str | Path, weights: bool = True) -> RunConfig:
-    """The settings of a run directory, or those with which a Hugging Face directory, a GGUF file or
-    an adapter is evaluated; with weights=False the weights of a Hugging Face directory need not be
-    there."""
-    folder = located(path)
-    if is_adapter(folder):
-        from jaxformer.interop.peft_reading import adapted_config
-
-        model = adapted_config(folder, run_of(base_of(folder), weights).model)
-    elif is_gguf(folder) or is_pretrained(folder):
-        from jaxformer.interop.pretrained import pretrained_config
-
-        model = pretrained_config(folder, weights)
-    else:
-        require_config(folder)
-        return read_config(folder / "config.json")
-    length = min(model.max_length, MOST_EVALUATION_TOKENS)
-    has_source = model.family == "encoder_decoder"
-    return RunConfig(
-        run=RunSettings(dir=str(folder)),
-        model=model,
-        data=DataConfig(
-            train="", sequence_length=length, objective="seq2seq" if has_source else "auto"
-        ),
-        tokenizer=TokenizerConfig(path=str(text_directory(folder))),
-    )
 
 
 def require_exclusive(model: Loaded, path: str | Path) -> None:
@@ -283,106 +227,11 @@ def require_exclusive(model: Loaded, path: str | Path) -> None:
         )
 
 
-def labels_of(path: str | Path) -> tuple[str, ...]:
-    """The names of the classes or tags of a model directory, in the order of their numbers; empty
-    where it has or names none."""
-    folder = located(path)
-    if is_adapter(folder):
-        base_dir = base_of(folder)
-        return labels_of(base_dir) if run_of(folder).model == run_of(base_dir).model else ()
-    if not is_pretrained(folder):
-        return tuple(RunDirectory(folder).record().get("labels", ()))
-    from jaxformer.interop.pretrained import pretrained_labels
-
-    return pretrained_labels(folder)
-
-
-def lacks_weights(path: str | Path) -> bool:
-    """Whether `path` is a Hugging Face directory, or an adapter over one, whose weights are not
-    there."""
-    folder = located(path)
-    if is_adapter(folder):
-        return lacks_weights(base_of(folder))
-    from jaxformer.interop.tensor_files import has_tensors
-
-    return is_pretrained(folder) and not has_tensors(folder)
-
-
-def text_directory(path: str | Path) -> Path:
-    """The directory with the tokenizer of a model: for an adapter without one, that of its base."""
-    folder = located(path)
-    if is_adapter(folder) and not tokenizer_file(folder).is_file():
-        return text_directory(base_of(folder))
-    return folder
-
-
-def looked_at(
-    run: RunConfig,
-    path: str | Path,
-    cache_dir: str | Path = "",
-    train: str = "",
-    validation: str = "",
-    init_from: str | None = "",
-) -> RunConfig:
-    """The config of the model directory `path` for somebody who only looks at it and may not have
-    made it: what the run is, without the places, tasks and options of whoever trained it.
-
-    Tokenized text is kept in `cache_dir`, by default that of this user. `train`, `validation` and
-    `init_from` replace data.train, data.validation and run.init_from, the last of which is not read
-    where it is None. Raises ConfigError for text or a model at a URL or on the hub that they do not
-    name, since it is asked for with the credentials of the reader.
-    """
-    stated_and_named = {
-        "data.train": (run.data.train, train),
-        "data.validation": (run.data.validation, validation),
-        "run.init_from": (run.run.init_from, init_from),
-    }
-    for name, (stated, named) in stated_and_named.items():
-        for source in named_sources(stated) if named == "" else ():
-            of_hub = source.startswith("datasets:") and not Path(source[9:]).exists()
-            if is_remote(source) or of_hub:
-                raise ConfigError(
-                    f"{path} was trained with {name}={stated!r}, which whoever made this directory"
-                    f" has chosen: add --{name} {stated!r} to read it."
-                )
-    data = dataclasses.replace(
-        run.data,
-        cache_dir=str(cache_dir or own_cache()),
-        train=train or run.data.train,
-        validation=validation or run.data.validation,
-    )
-    folder = located(path)
-    tokenizer = dataclasses.replace(
-        run.tokenizer, path=str(tokenizer_file(text_directory(folder))), chat_template=""
-    )
-    own = RunSettings(
-        dir=str(folder),
-        init_from=init_from or run.run.init_from,
-        seed=run.run.seed,
-        sample_tokens=0,
-    )
-    shown = dataclasses.replace(
-        run,
-        run=own,
-        data=data,
-        tokenizer=tokenizer,
-        train=dataclasses.replace(run.train, eval_tasks="", eval_tasks_every=0),
-        launch=LaunchConfig(),
-    )
-    return check(shown)
-
-
-def own_cache() -> str:
-    """The directory in which this user keeps tokenized text: that of the environment variable
-    JAXFORMER_DATA_CACHE, else the default of data.cache_dir."""
-    return os.environ.get("JAXFORMER_DATA_CACHE") or DataConfig.cache_dir
-
-
-def save_run(target: Path, model: Loaded, origin: Path, run_dir: Path | None = None) -> None:
-    """Writes a model, read from the model directory `origin`, as a run directory with one
-    checkpoint, of step 0. `run_dir` is its path, if it is moved afterwards."""
+def save_run(target: Path, model: Loaded, origin: ModelFiles, run_dir: Path | None = None) -> None:
+    """Writes a model, read from `origin`, as a run directory with one checkpoint, of step 0.
+    `run_dir` is its path, if it is moved afterwards."""
     run_dir = run_dir or target
-    require_exclusive(model, origin)
+    require_exclusive(model, origin.path)
     if model.tokenizer is not None:
         model.tokenizer.save(target / "tokenizer.json", follow=False)
     with Checkpoints(target) as checkpoints:
@@ -391,5 +240,215 @@ def save_run(target: Path, model: Loaded, origin: Path, run_dir: Path | None = N
         named = json.dumps({"labels": list(model.labels)}) + "\n"
         write_text(target / "data.json", named, follow=False)
     settings, tokenizer = RunSettings(dir=str(run_dir)), TokenizerConfig(path=str(run_dir))
-    run = dataclasses.replace(run_of(origin), run=settings, tokenizer=tokenizer)
+    run = dataclasses.replace(origin.run, run=settings, tokenizer=tokenizer)
     write_text(target / "config.json", to_json(run), follow=False)
+
+
+class SavedWeights(NamedTuple):
+    """Which weights of a run are read: those of the checkpoint of `step`, or of the newest one that
+    can be read, trained or averaged as `weights` says. `record` is what data.json holds."""
+
+    run_dir: Path
+    step: int | None
+    weights: Weights
+    record: Mapping[str, Any]
+
+
+def params_of_run(
+    saved: SavedWeights, table: Specs, mesh: Mesh | None, dtype: str, quantize: Quantization | None
+) -> tuple[Params, int]:
+    """The parameters of a run without an adapter, as `jf.load` gives them, and their step."""
+    shapes = _shapes(table, mesh)
+    leaf_shapes = flat_leaves({"params": shapes})
+    matrices = {
+        f"params.{path}": spec
+        for path, spec in rows(table).items()
+        if quantize is not None and is_quantized(spec, quantize)
+    }
+
+    def typed(read: Read) -> dict[str, Any]:
+        """The leaves as `dtype`; each of the matrices that are quantized is read by itself, after
+        all others."""
+        together = {path: shape for path, shape in leaf_shapes.items() if path not in matrices}
+        leaves = {path: leaf.astype(dtype) for path, leaf in read(together).items()}
+        for path, spec in matrices.items():
+            weight = read({path: leaf_shapes[path]})[path].astype(dtype)
+            leaf = quantized_leaf(path, weight, spec, quantize)  # type: ignore[arg-type]
+            leaves[path] = jax.block_until_ready(leaf)
+        return {path: leaves[path] for path in leaf_shapes}
+
+    leaves, saved_step = _from_newest(saved, typed)
+    params: Params = jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))
+    return params, saved_step
+
+
+def adapted_params_of_run(
+    saved: SavedWeights, table: Specs, below: Params, mesh: Mesh | None, dtype: str
+) -> tuple[Params, int]:
+    """The parameters of a run with an adapter over those `below`, as `dtype`, and their step."""
+    from jaxformer.adapters.adapted_params import base_paths, over_base
+
+    shapes = {"params": _shapes(table, mesh)}
+    leaf_shapes, unsaved = flat_leaves(shapes), {f"params.{path}" for path in base_paths(table)}
+    learned = {path: shape for path, shape in leaf_shapes.items() if path not in unsaved}
+    leaves, saved_step = _from_newest(saved, lambda read: read(learned))
+    tree = jax.tree.unflatten(jax.tree.structure(shapes), (leaf_shapes | leaves).values())
+    params: Params = over_base(table, tree["params"], below)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_custom)
+    return params, saved_step
+
+
+def _shapes(table: Specs, mesh: Mesh | None) -> Any:
+    """Parameters as shapes, each with its sharding."""
+
+    def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
+        sharding = placement(mesh, spec.shape, spec.axes)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+
+    return map_specs(shape, table)
+
+
+def _from_newest(
+    saved: SavedWeights, take: Callable[[Read], dict[str, Any]]
+) -> tuple[dict[str, Any], int]:
+    """What `take` makes of the newest checkpoint that can be read, or of that of the step asked
+    for, and its step."""
+    run_dir, step = saved.run_dir, saved.step
+    steps = saved_steps(run_dir)
+    if not steps or (step is not None and step not in steps):
+        present = f"it holds steps {steps}" if steps else "training has not saved one yet"
+        of_step = "" if step is None else f" of step {step}"
+        raise ConfigError(f"{run_dir} has no checkpoint{of_step}: {present}.")
+    errors = []
+    for candidate in [step] if step is not None else reversed(steps):
+        try:
+            return take(reader_of(saved, candidate)), candidate
+        except Damaged as error:
+            errors.append(f"step {candidate}: {error}")
+            warnings.warn(
+                f"a checkpoint of {run_dir} cannot be read; an older one is used: {errors[-1]}",
+                stacklevel=2,
+            )
+    reasons = "\n  ".join(errors)
+    raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  {reasons}")
+
+
+def reader_of(saved: SavedWeights, step: int) -> Read:
+    """Reads weights from the checkpoint of a step, trained or averaged."""
+    folder = saved.run_dir.absolute() / "checkpoints"
+    read = functools.partial(read_checkpoint, folder, step, exact=False, run=saved.record)
+    if saved.weights == "trained":
+        return read
+    leaves = saved_shapes(folder, step)
+    for kind in AVERAGES:
+        # Of each parameter that learns, by its dotted path: the names of its array and its number.
+        names = dict[str, tuple[str, str]]()
+        for scalar in leaves:
+            if not scalar.startswith("optimizer.") or not scalar.endswith(f".{kind.scalar}"):
+                continue
+            prefix = f"{scalar.removesuffix(kind.scalar)}{kind.leaves}."
+            for name in leaves:
+                if name.startswith(prefix):
+                    names[name.removeprefix(prefix)] = (name, scalar)
+        if names:
+            return functools.partial(read_average, read, kind, names, leaves)
+    if saved.weights == "average":
+        raise ConfigError(no_average(saved.run_dir))
+    return read
+
+
+def read_average(
+    read: Callable[[dict[str, Any]], dict[str, Any]],
+    kind: AverageKind,
+    names_by_path: Mapping[str, tuple[str, str]],
+    saved: Mapping[str, Any],
+    shapes: dict[str, Any],
+) -> dict[str, Any]:
+    """The average of each leaf of `shapes`, as its dtype; a leaf that does not learn is itself.
+    `read` reads leaves of a checkpoint, and `saved` has their [shape, dtype] by name."""
+    names = {path: names_by_path.get(path.removeprefix("params.")) for path in shapes}
+    formula, wanted = kind.formula, dict[str, Any]()
+    for path, shape in shapes.items():
+        pair = names[path]
+        if pair is None:
+            wanted[path] = shape
+            continue
+        leaf_dtype = jnp.dtype(saved[pair[0]][1])
+        wanted[pair[0]] = jax.ShapeDtypeStruct(shape.shape, leaf_dtype, sharding=shape.sharding)
+        if formula is not None:
+            wanted[path] = shape
+            dtype = jnp.dtype(saved[pair[1]][1])
+            sharding = shape.sharding
+            if isinstance(sharding, NamedSharding):
+                sharding = replicated(sharding.mesh)
+            wanted[pair[1]] = jax.ShapeDtypeStruct((), dtype, sharding=sharding)
+    leaves = read(wanted)
+
+    def averaged(path: str, shape: Any) -> Any:
+        pair = names[path]
+        if pair is None:
+            return leaves[path]
+        leaf = leaves[pair[0]]
+        if formula is not None:
+            leaf = formula(leaves[path], leaf, leaves[pair[1]])
+        return leaf.astype(shape.dtype)
+
+    return {path: averaged(path, shape) for path, shape in shapes.items()}
+
+
+def no_average(path: Path) -> str:
+    """The message of `weights="average"` for a model that has none."""
+    return (
+        f"{path} keeps no average of its weights: leave out weights=average (--weights), or train"
+        " with train.ema."
+    )
+
+
+def base_directory(
+    run_dir: Path, init_from: str, record: Mapping[str, Any], base: str | Path | None
+) -> Path:
+    """The directory of the model below the adapter of a run: `base`, or where the run found it."""
+    # A record is no setting: it has no URL but that of the setting, and may be a stranger's.
+    recorded = record.get("base_path", "")
+    stated = [init_from, "" if is_remote(recorded) else recorded]
+    paths = [str(base)] if base is not None else stated
+    paths = list(dict.fromkeys(filter(None, paths)))
+    for path in paths:
+        if located(path).exists():
+            return located(path)
+    raise ConfigError(
+        f"{run_dir} holds an adapter, and the model below it is not at {' and '.join(paths)}: put"
+        " it there, or name its directory, as in jf.load(path, base=DIRECTORY)."
+    )
+
+
+def require_base(run_dir: Path, base_dir: Path, below: Params, record: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a model is not the one that the adapter of a run was trained on."""
+    base_fingerprint = fingerprint_below(below, record.get("learned", ()))
+    if base_fingerprint != record.get("base", base_fingerprint):
+        raise ConfigError(
+            f"{base_dir} is not the model that the adapter in {run_dir} was trained on: its"
+            f" fingerprint is {base_fingerprint}, and data.json has {record['base']}. Restore that"
+            " model, or name the directory that holds it, as in jf.load(path, base=DIRECTORY)."
+        )
+
+
+def fingerprint_below(params: Params, learned: Collection[str]) -> str:
+    """The fingerprint of the model below an adapter, without the branches that learn with it."""
+    base_params = {name: branch for name, branch in params.items() if name not in learned}
+    return fingerprint(flat_leaves(base_params))
+
+
+def require_tokenizer(
+    run_dir: Path, tokenizer: Tokenizer | None, record: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError if the tokenizer is not the one that the run was trained with."""
+    recorded = record.get("tokenizer")
+    actual = tokenizer.fingerprint() if tokenizer is not None else None
+    if recorded is not None and actual is not None and recorded != actual:
+        raise ConfigError(
+            f"{run_dir}/tokenizer.json is not the one that the run was trained with: its"
+            f" fingerprint is {actual}, and data.json has {recorded}. Restore the file: the same"
+            " train command writes it again. To use this tokenizer with the model all the same,"
+            " convert the run to a Hugging Face directory first, and replace it there."
+        )

@@ -21,6 +21,7 @@ from jaxformer.losses.preferences import REFERENCE_ARRAYS, reference_log_probs
 from jaxformer.models.transformer import check_model
 from jaxformer.runs.directory import OtherData
 from jaxformer.runs.loading import load_base
+from jaxformer.runs.model_files import ModelFiles
 from jaxformer.training.compiler_options import compiler_options
 from jaxformer.training.state import on_mesh
 
@@ -36,7 +37,7 @@ class Reference:
     and stored once on the devices, placed as those of the run. They are in no checkpoint.
 
     Args:
-      start: run.init_from, a run directory or a Hugging Face model.
+      start: the model of run.init_from.
       config: the model of the run.
       record: the file in the run directory with the fingerprint of these params, which is compared
         where it is there.
@@ -44,7 +45,7 @@ class Reference:
     """
 
     def __init__(
-        self, start: str, config: ModelConfig, record: Path, mesh: Mesh | None = None
+        self, start: ModelFiles, config: ModelConfig, record: Path, mesh: Mesh | None = None
     ) -> None:
         self._start, self._config, self._mesh = start, config, mesh
         self._record = record
@@ -67,7 +68,7 @@ class Reference:
             check_model(params, self._config)
         except ConfigError as error:
             raise ConfigError(
-                f"run.init_from={self._start!r}, with which data.objective compares the model,"
+                f"run.init_from={str(self._start)!r}, with which data.objective compares the model,"
                 f" cannot be used: {error}"
             ) from error
         # All processes compute it together.
@@ -76,10 +77,10 @@ class Reference:
             before = read_object(self._record, "restore it").get("fingerprint")
             if before != now:
                 raise OtherData(
-                    f"run.init_from={self._start!r} is not the model that this run began with: its"
-                    f" fingerprint is {now}, and {self._record} has {before}. Restore it (further"
-                    " training of a run directory gives it a newer checkpoint), or choose another"
-                    " run.dir."
+                    f"run.init_from={str(self._start)!r} is not the model that this run began with:"
+                    f" its fingerprint is {now}, and {self._record} has {before}. Restore it"
+                    " (further training of a run directory gives it a newer checkpoint), or choose"
+                    " another run.dir."
                 )
         self._loaded = params, now
         return self._loaded

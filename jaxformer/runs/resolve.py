@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -15,12 +15,12 @@ from jaxformer.arrays.params import Specs
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.data.batches import invented_row
 from jaxformer.data.task import Task
 from jaxformer.data.templates import SEGMENTS
-from jaxformer.files import ConfigError, located
+from jaxformer.files import ConfigError
 from jaxformer.models.cost import activation_bytes, flops_per_token
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.runs.config import origin_of, with_tokenizer_of
@@ -40,6 +40,9 @@ from jaxformer.training.program import Step
 from jaxformer.training.spikes import skip_spikes
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, make_step
+
+if TYPE_CHECKING:
+    from jaxformer.runs.model_files import ModelFiles
 
 # The settings of train that losses take as options; a loss may lack one that is at its default.
 LOSS_SETTINGS = ("label_smoothing", "z_loss", "logits_dtype")
@@ -181,49 +184,40 @@ class Resolved:
         )
 
 
-def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+def settle(run: RunConfig, base: "ModelFiles | None") -> tuple[RunConfig, tuple[str, ...]]:
     """The settings of a run before its data is read, and the labels that its classes begin with.
 
-    The tokenizer and the labels are those of run.init_from where there is one.
+    The tokenizer and the labels are those of `base`, the model of run.init_from, if there is one.
     """
     check(run)
     labels = tuple[str, ...]()
-    base, run_dir = run.run.init_from, run.run.dir
     if base:
-        # Imported here, because it reads model directories of every format.
+        # Imported here, because it reads models of every format.
         from jaxformer.runs.init_from import check_base
-        from jaxformer.runs.loading import labels_of, run_of
 
-        origin = origin_of(located(run_dir), located(base))
-        tokenizer = with_tokenizer_of(origin, run.tokenizer)
-        run = dataclasses.replace(run, tokenizer=tokenizer)
-        if origin == located(base):
+        origin = origin_of(run.run, base)
+        if origin is base:
             check_base(run.model, run.adapter, base)
-        model, tokenizer = with_added_tokens(run.model, run.tokenizer, run.run)
+        model, tokenizer = with_vocabulary_of(origin, base, run.model, run.tokenizer)
         run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
-        # What a directory holds that is begun anew counts no longer.
-        origin = located(base) if run.run.restart else origin
-        head = run.model.output
-        if head in ("classes", "tags") and run_of(origin).model.output == head:
-            labels = labels_of(origin)
-    check_start(objective_of(run.model, run.data), run.adapter, base)
+        if model.output in ("classes", "tags") and origin.config.output == model.output:
+            labels = origin.labels
+    check_start(objective_of(run.model, run.data), run.adapter, run.run.init_from)
     return run, labels
 
 
-def with_added_tokens(
-    model: ModelConfig, tokenizer: TokenizerConfig, settings: RunSettings
+def with_vocabulary_of(
+    origin: "ModelFiles", base: "ModelFiles", model: ModelConfig, tokenizer: TokenizerConfig
 ) -> tuple[ModelConfig, TokenizerConfig]:
-    """The model with room for the tokens that a run adds to the vocabulary of run.init_from, and
-    the tokenizer of that."""
-    if not tokenizer.added:
-        return model, tokenizer
-    # Imported here, because it reads model directories of every format.
-    from jaxformer.runs.init_from import with_grown_vocabulary
-
-    base = settings.init_from
-    origin = origin_of(located(settings.dir), located(base))
+    """The model with room for the tokens that a run adds to the vocabulary of its base, and the
+    tokenizer: that of `origin`, which is the base or the run itself where it was begun."""
     tokenizer = with_tokenizer_of(origin, tokenizer)
-    return with_grown_vocabulary(model, tokenizer, base, origin == located(base)), tokenizer
+    if tokenizer.added:
+        # Imported here, because it reads models of every format.
+        from jaxformer.runs.init_from import with_grown_vocabulary
+
+        model = with_grown_vocabulary(model, tokenizer, base, is_new=origin is base)
+    return model, tokenizer
 
 
 def with_sizes(
@@ -261,7 +255,11 @@ def with_assumed_sizes(model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]
 
 
 def resolve(
-    run: RunConfig, mesh: AnyMesh, segments: int, learned: tuple[str, ...] = ()
+    run: RunConfig,
+    mesh: AnyMesh,
+    segments: int,
+    learned: tuple[str, ...] = (),
+    added: range = range(0),
 ) -> Resolved:
     """A run whose sizes are known, on the devices of a mesh.
 
@@ -270,6 +268,7 @@ def resolve(
       mesh: devices, maybe of a topology, or an AbstractMesh with an `abstract_device`.
       segments: the highest segment id of its rows, 0 if they have none.
       learned: the branches of the model below an adapter that learn with it.
+      added: the ids of the tokens that the run adds, whose rows learn with an adapter.
 
     Raises:
       ConfigError: for settings that a run refuses: rows that the mesh does not divide, a kernel
@@ -290,13 +289,6 @@ def resolve(
         # Each row is compared with those of its microbatch, so their number is no matter of memory.
         pieces = run.train.n_microbatches
     train = dataclasses.replace(run.train, microbatches=pieces)
-    added = range(0)
-    if run.tokenizer.added and run.adapter.kind != "none":
-        # Imported here, because only such a run reads its tokenizer once more.
-        from jaxformer.runs.added_tokens import added_ids
-        from jaxformer.tokenizer import Tokenizer
-
-        added = added_ids(run.tokenizer, Tokenizer.load(run.tokenizer.path))
     specs = run_specs(task.name, run.model, run.adapter, learned, added)
     schedule = make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs, run.run.seed)
@@ -323,7 +315,17 @@ def resolve_without_data(
     """As `resolve`, for a run whose data is not read, with its global batch as shapes: what can be
     lowered or compiled for devices that are not here. `packed` says whether rows come with segment
     ids; None: as the run's objective and packing make them."""
-    model, tokenizer = with_added_tokens(run.model, run.tokenizer, run.run)
+    model, tokenizer, added = run.model, run.tokenizer, range(0)
+    if tokenizer.added:
+        # Imported here, because only such a run reads the tokenizer of its base.
+        from jaxformer.runs.added_tokens import added_ids
+        from jaxformer.runs.model_files import ModelFiles
+        from jaxformer.tokenizer import Tokenizer
+
+        base = ModelFiles(run.run.init_from)
+        model, tokenizer = with_vocabulary_of(origin_of(run.run, base), base, model, tokenizer)
+        if run.adapter.kind != "none":
+            added = added_ids(tokenizer, Tokenizer.load(tokenizer.path))
     model, notes = with_assumed_sizes(model)
     run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
     task = task_of(model, run.data)
@@ -345,7 +347,7 @@ def resolve_without_data(
         packs = run.data.packing != "stream" or (task.template is not None and task.template.packs)
         padded = task.name != "causal" and not packs
         segments = 1 if padded else model.max_segments or ASSUMED_SEGMENTS
-    resolved = resolve(run, mesh, segments)
+    resolved = resolve(run, mesh, segments, added=added)
     if resolved.has_reference:
         # Imported here, because only preferences need it.
         from jaxformer.runs.reference import with_reference

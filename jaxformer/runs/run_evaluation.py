@@ -14,10 +14,11 @@ from jaxformer import data
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import ObjectiveName, RunConfig
-from jaxformer.files import ConfigError, located
+from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import full_batch, padded, rounded
 from jaxformer.models.transformer import context_of
+from jaxformer.runs.config import looked_at
 from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.evaluation import (
     Evaluation,
@@ -27,7 +28,8 @@ from jaxformer.runs.evaluation import (
     make_evaluation,
     unwatched,
 )
-from jaxformer.runs.loading import Reading, load, looked_at, require_exclusive, run_of
+from jaxformer.runs.loading import Reading, load, require_exclusive
+from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
 from jaxformer.runs.reference import Reference
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options
@@ -56,8 +58,9 @@ def evaluate_run(
     at a URL or on the hub has to be named, as `validation`, `train` or `init_from`. `watch` takes
     the batches and their number, and yields the batches, as `ProgressBar.evaluation` does.
     """
-    run = _on_text(run_of(path), located(path), validation, train, init_from, objective, cache_dir)
-    model = load(path, step, base=_named_base(run, init_from), **reading)
+    files = ModelFiles(path)
+    run = _on_text(files, validation, train, init_from, objective, cache_dir)
+    model = load(files, step, base=_named_base(run, init_from), **reading)
     require_exclusive(model, path)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
@@ -68,8 +71,9 @@ def evaluate_run(
     row = OBJECTIVES[corpus.task.name]
     if keeps_start(row, run.adapter):
         check_start(corpus.task.name, run.adapter, run.run.init_from)
-        record = RunDirectory(path).reference
-        batches = map(Reference(run.run.init_from, model.config, record), batches)
+        record = RunDirectory(files.path).reference
+        reference = Reference(ModelFiles(run.run.init_from), model.config, record)
+        batches = map(reference, batches)
     config = model.config
     if "virtual" in model.params and not config.max_segments:
         # Each segment may have a prompt.
@@ -100,14 +104,15 @@ def translate_run(
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search
     with the keywords `search` of `beam_search`."""
-    run = _on_text(run_of(path), located(path), validation, train, init_from, cache_dir=cache_dir)
+    files = ModelFiles(path)
+    run = _on_text(files, validation, train, init_from, cache_dir=cache_dir)
     objective = objective_of(run.model, run.data)
     if objective != "seq2seq":
         raise ConfigError(
             f"{path} was trained with data.objective={objective}, but translation needs a model"
             " trained with seq2seq."
         )
-    model = load(path, step, base=_named_base(run, init_from), **reading)
+    model = load(files, step, base=_named_base(run, init_from), **reading)
     records = [piece.record for piece in corpus_of(run).validation_records()]
     if not records or model.tokenizer is None:
         raise _nothing_held_out(path)
@@ -126,16 +131,16 @@ def _nothing_held_out(path: str | Path) -> ConfigError:
 
 
 def _on_text(
-    run: RunConfig,
-    path: Path,
+    files: ModelFiles,
     validation: str,
     train: str,
     init_from: str,
     objective: ObjectiveName = "auto",
     cache_dir: str | Path = "",
 ) -> RunConfig:
-    """`run` as it is looked at, without its training text where the text to evaluate on is
-    separate."""
+    """The settings of a model as it is looked at, without its training text where the text to
+    evaluate on is separate."""
+    run = files.run
     is_trained = bool(run.data.train)
     if validation or run.data.validation:
         train = train or run.data.train  # which is not read
@@ -143,18 +148,18 @@ def _on_text(
     reads_start = run.adapter.kind != "none" or keeps_start(row, run.adapter)
     if init_from and not reads_start:
         raise ConfigError(
-            f"{path} is evaluated without the model that it began with: leave out --run.init_from."
+            f"{files} is evaluated without the model that it began with: leave out --run.init_from."
         )
-    run = looked_at(run, path, cache_dir, train, validation, init_from if reads_start else None)
+    run = looked_at(files, cache_dir, train, validation, init_from if reads_start else None)
     text = run.data.validation
     if objective != "auto" and is_trained:
         trained = objective_of(run.model, run.data)
         raise ConfigError(
-            f"{path} is evaluated with the objective of its training, data.objective={trained}:"
+            f"{files} is evaluated with the objective of its training, data.objective={trained}:"
             " leave out --data.objective."
         )
     if not text and not (run.data.train and run.data.validation_fraction):
-        raise _nothing_held_out(path)
+        raise _nothing_held_out(files.path)
     settings = run.data
     if objective != "auto":
         settings = dataclasses.replace(settings, objective=objective)

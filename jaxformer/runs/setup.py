@@ -27,7 +27,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.rows import Rows
-from jaxformer.files import ConfigError, located
+from jaxformer.files import ConfigError
 from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.stack import compute_dtype
@@ -40,6 +40,7 @@ from jaxformer.training.state import TrainState, merged, split_frozen
 
 if TYPE_CHECKING:
     from jaxformer.runs.init_from import WarmStart
+    from jaxformer.runs.model_files import ModelFiles
     from jaxformer.runs.reference import Reference
     from jaxformer.runs.task_evaluation import Tasks
 
@@ -69,23 +70,23 @@ class Base(NamedTuple):
         return replace(target, params=over_base(specs, target.params, self.params))
 
 
-def base_below(start: "WarmStart", init_from: str, directory: RunDirectory) -> Base:
+def base_below(start: "WarmStart", files: "ModelFiles", directory: RunDirectory) -> Base:
     """The model of run.init_from, below the adapter of a run."""
     # Imported here, because only such a run has a model to read.
-    from jaxformer.runs.run_reading import fingerprint_below
+    from jaxformer.runs.loading import fingerprint_below
 
     learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
     base_fingerprint = fingerprint_below(start.params, learned)
     before = directory.record().get("base")
     if before not in (None, base_fingerprint):
         raise ConfigError(
-            f"run.init_from={init_from!r} is not the model that the adapter in"
+            f"run.init_from={str(files)!r} is not the model that the adapter in"
             f" {directory} was begun with: its fingerprint is {base_fingerprint}, and data.json"
             f" has {before}. Restore that model there, or choose another run.dir."
         )
-    base_path = str(located(init_from).absolute())
+    base_path = str(files.path.absolute())
     record = {"base": base_fingerprint, "base_path": base_path, "learned": list(learned)}
-    return Base(start.params, learned, record, start.sentence(init_from))
+    return Base(start.params, learned, record, start.sentence(str(files)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,7 @@ class RunSetup(Resolved):
       peak: the published peak FLOP/s of a device, None if it is unknown.
       undivided: the lines of `check_split`.
       record: a fingerprint of its data, which data.json holds.
+      init_from: the files of the model of run.init_from.
       base: the model below an adapter.
       tasks: those of train.eval_tasks.
     """
@@ -109,18 +111,19 @@ class RunSetup(Resolved):
     peak: float | None
     undivided: list[str]
     record: dict[str, Any]
+    init_from: "ModelFiles | None" = None
     base: Base | None = None
     tasks: "Tasks | None" = None
 
     @functools.cached_property
     def reference(self) -> "Reference | None":
         """What scores batches, for an objective that compares the model with its start."""
-        if not self.has_reference:
+        if not self.has_reference or self.init_from is None:
             return None
         # Imported here, because only such an objective reads the model that it starts from.
         from jaxformer.runs.reference import Reference
 
-        return Reference(self.run.run.init_from, self.model, self.directory.reference, self.mesh)
+        return Reference(self.init_from, self.model, self.directory.reference, self.mesh)
 
     @property
     def evaluation_options(self) -> dict[str, Any]:
@@ -155,13 +158,22 @@ class RunSetup(Resolved):
 
 
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
-    """Prepares text, tokenizer and optimizer, and selects the attention kernel."""
+    """Prepares what comes before the first step: the base, the tokenizer and the data, and every
+    setting as the value that it is. Writes nothing."""
     directory = RunDirectory(run.run.dir)
-    run, labels = settle(run)
+    # The base, which gives the tokenizer and the labels where the run was not begun before.
+    init_from = None
+    if run.run.init_from:
+        # Imported here, because it reads models of every format.
+        from jaxformer.runs.model_files import ModelFiles
+
+        init_from = ModelFiles(run.run.init_from)
+    run, labels = settle(run, init_from)
+    # The devices are checked before the data is read, which may take long.
     mesh = mesh_of(run.mesh.sizes)
-    # Before the data is read, which may take long.
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))
+    # The data, which gives the sizes of the vocabulary and of the head.
     corpus = corpus_of(run, labels, new_labels=True, log=log)
     if run.run.sample_tokens:
         # A prompt that cannot be encoded raises now rather than at the end.
@@ -174,32 +186,38 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     heldout = None
     if corpus.validation:
         heldout = data.evaluation_batches(corpus.validation, run.data, size, blocks)
+    # The model below an adapter, and the values of the settings.
     base = None
-    if run.adapter.kind != "none":
+    if run.adapter.kind != "none" and init_from:
         # Imported here, because runs without an adapter do not need it.
         from jaxformer.runs.init_from import warm_start
 
-        start = warm_start(run, mesh, corpus.labels)
-        base = base_below(start, run.run.init_from, directory)
+        start = warm_start(run, init_from, mesh, corpus.labels)
+        base = base_below(start, init_from, directory)
     segments = most_segments(corpus) if "segment_ids" in batches[0] else 0
-    resolved = resolve(run, mesh, segments, base.learned if base else ())
+    added = range(0)
+    if base and run.tokenizer.added:
+        from jaxformer.runs.added_tokens import added_ids
+
+        added = added_ids(run.tokenizer, corpus.tokenizer)
+    resolved = resolve(run, mesh, segments, base.learned if base else (), added)
+    sources = source_names(corpus.train) if resolved.objective.loss is head_loss else ()
+    resolved = dataclasses.replace(resolved, sources=sources)
     tasks = None
     if run.train.eval_tasks:
         # Imported here, because it reads tasks by an optional package.
         from jaxformer.runs.task_evaluation import Tasks
 
         tasks = Tasks(run.train.eval_tasks, resolved.model, corpus.tokenizer)
+    # The directory belongs to this config and this data.
     fingerprints = {"tokenizer": corpus.tokenizer.fingerprint(), "train": corpus.train.fingerprint}
     if corpus.validation:
         fingerprints["validation"] = corpus.validation.fingerprint
     if run.data.messages_field:
         # Their template is part of the data.
         fingerprints["chat_template"] = template_fingerprint(corpus.tokenizer)
-    base_record = base.record if base else {}
-    record = directory.check_data(fingerprints, corpus.labels, base_record)
+    record = directory.check_data(fingerprints, corpus.labels, base.record if base else {})
     directory.check_config(run)
-    sources = source_names(corpus.train) if resolved.objective.loss is head_loss else ()
-    resolved = dataclasses.replace(resolved, sources=sources)
     return RunSetup(
         **resolved.fields(),
         directory=directory,
@@ -209,6 +227,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         peak=published_peak(resolved.model, mesh),
         undivided=check_split(resolved.specs, mesh),
         record=record,
+        init_from=init_from,
         base=base,
         tasks=tasks,
     )

@@ -11,7 +11,6 @@ import jax
 from jaxformer.arrays.out_of_memory import memory_of
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.processes import require_same, together
-from jaxformer.config.config_file import read_config
 from jaxformer.config.settings import Log
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.data.batches import BatchesByStep
@@ -57,7 +56,7 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
     of that model."""
     run, seed, target = setup.run, setup.run.run.seed, setup.target
     with memory_of("the initial state"):
-        if not run.run.init_from:
+        if setup.init_from is None:
             state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=seed)
         elif setup.base is not None:
             log(setup.base.sentence)
@@ -66,8 +65,8 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
         else:
             from jaxformer.runs.init_from import warm_start
 
-            start = warm_start(run, setup.mesh, setup.corpus.labels)
-            log(start.sentence(run.run.init_from))
+            start = warm_start(run, setup.init_from, setup.mesh, setup.corpus.labels)
+            log(start.sentence(str(setup.init_from)))
             state = state_of(start.params, setup.optimizer, target)
         return jax.block_until_ready(state)  # type: ignore[no-any-return]
 
@@ -79,7 +78,7 @@ def changed_schedule(
     another schedule than its directory was last started with; empty where it is the same."""
     if not directory.config.is_file() or step >= steps:
         return ""
-    planned = read_config(directory.config)
+    planned = directory.read_run()
     if (planned.optimizer, planned.train.steps) == (optimizer, steps):
         return ""
     then = float(make_schedule(planned.optimizer, planned.train.steps)(step))

@@ -106,37 +106,26 @@ def train(run: RunConfig) -> Result:
 
 
 def _train(run: RunConfig, begin: float) -> Result:
+    """Trains, in each of the processes that have joined, in the order of docs/training.md."""
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
     log: Log = _ignore if run.run.progress == "none" else _print
     directory = RunDirectory(run.run.dir)
     with contextlib.ExitStack() as stack, doing(PREPARING):
-
-        def open_directory() -> bool:
-            # Raises before anything is written.
-            chosen_tracker(run.run.tracker)
-            stack.enter_context(directory.lock(run.run.restart))
-            # What a run holds that is begun anew is moved away, by the first process for all.
-            if not run.run.restart:
-                directory.check_config(run)
-            return directory.config.is_file()
-
-        begun = together(open_directory)
-        setup = together(lambda: make_setup(run, log))
-        settings = {name: repr(value) for name, value in flat(setup.run).items()}
-        compared = {name: text for name, text in settings.items() if name not in PROCESS_SETTINGS}
-        compared |= {f"data.json: {name}": str(value) for name, value in setup.record.items()}
-        # Each process has drawn one; that of the first counts.
-        run_id = exchange(compared.pop("data.json: run_id"))[0]
-        require_same(compared | {"the version of jax": jax.__version__})
-        setup = dataclasses.replace(setup, record=setup.record | {"run_id": run_id})
+        # The directory, which one run at a time holds. Nothing is written before its settings fit.
+        together(lambda: chosen_tracker(run.run.tracker))
+        begun = together(lambda: stack.enter_context(directory.opened(run)))
+        # The base, the tokenizer, the data, and every setting as the value that it is.
+        setup = agreed(together(lambda: make_setup(run, log)))
         log(banner(summary(setup)))
         with checkpoints_of(setup, log) as checkpoints:
             try:
+                # The state and the step.
                 setup, state, program = _begin(setup, checkpoints, log)
                 directory.claim(setup.asked, setup.corpus.tokenizer, setup.record)
                 if setup.reference and program is not None:
                     setup.reference.keep()
+                # The loop, which goes on from a checkpoint after a bad step.
                 with doing("between two steps; the same command continues."):
                     while True:
                         try:
@@ -151,6 +140,7 @@ def _train(run: RunConfig, begin: float) -> Result:
                     # This command began the directory: any setting may change.
                     directory.release()
                 raise RunOutOfMemory(error, setup, saved, begun) from error.__cause__
+        # The end: its loss curve, its last evaluation and a sample.
         with doing("after the last step, which is saved; the same command shows the sample."):
             weights = evaluation_weights(state.params, state.optimizer)
 
@@ -168,6 +158,17 @@ def _train(run: RunConfig, begin: float) -> Result:
 
             finish(close, Diverged)
     return Result(weights, read_metrics(directory.path), directory.path)
+
+
+def agreed(setup: RunSetup) -> RunSetup:
+    """The setup of this process with the id of the run that process 0 has drawn. Raises ConfigError
+    where the settings or the data of two processes differ."""
+    settings = {name: repr(value) for name, value in flat(setup.run).items()}
+    compared = {name: text for name, text in settings.items() if name not in PROCESS_SETTINGS}
+    compared |= {f"data.json: {name}": str(value) for name, value in setup.record.items()}
+    run_id = exchange(compared.pop("data.json: run_id"))[0]
+    require_same(compared | {"the version of jax": jax.__version__})
+    return dataclasses.replace(setup, record=setup.record | {"run_id": run_id})
 
 
 def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetup, TrainState, Any]:

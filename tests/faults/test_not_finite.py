@@ -26,6 +26,7 @@ from tiny_run import (
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.runs.loading import save_run
+from jaxformer.runs.model_files import ModelFiles
 
 pytestmark = pytest.mark.slow
 
@@ -176,6 +177,6 @@ def test_evaluate_of_a_model_that_is_no_number(
     model = dataclasses.replace(
         model, params=jax.tree.map(lambda leaf: leaf * np.nan, model.params)
     )
-    save_run(tmp_path / "bad", model, expected)
+    save_run(tmp_path / "bad", model, ModelFiles(expected))
     assert main(["evaluate", str(tmp_path / "bad"), "--data.validation", str(text)]) == 1
     assert "not finite: the loss of" in capsys.readouterr().err

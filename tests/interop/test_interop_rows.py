@@ -20,7 +20,7 @@ from jaxformer.interop.architectures import ARCHITECTURES, BASES, HF_FAMILIES, s
 from jaxformer.interop.config_equivalence import resolved
 from jaxformer.interop.fields import FULL, SLIDING
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
-from jaxformer.interop.pretrained import pretrained_labels
+from jaxformer.interop.pretrained import open_pretrained
 from jaxformer.models.transformer import specs
 
 FAMILY = {family.model_type: family for family in HF_FAMILIES}
@@ -332,11 +332,11 @@ def test_labels_are_in_the_order_of_their_numbers_beyond_ten(tmp_path):
     labels = tuple(f"of {number}" for number in range(12))
     jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config, labels=labels)
     fields = json.loads((tmp_path / "config.json").read_text())
-    assert pretrained_labels(tmp_path) == labels and fields["label2id"] == {
+    assert open_pretrained(tmp_path).labels == labels and fields["label2id"] == {
         label: i for i, label in enumerate(labels)
     }
     jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config)
-    assert pretrained_labels(tmp_path) == tuple(tf.BertConfig(num_labels=12).id2label.values())
+    assert open_pretrained(tmp_path).labels == tuple(tf.BertConfig(num_labels=12).id2label.values())
 
 
 UNTIED = {"bert": tf.BertForMaskedLM, "roberta": tf.RobertaForMaskedLM}

@@ -47,7 +47,7 @@ import jaxformer as jf
 from jaxformer.adapters.low_rank import LowRank
 from jaxformer.arrays.params import dotted, is_custom
 from jaxformer.cli import main
-from jaxformer.runs.loading import run_of
+from jaxformer.runs.model_files import ModelFiles
 
 ROOT = Path(__file__).parents[2]
 # One module for queries, keys and values in transformers.
@@ -82,7 +82,7 @@ def test_an_adapter_computes_what_it_does_in_peft_and_is_written_back_as_it_was(
     batch, found = inputs(name), jf.load(place)
     wanted = theirs(model, batch)
     assert np.abs(wanted - theirs(reference(name), batch)).max() > 0.5 * wanted.std()
-    assert found.base == str(directory(name)) and found.config == loaded(name).config
+    assert found.base == directory(name) and found.config == loaded(name).config
     assert_close(ours(found, batch), wanted, batch)
     back = folder(name, "back")
     jf.save_adapter(back, found.params, found.config, base=directory(name))
@@ -252,7 +252,7 @@ def test_a_head_that_the_adapter_brings_replaces_that_of_the_base(name):
     wanted = "tags" if task == "TOKEN_CLS" else "classes"
     assert (found.config.output, found.config.n_classes) == (wanted, 5)
     assert_close(ours(found, batch), theirs(model, batch), batch)
-    assert run_of(place).model == found.config
+    assert ModelFiles(place).config == found.config
     back = folder(name, "with a head", "back")
     jf.save_adapter(back, found.params, found.config, learned=tuple(more))
     assert_same_tensors(tensors(back), tensors(place))

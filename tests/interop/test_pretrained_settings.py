@@ -22,7 +22,8 @@ from jaxformer.interop import logit_parity
 from jaxformer.models.transformer import specs
 from jaxformer.runs.config import origin_of, with_base, with_tokenizer_of
 from jaxformer.runs.init_from import warm_start
-from jaxformer.runs.loading import run_of, save_run
+from jaxformer.runs.loading import save_run
+from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.resolve import with_sizes
 from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.tokenizer import Tokenizer
@@ -93,7 +94,7 @@ def a_run(place: Path, **model) -> Path:
 def based(run: RunConfig) -> RunConfig:
     """A run with what it takes from the model that it starts from."""
     base = run.run.init_from
-    origin = origin_of(Path(run.run.dir), Path(base))
+    origin = origin_of(run.run, ModelFiles(base))
     return dataclasses.replace(
         run,
         model=with_base(run.model, origin, base),
@@ -136,13 +137,13 @@ def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_
         model=dataclasses.replace(old, head="classes", pooler=False),
     )
     drawn, before = jf.init(run.model, jax.random.key(run.run.seed)), jf.load(origin).params
-    start = warm_start(run)
+    start = warm_start(run, ModelFiles(run.run.init_from))
     np.testing.assert_allclose(start.params["head"]["weight"], drawn["head"]["weight"], rtol=1e-6)
     assert np.array_equal(start.params["pooler"]["dense"], before["pooler"]["dense"])
     assert start.sentence("there").endswith("new: head.weight, head.bias.")
     labels = jf.load(origin).labels
     for order, new in ((labels, []), (labels[::-1], ["head.weight", "head.bias"])):
-        same = warm_start(dataclasses.replace(run, model=old), labels=order)
+        same = warm_start(dataclasses.replace(run, model=old), ModelFiles(origin), labels=order)
         assert same.new == new
         assert jax.tree.all(jax.tree.map(np.array_equal, same.params, before)) == (new == [])
 
@@ -154,7 +155,7 @@ def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
     place = written(tmp_path / "old", old)
     new = dataclasses.replace(old, head="tags", n_classes=2, next_sentence=False)
     run = RunConfig(run=RunSettings(init_from=str(place)), model=new)
-    start = warm_start(run)
+    start = warm_start(run, ModelFiles(run.run.init_from))
     assert "pooler" not in start.params and "next_sentence" not in start.params
     assert start.new == ["head.weight", "head.bias"]
     assert np.array_equal(start.params["embed"]["tokens"], jf.load(place).params["embed"]["tokens"])
@@ -195,10 +196,11 @@ T5 = dict(
 def test_a_model_directory_is_a_run_of_whole_rows_of_its_own_text(
     model, length, objective, tmp_path
 ):
-    found = run_of(written(tmp_path / "model", ModelConfig(**model)))
+    found = ModelFiles(written(tmp_path / "model", ModelConfig(**model))).run
     data = found.data
     assert (data.sequence_length, data.objective, data.train) == (length, objective, "")
-    assert found.run.dir == found.tokenizer.path == str(tmp_path / "model")
+    assert found.run.dir == str(tmp_path / "model")
+    assert found.tokenizer.path == str(tmp_path / "model" / "tokenizer.json")
 
 
 def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_labels(tmp_path):
@@ -206,8 +208,8 @@ def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_lab
     origin = written(tmp_path / "model", config, labels=labels)
     model, place = jf.load(origin), tmp_path / "run"
     place.mkdir()
-    save_run(place, model, origin)
-    again, run = jf.load(place), run_of(place)
+    save_run(place, model, ModelFiles(origin))
+    again, run = jf.load(place), ModelFiles(place).run
     assert again.labels == model.labels == labels and again.config == model.config == run.model
     assert run.run.dir == run.tokenizer.path == str(place)
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, model.params))

@@ -26,7 +26,8 @@ from jaxformer.arrays.params import Spec, contract, dotted, is_custom, lookup, r
 from jaxformer.interop import pretrained
 from jaxformer.models.quantize import is_quantized
 from jaxformer.models.transformer import specs
-from jaxformer.runs import loading, run_reading
+from jaxformer.runs import loading
+from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.run_evaluation import evaluate_run
 
 HERE = Path(__file__).parents[1]
@@ -335,8 +336,8 @@ def directories(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quantized")
     config = jf.ModelConfig(**SIZES | WIDE)
     jf.save_pretrained(folder / "hf", start(config), config, dtype="float32")
-    loading.save_run(folder / "run", jf.load(folder / "hf"), folder / "hf")
-    return {"hf": (folder / "hf", pretrained), "run": (folder / "run", run_reading)}
+    loading.save_run(folder / "run", jf.load(folder / "hf"), ModelFiles(folder / "hf"))
+    return {"hf": (folder / "hf", pretrained), "run": (folder / "run", loading)}
 
 
 def alive():

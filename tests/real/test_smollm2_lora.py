@@ -14,7 +14,7 @@ import jaxformer as jf
 from jaxformer import data
 from jaxformer.cli import main
 from jaxformer.runs.evaluation import corpus_of, make_evaluation
-from jaxformer.runs.loading import run_of
+from jaxformer.runs.model_files import ModelFiles
 
 pytestmark = MARKS
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def trained() -> Path:
 
 def test_chats_are_learned_and_the_merged_model_is_that_of_transformers():
     path = trained()
-    model, run = jf.load(path), run_of(path)
+    model, run = jf.load(path), ModelFiles(path).run
     batches = list(data.evaluation_batches(corpus_of(run).validation, run.data, 2))
     evaluate = make_evaluation("sft", model.config)
     before = evaluate(jf.without_adapters(model.params), batches)["val_loss"]

@@ -14,7 +14,7 @@ from smollm2 import HOME, MARKS, converted, reading, tokenizer, words
 
 from jaxformer.cli import main
 from jaxformer.runs import run_evaluation
-from jaxformer.runs.loading import run_of
+from jaxformer.runs.config import looked_at
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("rows_of_one_batch")]
 EVALUATED = 6_000  # characters
@@ -27,13 +27,13 @@ RISES = {"int8": (-0.005, 0.005), "nf4": (0.1, 0.4)}
 def rows_of_one_batch(monkeypatch):
     """Evaluation in short rows, one at a time."""
 
-    def run_of_short_rows(path):
-        run = run_of(path)
+    def in_short_rows(files, *arguments):
+        run = looked_at(files, *arguments)
         short = dataclasses.replace(run.data, sequence_length=LENGTH)
         single = dataclasses.replace(run.train, batch_size=1)
         return dataclasses.replace(run, data=short, train=single)
 
-    monkeypatch.setattr(run_evaluation, "run_of", run_of_short_rows)
+    monkeypatch.setattr(run_evaluation, "looked_at", in_short_rows)
 
 
 def text_file() -> str:

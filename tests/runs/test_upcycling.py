@@ -19,6 +19,7 @@ from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig, to_json
 from jaxformer.runs.init_from import check_base, warm_start
+from jaxformer.runs.model_files import ModelFiles
 
 SIZES = dict(vocab_size=29, d_model=16, n_layers=2, n_heads=2, d_ff=24, max_length=32)
 FAMILIES = {
@@ -72,7 +73,7 @@ def logits(params: dict, config: ModelConfig) -> np.ndarray:
 
 
 def checked(run):
-    check_base(run.model, run.adapter, run.run.init_from)
+    check_base(run.model, run.adapter, ModelFiles(run.run.init_from))
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "decoder", "encoder_decoder"))
@@ -81,7 +82,7 @@ def test_the_upcycled_model_computes_at_first_what_the_dense_one_does(family, tm
     model = dataclasses.replace(config, **EXPERTS, **choice)
     run = beginning(written(tmp_path / "base", config), model)
     checked(run)
-    start = warm_start(run)
+    start = warm_start(run, ModelFiles(run.run.init_from))
     np.testing.assert_allclose(
         logits(start.params, model), logits(moved(config), config), rtol=1e-5, atol=1e-5
     )
@@ -103,7 +104,8 @@ def test_a_hugging_face_directory_is_upcycled_onto_a_mesh(tmp_path):
     jf.save_pretrained(tmp_path / "base", moved(config), config)
     devices = np.array(jax.devices()[:1]).reshape((1,) * len(MESH_AXES))
     mesh = Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    start = warm_start(beginning(tmp_path / "base", model), mesh)
+    run = beginning(tmp_path / "base", model)
+    start = warm_start(run, ModelFiles(run.run.init_from), mesh)
     assert jax.tree.leaves(start.params)[0].sharding.mesh == mesh
     expected = logits(moved(config), config)
     np.testing.assert_allclose(logits(start.params, model), expected, rtol=1e-5, atol=1e-5)
@@ -128,7 +130,7 @@ def test_experts_that_cannot_be_copies_are_refused_by_name(tmp_path):
         # The weights themselves may have changed since.
         if changes:
             with pytest.raises(jf.ConfigError, match="does not fit this model outside of its head"):
-                warm_start(run)
+                warm_start(run, ModelFiles(run.run.init_from))
     base = dataclasses.replace(config, **EXPERTS)
     origin = written(tmp_path / "experts", base)
     with pytest.raises(jf.ConfigError, match=r"model\.n_experts=8, but it is 4 in the base"):

@@ -19,8 +19,8 @@ from jaxformer.cli import main
 from jaxformer.cli.arguments import parse
 from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError
+from jaxformer.runs.loading import SavedWeights, reader_of
 from jaxformer.runs.run_evaluation import evaluate_run
-from jaxformer.runs.run_reading import SavedWeights, reader_of
 from jaxformer.training.optimizers.ema import with_average
 
 STEPS = 8

@@ -30,8 +30,9 @@ from jaxformer.files import ConfigError, located
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import read_metrics
 from jaxformer.report.metrics import STATE
-from jaxformer.runs.loading import looked_at
+from jaxformer.runs.config import looked_at
 from jaxformer.runs.metric_logger import as_logged
+from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import batches_of, first_state
 from jaxformer.runs.train_run import compile_step
@@ -59,9 +60,8 @@ def setup_of_run(
     `validation` and `init_from` are those of `looked_at`. Raises ConfigError where `path` is no run
     directory, its data has changed, or the mesh does not fit the devices.
     """
-    folder = located(path).absolute()
-    stated = read_config(folder / "config.json")
-    run = looked_at(stated, folder, cache_dir, train, validation, init_from)
+    files = ModelFiles(located(path).absolute())
+    run = looked_at(files, cache_dir, train, validation, init_from)
     run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, **(mesh or {})))
     return make_setup(run, log)
 

@@ -1,0 +1,144 @@
+"""The files of a model: a run directory, a Hugging Face directory, a GGUF file, or an adapter."""
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig
+from jaxformer.files import ConfigError, located
+from jaxformer.interop.gguf_files import is_gguf
+from jaxformer.interop.hf_config import is_pretrained
+from jaxformer.interop.peft_config import base_of, is_adapter
+from jaxformer.runs.directory import RunDirectory
+from jaxformer.tokenizer.metadata import tokenizer_file
+
+if TYPE_CHECKING:
+    from jaxformer.interop.pretrained import Opened
+
+# The longest row when a model directory is evaluated, which does not say how it was trained.
+MOST_EVALUATION_TOKENS = 1024
+# The words of messages for what is no run.
+KIND_NAMES = {"adapter": "adapter", "gguf": "GGUF file", "pretrained": "Hugging Face directory"}
+
+
+class ModelFiles:
+    """What the files of a model say of it. Each is read once, when it is first asked for.
+
+    Args:
+      path: a run directory, a Hugging Face directory, a GGUF file, the directory of an adapter of
+        peft, or the URL of one of these.
+      weights: whether the weights of a Hugging Face directory have to be there. Without them its
+        config.json says what the model is.
+    """
+
+    def __init__(self, path: str | Path, weights: bool = True) -> None:
+        self.path = located(path)
+        self.weights = weights
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @functools.cached_property
+    def kind(self) -> Literal["run", "pretrained", "gguf", "adapter"]:
+        """What the path leads to. Raises ConfigError where that is no model."""
+        if is_adapter(self.path):
+            return "adapter"
+        if is_gguf(self.path):
+            return "gguf"
+        if is_pretrained(self.path):
+            return "pretrained"
+        if (self.path / "config.json").is_file():
+            return "run"
+        # The name of a model of the hub is no path here.
+        hub = "" if self.path.exists() else f" (hf download {self} --local-dir DIRECTORY gets one)"
+        raise ConfigError(
+            f"{self} has no config.json: give the run.dir of a training run, the directory of a"
+            f" Hugging Face model or of an adapter, or a GGUF file{hub}."
+        )
+
+    @functools.cached_property
+    def run(self) -> RunConfig:
+        """The settings of a run, or those with which another model is evaluated."""
+        if self.kind == "run":
+            return RunDirectory(self.path).read_run()
+        model = self.config
+        length = min(model.max_length, MOST_EVALUATION_TOKENS)
+        has_source = model.family == "encoder_decoder"
+        return RunConfig(
+            run=RunSettings(dir=str(self)),
+            model=model,
+            data=DataConfig(
+                train="", sequence_length=length, objective="seq2seq" if has_source else "auto"
+            ),
+            tokenizer=TokenizerConfig(path=str(self.tokenizer)),
+        )
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        """The config of the model, with its adapter where there is one."""
+        if self.kind == "run":
+            return self.run.model
+        if self.kind == "adapter":
+            from jaxformer.interop.peft_reading import adapted_config
+
+            return adapted_config(self.path, self.below.config)
+        if self.kind == "pretrained" and not self.weights:
+            from jaxformer.interop.pretrained import pretrained_config
+
+            return pretrained_config(self.path, weights=False)
+        return self.opened.config
+
+    @functools.cached_property
+    def opened(self) -> "Opened":
+        """A Hugging Face directory or a GGUF file before a tensor is read."""
+        # Imported here, as all readers of other formats, because a run needs none of them.
+        from jaxformer.interop.pretrained import open_pretrained
+
+        return open_pretrained(self.path)
+
+    @functools.cached_property
+    def below(self) -> "ModelFiles":
+        """The model that an adapter names as its base."""
+        return ModelFiles(base_of(self.path), self.weights)
+
+    @functools.cached_property
+    def record(self) -> dict[str, Any]:
+        """What the data.json of a run holds."""
+        return RunDirectory(self.path).record()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes or tags in the order of their numbers; empty where the model has
+        or names none."""
+        if self.kind == "run":
+            return tuple(self.record.get("labels", ()))
+        if self.kind == "adapter":
+            # An adapter with a head of its own does not name the classes of that.
+            return self.below.labels if self.config == self.below.config else ()
+        return self.opened.labels
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether this is an adapter, or a run with one."""
+        if self.kind == "run":
+            return self.run.adapter.kind != "none"
+        return self.kind == "adapter"
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether this is a Hugging Face directory, or an adapter over one, without weights."""
+        if self.kind == "adapter":
+            return self.below.lacks_weights
+        from jaxformer.interop.tensor_files import has_tensors
+
+        return self.kind == "pretrained" and not has_tensors(self.path)
+
+    @property
+    def tokenizer(self) -> Path:
+        """The file of its tokenizer, which may be missing; that of the base for an adapter that has
+        none."""
+        file = tokenizer_file(self.path)
+        if self.kind == "adapter" and not file.is_file():
+            return self.below.tokenizer
+        return file
