@@ -362,7 +362,7 @@ def test_the_base_is_found_or_asked_for(plain, monkeypatch):
         r"jf\.load\('.*hub', base=PATH\), or as \"base_model_name_or_path\"",
     ):
         jf.load(hub)
-    assert jf.load(hub, base=directory("llama")).base == str(directory("llama"))
+    assert jf.load(hub, base=directory("llama")).base == directory("llama")
     nameless = copied(plain, "nameless", base_model_name_or_path=None)
     for place, options, message in (
         (nameless, {}, r"base model of .*, None, is no directory here"),
@@ -378,10 +378,10 @@ def test_the_base_is_found_or_asked_for(plain, monkeypatch):
     beside = shutil.copytree(directory("llama"), home / "base", dirs_exist_ok=True)
     inside = shutil.copytree(plain, home / "adapter", dirs_exist_ok=True)
     state(inside, base_model_name_or_path="../base")
-    assert jf.load(inside).base == str(inside / "../base")
+    assert jf.load(inside).base == inside / "../base"
     state(inside, base_model_name_or_path="base")
     monkeypatch.chdir(beside.parent)
-    assert jf.load(inside).base == "base"
+    assert jf.load(inside).base == Path("base")
 
 
 @pytest.mark.xdist_group("llama")

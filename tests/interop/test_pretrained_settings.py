@@ -127,6 +127,18 @@ def test_a_tokenizer_that_is_named_is_kept_and_a_run_already_begun_keeps_its_own
     assert again.model.d_model == 16 and again.tokenizer.path == str(begun / "tokenizer.json")
 
 
+def test_a_run_that_is_begun_anew_takes_what_the_model_of_init_from_says(tmp_path):
+    origin = a_run(tmp_path / "old", **SMALL)
+    begun = a_run(tmp_path / "begun", **SMALL | dict(d_model=16))
+    overrides = [f"run.dir={begun}", f"run.init_from={origin}"]
+    config = tmp_path / "config.py"
+    config.write_text("from jaxformer import RunConfig\nconfig = RunConfig()\n")
+    assert jf.load_config(config, overrides).model.d_model == 16
+    anew = jf.load_config(config, [*overrides, "run.restart=True"])
+    assert anew.model.d_model == SMALL["d_model"]
+    assert anew.tokenizer.path == str(origin / "tokenizer.json")
+
+
 def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_warm_start(
     tmp_path,
 ):
