@@ -11,10 +11,11 @@ import pytest
 from corpora import prepare
 from stored import BYTES, assert_shared, data, rows_of, same, stored
 
-from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig, to_json
 from jaxformer.data import Batches, RowBlocks, TokenStore
 from jaxformer.data import store as store_files
 from jaxformer.files import ConfigError
+from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.run_evaluation import _on_text
 
 IN_ORDER = data(8, order="text")
@@ -102,11 +103,12 @@ def test_held_out_text_is_tokenized_before(slow: threading.Event, tmp_path: Path
 
 def test_an_evaluation_reads_no_rows_to_train_on(tmp_path: Path) -> None:
     BYTES.save(tmp_path / "tokenizer.json")
-    run = run_of(tmp_path, "text")
+    (tmp_path / "config.json").write_text(to_json(run_of(tmp_path, "text")))
+    files = ModelFiles(tmp_path)
     text = str(tmp_path / "text" / "a.txt")
     cache = str(tmp_path / "cache")
-    read = _on_text(run, tmp_path, text, train="", init_from="", cache_dir=cache)
+    read = _on_text(files, text, train="", init_from="", cache_dir=cache)
     corpus = prepare(read)
     assert corpus.validation and type(corpus.stores["train"][0]) is TokenStore
     with pytest.raises(ConfigError, match="held out no text"):
-        _on_text(run, tmp_path, "", train="", init_from="", cache_dir=cache)
+        _on_text(files, "", train="", init_from="", cache_dir=cache)
