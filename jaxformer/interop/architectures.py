@@ -1,5 +1,6 @@
 """The architectures of Hugging Face that are read and written, and which one a model is."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of
+from jaxformer.interop.config_equivalence import differences, is_same_function
 from jaxformer.interop.encoder_decoders import (
     BART,
     M2M100,
@@ -157,20 +159,26 @@ def architecture_of(config: ModelConfig, architecture: str | None = None) -> tup
         raise ConfigError(
             f"architecture={architecture!r} is not one of {', '.join(ARCHITECTURES)}."
         )
-    for name in ARCHITECTURES if architecture is None else [architecture]:
-        family = ARCHITECTURES[name]
-        try:
-            obstacles = family.obstacles(config, name)
-        except ConfigError as error:
-            obstacles = [str(error)]
-        if not obstacles:
-            return family, name
     if architecture is None:
+        for name, family in ARCHITECTURES.items():
+            with contextlib.suppress(ConfigError):
+                stated = family.read_again(config, name)
+                if is_same_function(config, stated) and not family.left_out(config):
+                    return family, name
         raise ConfigError(
             "no Hugging Face architecture is exactly this model: name one, as in"
             ' jf.save_pretrained(..., architecture="LlamaForCausalLM") or --architecture, to see'
             " what it lacks."
         )
-    raise ConfigError(
-        f"{architecture} is not exactly this model: {first_of(obstacles, OBSTACLES_SHOWN, ', ')}."
-    )
+    family = ARCHITECTURES[architecture]
+    try:
+        obstacles = differences(config, family.read_again(config, architecture))
+        obstacles = obstacles or [f"no tensor for {path}" for path in family.left_out(config)]
+    except ConfigError as error:
+        obstacles = [str(error)]
+    if obstacles:
+        raise ConfigError(
+            f"{architecture} is not exactly this model:"
+            f" {first_of(obstacles, OBSTACLES_SHOWN, ', ')}."
+        )
+    return family, architecture

@@ -428,7 +428,7 @@ class BothStacks(KeyMapping):
         }
 
     def write(self, config: ModelConfig) -> Keys:
-        on_each_side = max(config.source_window - 1, 0)
+        on_each_side = max((config.source_window or config.window) - 1, 0)
         encoder = dataclasses.replace(
             config, n_layers=config.encoder_layers, window=on_each_side, source_window=0
         )

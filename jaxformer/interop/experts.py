@@ -5,8 +5,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.config_equivalence import letters
 from jaxformer.interop.family import INV_FREQ, decoder_like
 from jaxformer.interop.fields import (
     AliasKey,
@@ -24,6 +25,7 @@ from jaxformer.interop.fields import (
     Windows,
     fixed,
     keys,
+    letters,
 )
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import (
@@ -380,13 +382,12 @@ class LatentRope(Rope):
     def write(self, config: ModelConfig) -> Keys:
         keys = super().write(config)
         root = math.sqrt(config.attention_scale * config.head_width**0.5)
-        # attention_scale has nine digits here.
         if config.rope_scaling == "yarn" and abs(root - 1) > 1e-8:
             log = 0.1 * math.log(config.rope_factor)
             of_all, of_rotated = (root - 1) / log, (root * config.rope_scale - 1) / log
             short = float(f"{of_all:.7g}")
             scale = config.head_width**-0.5 * _mscale(short, config.rope_factor) ** 2
-            if f"{scale:.9g}" == f"{config.attention_scale:.9g}":
+            if np.float32(scale) == np.float32(config.attention_scale):
                 of_all = short
             # Readers but transformers do not know attention_factor here.
             mscales = {"mscale": float(f"{of_rotated:.7g}"), "mscale_all_dim": of_all}

@@ -10,24 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.config_equivalence import differences, resolved
+from jaxformer.files import ConfigError
+from jaxformer.interop.config_equivalence import with_factors
 from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping, tied
 from jaxformer.interop.hf_config import QUANTIZATION, REQUIRED, HFConfig, quantization_of
 from jaxformer.interop.tensor_files import TensorFiles
 from jaxformer.interop.tensor_table import Tensor, TensorRow, paths_without_tensor, tensors
 from jaxformer.models.transformer import specs as model_specs
-
-# Fields that change no logit, or only in training, and are written as they are.
-UNRESOLVED = (
-    "dropout",
-    "attention_dropout",
-    "max_length",
-    "tied_head",
-    "router_balance_loss",
-    "projection_width",
-    "pooling",
-    "pooler_activation",
-)
 
 
 class Copy(NamedTuple):
@@ -107,23 +96,23 @@ class Family:
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """The keys of a config."""
-        written = {name: getattr(config, name) for name in UNRESOLVED}
-        complete = dataclasses.replace(resolved(config), **written, d_ff=config.ff_width)
+        complete = with_factors(config)
         keys = {"architectures": [architecture], "model_type": self.model_type}
         for row in self.fields:
             keys |= row.write(complete)
         return keys
 
-    def obstacles(self, config: ModelConfig, architecture: str) -> list[str]:
-        """Why an architecture is not exactly this config; empty where it is. ConfigError where it
-        cannot be written as this architecture at all."""
+    def read_again(self, config: ModelConfig, architecture: str) -> ModelConfig:
+        """Return what the config.json says that is written of a config. ConfigError where it cannot
+        be written as this architecture at all."""
         if self.architectures[architecture].get("head", "language") != config.output:
-            return [f"model.head={config.output!r}"]
-        plan = self.tensors(config)
-        names = self.named(tensor.name for tensor in plan)
-        stated = self.read(HFConfig(self.write(config, architecture), names), architecture)
-        paths = paths_without_tensor(plan, model_specs(config))
-        return differences(config, stated) or [f"no tensor for {path}" for path in paths]
+            raise ConfigError(f"model.head={config.output!r}")
+        names = self.named(tensor.name for tensor in self.tensors(config))
+        return self.read(HFConfig(self.write(config, architecture), names), architecture)
+
+    def left_out(self, config: ModelConfig) -> list[str]:
+        """Return the leaves of a model that no tensor of its files holds."""
+        return paths_without_tensor(self.tensors(config), model_specs(config))
 
     def named(self, names: Iterable[str]) -> set[str]:
         """Names as they are, and as the class with a head has them."""

@@ -6,12 +6,12 @@ difference.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.config_equivalence import bias_named, letters
+from jaxformer.config.variants import BIASED
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.pattern import layer_configs
 
@@ -43,9 +43,35 @@ GATED_NAMES = {name: GATE_NAMES[plain] for name, plain in PLAIN.items() if plain
 }
 
 
+# The property that has the value of a field whose default follows from others.
+FOLLOWING = {
+    "n_kv_heads": "kv_heads",
+    "head_dim": "head_width",
+    "value_dim": "value_width",
+    "embedding_width": "embedded_width",
+    "d_ff": "ff_width",
+    "expert_ff": "expert_width",
+    "n_encoder_layers": "encoder_layers",
+    "rope_original_length": "original_length",
+    "rope_attention_factor": "rope_scale",
+    "rope_fast": "fast_rotations",
+}
+
+
+def value_of(config: ModelConfig, field: str) -> Any:
+    """Return the value of a field, or what a default stands for."""
+    return getattr(config, FOLLOWING.get(field, field))
+
+
+def letters(flags: Iterable[object], yes: str, no: str) -> str:
+    """Return a pattern of layers: `yes` for each that the flag is true of, and `no` for each other
+    one."""
+    return "".join(yes if flag else no for flag in flags)
+
+
 class KeyMapping:
-    """One row: `read` gives fields of a `ModelConfig`; `write` gives keys, of a config that
-    `resolved` has completed."""
+    """One row: `read` gives fields of a `ModelConfig`; `write` gives keys, of a config with numbers
+    for its factors (`with_factors`)."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
         return {}
@@ -77,7 +103,7 @@ class Key(KeyMapping):
         return {self.field: float(value) if TYPES[self.field] is float and is_integer else value}
 
     def write(self, config: ModelConfig) -> Keys:
-        return {self.hf: getattr(config, self.field)}
+        return {self.hf: value_of(config, self.field)}
 
 
 # The keys that a field usually has.
@@ -172,7 +198,7 @@ class AliasKey(KeyMapping):
         return {}
 
     def write(self, config: ModelConfig) -> Keys:
-        return {self.hf: getattr(config, self.field)}
+        return {self.hf: value_of(config, self.field)}
 
 
 class ClassCount(KeyMapping):
@@ -233,8 +259,14 @@ class Biases(KeyMapping):
     always: frozenset[str] = frozenset()
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        biased = [parts for key, (parts, default) in self.flags.items() if hf.flag(key, default)]
-        return {"bias": bias_named(self.always.union(*biased))}
+        parts = set(self.always)
+        for key, (added, default) in self.flags.items():
+            if hf.flag(key, default):
+                parts |= added
+        exact = [name for name, biased in BIASED.items() if biased == parts]
+        # Where the norms have no bias, a name with theirs is as good.
+        but_for_norms = [name for name, biased in BIASED.items() if biased - {"norm"} == parts]
+        return {"bias": (exact or but_for_norms)[0]}
 
     def write(self, config: ModelConfig) -> Keys:
         return {key: parts <= config.biased for key, (parts, _) in self.flags.items()}

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.config_equivalence import letters
 from jaxformer.interop.family import INV_FREQ, decoder_like
 from jaxformer.interop.fields import (
     MOST_LAYERS,
@@ -23,6 +22,7 @@ from jaxformer.interop.fields import (
     KeyTable,
     fixed,
     keys,
+    letters,
 )
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import ATTENTION
@@ -459,10 +459,8 @@ class SoftmaxScale(KeyMapping):
         return {"attention_scale": float(hf.positive("softmax_scale", 0))}
 
     def write(self, config: ModelConfig) -> Keys:
-        usual = float(f"{config.head_width**-0.5:.9g}")
-        return {
-            "softmax_scale": None if config.attention_scale == usual else config.attention_scale
-        }
+        is_usual = config.attention_scale == config.head_width**-0.5
+        return {"softmax_scale": None if is_usual else config.attention_scale}
 
 
 # MPT (MosaicML 2023). transformers computes all as one kind: with ALiBi, without biases, with a

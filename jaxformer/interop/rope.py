@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.rules import numbers_of
-from jaxformer.interop.fields import FULL, SLIDING, TYPES, ConfigFields, KeyMapping, Keys
+from jaxformer.interop.fields import FULL, SLIDING, TYPES, ConfigFields, KeyMapping, Keys, value_of
 from jaxformer.interop.hf_config import HFConfig
 
 # The fields of each scaling's own keys.
@@ -90,20 +90,20 @@ class Rope(KeyMapping):
             kind = config.rope_scaling
             scaling: Keys = {"rope_type": kind, "factor": config.rope_factor}
             for key, field in SCALING_KEYS.get(kind, {}).items():
-                value = getattr(config, field)
+                value = value_of(config, field)
                 # Older readers do not know YaRN's flag, which is true in them.
                 if value is not True:
                     scaling[key] = [*numbers_of(value)] if isinstance(value, str) else value
             if kind in WITH_ORIGINAL:
-                scaling[ORIGINAL] = config.rope_original_length
+                scaling[ORIGINAL] = config.original_length
             if self.original:
                 # LongRoPE with the keys that transformers 4 demands of Phi-3, and no others but for
                 # numbers that do not follow from the two lengths.
                 default_scale = dataclasses.replace(config, rope_attention_factor=0.0).rope_scale
                 following = {
-                    "factor": config.max_length / config.rope_original_length,
-                    "attention_factor": float(f"{default_scale:.9g}"),
-                    ORIGINAL: config.rope_original_length,
+                    "factor": config.max_length / config.original_length,
+                    "attention_factor": default_scale,
+                    ORIGINAL: config.original_length,
                 }
                 different: Keys = {"type": scaling.pop("rope_type")}
                 for key, value in scaling.items():
@@ -117,7 +117,7 @@ class Rope(KeyMapping):
             full = scaling | {"rope_theta": config.rope_theta}
             keys["rope_parameters"] = {FULL: full, SLIDING: windowed}
         if self.original:
-            keys[self.original[0]] = config.rope_original_length or config.max_length
+            keys[self.original[0]] = config.original_length
         return keys
 
 
@@ -193,7 +193,7 @@ class Length(KeyMapping):
 
     def write(self, config: ModelConfig) -> Keys:
         dynamic = config.rope_scaling == "dynamic"
-        length = config.rope_original_length if dynamic else config.max_length
+        length = config.original_length if dynamic else config.max_length
         return {"max_position_embeddings": length}
 
 
@@ -218,7 +218,7 @@ class TemperedRope(Rope):
         entry = {
             **(keys["rope_scaling"] or {"rope_type": "default"}),
             "rope_theta": config.rope_theta,
-            ORIGINAL: config.rope_original_length,
+            ORIGINAL: config.original_length,
             TEMPERATURE: config.attention_temperature,
         }
         return {"rope_parameters": entry}

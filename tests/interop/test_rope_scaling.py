@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.interop.architectures import ARCHITECTURES
+from jaxformer.interop.architectures import ARCHITECTURES, architecture_of
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.positions import FREQUENCIES
 
@@ -146,6 +146,6 @@ def test_phi3_is_written_where_transformers_reads_it(fields, obstacle):
     family = ARCHITECTURES["Phi3ForCausalLM"]
     if obstacle:
         with pytest.raises(ConfigError, match=obstacle):
-            family.obstacles(config, "Phi3ForCausalLM")
+            architecture_of(config, "Phi3ForCausalLM")
     else:
-        assert not family.obstacles(config, "Phi3ForCausalLM")
+        assert architecture_of(config, "Phi3ForCausalLM")[0] is family
