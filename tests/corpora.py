@@ -25,10 +25,11 @@ def prepare(run: RunConfig, log: Log = quiet, labels: tuple[str, ...] = ()) -> d
     return data.prepare(run.data, run.tokenizer, task, **options)  # type: ignore[arg-type]
 
 
-def tokenize(run: RunConfig, log: Log = quiet) -> corpus.Tokenized:
-    """The stores of a run, before rows are cut from them."""
+def tokenize(run: RunConfig, log: Log = quiet) -> Any:
+    """The store of a run's first text, or its examples, before rows are cut from them."""
     task, size = task_of(run.model, run.data), run.model.vocab_size
-    return corpus.tokenize(run.data, run.tokenizer, task, vocab_size=size, log=log)
+    made = corpus.tokenize(run.data, run.tokenizer, task, vocab_size=size, log=log)
+    return made.parts["train"][0].store
 
 
 def cut_rows(

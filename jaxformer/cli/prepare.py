@@ -25,11 +25,8 @@ def run(args: PrepareArguments, config: RunConfig) -> int:
 
     tokenized = tokenize(config.data, config.tokenizer, task, vocab_size=size, log=log)
     # A text of which a part is held out is on both sides.
-    texts = {}
-    for side, splits in tokenized.sides.items():
-        for split, store in zip(splits, tokenized.texts[side], strict=False):
-            texts[split.source] = store
-    for source, store in texts.items():
+    texts = {split.source: store for parts in tokenized.parts.values() for split, store in parts}
+    for source, store in texts.items() if tokenized.template is None else ():
         rate = store.bytes / max(1, store.tokens - store.documents)
         log(
             f"{source}: {store.documents:,} documents, {store.tokens:,} tokens, {rate:.3f} bytes"

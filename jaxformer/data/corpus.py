@@ -1,5 +1,6 @@
 """From settings to rows ready for training: finds or builds the tokenizer and the stores."""
 
+import functools
 import itertools
 import os
 import time
@@ -25,6 +26,7 @@ from jaxformer.data.store import (
     TokenStore,
     claimed,
     head_of,
+    make_folder,
     open_or_build,
     remove_folder,
 )
@@ -52,8 +54,8 @@ SIDES: tuple[SideName, ...] = get_args(SideName)
 class Corpus:
     """The data of a run as rows; `validation` is None where nothing is held out.
 
-    `labels` are the names of classes or tags, in the order of their numbers; `stores` are the
-    tokens of each side's texts, none for records; `held_out` is what `validation` is made of.
+    `labels` are the names of classes or tags, in the order of their numbers; `held_out` is what
+    `validation` is made of.
     """
 
     tokenizer: Tokenizer
@@ -61,7 +63,6 @@ class Corpus:
     labels: tuple[str, ...]
     train: Rows
     validation: Rows | None
-    stores: dict[SideName, list[TokenStore]]
     held_out: list[Split]
 
     def validation_records(self) -> Iterator[Piece]:
@@ -80,15 +81,21 @@ class ModelLabels(NamedTuple):
 NO_LABELS = ModelLabels()
 
 
+class Part(NamedTuple):
+    """A side of a source, and the tokens of the source's whole text, or the examples of the
+    side."""
+
+    split: Split
+    store: TokenStore | ExampleStore
+
+
 class Tokenized(NamedTuple):
-    """What a run reads, as tokens: on each side the parts of its sources, and of each part the
-    whole text that it is of, or the examples of the `template`."""
+    """What a run reads, as tokens: on each side the parts of its sources, which are examples where
+    there is a `template`."""
 
     tokenizer: Tokenizer
     template: Template | None
-    sides: Sides
-    texts: dict[SideName, list[TokenStore]]
-    examples: dict[SideName, list[ExampleStore]]
+    parts: dict[SideName, list[Part]]
 
 
 def prepare(
@@ -106,44 +113,40 @@ def prepare(
     `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which
     the tokenizer has to fit in; 0 takes any. ConfigError for data that cannot be used.
     """
-    tokenizer, template, sides, texts, examples = tokenize(
+    tokenizer, template, parts = tokenize(
         data, settings, task, vocab_size=vocab_size, log=log, wait=data.order != "text"
     )
     labels = model_labels.names
     if template and (model_labels.may_grow or not labels):
-        labels = joined_labels(labels, {name for each in examples["train"] for name in each.labels})
-    stores: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
+        stores = [store for _, store in parts["train"] if isinstance(store, ExampleStore)]
+        labels = joined_labels(labels, {name for store in stores for name in store.labels})
     rows: dict[SideName, Rows] = {}
-    for side, splits in sides.items():
+    for side in SIDES:
         # What is held out is read in order, without the shares of what is trained on.
         how = data if side == "train" else replace(data, weights="", order="epochs")
-        made: list[Rows] = []
-        if template:
-            for split, store in zip(splits, examples[side], strict=True):
-                made.append(example_rows(split, store, template, labels, seed, log))
-        else:
-            for split, text in zip(splits, texts[side], strict=True):
-                text.fetch()
-                part = split.of(text)
+        made: list[tuple[str, Rows]] = []
+        for split, store in parts[side]:
+            spec = split.source.spec
+            if template and isinstance(store, ExampleStore):
+                made.append((spec, example_rows(split, store, template, labels, seed, log)))
+            elif isinstance(store, TokenStore):
+                store.fetch()
+                text = split.of(store)
                 tokens = "tokens in the making"
-                if not isinstance(part, GrowingStore):
-                    tokens = f"{part.tokens:,} tokens"
-                about = "about " if part.is_cut else ""
+                if not isinstance(text, GrowingStore):
+                    tokens = f"{text.tokens:,} tokens"
+                about = "about " if text.is_cut else ""
                 log(
-                    f"{split.name}: {tokens}, {part.documents:,} documents,"
-                    f" {about}{megabytes(part.bytes)} of text of {split.source.spec}"
-                    f" ({split.rule()})"
+                    f"{split.name}: {tokens}, {text.documents:,} documents,"
+                    f" {about}{megabytes(text.bytes)} of text of {spec} ({split.rule()})"
                 )
-                stores[side].append(part)
-                made.append(task.rows(part, how, task.format, tokenizer))
-        if len(made) == 1:
-            rows[side] = made[0]
+                made.append((spec, task.rows(text, how, task.format, tokenizer)))
+        if len(made) > 1:
+            rows[side] = Mixture(made, how)
         elif made:
-            names = [split.source.spec for split in splits]
-            rows[side] = Mixture([*zip(names, made, strict=True)], how)
-    return Corpus(
-        tokenizer, task, labels, rows["train"], rows.get("validation"), stores, sides["validation"]
-    )
+            rows[side] = made[0][1]
+    held_out = [split for split, _ in parts["validation"]]
+    return Corpus(tokenizer, task, labels, rows["train"], rows.get("validation"), held_out)
 
 
 def tokenize(
@@ -155,85 +158,32 @@ def tokenize(
     log: Log = lambda line: None,
     wait: bool = True,
 ) -> Tokenized:
-    """Makes or finds the tokenizer and the stores of a run. A text that is on both sides is
-    tokenized once. ConfigError for data that cannot be used; `vocab_size` is as in `prepare`.
-    Without `wait` a whole text for training may be in the making when this returns."""
-    cache = located(os.path.expanduser(data.cache_dir))
-    sides = find_sides(data, settings, task, cache / "scans", log)
-    tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache / "tokenizers", log)
-    template = task.template(task.format, tokenizer) if task.template else None
-    for warning in template.warnings() if template else ():
-        log(f"warning: {warning}")
-    texts: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
-    examples: dict[SideName, list[ExampleStore]] = {side: [] for side in SIDES}
-    stores: dict[Source, TokenStore] = {}
-    for side, splits in sides.items():
-        for split in splits:
-            if template:
-                made_by = (tokenizer.fingerprint(), task.name, *template.recipe)
-                directory = cache / "stores" / fingerprint(FORMAT, split.identity(), *made_by)
-                log(f"{split.name}: tokens of {split.source} ({split.rule()}) in {directory}")
-                encoded = open_or_encode(directory, split.pieces, template.encode, log)
-                log(
-                    f"{split.name}: {encoded.tokens:,} tokens, {encoded.documents:,} examples,"
-                    f" {megabytes(encoded.bytes)} of text"
-                )
-                examples[side].append(encoded)
-                continue
-            if split.source not in stores:
-                beginning = task.beginning(data.bos, tokenizer)
-                grows = not wait and (side, split.side) == ("train", "all")
-                stores[split.source] = text_store(
-                    split, cache / "stores", tokenizer, beginning, log, grows
-                )
-            texts[side].append(stores[split.source])
-    return Tokenized(tokenizer, template, sides, texts, examples)
+    """Makes or finds the tokenizer and the stores of a run. Every text is read once before, so that
+    errors show before any work, and a text that is on both sides is tokenized once.
 
-
-def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
-    """The sources that `data.train` or `data.validation` names."""
-    specs = named_sources(getattr(data, setting.removeprefix("data.")))
-    if not specs:
-        raise ConfigError(
-            f"{setting} names no source: give a file, a directory, a glob, or stdlib."
-        )
-    return [find_source(spec, setting, fields, data.malformed) for spec in specs]
-
-
-def find_sides(
-    data: DataConfig, settings: TokenizerConfig, task: Task, scans: Path, log: Log
-) -> Sides:
-    """What is for training, and what is held out. Every text is read once, so that errors show
-    before any work; its scan is kept in the directory `scans`."""
-    sources: dict[SideName, list[Source]] = {"validation": []}
+    ConfigError for data that cannot be used; `vocab_size` is as in `prepare`. Without `wait` a
+    whole text for training may be in the making when this returns.
+    """
+    sources: dict[SideName, list[Source]] = {"train": [], "validation": []}
     sources["train"] = find_texts(data, "data.train", task.fields)
     check_shares([source.spec for source in sources["train"]], data)
     if data.validation:
         sources["validation"] = find_texts(data, "data.validation", task.fields)
-    tokenizer = None
-    if settings.path and any(source.of_ids for side in SIDES for source in sources[side]):
-        tokenizer = given_tokenizer(settings, ())
+    cache = located(os.path.expanduser(data.cache_dir))
+    make_folder(cache / "scans")
+    tokenizer = given_tokenizer(settings, task.specials)
+    # The ids of a file say nothing without the tokenizer that made them.
+    of_ids = tokenizer if settings.path else None
     sides: Sides = {}
     for side in SIDES:
-        sides[side] = [
-            Split(source, scan(source, scans, log, tokenizer)) for source in sources[side]
-        ]
+        scans = [scan(source, cache / "scans", log, of_ids) for source in sources[side]]
+        sides[side] = [*map(Split, sources[side], scans)]
     fraction = data.validation_fraction
-    if data.validation or not fraction:
-        return sides
-    return {
-        side: [replace(split, side=side, fraction=fraction) for split in sides["train"]]
-        for side in SIDES
-    }
-
-
-def tokenizer_of(
-    settings: TokenizerConfig, task: Task, vocab_size: int, sides: Sides, cache: Path, log: Log
-) -> Tokenizer:
-    """The tokenizer of a run: that of a file, or one that is made of its text."""
-    tokenizer = given_tokenizer(settings, task.specials)
+    if fraction and not data.validation:
+        for side in reversed(SIDES):
+            sides[side] = [replace(each, side=side, fraction=fraction) for each in sides["train"]]
     if tokenizer is None:
-        tokenizer = made_tokenizer(settings, task.specials, sides, cache, log)
+        tokenizer = made_tokenizer(settings, task.specials, sides, cache / "tokenizers", log)
     if settings.chat_template:
         set_chat_template(tokenizer, settings.chat_template)
     if missing := ", ".join(task.missing(tokenizer)):
@@ -246,7 +196,42 @@ def tokenizer_of(
             f"model.vocab_size={vocab_size} is less than the tokenizer's {tokenizer.vocab_size:,}"
             f" entries: set it to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's."
         )
-    return tokenizer
+    template = task.template(task.format, tokenizer) if task.template else None
+    for warning in template.warnings() if template else ():
+        log(f"warning: {warning}")
+    parts: dict[SideName, list[Part]] = {side: [] for side in SIDES}
+    texts: dict[Source, TokenStore] = {}
+    for side, splits in sides.items():
+        for split in splits:
+            if template is None:
+                if split.source not in texts:
+                    beginning = task.beginning(data.bos, tokenizer)
+                    grows = not wait and (side, split.side) == ("train", "all")
+                    texts[split.source] = text_store(
+                        split, cache / "stores", tokenizer, beginning, log, grows
+                    )
+                parts[side].append(Part(split, texts[split.source]))
+                continue
+            made_by = (tokenizer.fingerprint(), task.name, *template.recipe)
+            directory = cache / "stores" / fingerprint(FORMAT, split.identity(), *made_by)
+            log(f"{split.name}: tokens of {split.source} ({split.rule()}) in {directory}")
+            examples = open_or_encode(directory, split.pieces, template.encode, log)
+            log(
+                f"{split.name}: {examples.tokens:,} tokens, {examples.documents:,} examples,"
+                f" {megabytes(examples.bytes)} of text"
+            )
+            parts[side].append(Part(split, examples))
+    return Tokenized(tokenizer, template, parts)
+
+
+def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
+    """The sources that `data.train` or `data.validation` names."""
+    specs = named_sources(getattr(data, setting.removeprefix("data.")))
+    if not specs:
+        raise ConfigError(
+            f"{setting} names no source: give a file, a directory, a glob, or stdlib."
+        )
+    return [find_source(spec, setting, fields, data.malformed) for spec in specs]
 
 
 def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...]) -> Tokenizer | None:
@@ -335,48 +320,55 @@ def text_store(
     made_by: list[object] = [tokenizer.fingerprint()]
     if beginning and not source.of_ids:
         made_by.append([*beginning])
-    names = [fingerprint(FORMAT, part.content, *made_by) for part in parts]
-    directories = [folder / name for name in names]
-    opened: list[TokenStore | None]
-    if source.of_ids:
-        opened = [
-            open_or_index(group.files[0], tokenizer, directory, log)
-            for group, directory in zip(groups, directories, strict=True)
-        ]
-    else:
-        with ThreadPoolExecutor(STORES_TOGETHER) as threads:
-            opened = [*threads.map(TokenStore.open, directories)]
-    missing = [part for part, store in zip(parts, opened, strict=True) if store is None]
+    directories = [folder / fingerprint(FORMAT, part.content, *made_by) for part in parts]
     count = len(groups)
-    size = sum(part.bytes for part in missing)
+
+    def check(index: int, documents: int, size: int) -> None:
+        if (documents, size) != (parts[index].documents, parts[index].bytes):
+            remove_folder(directories[index])
+            raise ConfigError(
+                f"{groups[index]}: its files changed while they were read: run again when they no"
+                " longer change."
+            )
+
+    if source.of_ids:
+        of_files = []
+        for index, group in enumerate(groups):
+            store = open_or_index(group.files[0], tokenizer, directories[index], log)
+            check(index, store.documents, store.bytes)
+            of_files.append(store)
+        return TokenStore.joined(of_files)
+    with ThreadPoolExecutor(STORES_TOGETHER) as threads:
+        opened = enumerate(threads.map(TokenStore.open, directories))
+    stores = {index: store for index, store in opened if store}
+    missing = [index for index in range(count) if index not in stores]
+    size = sum(parts[index].bytes for index in missing)
     if missing:
         of_all = f", {len(missing)} of {count} parts" if count > 1 else ""
         log(f"{source}: tokenizing {megabytes(size)}{of_all}")
-    elif not source.of_ids:
+    else:
         and_more = f" and {count - 1:,} more" if count > 1 else ""
         log(f"{source}: reusing {directories[0]}{and_more}")
 
     def make() -> TokenStore:
         progress = ProgressNotes(log, size)
         began = time.perf_counter()
-        stores = []
-        for directory, group, part, store in zip(directories, groups, parts, opened, strict=True):
-            if store is None:
-                store = open_or_build(directory, group.pieces, tokenizer, progress, beginning)
-            if (part.documents, part.bytes) != (store.documents, store.bytes):
-                remove_folder(directory)
-                raise ConfigError(
-                    f"{group}: its files changed while they were read: run again when they no"
-                    " longer change."
-                )
-            stores.append(store)
+        for index in missing:
+            stores[index] = open_or_build(
+                directories[index],
+                groups[index].pieces,
+                tokenizer,
+                progress,
+                beginning,
+                functools.partial(check, index),
+            )
         if missing:
             log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
-        return TokenStore.joined(stores)
+        return TokenStore.joined([stores[index] for index in range(count)])
 
     if not (missing and grows):
         return make()
-    head = opened[0] or head_of(groups[0].pieces(), tokenizer, beginning)
+    head = stores.get(0) or head_of(groups[0].pieces(), tokenizer, beginning)
     growing = GrowingStore(head, directories, make)
     growing.documents = text.scan.documents
     growing.bytes = text.scan.bytes

@@ -64,21 +64,18 @@ class Rows(abc.ABC):
     can; `filled` is the fraction of the rows that holds tokens.
     """
 
-    documents: int
-    bytes: int
-    fingerprint: str
     window: int = 0
     filled: float = 1.0
 
-    def take_counts(self, store: TokenStore | ExampleStore) -> None:
-        self._counted = store
+    def __init__(self, store: TokenStore | ExampleStore) -> None:
+        self.store = store
         self.documents = store.documents
         self.bytes = store.bytes
         self.fingerprint = store.fingerprint
 
     @property
     def tokens(self) -> int:
-        return self._counted.tokens
+        return self.store.tokens
 
     def has_tokens(self, number: int) -> bool:
         """Whether there are so many, which does not wait for more of a text in the making."""
@@ -136,11 +133,12 @@ class TextRows(Rows):
     """Rows cut from a store, in order: row i reads `window` tokens from place i `stride` on, the
     last one maybe fewer."""
 
+    store: TokenStore
+
     def __init__(self, store: TokenStore, window: int, stride: int) -> None:
-        self.store = store
+        super().__init__(store)
         self.window = window
         self.stride = stride
-        self.take_counts(store)
 
     def has_tokens(self, number: int) -> bool:
         return self.store.held(number) == number
@@ -318,10 +316,11 @@ class BestFitRows(Rows):
     weight 0, segment 0).
     """
 
+    store: TokenStore
+
     def __init__(self, store: TokenStore, data: DataConfig, end_token: int) -> None:
-        self.store = store
+        super().__init__(store)
         self.length = data.sequence_length
-        self.take_counts(store)
         self._fit = BestFit(store.ends(), self.length)
         self._end = np.array([end_token], np.int32)
         self.filled = self._fit.filled

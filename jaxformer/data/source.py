@@ -49,7 +49,6 @@ from jaxformer.data.store import (
     WRONG_RECORD,
     ProgressNotes,
     ahead,
-    make_folder,
     require_counts,
 )
 from jaxformer.files import ConfigError, is_remote, located, read_object, store_errors, write_text
@@ -503,7 +502,6 @@ def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
         return Scan.read(read_object(record))
     except WRONG_RECORD:
         made = make()
-    make_folder(record.parent)
     write_text(record, json.dumps(asdict(made)))
     return made
 

@@ -563,12 +563,14 @@ def open_or_build(
     tokenizer: Tokenizer,
     progress: ProgressNotes | None = None,
     beginning: tuple[int, ...] = (),
+    check: Callable[[int, int], None] = lambda documents, size: None,
 ) -> TokenStore:
     """The finished store in a directory, or a new one, which keeps the shards that an earlier
     attempt finished.
 
-    Each document begins with the tokens `beginning`. A second process on this machine waits and
-    then reuses.
+    Each document begins with the tokens `beginning`. `check` is called with the number of documents
+    and their bytes before the store is complete. A second process on this machine waits and then
+    reuses.
     """
     if (store := TokenStore.open(directory)) is not None:
         return store
@@ -588,6 +590,7 @@ def open_or_build(
                 shard = _write_shard(directory / f"{index:05d}", group, tokenizer, beginning)
             progress.tell()
             shards.append(shard)
+        check(sum(shard.documents for shard in shards), sum(shard.bytes for shard in shards))
         return TokenStore.complete(directory, shards, tokenizer.dtype, beginning)
 
 

@@ -133,10 +133,11 @@ class ExampleRows(Rows):
     template cuts; `filled` is the fraction of the rows that holds tokens.
     """
 
+    store: ExampleStore
+
     def __init__(self, store: ExampleStore, template: Template, seed: int) -> None:
-        self.store = store
+        super().__init__(store)
         self.template = template
-        self.take_counts(store)
         # [examples, streams] and [streams]
         lengths = store.lengths()
         sizes = template.sizes(lengths)

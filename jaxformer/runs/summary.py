@@ -6,7 +6,7 @@ import jax
 
 from jaxformer.arrays.mesh import bytes_of_device
 from jaxformer.config.model import ModelConfig
-from jaxformer.data.store import GrowingStore
+from jaxformer.data.store import GrowingStore, TokenStore
 from jaxformer.models.cost import count_text
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
@@ -95,16 +95,17 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
     corpus, settings = setup.corpus, setup.run.train
     train, validation = corpus.train, corpus.validation
     held_out = f"{human_count(validation.tokens)} held out" if validation else "none held out"
-    in_making = any(isinstance(store, GrowingStore) for store in corpus.stores["train"])
+    stores = [rows.store for _, rows in train.sources("")]
+    in_making = any(isinstance(store, GrowingStore) for store in stores)
     tokens = "tokens in the making" if in_making else f"{human_count(train.tokens)} tokens"
     lines: dict[str, str | list[str]] = {
         "data": (
             f"{corpus.task.name}: {tokens} to train on ({train.documents:,} documents), {held_out}"
         )
     }
-    beginning = [store.beginning for store in corpus.stores["train"] if store.beginning]
+    beginning = stores[0].beginning if isinstance(stores[0], TokenStore) else ()
     if beginning:
-        shown = " ".join(map(corpus.tokenizer.shown, beginning[0]))
+        shown = " ".join(map(corpus.tokenizer.shown, beginning))
         bos = setup.run.data.bos
         lines["documents"] = f"begin with {shown}, which is no target (data.bos={bos})"
     if shares := train.shares(settings.steps, settings.batch_size):

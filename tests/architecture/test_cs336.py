@@ -296,7 +296,7 @@ def test_line_breaks_around_the_separator_are_tokens_of_the_file_and_not_of_its_
         data=DataConfig(train=str(text), validation_fraction=0, cache_dir=str(tmp_path / "cache")),
         tokenizer=TokenizerConfig(path=str(tmp_path / "tokenizer.json")),
     )
-    (store,) = prepare(run).stores["train"]
+    store = prepare(run).train.store
     assert store.read(0, store.tokens).tolist() == [*cats, 0, *others, 0]
     around = [newline, 0, newline]
     assert tokenizer.encode(text.read_text()) == [*cats, *around, *others, *around]

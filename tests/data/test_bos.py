@@ -91,7 +91,7 @@ def test_never_gives_the_rows_of_before(packing: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(saved("llama3"))
     stream = [token for each in documents_of(tokenizer) for token in each]
     corpus = prepare(run)
-    store, rows = corpus.stores["train"][0], rows_of(run)
+    store, rows = corpus.train.store, rows_of(run)
     assert store.read(0, store.tokens).tolist() == stream and store.beginning == ()
     assert all((row["weights"] == (row["targets"] > 0)).all() for row in rows[:-1])
     learned = [int(token) for row in rows for token in row["targets"][row["weights"] > 0]]
@@ -131,7 +131,7 @@ def test_auto_is_never_without_a_template_and_always_takes_the_bos(tmp_path: Pat
     bos_token = tokenizer.special("bos")
     assert bos_token is not None and not tokenizer.prefix
     for bos, before in (("auto", []), ("never", []), ("always", [bos_token])):
-        store = prepare(run_of(tmp_path, "gpt2", bos=bos)).stores["train"][0]
+        store = prepare(run_of(tmp_path, "gpt2", bos=bos)).train.store
         expected = [token for each in documents_of(tokenizer, *before) for token in each]
         assert store.read(0, store.tokens).tolist() == expected
 

@@ -248,7 +248,7 @@ def _text(rows: Rows) -> CausalRows:
 
 def _texts(made: Corpus) -> list[str]:
     """The documents that are held out."""
-    (store,) = made.stores["validation"]
+    store = made.validation.store
     ends = store.ends().tolist()
     return [
         made.tokenizer.decode(store.read(start, stop))

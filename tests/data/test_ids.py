@@ -138,7 +138,7 @@ def test_a_file_that_changed_is_other_data(made: Path, tmp_path: Path) -> None:
 
 def test_prepare_indexes_ids(made: Path, tmp_path: Path) -> None:
     run = run_of(made, made / "many.npy", tmp_path / "cache")
-    assert tokenize(run).texts["train"][0].documents == len(TALES)
+    assert tokenize(run).documents == len(TALES)
     next((tmp_path / "cache").rglob("00000.documents")).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"00000\.documents was altered since it was written"):
         tokenize(run)

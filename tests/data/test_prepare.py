@@ -91,7 +91,7 @@ def test_files_that_are_prepared_apart_are_found_by_the_whole(
         tokenize(run_of(tmp_path, f"{text}/{part}.jsonl"))
     said: list[str] = []
     run = run_of(tmp_path, str(text))
-    (store,) = tokenize(run, said.append).texts["train"]
+    store = tokenize(run, said.append)
     found = prepare(run, said.append)
     assert store.documents == 180 and not any("tokenizing" in line for line in said)
     assert found.validation is not None
@@ -104,11 +104,11 @@ def test_only_what_changed_is_tokenized_again(
     monkeypatch.setattr(source_files, "GROUP_BYTES", 1)
     text = written(tmp_path)
     run = run_of(tmp_path, str(text))
-    (first,) = tokenize(run).texts["train"]
+    first = tokenize(run)
     before = contents(tmp_path / "cache")
     with open(text / "3.jsonl", "a") as file:
         file.write(json.dumps({"text": "one more"}) + "\n")
-    (again,) = tokenize(run).texts["train"]
+    again = tokenize(run)
     after = contents(tmp_path / "cache")
     assert again.documents == first.documents + 1
     assert before.items() <= after.items() and len(after) == len(before) + 2
@@ -143,9 +143,9 @@ def test_files_without_text_are_units_like_others(
     (text / "0a.jsonl").touch()
     (text / "0b.txt").write_text(" \n<|endoftext|>\n")
     run = run_of(tmp_path, str(text))
-    (first,) = tokenize(run).texts["train"]
+    first = tokenize(run)
     said: list[str] = []
-    (second,) = tokenize(run, said.append).texts["train"]
+    second = tokenize(run, said.append)
     assert first.documents == second.documents == 60
     assert not any("tokeniz" in told for told in said)
 
@@ -182,7 +182,7 @@ def test_files_that_change_while_they_are_read_leave_no_store(
         tokenize(run)
     assert not list((tmp_path / "cache" / "stores").iterdir())
     monkeypatch.undo()
-    assert tokenize(run).texts["train"][0].documents == 61
+    assert tokenize(run).documents == 61
 
 
 def scanned(folder: Path, files: dict[str, list[str]]) -> Scan:

@@ -130,10 +130,7 @@ def test_token_ids_and_a_tokenizer_in_a_bucket(s3_bucket: str, tmp_path: Path) -
     corpus = prepare(text)
     corpus.tokenizer.save(tmp_path / "mine" / "tokenizer.json")
     corpus.tokenizer.save(f"{s3_bucket}/mine/tokenizer.json")
-    np.save(
-        tmp_path / "ids.npy",
-        np.concatenate([store.read(0, 10**6) for store in corpus.stores["train"]]),
-    )
+    np.save(tmp_path / "ids.npy", corpus.train.store.read(0, 10**6))
     put(f"{s3_bucket}/ids", {"ids.npy": (tmp_path / "ids.npy").read_bytes()})
     digests = {
         batches_of(replace(run_of(tmp_path / "cache", train), tokenizer=TokenizerConfig(path=path)))

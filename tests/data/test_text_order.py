@@ -98,7 +98,7 @@ def test_what_stops_the_making_is_raised_by_the_next_read(
 def test_held_out_text_is_tokenized_before(slow: threading.Event, tmp_path: Path) -> None:
     slow.set()
     corpus = prepare(run_of(tmp_path, "text", validation_fraction=0.5))
-    assert corpus.validation and type(corpus.stores["train"][0]) is TokenStore
+    assert corpus.validation and type(corpus.train.store) is TokenStore
 
 
 def test_an_evaluation_reads_no_rows_to_train_on(tmp_path: Path) -> None:
@@ -109,6 +109,6 @@ def test_an_evaluation_reads_no_rows_to_train_on(tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     read = _on_text(files, text, train="", init_from="", cache_dir=cache)
     corpus = prepare(read)
-    assert corpus.validation and type(corpus.stores["train"][0]) is TokenStore
+    assert corpus.validation and type(corpus.train.store) is TokenStore
     with pytest.raises(ConfigError, match="held out no text"):
         _on_text(files, "", train="", init_from="", cache_dir=cache)
