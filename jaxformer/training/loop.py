@@ -32,6 +32,12 @@ class IndexedBatches(Protocol):
     def __getitem__(self, step: int, /) -> Batch: ...
 
 
+class StateBatches(Protocol):
+    """Batches that see the state, such as texts that the model writes itself."""
+
+    def rows(self, step: int, state: TrainState, /) -> Batch: ...
+
+
 class Hook(Protocol):
     """What `fit` calls with the metrics of a step, and with those of an evaluation."""
 
@@ -63,7 +69,7 @@ class Interrupted(RuntimeError):
 def fit(
     step: Advance,
     state: TrainState,
-    batches: IndexedBatches | Iterable[Batch],
+    batches: IndexedBatches | StateBatches | Iterable[Batch],
     *,
     steps: int,
     evaluate: Evaluate | None = None,
@@ -80,7 +86,9 @@ def fit(
       state: from `init_state`.
       batches: `batches[k]` is the batch of step k, counted from 0: a pytree of arrays whose first
           axis is the rows of this process. An `iterate(start)` method, where there is one, gives
-          them in order, prepared ahead. A plain iterable is taken too, where nothing has to be
+          them in order, prepared ahead. An object with a method `rows(step, state)` is asked
+          between two steps for the batch of the next one, counted from 0, and may read the state,
+          whose arrays it must not keep. A plain iterable is taken too, where nothing has to be
           resumed.
       steps: optimizer steps of the whole run, those before a resume counted in.
       evaluate: params -> {name: number}, called at the end and each `evaluate_every` steps (0: at
@@ -108,19 +116,19 @@ def fit(
     mesh = mesh_of(state)
     if first >= steps:
         return state
-    feed = _placed(batches, first, steps, mesh)
+    batch_of = _placed(batches, first, steps, mesh)
     reader = _Reader(first, hooks)
     metrics: Metrics = {}
     with contextlib.ExitStack() as stack:
         saving = _Saving(checkpoints, stack, steps)
-        batch = next(feed)
+        batch = batch_of(first, state)
         for number in range(first + 1, steps + 1):
             previous = metrics
             state, metrics = step(state, batch)
             reader.read(number - 1, state, previous)
             last = number == steps
             if not last:
-                batch = next(feed)
+                batch = batch_of(number, state)
             result: Mapping[str, float] = {}
             stop = saving.asked_to_stop(number)
             if evaluate and not stop and (last or _due(number, evaluate_every)):
@@ -195,9 +203,15 @@ class _Saving:
 
 
 def _placed(
-    batches: IndexedBatches | Iterable[Batch], first: int, steps: int, mesh: AnyMesh | None
-) -> Iterator[Batch]:
-    """The batches from step `first` on, each placed on the devices."""
+    batches: IndexedBatches | StateBatches | Iterable[Batch],
+    first: int,
+    steps: int,
+    mesh: AnyMesh | None,
+) -> Callable[[int, TrainState], Batch]:
+    """A function of a step and the state before it to the batch of that step, placed on the
+    devices. It is called for the steps from `first` on in their order."""
+    if hasattr(batches, "rows"):
+        return lambda step, state: place_batch(batches.rows(step, state), mesh)
     iterator: Iterator[Batch]
     if hasattr(batches, "iterate"):
         iterator = batches.iterate(first)
@@ -216,7 +230,8 @@ def _placed(
         )
     else:
         iterator = iter(batches)
-    for step in itertools.count(first):
+
+    def following(step: int, state: TrainState) -> Batch:
         try:
             batch = next(iterator)
         except (StopIteration, IndexError) as error:
@@ -224,7 +239,9 @@ def _placed(
                 f"batches end before step {step} (counted from 0), and the run has steps={steps}:"
                 " give more of them, or fewer steps."
             ) from error
-        yield place_batch(batch, mesh)
+        return place_batch(batch, mesh)
+
+    return following
 
 
 class _Reader:

@@ -48,6 +48,26 @@ def test_an_example_trains_and_is_resumed_bitwise(name, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, run(4, "parts"), whole)
 
 
+@pytest.mark.slow
+def test_a_model_learns_from_a_reward_of_its_own_texts_and_is_resumed_bitwise(tmp_path):
+    sizes = ["d_model=32", "n_layers=2", "max_length=64"]
+    overrides = [
+        *(f"model.{size}" for size in sizes),
+        *("tokenizer.vocab_size=300", "tokenizer.training_bytes=100000"),
+        *(f"data.train={FOLDER}/*.py", "data.sequence_length=64", f"data.cache_dir={tmp_path}"),
+        *("train.steps=60", "optimizer.warmup_steps=5"),
+        *(f"run.dir={tmp_path}/run", "run.sample_tokens=0", "run.progress=none"),
+    ]
+    jf.train(jf.load_config(FOLDER.parent / "configs" / "quickstart.py", overrides))
+    grpo, run = example("grpo"), str(tmp_path / "run")
+    whole, rewards = grpo.main(run, str(tmp_path / "whole"), 30)
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
+    _, begun = grpo.main(run, str(tmp_path / "parts"), 12)
+    parts, continued = grpo.main(run, str(tmp_path / "parts"), 30)
+    assert begun + continued == rewards
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+
+
 def test_one_page_of_plain_jax_equals_the_library():
     page = example("one_page")
     params = jf.init(page.CONFIG, jax.random.key(1))
