@@ -18,7 +18,7 @@ from .interop.peft_writing import save_adapter
 from .interop.pretrained import save_pretrained
 from .layers.standalone import multi_head_attention, transformer_block
 from .losses.logits import softmax_cross_entropy
-from .losses.preferences import reference_log_probs
+from .losses.pairs import reference_log_probs
 from .models.adapt import adapt
 from .models.quantize import quantize
 from .models.text_vectors import embed

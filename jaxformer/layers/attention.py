@@ -18,13 +18,12 @@ from jaxformer.layers.biases import (
     relative_bias_specs,
     score_bias,
 )
-from jaxformer.layers.capture import Captures
 from jaxformer.layers.dot_product import attention_weights, weighted_values
 from jaxformer.layers.kernels import attend
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import Scoring, TokenLayout
 from jaxformer.layers.norm import layer_norm, rms_norm, scale_of, scale_spec
-from jaxformer.layers.output import Aux, Output
+from jaxformer.layers.output import Aux, Captures, Output
 from jaxformer.layers.positions import rotate, tempered
 from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
 

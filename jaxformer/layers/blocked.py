@@ -168,11 +168,6 @@ def _bias_of_block(extra: Extra, key_heads: int, rows: slice, seen: slice) -> ja
     return bias.reshape(bias.shape[0], key_heads, -1, *bias.shape[2:])
 
 
-def _sinks(extra: Extra, key_heads: int) -> jax.Array | None:
-    """The sinks [N] as [K, G, 1, 1], so that they broadcast over the scores of a block."""
-    return None if extra.sinks is None else extra.sinks.reshape(key_heads, -1, 1, 1)
-
-
 def _key_of_block(key: jax.Array | None, rows: slice) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, rows.start)
 
@@ -203,7 +198,10 @@ def _forward(
     keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, K, S, H], [B, K, S, W]
     lowest = jnp.finfo(jnp.float32).min
     least = jnp.finfo(jnp.float32).tiny
-    sinks = _sinks(extra, k.shape[2])
+    sinks = extra.sinks
+    if sinks is not None:
+        # [N] to [K, G, 1, 1], which broadcasts over the scores of a block.
+        sinks = sinks.reshape(k.shape[2], -1, 1, 1)
     outs = []
     log_sums = []
     for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):

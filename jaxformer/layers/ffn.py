@@ -13,9 +13,8 @@ from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.config.variants import Activation
-from jaxformer.layers.capture import NOTHING, Captures, Request
 from jaxformer.layers.linear import INITIALIZERS, linear
-from jaxformer.layers.output import Aux, Output
+from jaxformer.layers.output import NOTHING, Aux, Captures, Output, Request
 from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
 
 

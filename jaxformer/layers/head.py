@@ -185,26 +185,28 @@ POOLED_TEXTS = {
 
 
 def _pooled_formula(config: ModelConfig) -> tuple[str, ...]:
-    lines = (f"p = {POOLED_TEXTS[config.pooled]}",)
-    return (*lines, _class_dense_formula(config, "p")) if has_pooler(config) else lines
+    pooled_row = f"p = {POOLED_TEXTS[config.pooled]}"
+    if not has_pooler(config):
+        return (pooled_row,)
+    normed = config.class_head == "dense_norm"
+    return (pooled_row, _dense_formula(config, config.pooler_activation, "p", normed))
 
 
 def _tag_formula(config: ModelConfig) -> tuple[str, ...]:
-    return () if config.class_head == "auto" else (_class_dense_formula(config, "x"),)
-
-
-def _class_dense_formula(config: ModelConfig, read: str) -> str:
-    dense = _dense_formula(config, config.pooler_activation, read)
-    return f"h = norm({dense})" if config.class_head == "dense_norm" else f"h = {dense}"
+    if config.class_head == "auto":
+        return ()
+    normed = config.class_head == "dense_norm"
+    return (_dense_formula(config, config.pooler_activation, "x", normed),)
 
 
 def _masked_formula(config: ModelConfig) -> tuple[str, ...]:
-    return (f"h = norm({_dense_formula(config, config.activation, 'x')})",)
+    return (_dense_formula(config, config.activation, "x", normed=True),)
 
 
-def _dense_formula(config: ModelConfig, activation: str, read: str) -> str:
+def _dense_formula(config: ModelConfig, activation: str, read: str, normed: bool) -> str:
     bias = " + b_h" if config.head_dense_bias else ""
-    return f"{ACTIVATION_TEXTS.get(activation, activation)}({read} W_h{bias})"
+    dense = f"{ACTIVATION_TEXTS.get(activation, activation)}({read} W_h{bias})"
+    return f"h = norm({dense})" if normed else f"h = {dense}"
 
 
 HEADS: Table[Head] = Table(

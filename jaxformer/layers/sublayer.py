@@ -14,9 +14,8 @@ import jax
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.cache import CacheShape, LayerCache, keys_and_values_shape
-from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.masks import AttentionMask
-from jaxformer.layers.output import Output
+from jaxformer.layers.output import NOTHING, Output, Request
 
 
 class EncoderOutput(NamedTuple):

@@ -70,9 +70,7 @@ def head_loss(
         targets = batch[name]
         weights = batch[f"{name}_weights"]
         objective += cross_entropy(rows, matrix, targets, weights, bias=bias)[0]
-    # Their means are to be added to the mean over tokens, which is this sum over `weight`.
-    for total, count in aux.losses.values():
-        objective += weight * total / count
+    objective = aux.added(objective, weight)
     sums = {"loss": (objective, weight), **aux.losses, **aux.metrics}
     if label_smoothing or z_loss or config.second_heads or aux.losses:
         sums["nats"] = (nats, weight)

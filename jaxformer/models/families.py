@@ -13,11 +13,10 @@ from jaxformer.arrays.params import Params, Specs, map_specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.attention import keys_and_values
 from jaxformer.layers.cache import KVCache
-from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import added_specs, embed, embedding_specs
 from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import AttentionMask
-from jaxformer.layers.output import Aux, Output, merged
+from jaxformer.layers.output import NOTHING, Aux, Output, Request, merged
 from jaxformer.layers.pattern import layer_configs, of_source
 from jaxformer.layers.sublayer import Call, EncoderOutput
 from jaxformer.models.inputs import Inputs

@@ -31,9 +31,8 @@ from jaxformer.config.settings import Table
 from jaxformer.config.variants import Parametrization
 from jaxformer.files import ConfigError, first_of
 from jaxformer.layers.cache import KVCache
-from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.head import HEADS, head
-from jaxformer.layers.output import Aux, Output
+from jaxformer.layers.output import NOTHING, Aux, Output, Request
 from jaxformer.models.families import MODEL_FAMILIES, remember_source
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
 from jaxformer.models.virtual import with_virtual

@@ -169,7 +169,7 @@ OBJECTIVES: Table[Objective] = Table(
             ("source", "target"),
             MARKS,
             ContrastiveTemplate,
-            loss="jaxformer.losses.contrastive:contrastive_loss",
+            loss="jaxformer.losses.pairs:contrastive_loss",
             sequences=2,
         ),
         **{
@@ -183,7 +183,7 @@ OBJECTIVES: Table[Objective] = Table(
                     RecordField("", "rejected", "completion"),
                 ),
                 template=PreferenceTemplate,
-                loss=f"jaxformer.losses.preferences:{name}_loss",
+                loss=f"jaxformer.losses.pairs:{name}_loss",
                 rowwise=True,
                 sequences=2,
                 reference=name in ("dpo", "ipo"),
@@ -315,7 +315,7 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
 
     `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies,
     where 0 leaves one out, and their logits_dtype ("float32" or "bfloat16"); temperature of
-    "contrastive"; beta, and margin of "simpo", for preferences (`losses/preferences.py`), whose
+    "contrastive"; beta, and margin of "simpo", for preferences (`losses/pairs.py`), whose
     loss applies no dropout. Called outside of a transform of JAX, the loss warns where rows look
     padded without segment_ids.
     Raises ConfigError for an objective that there is not, and for an option that its loss does not

@@ -17,7 +17,7 @@ from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
 from jaxformer.data.batches import BatchesByStep
 from jaxformer.files import ConfigError, read_object, write_text
-from jaxformer.losses.preferences import REFERENCE_ARRAYS, reference_log_probs
+from jaxformer.losses.pairs import REFERENCE_ARRAYS, reference_log_probs
 from jaxformer.models.transformer import check_model
 from jaxformer.runs.directory import OtherData
 from jaxformer.runs.loading import load_base

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.layers.capture import Request, fits
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import AttentionMask, TokenLayout, visible
 from jaxformer.layers.norm import norm
+from jaxformer.layers.output import Request, fits
 from jaxformer.layers.pattern import layer_configs, of_source
 from jaxformer.models.inputs import check_inputs, inputs_of
 from jaxformer.models.transformer import logits_of

@@ -157,7 +157,7 @@ def test_a_run_applies_no_dropout_to_pairs():
 
 
 def test_odds_of_a_certain_completion_are_finite_and_have_a_gradient():
-    from jaxformer.losses.preferences import log_odds
+    from jaxformer.losses.pairs import log_odds
 
     for log_p in (0.0, -1e-9, -1e-3, -0.6931, -0.6932, -5.0, -80.0):
         value, slope = jax.value_and_grad(log_odds)(jnp.float32(log_p))

@@ -17,7 +17,7 @@ from trl.experimental.orpo import ORPOTrainer
 import jaxformer as jf
 from jaxformer.data import RowFormat
 from jaxformer.data.templates import PreferenceTemplate
-from jaxformer.losses.preferences import pairs_of
+from jaxformer.losses.pairs import pairs_of
 from jaxformer.tokenizer import byte_tokenizer
 
 CONFIG = jf.ModelConfig(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxformer.arrays.params import Spec, Specs
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.training.optimizers.update_rule import UpdateRule, map_arrays, matrix_axes
 
 # As in T5X: matrices that are narrower keep full moments, steps are forgotten with 1 - t^-0.8, and
@@ -31,7 +32,7 @@ def is_factored(spec: Spec) -> bool:
     return spec.is_matrix and min(spec.fan_in, spec.fan_out) >= LEAST_SIDE
 
 
-def scale_by_adafactor(specs: Specs) -> optax.GradientTransformation:
+def _adafactor(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     """The direction g / sqrt(v), clipped for each leaf of a layer and an expert, at the schedule's
     own rate. v of a matrix is row x column / mean(row), with the means over inputs and outputs by
     the names of the axes, so that it is the same however the layers are stacked."""
@@ -80,4 +81,4 @@ def scale_by_adafactor(specs: Specs) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
-adafactor = UpdateRule(lambda config, specs: scale_by_adafactor(specs))
+adafactor = UpdateRule(_adafactor)

@@ -1,5 +1,6 @@
 """SOAP (arXiv:2409.11321): Adam in the eigenbasis of Shampoo's preconditioners."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -74,6 +75,31 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
         )
         return SoapState(jnp.int32(0), mu, nu, (left, right), (left_basis, right_basis))
 
+    def next_factor(
+        equation: str, spec: Spec, gradient: jax.Array, factor: NamedAxes | None
+    ) -> NamedAxes | None:
+        if factor is None:
+            return None
+        g = matrix_axes(spec).matrices(gradient)  # [matrices, m, n]
+        square = jnp.einsum(equation, g, g).reshape(factor.value.shape)
+        return NamedAxes((1 - b2) * square + b2 * factor.value, factor.axes)
+
+    def next_basis(
+        steps: jax.Array, spec: Spec, gradient: jax.Array, factor: Any, basis: NamedAxes | None
+    ) -> NamedAxes | None:
+        if basis is None:
+            return None
+        # As it is; a step of the power method with a QR decomposition, which is cheaper than the
+        # eigenvectors and near them after so few steps; the eigenvectors themselves.
+        branches = [
+            lambda matrix, vectors: vectors,
+            lambda matrix, vectors: jnp.linalg.qr(matrix @ vectors)[0],
+            lambda matrix, vectors: jnp.linalg.eigh(matrix)[1],
+        ]
+        branch = jnp.where(steps == 0, 2, jnp.where(steps % BASIS_EVERY == 0, 1, 0))
+        vectors = jax.lax.switch(branch, branches, _square(factor), _square(basis))
+        return NamedAxes(vectors.reshape(basis.value.shape), basis.axes)
+
     def update(updates: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
         steps = state.steps
         gradients = map_arrays(_rotated(INTO), specs, updates, *state.bases)
@@ -89,10 +115,11 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
         factors = list[Any]()
         bases = list[Any]()
         for equation, before, basis in zip(SQUARES, state.factors, state.bases, strict=True):
-            products = map_arrays(_product(equation), specs, updates, before)
-            factor = jax.tree.map(lambda new, old: (1 - b2) * new + b2 * old, products, before)
+            of_side = functools.partial(next_factor, equation)
+            factor = map_arrays(of_side, specs, updates, before)
+            of_side = functools.partial(next_basis, steps)
             factors.append(factor)
-            bases.append(_next_bases(factor, basis, steps))
+            bases.append(map_arrays(of_side, specs, updates, factor, basis))
         after = SoapState(
             optax.safe_increment(steps),
             mu,
@@ -117,43 +144,10 @@ def _rotated(equations: tuple[str, str]) -> Callable[..., jax.Array]:
     return rotated
 
 
-def _product(equation: str) -> Callable[..., NamedAxes | None]:
-    """The product of a gradient with itself, as its factor is stored."""
-
-    def product(spec: Spec, gradient: jax.Array, factor: NamedAxes | None) -> NamedAxes | None:
-        g = matrix_axes(spec).matrices(gradient)
-        return _like(factor, jnp.einsum(equation, g, g)) if factor else None
-
-    return product
-
-
-def _like(factor: NamedAxes, matrices: jax.Array) -> NamedAxes:
-    return NamedAxes(matrices.reshape(factor.value.shape), factor.axes)
-
-
 def _square(factor: NamedAxes) -> jax.Array:
     """A factor as [matrices, length, length]."""
     length = factor.value.shape[-1]
     return factor.value.reshape(-1, length, length)
-
-
-def _next_bases(factors: Any, bases: Any, steps: jax.Array) -> Any:
-    """The eigenvectors of the factors: computed in the first step, improved by a step of the power
-    method with a QR decomposition each `BASIS_EVERY` steps, and else as they are."""
-
-    def next_basis(factor: NamedAxes, basis: NamedAxes) -> NamedAxes:
-        branches = [
-            lambda matrix, vectors: vectors,
-            lambda matrix, vectors: jnp.linalg.qr(matrix @ vectors)[0],
-            lambda matrix, vectors: jnp.linalg.eigh(matrix)[1],
-        ]
-        branch = jnp.where(steps == 0, 2, jnp.where(steps % BASIS_EVERY == 0, 1, 0))
-        vectors = jax.lax.switch(branch, branches, _square(factor), _square(basis))
-        return _like(basis, vectors)
-
-    return jax.tree.map(
-        next_basis, factors, bases, is_leaf=lambda node: isinstance(node, NamedAxes)
-    )
 
 
 soap = UpdateRule(_soap, ("b1", "b2", "eps", "soap_max_side"), ADAM)

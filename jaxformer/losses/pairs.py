@@ -1,9 +1,13 @@
-"""Losses of pairs: two completions of one prompt, of which the first is preferred to the second.
+"""Losses of pairs, whose two sequences stand on the second axis of a batch, and go through the
+model as 2 B sequences. A loss is a sum over pairs.
 
-A batch holds tokens, targets and weights [B, 2, T] (and segment_ids): on the second axis are the
-chosen and the rejected completion, each after the prompt; weights are 1 for targets of the
-completion and 0 for those of the prompt. Both go through the model as 2 B sequences, and a loss is
-a sum over pairs of their log-probabilities.
+preferences  Two completions of one prompt, of which the first is preferred to the second. A batch
+             holds tokens, targets and weights [B, 2, T] (and segment_ids): the chosen and the
+             rejected completion, each after the prompt; weights are 1 for targets of the completion
+             and 0 for those of the prompt.
+contrastive  Two texts that belong together, each told from the others of the batch. A batch holds
+             tokens and segment_ids [B, 2, T] (and token_types): a text, the anchor, and one that
+             belongs to it, its positive. The positives of the other pairs are its negatives.
 """
 
 import math
@@ -15,19 +19,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params
+from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.head import output_layer, readout
 from jaxformer.layers.output import Aux
 from jaxformer.losses.cross_entropy import row_nats
-from jaxformer.models.inputs import inputs_of
+from jaxformer.models.inputs import INPUT_NAMES, Inputs, inputs_of
+from jaxformer.models.text_vectors import row_vectors
 from jaxformer.models.transformer import hidden
 from jaxformer.training.step import Batch, Sums
 
 # The arrays of a batch with the log-probabilities of the reference, [B] float32 each.
 REFERENCE_ARRAYS = ("reference_chosen", "reference_rejected")
-MODEL_ARRAYS = ("tokens", "segment_ids", "positions", "token_types")
 # Mean log-probabilities are cut off at this value, so that the odds of a certain text are finite.
 CERTAIN = -1e-6
 
@@ -52,27 +57,36 @@ class PairScores(NamedTuple):
 def pairs_of(
     params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None = None
 ) -> PairScores:
-    """The scores of a batch of pairs under a model; a key turns dropout on."""
+    """Return the scores of a batch of pairs under a model; a key turns dropout on."""
     targets = jnp.asarray(batch["targets"])
     weights = jnp.asarray(batch["weights"])
-    pairs, _, length = targets.shape
-
-    def sequences(array: Any) -> jax.Array:
-        """[B, 2, T] -> [2 B, T], in an order in which rows stay on their device."""
-        return jnp.asarray(array).reshape(2 * pairs, length)
-
-    inputs = inputs_of({name: sequences(batch[name]) for name in MODEL_ARRAYS if name in batch})
-    x, _, aux = hidden(params, config, inputs, key=key if config.has_dropout else None)
+    x, inputs, aux = _both_hidden(params, config, batch, key)
     rows, matrix, bias = output_layer(params, config, readout(params, config, x, inputs.layout))
     nats = row_nats(
         rows,
         matrix,
-        sequences(targets),
-        sequences(weights),
+        _sequences(targets),
+        _sequences(weights),
         bias=bias,
         soft_cap=config.logit_soft_cap,
     )
-    return PairScores(-nats.reshape(pairs, 2), weights.sum(axis=-1, dtype=jnp.float32), aux)
+    return PairScores(-nats.reshape(-1, 2), weights.sum(axis=-1, dtype=jnp.float32), aux)
+
+
+def _sequences(array: Any) -> jax.Array:
+    """Return [2 B, T] of [B, 2, T], in an order in which rows stay on their device."""
+    return jnp.asarray(array).reshape(-1, jnp.shape(array)[-1])
+
+
+def _both_hidden(
+    params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None
+) -> tuple[Float[Array, "S T D"], Inputs, Aux]:
+    """Return the residual stream of both sequences of all pairs, S = 2 B, what the model read, and
+    the `Aux` of its layers."""
+    arrays = {name: _sequences(batch[name]) for name in INPUT_NAMES if name in batch}
+    inputs = inputs_of(arrays)
+    x, _, aux = hidden(params, config, inputs, key=key if config.has_dropout else None)
+    return x, inputs, aux
 
 
 def reference_log_probs(params: Params, config: ModelConfig, batch: Batch) -> dict[str, jax.Array]:
@@ -226,9 +240,7 @@ def _sums(
     real = (pairs.lengths.max(axis=-1) > 0).astype(jnp.float32)
     count = real.sum()
     margin = _margin(rewards)
-    objective = (real * losses).sum()
-    for total, weight in pairs.aux.losses.values():
-        objective += count * total / weight
+    objective = pairs.aux.added((real * losses).sum(), count)
     figures = {
         "reward_margin": margin,
         "reward_accuracy": margin > 0,
@@ -241,3 +253,48 @@ def _sums(
         ratios = pairs.log_probs - reference
         sums["kl"] = (ratios[:, 0].sum(), pairs.lengths[:, 0].sum())
     return sums
+
+
+def contrastive_loss(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    key: jax.Array | None = None,
+    *,
+    temperature: float = TrainConfig.contrastive_temperature,
+) -> Sums:
+    """InfoNCE with in-batch negatives, in both directions, a sum over pairs (arXiv:1908.10084,
+    arXiv:2212.03533).
+
+    With a_i and p_i the vectors of length 1 of `jf.embed`, s_ij = a_i . p_j / temperature, and
+    loss_i = -(log softmax_j(s_ij)_i + log softmax_j(s_ji)_i) / 2. Negatives are those of the batch
+    that the loss is called with: under a mesh those of all devices, and in a step of several
+    microbatches those of the microbatch. Two pairs with one text are each other's negatives. A pair
+    whose texts are padding, which only fills a batch, is none.
+
+    "accuracy" is how often the positive of an anchor is the nearest of the batch. Losses and
+    metrics of the layers are there by name. Dropout needs a key.
+    """
+    pairs = len(batch["tokens"])
+    x, inputs, aux = _both_hidden(params, config, batch, key)
+    vectors = row_vectors(config, x, inputs.layout).reshape(pairs, 2, -1)
+    segments = inputs.layout.segments
+    real = jnp.ones(pairs, bool)
+    if segments is not None:
+        real = (segments.reshape(pairs, -1) != 0).any(axis=1)
+    anchors = vectors[:, 0]
+    positives = vectors[:, 1]
+    matched = (anchors * positives).sum(axis=1) / temperature
+    # Every device compares its anchors with the positives of all.
+    gathered = constrain(positives, (None, None))
+    scores = jnp.einsum("ID,JD->IJ", anchors, gathered, precision=jax.lax.Precision.HIGHEST)
+    # Finite, so that a row of padding alone has a finite gradient.
+    scores = jnp.where(real & real[:, None], scores / temperature, jnp.finfo(jnp.float32).min)
+    nats = (jax.nn.logsumexp(scores, axis=1) + jax.nn.logsumexp(scores, axis=0)) / 2 - matched
+    count = real.sum(dtype=jnp.float32)
+    objective = jnp.where(real, nats, 0).sum()
+    right = real & (scores.argmax(axis=1) == jnp.arange(pairs))
+    sums = {"accuracy": (right.sum(dtype=jnp.float32), count), **aux.losses, **aux.metrics}
+    if aux.losses:
+        sums["nats"] = (objective, count)
+    return {"loss": (aux.added(objective, count), count), **sums}
