@@ -14,9 +14,10 @@ from jax.experimental.pallas import triton
 
 from jaxformer.arrays.sharding import platform
 from jaxformer.layers.grouped import GroupedRow, row_blocks
+from jaxformer.layers.pallas import LANES
 
-# A TPU has vector registers of 8 x 128 floats, and blocks are multiples of that or all of an axis.
-LANES = 128
+# A TPU has vector registers of 8 x LANES floats, two of which have so many rows of 16 bits. Blocks
+# are multiples of that or all of an axis.
 SUBLANES = 16
 # Bytes of the blocks of a kernel in vector memory, of 16 MiB that it may use on a v5e.
 VECTOR_MEMORY = 12 * 2**20

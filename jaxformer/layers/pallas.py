@@ -38,9 +38,9 @@ class Blocks(NamedTuple):
     keys: int
 
 
-SMALL = Blocks(512, 512)
-LARGE = Blocks(1024, 1024)
-# The shortest rows (or windows) for which a kernel takes LARGE blocks on a device. Each step of a
+SMALL_BLOCKS = Blocks(512, 512)
+LARGE_BLOCKS = Blocks(1024, 1024)
+# The shortest rows (or windows) for which a kernel takes LARGE_BLOCKS blocks on a device. Each step of a
 # kernel has a fixed cost, and large blocks compute more scores that the mask hides. The length is
 # the power of two from which on the schedule of large blocks is more than 5 % shorter, forward and
 # backward, in the program that libtpu 0.0.42.1 compiles for causal rows and heads of 128
@@ -55,7 +55,7 @@ def blocks_for(keys: int, window: int = 0) -> Blocks:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     shortest = LARGE_FROM.get(name_of(kind) or "")
-    return LARGE if shortest and min(keys, window or keys) >= shortest else SMALL
+    return LARGE_BLOCKS if shortest and min(keys, window or keys) >= shortest else SMALL_BLOCKS
 
 
 def _dividing(length: int, limit: int) -> int:

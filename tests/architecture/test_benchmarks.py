@@ -202,7 +202,7 @@ def test_the_blocks_of_kernels_are_those_of_the_shortest_schedule() -> None:
         for length in blocks.LENGTHS:
             with jax.sharding.use_abstract_mesh(mesh):
                 chosen = pallas.blocks_for(length)
-                assert pallas.blocks_for(length, 1024) == pallas.SMALL
+                assert pallas.blocks_for(length, 1024) == pallas.SMALL_BLOCKS
             large = False
             # With all that a kernel is given, large blocks have to fit.
             if "error" not in rows[f"{device}_256_1024x1024_packed"]:
@@ -211,9 +211,9 @@ def test_the_blocks_of_kernels_are_those_of_the_shortest_schedule() -> None:
                     for size in ("512x512", "1024x1024")
                 ]
                 large = sums[1] < 0.95 * sums[0]
-            assert chosen == (pallas.LARGE if large else pallas.SMALL)
+            assert chosen == (pallas.LARGE_BLOCKS if large else pallas.SMALL_BLOCKS)
     assert "error" not in rows["v5e_256_512x512_packed"]
-    assert pallas.blocks_for(2**20) == pallas.SMALL  # without a mesh on this CPU
+    assert pallas.blocks_for(2**20) == pallas.SMALL_BLOCKS  # without a mesh on this CPU
 
 
 def test_a_row_of_the_board_claims_only_what_its_interval_shows() -> None:
