@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
 
 SMALL_BLOCKS = Blocks(512, 512)
 LARGE_BLOCKS = Blocks(1024, 1024)
-# The shortest rows (or windows) for which a kernel takes LARGE_BLOCKS blocks on a device. Each step of a
+# The shortest rows (or windows) for which a kernel takes LARGE_BLOCKS on a device. Each step of a
 # kernel has a fixed cost, and large blocks compute more scores that the mask hides. The length is
 # the power of two from which on the schedule of large blocks is more than 5 % shorter, forward and
 # backward, in the program that libtpu 0.0.42.1 compiles for causal rows and heads of 128
