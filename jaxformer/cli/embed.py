@@ -17,6 +17,7 @@ from jaxformer.generation.prompts import padded, rounded
 from jaxformer.interop.sentence_modules import LISTING, stated_length
 from jaxformer.models.text_vectors import embed
 from jaxformer.runs.objectives import row_format
+from jaxformer.tokenizer.frame import closed
 
 ROWS = 32  # texts that are read at once
 
@@ -30,9 +31,9 @@ def run(args: EmbedArguments) -> int:
     template = ClassTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
     if (directory / LISTING).is_file():
         # sentence-transformers adds nothing to the tokenizer's template.
-        template.start, template.stop = [], []
+        template.frames[1] = model.tokenizer.frame(1) or closed([], [], 1)
     limit = int(min(stated_length(directory, settings) or math.inf, template.length))
-    room = max(limit - template.frame(1).added, 0)
+    room = max(limit - template.frames[1].added, 0)
     first = settings.get("truncation_side") == "left"  # is cut, and not the end
 
     texts = typed_lines() if args.prompt is None else iter([args.prompt])

@@ -14,7 +14,7 @@ from jaxformer.config.run import DataConfig
 from jaxformer.data.documents import Piece, Value
 from jaxformer.data.examples import open_or_encode
 from jaxformer.data.records import Kind
-from jaxformer.data.rows import NumpyBatch, Rows, numbers_below, stacked
+from jaxformer.data.rows import NumpyBatch, Rows, TextRows, numbers_below, stacked
 from jaxformer.data.store import open_or_build
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows
@@ -75,11 +75,12 @@ class Batches:
         self, rows: Rows, data: DataConfig, batch_size: int, seed: int, blocks: RowBlocks = ALL
     ) -> None:
         for name, source_rows in rows.sources(data.train):
-            if not source_rows.has_tokens(source_rows.window):
-                longest = data.sequence_length - source_rows.window + source_rows.tokens
+            if isinstance(source_rows, TextRows) and not source_rows.has_tokens(source_rows.window):
+                window = source_rows.window
+                longest = data.sequence_length - window + source_rows.tokens
                 raise ConfigError(
                     f"data.train={name} has {source_rows.tokens:,} tokens, and a row of"
-                    f" data.sequence_length={data.sequence_length:,} takes {source_rows.window:,}:"
+                    f" data.sequence_length={data.sequence_length:,} takes {window:,}:"
                     f" give more text, or set data.sequence_length to at most {longest:,}."
                 )
         self._here = blocks.rows(batch_size)

@@ -23,7 +23,7 @@ from jaxformer.data.store import (
     Shard,
     claimed,
     require_counts,
-    write_arrays,
+    write_array,
 )
 from jaxformer.files import ConfigError, read_object, write_text
 from jaxformer.tokenizer.words import in_batches
@@ -125,8 +125,8 @@ def open_or_encode(
         bounds = np.cumsum(np.concatenate(lengths))
         path = directory / "00000"
         files = {
-            "tokens": write_arrays(path.with_suffix(".tokens"), [ids]),
-            "bounds": write_arrays(path.with_suffix(".bounds"), [bounds]),
+            "tokens": write_array(path.with_suffix(".tokens"), ids),
+            "bounds": write_array(path.with_suffix(".bounds"), bounds),
         }
         shard = Shard(path, len(ids), documents, size, files)
         record = shard.entry() | {"parts": parts, "labels": [*labels]}

@@ -18,7 +18,7 @@ from jaxformer.data.store import (
     Shard,
     TokenStore,
     claimed,
-    write_arrays,
+    write_array,
     write_index,
 )
 from jaxformer.files import ConfigError
@@ -104,33 +104,24 @@ def documents_of_ids(
 
 def open_or_index(file: SourceFile, tokenizer: Tokenizer, folder: Path, log: Log) -> TokenStore:
     """The ids of a file as a store, whose index of documents is in a folder, made where there is
-    none."""
+    none; a file that lacks an end token has one in a shard of its own."""
     array = open_ids(file, tokenizer)
-    # The ids, and one end token where they lack it.
     count = 1 if int(array.mapped()[-1]) == tokenizer.end_token else 2
-    shards = _finished(folder, count)
-    if not shards:
-        with claimed(folder, log):
-            shards = _finished(folder, count) or _index(array, file, folder, tokenizer)
+    with claimed(folder, log):
+        finished = [Shard.finished(folder, number) for number in range(count)]
+        shards = [shard for shard in finished if shard]
+        if len(shards) < count:
+            ends, sizes = documents_of_ids(array, tokenizer)
+            names = map(file.document, range(len(ends)))
+            hashes = np.array([hash_fraction(name) for name in names])
+            table = np.stack([ends, sizes, hashes.view(np.int64)])
+            inside = len(ends) + 1 - count
+            shards = [write_index(folder / "00000", array.count, table[:, :inside], {})]
+            if count == 2:
+                end = np.array([tokenizer.end_token], tokenizer.dtype)
+                written = write_array(folder / "00001.tokens", end)
+                table[0] -= array.count
+                shards.append(
+                    write_index(folder / "00001", 1, table[:, inside:], {"tokens": written})
+                )
     return TokenStore([replace(shards[0], ids=array), *shards[1:]], tokenizer.dtype, folder.name)
-
-
-def _finished(folder: Path, count: int) -> list[Shard]:
-    shards = [Shard.finished(folder, number) for number in range(count)]
-    made = [shard for shard in shards if shard]
-    return made if len(made) == count else []
-
-
-def _index(array: IdArray, file: SourceFile, folder: Path, tokenizer: Tokenizer) -> list[Shard]:
-    """Writes where the documents of a file end, and an end token for a file that lacks it."""
-    ends, sizes = documents_of_ids(array, tokenizer)
-    order = np.array([hash_fraction(file.document(number)) for number in range(len(ends))])
-    inside = int(np.searchsorted(ends, array.count, side="right"))
-    table = (ends[:inside], sizes[:inside], order[:inside])
-    shards = [write_index(folder / "00000", array.count, table, {})]
-    if inside < len(ends):
-        end = np.array([tokenizer.end_token], tokenizer.dtype)
-        written = write_arrays(folder / "00001.tokens", [end])
-        table = (ends[inside:] - array.count, sizes[inside:], order[inside:])
-        shards.append(write_index(folder / "00001", 1, table, {"tokens": written}))
-    return shards

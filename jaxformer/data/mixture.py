@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.rows import SOURCE_IDS, Drawn, NumpyBatch, Rows, numbers_below
+from jaxformer.data.rows import SOURCE_IDS, NumpyBatch, Rows, numbers_below
 from jaxformer.files import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +29,16 @@ class Phase(NamedTuple):
         """The rows of each source drawn before row `row` of the run, which is in this phase."""
         in_phase = counts(row - self.begin, self.weights)
         return [sum(pair) for pair in zip(self.drawn, in_phase, strict=True)]
+
+
+class Drawn(NamedTuple):
+    """What a run draws of a source: rows, their share of all, and how often that is each of its
+    rows."""
+
+    name: str
+    rows: int
+    share: float
+    epochs: float
 
 
 class Mixture(Rows):

@@ -47,24 +47,10 @@ class RowFormat(NamedTuple):
         }
 
 
-class Drawn(NamedTuple):
-    """What a run draws of a source: rows, their share of all, and how often that is each of its
-    rows."""
-
-    name: str
-    rows: int
-    share: float
-    epochs: float
-
-
 class Rows(abc.ABC):
-    """Rows by number, and the counts of the text that they are made of.
+    """Rows by number, and the counts of the text that they are made of; `filled` is the fraction of
+    the rows that holds tokens."""
 
-    `window` is how many tokens a row takes where rows are cut from text, 0 where each holds what it
-    can; `filled` is the fraction of the rows that holds tokens.
-    """
-
-    window: int = 0
     filled: float = 1.0
 
     def __init__(self, store: TokenStore | ExampleStore) -> None:
@@ -76,10 +62,6 @@ class Rows(abc.ABC):
     @property
     def tokens(self) -> int:
         return self.store.tokens
-
-    def has_tokens(self, number: int) -> bool:
-        """Whether there are so many, which does not wait for more of a text in the making."""
-        return self.tokens >= number
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -101,10 +83,6 @@ class Rows(abc.ABC):
     def sources(self, name: str) -> "list[tuple[str, Rows]]":
         """The rows of each source by its name; `name` is that of a single source."""
         return [(name, self)]
-
-    def shares(self, steps: int, batch_size: int) -> list[Drawn]:
-        """What a run of so many steps draws of each source, where there are several."""
-        return []
 
     @property
     def numbers(self) -> int:
@@ -131,7 +109,7 @@ def numbered(sizes: list[int]) -> np.ndarray:
 
 class TextRows(Rows):
     """Rows cut from a store, in order: row i reads `window` tokens from place i `stride` on, the
-    last one maybe fewer."""
+    last one maybe fewer; `window` is 0 where each row holds what it can."""
 
     store: TokenStore
 
@@ -141,6 +119,7 @@ class TextRows(Rows):
         self.stride = stride
 
     def has_tokens(self, number: int) -> bool:
+        """Whether there are so many, which does not wait for more of a text in the making."""
         return self.store.held(number) == number
 
     def __len__(self) -> int:
@@ -334,17 +313,15 @@ class BestFitRows(Rows):
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         windows = []
         learned = []
+        # A piece is what is read, or with 1 what is predicted, from the token before it on.
+        back = 0 if self.store.beginning else 1
         for begin, end in self._fit.pieces(int(index)):
-            if self.store.beginning:
-                # Its tokens and the one after them, or 0 where the store ends.
-                window = self.store.read(begin, end + 1)
-                windows.append(np.pad(window, (0, end + 1 - begin - len(window))))
-                learned.append(self.store.is_text(begin + 1, end + 1))
-            else:
-                # The token before it, or an end token, and its tokens.
-                window = self.store.read(max(begin - 1, 0), end)
-                windows.append(window if begin else np.concatenate([self._end, window]))
-                learned.append(np.ones(end - begin, bool))
+            window = self.store.read(max(begin - back, 0), end + 1 - back)
+            # Before the store's first token is an end token, and after its last one a 0.
+            before = self._end[: max(back - begin, 0)]
+            after = np.zeros(end + 1 - begin - len(window) - len(before), np.int32)
+            windows.append(np.concatenate([before, window, after]))
+            learned.append(self.store.is_text(begin + 1 - back, end + 1 - back))
         weights = np.concatenate(learned).astype(np.float32)
         row = {
             "tokens": np.concatenate([window[:-1] for window in windows]),

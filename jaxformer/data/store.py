@@ -23,7 +23,6 @@ import shutil
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -517,9 +516,6 @@ SECONDS_BETWEEN_NOTES = 5.0
 SECONDS_BETWEEN_LOOKS = 0.05  # for a shard that another thread or process makes
 
 Item = TypeVar("Item")
-# Of each document of a shard: the place after its end (int64), the bytes of its text (int64), and
-# the `hash_fraction` of its name (float64).
-DocumentIndex = tuple["array | np.ndarray", "array | np.ndarray", "array | np.ndarray"]
 
 
 class CountedPiece(NamedTuple):
@@ -600,12 +596,15 @@ def head_of(
     """The tokens of the first `HEAD_CHARACTERS` of a text, in memory."""
     counted = _counted(pieces, ProgressNotes())
     first = itertools.takewhile(lambda each: each.characters <= HEAD_CHARACTERS, counted)
-    table = (array("q"), array("q"), array("d"))
-    blocks = _encoded(first, tokenizer, beginning, table)
-    tokens = np.concatenate([np.zeros(0, tokenizer.dtype), *blocks])
-    ends, sizes, hashes = map(np.array, table)
-    arrays = {"tokens": tokens, "documents": np.stack([ends, sizes, hashes.view(INDEX_DTYPE)])}
-    shard = Shard(Path(), len(tokens), len(ends), int(sizes.sum()), {}, arrays=arrays)
+    tokens = [np.zeros(0, tokenizer.dtype)]
+    tables = [np.zeros((3, 0), INDEX_DTYPE)]
+    for ids, table in _encoded(first, tokenizer, beginning):
+        tokens.append(ids)
+        tables.append(table)
+    arrays = {"tokens": np.concatenate(tokens), "documents": np.concatenate(tables, axis=1)}
+    _, documents = arrays["documents"].shape
+    size = int(arrays["documents"][1].sum())
+    shard = Shard(Path(), len(arrays["tokens"]), documents, size, {}, arrays=arrays)
     return TokenStore([shard], tokenizer.dtype, "", beginning)
 
 
@@ -625,18 +624,18 @@ def _counted(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[Count
 
 
 def _encoded(
-    pieces: Iterable[CountedPiece],
-    tokenizer: Tokenizer,
-    beginning: tuple[int, ...],
-    table: tuple[array, array, array],
-) -> Iterator[np.ndarray]:
-    """The tokens of pieces, a batch at a time; the documents that end in them go into `table`."""
+    pieces: Iterable[CountedPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The tokens of pieces, a batch at a time, and the index [3, documents] of the documents that
+    end in them, as `Shard.index` has it."""
     before = np.array(beginning, np.uint32)
     end = np.array([tokenizer.end_token], np.uint32)
-    ends, sizes, hashes = table
     tokens = 0
     for batch in ahead(in_batches(pieces, lambda each: len(each.piece.text), BATCH_CHARACTERS)):
         rows = []
+        ends = []
+        sizes = []
+        hashes = []
         encoded = tokenizer.encode_arrays([each.piece.text for each in batch])
         for (piece, _, size, begins), ids in zip(batch, encoded, strict=True):
             first = before if begins else before[:0]
@@ -646,40 +645,43 @@ def _encoded(
                 ends.append(tokens)
                 sizes.append(size)
                 hashes.append(hash_fraction(piece.document))
-        yield np.concatenate(rows).astype(tokenizer.dtype)
+        table = np.array([ends, sizes, np.array(hashes, np.float64).view(INDEX_DTYPE)], INDEX_DTYPE)
+        yield np.concatenate(rows).astype(tokenizer.dtype), table
 
 
 def _write_shard(
     path: Path, pieces: Iterable[CountedPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
 ) -> Shard:
-    table = (array("q"), array("q"), array("d"))
     size = 0
     read = hashlib.blake2b(digest_size=16)
+    tables = []
     with replacing(path.with_suffix(".tokens")) as file:
-        for ids in _encoded(pieces, tokenizer, beginning, table):
+        for ids, table in _encoded(pieces, tokenizer, beginning):
             raw = ids.tobytes()
             size += len(raw)
             read.update(raw)
             file.write(raw)
+            tables.append(table)
     files = {"tokens": Written(size, read.hexdigest())}
-    return write_index(path, size // tokenizer.dtype.itemsize, table, files)
+    tokens = size // tokenizer.dtype.itemsize
+    return write_index(path, tokens, np.concatenate(tables, axis=1), files)
 
 
-def write_index(path: Path, tokens: int, table: DocumentIndex, files: dict[str, Written]) -> Shard:
-    """Writes a shard's index of documents, and then that the shard is finished.
+def write_index(path: Path, tokens: int, table: np.ndarray, files: dict[str, Written]) -> Shard:
+    """Writes a shard's index of documents [3, documents], and then that the shard is finished.
 
     `files` are those of the shard that are written already.
     """
-    ends, sizes, _ = table
-    files = files | {"documents": write_arrays(path.with_suffix(".documents"), table)}
-    shard = Shard(path, tokens, len(ends), int(np.sum(sizes)), files)
+    files = files | {"documents": write_array(path.with_suffix(".documents"), table)}
+    _, sizes, _ = table
+    shard = Shard(path, tokens, len(sizes), int(sizes.sum()), files)
     write_text(path.with_suffix(".json"), json.dumps(shard.entry()))
     return shard
 
 
-def write_arrays(path: Path, arrays: "Iterable[array | np.ndarray]") -> Written:
-    """Writes arrays one after the other to a file."""
-    raw = b"".join(each.tobytes() for each in arrays)
+def write_array(path: Path, array: np.ndarray) -> Written:
+    """Writes the values of an array to a file."""
+    raw = array.tobytes()
     with replacing(path) as file:
         file.write(raw)
     return Written(len(raw), hashlib.blake2b(raw, digest_size=16).hexdigest())

@@ -3,6 +3,7 @@ whole examples, packed."""
 
 import abc
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -44,19 +45,12 @@ class Template(abc.ABC):
         self.lengths: dict[str, int] = {}
         self.format = row_format
         self.capacity: tuple[int, ...] = (self.length,)
-        first = tokenizer.special("cls") if row_format.marks else None
-        last = tokenizer.special("sep") if row_format.marks else None
-        self.start = [] if first is None else [first]
-        self.stop = [self.end if last is None else last]
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         """The ids of each record's parts, which here are texts; a new label gets the next
         number."""
-        return zip(*(self.ids(records, field) for field in range(len(records[0]))), strict=True)
-
-    def ids(self, records: list[Record], field: int) -> list[list[int]]:
-        """The ids of one field of each record, which is a text."""
-        return self.tokenizer.encode_batch([str(record[field]) for record in records])
+        texts = [[*map(str, field)] for field in zip(*records, strict=True)]
+        return zip(*map(self.tokenizer.encode_batch, texts), strict=True)
 
     def warnings(self) -> list[str]:
         """What a user should know before training on these records."""
@@ -233,8 +227,8 @@ def joint_ids(tokenizer: Tokenizer, records: list[Record]) -> list[list[list[int
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """The number of ids with which both begin."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return sum(1 for _ in equal)
 
 
 class AnswerTemplate(Template):
@@ -405,17 +399,21 @@ class FramedTemplate(Template):
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
-        self.recipe = tuple(str(self.frame(texts).slots) for texts in (1, 2))
-
-    def frame(self, texts: int) -> Frame:
-        """What stands around one text or two: the tokenizer's template, or [CLS] and [SEP] or the
-        end token where it has none."""
-        return self.tokenizer.frame(texts) or closed(self.start, self.stop, texts)
+        first = tokenizer.special("cls") if row_format.marks else None
+        last = tokenizer.special("sep") if row_format.marks else None
+        start = [] if first is None else [first]
+        stop = [self.end if last is None else last]
+        # What stands around one text or two: the tokenizer's template, or [CLS] and [SEP] or the
+        # end token where it has none.
+        self.frames: dict[int, Frame] = {}
+        for texts in (1, 2):
+            self.frames[texts] = tokenizer.frame(texts) or closed(start, stop, texts)
+        self.recipe = tuple(str(frame.slots) for frame in self.frames.values())
 
     def framed(self, *texts: Sequence[int] | np.ndarray) -> NumpyBatch:
         """The tokens of texts in their frame, and the types of the tokens where the model has
         any."""
-        tokens, kinds = self.frame(len(texts)).fill(texts)
+        tokens, kinds = self.frames[len(texts)].fill(texts)
         row = {"tokens": tokens}
         if self.format.token_types:
             row["token_types"] = np.minimum(kinds, self.format.token_types - 1)
@@ -441,11 +439,11 @@ class ClassTemplate(FramedTemplate):
             yield *parts, [labels.setdefault(str(record[-1]), len(labels))]
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths[:, :-1].sum(1, keepdims=True) + self.frame(lengths.shape[1] - 1).added
+        return lengths[:, :-1].sum(1, keepdims=True) + self.frames[lengths.shape[1] - 1].added
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         *texts, label = parts
-        capacity = self.length - self.frame(len(texts)).added
+        capacity = self.length - self.frames[len(texts)].added
         if len(texts) == 2:
             # The first keeps what the second leaves, but at least half (rounded up).
             first = min(len(texts[0]), max(capacity - len(texts[1]), -(-capacity // 2)))
@@ -476,11 +474,11 @@ class TagTemplate(FramedTemplate):
             yield ids, numbers
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths[:, :1] + self.frame(1).added
+        return lengths[:, :1] + self.frames[1].added
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        ids, tags = (sequence[: self.length - self.frame(1).added] for sequence in parts)
-        slots = self.frame(1).slots
+        ids, tags = (sequence[: self.length - self.frames[1].added] for sequence in parts)
+        slots = self.frames[1].slots
         text_slot = [slot.token for slot in slots].index(None)
         tags = np.pad(tags, (text_slot, len(slots) - text_slot - 1), constant_values=-1)
         return self.framed(ids) | {
@@ -494,8 +492,8 @@ class ContrastiveTemplate(SidesTemplate, FramedTemplate):
     in the frame of one text as in `ClassTemplate`, cut at the end and padded with zeros."""
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths + self.frame(1).added
+        return lengths + self.frames[1].added
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        capacity = self.length - self.frame(1).added
+        capacity = self.length - self.frames[1].added
         return self.pair([self.framed(ids[:capacity]) for ids in parts])

@@ -6,6 +6,7 @@ import jax
 
 from jaxformer.arrays.mesh import bytes_of_device
 from jaxformer.config.model import ModelConfig
+from jaxformer.data.mixture import Mixture
 from jaxformer.data.store import GrowingStore, TokenStore
 from jaxformer.models.cost import count_text
 from jaxformer.report import human_bytes, human_count
@@ -108,7 +109,8 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
         shown = " ".join(map(corpus.tokenizer.shown, beginning))
         bos = setup.run.data.bos
         lines["documents"] = f"begin with {shown}, which is no target (data.bos={bos})"
-    if shares := train.shares(settings.steps, settings.batch_size):
+    if isinstance(train, Mixture):
+        shares = train.shares(settings.steps, settings.batch_size)
         lines["mixture"] = [
             f"{drawn.share:.2%} of {drawn.name}: {drawn.rows:,} rows, {drawn.epochs:.2f} epochs"
             for drawn in shares

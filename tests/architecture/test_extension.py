@@ -29,9 +29,6 @@ class Preferences(Template):
 
     packs = False
 
-    def encode(self, records, labels):
-        return zip(*(self.ids(records, field) for field in range(3)), strict=True)
-
     def sizes(self, lengths):
         return lengths[:, :1] + np.maximum(lengths[:, 1], lengths[:, 2])[:, None] + 1
 
