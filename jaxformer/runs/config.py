@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import warnings
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -19,7 +20,7 @@ from jaxformer.config.config_file import (
 )
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig, named_sources
-from jaxformer.config.train import LaunchConfig
+from jaxformer.config.train import LaunchConfig, OptimizerConfig
 from jaxformer.config.variants import SECOND_HEADS
 from jaxformer.files import ConfigError, is_remote
 
@@ -88,10 +89,30 @@ def parse_arguments(
             model=with_base(config.model, origin, base, names),
             tokenizer=with_tokenizer_of(origin, config.tokenizer),
         )
+    before = config
     config = parse_fields(config, arguments, program)
+    if "train.steps" in stated and "optimizer.warmup_steps" not in stated:
+        optimizer = with_warmup_within(config.optimizer, before.train.steps, config.train.steps)
+        config = dataclasses.replace(config, optimizer=optimizer)
     size = config.model.vocab_size or known_vocabulary(config.tokenizer)
     model = dataclasses.replace(config.model, vocab_size=size)
     return check(dataclasses.replace(config, model=model))
+
+
+def with_warmup_within(optimizer: OptimizerConfig, planned: int, steps: int) -> OptimizerConfig:
+    """The settings of an optimizer for a run of `steps` steps, which are fewer than its warm-up. It
+    is then the same fraction of the run as of the `planned` steps of its config, with a warning."""
+    warmup = optimizer.warmup_steps
+    if warmup <= steps or optimizer.decay_steps > warmup:
+        return optimizer
+    shortened = warmup * steps // planned
+    warnings.warn(
+        f"optimizer.warmup_steps={warmup} of the config is longer than the run,"
+        f" train.steps={steps}, and is {shortened} here, the same fraction of the run as in the"
+        " config: state it to choose another.",
+        stacklevel=2,
+    )
+    return dataclasses.replace(optimizer, warmup_steps=shortened)
 
 
 def origin_of(settings: RunSettings, base: "ModelFiles") -> "ModelFiles":

@@ -112,6 +112,17 @@ def test_a_config_is_a_static_argument_and_equal_configs_share_a_compilation() -
     assert len(traced) == 2
 
 
+def test_a_shorter_run_has_a_shorter_warm_up_unless_the_line_states_one() -> None:
+    path = ROOT / "configs/quickstart.py"  # 40 of 600 steps
+    with pytest.warns(UserWarning, match=r"warmup_steps=40 of the config .* is 2 here"):
+        assert jf.load_config(path, ["train.steps=30"]).optimizer.warmup_steps == 2
+    assert jf.load_config(path, ["train.steps=40"]).optimizer.warmup_steps == 40
+    beginning = jf.load_config(path, ["train.steps=30", "optimizer.decay_steps=600"])
+    assert beginning.optimizer.warmup_steps == 40
+    with pytest.raises(jf.ConfigError, match=r"warmup_steps=31 is longer than the run"):
+        jf.load_config(path, ["train.steps=30", "optimizer.warmup_steps=31"])
+
+
 def test_overrides_in_python_are_those_of_the_command_line() -> None:
     path = ROOT / "configs/quickstart.py"
     given = {
