@@ -50,7 +50,7 @@ Figures = tuple[float, float, float, float]
 
 
 def _tpu(kind: str, figures: Figures, cores: int) -> Device:
-    """A row of a TPU."""
+    """Return a row of a TPU."""
     tflops, memory, bandwidth, link = figures
     return Device(
         kind=kind,
@@ -65,7 +65,8 @@ def _tpu(kind: str, figures: Figures, cores: int) -> Device:
 
 
 def _gpu(kind: str, figures: Figures, cores: int, capability: tuple[int, int] = (9, 0)) -> Device:
-    """A row of an NVIDIA GPU. TF32 is half of bfloat16 in every generation from Ampere on."""
+    """Return a row of an NVIDIA GPU. TF32 is half of bfloat16 in every generation from Ampere
+    on."""
     row = _tpu(f"(NVIDIA )?{kind}", figures, cores)
     half = figures[0] * 0.5e12
     return replace(row, platform="gpu", float32=half, capability=capability)
@@ -103,15 +104,15 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """The row of a name."""
+    """Return the row of a name."""
     if name not in DEVICES:
         raise ConfigError(f"there is no device {name!r}: choose one of {', '.join(DEVICES)}.")
     return DEVICES[name]
 
 
 def name_of(kind: str) -> str | None:
-    """The name of the row for what JAX reports as `device_kind`, or for its own name; None if it is
-    not in the table."""
+    """Return the name of the row for what JAX reports as `device_kind`, or for its own name; None
+    if it is not in the table."""
     for name, device in DEVICES.items():
         if kind == name or re.fullmatch(device.kind, kind):
             return name

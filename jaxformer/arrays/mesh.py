@@ -29,8 +29,8 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     explicit: bool = False,
 ) -> Mesh:
-    """The mesh of `devices` (default: all) with axes data, fsdp, expert, context and tensor of
-    these sizes. With data=0, the axis data has the devices that the others leave.
+    """Return the mesh of `devices` (default: all) with axes data, fsdp, expert, context and tensor
+    of these sizes. With data=0, the axis data has the devices that the others leave.
 
     Explicit axes make the sharding part of each array's type, by which the tests find missing
     placements. Raises ConfigError if the sizes do not multiply to the number of devices.
@@ -50,8 +50,8 @@ def mesh_of(
 
 
 def mesh_shape(devices: int, sizes: Mapping[str, int], platform: str) -> tuple[int, ...]:
-    """The sizes of the axes in the order of MESH_AXES, where data=0 is the number of devices that
-    the others leave."""
+    """Return the sizes of the axes in the order of MESH_AXES, where data=0 is the number of devices
+    that the others leave."""
     divided = math.prod(size for axis, size in sizes.items() if axis != "data")
     shape = {**sizes, "data": sizes["data"] or max(devices // divided, 1)}
     if math.prod(shape.values()) != devices:
@@ -104,12 +104,12 @@ def check_experts(mesh: AnyMesh, experts: int) -> None:
 
 
 def batch_devices(mesh: AnyMesh) -> int:
-    """The number of devices that hold different rows of a batch."""
+    """Return the number of devices that hold different rows of a batch."""
     return math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
 
 
 def held_blocks(mesh: AnyMesh) -> tuple[tuple[int, ...], int]:
-    """The numbers of the blocks of rows of a batch that the devices of this process hold, in
+    """Return the numbers of the blocks of rows of a batch that the devices of this process hold, in
     ascending order, and the number of blocks that the mesh has. With a tensor axis over processes,
     several processes hold the same blocks."""
     count = batch_devices(mesh)
@@ -124,8 +124,8 @@ def held_blocks(mesh: AnyMesh) -> tuple[tuple[int, ...], int]:
 
 
 def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
-    """A line for each parameter that the mesh should split but cannot, because none of its axes is
-    divisible, with its bytes.
+    """Return a line for each parameter that the mesh should split but cannot, because none of its
+    axes is divisible, with its bytes.
 
     Raises ConfigError where mesh.fsdp or mesh.tensor was given and splits no parameter at all.
     """

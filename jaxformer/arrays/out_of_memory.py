@@ -27,7 +27,7 @@ class OutOfMemory(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error of a compiler or an allocator says that memory has run out."""
+    """Return whether the error of a compiler or an allocator says that memory has run out."""
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return False
     text = str(error)

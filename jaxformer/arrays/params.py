@@ -100,7 +100,7 @@ class Spec:
         return self.fan_in / base_in, self.fan_out / base_out
 
     def _size(self, axes: Collection[str]) -> int:
-        """The product of the lengths of these axes."""
+        """Return the product of the lengths of these axes."""
         lengths = zip(self.axes, self.shape, strict=True)
         return math.prod(length for axis, length in lengths if axis in axes)
 
@@ -156,7 +156,7 @@ Weight = jax.Array | CustomLeaf
 
 
 def is_custom(node: Any) -> bool:
-    """Whether a node of the params is a `CustomLeaf`."""
+    """Return whether a node of the params is a `CustomLeaf`."""
     return hasattr(node, "contract")
 
 
@@ -177,12 +177,12 @@ def scaled(init: InitFunction, factor: float) -> InitFunction:
 
 
 def stack(specs: Specs, n: int) -> Specs:
-    """The table of `n` equal layers: every leaf gets a leading "layers" axis."""
+    """Return the table of `n` equal layers: every leaf gets a leading "layers" axis."""
     return map_specs(lambda _, s: replace(s, shape=(n, *s.shape), axes=("layers", *s.axes)), specs)
 
 
 def unstack(params: Params) -> list[Params]:
-    """The params of each stacked layer.
+    """Return the params of each stacked layer.
 
     `lax.split` transposes to one concatenation; indexing would pad and add whole stacks.
     """
@@ -202,20 +202,20 @@ def map_specs(f: Callable[[str, Spec], Any], specs: Specs) -> dict[str, Any]:
 
 
 def dotted(path: Any) -> str:
-    """The path of a leaf as names joined by dots, as in "blocks.attention.q"."""
+    """Return the path of a leaf as names joined by dots, as in "blocks.attention.q"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def is_target(path: str, target: str) -> bool:
-    """Whether a target names a leaf: by one of the names in its path, or by a pattern."""
+    """Return whether a target names a leaf: by one of the names in its path, or by a pattern."""
     return target in path.split(".") or fnmatch.fnmatchcase(path, target)
 
 
 def unknown_target(
     setting: str, target: str, paths: Collection[str], what: str, kinds: Collection[str] = ()
 ) -> ConfigError:
-    """The error of a target that is none of `kinds`, and names none of the leaves of these paths,
-    each of which is a `what`."""
+    """Return the error of a target that is none of `kinds`, and names none of the leaves of these
+    paths, each of which is a `what`."""
     names = dict.fromkeys([*kinds, *(name for path in paths for name in path.split("."))])
     near = difflib.get_close_matches(target, [*names, *paths], 3)
     advice = f"Did you mean {' or '.join(near)}? " if near else ""
@@ -343,6 +343,7 @@ def _product(equation: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array
     both = "".join(letter for letter in left if letter in right)
     free = left[: len(left) - len(both)]
     others = "".join(letter for letter in right if letter not in left)
+    # A product of two matrices, once axes are merged without moving a number.
     is_flat = left == free + both and right in (both + others, others + both)
     if divides_tokens or not is_flat or out != free + others:
         return jnp.einsum(equation, x, w, preferred_element_type=dtype)
@@ -359,16 +360,16 @@ def _product(equation: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _wide_product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The product in float32 of operands of 16 bits. Its derivatives are products of such operands
-    too: JAX would multiply the float32 gradient in float32, several times slower on accelerators.
-    """
+    """Return the product in float32 of operands of 16 bits. Its derivatives are products of such
+    operands too: JAX would multiply the float32 gradient in float32, several times slower on
+    accelerators."""
     return _product(equation, x, w, jnp.float32)
 
 
 def _wide_derivative(
     equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
 ) -> tuple[jax.Array, Any]:
-    """The product, and its derivative in the direction of the tangents."""
+    """Return the product, and its derivative in the direction of the tangents."""
     x, w = primals
     d_x, d_w = tangents
     terms = []
@@ -388,7 +389,8 @@ _wide_product.defjvp(_wide_derivative, symbolic_zeros=True)
 
 
 def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str, str, str]:
-    """The axes of x, of w and of the result; ValueError where they do not fit these shapes."""
+    """Return the axes of x, of w and of the result; ValueError where they do not fit these
+    shapes."""
     match = re.fullmatch(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]*)", equation)
     left, right, out = match.groups() if match else ("", "", "")
     sizes = dict(zip(left + right, (*x, *w), strict=False))
@@ -407,8 +409,8 @@ def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str
 
 
 def lookup(table: Any, index: Any, to: Axes) -> jax.Array:
-    """The rows of a table [V, W] at an int index [...], as [..., W]; `to` names the axes of the
-    result."""
+    """Return the rows of a table [V, W] at an int index [...], as [..., W]; `to` names the axes of
+    the result."""
     if is_custom(table):
         return table.lookup(index, to)  # type: ignore[no-any-return]
     if explicit_axes():

@@ -39,8 +39,8 @@ ACTIVATION_RULES: Rules = {
 def targets(
     shape: Sequence[int], axes: Axes, rules: Rules, sizes: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """The axes of the mesh that should divide each axis of an array. What divides one axis of it
-    divides no later one."""
+    """Return the axes of the mesh that should divide each axis of an array. What divides one axis
+    of it divides no later one."""
     targets_of_axes = []
     used = set[str]()
     for length, axis in zip(shape, axes, strict=True):
@@ -55,7 +55,8 @@ def targets(
 def partition(
     shape: Sequence[int], axes: Axes, rules: Rules, sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """The partition of an array; an axis whose length the mesh does not divide is replicated."""
+    """Return the partition of an array; an axis whose length the mesh does not divide is
+    replicated."""
     placed: list[tuple[str, ...] | str | None] = []
     for length, target in zip(shape, targets(shape, axes, rules, sizes), strict=True):
         fits = target and length % math.prod(sizes[name] for name in target) == 0
@@ -64,16 +65,16 @@ def partition(
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
-    """The platform of a mesh (None: the one in force): "cpu", "gpu" or "tpu". The devices of the
-    mesh need not exist on this machine. Without a mesh it is that of JAX's default backend."""
+    """Return the platform of a mesh (None: the one in force): "cpu", "gpu" or "tpu". The devices of
+    the mesh need not exist on this machine. Without a mesh it is that of JAX's default backend."""
     abstract = mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     device = abstract.abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def free_axes() -> dict[str, int]:
-    """The sizes of the axes of the mesh in force, except those that an enclosing `jax.shard_map`
-    divides; empty without a mesh."""
+    """Return the sizes of the axes of the mesh in force, except those that an enclosing
+    `jax.shard_map` divides; empty without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
 
@@ -95,14 +96,15 @@ def on_devices(
 
 
 def explicit_axes() -> bool:
-    """Whether the mesh makes sharding part of the types (the tests find missing sites by it)."""
+    """Return whether the mesh makes sharding part of the types (the tests find missing sites by
+    it)."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and AxisType.Explicit in mesh.axis_types
 
 
 def gathered(w: Any) -> Any:
-    """A weight, or every array of a custom leaf, gathered along the mesh axes that split batches.
-    With automatic axes it is unchanged, because the compiler gathers it."""
+    """Return a weight, or every array of a custom leaf, gathered along the mesh axes that split
+    batches. With automatic axes it is unchanged, because the compiler gathers it."""
     if not explicit_axes():
         return w
     tokens = {*ACTIVATION_RULES["batch"], *ACTIVATION_RULES["sequence"]}
@@ -118,7 +120,7 @@ def gathered(w: Any) -> Any:
 
 
 def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:
-    """The placement of an activation on the mesh in force."""
+    """Return the placement of an activation on the mesh in force."""
     return partition(shape, axes, ACTIVATION_RULES, free_axes())
 
 

@@ -51,17 +51,17 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
 
 
 def has_layer_bias(config: ModelConfig) -> bool:
-    """Whether each layer has a bias of its own."""
+    """Return whether each layer has a bias of its own."""
     return is_disentangled(config) or (config.positions == "t5" and config.relative_bias == "layer")
 
 
 def is_disentangled(config: ModelConfig) -> bool:
-    """Whether a layer computes its bias from its queries and keys, for each row."""
+    """Return whether a layer computes its bias from its queries and keys, for each row."""
     return config.positions == "disentangled"
 
 
 def relative_row_specs(config: ModelConfig) -> Specs:
-    """The rows of relative positions [2 buckets, D] of a stack, and their norm."""
+    """Return the rows of relative positions [2 buckets, D] of a stack, and their norm."""
     if not is_disentangled(config):
         return {}
     shape = (2 * config.relative_buckets, config.d_model)
@@ -73,8 +73,8 @@ def relative_row_specs(config: ModelConfig) -> Specs:
 def relative_rows(
     params: Params, config: ModelConfig, dtype: DTypeLike
 ) -> Float[Array, "1 R D"] | None:
-    """The normed rows of relative positions, of which every layer makes queries and keys; None
-    where a stack has none."""
+    """Return the normed rows of relative positions, of which every layer makes queries and keys;
+    None where a stack has none."""
     if not is_disentangled(config):
         return None
     ids = jnp.arange(2 * config.relative_buckets, dtype=jnp.int32)[None]
@@ -110,6 +110,7 @@ def disentangled_bias(
     q, q_rows = (x.reshape(*x.shape[:2], *heads, x.shape[-1]) for x in (q, q_rows))
     row = log_bucket(-key_distances(mask), config.relative_buckets, config.relative_distance)
     row = row[:, None, None]  # [B or 1, 1, 1, T, S]
+    # [B, K, G, T, R] and [B, K, G, R, S] for all R rows, of which each pair then takes one.
     of_queries = jnp.einsum("BTKGH,RKH->BKGTR", q, k_rows[0]).astype(jnp.float32)
     of_keys = jnp.einsum("BSKH,RKGH->BKGRS", k, q_rows[0]).astype(jnp.float32)
     bias = jnp.take_along_axis(of_queries, row, axis=-1)
@@ -121,8 +122,8 @@ def disentangled_bias(
 def score_bias(
     table: Float[Array, "buckets N"] | None, config: ModelConfig, mask: AttentionMask
 ) -> Float[Array, "B N T S"]:
-    """The bias of the scores, float32 [B or 1, N, T, S], or with P leading keys
-    [B or 1, N, T, P + S]."""
+    """Return the bias of the scores, float32 [B or 1, N, T, S], or with P leading keys [B or 1, N,
+    T, P + S]."""
     distance = key_distances(mask)
     if config.positions == "alibi":
         slopes = jnp.asarray(alibi_slopes(config.n_heads), jnp.float32)
@@ -135,8 +136,8 @@ def score_bias(
 
 
 def key_distances(mask: AttentionMask) -> Int[Array, "B T S"]:
-    """The position of each key less that of the query, [B or 1, T, S], or with P leading keys
-    [B or 1, T, P + S]."""
+    """Return the position of each key less that of the query, [B or 1, T, S], or with P leading
+    keys [B or 1, T, P + S]."""
     queries = mask.queries.positions
     keys = mask.keys.positions
     if mask.queries.ordered and mask.keys.ordered:

@@ -130,7 +130,7 @@ def _blocks(
 def _layout(
     positions: OptionalIndex, segments: OptionalIndex, start: int, stop: int
 ) -> TokenLayout:
-    """The layout of the tokens `start` to `stop` of each row."""
+    """Return the layout of the tokens `start` to `stop` of each row."""
     return TokenLayout(
         jnp.arange(start, stop)[None] if positions is None else positions[:, start:stop],
         None if segments is None else segments[:, start:stop],
@@ -148,7 +148,8 @@ def scores_of(
     soft_cap: float,
     bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The scores [B, K, G, rows, keys] of a block, float32, and tanh(score / cap) with a soft-cap.
+    """Return the scores [B, K, G, rows, keys] of a block, float32, and tanh(score / cap) with a
+    soft-cap.
 
     `bias` is that of the block, [B or 1, K, G, rows, keys].
     """
@@ -161,7 +162,7 @@ def scores_of(
 
 
 def _bias_of_block(extra: Extra, key_heads: int, rows: slice, seen: slice) -> jax.Array | None:
-    """The bias of a block, [B or 1, N, T, S] -> [B or 1, K, G, rows, seen]."""
+    """Return the bias of a block, [B or 1, N, T, S] -> [B or 1, K, G, rows, seen]."""
     if extra.bias is None:
         return None
     bias = extra.bias[..., rows, seen]
@@ -195,7 +196,8 @@ def _forward(
     static: Static,
 ) -> tuple[jax.Array, Any]:
     queries = query_groups(q, k.shape[2])  # [B, K, G, T, H]
-    keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, K, S, H], [B, K, S, W]
+    keys = jnp.swapaxes(k, 1, 2)  # [B, K, S, H]
+    values = jnp.swapaxes(v, 1, 2)  # [B, K, S, W]
     lowest = jnp.finfo(jnp.float32).min
     least = jnp.finfo(jnp.float32).tiny
     sinks = extra.sinks
@@ -274,11 +276,13 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
             d_bias.append(jnp.pad(d_block, ((0, 0),) * 4 + ((0, beyond),)))
         if bent is not None:
             d_scores = d_scores * (1 - jnp.square(bent))
+        # Through the scale, to the products of queries and keys.
         d_scores = d_scores * static.scale
         d_queries.append(grouped_product("BKGTS,BKSH->BKGTH", d_scores, ks))
         padding = ((0, 0), (0, 0), (0, beyond), (0, 0))
         d_values += jnp.pad(grouped_product("BKGTS,BKGTH->BKSH", drop(weights), ds), padding)
         d_keys += jnp.pad(grouped_product("BKGTS,BKGTH->BKSH", d_scores, qs), padding)
+    # Blocks of queries are joined. Those of keys were summed: blocks of queries share keys.
     d_q = heads_last(jnp.concatenate(d_queries, axis=-2)).astype(q.dtype)
     d_k = jnp.swapaxes(d_keys, 1, 2)
     d_v = jnp.swapaxes(d_values, 1, 2)
@@ -295,7 +299,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def sink_gradients(sinks: jax.Array, log_sum: jax.Array, inner: jax.Array) -> jax.Array:
-    """The gradients of the sinks of the heads, from the log-sum-exp and the inner sum of all
+    """Return the gradients of the sinks of the heads, from the log-sum-exp and the inner sum of all
     queries [B, K, G, T, 1]. A sink has the weight exp(sink - log_sum) and no value, so its
     d_weights is 0."""
     by_group = sinks.reshape(*log_sum.shape[1:3], 1, 1)

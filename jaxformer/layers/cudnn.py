@@ -64,7 +64,7 @@ def _entry() -> Callable[..., Any] | None:
 
 
 def lacks_packed_rows() -> str:
-    """Why packed rows cannot be computed; empty if they can."""
+    """Return why packed rows cannot be computed; empty if they can."""
     if _entry():
         return ""
     first, last = (".".join(map(str, version)) for version in KNOWN)
@@ -125,7 +125,7 @@ def attention_of_one_width(
 
 
 def _within_bound(ids: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Whether no segment id in [B, T] exceeds `mask.max_segments`, as a bool scalar."""
+    """Return whether no segment id in [B, T] exceeds `mask.max_segments`, as a bool scalar."""
     within = jnp.all(ids <= mask.max_segments)
     # With a bound of 1, the text begins with the row: no token follows padding.
     if mask.max_segments == 1:

@@ -71,12 +71,14 @@ class ExpertRows(NamedTuple):
 
 
 def sorted_pairs(experts: jax.Array, number: int, most: int) -> ExpertRows:
-    """The pairs of tokens with their experts [N, K]; an expert of `number` or above is none. There
-    are `most` rows, at least as many as pairs that have an expert."""
+    """Return the pairs of tokens with their experts [N, K]; an expert of `number` or above is none.
+    There are `most` rows, at least as many as pairs that have an expert."""
     n, k = experts.shape
     of_pair = experts.reshape(-1)
+    # The pair of each row, [N K]: stable, so that the tokens of an expert keep their order.
     order = jnp.argsort(of_pair, stable=True)
     index = jnp.arange(n * k, dtype=order.dtype)
+    # The inverse: the row of each pair.
     row = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
     sizes = (of_pair[:, None] == jnp.arange(number)).sum(0, dtype=jnp.int32)
     choice = order[:most]
@@ -105,18 +107,19 @@ _combine_once.defvjp(
 
 
 def gather(x: Float[Array, "N D"], pairs: ExpertRows, kernel: str) -> Float[Array, "M D"]:
-    """The token of each row; with the kernel "xla" for every transform of JAX."""
+    """Return the token of each row; with the kernel "xla" for every transform of JAX."""
     return _gather(x, pairs) if kernel == "xla" else _gather_once(x, pairs)
 
 
 def combine(y: Float[Array, "M D"], pairs: ExpertRows, kernel: str) -> Float[Array, "N D"]:
-    """The sum of the rows of each token; with the kernel "xla" for every transform of JAX."""
+    """Return the sum of the rows of each token; with the kernel "xla" for every transform of
+    JAX."""
     return _combine(y, pairs) if kernel == "xla" else _combine_once(y, pairs)
 
 
 def _scale_of_rows(scale: jax.Array, pairs: ExpertRows) -> jax.Array:
-    """The weight of each row [M], of those of the pairs [N, K]. That of a row without an expert,
-    for which a kernel may give anything, is 0 and has no gradient."""
+    """Return the weight of each row [M], of those of the pairs [N, K]. That of a row without an
+    expert, for which a kernel may give anything, is 0 and has no gradient."""
     of_row = scale.reshape(-1).at[pairs.choice].get(unique_indices=True)
     return jnp.where(jnp.arange(len(of_row)) < pairs.sizes.sum(), of_row, 0)
 
@@ -150,7 +153,7 @@ def expert_sum(
     routes: Routes,
     dispatch: Dispatch,
 ) -> Float[Array, "B T D"]:
-    """The sum of what the experts of each token return, on the devices of the mesh in force.
+    """Return the sum of what the experts of each token return, on the devices of the mesh in force.
     `table` has the rows of `weights`, whose first axis counts experts."""
     axes = free_axes()
     if jax.sharding.get_abstract_mesh().size == 1 or not axes:
@@ -201,14 +204,14 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def sends_rows(k: int, devices: int) -> bool:
-    """Whether rows travel, and not tokens, where so many devices have different tokens and
+    """Return whether rows travel, and not tokens, where so many devices have different tokens and
     experts."""
     return k < devices
 
 
 def most_rows(tokens: int, rows: int, k: int, dispatch: Dispatch, devices: int) -> int:
-    """The most rows of experts that a device can have, of so many tokens in so many rows of a
-    batch, where `devices` divide the experts."""
+    """Return the most rows of experts that a device can have, of so many tokens in so many rows of
+    a batch, where `devices` divide the experts."""
     number = dispatch.number // devices
     most = tokens * min(k, number)
     return min(most, rows * number * dispatch.capacity) if dispatch.capacity else most
@@ -225,8 +228,10 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(sent: jax.Array, me: jax.Array) -> tuple[Traffic, Traffic]:
-    """The traffic of device `me` where device i sends sent[i, j] rows to j, [P, P], and that of the
-    way back. Rows lie by destination where they are sent, and by source where they arrive."""
+    """Return the traffic of device `me` where device i sends sent[i, j] rows to j, [P, P], and that
+    of the way back. Rows lie by destination where they are sent, and by source where they
+    arrive."""
+    # [P, P]: what the devices before i send to j, and what i sends to those before j.
     before_there = jnp.cumsum(sent, axis=0) - sent
     before_here = jnp.cumsum(sent, axis=1) - sent
     there = Traffic(before_here[me], sent[me], before_there[me], sent[:, me])
@@ -235,8 +240,8 @@ def traffic_of(sent: jax.Array, me: jax.Array) -> tuple[Traffic, Traffic]:
 
 
 def exchanged(x: jax.Array, most: int, traffic: Traffic) -> jax.Array:
-    """The rows [most, ...] that a device gets from all, of the rows [M, ...] of each; those after
-    the last are 0."""
+    """Return the rows [most, ...] that a device gets from all, of the rows [M, ...] of each; those
+    after the last are 0."""
     if platform() != "cpu":
         out = jnp.zeros((most, *x.shape[1:]), x.dtype)
         return jax.lax.ragged_all_to_all(x, out, *traffic, axis_name=EXPERT)
@@ -259,7 +264,7 @@ def _on_device(
     experts: jax.Array,
     scale: jax.Array,
 ) -> jax.Array:
-    """The sum for the tokens [B, T, D] of a device, with the experts that it has."""
+    """Return the sum for the tokens [B, T, D] of a device, with the experts that it has."""
     shape = x.shape
     kernel = dispatch.kernel
     x, experts, scale = (array.reshape(-1, array.shape[-1]) for array in (x, experts, scale))
@@ -282,7 +287,8 @@ def _on_device(
     most = most_rows(n * of_all, shape[0] * of_all, k, dispatch, devices)
 
     def summed(x: jax.Array, scale: jax.Array, pairs: ExpertRows) -> jax.Array:
-        """The sum of the experts of this device for tokens [N, D] with these scales [N, K]."""
+        """Return the sum of the experts of this device for tokens [N, D] with these scales [N,
+        K]."""
         rows = gather(x, pairs, kernel)
         groups = GroupedRows(pairs.sizes, kernel)
         return combine(run(weights, rows, _scale_of_rows(scale, pairs), groups), pairs, kernel)

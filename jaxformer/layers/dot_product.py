@@ -33,7 +33,7 @@ def dot_product_attention(
 
 
 def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, scoring: Scoring) -> jax.Array:
-    """The attention weights, float32 [..., K, G, T, S] with G = N/K."""
+    """Return the attention weights, float32 [..., K, G, T, S] with G = N/K."""
     *_, n, h = q.shape
     heads = (k.shape[-2], n // k.shape[-2])  # K, G
     scale, cap, bias, sinks = scoring
@@ -77,7 +77,8 @@ def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.
 
 
 def attention_weights(q: jax.Array, k: jax.Array, mask: AttentionMask) -> jax.Array:
-    """The undropped weights of `plain`, float32: [B, T, N, H], [B, S, K, H] -> [B, N, T, S]."""
+    """Return the undropped weights of `plain`, float32: [B, T, N, H], [B, S, K, H] -> [B, N, T,
+    S]."""
     return jax.lax.collapse(_weights(q, k, visible(mask), mask.scoring), 1, 3)
 
 

@@ -54,7 +54,7 @@ class Embedding(NamedTuple):
 
 
 def _table(config: ModelConfig, name: str, size: int, init: InitFunction) -> Spec:
-    """A table [size, D] whose rows are looked up."""
+    """Return a table [size, D] whose rows are looked up."""
     return Spec((size, config.d_model), (name, "embed"), init, inputs=(name,), lookup=True)
 
 
@@ -114,14 +114,14 @@ TOKEN_TYPES = Embedding(_type_specs, _types, lambda config: "U[token type]")
 
 
 def added_embeddings(config: ModelConfig) -> list[Embedding]:
-    """The rows of what a stack adds to the embedding of its inputs, in their order."""
+    """Return the rows of what a stack adds to the embedding of its inputs, in their order."""
     name = config.embedded_positions
     positions = [ADDED[name]] if name in ADDED else []
     return [*positions, *([TOKEN_TYPES] if config.token_types else [])]
 
 
 def of_embeddings(config: ModelConfig) -> ModelConfig:
-    """The config of a model as wide as the embeddings of this one."""
+    """Return the config of a model as wide as the embeddings of this one."""
     if config.embedded_width == config.d_model:
         return config
     width = config.embedded_width
@@ -130,13 +130,13 @@ def of_embeddings(config: ModelConfig) -> ModelConfig:
 
 
 def embedding_specs(config: ModelConfig) -> Specs:
-    """The parameters of model.embedding, which all stacks of the model share."""
+    """Return the parameters of model.embedding, which all stacks of the model share."""
     return EMBEDDINGS[config.embedding].specs(of_embeddings(config))
 
 
 def added_specs(config: ModelConfig) -> Specs:
-    """The parameters of what a stack adds to its inputs: learned positions, token types, a norm,
-    and the matrix that projects the sum."""
+    """Return the parameters of what a stack adds to its inputs: learned positions, token types, a
+    norm, and the matrix that projects the sum."""
     specs: Specs = {}
     if config.embedded_width != config.d_model:
         make = INITIALIZERS[config.init](config)
@@ -170,7 +170,7 @@ def embed(
 
 
 def embed_formula(config: ModelConfig) -> tuple[str, ...]:
-    """The rows of x as text."""
+    """Return the rows of x as text."""
     summands = [EMBEDDINGS[config.embedding], *added_embeddings(config)]
     text = " + ".join(row.formula(config) for row in summands)
     text = f"norm({text})" if config.embedding_norm else text

@@ -36,9 +36,10 @@ KEYS = ("batch", None, "kv_heads", None)
 
 
 def exchange_of(queries: int, heads: int, sizes: Mapping[str, int] | None = None) -> Exchange:
-    """How attention of so many queries and heads gets its keys on a mesh with these sizes (None:
-    the mesh in force)."""
+    """Return how attention of so many queries and heads gets its keys on a mesh with these sizes
+    (None: the mesh in force)."""
     sizes = free_axes() if sizes is None else sizes
+    # Rows of another length, as those of one token that is decoded, are on all devices.
     context = sizes.get(CONTEXT, 1)
     if context == 1 or queries % context:
         return "none"
@@ -76,7 +77,7 @@ def before_exchange(
 
 
 def devices_along(axes: tuple[str, ...] | str | None) -> int:
-    """The number of devices along an entry of a partition."""
+    """Return the number of devices along an entry of a partition."""
     names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
     return math.prod(free_axes()[name] for name in names)
 
@@ -99,7 +100,8 @@ def mask_of_device(
     sinks: jax.Array | None,
     bias: jax.Array | None = None,
 ) -> AttentionMask:
-    """The mask with the queries and keys, the sinks [N] and the bias [B, N, T, S] of one device."""
+    """Return the mask with the queries and keys, the sinks [N] and the bias [B, N, T, S] of one
+    device."""
     scoring = mask.scoring._replace(bias=bias, sinks=sinks)
     return mask._replace(scoring=scoring, queries=sides[0], keys=sides[1])
 
@@ -153,18 +155,18 @@ def on_each_device(
 
 
 def balanced(x: jax.Array) -> jax.Array:
-    """An activation [B, T, ...] with an early and a late piece of each row on every device of
-    mesh.context."""
+    """Return an activation [B, T, ...] with an early and a late piece of each row on every device
+    of mesh.context."""
     return _rearranged(_to_early_and_late, x)
 
 
 def in_order(x: jax.Array) -> jax.Array:
-    """The inverse of `balanced`."""
+    """Return the inverse of `balanced`."""
     return _rearranged(_from_early_and_late, x)
 
 
 def balanced_index(length: int, devices: int) -> np.ndarray:
-    """The index in its row of each token of a balanced row, int32 [T]."""
+    """Return the index in its row of each token of a balanced row, int32 [T]."""
     pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
     early = pieces[:devices]
     late = pieces[devices:][::-1]
@@ -185,7 +187,7 @@ def _destinations(devices: int) -> tuple[list[tuple[int, int]], list[tuple[int, 
 
 
 def _to_early_and_late(x: jax.Array) -> jax.Array:
-    """The pieces 2 i and 2 i + 1 of a row [B, T / C, ...] on device i -> the pieces i and
+    """Move the pieces 2 i and 2 i + 1 of a row [B, T / C, ...] on device i -> the pieces i and
     2 C - 1 - i."""
     even, odd = jnp.split(x, 2, axis=1)
     of_even, of_odd = _destinations(jax.lax.axis_size(CONTEXT))
@@ -195,14 +197,14 @@ def _to_early_and_late(x: jax.Array) -> jax.Array:
 
 
 def _in_turn(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The even and the odd piece of a device as the early and the late one, or the reverse: on
-    every second device the early one is odd."""
+    """Return the even and the odd piece of a device as the early and the late one, or the reverse:
+    on every second device the early one is odd."""
     early_is_even = jax.lax.axis_index(CONTEXT) % 2 == 0
     return jnp.where(early_is_even, first, second), jnp.where(early_is_even, second, first)
 
 
 def _from_early_and_late(x: jax.Array) -> jax.Array:
-    """The inverse of `_to_early_and_late`."""
+    """Return the inverse of `_to_early_and_late`."""
     even, odd = _in_turn(*jnp.split(x, 2, axis=1))
     of_even, of_odd = _destinations(jax.lax.axis_size(CONTEXT))
     even = jax.lax.ppermute(even, CONTEXT, [(to, start) for start, to in of_even])
@@ -211,9 +213,9 @@ def _from_early_and_late(x: jax.Array) -> jax.Array:
 
 
 def gathered_in_order(x: jax.Array, in_pieces: bool) -> jax.Array:
-    """The keys or values of all devices [B, S, K, W], in the order of their rows, from those of one
-    [B, S / C, K, W], inside `jax.shard_map`; `in_pieces`: they are balanced. Their gradients are
-    summed and scattered."""
+    """Return the keys or values of all devices [B, S, K, W], in the order of their rows, from those
+    of one [B, S / C, K, W], inside `jax.shard_map`; `in_pieces`: they are balanced. Their gradients
+    are summed and scattered."""
     if not in_pieces:
         return jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)
     early, late = (jax.lax.all_gather(piece, CONTEXT) for piece in jnp.split(x, 2, axis=1))

@@ -50,7 +50,7 @@ BALANCED_RATE = 0.001
 
 
 def shared_config(config: ModelConfig) -> ModelConfig:
-    """The config of the shared expert, a plain feed-forward."""
+    """Return the config of the shared expert, a plain feed-forward."""
     return replace(config, feed_forward="ffn", n_experts=0, d_ff=config.shared_ff)
 
 
@@ -85,14 +85,16 @@ def route(
     mask: AttentionMask,
     capped: bool = True,
 ) -> tuple[Routes, Aux]:
-    """The experts of each token with their weights, and the losses and metrics of the router; with
-    `capped` an expert takes no more tokens of a row than model.expert_capacity says."""
+    """Return the experts of each token with their weights, and the losses and metrics of the
+    router; with `capped` an expert takes no more tokens of a row than model.expert_capacity
+    says."""
     number = config.n_experts
     k = config.experts_per_token
     logits = contract("BTD,DE->BTE", x, params["router"], dtype=jnp.float32)
     if config.router_bias == "learned":
         logits += params["router_bias"].astype(jnp.float32)
     logits = constrain(logits, TOKEN_AXES)
+    # float32 [B, T, E]: in 16 bits a small error would send a token to another expert.
     scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
     select = scores
     if config.router_bias == "balanced":
@@ -104,6 +106,7 @@ def route(
         _, chosen = jax.lax.top_k(best.sum(-1), config.router_top_groups)  # [B, T, top]
         allowed = (chosen[..., None] == jnp.arange(config.router_groups)).any(-2)  # [B, T, G]
         select = jnp.where(allowed[..., None], of_group, -jnp.inf).reshape(select.shape)
+    # [B, T, K], of which only the weights have a gradient.
     _, experts = jax.lax.top_k(jax.lax.stop_gradient(select), k)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.router_renormalize:
@@ -127,7 +130,8 @@ def route(
 
 
 def capacity_of(config: ModelConfig, length: int) -> int:
-    """The most tokens of a row of so many that an expert takes. Raises ConfigError below 1."""
+    """Return the most tokens of a row of so many that an expert takes. Raises ConfigError below
+    1."""
     share = length * config.experts_per_token / config.n_experts
     capacity = math.floor(config.expert_capacity * share)
     if capacity < 1:
@@ -149,7 +153,7 @@ def _router_aux(
     kept: jax.Array,
     real: jax.Array,
 ) -> Aux:
-    """The loss of the router, and its metrics. A load or a loss of 1 is that of equal use.
+    """Return the loss of the router, and its metrics. A load or a loss of 1 is that of equal use.
 
     balance   E sum_e f_e p_e, of the fraction f of the tokens that are routed to an expert and the
               mean p of its probabilities, over all tokens (arXiv:2101.03961, 2401.06066)
@@ -157,6 +161,7 @@ def _router_aux(
     """
     number = config.n_experts
     k = config.experts_per_token
+    # [B, T, E], which sum to 1: sigmoids do not by themselves.
     probabilities = scores / scores.sum(-1, keepdims=True) if config.router == "sigmoid" else scores
     # [B, T, E]: whether the token is routed to the expert; no row has E, where padding is.
     routed = (experts[..., None] == jnp.arange(number)).any(-2)
@@ -206,8 +211,8 @@ def _added_bias(y: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.A
 def _expert_rows(
     config: ModelConfig, weights: Params, rows: jax.Array, scale: jax.Array, groups: GroupedRows
 ) -> jax.Array:
-    """The rows [M, D] of each expert through its feed-forward, times `scale` [M]: [M, D]. The
-    hidden rows are scaled, so that the backward pass reads no output of an expert."""
+    """Return the rows [M, D] of each expert through its feed-forward, times `scale` [M]: [M, D].
+    The hidden rows are scaled, so that the backward pass reads no output of an expert."""
 
     def linear(name: str, x: jax.Array, equation: str) -> jax.Array:
         y = checkpoint_name(contract(equation, x, weights[name], groups=groups), name)
@@ -223,7 +228,7 @@ def _expert_rows(
 
 
 def dispatch_of(config: ModelConfig, length: int, capped: bool) -> Dispatch:
-    """How the tokens of rows of so many find their experts."""
+    """Return how the tokens of rows of so many find their experts."""
     capacity = capacity_of(config, length) if config.expert_capacity and capped else 0
     return Dispatch(config.n_experts, config.expert_kernel, capacity)
 

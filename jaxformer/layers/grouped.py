@@ -34,7 +34,7 @@ class GroupedRow(NamedTuple):
     capability: tuple[int, ...] = (0, 0)
 
     def refuses(self, platform: str, capability: tuple[int, ...]) -> str:
-        """Why the kernel cannot run on a device; empty if it can."""
+        """Return why the kernel cannot run on a device; empty if it can."""
         if platform not in self.platforms:
             return f"it needs a {' or '.join(self.platforms)}, and this device is a {platform}"
         if platform == "gpu" and capability < self.capability:
@@ -44,7 +44,8 @@ class GroupedRow(NamedTuple):
 
 
 def _dense(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
-    """The product of all rows with each matrix in turn, of which the rows of its group are kept."""
+    """Return the product of all rows with each matrix in turn, of which the rows of its group are
+    kept."""
     ends = jnp.cumsum(sizes)
     index = jnp.arange(len(x))
     # JAX's own gradient of w multiplies the rows of no group by 0, and they may be NaN.
@@ -100,9 +101,11 @@ class BlocksOfRows(NamedTuple):
 def row_blocks(m: int, sizes: jax.Array, least: int = 8, most: int = 512) -> BlocksOfRows:
     """Blocks of about the mean size of a group, of `least` to `most` rows."""
     groups = len(sizes)
+    # A power of two, as the kernels for GPUs need.
     rows = min(max(1 << (max(m // groups, 1) - 1).bit_length(), least), most)
     counts = -(-sizes // rows)
     ends = jnp.cumsum(counts)
+    # The most blocks that there can be: each group has at most one that is not full.
     index = jnp.arange(m // rows + groups, dtype=sizes.dtype)
     after_group = jnp.searchsorted(ends, index, side="right", method="compare_all")
     group = jnp.minimum(after_group, groups - 1)
@@ -114,8 +117,8 @@ def row_blocks(m: int, sizes: jax.Array, least: int = 8, most: int = 512) -> Blo
 
 
 def _loop(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
-    """A loop over blocks of rows of one group. A block writes all its rows, those that are not of
-    its group as 0, and the next group then writes over those of its own."""
+    """Multiply in a loop over blocks of rows of one group. A block writes all its rows, those that
+    are not of its group as 0, and the next group then writes over those of its own."""
     blocks = row_blocks(len(x), sizes)
     width = w.shape[1 if transposed else 2]
     padded = jnp.pad(x, ((0, blocks.rows), (0, 0)))

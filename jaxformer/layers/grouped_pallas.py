@@ -26,7 +26,8 @@ TILES_OF_GROUP = 12
 
 
 def _halves(size: int) -> list[int]:
-    """The lengths of blocks of an axis: all of it, or multiples of LANES that divide it, padded."""
+    """Return the lengths of blocks of an axis: all of it, or multiples of LANES that divide it,
+    padded."""
     blocks = -(-size // LANES)
     return [size, *(LANES * n for n in range(1, blocks) if blocks % n == 0)]
 
@@ -38,8 +39,8 @@ def _tile_of_rows(m: int, groups: int) -> int:
 
 
 def product_tiles(m: int, k: int, n: int, groups: int, itemsize: int) -> tuple[int, int, int]:
-    """The rows, the depth and the width of a block of x [M, K] times w [E, K, N]: those that read
-    the fewest bytes. A matrix is read once if a block has all of its depth."""
+    """Return the rows, the depth and the width of a block of x [M, K] times w [E, K, N]: those that
+    read the fewest bytes. A matrix is read once if a block has all of its depth."""
     rows = _tile_of_rows(m, groups)
 
     def memory(depth: int, width: int) -> int:
@@ -58,7 +59,7 @@ def product_tiles(m: int, k: int, n: int, groups: int, itemsize: int) -> tuple[i
 
 
 def outer_tiles(m: int, k: int, n: int, groups: int, itemsize: int) -> tuple[int, int, int]:
-    """The rows, and the sides of a block of x^T dy [E, K, N] for x [M, K] and dy [M, N]."""
+    """Return the rows, and the sides of a block of x^T dy [E, K, N] for x [M, K] and dy [M, N]."""
     rows = _tile_of_rows(m, groups)
 
     def memory(depth: int, width: int) -> int:
@@ -142,8 +143,8 @@ def _dot(a: jax.Array, b: jax.Array, **transposed: bool) -> jax.Array:
 
 
 def _block(ref: Any, start: tuple[Any, ...], shape: tuple[int, int], end: Any) -> tuple[Any, Any]:
-    """A block of the last two axes of an array, and which of its elements are in rows before `end`
-    and in columns of the array."""
+    """Return a block of the last two axes of an array, and which of its elements are in rows before
+    `end` and in columns of the array."""
     *leading, row, column = start
     inside = (row + jnp.arange(shape[0]) < end)[:, None]
     if ref.shape[-1] % shape[1]:
@@ -153,7 +154,7 @@ def _block(ref: Any, start: tuple[Any, ...], shape: tuple[int, int], end: Any) -
 
 
 def _load(ref: Any, start: tuple[Any, ...], shape: tuple[int, int], end: Any) -> jax.Array:
-    """A block, 0 outside."""
+    """Return a block, 0 outside."""
     block, inside = _block(ref, start, shape, end)
     return triton.load(block, mask=inside, other=0)
 

@@ -50,18 +50,18 @@ class Head(NamedTuple):
 
 
 def reads_pooler(config: ModelConfig) -> bool:
-    """Whether the head reads the pooler: that of a row in an encoder, or asked to."""
+    """Return whether the head reads the pooler: that of a row in an encoder, or asked to."""
     asked = config.family == "encoder" or config.class_head != "auto"
     return HEADS[config.output].of_row and asked
 
 
 def has_pooler(config: ModelConfig) -> bool:
-    """Whether a model has BERT's pooler: with a head that reads it, or asked to."""
+    """Return whether a model has BERT's pooler: with a head that reads it, or asked to."""
     return config.pooler or bool(config.second_heads) or reads_pooler(config)
 
 
 def is_tied(config: ModelConfig) -> bool:
-    """Whether the matrix of the head is the table of tokens."""
+    """Return whether the matrix of the head is the table of tokens."""
     return config.tied_head and HEADS[config.output].of_tokens
 
 
@@ -72,7 +72,8 @@ def matrix_path(config: ModelConfig, name: str = "head") -> tuple[str, str]:
 
 
 def head_specs(config: ModelConfig) -> Specs:
-    """The rows named pooler, head and those of second heads, as far as the config has them."""
+    """Return the rows named pooler, head and those of second heads, as far as the config has
+    them."""
     table: Specs = {}
     if has_pooler(config):
         table["pooler"] = _class_dense_specs(config, reads_pooler(config))
@@ -89,7 +90,7 @@ def head_specs(config: ModelConfig) -> Specs:
 
 
 def _dense_specs(config: ModelConfig, size: int) -> Specs:
-    """A matrix [D, size], and a bias if the config has one."""
+    """Return a matrix [D, size], and a bias if the config has one."""
     make = INITIALIZERS[config.init](config)
     matrix = Spec((config.d_model, size), ("embed", "hidden"), make.weight, inputs=("embed",))
     bias = {"dense_bias": Spec((size,), ("hidden",), zeros)} if config.head_dense_bias else {}
@@ -97,7 +98,7 @@ def _dense_specs(config: ModelConfig, size: int) -> Specs:
 
 
 def _output_specs(config: ModelConfig, size: int, axis: str, bias: bool = True) -> Specs:
-    """A matrix [size, D], and a bias [size]."""
+    """Return a matrix [size, D], and a bias [size]."""
     make = INITIALIZERS[config.init](config)
     weight = Spec((size, config.d_model), (axis, "embed"), make.weight, inputs=("embed",))
     return {"weight": weight} | ({"bias": Spec((size,), (axis,), zeros)} if bias else {})
@@ -110,7 +111,7 @@ def _masked_specs(config: ModelConfig) -> Specs:
 
 
 def _class_dense_specs(config: ModelConfig, normed: bool) -> Specs:
-    """A matrix [D, D], and if `normed` the norm behind it that model.class_head may have."""
+    """Return a matrix [D, D], and if `normed` the norm behind it that model.class_head may have."""
     has_norm = normed and config.class_head == "dense_norm"
     norm_rows = {"norm": norm_specs(config)} if has_norm else {}
     return _dense_specs(config, config.d_model) | norm_rows
@@ -137,6 +138,7 @@ def _projection_specs(config: ModelConfig) -> Specs:
 def pool(x: Float[Array, "B T D"], layout: TokenLayout, pooling: str) -> Float[Array, "B D"]:
     """One vector per row, by a name of `POOLINGS`: that of its first token, of its last, or the
     mean of all. Padding is none of them."""
+    # A product with weights serves all poolings, and rows whose tokens a mesh divides.
     real = jnp.ones(x.shape[:2], bool) if layout.segments is None else layout.segments != 0
     weights = POOLINGS[pooling](real).astype(x.dtype)
     return jnp.einsum("BT,BTD->BD", weights, x)
@@ -234,8 +236,8 @@ HEADS: Table[Head] = Table(
 def readout(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B Q E"]:
-    """The input of `output_layer`: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the row, and
-    with model.embedding_width for a masked head as wide as that."""
+    """Return the input of `output_layer`: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the
+    row, and with model.embedding_width for a masked head as wide as that."""
     x = HEADS[config.output].rows(params, config, x, layout)
     x = x / math.sqrt(config.d_model) if config.logit_scale == "rsqrt" else x
     divisor = total_divisor(config)
@@ -262,7 +264,7 @@ class OutputLayer(NamedTuple):
 def output_layer(
     params: Params, config: ModelConfig, y: jax.Array, name: str = "head"
 ) -> OutputLayer:
-    """The output layer of the head `name` (or a second head) on its input `y` [B, T, D]."""
+    """Return the output layer of the head `name` (or a second head) on its input `y` [B, T, D]."""
     branch, leaf = matrix_path(config, name)
     return OutputLayer(y, params[branch][leaf], params.get(name, {}).get("bias"))
 
@@ -290,7 +292,8 @@ def head(
 
 
 def head_formula(config: ModelConfig) -> tuple[str, ...]:
-    """The formulas of the head, where x are the rows of the residual stream, as lines of text."""
+    """Return the formulas of the head, where x are the rows of the residual stream, as lines of
+    text."""
     if config.output == "none":
         return ("out = x",)
     row = HEADS[config.output]

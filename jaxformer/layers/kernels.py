@@ -46,8 +46,8 @@ def features_of(
     own_positions: bool = False,
     has_wide_values: bool = False,
 ) -> dict[str, str]:
-    """The features that a kernel must have for all batches of a training run, or for one call, with
-    the reason why a run cannot use a kernel without each.
+    """Return the features that a kernel must have for all batches of a training run, or for one
+    call, with the reason why a run cannot use a kernel without each.
 
     `lengths` and `exchanges` are those of queries and of keys; `segments` is the highest segment
     id, infinite where it is not known and 0 without ids.
@@ -128,7 +128,7 @@ class Case(NamedTuple):
     context: int = 1
 
     def features(self) -> dict[str, str]:
-        """What the batches need of a kernel, as `features_of` gives it."""
+        """Return what the batches need of a kernel, as `features_of` gives it."""
         model = self.model
         return features_of(
             lengths=(self.length,),
@@ -163,12 +163,12 @@ class KernelRow:
     balanced: tuple[Exchange, ...] = ()
 
     def refuses(self, case: Case) -> str:
-        """Why the kernel cannot serve a training run; empty if it can."""
+        """Return why the kernel cannot serve a training run; empty if it can."""
         missing = (why for name, why in case.features().items() if name in self.lacks)
         return self.device(case) or next(missing, "")
 
     def serves(self, mask: AttentionMask, heads: int) -> bool:
-        """Whether the kernel can serve a call of so many query heads."""
+        """Return whether the kernel can serve a call of so many query heads."""
         sides = (mask.queries, mask.keys)
         lengths = tuple(side.positions.shape[-1] for side in sides)
         segments = 0.0
@@ -200,7 +200,7 @@ CUDNN |= {"biased texts", "biased window", "biased odd length", "soft-cap", "sin
 
 
 def _cudnn_device(case: Case) -> str:
-    """Why cuDNN's kernel cannot run on the device of a case; empty if it can."""
+    """Return why cuDNN's kernel cannot run on the device of a case; empty if it can."""
     if case.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this device is a {case.platform}"
     if case.dtype not in ("bfloat16", "float16"):
@@ -213,7 +213,7 @@ def _cudnn_device(case: Case) -> str:
 
 
 def _tpu_device(case: Case) -> str:
-    """Why the Pallas kernels cannot run on the device of a case; empty if they can."""
+    """Return why the Pallas kernels cannot run on the device of a case; empty if they can."""
     return "" if case.platform == "tpu" else f"it needs a TPU, and this device is a {case.platform}"
 
 
@@ -266,8 +266,8 @@ def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
 
 
 def reads_balanced(kernel: str, mask: AttentionMask, heads: int) -> bool:
-    """Whether the named kernel wants the tokens of such a call balanced over mesh.context, because
-    a causal mask would give the devices unequal work."""
+    """Return whether the named kernel wants the tokens of such a call balanced over mesh.context,
+    because a causal mask would give the devices unequal work."""
     length = mask.queries.positions.shape[1]
     exchange = exchange_of(length, heads)
     halves = length % (2 * free_axes().get(CONTEXT, 1)) == 0

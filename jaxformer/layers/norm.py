@@ -69,12 +69,12 @@ def _mean_and_root(x: jax.Array, eps: float, centered: bool) -> tuple[jax.Array 
 
 
 def scale_spec(config: ModelConfig, shape: tuple[int, ...]) -> Spec:
-    """The stored scale of a norm, which starts at 1 less the row's offset."""
+    """Return the stored scale of a norm, which starts at 1 less the row's offset."""
     return Spec(shape, ("norm",), zeros if NORMS[config.norm].offset else ones)
 
 
 def scale_of(config: ModelConfig, scale: jax.Array) -> jax.Array:
-    """The factor of a norm whose leaf is that of `scale_spec`."""
+    """Return the factor of a norm whose leaf is that of `scale_spec`."""
     offset = NORMS[config.norm].offset
     return offset + scale if offset else scale
 
@@ -118,18 +118,18 @@ NORMS: Table[NormRow] = Table(
 
 
 def norm_specs(config: ModelConfig) -> Specs:
-    """The leaves of the config's norm."""
+    """Return the leaves of the config's norm."""
     return NORMS[config.norm].specs(config)
 
 
 @jax.named_scope("norm")
 def norm(params: Params, config: ModelConfig, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """The config's norm: [..., D] -> [..., D]."""
+    """Apply the config's norm: [..., D] -> [..., D]."""
     return NORMS[config.norm].run(params, config, x)
 
 
 def norm_formula(config: ModelConfig) -> str:
-    """The config's norm as text."""
+    """Return the config's norm as text."""
     row = NORMS[config.norm]
     bias = " + b" if "bias" in row.specs(config) else ""
     return (row.formula or f"y = {config.norm}(x)") + bias

@@ -53,7 +53,8 @@ class Output(NamedTuple):
 
 
 def merged(auxes: Iterable[Aux]) -> Aux:
-    """The union of several: sums of the same name are added; captures have distinct names."""
+    """Return the union of several: sums of the same name are added; captures have distinct
+    names."""
     losses: AuxSums = {}
     metrics: AuxSums = {}
     captures: Captures = {}
@@ -96,15 +97,16 @@ class Request:
         return bool(self.capture or self.replace)
 
     def within(self, stack: str) -> "Request":
-        """The request as a stack reads it."""
+        """Return the request as a stack reads it."""
         return dataclasses.replace(self, stack=stack)
 
     def at(self, layers: Sequence[int], index: jax.Array | None = None) -> "Request":
-        """The request as one block reads it: the only one of `layers`, or in a scan `index`."""
+        """Return the request as one block reads it: the only one of `layers`, or in a scan
+        `index`."""
         return dataclasses.replace(self, layers=layers, index=index)
 
     def wants(self, what: str) -> bool:
-        """Whether the intermediate is captured or replaced in any of the layers."""
+        """Return whether the intermediate is captured or replaced in any of the layers."""
         return any(self._returns(self._full(what, layer)) for layer in self.layers)
 
     def apply(self, what: str, value: jax.Array) -> tuple[jax.Array, Captures]:
@@ -128,7 +130,8 @@ class Request:
         return jnp.where(self.index == layer, replacement, value)
 
     def named(self, captures: Captures, layer: int) -> Captures:
-        """Those of a block's captures that are asked for in this layer, by their full names."""
+        """Return those of a block's captures that are asked for in this layer, by their full
+        names."""
         full = {self._full(what, layer): value for what, value in captures.items()}
         return {name: value for name, value in full.items() if self._returns(name)}
 
@@ -136,17 +139,18 @@ class Request:
         return f"{self.stack}.{layer}.{what}"
 
     def _returns(self, name: str) -> bool:
-        """Whether the intermediate is returned. Replaced ones are too, so that a name in `replace`
-        for which there is no intermediate can be reported."""
+        """Return whether the intermediate is returned. Replaced ones are too, so that a name in
+        `replace` for which there is no intermediate can be reported."""
         return name in self.replace or self.captures(name)
 
     def captures(self, name: str) -> bool:
-        """Whether an intermediate of this full name is asked for."""
+        """Return whether an intermediate of this full name is asked for."""
         return any(fits(name, pattern) for pattern in self.capture)
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a full name equals `pattern`, ends in it after a dot, or matches it with its *."""
+    """Return whether a full name equals `pattern`, ends in it after a dot, or matches it with its
+    *."""
     return fnmatch.fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
 
 

@@ -50,7 +50,7 @@ LARGE_FROM = {"v5p": 4096, "v6e": 2048}
 
 
 def blocks_for(keys: int, window: int = 0) -> Blocks:
-    """The blocks for a number of keys and a window (0: none), on the devices of the mesh in
+    """Return the blocks for a number of keys and a window (0: none), on the devices of the mesh in
     force."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
@@ -59,7 +59,7 @@ def blocks_for(keys: int, window: int = 0) -> Blocks:
 
 
 def _dividing(length: int, limit: int) -> int:
-    """The largest multiple of LANES that divides a padded length and is at most `limit`."""
+    """Return the largest multiple of LANES that divides a padded length and is at most `limit`."""
     sizes = range(min(limit, length), 0, -LANES)
     return next(size for size in sizes if length % size == 0)
 
@@ -145,8 +145,8 @@ def _scaled(q: jax.Array, mask: AttentionMask) -> jax.Array:
 def _splash(
     kernel: Any, heads_first: list[jax.Array], mask: AttentionMask, padded: bool = False
 ) -> jax.Array:
-    """The kernel on rows of q [B, N, T, H], k [B, K, S, H] and v [B, K, S, W], which may be padded:
-    [B, T, N, W]."""
+    """Run the kernel on rows of q [B, N, T, H], k [B, K, S, H] and v [B, K, S, W], which may be
+    padded: [B, T, N, W]."""
     ids = None
     if padded or any(side.segments is not None for side in (mask.queries, mask.keys)):
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
@@ -167,8 +167,8 @@ def _splash(
 def _splash_kernel(
     heads: int, shape: tuple[int, int], mask: AttentionMask, devices: int = 1
 ) -> Any:
-    """The kernel for so many heads, and for queries and keys of these numbers, of which each of
-    `devices` has a part of the queries."""
+    """Return the kernel for so many heads, and for queries and keys of these numbers, of which each
+    of `devices` has a part of the queries."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -208,7 +208,7 @@ def _splash_kernel(
 
 @functools.cache
 def _band() -> Any:
-    """A kind of mask of the kernel that follows from the distance of a query and a key."""
+    """Return a kind of mask of the kernel that follows from the distance of a query and a key."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     class Band(masks.LocalMask):

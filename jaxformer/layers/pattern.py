@@ -27,7 +27,7 @@ def _full(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def without_positions(config: ModelConfig) -> Mapping[str, Any]:
-    """The settings of a layer without positions (NoPE, arXiv:2305.19466)."""
+    """Return the settings of a layer without positions (NoPE, arXiv:2305.19466)."""
     return {"positions": "none", **UNSCALED}
 
 
@@ -50,14 +50,14 @@ LEADING_LAYERS = {"dense_layers": ("expert_pattern", "d")}
 
 
 def of_source(config: ModelConfig) -> ModelConfig:
-    """The config of the layers that read the source of an encoder-decoder."""
+    """Return the config of the layers that read the source of an encoder-decoder."""
     return dataclasses.replace(config, window=config.source_window or config.window)
 
 
 @functools.lru_cache
 def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
-    """The config of each layer: the model's, with the settings of the layer's letters, and with the
-    patterns themselves set to their defaults."""
+    """Return the config of each layer: the model's, with the settings of the layer's letters, and
+    with the patterns themselves set to their defaults."""
     patterns = {name: getattr(config, name) for name in LAYER_PATTERNS if hasattr(config, name)}
     defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
     configs = []
@@ -76,8 +76,9 @@ def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
 
 @functools.lru_cache
 def repetition_of(configs: tuple[ModelConfig, ...]) -> tuple[int, int]:
-    """The smallest number of leading layers behind which the configs repeat, and the smallest
-    period with which they do. Without a repetition the lead is 0 and the period has all layers."""
+    """Return the smallest number of leading layers behind which the configs repeat, and the
+    smallest period with which they do. Without a repetition the lead is 0 and the period has all
+    layers."""
     depth = len(configs)
     for lead in range(depth):
         following = configs[lead:]

@@ -55,9 +55,11 @@ def rope(
     """
     frequencies = rope_frequencies(x.shape[-1], theta) if frequencies is None else frequencies
     width = 2 * frequencies.shape[-1]
+    # [..., T, W]. In float32: 16 bits cannot tell far positions from their neighbors.
     angle = positions[..., None].astype(jnp.float32) * frequencies
     cos = jnp.cos(angle)[..., None, :]
     sin = jnp.sin(angle)[..., None, :]
+    # The first `width` of H dimensions are rotated, in float32; the others pass.
     y = x[..., :width].astype(jnp.float32)
     if pairing == "half":
         a = y[..., : width // 2]

@@ -152,6 +152,7 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
 
             def add(running: Running, key_block: Any) -> tuple[Running, None]:
                 allowed = _allowed(block, key_block, ring)
+                # A block of which the mask hides all costs its mask alone.
                 return jax.lax.cond(
                     jnp.any(allowed),
                     lambda running: _added(running, block, key_block, allowed, ring),
@@ -168,6 +169,7 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
     split = Running(*(_split(x, 3, number) for x in running))
     (split, _), _ = jax.lax.scan(step, (split, keys), length=ring.devices)
     running = Running(*(_joined(x, 3) for x in split))
+    # A query that sees no key has a total of 0, and its output is 0.
     total = jnp.where(running.total == 0, 1, running.total)
     out = heads_last(running.out / total).astype(queries.q.dtype)
     out = checkpoint_name(out, "attention")
@@ -226,7 +228,7 @@ _ring.defvjp(_forward, _backward)
 
 
 def _passed_on(tree: Any, ring: Ring) -> Any:
-    """The arrays of a tree, each from the device before this one in the ring."""
+    """Return the arrays of a tree, each from the device before this one in the ring."""
     to_next = [(i, (i + 1) % ring.devices) for i in range(ring.devices)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, to_next), tree)
 
@@ -241,12 +243,14 @@ def _allowed(block: Any, key_block: Any, ring: Ring) -> jax.Array:
 
 
 def _added(running: Running, block: Any, key_block: Any, allowed: jax.Array, ring: Ring) -> Running:
-    """The running output of a block of queries with a block of keys."""
+    """Return the running output of a block of queries with a block of keys."""
     allowed = allowed[:, None, None]
     scores, _ = scores_of(block.q, key_block.k, ring.scale, ring.soft_cap)
     scores = jnp.where(allowed, scores, LEAST)
+    # [B, K, G, T, 1]. Subtracting the largest score seen so far keeps exp finite.
     largest = jnp.maximum(running.largest, jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.where(allowed, jnp.exp(scores - largest), 0)
+    # What was added before is relative to the largest score of then.
     shrink = jnp.exp(running.largest - largest)
     out = grouped_product("BKGTS,BKSH->BKGTH", weights, key_block.v)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -262,13 +266,16 @@ def _gradients(
     allowed: jax.Array,
     ring: Ring,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The gradients of a block of queries, and of a block of keys and values, with what this pair
-    of blocks adds to them. `rows` are d_out, the log-sum-exp and the inner sum of the queries."""
+    """Return the gradients of a block of queries, and of a block of keys and values, with what this
+    pair of blocks adds to them. `rows` are d_out, the log-sum-exp and the inner sum of the
+    queries."""
     d_out, log_sum, inner = rows
     d_k, d_v = d_block
     scores, bent = scores_of(block.q, key_block.k, ring.scale, ring.soft_cap)
+    # The weights again, [B, K, G, T, S], from the log-sum-exp that the forward pass has saved.
     weights = jnp.where(allowed[:, None, None], jnp.exp(scores - log_sum), 0)
     d_weights = grouped_product("BKGTH,BKSH->BKGTS", d_out, key_block.v)
+    # The gradient of a softmax, and of the scale of its scores.
     d_scores = weights * (d_weights - inner) * ring.scale
     if bent is not None:
         d_scores = d_scores * (1 - jnp.square(bent))
@@ -298,18 +305,18 @@ def _split_layout(layout: TokenLayout, number: int) -> TokenLayout:
 
 
 def _blocks_of(length: int) -> int:
-    """The fewest blocks of equal length that are no longer than LONGEST_BLOCK."""
+    """Return the fewest blocks of equal length that are no longer than LONGEST_BLOCK."""
     fewest = -(-length // LONGEST_BLOCK)
     return next(number for number in range(fewest, length + 1) if length % number == 0)
 
 
 def _split(x: jax.Array, axis: int, number: int) -> jax.Array:
-    """An axis in so many blocks, which are the first axis."""
+    """Return an axis in so many blocks, which are the first axis."""
     split = x.reshape(*x.shape[:axis], number, -1, *x.shape[axis + 1 :])
     return jnp.moveaxis(split, axis, 0)
 
 
 def _joined(x: jax.Array, axis: int) -> jax.Array:
-    """The inverse of `_split`."""
+    """Return the inverse of `_split`."""
     blocks = jnp.moveaxis(x, 0, axis)
     return blocks.reshape(*blocks.shape[:axis], -1, *blocks.shape[axis + 2 :])

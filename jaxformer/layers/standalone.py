@@ -68,7 +68,7 @@ def transformer_block(
 
 
 def _mask(config: ModelConfig, x: jax.Array, positions: Any, segment_ids: Any) -> AttentionMask:
-    """The mask of a layer's self-attention, causal in a decoder."""
+    """Return the mask of a layer's self-attention, causal in a decoder."""
     if config.family == "encoder_decoder" or config.positions in ("t5", "disentangled"):
         raise ConfigError(
             f"model.family={config.family} with model.positions={config.positions}: a layer that"

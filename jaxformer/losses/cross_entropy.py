@@ -132,7 +132,7 @@ def row_nats(
     soft_cap: float = 0.0,
     tile: int | None = None,
 ) -> Float[Array, "B"]:
-    """The nats of each row, sum over t of w (lse - logit_y), for losses that are no sum over
+    """Return the nats of each row, sum over t of w (lse - logit_y), for losses that are no sum over
     tokens: [B, T, D], [V, D], int [B, T], float32 [B, T] -> float32 [B].
 
     `soft_cap` and `tile` are those of `cross_entropy`. In tiles, the gradient is one of reverse
@@ -155,6 +155,7 @@ def tile_length(rows: int, length: int, vocab: int) -> int:
     if rows * length * vocab <= DENSE_LOGITS * devices:
         return 0
     rows_of_tile = min(TILE_ROWS.get(platform(), TILE_ROWS_ELSEWHERE), TILE_LOGITS // vocab)
+    # Rows of the batch are all in a tile, so that it has as many positions as fill it.
     longest = max(rows_of_tile * devices // rows, 1)
     # As few tiles as this length allows, and then the length that divides the positions evenly.
     tiles = -(-length // longest)
@@ -245,9 +246,9 @@ def _sums_and_gradients(
     tile: int,
     by_row: ByRow = TOTALS,
 ) -> tuple[ObjectiveAndNats, Gradients]:
-    """The sums over all tokens, of nats maybe by row, and the gradients of the objective; the
-    logits of each tile are computed once for both. `learning` is the head with None for each leaf
-    that does not learn."""
+    """Return the sums over all tokens, of nats maybe by row, and the gradients of the objective;
+    the logits of each tile are computed once for both. `learning` is the head with None for each
+    leaf that does not learn."""
     passes = _passes()
     if not is_custom(head):
         head = head.astype(rows.x.dtype)
@@ -279,8 +280,8 @@ def _sums_and_gradients(
 def _logits_and_pull(
     x: jax.Array, head: Weight, learning: Any, dtype: Any
 ) -> tuple[jax.Array, Any]:
-    """The logits of a tile without bias, and the function from their gradient to the gradients of x
-    and, in float32, of the leaves that learn."""
+    """Return the logits of a tile without bias, and the function from their gradient to the
+    gradients of x and, in float32, of the leaves that learn."""
     if not is_custom(head) and learning is not None:
         pull_of_matrix = functools.partial(_pull_of_matrix, x, head)  # type: ignore[arg-type]
         return logits_of_rows(x, head, dtype=dtype), pull_of_matrix
@@ -300,8 +301,10 @@ def _logits_and_pull(
 def _pull_of_matrix(
     x: jax.Array, matrix: jax.Array, d_logits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of x and of the matrix: [B, tile, D], [V, D], [B, tile, V] -> [B, tile, D],
-    [V, D]. The operands have x's dtype, 16 bits or 32; the sum over tokens is float32."""
+    """Return the gradients of x and of the matrix: [B, tile, D], [V, D], [B, tile, V] -> [B, tile,
+    D], [V, D]. The operands have x's dtype, 16 bits or 32; the sum over tokens is float32."""
+    # The gradient of the logits has x's dtype: float32 products of a step in 16 bits would take
+    # several times as long on an accelerator.
     d_x = contract("BTV,VD->BTD", d_logits, matrix, to=("batch", None, None))
     flat, d_flat = (a.reshape(-1, a.shape[-1]) for a in (x, d_logits))
     over_tokens = (((0,), (0,)), ((), ()))
@@ -310,8 +313,9 @@ def _pull_of_matrix(
 
 
 def _passes() -> Passes:
-    """How the logits of a tile are read: in the fewest passes, unless the mesh in force splits the
-    vocabulary. On a CPU one pass over (logit, 1) takes longer than two over the logits."""
+    """Return how the logits of a tile are read: in the fewest passes, unless the mesh in force
+    splits the vocabulary. On a CPU one pass over (logit, 1) takes longer than two over the
+    logits."""
     sizes = free_axes()
     if explicit_axes() or any(sizes.get(name, 1) > 1 for name in PARAMETERS["vocab"]):
         return DIFFERENTIABLE
@@ -319,7 +323,7 @@ def _passes() -> Passes:
 
 
 def _split_positions(length: int, sizes: Mapping[str, int]) -> int:
-    """The number of devices that have different positions of a row."""
+    """Return the number of devices that have different positions of a row."""
     split = math.prod(sizes.get(name, 1) for name in ACTIVATION_RULES["sequence"])
     return 1 if length % split else split
 
@@ -372,14 +376,14 @@ def _by_device(
 
 
 def summed_in_ring(device: str, devices: int, width: int) -> bool:
-    """Whether the gradient of the output layer, of which each of so many devices of a platform
-    keeps `width` columns, is summed in a ring (see `_columns_of_sum`)."""
+    """Return whether the gradient of the output layer, of which each of so many devices of a
+    platform keeps `width` columns, is summed in a ring (see `_columns_of_sum`)."""
     return device == "tpu" and devices > 4 and width % 128 == 0
 
 
 def _columns_of_sum(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Array:
-    """The sum of x [V, D] over the devices of some axes, of which each gets its columns
-    [V, D / n].
+    """Return the sum of x [V, D] over the devices of some axes, of which each gets its columns [V,
+    D / n].
 
     XLA for TPUs sums all columns on each device where these form a square or a cube of more than
     four, such as v5e:4x4, and then slices. Those pass the pieces of the sum on in a ring instead,
@@ -405,7 +409,7 @@ def ring_sum(x: jax.Array, axes: Any, devices: int, direction: int) -> jax.Array
     ring = [(i, (i + direction) % devices) for i in range(devices)]
 
     def columns(distance: Any) -> jax.Array:
-        """Those of the device at a distance from this one, in the other direction."""
+        """Return those of the device at a distance from this one, in the other direction."""
         first = (index - direction * distance) % devices * width
         return jax.lax.dynamic_slice_in_dim(x, first, width, axis=1)
 

@@ -23,7 +23,8 @@ def head_loss(
     logits_dtype: str = "float32",
     sources: tuple[str, ...] = (),
 ) -> Sums:
-    """The cross-entropy of a model's head, as sums over the targets of a batch and their weight.
+    """Return the cross-entropy of a model's head, as sums over the targets of a batch and their
+    weight.
 
     `batch` holds tokens [B, T] int, targets and weights [B, T] (or [B, 1] for a class of each row),
     and what else the model reads: segment_ids, token_types, source, source_segment_ids, all int.
@@ -78,8 +79,8 @@ def head_loss(
 
 
 def accuracy(params: Params, config: ModelConfig, batch: Batch) -> Sums:
-    """The sums of "accuracy", that of the most likely class, and of that of each second head, by
-    its name and "_accuracy"."""
+    """Return the sums of "accuracy", that of the most likely class, and of that of each second
+    head, by its name and "_accuracy"."""
     inputs = inputs_of(batch)
     x = hidden(params, config, inputs).x
     right = jnp.argmax(head(params, config, x, inputs.layout), axis=-1) == batch["targets"]

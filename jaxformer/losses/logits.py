@@ -53,8 +53,9 @@ def softmax_cross_entropy(
     weights: Float[Array | np.ndarray, "..."] | None = None,
     **extras: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The cross-entropy of logits as (sum, weight), an entry of what a loss returns: [..., V] of
-    any float dtype, int [...], float [...] -> two float32 scalars; their quotient is the mean.
+    """Return the cross-entropy of logits as (sum, weight), an entry of what a loss returns: [...,
+    V] of any float dtype, int [...], float [...] -> two float32 scalars; their quotient is the
+    mean.
 
     The sum is that of w (lse - logit_y), in nats, with lse = log sum exp of the logits of a token,
     y its target in 0 .. V - 1 and w its weight (default: 1); the weight is the sum of w. The
@@ -78,14 +79,14 @@ def softmax_cross_entropy(
 
 
 def summed(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The logits of the targets [..., 1] by a sum, which supports a vocabulary that is sharded over
-    devices, and gradients of every mode."""
+    """Return the logits of the targets [..., 1] by a sum, which supports a vocabulary that is
+    sharded over devices, and gradients of every mode."""
     is_target = _is_target(targets, logits.shape[-1])
     return jnp.sum(jnp.where(is_target, logits, 0), axis=-1, keepdims=True)
 
 
 def gathered(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The logits of the targets [..., 1] by a gather, which does not read the others."""
+    """Return the logits of the targets [..., 1] by a gather, which does not read the others."""
     return jnp.take_along_axis(logits, targets[..., None], axis=-1)
 
 
@@ -107,6 +108,7 @@ def top_and_total_at_once(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     def merged(left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
         top, total = left
         other_top, other_total = right
+        # The smaller of the two powers of e, relative to the larger: it never overflows.
         factor = jnp.exp(-jnp.abs(top - other_top))
         of_left = total + other_total * factor
         of_right = total * factor + other_total

@@ -90,8 +90,8 @@ def _both_hidden(
 
 
 def reference_log_probs(params: Params, config: ModelConfig, batch: Batch) -> dict[str, jax.Array]:
-    """The arrays that "dpo" and "ipo" compare a model with: for a batch of pairs the sums of the
-    log-probabilities of the completions under the params of the reference.
+    """Return the arrays that "dpo" and "ipo" compare a model with: for a batch of pairs the sums of
+    the log-probabilities of the completions under the params of the reference.
 
     "reference_chosen" and "reference_rejected", float32 [B] each, belong into the batch, as in
     `batch | jf.reference_log_probs(reference, config, batch)`. A pure function without dropout, to
@@ -209,7 +209,7 @@ def _with_reference(
     key: jax.Array | None,
     reference_of: ReferenceOf | None,
 ) -> tuple[PairScores, jax.Array]:
-    """The scores under the model, and the log-probabilities [B, 2] under the reference."""
+    """Return the scores under the model, and the log-probabilities [B, 2] under the reference."""
     if all(name in batch for name in REFERENCE_ARRAYS):
         columns = [jnp.asarray(batch[name], jnp.float32) for name in REFERENCE_ARRAYS]
         reference = jnp.stack(columns, axis=-1)
@@ -228,8 +228,8 @@ def _with_reference(
 def _sums(
     pairs: PairScores, losses: jax.Array, rewards: jax.Array, reference: jax.Array | None = None
 ) -> Sums:
-    """The loss and the metrics as sums over pairs, from the losses [B] of the pairs; the weight is
-    the number of pairs.
+    """Return the loss and the metrics as sums over pairs, from the losses [B] of the pairs; the
+    weight is the number of pairs.
 
     reward_margin is that of the rewards [B, 2], chosen minus rejected, and reward_accuracy how
     often it is positive; log_prob_chosen and log_prob_rejected are sums over the tokens of a
@@ -277,6 +277,7 @@ def contrastive_loss(
     """
     pairs = len(batch["tokens"])
     x, inputs, aux = _both_hidden(params, config, batch, key)
+    # [B, 2, D], each of length 1.
     vectors = row_vectors(config, x, inputs.layout).reshape(pairs, 2, -1)
     segments = inputs.layout.segments
     real = jnp.ones(pairs, bool)
@@ -290,6 +291,7 @@ def contrastive_loss(
     scores = jnp.einsum("ID,JD->IJ", anchors, gathered, precision=jax.lax.Precision.HIGHEST)
     # Finite, so that a row of padding alone has a finite gradient.
     scores = jnp.where(real & real[:, None], scores / temperature, jnp.finfo(jnp.float32).min)
+    # [B]: the anchor finds its positive, and the positive its anchor; the mean of both.
     nats = (jax.nn.logsumexp(scores, axis=1) + jax.nn.logsumexp(scores, axis=0)) / 2 - matched
     count = real.sum(dtype=jnp.float32)
     objective = jnp.where(real, nats, 0).sum()

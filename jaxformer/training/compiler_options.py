@@ -16,8 +16,8 @@ from jaxformer.arrays.sharding import PARAMETERS, platform
 
 
 def wanted_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
-    """The options for the devices of a mesh (None: the default device), except those that XLA_FLAGS
-    or LIBTPU_INIT_ARGS names."""
+    """Return the options for the devices of a mesh (None: the default device), except those that
+    XLA_FLAGS or LIBTPU_INIT_ARGS names."""
     on = platform(mesh)
     options = dict[str, int | str]()
     if on == "cpu":
@@ -33,13 +33,14 @@ def wanted_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
         # v5e:4x4 with fsdp 16 moves 423 GiB of main memory a device instead of 922, and takes at
         # least 2,926 ms instead of 3,256 (`benchmarks/compiled.py`; nothing was run).
         options["xla_tpu_enable_windowed_einsum_for_all_gather"] = "false"
+    # What a user asks for by the environment is left to it.
     words = f"{os.environ.get('XLA_FLAGS')} {os.environ.get('LIBTPU_INIT_ARGS')}".split()
     named = {word.lstrip("-").partition("=")[0] for word in words}
     return {name: value for name, value in options.items() if name not in named}
 
 
 def compiler_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
-    """Those of `wanted_options` that the compiler for the devices has."""
+    """Return those of `wanted_options` that the compiler for the devices has."""
     options = wanted_options(mesh)
     # The compiler for CPUs, which comes with jaxlib, is not asked, and an abstract mesh has none.
     if platform(mesh) == "cpu" or isinstance(mesh, AbstractMesh):
@@ -49,7 +50,7 @@ def compiler_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
 
 @functools.cache
 def refuses(mesh: AnyMesh | None, name: str, value: int | str) -> bool:
-    """Whether the compiler for the devices of a mesh has no such option."""
+    """Return whether the compiler for the devices of a mesh has no such option."""
     where = None if mesh is None else replicated(mesh)
     try:
         jax.jit(

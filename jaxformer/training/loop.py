@@ -166,7 +166,7 @@ class _Saving:
             stack.callback(checkpoints.wait)
 
     def asked_to_stop(self, step: int) -> bool:
-        """Whether to save and stop after a step; asked once a step."""
+        """Return whether to save and stop after a step; asked once a step."""
         return self._checkpoints is not None and self._request.asked(step)
 
     def is_due(self, step: int) -> bool:
@@ -208,7 +208,7 @@ def _placed(
     steps: int,
     mesh: AnyMesh | None,
 ) -> Callable[[int, TrainState], Batch]:
-    """A function of a step and the state before it to the batch of that step, placed on the
+    """Return a function of a step and the state before it to the batch of that step, placed on the
     devices. It is called for the steps from `first` on in their order."""
     if hasattr(batches, "rows"):
         return lambda step, state: place_batch(batches.rows(step, state), mesh)
@@ -257,6 +257,7 @@ class _Reader:
         if step <= self._read_to:
             return
         self._read_to = step
+        # In the loop the next step is running already, so that the device does not wait.
         jax.block_until_ready(metrics)
         if not is_finite(metrics):
             skips = [hook.skips for hook in self._hooks if hasattr(hook, "skips")]
@@ -284,12 +285,13 @@ CHECKED = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
 def is_finite(metrics: Mapping[str, Any]) -> bool:
-    """Whether the loss and the norm of the gradient are finite numbers."""
+    """Return whether the loss and the norm of the gradient are finite numbers."""
     return all(math.isfinite(float(metrics[name])) for name in CHECKED if name in metrics)
 
 
 def diverged(step: int, state: TrainState, metrics: Mapping[str, Any], why: str = "") -> Diverged:
-    """The error of a step that is not finite; `why` is added to the message as a further reason."""
+    """Return the error of a step that is not finite; `why` is added to the message as a further
+    reason."""
     values = [
         f"{label} {float(metrics[name])}" for name, label in CHECKED.items() if name in metrics
     ]

@@ -36,7 +36,7 @@ class Profile:
         self._running = False
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """The step's new state and metrics."""
+        """Return the step's new state and metrics."""
         if self._number < 0:
             self._number = int(state.step)
         self._number += 1

@@ -34,20 +34,21 @@ class Step:
         self._programs: dict[Any, Any] = {}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """The state after one more step, and its metrics. `state` is donated, except for the leaves
-        that do not learn: use the returned one."""
+        """Return the state after one more step, and its metrics. `state` is donated, except for the
+        leaves that do not learn: use the returned one."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
             return self._advance(state, batch)
         with on_mesh(mesh_of(state)):
             return _called(self._program(state), state, batch)
 
     def observing(self, observe: Observe) -> "Step":
-        """The same step with further metrics, from its number (int32, counted from 0), its gradient
-        before any clipping and its update, both with None for the leaves that do not learn."""
+        """Return the same step with further metrics, from its number (int32, counted from 0), its
+        gradient before any clipping and its update, both with None for the leaves that do not
+        learn."""
         return Step(functools.partial(self._advance, observe=observe))
 
     def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> "LoweredStep":
-        """The step lowered ahead of time, for arrays or `jax.ShapeDtypeStruct`s with their
+        """Return the step lowered ahead of time, for arrays or `jax.ShapeDtypeStruct`s with their
         shardings; on an abstract mesh for the platform of its devices."""
         mesh = mesh_of(state)
         if isinstance(mesh, AbstractMesh):
@@ -88,7 +89,7 @@ class LoweredStep:
         self.cost_analysis = program.cost_analysis
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "CompiledStep":
-        """The step compiled, with these options of XLA besides those of a step."""
+        """Return the step compiled, with these options of XLA besides those of a step."""
         return CompiledStep(self._program.compile(compiler_options))
 
 
@@ -114,7 +115,7 @@ def _called(program: Any, state: TrainState, batch: Any) -> tuple[TrainState, Me
 
 
 def _apart(state: TrainState) -> tuple[TrainState, Params]:
-    """A state without the leaves that do not learn, and these leaves."""
+    """Return a state without the leaves that do not learn, and these leaves."""
     learned, still = split_frozen(state.params, state.frozen)
     return replace(state, params=learned), still
 

@@ -38,7 +38,7 @@ class SpikeState(NamedTuple):
     inner: Any
 
     def metrics(self) -> Metrics:
-        """What `make_step` adds to the metrics of the newest step, as float32 scalars."""
+        """Return what `make_step` adds to the metrics of the newest step, as float32 scalars."""
         return {
             "skipped_spikes": self.skipped.astype(jnp.float32),
             IN_A_ROW: self.in_a_row.astype(jnp.float32),
@@ -90,6 +90,7 @@ def skip_spikes(
         nothing = jax.tree.map(lambda leaf: jnp.full_like(leaf, -0.0), updates)
         updates, moments = updated_if(~is_spike, (updates, moments), (nothing, state.inner))
         enters = finite & ~is_spike
+        # The next place in the rings that is free, or else that of the oldest step.
         at = state.accepted % window
         after = SpikeState(
             losses=state.losses.at[at].set(jnp.where(enters, loss, state.losses[at])),
@@ -107,8 +108,8 @@ def skip_spikes(
 
 
 def is_spike(metrics: Mapping[str, Any]) -> bool:
-    """Whether the update of a step was left out by `skip_spikes`. One that is not finite is no
-    spike, and leaves the count of the spikes before it as it is."""
+    """Return whether the update of a step was left out by `skip_spikes`. One that is not finite is
+    no spike, and leaves the count of the spikes before it as it is."""
     return IN_A_ROW in metrics and float(metrics[IN_A_ROW]) > 0 and is_finite(metrics)
 
 
@@ -138,7 +139,7 @@ class SpikeLimit:
 
 
 def spike_text(metrics: Mapping[str, Any]) -> str:
-    """The loss and the gradient norm of a step, with their limits."""
+    """Return the loss and the gradient norm of a step, with their limits."""
     return (
         f"loss {float(metrics['loss']):.4g} (limit {float(metrics['loss_limit']):.4g}), gradient"
         f" norm {float(metrics['grad_norm']):.4g} (limit {float(metrics['grad_norm_limit']):.4g})"
@@ -146,15 +147,17 @@ def spike_text(metrics: Mapping[str, Any]) -> str:
 
 
 def _limit(values: jax.Array, accepted: jax.Array, factor: float) -> jax.Array:
-    """The largest value that is no spike after these [W], of which the first `accepted` are set."""
+    """Return the largest value that is no spike after these [W], of which the first `accepted` are
+    set."""
     count = jnp.minimum(accepted, len(values))
     median = _median(values, count)
     deviation = DEVIATIONS_OF_MEDIAN * _median(jnp.abs(values - median), count)
+    # Above the median alone: a loss that falls is no spike.
     limit = median + factor * jnp.maximum(deviation, LEAST_DEVIATION * jnp.abs(median))
     return jnp.where(count >= len(values) / 2, limit, jnp.inf)
 
 
 def _median(values: jax.Array, count: jax.Array) -> jax.Array:
-    """The median of the first `count` values of [W]."""
+    """Return the median of the first `count` values of [W]."""
     ordered = jnp.sort(jnp.where(jnp.arange(len(values)) < count, values, jnp.inf))
     return (ordered[jnp.maximum(count - 1, 0) // 2] + ordered[count // 2]) / 2

@@ -46,7 +46,7 @@ def init_state(
     seed: int = 0,
     trainable: Trainable = None,
 ) -> TrainState:
-    """The state before the first step, each leaf made on its own devices.
+    """Return the state before the first step, each leaf made on its own devices.
 
     Args:
       tree: a table of specs (`jf.specs(config)`), whose initial values are drawn from `seed`, or
@@ -97,15 +97,15 @@ def init_state(
 def _first(
     params: Params, optimizer: optax.GradientTransformation, frozen: tuple[str, ...]
 ) -> TrainState:
-    """The state before the first step, with these params."""
+    """Return the state before the first step, with these params."""
     return TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen)
 
 
 def state_of(
     params: Params, optimizer: optax.GradientTransformation, target: TrainState
 ) -> TrainState:
-    """The state before the first step, with `params`, which are placed already and not copied: a
-    step donates them. `target` is the state as shapes and shardings."""
+    """Return the state before the first step, with `params`, which are placed already and not
+    copied: a step donates them. `target` is the state as shapes and shardings."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (target.step, target.optimizer))
 
     def start(params: Params) -> Any:
@@ -129,7 +129,7 @@ def abstract_state(
 
 
 def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
-    """The dotted paths of the leaves that do not learn, in the order of the tree."""
+    """Return the dotted paths of the leaves that do not learn, in the order of the tree."""
     leaves = jax.tree.leaves_with_path(tree)
     if trainable is None:
         return tuple(
@@ -157,7 +157,7 @@ def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
 
 
 def _is_frozen(node: Any) -> bool:
-    """Whether a row, or a custom leaf with all its arrays, has `trainable` False."""
+    """Return whether a row, or a custom leaf with all its arrays, has `trainable` False."""
     return not getattr(node, "trainable", True)
 
 
@@ -217,8 +217,8 @@ def state_shardings(
     mesh: AnyMesh | None,
     frozen: tuple[str, ...],
 ) -> TrainState:
-    """The sharding of each leaf. A moment has that of the parameter with whose path its own path
-    ends, and `NamedAxes` that of its axes; all others are replicated."""
+    """Return the sharding of each leaf. A moment has that of the parameter with whose path its own
+    path ends, and `NamedAxes` that of its axes; all others are replicated."""
     shapes = _shapes(tree, optimizer, frozen)
     devices = mesh_of(tree) if mesh is None else mesh
     everywhere: Sharding
@@ -244,6 +244,8 @@ def state_shardings(
             if devices is not None:
                 by_axes = parameter_sharding(devices, leaf.value.shape, leaf.axes)
             return jax.tree.map(lambda _: by_axes, leaf)
+        # A moment of optax has the path of its parameter behind names of its own, as in
+        # mu.blocks.attention.q; the longest end that fits is the parameter.
         for start in range(len(path) + 1):
             shape, sharding = table.get(path[start:], (None, everywhere))
             if shape == leaf.shape:
@@ -256,7 +258,7 @@ def state_shardings(
 
 
 def mesh_of(state: Any) -> AnyMesh | None:
-    """The mesh of the arrays of a state; None without one, or while they are traced."""
+    """Return the mesh of the arrays of a state; None without one, or while they are traced."""
     for leaf in jax.tree.leaves(state):
         sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
@@ -276,7 +278,7 @@ def on_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
 def _shapes(
     tree: Any, optimizer: optax.GradientTransformation, frozen: tuple[str, ...]
 ) -> TrainState:
-    """The state as shapes and dtypes, from the rows of a table or from arrays."""
+    """Return the state as shapes and dtypes, from the rows of a table or from arrays."""
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))

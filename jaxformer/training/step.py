@@ -49,8 +49,8 @@ def make_step(
     schedules: Mapping[str, optax.Schedule] | None = None,
     rowwise: bool = False,
 ) -> Step:
-    """The step of a loss and an optimizer: `state, metrics = step(state, batch)`. It is jitted, and
-    the state is donated, except for the leaves that do not learn.
+    """Return the step of a loss and an optimizer: `state, metrics = step(state, batch)`. It is
+    jitted, and the state is donated, except for the leaves that do not learn.
 
     Args:
       loss: (params, batch, key) -> {"loss": (sum, weight), ...}, a pure function. The gradient is
@@ -91,6 +91,7 @@ def make_step(
                     "trainable of make_step and of init_state differ at"
                     f" {first_of(different, 5, ', ')}: give both the same."
                 )
+        # By seed and step alone, so that a run that continues draws what it would have drawn.
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         learned = learning(state.params, state.frozen)
         grads, means = gradients(loss, state, batch, key, microbatches, rowwise)
@@ -129,8 +130,8 @@ def make_step(
 def _hessian_product(
     gradient_at: Callable[[Params], Params], learned: Params, tangent: Any
 ) -> list[jax.Array]:
-    """The leaves of H v at the arrays of v, which is 0 at all other leaves. H is that of the loss
-    whose gradient is given, at the parameters `learned`."""
+    """Return the leaves of H v at the arrays of v, which is 0 at all other leaves. H is that of the
+    loss whose gradient is given, at the parameters `learned`."""
 
     def filled(leaf: jax.Array, v: Any) -> Any:
         return v if hasattr(v, "dtype") else jnp.zeros_like(leaf)
@@ -187,7 +188,8 @@ def gradients(
         return total  # type: ignore[no-any-return]
 
     def of_replica(params: Params, batch: Batch, key: jax.Array) -> tuple[Params, ScalarSums]:
-        """The sums of a replica's own rows, reduced over replicas once and not in each piece."""
+        """Return the sums of a replica's own rows, reduced over replicas once and not in each
+        piece."""
         return jax.lax.psum(accumulated(params, batch, key), REPLICA)  # type: ignore[no-any-return]
 
     if microbatches == 1:
@@ -204,13 +206,14 @@ def gradients(
                 in_specs = (everywhere, PartitionSpec(REPLICA), everywhere)
                 run = on_devices(of_replica, in_specs, everywhere, {REPLICA})
         grads, sums = run(state.params, batch, key)
+    # The one place that divides, after the sums of all microbatches, devices and processes.
     means = {name: total / _divisor(weight) for name, (total, weight) in sums.items()}
     weight = _divisor(sums["loss"][1])
     return jax.tree.map(lambda total: total / weight, grads), means
 
 
 def checked_sums(sums: Any) -> ScalarSums:
-    """The result of a loss as float32 scalars."""
+    """Return the result of a loss as float32 scalars."""
     if not isinstance(sums, Mapping) or "loss" not in sums:
         returned = f"keys {sorted(sums)}" if isinstance(sums, Mapping) else type(sums).__name__
         raise ConfigError(
@@ -233,7 +236,7 @@ def checked_sums(sums: Any) -> ScalarSums:
 
 
 def _divisor(weight: jax.Array) -> jax.Array:
-    """The weight, or 1 where it is 0, so that a batch with only padding has a loss of 0."""
+    """Return the weight, or 1 where it is 0, so that a batch with only padding has a loss of 0."""
     return jnp.where(weight > 0, weight, 1)
 
 

@@ -17,8 +17,8 @@ AHEAD = 2
 
 
 def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
-    """A function of params and batches to the total (sum, weight) of each entry of `sums`, added in
-    float64.
+    """Return a function of params and batches to the total (sum, weight) of each entry of `sums`,
+    added in float64.
 
     Both are summed on the devices, so that with several processes each counts the rows of all.
     """
@@ -51,7 +51,8 @@ def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
 
 
 def make_evaluate(sums: Loss, batches: Iterable[Batch]) -> Callable[[Any], dict[str, float]]:
-    """The `evaluate` of `fit`: the means of `sums` over held-out batches, {"val_loss": ..., ...}.
+    """Return the `evaluate` of `fit`: the means of `sums` over held-out batches, {"val_loss": ...,
+    ...}.
 
     `sums` is a loss, or another function (params, batch, None) -> {name: (sum, weight)} with a
     "loss". `batches` is iterated over at each call, so it must be a list or another object that can

@@ -28,7 +28,8 @@ class AdafactorState(NamedTuple):
 
 
 def is_factored(spec: Spec) -> bool:
-    """Whether the inputs and the outputs of a leaf's matrices are both at least `LEAST_SIDE`."""
+    """Return whether the inputs and the outputs of a leaf's matrices are both at least
+    `LEAST_SIDE`."""
     return spec.is_matrix and min(spec.fan_in, spec.fan_out) >= LEAST_SIDE
 
 
@@ -53,6 +54,7 @@ def _adafactor(config: OptimizerConfig, specs: Specs) -> optax.GradientTransform
     def update(
         updates: Any, state: AdafactorState, params: Any = None
     ) -> tuple[Any, AdafactorState]:
+        # 0 in the first step, so that the moments need no correction of their beginning.
         kept = 1 - (state.steps + 1.0) ** -DECAY
 
         def squares_of(spec: Spec, g: jax.Array, before: Any) -> Any:
@@ -66,6 +68,7 @@ def _adafactor(config: OptimizerConfig, specs: Specs) -> optax.GradientTransform
             _, left, right = matrix_axes(spec)
             if is_factored(spec):
                 row, column = squares
+                # v = row x column / mean(row) has the means over rows and columns that were kept.
                 row = row / row.mean(left, keepdims=True)
                 scaled = g * row**-0.5 * column**-0.5
             else:

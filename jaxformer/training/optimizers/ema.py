@@ -14,8 +14,8 @@ from jaxformer.files import ConfigError
 def with_average(
     optimizer: optax.GradientTransformation, decay: float, start: int = 0
 ) -> optax.GradientTransformation:
-    """An optimizer, followed by `average_of_weights`; the optimizer itself with a decay of 0. Its
-    `init` raises ConfigError where the optimizer averages the weights by itself."""
+    """Return an optimizer, followed by `average_of_weights`; the optimizer itself with a decay of
+    0. Its `init` raises ConfigError where the optimizer averages the weights by itself."""
     if not decay:
         return optimizer
     chain = optax.chain(optimizer, average_of_weights(decay, start))
@@ -33,8 +33,8 @@ def with_average(
 
 
 def average_of_weights(decay: float, start: int = 0) -> optax.GradientTransformation:
-    """A transformation that changes no update, and whose state holds the average of the weights
-    after each step from step `start` + 1 on. It has to be the last one of a chain.
+    """Return a transformation that changes no update, and whose state holds the average of the
+    weights after each step from step `start` + 1 on. It has to be the last one of a chain.
 
     With d = `decay`, above 0 and at most 1, and p_n the weights after step `start` + n, the average
     is the exponential one with Adam's correction of the beginning (arXiv:1412.6980, section 3): the

@@ -33,13 +33,13 @@ KINDS: dict[str, Callable[[Spec], bool]] = {
 
 
 def fits(pattern: str, path: str, spec: Spec) -> bool:
-    """Whether a pattern names a leaf: by its kind, or by a name in its path, or by a pattern of
-    fnmatch on its path."""
+    """Return whether a pattern names a leaf: by its kind, or by a name in its path, or by a pattern
+    of fnmatch on its path."""
     return KINDS[pattern](spec) if pattern in KINDS else is_target(path, pattern)
 
 
 def groups_of(config: OptimizerConfig) -> list[Group]:
-    """The groups of optimizer.groups."""
+    """Return the groups of optimizer.groups."""
     return [
         Group(pattern, numbers.get("lr", 1.0), numbers.get("decay", 1.0))
         for pattern, numbers in parsed_groups(config.groups, GROUP_WORDS)
@@ -47,8 +47,9 @@ def groups_of(config: OptimizerConfig) -> list[Group]:
 
 
 def leaf_groups(config: OptimizerConfig, specs: Specs) -> Any:
-    """The `Group` of every leaf, in the nesting of the table, with a decay of 0 for leaves that do
-    not decay. Leaves with a `Spec.sign_rate` are in no group: they move by that rate alone."""
+    """Return the `Group` of every leaf, in the nesting of the table, with a decay of 0 for leaves
+    that do not decay. Leaves with a `Spec.sign_rate` are in no group: they move by that rate
+    alone."""
     group_of = _group_of_leaves(config, specs)
 
     def group(path: str, spec: Spec) -> Group:
@@ -59,12 +60,12 @@ def leaf_groups(config: OptimizerConfig, specs: Specs) -> Any:
 
 
 def decays(config: OptimizerConfig, spec: Spec) -> bool:
-    """Whether optimizer.decay lets a leaf decay."""
+    """Return whether optimizer.decay lets a leaf decay."""
     return (config.decay == "all" or spec.is_matrix) and not spec.sign_rate
 
 
 def _group_of_leaves(config: OptimizerConfig, specs: Specs) -> dict[str, Group]:
-    """The group of each leaf that is in one, by its path."""
+    """Return the group of each leaf that is in one, by its path."""
     leaves = {
         path: spec for path, spec in rows(specs).items() if spec.trainable and not spec.sign_rate
     }
@@ -98,8 +99,8 @@ def decay_groups(config: OptimizerConfig, specs: Specs) -> dict[str, tuple[int, 
 
 
 def group_lines(config: OptimizerConfig, specs: Specs) -> list[str]:
-    """A line for each group and for all other leaves, for the start of a run to print; none without
-    groups."""
+    """Return a line for each group and for all other leaves, for the start of a run to print; none
+    without groups."""
     group_of = _group_of_leaves(config, specs)
     if not group_of:
         return []

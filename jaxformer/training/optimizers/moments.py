@@ -50,7 +50,7 @@ def with_stored_moments(
     specs: Specs,
     seed: int,
 ) -> optax.GradientTransformationExtraArgs:
-    """The rule, with the moments of matrices stored as `kind` between two steps.
+    """Return the rule, with the moments of matrices stored as `kind` between two steps.
 
     Args:
       rule: any rule that computes in float32.
@@ -93,7 +93,7 @@ def with_stored_moments(
 
 
 def restored(state: Any) -> Any:
-    """The state of a rule with its moments in float32."""
+    """Return the state of a rule with its moments in float32."""
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, BlockCodes):
@@ -118,8 +118,8 @@ def _bfloat16(key: jax.Array, moment: jax.Array, spec: Spec, has_sign: bool) -> 
 
 
 def _int8(key: jax.Array, moment: jax.Array, spec: Spec, has_sign: bool) -> BlockCodes:
-    """The code of one of the two neighbors in `code_book` of each number over the largest number
-    of its block, drawn with the probability that keeps its mean.
+    """Return the code of one of the two neighbors in `code_book` of each number over the largest
+    number of its block, drawn with the probability that keeps its mean.
 
     A second moment that is not zero is not rounded to it, because updates are divided by its root.
     """
@@ -129,6 +129,7 @@ def _int8(key: jax.Array, moment: jax.Array, spec: Spec, has_sign: bool) -> Bloc
     largest = jnp.abs(blocks).argmax(-1, keepdims=True)
     scales = jnp.take_along_axis(blocks, largest, -1)[..., 0]
     fractions = blocks / jnp.where(scales != 0, scales, 1)[..., None]
+    # The code below each number, and how far it is on the way to the next one.
     below = jnp.clip(jnp.searchsorted(book, fractions, side="right") - 1, 0, len(book) - 2)
     share = (fractions - book[below]) / (book[below + 1] - book[below])
     codes = below + (jax.random.uniform(key, share.shape) < share)
@@ -139,15 +140,15 @@ def _int8(key: jax.Array, moment: jax.Array, spec: Spec, has_sign: bool) -> Bloc
 
 
 def block_length(length: int) -> int:
-    """The longest block of at most `MOMENT_BLOCK` numbers that divides an axis."""
+    """Return the longest block of at most `MOMENT_BLOCK` numbers that divides an axis."""
     return next(size for size in range(min(length, MOMENT_BLOCK), 0, -1) if length % size == 0)
 
 
 @functools.cache
 def code_book(has_sign: bool) -> np.ndarray:
-    """The 256 numbers of dynamic tree quantization (arXiv:2110.02861), ascending, float32: 0, 1
-    and, for each power of ten from 1e-6 to 1, the centers of equal parts of [0.1, 1] of it, twice
-    as many as for the power before. With a sign, half as many, each with both signs."""
+    """Return the 256 numbers of dynamic tree quantization (arXiv:2110.02861), ascending, float32:
+    0, 1 and, for each power of ten from 1e-6 to 1, the centers of equal parts of [0.1, 1] of it,
+    twice as many as for the power before. With a sign, half as many, each with both signs."""
     numbers = [0.0, 1.0]
     for exponent in range(7):
         edges = np.linspace(0.1, 1, 2**exponent * (1 if has_sign else 2) + 1)

@@ -54,7 +54,7 @@ def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
 
 
 def _axes(config: OptimizerConfig, spec: Spec) -> MatrixAxes | None:
-    """The axes of the matrices that are orthogonalized; None for a leaf that has none."""
+    """Return the axes of the matrices that are orthogonalized; None for a leaf that has none."""
     if not (spec.is_matrix and spec.is_stacked):
         return None
     return matrix_axes(spec, HEAD_AXES if config.muon_unit == "head" else ())
@@ -130,8 +130,10 @@ def newton_schulz(matrices: jax.Array) -> jax.Array:
     """Each of [matrices, inputs, outputs] with its singular values near 1: five iterations of
     a x + b x^3 + c x^5 on them, which begin with a Frobenius norm of 1."""
     a, b, c = COEFFICIENTS
+    # The products below are of the shorter side: a wide matrix costs less than a tall one.
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.swapaxes(1, 2) if is_tall else matrices
+    # No singular value is above 1, from where the iterations converge.
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-8)
     for _ in range(ITERATIONS):
         square = x @ x.swapaxes(1, 2)
@@ -140,9 +142,9 @@ def newton_schulz(matrices: jax.Array) -> jax.Array:
 
 
 def of_orthogonal(config: OptimizerConfig, spec: Spec) -> float:
-    """The width factor of Muon's directions of the matrices of blocks, whose spectral norm, 0.2
-    sqrt(max(fan-in, fan-out)), has to grow as sqrt(fan-out / fan-in) does (the spectral condition,
-    arXiv:2310.17813): 1 / sqrt(m) for a square matrix m times as wide."""
+    """Return the width factor of Muon's directions of the matrices of blocks, whose spectral norm,
+    0.2 sqrt(max(fan-in, fan-out)), has to grow as sqrt(fan-out / fan-in) does (the spectral
+    condition, arXiv:2310.17813): 1 / sqrt(m) for a square matrix m times as wide."""
     if not (spec.is_matrix and spec.is_stacked):
         return of_entries(config, spec)
     if config.muon_unit == "head":

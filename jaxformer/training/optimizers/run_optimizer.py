@@ -119,9 +119,11 @@ def make_optimizer(
         optax.scale_by_learning_rate(schedule),
         *_scale_by_factors(jax.tree.map(lambda leaf: leaf.rate, factors)),
     ]
+    # Such a rule moves by the step itself, with its decay and its rate.
     if row.around:
         steps = [row.around(config, schedule, optax.chain(*steps))]
     norm = config.clip_norm
+    # Of all gradients together, before any rule sees them.
     clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
     optimizer = optax.chain(clip, *steps)
     rates = {spec.sign_rate for spec in jax.tree.leaves(specs) if spec.trainable} - {0.0}
@@ -133,8 +135,8 @@ def make_optimizer(
 
 
 def width_factors(config: OptimizerConfig, specs: Specs) -> dict[str, Any]:
-    """The factor of the directions of each leaf, with which one learning rate holds at all widths,
-    in the nesting of the table; 1 without `Spec.base_fans`.
+    """Return the factor of the directions of each leaf, with which one learning rate holds at all
+    widths, in the nesting of the table; 1 without `Spec.base_fans`.
 
     It multiplies the directions and not the weight decay, which has the same strength at all
     widths: scaled down with them it would vanish in wide models (arXiv:2405.13698; as in table 1 of
@@ -167,8 +169,8 @@ def weight_decay(config: OptimizerConfig, factors: Any) -> optax.GradientTransfo
 def cautious(
     rule: optax.GradientTransformation, specs: Specs
 ) -> optax.GradientTransformationExtraArgs:
-    """The rule's update u where it has the sign of the gradient g, and 0 elsewhere (cautious
-    updates, arXiv:2411.16085).
+    """Return a rule whose update is that of `rule`, u, where it has the sign of the gradient g, and
+    0 elsewhere (cautious updates, arXiv:2411.16085).
 
     m = [u g > 0] of one matrix or vector with n numbers: u -> n / (sum(m) + 1) m u.
     """
@@ -188,8 +190,8 @@ def cautious(
 
 
 def _scale_by_factors(factors: Any) -> list[optax.GradientTransformation]:
-    """The one place that multiplies updates by factors of their leaves, a tree of floats; none
-    where all are 1."""
+    """Return what multiplies updates by factors of their leaves, a tree of floats; nothing where
+    all are 1."""
     if all(factor == 1 for factor in jax.tree.leaves(factors)):
         return []
     return [

@@ -27,7 +27,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def schedule_text(config: OptimizerConfig, steps: int) -> str:
-    """A description of the learning rate during the `steps` of a run."""
+    """Return a description of the learning rate during the `steps` of a run."""
     schedule = make_schedule(config, steps)
     peak = config.learning_rate
     warmup = config.warmup_steps

@@ -106,10 +106,12 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment(gradients, state.nu, b2, 2)
         mu, nu = optax.tree.where(steps > 0, (mu, nu), (state.mu, state.nu))
+        # The first step only makes the factors, so that the moments begin with the second.
         number = jnp.maximum(steps, 1)
         mean = optax.tree.bias_correction(mu, b1, number)
         means = map_arrays(_rotated(INTO), specs, mean, *state.bases)
         squares = optax.tree.bias_correction(nu, b2, number)
+        # Adam in the eigenbasis, then back.
         directions = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), means, squares)
         directions = map_arrays(_rotated(BACK), specs, directions, *state.bases)
         factors = list[Any]()
@@ -145,7 +147,7 @@ def _rotated(equations: tuple[str, str]) -> Callable[..., jax.Array]:
 
 
 def _square(factor: NamedAxes) -> jax.Array:
-    """A factor as [matrices, length, length]."""
+    """Return a factor as [matrices, length, length]."""
     length = factor.value.shape[-1]
     return factor.value.reshape(-1, length, length)
 

@@ -38,8 +38,8 @@ class UpdateRule(NamedTuple):
 
 
 def of_entries(config: OptimizerConfig, spec: Spec) -> float:
-    """The width factor of directions whose entries have one size whatever the gradient's, as Adam's
-    and Lion's: 1 / fan-in (arXiv:2203.03466, table 3 and appendix B.3)."""
+    """Return the width factor of directions whose entries have one size whatever the gradient's, as
+    Adam's and Lion's: 1 / fan-in (arXiv:2203.03466, table 3 and appendix B.3)."""
     return 1 / spec.growth[0]
 
 
@@ -66,7 +66,7 @@ class MatrixAxes(NamedTuple):
     right: tuple[int, ...]
 
     def matrices(self, x: jax.Array) -> jax.Array:
-        """A leaf as [matrices, inputs, outputs]."""
+        """Return a leaf as [matrices, inputs, outputs]."""
         ordered = x.transpose(self.batch + self.left + self.right)
         inputs = math.prod(x.shape[i] for i in self.left)
         outputs = math.prod(x.shape[i] for i in self.right)
@@ -80,8 +80,8 @@ class MatrixAxes(NamedTuple):
 
 
 def matrix_axes(spec: Spec, beside: Collection[str] = ()) -> MatrixAxes:
-    """The axes of the matrices of a leaf. `beside` are names of axes that count matrices too, as
-    the batch axes of the spec do."""
+    """Return the axes of the matrices of a leaf. `beside` are names of axes that count matrices
+    too, as the batch axes of the spec do."""
     names = (*spec.batch, *beside)
     batch = tuple(i for i, axis in enumerate(spec.axes) if axis in names)
     single = [i for i in range(len(spec.axes)) if i not in batch]
