@@ -108,7 +108,7 @@ def open_or_encode(
         labels: Labels = {}
         tokens = [np.zeros(0, np.int32)]
         lengths = [np.zeros(1, np.int64)]
-        size = documents = 0
+        size = 0
         parts = 1
         for batch in in_batches(records(), lambda piece: len(piece.text), BATCH_CHARACTERS):
             try:
@@ -119,7 +119,6 @@ def open_or_encode(
             tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))
             lengths.append(np.fromiter(map(len, sequences), np.int64))
             size += sum(len(piece.text.encode()) for piece in batch)
-            documents += len(batch)
             parts = len(examples[0])
         ids = np.concatenate(tokens)
         bounds = np.cumsum(np.concatenate(lengths))
@@ -128,7 +127,7 @@ def open_or_encode(
             "tokens": write_array(path.with_suffix(".tokens"), ids),
             "bounds": write_array(path.with_suffix(".bounds"), bounds),
         }
-        shard = Shard(path, len(ids), documents, size, files)
+        shard = Shard(path, len(ids), (len(bounds) - 1) // parts, size, files)
         record = shard.entry() | {"parts": parts, "labels": [*labels]}
         write_text(directory / MANIFEST, json.dumps(record, indent=1))
         return ExampleStore(shard, parts, [*labels])

@@ -5,27 +5,53 @@ holds its type. A .bin file is raw, and has the type that the tokenizer's vocabu
 (`Tokenizer.dtype`): uint16 up to 65,536 entries, else uint32; this is checked when it is read.
 """
 
-from dataclasses import replace
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from jaxformer.config.settings import Log
 from jaxformer.data.documents import SourceFile, hash_fraction, unreadable
-from jaxformer.data.store import (
-    IdArray,
-    ProgressNotes,
-    Shard,
-    TokenStore,
-    claimed,
-    write_array,
-    write_index,
-)
+from jaxformer.data.store import ProgressNotes, Shard, TokenStore, claimed, write_array, write_index
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 
 # With fewer ids than this nothing is concluded from every second one being 0.
 FEWEST_TO_DOUBT = 16
+
+
+# An even number, as the test for ids of another width needs.
+BLOCK_IDS = 1 << 22
+
+
+@dataclass(frozen=True)
+class IdArray:
+    """Ids in a file outside the store: their type, the byte at which they begin, their number, and
+    the file's name in its source."""
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    count: int
+    name: str = ""
+
+    def mapped(self) -> np.ndarray:
+        """The ids [count], mapped and not read."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """The ids by blocks, each with the place of its first."""
+        ids = self.mapped()
+        return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
+
+    def content(self) -> str:
+        """A digest of the name and of the ids, whatever holds them."""
+        digest = hashlib.blake2b(self.name.encode() + b"\xff", digest_size=16)
+        for _, ids in self.blocks():
+            digest.update(ids.astype("<u4").tobytes())
+        return digest.hexdigest()
 
 
 def open_ids(file: SourceFile, tokenizer: Tokenizer) -> IdArray:
@@ -124,4 +150,8 @@ def open_or_index(file: SourceFile, tokenizer: Tokenizer, folder: Path, log: Log
                 shards.append(
                     write_index(folder / "00001", 1, table[:, inside:], {"tokens": written})
                 )
-    return TokenStore([replace(shards[0], ids=array), *shards[1:]], tokenizer.dtype, folder.name)
+    return TokenStore(
+        [replace(shards[0], arrays={"tokens": array.mapped}), *shards[1:]],
+        tokenizer.dtype,
+        folder.name,
+    )

@@ -136,12 +136,6 @@ def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) ->
 def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
     """The records of a .parquet file, or of an Arrow file in the streaming format, which the
     library `datasets` keeps."""
-    rows = enumerate(_column_rows(file, fields), 1)
-    return _checked(rows, dict, fields, handler, f"{file.path}, row")
-
-
-def _column_rows(file: SourceFile, fields: Fields) -> Iterator[dict[str, Any]]:
-    """The values of each row by name."""
     path = file.path
     try:
         # An extra, which takes 0.3 s to start.
@@ -170,8 +164,8 @@ def _column_rows(file: SourceFile, fields: Fields) -> Iterator[dict[str, Any]]:
                 batches = parquet.iter_batches(ROWS_AT_ONCE, columns=wanted, use_threads=False)
             _require_columns(present, fields, str(path))
             names = [name for name in wanted if name in present]
-            for batch in batches:
-                yield from batch.select(names).to_pylist()
+            rows = (row for batch in batches for row in batch.select(names).to_pylist())
+            yield from _checked(enumerate(rows, 1), dict, fields, handler, f"{path}, row")
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} is truncated, damaged, or not a file of columns ({error}): make or fetch it"

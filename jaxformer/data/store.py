@@ -142,46 +142,16 @@ def digest(path: Path) -> str:
 ID_DTYPES = ("uint16", "uint32")
 INDEX_DTYPE = np.dtype(np.int64)
 NONE = np.zeros(0, INDEX_DTYPE)
-# An even number, as the test for ids of another width needs.
-BLOCK_IDS = 1 << 22
 COUNTS = ("tokens", "documents", "bytes")
 MOST_MAPS = 128  # files that are open at a time
-
-
-@dataclass(frozen=True)
-class IdArray:
-    """Ids in a file outside the store: their type, the byte at which they begin, their number, and
-    the file's name in its source."""
-
-    path: Path
-    dtype: np.dtype
-    offset: int
-    count: int
-    name: str = ""
-
-    def mapped(self) -> np.ndarray:
-        """The ids [count], mapped and not read."""
-        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
-
-    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """The ids by blocks, each with the place of its first."""
-        ids = self.mapped()
-        return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
-
-    def content(self) -> str:
-        """A digest of the name and of the ids, whatever holds them."""
-        digest = hashlib.blake2b(self.name.encode() + b"\xff", digest_size=16)
-        for _, ids in self.blocks():
-            digest.update(ids.astype("<u4").tobytes())
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
     """A part of a store: its path without a suffix, its counts, and its files by their suffix.
 
-    `documents` counts those that end in it, `bytes` those of their text. A shard whose tokens are
-    `ids` has no file of tokens, and one in memory only `arrays` by their kind.
+    `documents` counts those that end in it, `bytes` those of their text. `arrays` give what is in
+    no file of the store: ids of the user's, or what is in memory.
     """
 
     path: Path
@@ -189,8 +159,7 @@ class Shard:
     documents: int
     bytes: int
     files: dict[str, Written]
-    ids: IdArray | None = None
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    arrays: Mapping[str, Callable[[], np.ndarray]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path, entry: dict[str, Any]) -> "Shard":
@@ -238,9 +207,7 @@ class Shard:
             # An empty file cannot be mapped.
             return np.zeros(shape, dtype)
         if kind in self.arrays:
-            return self.arrays[kind]
-        if kind == "tokens" and self.ids:
-            return self.ids.mapped()
+            return self.arrays[kind]()
         path = local_copy(self.file(kind), self.files[kind].digest)
         self.files[kind].verify_once(path)
         # A plain view: slices of np.memmap itself are several times slower to make.
@@ -596,15 +563,16 @@ def head_of(
     """The tokens of the first `HEAD_CHARACTERS` of a text, in memory."""
     counted = _counted(pieces, ProgressNotes())
     first = itertools.takewhile(lambda each: each.characters <= HEAD_CHARACTERS, counted)
-    tokens = [np.zeros(0, tokenizer.dtype)]
+    blocks = [np.zeros(0, tokenizer.dtype)]
     tables = [np.zeros((3, 0), INDEX_DTYPE)]
     for ids, table in _encoded(first, tokenizer, beginning):
-        tokens.append(ids)
+        blocks.append(ids)
         tables.append(table)
-    arrays = {"tokens": np.concatenate(tokens), "documents": np.concatenate(tables, axis=1)}
-    _, documents = arrays["documents"].shape
-    size = int(arrays["documents"][1].sum())
-    shard = Shard(Path(), len(arrays["tokens"]), documents, size, {}, arrays=arrays)
+    tokens = np.concatenate(blocks)
+    index = np.concatenate(tables, axis=1)
+    arrays = {"tokens": lambda: tokens, "documents": lambda: index}
+    _, sizes, _ = index
+    shard = Shard(Path(), len(tokens), len(sizes), int(sizes.sum()), {}, arrays)
     return TokenStore([shard], tokenizer.dtype, "", beginning)
 
 

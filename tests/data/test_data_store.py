@@ -26,8 +26,9 @@ from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Corpus, TokenStore, corpus, open_or_build
 from jaxformer.data import store as store_files
 from jaxformer.data.documents import Piece
+from jaxformer.data.ids import IdArray
 from jaxformer.data.rows import CausalRows, Rows
-from jaxformer.data.store import IdArray, Shard
+from jaxformer.data.store import Shard
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer
 
@@ -226,7 +227,7 @@ def _sparse_store(folder: Path, size: int) -> TokenStore:
     written = store_files.digest(folder / "00000.documents")
     files = {"documents": store_files.Written(24 * len(ends), written)}
     ids = IdArray(folder / "ids.bin", np.dtype(np.uint16), 0, size)
-    shard = Shard(folder / "00000", size, len(ends), 0, files, ids)
+    shard = Shard(folder / "00000", size, len(ends), 0, files, {"tokens": ids.mapped})
     return TokenStore([shard], np.dtype(np.uint16), "sparse")
 
 

@@ -15,7 +15,6 @@ from tiny_run import line, train_here
 from jaxformer.cli import main
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Batches, Corpus, evaluation_batches
-from jaxformer.data import store as store_files
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, train_bpe_tokenizer
 
@@ -61,7 +60,7 @@ def assert_same_batches(
 def test_ids_give_the_batches_of_their_text(
     name: str, packing: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_files, "BLOCK_IDS", 6)
+    monkeypatch.setattr("jaxformer.data.ids.BLOCK_IDS", 6)
     run = run_of(made, made / f"{name}.txt", tmp_path / "text", packing=packing)
     own = run_of(made, made / f"{name}.npy", tmp_path / "ids", packing=packing)
     assert_same_batches(prepare(own), prepare(run), run.data)

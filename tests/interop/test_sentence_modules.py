@@ -14,6 +14,7 @@ import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.config.model import ModelConfig
 from jaxformer.runs.config import with_base
+from jaxformer.runs.model_files import ModelFiles
 
 NAMES = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "lasttoken")
 
@@ -64,7 +65,10 @@ def test_the_vector_is_that_of_the_stated_pooling(place, stated, at, tmp_path):
         jf.embed(model.params, model.config, tokens), theirs, rtol=1e-4, atol=1e-5
     )
     # A run that starts from it learns such vectors, and what is written says so.
-    assert with_base(ModelConfig(head="none"), place, "base").pooling == model.config.pooling
+    assert (
+        with_base(ModelConfig(head="none"), ModelFiles(place), "base").pooling
+        == model.config.pooling
+    )
     jf.save_pretrained(tmp_path / "out", model.params, model.config)
     again = jf.load(tmp_path / "out")
     assert again.config.text_pooling == model.config.text_pooling

@@ -13,9 +13,10 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.data import NumpyBatch, TokenStore, open_or_build
 from jaxformer.data.documents import Piece
+from jaxformer.data.ids import IdArray
 from jaxformer.data.masking import MaskedRows
 from jaxformer.data.spans import PrefixRows, SpanRows, hidden_counts, random_parts, raw_length
-from jaxformer.data.store import IdArray, Shard
+from jaxformer.data.store import Shard
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import (
     END_OF_TEXT,
@@ -48,7 +49,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     numbers = np.arange(PLACES, dtype=np.uint16)
     numbers.tofile(folder / "ids")
     ids = IdArray(folder / "ids", numbers.dtype, 0, PLACES)
-    return TokenStore([Shard(folder / "ids", PLACES, 0, 0, {}, ids)], numbers.dtype, "places")
+    return TokenStore(
+        [Shard(folder / "ids", PLACES, 0, 0, {}, {"tokens": ids.mapped})], numbers.dtype, "places"
+    )
 
 
 def run_of(family: str, model: dict[str, Any] | None = None, **data: Any) -> RunConfig:
