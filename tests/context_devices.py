@@ -170,7 +170,8 @@ def decoding(**changes):
     with jax.set_mesh(make_mesh(context=8)):
         cache = jax.jit(lambda: empty_cache(config, 2, 32, jnp.float32))()
         several = generated()
-        share = cache.k[0].size // cache.k[0].addressable_shards[0].data.size
+        keys, _ = cache.layers[0]
+        share = keys.array.size // keys.array.addressable_shards[0].data.size
     return {"one": one, "several": several, "share": share}
 
 

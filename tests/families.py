@@ -1,6 +1,7 @@
 """Every family with every variant in the smallest models that show it: generated products of the
 settings, and rows of documents to lay out in different ways."""
 
+import dataclasses
 import functools
 import itertools
 import zlib
@@ -17,7 +18,7 @@ from jaxformer.layers.head import head
 from jaxformer.layers.kernels import KERNELS, Case
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.inputs import Inputs, inputs_of
-from jaxformer.models.transformer import hidden, remember, specs
+from jaxformer.models.transformer import hidden, specs
 
 HINTS = get_type_hints(jf.ModelConfig)
 FAMILIES, POSITIONS = get_args(HINTS["family"]), get_args(HINTS["positions"])
@@ -244,15 +245,14 @@ def cached(config, batch, size=DOCUMENT, params=None, compiled=False):
     params, inputs = params_of(config) if params is None else params, inputs_of(batch)
     rows, length = inputs.tokens.shape
     cache, logits = empty_cache(config, rows, length, jnp.float32), []
-    source, read = (
-        jax.jit(call, static_argnums=1) if compiled else call for call in (remember, _read)
-    )
-    if config.family == "encoder_decoder":
-        cache = source(params, config, inputs, cache)
+    read = jax.jit(_read, static_argnums=1) if compiled else _read
     layout, types = inputs.layout, inputs.types
     whole = (inputs.tokens, TokenLayout(layout.positions, layout.segments), types)
     for at in range(0, length, size):
         piece = Inputs(*jax.tree.map(lambda a, at=at: a[:, at : at + size], whole))
+        if at == 0:
+            source, source_layout = inputs.source, inputs.source_layout
+            piece = dataclasses.replace(piece, source=source, source_layout=source_layout)
         found, cache = read(params, config, piece, cache)
         logits.append(found)
     return jnp.concatenate(logits, 1)

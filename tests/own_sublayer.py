@@ -7,6 +7,7 @@ import optax
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec
+from jaxformer.layers.cache import Slots
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.masks import visible
 from jaxformer.layers.output import Aux, Output
@@ -30,8 +31,7 @@ def apply(params, config, x, call):
     gate = jax.nn.sigmoid(linear("BTD,DNH->BTNH", params, "gate", x))
     cache = call.cache
     if cache is not None:
-        cache = cache.write(values, values)
-        values = cache.v
+        cache, values = cache.write(values)
     seen = visible(call.mask._replace(window=config.window)).astype(x.dtype)  # [B, T, S]
     count = jnp.maximum(seen.sum(-1), 1)[..., None, None]
     mean = jnp.einsum("bts,bsnh->btnh", jnp.broadcast_to(seen, (len(x), *seen.shape[1:])), values)
@@ -57,6 +57,9 @@ ROW = Sublayer(
         "mean = (sigmoid(x W_gate) ⊙ mean over the window of x W_value) W_mix",
     ),
     scores=scores,
+    start=lambda config, batch, slots, dtype: Slots.empty(
+        batch, slots, config.n_heads, config.head_width, dtype
+    ),
     capture="mean_out",
 )
 

@@ -17,7 +17,7 @@
 # attention (MQA, arXiv:1911.02150) has one, and grouped-query attention (GQA, arXiv:2305.13245)
 # some number between.
 #
-# Our functions are `jf.generate`, which keeps its cache on the device, `KVCache` in
+# Our functions are `jf.generate`, which keeps its cache on the device, `Cache` in
 # `jaxformer/layers/cache.py`, and `empty_cache` in `jaxformer/layers/block.py`. The tests that
 # hold them:
 #
@@ -110,7 +110,7 @@ print(made[0])
 # %%
 def cache_bytes(cache):
     """The bytes of the keys and values, of real arrays or of their shapes alone."""
-    return sum(a.size * a.dtype.itemsize for a in (*cache.k, *cache.v))
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache.layers))
 
 
 def formula(config, rows, slots, itemsize):
@@ -118,8 +118,9 @@ def formula(config, rows, slots, itemsize):
     return rows * 2 * layers * heads * width * slots * itemsize
 
 
-print("keys of layer 0:", cache.k[0].shape, cache.k[0].dtype, "- slots written:", cache.length)
-assert sum(a.nbytes for a in (*cache.k, *cache.v)) == formula(config, 2, 48, itemsize=4)
+keys, values = (slots.array for slots in cache.layers[0])
+print("keys of layer 0:", keys.shape, keys.dtype, "- tokens read:", cache.length)
+assert config.n_layers * (keys.nbytes + values.nbytes) == formula(config, 2, 48, itemsize=4)
 assert cache_bytes(cache) == formula(config, 2, 48, itemsize=4)
 
 # %% [markdown]
@@ -174,7 +175,7 @@ def with_cache(config, params, length, rows=1):
     stream = prompt_read()
     program = decode.lower(weights, config, Sampling(temperature=0), NEW, stream).compile()
     seconds = shortest(prompt_read, lambda stream: program(weights, stream))
-    slots = stream.cache.k[0].shape[1]  # of [rows, slots, heads, width]
+    slots = stream.cache.layout.positions.shape[1]  # of [rows, slots]
     assert length <= slots and cache_bytes(stream.cache) == formula(config, rows, slots, itemsize=4)
     return seconds / NEW, cache_bytes(stream.cache), program.memory_analysis().temp_size_in_bytes
 
@@ -258,8 +259,8 @@ FAR = LAST - WINDOW + 1  # the slots before this one are behind the window of to
 def with_damage(config):
     """How much the logits of token 40 change when the slots behind its window are overwritten."""
     _, cache = decoded(params, config, tokens[:, :LAST], slots=LAST + 1)
-    k, v = (tuple(a.at[:, :FAR].set(100) for a in arrays) for arrays in (cache.k, cache.v))
-    damaged = dataclasses.replace(cache, k=k, v=v)
+    overwritten = jax.tree.map(lambda entries: entries.at[:, :FAR].set(100), cache.layers)
+    damaged = dataclasses.replace(cache, layers=overwritten)
     logits = [one_token(params, config, tokens[:, LAST], LAST, c)[0] for c in (cache, damaged)]
     return float(jnp.abs(logits[0] - logits[1]).max())
 

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.generation.decode import Stream, repeated, start
+from jaxformer.generation.decode import Stream, read, repeated, start
 from jaxformer.generation.sampling import WHOLE_NUMBER, Sampling, TextRules, permitted, within
 from jaxformer.generation.text_so_far import TextSoFar, end_tokens, ends, filler
 from jaxformer.generation.token_rules import (
@@ -28,11 +28,9 @@ from jaxformer.generation.token_rules import (
     whole_from,
 )
 from jaxformer.generation.weights import prepared
-from jaxformer.layers.cache import KVCache
-from jaxformer.layers.head import head
+from jaxformer.layers.cache import Cache
 from jaxformer.layers.masks import TokenLayout
-from jaxformer.models.inputs import Inputs, warn_of_padding
-from jaxformer.models.transformer import hidden
+from jaxformer.models.inputs import warn_of_padding
 
 MAX_BEAMS = 1024  # of a row; each takes the memory of a row of a batch
 MAX_PENALTY = 10.0  # with it the divisor of 20,000 tokens is a float32
@@ -185,7 +183,7 @@ class _Live(NamedTuple):
 
 # The state of the loop: the number of the step, the unfinished and the finished texts, the cache,
 # the rows [B] that take no other text, and the steps so far, or None where they are not recorded.
-_Carry = tuple[jax.Array, _Live, Beams, KVCache, jax.Array, BeamSteps | None]
+_Carry = tuple[jax.Array, _Live, Beams, Cache, jax.Array, BeamSteps | None]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), static_argnames="record")
@@ -220,14 +218,14 @@ def _search(
         finished = _where(closed, finished, extended)
         if steps is not None:
             steps = jax.tree.map(lambda of_steps, new: of_steps.at[i].set(new), steps, new_step)
-        # Each row's keys and values [B b, S, K, H] are those of the text that it continues.
+        # What the layers keep of a row [B b, ...] is that of the text which it continues.
         # Positions, and the source, are the same for all beams of a row.
-        k, v = jax.tree.map(lambda layer: jnp.take(layer, parents, axis=0), (cache.k, cache.v))
+        kept = jax.tree.map(lambda array: jnp.take(array, parents, axis=0), cache.layers)
         token_layout = TokenLayout(layout.positions + i, layout.segments)  # [B b, 1]
         tokens = live.tokens[:, :, i].reshape(-1, 1)
-        inputs = Inputs(tokens, token_layout)
-        x, cache, _ = hidden(params, config, inputs, replace(cache, k=k, v=v))
-        live = live._replace(logits=head(params, config, x, token_layout)[:, 0])
+        cache = replace(cache, layers=kept)
+        next_logits, cache = read(params, config, tokens, token_layout, cache)
+        live = live._replace(logits=next_logits[:, 0])
         best = live.logs.max(axis=1)  # [B]
         if rules.early_stopping == "never":
             # A log-probability only falls, and is divided by penalty(n) at most: this is the best

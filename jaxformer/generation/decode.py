@@ -27,12 +27,12 @@ from jaxformer.generation.stop_strings import StopStrings, TokenBytes
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
 from jaxformer.generation.weights import has_int8, prepared
 from jaxformer.layers.block import empty_cache
-from jaxformer.layers.cache import KVCache
+from jaxformer.layers.cache import Cache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.inputs import Inputs, warn_of_padding
 from jaxformer.models.stack import compute_dtype
-from jaxformer.models.transformer import check_model, context_of, hidden, remember
+from jaxformer.models.transformer import check_model, context_of, hidden
 
 ModelRows = tuple[np.ndarray, np.ndarray]  # tokens and segment ids, int32 [B, T] each
 
@@ -43,7 +43,7 @@ class Stream:
     and segment [B, 1], which rows have ended [B] bool, the key of the tokens to come, and the texts
     so far."""
 
-    cache: KVCache
+    cache: Cache
     logits: jax.Array
     layout: TokenLayout
     done: jax.Array
@@ -231,13 +231,14 @@ def _prefill(
     tokens, segments = map(jnp.asarray, prompt)
     layout = layout_of(tokens, None, segments)
     cache = empty_cache(config, tokens.shape[0], slots, compute_dtype(config))
+    inputs = Inputs(tokens, layout)
     if source is not None:
-        # The encoder runs once; from here on the cache holds the keys and values of the source.
+        # The encoder runs once; from here on the cache has the keys and values of the source.
         source_tokens, source_segments = map(jnp.asarray, source)  # [B, S]
         source_layout = layout_of(source_tokens, None, source_segments)
-        inputs = Inputs(tokens, layout, None, source_tokens, source_layout)
-        cache = remember(params, replace(config, max_segments=1), inputs, cache)
-    x, cache, _ = hidden(params, config, Inputs(tokens, layout), cache)  # [B, T, D]
+        inputs = replace(inputs, source=source_tokens, source_layout=source_layout)
+    # A row is one text.
+    x, cache, _ = hidden(params, replace(config, max_segments=1), inputs, cache)  # [B, T, D]
 
     # Rows may be padded on either side: the last token of each is where its segment id last is not
     # 0. Only its logits are computed.
@@ -249,6 +250,15 @@ def _prefill(
     after = TokenLayout(position + 1, segment)
     written = TextSoFar.prompt(tokens, segments, slots, jnp.asarray(max_new_tokens))
     return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key, written)
+
+
+def read(
+    params: Params, config: ModelConfig, tokens: jax.Array, layout: TokenLayout, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """Return the logits [B, T, V] after each of the tokens [B, T] at `layout`, and the cache with
+    them."""
+    x, cache, _ = hidden(params, config, Inputs(tokens, layout), cache)
+    return head(params, config, x, layout), cache
 
 
 def repeated(tree: Any, times: int) -> Any:
@@ -333,13 +343,12 @@ def continued(
         token, key = drawn(stream)
         # Rows that have ended run on with the others, as padding that no row reads.
         layout = TokenLayout(stream.layout.positions, jnp.where(done[:, None], 0, segments))
-        x, cache, _ = hidden(params, config, Inputs(token[:, None], layout), stream.cache)
-        logits = head(params, config, x, layout)[:, 0]  # [B, 1, V] -> [B, V]
+        logits, cache = read(params, config, token[:, None], layout, stream.cache)
         made = made.at[:, i].set(jnp.where(done, made[:, i], token))
         written = add(stream.written, token)
         done = done | ends(token, rules.end_token) | (written.count >= written.limit)
         after = TokenLayout(stream.layout.positions + 1, segments)
-        return i + 1, made, Stream(cache, logits, after, done, key, written)
+        return i + 1, made, Stream(cache, logits[:, 0], after, done, key, written)
 
     made, stream = begun
     _, made, stream = jax.lax.while_loop(unfinished, step, (jnp.int32(0), made, stream))

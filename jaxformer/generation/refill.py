@@ -1,11 +1,12 @@
 """Many prompts in a few rows: where a text ends, the next prompt takes its row, so that the device
 never waits for the longest text.
 
-A prompt is read by itself, and its keys and values are put into the cache of all rows, whose slots
-have positions of their own. The newest slot is the same for all rows; where it is the last one, the
-tokens of each row are moved to the front. One program reads prompts of a length of a short ladder,
-and one makes a chunk of tokens of all rows. The key of a token is that of its prompt and its place
-in the text, so that a text does not depend on its row or on the texts beside it.
+A prompt is read by itself, and what the layers keep of it is put into the cache of all rows. The
+newest slot is the same for all rows, and a prompt ends there. After the last slot comes the first
+again: they are as many as the tokens of the longest text, so that only those of texts that have
+ended are overwritten. One program reads prompts of a length of a short ladder, and one makes a
+chunk of tokens of all rows. The key of a token is that of its prompt and its place in the text, so
+that a text does not depend on its row or on the texts beside it.
 
 In the comments, B is the number of rows, S that of the slots of the cache and V the size of the
 vocabulary.
@@ -28,10 +29,9 @@ from jaxformer.generation.prompts import EMPTY, capacity, padded, rung
 from jaxformer.generation.sampling import Sampling, draw, sampling_key
 from jaxformer.generation.text_so_far import TextSoFar
 from jaxformer.generation.weights import prepared
-from jaxformer.layers.masks import TokenLayout
+from jaxformer.layers.cache import Cache, Slots, is_slots
 
 CHUNK = 16  # tokens of each row between two looks at which texts have ended
-SPARE = 64  # slots that the cache has beyond its longest text; at least CHUNK
 NO_TOKEN = -1  # in place of a token of a row whose text has ended
 
 Tokens = Sequence[int]
@@ -99,8 +99,6 @@ class _Rows:
         self, weights: Params, config: ModelConfig, rules: Sampling, stopped: EndsText
     ) -> Iterator[tuple[int, list[int]]]:
         """Continues all texts by a chunk; those that end, with the numbers of their prompts."""
-        if int(self.stream.cache.length) + CHUNK > self.stream.cache.layout.positions.shape[1]:
-            self.stream = _compacted(self.stream)
         made, stream = _advance(weights, config, rules, CHUNK, self.stream)
         tokens, done = np.asarray(made), np.array(stream.done)
         ended = []
@@ -154,10 +152,10 @@ class _Queue:
         return start(self.params, self.config, tokens, count, key, segments, sources, **more)
 
     def empty_rows(self, rows: int) -> Stream:
-        """Rows without a text, with slots for any of the texts and spare ones."""
+        """Rows without a text, with slots for any of the texts."""
         source = None if self.sources is None else [0] * self._longest_source
         prompt, key = [0] * self._longest, jax.random.key(0)
-        spare = self.max_new_tokens - 1 + SPARE
+        spare = self.max_new_tokens - 1
 
         def longest(params: Params) -> Stream:
             queue = replace(self, params=params)
@@ -182,44 +180,37 @@ def _padded_length(length: int, longest: int) -> int:
 @functools.partial(jax.jit, donate_argnums=0)
 def _with_prompt(stream: Stream, row: np.int32, prompt: Stream) -> Stream:
     """The rows, one of which holds a prompt that was read by itself."""
+    # The newest token of the prompt comes into the newest slot of the rows.
+    shift = stream.cache.length - prompt.cache.length
 
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:  # [B, ...] and [...]
-        if not old.ndim:
-            return jnp.maximum(old, new)  # the newest slot
+    def put(old: jax.Array, new: jax.Array, in_slots: bool = False) -> jax.Array:
+        """`old` [B, ...] with `new` [...], which may be smaller, in the row."""
         space = zip(old.shape[1:], new.shape, strict=True)
         new = jnp.pad(new, [(0, most - size) for most, size in space]) if new.ndim else new
-        return old.at[row].set(new)
+        return old.at[row].set(jnp.roll(new, shift, axis=0) if in_slots else new)
 
-    def first(leaf: jax.Array) -> jax.Array:
-        return leaf[0] if leaf.ndim else leaf
+    def put_kept(old: Any, new: Any) -> Any:
+        """What a layer keeps of the rows with that of the prompt, [B, ...] and [1, ...]."""
+        if is_slots(old):
+            return Slots(put(old.array, new.array[0], in_slots=True))
+        return put(old, new[0])
 
-    def parts(state: Stream) -> tuple[Any, ...]:
-        return state.cache, state.logits, state.layout, state.done
+    def others(state: Stream) -> tuple[Any, ...]:
+        cache = state.cache
+        return cache.sources, cache.source_layout, state.logits, state.layout, state.done
 
-    of_prompt = jax.tree.map(first, parts(prompt))
-    cache, logits, layout, done = jax.tree.map(put, parts(stream), of_prompt)
+    layers = jax.tree.map(put_kept, stream.cache.layers, prompt.cache.layers, is_leaf=is_slots)
+    slots = jax.tree.map(
+        lambda old, new: put(old, new[0], in_slots=True), stream.cache.layout, prompt.cache.layout
+    )
+    sources, source_layout, logits, layout, done = jax.tree.map(
+        lambda old, new: put(old, new[0]), others(stream), others(prompt)
+    )
+    cache = Cache(layers, slots, stream.cache.length, sources, source_layout)
     key = stream.key.at[row].set(prompt.key)
     # The texts so far count their tokens each by itself.
     written = jax.tree.map(put, stream.written, prompt.written)
     return Stream(cache, logits, layout, done, key, written)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _compacted(stream: Stream) -> Stream:
-    """The rows with the tokens of each text in the first slots, in their order."""
-    cache = stream.cache
-    segments: Any = cache.layout.segments
-    is_kept = (segments != 0) & ~stream.done[:, None]
-    order = jnp.argsort(~is_kept, axis=1, stable=True)  # [B, S]
-
-    def moved(leaf: jax.Array) -> jax.Array:
-        index = order.reshape(order.shape + (1,) * (leaf.ndim - 2))
-        return jnp.take_along_axis(leaf, index, axis=1)
-
-    layout = TokenLayout(cache.layout.positions, jnp.where(is_kept, segments, 0))
-    k, v, layout = jax.tree.map(moved, (cache.k, cache.v, layout))
-    length = is_kept.sum(axis=1).max().astype(cache.length.dtype)
-    return replace(stream, cache=replace(cache, k=k, v=v, layout=layout, length=length))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)

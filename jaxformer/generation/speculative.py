@@ -17,14 +17,14 @@ from numpy.typing import ArrayLike
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.generation.decode import Stream, start
+from jaxformer.generation.decode import Stream, read, start
 from jaxformer.generation.sampling import Sampling, choices, sampling_key
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
 from jaxformer.generation.weights import prepared
-from jaxformer.layers.head import head
+from jaxformer.layers.block import empty_cache
+from jaxformer.layers.cache import is_slots
 from jaxformer.layers.masks import TokenLayout
-from jaxformer.models.inputs import Inputs, warn_of_padding
-from jaxformer.models.transformer import hidden
+from jaxformer.models.inputs import warn_of_padding
 
 MOST_AHEAD = 64  # proposed tokens of a round
 BY_LENGTH = ("dynamic", "longrope")  # scalings of RoPE that depend on the length of a call
@@ -75,6 +75,13 @@ def speculate(
             raise ConfigError(
                 "speculative decoding is for decoders, and a model has"
                 f" model.family={model_config.family!r}: write with jf.generate."
+            )
+        kept = jax.eval_shape(lambda config=model_config: empty_cache(config, 1, 1, "float32"))
+        if not all(map(is_slots, jax.tree.leaves(kept.layers, is_leaf=is_slots))):
+            raise ConfigError(
+                "speculative decoding reads tokens that the text does not keep, and"
+                f" model.mixer={model_config.mixer!r} has a state from which no token can be taken"
+                " back: write with jf.generate."
             )
         if model_config.vocab_size != config.vocab_size:
             raise ConfigError(
@@ -237,9 +244,7 @@ def _read(
     last = layout.positions + stream.written.limit - stream.written.count
     positions = jnp.minimum(layout.positions + index, last)
     segments = jnp.repeat(stream.layout.segments, tokens.shape[1], axis=1)  # type: ignore[arg-type]
-    token_layout = TokenLayout(positions, segments)
-    x, cache, _ = hidden(params, config, Inputs(tokens, token_layout), stream.cache)
-    logits = head(params, config, x, token_layout)
+    logits, cache = read(params, config, tokens, TokenLayout(positions, segments), stream.cache)
     after = TokenLayout(layout.positions + tokens.shape[1], layout.segments)
     return logits, replace(stream, cache=cache, layout=after)
 

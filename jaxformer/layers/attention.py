@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Spec, Specs, ones, scaled, zeros
@@ -18,6 +19,7 @@ from jaxformer.layers.biases import (
     relative_bias_specs,
     score_bias,
 )
+from jaxformer.layers.cache import Slots
 from jaxformer.layers.dot_product import attention_weights, weighted_values
 from jaxformer.layers.kernels import attend
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
@@ -168,8 +170,7 @@ def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call
     """Each token attends to its own sequence, and with a cache also to the tokens in the cache."""
     cache, seen = call.cache, keys_and_values(params, config, x, call.mask.queries)
     if cache is not None:
-        cache = cache.write(*seen)
-        seen = cache.k, cache.v
+        cache, seen = cache.write(seen)
     scoring = call.mask.scoring
     if "relative_bias" in params:
         bias = score_bias(params["relative_bias"], config, call.mask)
@@ -180,16 +181,28 @@ def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call
 
 
 def cross_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
-    """Each token attends to the encoder's output. A cache already has its keys and values."""
+    """Each token attends to the encoder's output. A cache has its keys and values from the first
+    call on."""
     # A layer with these parameters always has a source.
     assert call.source is not None
-    seen = call.cache.source if call.cache is not None else None
-    if seen is None:
-        assert call.source.x is not None
+    cache = call.cache
+    if call.source.x is not None:
         seen = keys_and_values(params, config, call.source.x, None)
+        cache = None if cache is None else cache._replace(source=seen)
+    else:
+        assert cache is not None and cache.source is not None
+        seen = cache.source
     call = call._replace(mask=call.source.mask)
     out, weights = attention(params, config, x, seen, call, "cross")
-    return Output(out, call.cache, Aux(captures=weights))
+    return Output(out, cache, Aux(captures=weights))
+
+
+def start_keys_and_values(
+    config: ModelConfig, batch: int, slots: int, dtype: DTypeLike
+) -> tuple[Slots, Slots]:
+    """What attention keeps: the keys [B, S, K, H] and values [B, S, K, W] of all key heads."""
+    keys = Slots.empty(batch, slots, config.kv_heads, config.head_width, dtype)
+    return keys, Slots.empty(batch, slots, config.kv_heads, config.value_width, dtype)
 
 
 def score_flops(config: ModelConfig, keys: int | float) -> int | float:
@@ -287,6 +300,7 @@ SELF_ATTENTION = Sublayer(
     gradients=("q", "k", "v", "gathered", "attention", "attended", "weights"),
     formula=_self_formula,
     scores=_self_score_flops,
+    start=start_keys_and_values,
     draws=True,
     capture="attention_out",
 )

@@ -8,6 +8,7 @@ where they share their norm, all read norm(x).
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -16,9 +17,10 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import ImportedRow, Table
 from jaxformer.config.variants import FeedForward, Mixer
 from jaxformer.layers.attention import CROSS_ATTENTION, SELF_ATTENTION
-from jaxformer.layers.cache import KVCache, cache_of
+from jaxformer.layers.cache import Cache
 from jaxformer.layers.ffn import FEED_FORWARD
 from jaxformer.layers.linear import dropout
+from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs
@@ -75,11 +77,12 @@ def all_sublayers() -> dict[str, Sublayer]:
     return {**mixers, CROSS: CROSS_ATTENTION, **feed_forwards}
 
 
-def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
+def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -> Cache:
     """A cache of all layers for `slots` tokens in each row, in `dtype`."""
     layers = layer_configs(config, config.n_layers)
-    shapes = [MIXERS[layer.mixer].cached(layer) for layer in layers]
-    return cache_of(shapes, batch, slots, dtype)
+    kept = tuple(MIXERS[layer.mixer].start(layer, batch, slots, dtype) for layer in layers)
+    blank = jnp.zeros((batch, slots), jnp.int32)
+    return Cache(kept, TokenLayout(blank, blank), jnp.int32(0), (None,) * len(layers))
 
 
 def normed_before(config: ModelConfig, name: str) -> bool:

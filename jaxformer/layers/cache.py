@@ -1,8 +1,12 @@
-"""The key-value cache of decoding."""
+"""The cache of decoding: what the mixer of each layer keeps of the tokens that it has read.
 
-from collections.abc import Sequence
+A mixer begins it with `Sublayer.start`, and reads and writes it in `apply`. It is any pytree of
+arrays whose first axis is that of the rows. An array with an entry for each token is a leaf
+`Slots`; any other is a state that each token changes.
+"""
+
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,90 +14,95 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxformer.arrays.sharding import constrain
-from jaxformer.config.model import ModelConfig
 from jaxformer.layers.masks import TokenLayout
 
-# The axes of cached keys and values: mesh.context divides their slots.
-CACHE_AXES = ("batch", "sequence", "kv_heads", None)
-
-
-class CacheShape(NamedTuple):
-    """What a layer's cache has of a token: keys [K, H] and values [K, W]."""
-
-    heads: int
-    key_width: int
-    value_width: int
-
-
-def keys_and_values_shape(config: ModelConfig) -> CacheShape:
-    """The keys and values of all key heads."""
-    return CacheShape(config.kv_heads, config.head_width, config.value_width)
-
-
-class LayerCache(NamedTuple):
-    """One layer's keys [B, S, K, H] and values [B, S, K, W], the layout of the slots, the next slot
-    to write, and in an encoder-decoder the keys and values of the source."""
-
-    k: jax.Array
-    v: jax.Array
-    layout: TokenLayout
-    at: jax.Array
-    source: tuple[jax.Array, jax.Array] | None = None
-
-    def write(self, k: jax.Array, v: jax.Array) -> "LayerCache":
-        k, v = _write(self.k, k, self.at), _write(self.v, v, self.at)
-        return self._replace(k=constrain(k, CACHE_AXES), v=constrain(v, CACHE_AXES))
+# The axes of an array of slots: mesh.context divides the slots.
+SLOT_AXES = ("batch", "sequence", "kv_heads", None)
 
 
 @struct.dataclass
-class KVCache:
-    """Keys [B, S, K, H] and values [B, S, K, W] of each layer, and the layout [B, S] of the slots.
+class Slots:
+    """An entry for each slot of a cache, [B, S, K, H], such as the keys of K heads.
 
-    Segment 0 is a slot that is not yet written, or padding. `length` counts the slots written.
-    `source` has each layer's keys and values of an encoder-decoder's source, at `source_layout`.
+    Which slots hold a token says the layout of the cache, and the mask hides those that do not.
+    Tokens are taken back by their number alone: the next ones overwrite them.
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
+    array: jax.Array
+
+    @classmethod
+    def empty(cls, batch: int, slots: int, heads: int, width: int, dtype: DTypeLike) -> "Slots":
+        """Zeros, divided as the mesh in force divides slots."""
+        return cls(constrain(jnp.zeros((batch, slots, heads, width), dtype), SLOT_AXES))
+
+    def write(self, new: jax.Array, at: jax.Array) -> "Slots":
+        """Write the entries [B, T, K, H] of T tokens from the slot `at` on."""
+        return Slots(constrain(_write(self.array, new, at), SLOT_AXES))
+
+
+def is_slots(node: Any) -> bool:
+    """Tell whether a node of what a mixer keeps has an entry for each slot."""
+    return isinstance(node, Slots)
+
+
+class LayerCache(NamedTuple):
+    """What the mixer of one layer keeps, the slot of the first token of a call, and in an
+    encoder-decoder the keys and values of the source, which its first call writes."""
+
+    kept: Any
+    at: jax.Array
+    source: tuple[jax.Array, jax.Array] | None = None
+
+    def write(self, new: Any) -> tuple["LayerCache", Any]:
+        """Write entries [B, T, K, H] into the slots, in the nesting of `kept`. The second result
+        has those of all slots [B, S, K, H]."""
+        kept = jax.tree.map(
+            lambda slots, entries: slots.write(entries, self.at), self.kept, new, is_leaf=is_slots
+        )
+        return self._replace(kept=kept), jax.tree.map(
+            lambda slots: slots.array, kept, is_leaf=is_slots
+        )
+
+
+@struct.dataclass
+class Cache:
+    """What the mixer of each layer keeps, and the layout [B, S] of the slots.
+
+    Segment 0 is a slot that is not yet written, or padding. `length` tokens of each row were read:
+    the next one takes the slot length % S, so that with enough slots for the longest text no token
+    is overwritten that a later one may see. `sources` has each layer's keys and values of an
+    encoder-decoder's source, at `source_layout`.
+    """
+
+    layers: tuple[Any, ...]
     layout: TokenLayout
     length: jax.Array
-    source: tuple[tuple[jax.Array, jax.Array], ...] | None = None
+    sources: tuple[tuple[jax.Array, jax.Array] | None, ...]
     source_layout: TokenLayout | None = None
 
-    def layer_cache(self, layer: int, layout: TokenLayout) -> LayerCache:
-        """The cache of one layer, for a call on the tokens at `layout`, the one of `advance`."""
-        at = self.length - layout.positions.shape[1]
-        source = self.source[layer] if self.source else None
-        return LayerCache(self.k[layer], self.v[layer], self.layout, at, source)
+    def at(self, tokens: int) -> jax.Array:
+        """The slot of the first of the newest tokens."""
+        return (self.length - tokens) % self.layout.positions.shape[1]
 
-    def advance(self, layout: TokenLayout) -> "KVCache":
+    def advance(self, layout: TokenLayout) -> "Cache":
         """The cache with slots for the tokens at `layout` [B, T], which each layer then writes."""
+        tokens = layout.positions.shape[1]
         segments = jnp.ones_like(layout.positions) if layout.segments is None else layout.segments
+        longer = replace(self, length=self.length + tokens)
         slots = TokenLayout(
-            _write(self.layout.positions, layout.positions, self.length),
-            _write(self.layout.segments, segments, self.length),  # type: ignore[arg-type]
+            _write(self.layout.positions, layout.positions, longer.at(tokens)),
+            _write(self.layout.segments, segments, longer.at(tokens)),  # type: ignore[arg-type]
         )
-        return replace(self, layout=slots, length=self.length + layout.positions.shape[1])
+        return replace(longer, layout=slots)
 
-    def with_layers(self, layer_caches: list[LayerCache]) -> "KVCache":
-        """This cache with the keys and values of its layers replaced."""
-        return replace(
-            self,
-            k=tuple(layer_cache.k for layer_cache in layer_caches),
-            v=tuple(layer_cache.v for layer_cache in layer_caches),
-        )
+    def layer(self, layer: int, tokens: int) -> LayerCache:
+        """The cache of one layer for a call on the newest tokens, whose slots `advance` made."""
+        return LayerCache(self.layers[layer], self.at(tokens), self.sources[layer])
 
-
-def cache_of(shapes: Sequence[CacheShape], batch: int, slots: int, dtype: DTypeLike) -> KVCache:
-    """An empty cache of layers with these shapes, for `slots` tokens in each row, in `dtype`."""
-    blank = jnp.zeros((batch, slots), jnp.int32)
-
-    def zeros(heads: int, width: int) -> jax.Array:
-        return constrain(jnp.zeros((batch, slots, heads, width), dtype), CACHE_AXES)
-
-    k = tuple(zeros(shape.heads, shape.key_width) for shape in shapes)
-    v = tuple(zeros(shape.heads, shape.value_width) for shape in shapes)
-    return KVCache(k, v, TokenLayout(blank, blank), jnp.int32(0))
+    def with_layers(self, layers: list[LayerCache]) -> "Cache":
+        """The cache with those of all layers after a call."""
+        kept = tuple(layer.kept for layer in layers)
+        return replace(self, layers=kept, sources=tuple(layer.source for layer in layers))
 
 
 def _write(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:

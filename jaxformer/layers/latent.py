@@ -21,7 +21,7 @@ from jaxformer.arrays.params import Params, Spec, Specs, contract, scaled, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.attention import SCORE_BIASES, SELF_ATTENTION, attended, weights_text
-from jaxformer.layers.cache import CacheShape
+from jaxformer.layers.cache import Slots
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
@@ -130,8 +130,7 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
     layout, cache = call.mask.queries, call.cache
     q, tokens = latent_queries(params, config, x, layout), latents(params, config, x, layout)
     if cache is not None:
-        cache = cache.write(tokens, tokens[..., :0])
-        tokens = cache.k
+        cache, tokens = cache.write(tokens)
     # The scale of the heads also where queries are of latents, and so of another width.
     scale = config.score_scale or config.head_width**-0.5
     config = replace(config, attention_scale=scale, parametrization="standard", mup_base="")
@@ -181,6 +180,8 @@ LATENT_ATTENTION = SELF_ATTENTION._replace(
     apply=latent_attention,
     stored=_stored,
     formula=_formula,
-    # The cache of values is empty: they are products of the latents in that of keys.
-    cached=lambda config: CacheShape(1, config.kv_rank + config.rope_head_dim, 0),
+    # Keys and values are products of the latents.
+    start=lambda config, batch, slots, dtype: Slots.empty(
+        batch, slots, 1, config.kv_rank + config.rope_head_dim, dtype
+    ),
 )

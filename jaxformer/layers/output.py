@@ -43,7 +43,7 @@ class Aux:
 
 
 class Output(NamedTuple):
-    """`x` is the residual stream [B, T, D]. `cache` is the `KVCache` (of a block its `LayerCache`)
+    """`x` is the residual stream [B, T, D]. `cache` is the `Cache` (of a block its `LayerCache`)
     with these tokens in it, None for a call without one. `aux` is the union of those of the layers.
     """
 

@@ -7,19 +7,20 @@ all rows.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.cache import CacheShape, LayerCache, keys_and_values_shape
+from jaxformer.layers.cache import LayerCache
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import NOTHING, Output, Request
 
 
 class EncoderOutput(NamedTuple):
-    """The encoder's output [B, S, D] (None if a layer cache has its keys), and the mask to it."""
+    """The encoder's output [B, S, D] (None once the cache has its keys), and the mask to it."""
 
     x: jax.Array | None
     mask: AttentionMask
@@ -101,7 +102,9 @@ class Sublayer(NamedTuple):
       scores: (config, keys) -> FLOPs a token of the forward pass that no parameter has, where a
         token attends to so many keys; 0 for most.
       draws: whether it drops out inside, and so needs a key of its own.
-      cached: config -> what a mixer keeps of each token in the cache of its layer.
+      start: (config, batch, slots, dtype) -> what a mixer keeps of a text before its first token, a
+        pytree of arrays [batch, ...]: `Slots` for an entry of each token, which can be taken back,
+        and arrays for a state, which cannot and so excludes speculation.
       reads_source: whether its keys are those of an encoder.
       capture: the name of its output in `Request`; by default that of the sublayer.
     """
@@ -113,7 +116,7 @@ class Sublayer(NamedTuple):
     gradients: tuple[str, ...]
     formula: Callable[[ModelConfig], tuple[str, ...]]
     scores: Callable[[ModelConfig, int | float], int | float] = lambda config, keys: 0.0
-    cached: Callable[[ModelConfig], CacheShape] = keys_and_values_shape
+    start: Callable[[ModelConfig, int, int, DTypeLike], Any] = lambda *sizes: ()
     draws: bool = False
     reads_source: bool = False
     capture: str = ""

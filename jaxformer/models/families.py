@@ -11,16 +11,15 @@ import jax
 
 from jaxformer.arrays.params import Params, Specs, map_specs
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.attention import keys_and_values
-from jaxformer.layers.cache import KVCache
+from jaxformer.layers.cache import Cache
 from jaxformer.layers.embed import added_specs, embed, embedding_specs
 from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import NOTHING, Aux, Output, Request, merged
-from jaxformer.layers.pattern import layer_configs, of_source
+from jaxformer.layers.pattern import of_source
 from jaxformer.layers.sublayer import Call, EncoderOutput
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import layers_of, run_stack, stack_mask, stack_specs
+from jaxformer.models.stack import run_stack, stack_mask, stack_specs
 
 
 def decoder_specs(config: ModelConfig) -> Specs:
@@ -36,7 +35,7 @@ def decoder_hidden(
     params: Params,
     config: ModelConfig,
     inputs: Inputs,
-    cache: KVCache | None = None,
+    cache: Cache | None = None,
     key: jax.Array | None = None,
     request: Request = NOTHING,
     causal: bool = True,
@@ -84,31 +83,23 @@ def encode(
     return run_stack(encoder, config, x, call)
 
 
-def remember_source(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
-    """The cache with each layer's keys and values of the source, which is encoded once."""
-    x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
-    configs = layer_configs(config, len(layers))
-    keys_values = [
-        keys_and_values(layer["cross"], layer_config, x, None)
-        for layer, layer_config in zip(layers, configs, strict=True)
-    ]
-    return replace(cache, source=tuple(keys_values), source_layout=inputs.source_layout)
-
-
 def encoder_decoder_hidden(
     params: Params,
     config: ModelConfig,
     inputs: Inputs,
-    cache: KVCache | None = None,
+    cache: Cache | None = None,
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D]. A cache has the source already."""
+    """The residual stream before the head [B, T, D]. The source is read in the first call with a
+    cache, which has its keys and values for the others."""
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     source_layout: Any = inputs.source_layout
-    if cache is None:
+    if inputs.source is not None:
         encoded, _, encoder_aux = encode(params, config, inputs, source_key, request)
+        cache = None if cache is None else replace(cache, source_layout=source_layout)
     else:
+        assert cache is not None
         encoded, encoder_aux, source_layout = None, Aux(), cache.source_layout
     mask, cache = stack_mask(params["blocks"], inputs.layout, cache)
     x = embed(params["embed"], config, replace(inputs, layout=mask.queries), embed_key)

@@ -29,7 +29,7 @@ from jaxformer.layers.biases import (
     score_bias,
 )
 from jaxformer.layers.block import block, block_specs
-from jaxformer.layers.cache import KVCache
+from jaxformer.layers.cache import Cache
 from jaxformer.layers.exchange import balanced, in_order
 from jaxformer.layers.kernels import reads_balanced
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
@@ -145,9 +145,9 @@ def _depth(stacked: Params) -> int:
 def stack_mask(
     blocks: Params | list[Params],
     layout: TokenLayout,
-    cache: KVCache | None = None,
+    cache: Cache | None = None,
     causal: bool = True,
-) -> tuple[AttentionMask, KVCache | None]:
+) -> tuple[AttentionMask, Cache | None]:
     """The mask of the self-attention of a stack, and the cache, if given, with slots for the tokens
     at `layout`. An adapter may give each layer keys `prefix_k` [L, P, K, H] (and values) that come
     before those of all tokens, which then begin at the position P."""
@@ -165,7 +165,7 @@ def run_stack(
     config: ModelConfig,
     x: Float[Array, "B T D"],
     call: Call,
-    cache: KVCache | None = None,
+    cache: Cache | None = None,
 ) -> Output:
     """[B, T, D] -> [B, T, D] in the compute dtype, with the mask and the cache of
     `stack_mask`. All layers share the call."""
@@ -246,7 +246,7 @@ def _unrolled(
     config: ModelConfig,
     x: jax.Array,
     call: Call,
-    cache: KVCache | None,
+    cache: Cache | None,
 ) -> Output:
     layers = [layer for layer in layers_of(blocks) for _ in range(config.layers_in_group)]
     configs = layer_configs(config, len(layers))
@@ -263,7 +263,7 @@ def _unrolled(
         )
 
     for i, layer in enumerate(layers):
-        layer_cache = None if cache is None else cache.layer_cache(i, call.mask.queries)
+        layer_cache = None if cache is None else cache.layer(i, x.shape[1])
         if layer_cache is not None and not call.request:
             x, layer_cache, aux = cached_layer(configs[i])(x, layer, layer_cache)
         else:
@@ -285,22 +285,22 @@ def loops_when_cached(blocks: Params | list[Params], config: ModelConfig) -> boo
     return len({*layer_configs(config, config.n_layers)}) == 1
 
 
-def _looped(
-    blocks: Params, config: ModelConfig, x: jax.Array, call: Call, cache: KVCache
-) -> Output:
-    """A scan over equal layers with their keys and values."""
+def _looped(blocks: Params, config: ModelConfig, x: jax.Array, call: Call, cache: Cache) -> Output:
+    """A scan over equal layers with what their mixers keep."""
     layer_config = layer_configs(config, config.n_layers)[0]
-    first = cache.layer_cache(0, call.mask.queries)
+    first = cache.layer(0, x.shape[1])
 
-    def body(x: jax.Array, layer: tuple[Params, jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
-        params, k, v = layer
-        layer_call = call._replace(cache=first._replace(k=k, v=v))
+    def body(x: jax.Array, layer: tuple[Params, Any]) -> tuple[jax.Array, Any]:
+        params, kept = layer
+        layer_call = call._replace(cache=first._replace(kept=kept))
         x, layer_cache, aux = block(params, layer_config, x, layer_call)
-        return x, (layer_cache.k, layer_cache.v, aux)
+        return x, (layer_cache.kept, aux)
 
-    x, (k, v, aux) = jax.lax.scan(body, x, (blocks, jnp.stack(cache.k), jnp.stack(cache.v)))
-    cache = replace(cache, k=tuple(k), v=tuple(v))
-    return Output(x, cache, merged(_entry(aux, i) for i in range(len(k))))
+    kept = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cache.layers)
+    x, (kept, aux) = jax.lax.scan(body, x, (blocks, kept))
+    numbers = range(len(cache.layers))
+    cache = replace(cache, layers=tuple(_entry(kept, i) for i in numbers))
+    return Output(x, cache, merged(_entry(aux, i) for i in numbers))
 
 
 def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:

@@ -30,10 +30,10 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.config.variants import Parametrization
 from jaxformer.files import ConfigError, first_of
-from jaxformer.layers.cache import KVCache
+from jaxformer.layers.cache import Cache
 from jaxformer.layers.head import HEADS, head
 from jaxformer.layers.output import NOTHING, Aux, Output, Request
-from jaxformer.models.families import MODEL_FAMILIES, remember_source
+from jaxformer.models.families import MODEL_FAMILIES
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
 from jaxformer.models.virtual import with_virtual
 
@@ -125,7 +125,7 @@ def hidden(
     params: Params,
     config: ModelConfig,
     inputs: Inputs,
-    cache: KVCache | None = None,
+    cache: Cache | None = None,
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
@@ -137,14 +137,6 @@ def hidden(
     if "virtual" in params:
         params, inputs = with_virtual(params, config, inputs, key)
     return MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
-
-
-def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
-    """The cache of an encoder-decoder with the keys and values of the source, which is encoded
-    once."""
-    if "virtual" in params:
-        params, inputs = with_virtual(params, config, inputs)
-    return remember_source(params, config, inputs, cache)
 
 
 def context_of(params: Params, config: ModelConfig, source: bool = False) -> int:

@@ -18,7 +18,7 @@ from jaxformer.arrays.sharding import Axes, constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.block import empty_cache
-from jaxformer.layers.cache import KVCache
+from jaxformer.layers.cache import Cache
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.families import decoder_hidden
 from jaxformer.models.inputs import Inputs
@@ -125,16 +125,15 @@ def prefix_of(
     with_prompt = params | {"embed": params["embed"] | {"tokens": prompt}}
     cache = empty_cache(config, 1, tokens, compute_dtype(config))
     heads = (None, None, "kv_heads", None)
-    k = tuple(constrain(layer, heads) for layer in cache.k)
-    v = tuple(constrain(layer, heads) for layer in cache.v)
-    cache = replace(cache, k=k, v=v)
+    layers = jax.tree.map(lambda entries: constrain(entries, heads), cache.layers)
+    cache = replace(cache, layers=layers)
     inputs = Inputs(ids, layout_of(ids, None, None))
     # The dropout of the prompt has another key than that of the tokens.
     key = None if key is None else jax.random.fold_in(key, tokens)
-    filled: KVCache = decoder_hidden(with_prompt, config, inputs, cache, key).cache
+    filled: Cache = decoder_hidden(with_prompt, config, inputs, cache, key).cache
     # The cache has one row: [1, P, K, H] and [1, P, K, W] of each layer.
-    layers = [{"prefix_k": k[0], "prefix_v": v[0]} for k, v in zip(filled.k, filled.v, strict=True)]
-    return stacked_as(params["blocks"], layers)
+    prefixes = [{"prefix_k": k.array[0], "prefix_v": v.array[0]} for k, v in filled.layers]
+    return stacked_as(params["blocks"], prefixes)
 
 
 @struct.dataclass

@@ -26,10 +26,8 @@ VARIANTS = {
 
 
 @pytest.fixture(autouse=True)
-def few_slots(monkeypatch):
-    """So that the tokens are moved to the front several times."""
+def small_chunks(monkeypatch):
     monkeypatch.setattr(refill_file, "CHUNK", 4)
-    monkeypatch.setattr(refill_file, "SPARE", 4)
 
 
 def prompts_of(lengths=LENGTHS, seed=0):
@@ -41,10 +39,14 @@ def prompts_of(lengths=LENGTHS, seed=0):
     "settings", [pytest.param(s, marks=marks, id=name) for name, (s, marks) in VARIANTS.items()]
 )
 def test_a_text_of_a_refilled_row_is_that_of_its_prompt_alone(settings, monkeypatch):
-    moves, compacted = [], refill_file._compacted
-    monkeypatch.setattr(
-        refill_file, "_compacted", lambda stream: moves.append(1) or compacted(stream)
-    )
+    caches, advance = [], refill_file._advance
+
+    def advanced(*arguments):
+        made, stream = advance(*arguments)
+        caches.append((stream.cache.layout.positions.shape[1], int(stream.cache.length)))
+        return made, stream
+
+    monkeypatch.setattr(refill_file, "_advance", advanced)
     config = jf.ModelConfig(**SIZES | settings)
     params, prompts, sources = made(config), prompts_of(), None
     if config.family == "encoder_decoder":
@@ -66,9 +68,10 @@ def test_a_text_of_a_refilled_row_is_that_of_its_prompt_alone(settings, monkeypa
         )
     )
     lengths = [COUNT, 8, COUNT, 12, COUNT, 16, COUNT]
-    assert moves and found == {
-        number: row[: lengths[number]].tolist() for number, row in enumerate(alone)
-    }
+    assert found == {number: row[: lengths[number]].tolist() for number, row in enumerate(alone)}
+    # The slots are those of the longest text, and more tokens were read: they were used again.
+    slots, read = caches[-1]
+    assert slots <= 64 < read
 
 
 def test_a_text_ends_with_any_of_its_end_tokens():

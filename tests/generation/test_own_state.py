@@ -1,0 +1,97 @@
+"""A mixer whose cache is a recurrent state: it decodes, packs, beams and takes the rows of texts
+that have ended, and is not speculated with."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import own_delta
+import pytest
+
+import jaxformer as jf
+from jaxformer.generation import refill as refill_file
+from jaxformer.layers.block import MIXERS
+
+COUNT = 12
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(MIXERS, "delta", own_delta.ROW)
+
+
+def model(**changes):
+    config = jf.ModelConfig(**own_delta.CONFIG | changes)
+    params = jf.init(config, jax.random.key(0))
+    return jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 2 else leaf, params), config
+
+
+def prompts_of(*lengths):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 61, length, dtype=np.int32) for length in lengths]
+
+
+def likeliest(params, config, prompt):
+    """The greedy tokens after a prompt, by full forward passes."""
+    text = list(prompt)
+    for _ in range(COUNT):
+        text.append(int(jf.forward(params, config, np.array([text]))[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("loop", ["unroll", "scan"])
+def test_cached_decoding_equals_the_full_forward(loop):
+    params, config = model(layer_loop=loop)
+    rows = np.stack(prompts_of(9, 9))
+    made = jf.generate(params, config, rows, COUNT, temperature=0)
+    logits = jf.forward(params, config, np.concatenate([rows, made], axis=1))
+    np.testing.assert_array_equal(made, logits[:, 8:-1].argmax(-1))
+    # Padding on either side changes nothing.
+    padded, segments = np.zeros((2, 14), np.int32), np.zeros((2, 14), np.int32)
+    padded[0, 5:], segments[0, 5:] = rows[0], 1
+    padded[1, :9], segments[1, :9] = rows[1], 1
+    again = jf.generate(params, config, padded, COUNT, segment_ids=segments, temperature=0)
+    np.testing.assert_array_equal(again, made)
+
+
+def test_packed_rows_equal_separate_rows():
+    params, config = model()
+    first, second = prompts_of(7, 5)
+    segments = np.repeat([[1, 2]], (7, 5), axis=1)
+    row = np.concatenate([first, second])[None]
+    packed = jf.forward(params, config, row, segment_ids=segments)
+    np.testing.assert_allclose(packed[:, :7], jf.forward(params, config, first[None]), atol=1e-4)
+    np.testing.assert_allclose(packed[:, 7:], jf.forward(params, config, second[None]), atol=1e-4)
+
+
+def test_beams_carry_the_state_of_the_text_they_continue():
+    params, config = model()
+    prompt = np.stack(prompts_of(9, 9))
+    found = jf.beam_search(params, config, prompt, 4, beams=3, length_penalty=0.0)
+    for row, tokens, scores in zip(prompt, found.tokens, found.scores, strict=True):
+        text = np.concatenate([np.broadcast_to(row, (3, 9)), tokens], axis=1)
+        logs = jax.nn.log_softmax(jf.forward(params, config, text)[:, 8:-1])
+        expected = np.take_along_axis(logs, tokens[..., None], axis=-1).sum((1, 2))
+        np.testing.assert_allclose(scores, expected, rtol=1e-4)
+    one = jf.beam_search(params, config, prompt, COUNT, beams=1)
+    greedy = jf.generate(params, config, prompt, COUNT, temperature=0)
+    np.testing.assert_array_equal(one.tokens[:, 0], greedy)
+
+
+def test_a_prompt_takes_the_row_of_a_text_that_has_ended():
+    params, config = model()
+    prompts = prompts_of(9, 3, 17, 5)
+    texts = dict(refill_file.refill(params, config, prompts, COUNT, rows=2, temperature=0))
+    assert texts == {i: likeliest(params, config, prompt) for i, prompt in enumerate(prompts)}
+
+
+def test_its_tokens_cannot_be_taken_back():
+    params, config = model()
+    with pytest.raises(jf.ConfigError, match=r"model\.mixer='delta' has a state.*jf\.generate"):
+        jf.speculate(params, config, np.stack(prompts_of(9)), temperature=0)
+    plain = dataclasses.replace(config, mixer="attention")
+    plain_params = jf.init(plain, jax.random.key(0))
+    with pytest.raises(jf.ConfigError, match="no token can be taken"):
+        jf.speculate(
+            plain_params, plain, np.stack(prompts_of(9)), draft=(params, config), temperature=0
+        )
