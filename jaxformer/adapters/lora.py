@@ -85,7 +85,8 @@ def targets_of(specs: Specs, adapter: LoRA) -> list[str]:
                 raise unknown_target(f"LoRA: {field}", target, matrices, "matrix")
     paths = [p for p in matrices if any(is_target(p, target) for target in adapter.targets)]
     for path in paths:
-        spec, rank = matrices[path], adapter.rank_of(path)
+        spec = matrices[path]
+        rank = adapter.rank_of(path)
         max_rank = min(spec.fan_in, spec.fan_out)
         if rank > max_rank:
             raise ConfigError(

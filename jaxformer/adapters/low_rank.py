@@ -120,7 +120,8 @@ class LowRank:
         """scale (a b), with the axes of the weight, in float32."""
 
         def of_matrix(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
-            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+            a = a.astype(jnp.float32)
+            b = b.astype(jnp.float32)
             inputs_first = scale * jnp.tensordot(a, b, 1)  # [I..., O...]
             return jnp.moveaxis(inputs_first, range(len(self.inputs)), self.inputs)
 
@@ -187,7 +188,8 @@ def low_rank(
     output_shape, output_axes = shape_and_axes(outputs)
     init_a, init_b = (zeros, normal(1.0)) if spec.lookup else (kaiming_uniform, zeros)
     a = Spec((*a_shape, rank), (*a_axes, "rank"), init_a, inputs=spec.inputs, lookup=spec.lookup)
-    b_shape, b_axes = (*batch_shape, rank, *output_shape), (*batch_axes, "rank", *output_axes)
+    b_shape = (*batch_shape, rank, *output_shape)
+    b_axes = (*batch_axes, "rank", *output_axes)
     b = Spec(b_shape, b_axes, init_b, inputs=("rank",))
     a, b = (replace(row, reads=spec.reads, active=spec.active) for row in (a, b))
     scale_row = Spec((), (), lambda _, row: jnp.full(row.shape, scale), trainable=False)

@@ -82,7 +82,8 @@ class Int8Head:
     def of(cls, table: Int8Weight) -> "Int8Head":
         turned = table.turned()
         filling = [(0, 0), (0, -table.shape[0] % (2 * NF4_BYTES))]
-        codes, scale = jnp.pad(turned.codes, filling), jnp.pad(turned.scale, filling)
+        codes = jnp.pad(turned.codes, filling)
+        scale = jnp.pad(turned.scale, filling)
         return cls(table, replace(turned, codes=codes, scale=scale))
 
     @property

@@ -65,12 +65,14 @@ def _dynamic_values() -> np.ndarray:
     The edges of the intervals are float32 steps from the nearer end of [0.1, 1], each rounded once:
     then the values are those of bitsandbytes to the last bit.
     """
-    low, values = np.float32(0.1), [0.0, 1.0]
+    low = np.float32(0.1)
+    values = [0.0, 1.0]
     for exponent in range(-6, 1):
         count = 2 ** (exponent + 6)
         numbers = np.arange(count + 1)
         step = np.float64((1 - low) / np.float32(count))
-        from_low, from_one = low + numbers * step, 1 - (count - numbers) * step
+        from_low = low + numbers * step
+        from_one = 1 - (count - numbers) * step
         edges = np.where(numbers <= count // 2, from_low, from_one).astype(np.float32)
         centers = np.float32(10.0**exponent) * ((edges[1:] + edges[:-1]) / np.float32(2))
         values += [*centers, *-centers]
@@ -342,7 +344,8 @@ def to_nf4(weight: jax.Array, spec: Spec, double: bool = False) -> NF4Weight:
     their mean, are then 8-bit codes of the dynamic data type in blocks of 256.
     """
     batch = weight.shape[: _batch_axes(spec)]  # (), (L,), (E,) or (L, E)
-    size, dtype = tuple(weight.shape[len(batch) :]), str(weight.dtype)
+    size = tuple(weight.shape[len(batch) :])
+    dtype = str(weight.dtype)
     flat = _replicated(weight).astype(jnp.float32).reshape(*batch, -1)
     codes, absmax = scaled_codes(in_blocks(flat, BLOCK), NF4_VALUES)  # [..., B, 64], [..., B]
     packed = codes[..., ::2] << 4 | codes[..., 1::2]  # [..., B, 32]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxformer.arrays.params import Params, Spec, Specs, check_params, init_params, lookup, normal
+from jaxformer.arrays.params import Params, Spec, Specs, init_params, lookup, normal
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 
@@ -24,7 +24,8 @@ class _VirtualTokens:
     tokens: int = 20
 
     def __post_init__(self) -> None:
-        tokens, name = self.tokens, type(self).__name__
+        tokens = self.tokens
+        name = type(self).__name__
         if isinstance(tokens, bool) or tokens != int(tokens) or tokens < 1:
             raise ConfigError(f"{name}: tokens={tokens!r} must be a whole number of at least 1.")
 
@@ -95,7 +96,8 @@ def _refuse_encoder(config: ModelConfig) -> None:
 def prompt_specs(specs: Specs, tokens: int) -> Specs:
     """The row of a prompt [P, D]."""
     rows: Spec = specs["embed"]["tokens"]
-    shape, axes = (tokens, rows.shape[1]), ("virtual", rows.axes[1])
+    shape = (tokens, rows.shape[1])
+    axes = ("virtual", rows.axes[1])
     return {"prompt": Spec(shape, axes, rows.init, inputs=("virtual",), lookup=True)}
 
 
@@ -135,10 +137,11 @@ def first_virtual(table: Specs, base: Params, key: jax.Array) -> Params:
     return values
 
 
-def check_virtual(params: Params, config: ModelConfig, specs: Specs) -> None:
-    """ConfigError for virtual tokens that do not fit the model with this table."""
+def virtual_rows(params: Params, config: ModelConfig, specs: Specs) -> Specs:
+    """The rows that the virtual tokens of params must have in the model with this table."""
     _refuse_encoder(config)
-    virtual, expected = params["virtual"], {}
+    virtual = params["virtual"]
+    expected = {}
     names = [*virtual] if isinstance(virtual, dict) else []
     if "prompt" in names and len(names) > 1:
         raise ConfigError(
@@ -149,7 +152,7 @@ def check_virtual(params: Params, config: ModelConfig, specs: Specs) -> None:
     for name, stack in (("decoder", specs), ("encoder", specs.get("encoder"))):
         if name in names and stack is not None:
             expected[name] = prefix_specs(stack["blocks"], _count(virtual[name], -3))
-    check_params({"virtual": expected}, {"virtual": virtual})
+    return expected
 
 
 def _count(virtual: Any, axis: int) -> int:

@@ -29,7 +29,6 @@ from jaxformer.generation.token_rules import (
 )
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import Cache
-from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.inputs import warn_of_padding
 
 MAX_BEAMS = 1024  # of a row; each takes the memory of a row of a batch
@@ -150,7 +149,8 @@ def beam_search(
     early_stopping."""
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
-    rules, key = searching(search), jax.random.key(0)
+    rules = searching(search)
+    key = jax.random.key(0)
     sources = (source, source_segment_ids)
     stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources)
     return _search(prepared(params, config), config, rules, max_new_tokens, stream)[0]
@@ -167,7 +167,8 @@ def beam_search_steps(
 ) -> tuple[Beams, BeamSteps]:
     """What `beam_search` returns for the same arguments, and what each of its steps chose from. All
     prompts [B, T] have one length, and so have all sources [B, S]."""
-    rules, key = searching(search), jax.random.key(0)
+    rules = searching(search)
+    key = jax.random.key(0)
     stream = start(params, config, prompt, max_new_tokens, key, None, (source, None))
     return _search(prepared(params, config), config, rules, max_new_tokens, stream, record=True)
 
@@ -191,16 +192,18 @@ def _search(
     params: Params, config: ModelConfig, rules: Search, n: int, stream: Stream, record: bool = False
 ) -> tuple[Beams, Any]:
     """The best texts, and the steps if they are recorded."""
-    batch, beams = stream.logits.shape[0], rules.beams
+    batch = stream.logits.shape[0]
+    beams = rules.beams
     tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
     # All beams of a row begin equal. Only the first counts, or the first step would choose the same
     # token for each.
     first_only = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
     logs = jnp.broadcast_to(first_only, (batch, beams))
-    cache, layout, written, logits = repeated(
-        (stream.cache, stream.layout, stream.written, stream.logits), beams
+    cache, position, written, logits = repeated(
+        (stream.cache, stream.position, stream.written, stream.logits), beams
     )
-    live, finished = _Live(tokens, logs, logits), Beams(tokens, jnp.full_like(logs, -jnp.inf))
+    live = _Live(tokens, logs, logits)
+    finished = Beams(tokens, jnp.full_like(logs, -jnp.inf))
     steps = None
     if record:
         ids = jnp.zeros((n, batch, rules.candidates), jnp.int32)
@@ -221,10 +224,9 @@ def _search(
         # What the layers keep of a row [B b, ...] is that of the text which it continues.
         # Positions, and the source, are the same for all beams of a row.
         kept = jax.tree.map(lambda array: jnp.take(array, parents, axis=0), cache.layers)
-        token_layout = TokenLayout(layout.positions + i, layout.segments)  # [B b, 1]
-        tokens = live.tokens[:, :, i].reshape(-1, 1)
+        tokens = live.tokens[:, :, i].reshape(-1, 1)  # [B b, 1]
         cache = replace(cache, layers=kept)
-        next_logits, cache = read(params, config, tokens, token_layout, cache)
+        next_logits, cache = read(params, config, tokens, position + i, cache)
         live = live._replace(logits=next_logits[:, 0])
         best = live.logs.max(axis=1)  # [B]
         if rules.early_stopping == "never":
@@ -265,7 +267,8 @@ def _extend(
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # [B b, 1]
     rows = rules_of(Search).items()
     if any(is_used(rules, name) for name, row in rows if row.kind in ("penalty", "caller")):
-        logits, total = logits - total, jnp.zeros_like(total)
+        logits = logits - total
+        total = jnp.zeros_like(total)
     logits = permitted(logits, rules, written, certain=total).reshape(batch, beams, -1)
 
     # C candidates of each row, from the C best tokens of each beam (or V). With one end token at
@@ -274,7 +277,8 @@ def _extend(
     best, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))  # [B, b, C]
     logs = live.logs[..., None] + best - total.reshape(batch, beams, 1)
     logs, index = jax.lax.top_k(logs.reshape(batch, -1), count)  # [B, C] of [B, b C]
-    parents, new_tokens = index // ids.shape[-1], _at(ids.reshape(batch, -1), index)
+    parents = index // ids.shape[-1]
+    new_tokens = _at(ids.reshape(batch, -1), index)
     tokens = _at(live.tokens, parents).at[:, :, i].set(new_tokens)  # [B, 2 b, n]
 
     # A candidate is finished where it ends and is among the b best; further down it is dropped.

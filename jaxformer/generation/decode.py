@@ -40,12 +40,11 @@ ModelRows = tuple[np.ndarray, np.ndarray]  # tokens and segment ids, int32 [B, T
 @struct.dataclass
 class Stream:
     """The state of generation: the cache, the logits of the next token [B, V] float32, its position
-    and segment [B, 1], which rows have ended [B] bool, the key of the tokens to come, and the texts
-    so far."""
+    [B, 1], which rows have ended [B] bool, the key of the tokens to come, and the texts so far."""
 
     cache: Cache
     logits: jax.Array
-    layout: TokenLayout
+    position: jax.Array
     done: jax.Array
     key: jax.Array
     written: TextSoFar
@@ -94,7 +93,7 @@ def generate(
         made = np.concatenate([*_pieces(weights, config, rules, max_new_tokens, stream, stops)], 1)
         unused = max_new_tokens - made.shape[1]
         return jnp.pad(made, ((0, 0), (0, unused)), constant_values=filler(rules.end_token))
-    return fitted(finish, weights)(weights, config, rules, max_new_tokens, stream)[0]
+    return fitted(weights)(weights, config, rules, max_new_tokens, stream, True)[0]
 
 
 def stream_tokens(
@@ -131,7 +130,7 @@ def _pieces(
     chunk: int = 8,
 ) -> Iterator[np.ndarray]:
     """The new tokens of a stream, `chunk` at a time, until all rows have ended."""
-    program = fitted(decode, weights)
+    program = fitted(weights)
     texts = np.zeros((stream.done.shape[0], 0), np.int32)
     for made in range(0, max_new_tokens, chunk):
         tokens, stream = program(weights, config, rules, chunk, stream)
@@ -178,7 +177,8 @@ def start(
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1.")
     tokens, segments = read_rows(config, "prompt", prompt, segment_ids)
-    source_rows, longest_source = None, 0
+    source_rows = None
+    longest_source = 0
     if source is not None:
         source_rows = read_rows(config, "source", source, source_segment_ids)
         source_tokens, source_segments = source_rows
@@ -195,7 +195,8 @@ def start(
             f" {context_of(params, config)} (model.max_length={config.max_length}): shorten the"
             f" prompt, or ask for at most {space} new tokens."
         )
-    lengths, original = segments.sum(axis=1), config.original_length
+    lengths = segments.sum(axis=1)
+    original = config.original_length
     crosses = (lengths <= original) & (lengths + max_new_tokens > original)
     if config.rope_scaling == "longrope" and crosses.any():
         warnings.warn(
@@ -247,16 +248,22 @@ def _prefill(
     position, segment = (jnp.take_along_axis(a, last, axis=1) for a in (layout.positions, segments))
     x = jnp.take_along_axis(x, last[..., None], axis=1)  # [B, 1, D]
     logits = head(params, config, x, TokenLayout(position, segment))[:, 0]
-    after = TokenLayout(position + 1, segment)
     written = TextSoFar.prompt(tokens, segments, slots, jnp.asarray(max_new_tokens))
-    return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key, written)
+    done = jnp.zeros(tokens.shape[0], bool)
+    return Stream(cache, logits, position + 1, done, key, written)
 
 
 def read(
-    params: Params, config: ModelConfig, tokens: jax.Array, layout: TokenLayout, cache: Cache
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: Cache,
+    done: jax.Array | bool = False,
 ) -> tuple[jax.Array, Cache]:
-    """Return the logits [B, T, V] after each of the tokens [B, T] at `layout`, and the cache with
-    them."""
+    """Return the logits [B, T, V] after each of the tokens [B, T] at `positions`, and the cache of
+    them too. Rows that are `done` [B, 1] run on with the others, as padding that no row reads."""
+    layout = TokenLayout(positions, jnp.where(done, 0, jnp.ones_like(positions)))
     x, cache, _ = hidden(params, config, Inputs(tokens, layout), cache)
     return head(params, config, x, layout), cache
 
@@ -267,54 +274,45 @@ def repeated(tree: Any, times: int) -> Any:
     return jax.tree.map(lambda a: jnp.repeat(a, times, axis=0) if a.ndim else a, tree)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 5), donate_argnums=4)
 def decode(
-    params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
+    params: Params,
+    config: ModelConfig,
+    rules: Sampling,
+    n: int,
+    stream: Stream,
+    final: bool = False,
 ) -> tuple[jax.Array, Stream]:
-    """`n` more tokens [B, n], and the stream after them; fewer steps are run where all rows end."""
-    return _steps(params, config, rules, n, n, stream)
+    """`n` more tokens [B, n], and the stream after them; fewer steps are run where all rows end.
+    With `final` the model does not read the very last of them, and the stream is that before it."""
+    made = jnp.full((stream.done.shape[0], n), filler(rules.end_token), jnp.int32)
+    steps = n - 1 if final else n
+    if steps:
+        drawn = functools.partial(_drawn, rules=rules)
+        made, stream = continued(params, config, rules, steps, made, stream, drawn, TextSoFar.add)
+    if final:
+        token, _ = _drawn(stream, rules)
+        made = made.at[:, steps].set(token)
+    return made, stream
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
-def finish(
-    params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
-) -> tuple[jax.Array, Stream]:
-    """The last `n` tokens [B, n] of a stream, equal to those of `decode`, without running the model
-    on the very last of them. The stream before that token is returned only because it was donated.
-    """
-    made, stream = _steps(params, config, rules, n, n - 1, stream)
-    token, _ = _drawn(stream, rules)
-    return made.at[:, n - 1].set(token), stream
-
-
-def fitted(program: Any, weights: Params) -> Any:
-    """`decode` or `finish` as it is compiled for these weights. On a CPU loops over codes of int8
+def fitted(weights: Params) -> Any:
+    """`decode` as it is compiled for these weights. On a CPU loops over codes of int8
     have vectors of 512 bits instead of the 256 that XLA prefers: a token of GPT-2 124M takes 0.9
     and one of SmolLM2-135M 0.8 times as long (an AMD EPYC with AVX-512). With NF4, which looks
     values up, it would take 1.2 times as long."""
     if platform() == "cpu" and has_int8(weights):
-        return _with_wide_vectors(program)
-    return program
+        return _with_wide_vectors()
+    return decode
 
 
 @functools.cache
-def _with_wide_vectors(program: Any) -> Any:
-    options = {"xla_cpu_prefer_vector_width": 512}
+def _with_wide_vectors() -> Any:
     return jax.jit(
-        program.__wrapped__, static_argnums=(1, 2, 3), donate_argnums=4, compiler_options=options
-    )
-
-
-def _steps(
-    params: Params, config: ModelConfig, rules: Sampling, n: int, steps: int, stream: Stream
-) -> tuple[jax.Array, Stream]:
-    """Tokens [B, n], of which the first `steps` are drawn and read by the model and the others are
-    the filler, and the stream after those steps."""
-    made = jnp.full((stream.done.shape[0], n), filler(rules.end_token), jnp.int32)
-    if steps == 0:
-        return made, stream
-    return continued(
-        params, config, rules, steps, (made, stream), lambda s: _drawn(s, rules), TextSoFar.add
+        decode.__wrapped__,
+        static_argnums=(1, 2, 3, 5),
+        donate_argnums=4,
+        compiler_options={"xla_cpu_prefer_vector_width": 512},
     )
 
 
@@ -323,14 +321,15 @@ def continued(
     config: ModelConfig,
     rules: Sampling,
     steps: int,
-    begun: tuple[jax.Array, Stream],
+    made: jax.Array,
+    stream: Stream,
     drawn: Callable[[Stream], tuple[jax.Array, jax.Array]],
     add: Callable[[TextSoFar, jax.Array], TextSoFar],
 ) -> tuple[jax.Array, Stream]:
     """The tokens [B, n] and the stream after at most `steps` steps; fewer where all rows end.
 
-    `begun` are the tokens that stand where a row has ended, and the stream. `drawn` gives the next
-    token of each row [B] and the key after it, and `add` the texts with one more token [B]."""
+    `made` has the tokens that stand where a row has ended. `drawn` gives the next token of each row
+    [B] and the key after it, and `add` the texts with one more token [B]."""
 
     def unfinished(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
         i, _, stream = carry
@@ -339,18 +338,16 @@ def continued(
     def step(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
         i, made, stream = carry
         done = stream.done
-        segments: Any = stream.layout.segments
         token, key = drawn(stream)
-        # Rows that have ended run on with the others, as padding that no row reads.
-        layout = TokenLayout(stream.layout.positions, jnp.where(done[:, None], 0, segments))
-        logits, cache = read(params, config, token[:, None], layout, stream.cache)
+        position = stream.position
+        logits, cache = read(
+            params, config, token[:, None], position, stream.cache, done=done[:, None]
+        )
         made = made.at[:, i].set(jnp.where(done, made[:, i], token))
         written = add(stream.written, token)
         done = done | ends(token, rules.end_token) | (written.count >= written.limit)
-        after = TokenLayout(stream.layout.positions + 1, segments)
-        return i + 1, made, Stream(cache, logits[:, 0], after, done, key, written)
+        return i + 1, made, Stream(cache, logits[:, 0], position + 1, done, key, written)
 
-    made, stream = begun
     _, made, stream = jax.lax.while_loop(unfinished, step, (jnp.int32(0), made, stream))
     return made, stream
 

@@ -95,5 +95,6 @@ def read_rows(
     # The start token of an encoder-decoder, which stands alone, is not padded.
     padding = rung(length, config.max_length) - length if length > 1 else 0
     on_the_left = ((0, 0), (padding, 0))
-    tokens, segments = np.pad(tokens, on_the_left), np.pad(segments, on_the_left)
+    tokens = np.pad(tokens, on_the_left)
+    segments = np.pad(segments, on_the_left)
     return tokens.astype(np.int32), segments.astype(np.int32)

@@ -14,7 +14,7 @@ vocabulary.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -64,111 +64,72 @@ def refill(
     key = sampling_key(key, rules)
     if rows < 1:
         raise ConfigError(f"rows={rows} must be at least 1.")
+    if not all(map(len, prompts)) or not all(map(len, sources or ())):
+        raise ConfigError(EMPTY)
+    if sources is not None and len(sources) != len(prompts):
+        raise ConfigError(
+            f"there are {len(sources)} sources and {len(prompts)} prompts: give a source for each"
+            " prompt."
+        )
     if not prompts:
         return
     config = replace(config, layer_loop="unroll")  # its programs run often
-    queue = _Queue(params, config, prompts, sources, max_new_tokens, key)
-    batch = _Rows(queue.empty_rows(min(rows, len(prompts))))
-    weights, waiting = prepared(params, config), iter(range(len(prompts)))
-    while True:
-        for row, number in zip(batch.free(), waiting, strict=False):
-            batch.put(row, number, queue.read(number))
-        if not batch.owners:
-            return
-        yield from batch.advance(weights, config, rules, stopped)
+    longest = max(map(len, prompts))
+    longest_source = max(map(len, sources or ()), default=0)
 
-
-class _Rows:
-    """The rows with the numbers of their prompts, and their texts so far."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.owners: dict[int, int] = {}  # the number of the prompt of a row
-        self._texts: dict[int, list[int]] = {}
-
-    def free(self) -> list[int]:
-        """The rows without a text."""
-        return [row for row in range(len(self.stream.done)) if row not in self.owners]
-
-    def put(self, row: int, number: int, prompt: Stream) -> None:
-        """Begins the text of a prompt, which was read."""
-        self.stream = _with_prompt(self.stream, np.int32(row), prompt)
-        self.owners[row], self._texts[row] = number, []
-
-    def advance(
-        self, weights: Params, config: ModelConfig, rules: Sampling, stopped: EndsText
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Continues all texts by a chunk; those that end, with the numbers of their prompts."""
-        made, stream = _advance(weights, config, rules, CHUNK, self.stream)
-        tokens, done = np.asarray(made), np.array(stream.done)
-        ended = []
-        for row, number in self.owners.items():
-            text = self._texts[row]
-            text += [token for token in tokens[row].tolist() if token != NO_TOKEN]
-            done[row] |= stopped(number, text)
-            ended += [row] * bool(done[row])
-        self.stream = replace(stream, done=jnp.asarray(done))
-        for row in ended:
-            yield self.owners.pop(row), self._texts.pop(row)
-
-
-@dataclass
-class _Queue:
-    """The prompts, which are read one by one."""
-
-    params: Params
-    config: ModelConfig
-    prompts: Sequence[Tokens]
-    sources: Sequence[Tokens] | None
-    max_new_tokens: int
-    key: jax.Array
-
-    def __post_init__(self) -> None:
-        if not all(map(len, self.prompts)) or not all(map(len, self.sources or ())):
-            raise ConfigError(EMPTY)
-        if self.sources is not None and len(self.sources) != len(self.prompts):
-            raise ConfigError(
-                f"there are {len(self.sources)} sources and {len(self.prompts)} prompts: give a"
-                " source for each prompt."
-            )
-        self._longest = max(map(len, self.prompts))
-        self._longest_source = max(map(len, self.sources or ()), default=0)
-
-    def read(self, number: int) -> Stream:
-        """The stream after a prompt, of one row."""
-        prompt = self.prompts[number]
-        source = None if self.sources is None else self.sources[number]
-        space = capacity(self.params, self.config, len(prompt), len(source or ()))
-        count = min(self.max_new_tokens, max(space, 1))  # without space `start` raises
-        return self._start(prompt, source, jax.random.fold_in(self.key, number), count)
-
-    def _start(
-        self, prompt: Tokens, source: Tokens | None, key: jax.Array, count: int, **more: int
+    def read(
+        params: Params, prompt: Tokens, source: Tokens, key: jax.Array, count: int, **more: int
     ) -> Stream:
-        tokens, segments = padded([prompt], _padded_length(len(prompt), self._longest), left=True)
-        sources: tuple[Any, Any] = (None, None)
-        if source is not None:
-            sources = padded([source], _padded_length(len(source), self._longest_source))
-        return start(self.params, self.config, tokens, count, key, segments, sources, **more)
+        """The stream after a prompt, of one row."""
+        tokens, segments = padded([prompt], _padded_length(len(prompt), longest), left=True)
+        of_source: tuple[Any, Any] = (None, None)
+        if sources is not None:
+            of_source = padded([source], _padded_length(len(source), longest_source))
+        return start(params, config, tokens, count, key, segments, of_source, **more)
 
-    def empty_rows(self, rows: int) -> Stream:
-        """Rows without a text, with slots for any of the texts."""
-        source = None if self.sources is None else [0] * self._longest_source
-        prompt, key = [0] * self._longest, jax.random.key(0)
-        spare = self.max_new_tokens - 1
+    def longest_rows(params: Params) -> Stream:
+        spare = max_new_tokens - 1
+        prompt = [0] * longest
+        source = [0] * longest_source
+        stream = read(params, prompt, source, jax.random.key(0), 1, n=rows, spare=spare)
+        return replace(stream, key=jnp.int32(0))  # there are no zeros of a key
 
-        def longest(params: Params) -> Stream:
-            queue = replace(self, params=params)
-            stream = queue._start(prompt, source, key, 1, n=rows, spare=spare)
-            return replace(stream, key=jnp.int32(0))  # there are no zeros of a key
+    rows = min(rows, len(prompts))
+    stream = _empty_rows(jax.eval_shape(longest_rows, params), rows)
+    weights = prepared(params, config)
+    waiting = iter(range(len(prompts)))
+    texts: dict[int, tuple[int, list[int]]] = {}  # by row: the number of a prompt, its new tokens
+    while True:
+        free = [row for row in range(rows) if row not in texts]
+        for row, number in zip(free, waiting, strict=False):
+            prompt = prompts[number]
+            source = [] if sources is None else sources[number]
+            space = capacity(params, config, len(prompt), len(source))
+            count = min(max_new_tokens, max(space, 1))  # without space `start` raises
+            one_row = read(params, prompt, source, jax.random.fold_in(key, number), count)
+            stream = _with_prompt(stream, np.int32(row), one_row)
+            texts[row] = number, []
+        if not texts:
+            return
+        made, stream = _advance(weights, config, rules, CHUNK, stream)
+        done = np.array(stream.done)
+        for row, (number, text) in texts.items():
+            text += [token for token in np.asarray(made)[row].tolist() if token != NO_TOKEN]
+            done[row] |= stopped(number, text)
+        stream = replace(stream, done=jnp.asarray(done))
+        for row in [row for row in texts if done[row]]:
+            yield texts.pop(row)
 
-        shapes = jax.eval_shape(longest, self.params)
-        stream = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        # The texts so far count their tokens each by itself.
-        counts = [jnp.zeros(rows, jnp.int32) for _ in ("begin", "count", "limit")]
-        written = TextSoFar(stream.written.tokens[:, None], *counts)
-        done, keys = jnp.ones(rows, bool), jax.random.split(key, rows)
-        return replace(stream, done=done, key=keys, written=written)  # type: ignore[no-any-return]
+
+def _empty_rows(shapes: Stream, rows: int) -> Stream:
+    """Rows without a text, of the shapes of a stream after the longest prompt."""
+    stream = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    # The texts so far count their tokens each by itself.
+    counts = [jnp.zeros(rows, jnp.int32) for _ in ("begin", "count", "limit")]
+    written = TextSoFar(stream.written.tokens[:, None], *counts)
+    keys = jax.random.split(jax.random.key(0), rows)
+    done = jnp.ones(rows, bool)
+    return replace(stream, done=done, key=keys, written=written)  # type: ignore[no-any-return]
 
 
 def _padded_length(length: int, longest: int) -> int:
@@ -197,20 +158,20 @@ def _with_prompt(stream: Stream, row: np.int32, prompt: Stream) -> Stream:
 
     def others(state: Stream) -> tuple[Any, ...]:
         cache = state.cache
-        return cache.sources, cache.source_layout, state.logits, state.layout, state.done
+        return cache.sources, cache.source_layout, state.logits, state.position, state.done
 
     layers = jax.tree.map(put_kept, stream.cache.layers, prompt.cache.layers, is_leaf=is_slots)
     slots = jax.tree.map(
         lambda old, new: put(old, new[0], in_slots=True), stream.cache.layout, prompt.cache.layout
     )
-    sources, source_layout, logits, layout, done = jax.tree.map(
+    sources, source_layout, logits, position, done = jax.tree.map(
         lambda old, new: put(old, new[0]), others(stream), others(prompt)
     )
     cache = Cache(layers, slots, stream.cache.length, sources, source_layout)
     key = stream.key.at[row].set(prompt.key)
     # The texts so far count their tokens each by itself.
     written = jax.tree.map(put, stream.written, prompt.written)
-    return Stream(cache, logits, layout, done, key, written)
+    return Stream(cache, logits, position, done, key, written)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
@@ -232,4 +193,4 @@ def _advance(
         return jax.vmap(TextSoFar.add)(written, token[:, None])
 
     made = jnp.full((stream.done.shape[0], n), NO_TOKEN, jnp.int32)
-    return continued(params, config, rules, n, (made, stream), drawn, add)
+    return continued(params, config, rules, n, made, stream, drawn, add)

@@ -22,8 +22,6 @@ from jaxformer.generation.sampling import Sampling, choices, sampling_key
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.block import empty_cache
-from jaxformer.layers.cache import is_slots
-from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.inputs import warn_of_padding
 
 MOST_AHEAD = 64  # proposed tokens of a round
@@ -76,8 +74,8 @@ def speculate(
                 "speculative decoding is for decoders, and a model has"
                 f" model.family={model_config.family!r}: write with jf.generate."
             )
-        kept = jax.eval_shape(lambda config=model_config: empty_cache(config, 1, 1, "float32"))
-        if not all(map(is_slots, jax.tree.leaves(kept.layers, is_leaf=is_slots))):
+        cache = jax.eval_shape(lambda config=model_config: empty_cache(config, 1, 1, "float32"))
+        if not cache.can_rewind:
             raise ConfigError(
                 "speculative decoding reads tokens that the text does not keep, and"
                 f" model.mixer={model_config.mixer!r} has a state from which no token can be taken"
@@ -98,7 +96,8 @@ def speculate(
             " jf.generate. Use jf.generate."
         )
     warn_of_padding("prompt", prompt, segment_ids)
-    streams, weights = [], []
+    streams = []
+    weights = []
     for model_params, model_config in models:
         # A round reads tokens that are not kept, and needs slots for them.
         stream = start(
@@ -130,7 +129,8 @@ def _speculate(
     count: int,
     streams: tuple[Stream, ...],
 ) -> Speculation:
-    end, index = filler(rules.end_token), jnp.arange(ahead + 1)
+    end = filler(rules.end_token)
+    index = jnp.arange(ahead + 1)
 
     def unfinished(carry: _Round) -> jax.Array:
         stream = carry.streams[0]
@@ -139,7 +139,8 @@ def _speculate(
     def next_round(carry: _Round) -> _Round:
         """Tokens are proposed, read by the model, and kept as far as all rows keep theirs."""
         stream = carry.streams[0]
-        written, first = stream.written, stream.written.count
+        written = stream.written
+        first = stream.written.count
         key, propose_key, keep_key, next_key = jax.random.split(stream.key, 4)
         drafts = []
         if len(configs) == 1:
@@ -151,14 +152,12 @@ def _speculate(
                 weights[1], configs[1], rules, ahead, draft, carry.newest
             )
             drafts.append(draft)
-        read = jnp.concatenate([carry.newest[:, None], proposed], axis=1)  # [B, 1 + k]
-        logits, stream = _read(weights[0], configs[0], read, stream)
+        unread = jnp.concatenate([carry.newest[:, None], proposed], axis=1)  # [B, 1 + k]
+        logits, stream = _read(weights[0], configs[0], unread, stream)
 
         # p has the probabilities of the tokens after each token that was read.
-        after = []
-        for i in range(ahead + 1):
-            text = written.with_new(proposed, first, first + i)
-            after.append(_probabilities(logits[:, i], rules, text))
+        texts = [written.with_new(proposed, first, first + i) for i in range(ahead + 1)]
+        after = [_probabilities(logits[:, i], rules, text) for i, text in enumerate(texts)]
         p = jnp.stack(after, axis=1)  # [B, 1 + k, V]
         tokens, common, accepted = _kept(p, proposal, proposed, (keep_key, next_key), stream.done)
         is_end = ends(tokens, rules.end_token) & (index <= common)
@@ -170,14 +169,13 @@ def _speculate(
         slots = jnp.where(index <= common, first + index, count)
         made = carry.made.at[:, slots].set(tokens, mode="drop")
         stream = replace(stream, key=key, written=written, done=stream.done | is_end.any(axis=1))
-        # The streams before they read what is not kept. Its slots are written again before any
-        # later token sees them: until then their positions are in its future.
-        streams = []
-        for each in (stream, *drafts):
-            layout = TokenLayout(each.layout.positions - (ahead - common), each.layout.segments)
-            cache = replace(each.cache, length=each.cache.length - (ahead - common))
-            streams.append(replace(each, cache=cache, layout=layout))
-        return _Round(made, newest, tuple(streams), carry.rounds + 1, carry.accepted + accepted)
+        # The streams before they read what is not kept.
+        refused = ahead - common
+        streams = tuple(
+            replace(each, cache=each.cache.rewind(refused), position=each.position - refused)
+            for each in (stream, *drafts)
+        )
+        return _Round(made, newest, streams, carry.rounds + 1, carry.accepted + accepted)
 
     stream = streams[0]
     key, first_key = jax.random.split(stream.key)
@@ -238,15 +236,12 @@ def _read(
     params: Params, config: ModelConfig, tokens: jax.Array, stream: Stream
 ) -> tuple[jax.Array, Stream]:
     """The logits [B, T, V] after each of the tokens [B, T], and the stream that has read them."""
-    layout = stream.layout
-    index = jnp.arange(tokens.shape[1])
+    length = tokens.shape[1]
     # A position beyond those that a text may have is never kept, but has to be one of the model.
-    last = layout.positions + stream.written.limit - stream.written.count
-    positions = jnp.minimum(layout.positions + index, last)
-    segments = jnp.repeat(stream.layout.segments, tokens.shape[1], axis=1)  # type: ignore[arg-type]
-    logits, cache = read(params, config, tokens, TokenLayout(positions, segments), stream.cache)
-    after = TokenLayout(layout.positions + tokens.shape[1], layout.segments)
-    return logits, replace(stream, cache=cache, layout=after)
+    last = stream.position + stream.written.limit - stream.written.count
+    positions = jnp.minimum(stream.position + jnp.arange(length), last)
+    logits, cache = read(params, config, tokens, positions, stream.cache)
+    return logits, replace(stream, cache=cache, position=stream.position + length)
 
 
 def _drafted(

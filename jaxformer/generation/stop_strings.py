@@ -36,7 +36,8 @@ class StopStrings:
         if not ends:
             return 0
         # The token that has the last byte of the stop string that is complete first.
-        read, count = 0, 0
+        read = 0
+        count = 0
         while read < min(ends):
             read += len(pieces[count])
             count += 1

@@ -123,11 +123,14 @@ class _Cache:
         self._forget()  # before new ones are made, so that there are never two
         weights = _prepare(params, config)
         self._sources = [weakref.ref(leaf, self._forget) for leaf in leaves]
-        self._made_of, self._weights = (treedef, config), weights
+        self._made_of = (treedef, config)
+        self._weights = weights
         return weights
 
     def _forget(self, _: Any = None) -> None:
-        self._sources, self._made_of, self._weights = [], None, None
+        self._sources = []
+        self._made_of = None
+        self._weights = None
 
 
 _CACHE = _Cache()

@@ -32,13 +32,17 @@ from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased
 
 def attention_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
-    d, n, k = config.d_model, config.n_heads, config.kv_heads
-    h, w = config.head_width, config.value_width
+    d = config.d_model
+    n = config.n_heads
+    k = config.kv_heads
+    h = config.head_width
+    w = config.value_width
     query_init = make.weight
     # Scores keep the variance that they have with the scale 1/sqrt(H); T5's scale is 1.
     if config.attention_scale:
         query_init = scaled(query_init, 1 / (config.attention_scale * math.sqrt(h)))
-    query, key = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    query = ("heads", "head_dim")
+    key = ("kv_heads", "head_dim")
     specs: Specs = {
         "q": Spec((d, n, h), ("embed", *query), query_init, inputs=("embed",)),
         "k": Spec((d, k, h), ("embed", *key), make.weight, inputs=("embed",)),
@@ -122,10 +126,11 @@ def attention(
     if mask.leading:
         k, v = seen
         seen = _with_leading(params["prefix_k"], k), _with_leading(params["prefix_v"], v)
-    if mask.relative and call.relative is not None:
+    relative_rows = mask.scoring.relative_rows
+    if mask.relative and relative_rows is not None:
         # Queries and keys that the layer makes of the rows of relative positions [1, R, D].
-        rows_q = linear("BTD,DNH->BTNH", params, "q", call.relative)
-        rows_k = linear("BTD,DNH->BTNH", params, "k", call.relative)
+        rows_q = linear("BTD,DNH->BTNH", params, "q", relative_rows)
+        rows_k = linear("BTD,DNH->BTNH", params, "k", relative_rows)
         rows = (_normed(params, config, "q", rows_q), _normed(params, config, "k", rows_k))
         bias = disentangled_bias(config, (q, seen[0]), rows, mask)
         call = call._replace(mask=mask._replace(scoring=mask.scoring._replace(bias=bias)))
@@ -143,7 +148,8 @@ def attended(
 ) -> tuple[Float[Array, "B T N W"], Captures]:
     """`attention` between its projections: queries [B, T, N, H] -> [B, T, N, W]."""
     mask = call.mask
-    scale, soft_cap = config.score_scale, config.attention_soft_cap
+    scale = config.score_scale
+    soft_cap = config.attention_soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
     dropped = (config.attention_dropout_rate, call.key)
     mask = mask._replace(scoring=scoring, max_segments=config.max_segments, dropout=dropped)
@@ -168,7 +174,8 @@ def _with_leading(leading: jax.Array, x: jax.Array) -> jax.Array:
 
 def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     """Each token attends to its own sequence, and with a cache also to the tokens in the cache."""
-    cache, seen = call.cache, keys_and_values(params, config, x, call.mask.queries)
+    cache = call.cache
+    seen = keys_and_values(params, config, x, call.mask.queries)
     if cache is not None:
         cache, seen = cache.write(seen)
     scoring = call.mask.scoring
@@ -221,7 +228,8 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     heads = sizes.share(config.n_heads)
     # Of all heads the keys of a device, or of some heads all keys, which takes as much.
     kv_heads = sizes.key_heads(config.n_heads, config.kv_heads) / sizes.context
-    width, value_width = sizes.padded(config.head_width), sizes.padded(config.value_width)
+    width = sizes.padded(config.head_width)
+    value_width = sizes.padded(config.value_width)
     # cuDNN reads and makes values as wide as keys.
     value_width = max(width, value_width) if config.attention_kernel == "cudnn" else value_width
     q = sizes.tokens * heads * width * sizes.number
@@ -253,11 +261,14 @@ def _projections(config: ModelConfig, read: str, rotated: bool) -> str:
     keys = f"{read} W_K{biased_text(config, 'qkv', 'b_K')}"
     values = f"{read} W_V{biased_text(config, 'qkv', 'b_V')}"
     if config.query_key_norm != "none":
-        queries, keys = f"norm({queries})", f"norm({keys})"
+        queries = f"norm({queries})"
+        keys = f"norm({keys})"
     if rotated and config.positions == "rope":
-        queries, keys = f"RoPE({queries})", f"RoPE({keys})"
+        queries = f"RoPE({queries})"
+        keys = f"RoPE({keys})"
     if rotated and config.attention_temperature:
-        length, slope = config.original_length, config.attention_temperature
+        length = config.original_length
+        slope = config.attention_temperature
         queries += f" · (1 + {slope:g} ln(1 + ⌊position / {length}⌋))"
     return f"Q = {queries},  K = {keys},  V = {values}"
 

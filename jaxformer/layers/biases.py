@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxformer.arrays.params import Params, Spec, Specs, lookup, normal
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.layers.linear import INITIALIZERS
-from jaxformer.layers.masks import AttentionMask
+from jaxformer.layers.masks import AttentionMask, Scoring
 from jaxformer.layers.norm import norm, norm_specs
 
 
@@ -60,8 +61,16 @@ def is_disentangled(config: ModelConfig) -> bool:
     return config.positions == "disentangled"
 
 
-def relative_row_specs(config: ModelConfig) -> Specs:
-    """Return the rows of relative positions [2 buckets, D] of a stack, and their norm."""
+def has_shared_bias(config: ModelConfig) -> bool:
+    """Return whether all layers of a stack add the same bias to their scores."""
+    return config.positions in BIASED_SCORES and not has_layer_bias(config)
+
+
+def stack_bias_specs(config: ModelConfig) -> Specs:
+    """Return the rows of what all layers of a stack score with: T5's table, or of disentangled
+    attention the rows of relative positions [2 buckets, D] and their norm."""
+    if has_shared_bias(config):
+        return relative_bias_specs(config)
     if not is_disentangled(config):
         return {}
     shape = (2 * config.relative_buckets, config.d_model)
@@ -70,16 +79,19 @@ def relative_row_specs(config: ModelConfig) -> Specs:
     return {"relative_embedding": table, "relative_norm": norm_specs(config)}
 
 
-def relative_rows(
-    params: Params, config: ModelConfig, dtype: DTypeLike
-) -> Float[Array, "1 R D"] | None:
-    """Return the normed rows of relative positions, of which every layer makes queries and keys;
-    None where a stack has none."""
+def stack_scoring(
+    params: Params, config: ModelConfig, mask: AttentionMask, dtype: DTypeLike
+) -> Scoring:
+    """Return what all layers of a stack score with, computed once: a bias, or the normed rows of
+    relative positions [1, R, D], of which every layer makes queries and keys."""
+    if has_shared_bias(config):
+        return Scoring(bias=score_bias(params.get("relative_bias"), config, mask))
     if not is_disentangled(config):
-        return None
+        return Scoring()
     ids = jnp.arange(2 * config.relative_buckets, dtype=jnp.int32)[None]
     rows = lookup(params["relative_embedding"], ids, (None, None, None))
-    return norm(params.get("relative_norm", {}), config, rows).astype(dtype)
+    rows = norm(params.get("relative_norm", {}), config, rows).astype(dtype)
+    return Scoring(relative_rows=rows)
 
 
 def log_bucket(distance: Int[Array, "..."], buckets: int, far: int) -> Int[Array, "..."]:

@@ -24,8 +24,7 @@ SLOT_AXES = ("batch", "sequence", "kv_heads", None)
 class Slots:
     """An entry for each slot of a cache, [B, S, K, H], such as the keys of K heads.
 
-    Which slots hold a token says the layout of the cache, and the mask hides those that do not.
-    Tokens are taken back by their number alone: the next ones overwrite them.
+    The layout of the cache says which slots hold a token, and the mask hides those that do not.
     """
 
     array: jax.Array
@@ -94,6 +93,16 @@ class Cache:
             _write(self.layout.segments, segments, longer.at(tokens)),  # type: ignore[arg-type]
         )
         return replace(longer, layout=slots)
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether tokens can be taken back: nothing is kept but entries of slots."""
+        return all(map(is_slots, jax.tree.leaves(self.layers, is_leaf=is_slots)))
+
+    def rewind(self, tokens: jax.Array) -> "Cache":
+        """The cache before its newest tokens. Their slots are written again before any later token
+        sees them: until then their positions are in its future."""
+        return replace(self, length=self.length - tokens)
 
     def layer(self, layer: int, tokens: int) -> LayerCache:
         """The cache of one layer for a call on the newest tokens, whose slots `advance` made."""

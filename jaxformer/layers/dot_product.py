@@ -36,7 +36,7 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, scoring: Scorin
     """Return the attention weights, float32 [..., K, G, T, S] with G = N/K."""
     *_, n, h = q.shape
     heads = (k.shape[-2], n // k.shape[-2])  # K, G
-    scale, cap, bias, sinks = scoring
+    scale, cap, bias, sinks, _ = scoring
     grouped = q.reshape(*q.shape[:-2], *heads, h)
     equation = "...TKGH,...SKH->...KGTS"
     if q.dtype == k.dtype == jnp.float32:

@@ -42,13 +42,18 @@ def latent_specs(config: ModelConfig) -> Specs:
     The axis of a latent that a product contracts is named "embed", so that a mesh divides it.
     """
     make = INITIALIZERS[config.init](config)
-    d, n, h, w = config.d_model, config.n_heads, config.head_width, config.value_width
-    rank, shared = config.kv_rank, config.rope_head_dim
+    d = config.d_model
+    n = config.n_heads
+    h = config.head_width
+    w = config.value_width
+    rank = config.kv_rank
+    shared = config.rope_head_dim
     query_init = make.weight
     # As in attention.
     if config.attention_scale:
         query_init = scaled(query_init, 1 / (config.attention_scale * h**0.5))
-    per_head, into = ("embed", "heads", "head_dim"), ("embed",)
+    per_head = ("embed", "heads", "head_dim")
+    into = ("embed",)
 
     def down(width: int) -> Spec:
         return Spec((d, width), ("embed", "latent"), make.weight, inputs=into)
@@ -119,7 +124,9 @@ def expanded(
 def absorbs(config: ModelConfig, queries: int, keys: int) -> bool:
     """Whether so many queries attend to so many keys with fewer multiplications of a head where the
     weights of keys and values are absorbed than where latents are expanded."""
-    rank, width, value_width = config.kv_rank, config.head_width, config.value_width
+    rank = config.kv_rank
+    width = config.head_width
+    value_width = config.value_width
     expansion = rank * (width - config.rope_head_dim + value_width)
     absorbed = queries * (keys * (2 * rank + config.rope_head_dim) + expansion)
     return absorbed < queries * keys * (width + value_width) + keys * expansion
@@ -127,8 +134,10 @@ def absorbs(config: ModelConfig, queries: int, keys: int) -> bool:
 
 def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     """Each token attends to its own sequence, and with a cache also to the tokens in the cache."""
-    layout, cache = call.mask.queries, call.cache
-    q, tokens = latent_queries(params, config, x, layout), latents(params, config, x, layout)
+    layout = call.mask.queries
+    cache = call.cache
+    q = latent_queries(params, config, x, layout)
+    tokens = latents(params, config, x, layout)
     if cache is not None:
         cache, tokens = cache.write(tokens)
     # The scale of the heads also where queries are of latents, and so of another width.

@@ -34,12 +34,15 @@ class TokenLayout:
 
 
 class Scoring(NamedTuple):
-    """How scores are computed from query-key products, as in `dot_product_attention`."""
+    """How scores are computed from query-key products, as in `dot_product_attention`.
+    `relative_rows` [1, R, D] are those of disentangled attention, whose layers make a bias of them.
+    """
 
     scale: float = 0.0
     soft_cap: float = 0.0
     bias: jax.Array | None = None
     sinks: jax.Array | None = None
+    relative_rows: jax.Array | None = None
 
 
 class AttentionMask(NamedTuple):

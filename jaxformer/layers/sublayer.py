@@ -29,15 +29,13 @@ class EncoderOutput(NamedTuple):
 class Call(NamedTuple):
     """What a stack, a block and a sublayer read besides their input: the mask of the tokens, the
     layer's cache, the output of an encoder, the key of dropout (of a sublayer, of its own inside;
-    None: nothing is dropped), what is captured, and the rows of relative positions [1, R, D] of a
-    stack with disentangled attention."""
+    None: nothing is dropped), and what is captured."""
 
     mask: AttentionMask
     cache: LayerCache | None = None
     source: EncoderOutput | None = None
     key: jax.Array | None = None
     request: Request = NOTHING
-    relative: jax.Array | None = None
 
 
 class Sizes(NamedTuple):

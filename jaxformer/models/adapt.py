@@ -65,7 +65,8 @@ def _table_with(
 ) -> Specs:
     """The table of a model with an adapter, over weights that are quantized as `kind` says, in
     whose tables the rows of `tokens` learn too."""
-    table, below = specs(config), dict[str, MakeLeaf]()
+    table = specs(config)
+    below = dict[str, MakeLeaf]()
     if kind is not None:
         from jaxformer.adapters.quantized import QUANTIZERS
         from jaxformer.models.quantize import is_quantized

@@ -51,7 +51,8 @@ def decoder_hidden(
 def encoder_decoder_specs(config: ModelConfig) -> Specs:
     """Rows named embed (whose tokens serve both stacks, unless the encoder has its own), encoder,
     and those of a decoder."""
-    added, tokens = added_specs(config), embedding_specs(config)
+    added = added_specs(config)
+    tokens = embedding_specs(config)
     own = tokens if config.source_embedding == "separate" else {}
     embedding = {"embed": own | added} if own | added else {}
     encoder = embedding | stack_specs(of_source(config), config.encoder_layers)
@@ -72,7 +73,8 @@ def encode(
 ) -> Output:
     """The output of the encoder for the source: [B, S] -> [B, S, D]."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
-    config, encoder = of_source(config), params["encoder"]
+    config = of_source(config)
+    encoder = params["encoder"]
     # What a stack reads and adds to its inputs has the same names in both.
     tables = params["embed"] | encoder.get("embed", {})
     layout: Any = inputs.source_layout  # a model of this family always has a source here
@@ -100,7 +102,9 @@ def encoder_decoder_hidden(
         cache = None if cache is None else replace(cache, source_layout=source_layout)
     else:
         assert cache is not None
-        encoded, encoder_aux, source_layout = None, Aux(), cache.source_layout
+        encoded = None
+        encoder_aux = Aux()
+        source_layout = cache.source_layout
     mask, cache = stack_mask(params["blocks"], inputs.layout, cache)
     x = embed(params["embed"], config, replace(inputs, layout=mask.queries), embed_key)
     to_source = AttentionMask(mask.queries, source_layout, causal=False, relative=False)

@@ -26,7 +26,8 @@ def inputs_of(batch: Mapping[str, Any]) -> Inputs:
     def array(name: str) -> Any:
         return jnp.asarray(batch[name]) if batch.get(name) is not None else None
 
-    tokens, source = array("tokens"), array("source")
+    tokens = array("tokens")
+    source = array("source")
     source_layout = None
     if source is not None:
         source_layout = layout_of(source, None, array("source_segment_ids"))
@@ -39,7 +40,8 @@ def inputs_of(batch: Mapping[str, Any]) -> Inputs:
 def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:
     """Raises ConfigError for wrong shapes, and for inputs that the model lacks or does not read."""
     problems = []
-    tokens, source = batch["tokens"], batch.get("source")
+    tokens = batch["tokens"]
+    source = batch.get("source")
     for name, array in (("tokens", tokens), ("source", source)):
         if array is not None and array.ndim != 2:
             problems.append(f"{name} of shape {list(array.shape)} must be [batch, length].")
@@ -63,7 +65,8 @@ def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             continue
         ids = np.asarray(array)
-        least, most = int(ids.min()), int(ids.max())
+        least = int(ids.min())
+        most = int(ids.max())
         if least < 0 or most >= end:
             problems.append(f"{name} has {least} to {most}, and must have 0 to {end - 1}.")
     if config.family == "encoder_decoder" and source is None:
@@ -118,12 +121,14 @@ def warn_of_padding(
 def warn_of_padded_batch(batch: Mapping[str, Any], family: str) -> None:
     """`warn_of_padding` for a batch of a loss. Padding after the text of a decoder is harmless if
     its weights are 0, because no token before it sees it, and gets no warning."""
-    tokens, weights = batch.get("tokens"), batch.get("weights")
+    tokens = batch.get("tokens")
+    weights = batch.get("weights")
     sides = "left right"
     if family != "encoder" and weights is not None and not isinstance(weights, jax.core.Tracer):
         unweighted = np.asarray(weights)
         if unweighted.ndim == 2 and not unweighted[:, -1].all():
             sides = "left"
     warn_of_padding("tokens", tokens, batch.get("segment_ids"), sides, level=4)
-    source, source_ids = batch.get("source"), batch.get("source_segment_ids")
+    source = batch.get("source")
+    source_ids = batch.get("source_segment_ids")
     warn_of_padding("source", source, source_ids, level=4)

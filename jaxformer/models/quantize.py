@@ -31,7 +31,8 @@ def quantize(params: Params, kind: str) -> Params:
     blocks of our models, for leaves that are custom already, and for numbers that are not finite.
     """
     check_quantization(kind)
-    specs_of_block, n_quantized = _block_rows(), 0
+    specs_of_block = _block_rows()
+    n_quantized = 0
     token_rows = _token_rows(params) if QUANTIZERS[kind].of_tokens else {}
 
     def leaf(path: Any, weight: Any) -> Any:
@@ -93,7 +94,8 @@ def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
     quantizer = QUANTIZERS[kind]
     if isinstance(weight, jax.core.Tracer):
         return quantizer.make(weight, spec)
-    weight, shardings = jnp.asarray(weight), None
+    weight = jnp.asarray(weight)
+    shardings = None
     mesh: Any = weight.sharding.mesh if isinstance(weight.sharding, NamedSharding) else None
     if mesh is not None:
         specs = quantizer.rows(spec).astype(weight.dtype)

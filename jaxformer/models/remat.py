@@ -40,7 +40,8 @@ def kept_points(config: ModelConfig) -> tuple[str, ...]:
 def recomputed(layer: Callable[..., Any], config: ModelConfig, scanned: bool) -> Callable[..., Any]:
     """The layer under the policy of its config. Outside of a scan, the compiler must be kept from
     merging the second computation with the first (`prevent_cse`)."""
-    policies, offloaded = jax.checkpoint_policies, names_of(config.offload)
+    policies = jax.checkpoint_policies
+    offloaded = names_of(config.offload)
     names = list(kept_points(config))
     if offloaded:
         if platform() == "cpu":

@@ -19,20 +19,13 @@ from jaxtyping import Array, Float
 from jaxformer.arrays.params import Params, Specs, is_custom, map_specs, rows, stack, unstack
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.files import ConfigError
-from jaxformer.layers.biases import (
-    has_layer_bias,
-    relative_bias_specs,
-    relative_row_specs,
-    relative_rows,
-    score_bias,
-)
+from jaxformer.layers.biases import has_layer_bias, stack_bias_specs, stack_scoring
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.cache import Cache
 from jaxformer.layers.exchange import balanced, in_order
 from jaxformer.layers.kernels import reads_balanced
-from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
+from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs, repetition_of
@@ -57,7 +50,8 @@ def layer_loop_of(config: ModelConfig, on: str = "") -> Literal["unroll", "scan"
     platform `on` if that is not the one of the mesh in force."""
     if config.layer_loop != "auto":
         return config.layer_loop
-    depth, device = max(config.n_layers, config.encoder_layers), on or platform()
+    depth = max(config.n_layers, config.encoder_layers)
+    device = on or platform()
     if config.feed_forward == "experts" and device == "gpu":
         # Unrolled, XLA computes the rows of all layers again before the first backward pass needs
         # them: four layers of olmoe_1b_7b on 8 H100s with mesh.expert 8 take 36 GiB instead of 24.
@@ -85,18 +79,10 @@ def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
         counts = [1] * lead + [len(configs[lead + p :: period]) for p in range(period)]
         stacked = zip(tables, counts, strict=True)
         blocks = {str(p): stack(table, count) for p, (table, count) in enumerate(stacked)}
-    table = {"blocks": blocks}
-    if has_shared_bias(config):
-        table |= relative_bias_specs(config)
+    table = {"blocks": blocks} | stack_bias_specs(config)
     if config.norm_placement != "post":
         table["final_norm"] = norm_specs(config)
-    table |= relative_row_specs(config)
     return {name: rows for name, rows in table.items() if rows}
-
-
-def has_shared_bias(config: ModelConfig) -> bool:
-    """Whether all layers of a stack add the same bias to their scores."""
-    return config.positions in BIASED_SCORES and not has_layer_bias(config)
 
 
 def _shapes(table: Specs) -> dict[str, Any]:
@@ -170,23 +156,20 @@ def run_stack(
     """[B, T, D] -> [B, T, D] in the compute dtype, with the mask and the cache of
     `stack_mask`. All layers share the call."""
     x = x.astype(compute_dtype(config))
-    bias = None
-    if has_shared_bias(config):
-        bias = score_bias(params.get("relative_bias"), config, call.mask)
-    relative = relative_rows(params, config, x.dtype)
-    call = call._replace(mask=call.mask._replace(scoring=Scoring(bias=bias)), relative=relative)
+    scoring = stack_scoring(params, config, call.mask, x.dtype)
+    call = call._replace(mask=call.mask._replace(scoring=scoring))
     # The bias of a layer is of tokens in order, as is that of a stack.
     balanced_call = None
     if cache is None and not has_layer_bias(config):
         balanced_call = _balanced_call(params, config, call)
     if balanced_call is not None:
-        x, call = balanced(x), balanced_call
-    if cache is None and layer_loop_of(config) == "scan":
-        out = _scanned(params["blocks"], config, x, call)
-    elif cache and loops_when_cached(params["blocks"], config) and not call.request:
-        out = _looped(params["blocks"], config, x, call, cache)
+        x = balanced(x)
+        call = balanced_call
+    if cache is None:
+        scans = layer_loop_of(config) == "scan"
     else:
-        out = _unrolled(params["blocks"], config, x, call, cache)
+        scans = loops_when_cached(params["blocks"], config) and not call.request
+    out = _run_layers(params["blocks"], config, x, call, cache, scans)
     if balanced_call is not None:
         out = out._replace(x=in_order(out.x))
     if config.norm_placement != "post":
@@ -203,7 +186,8 @@ def _balanced_call(params: Params, config: ModelConfig, call: Call) -> Call | No
         return None
     if not reads_balanced(config.attention_kernel, call.mask, config.n_heads):
         return None
-    mask, source = call.mask, call.source
+    mask = call.mask
+    source = call.source
     queries = replace(jax.tree.map(balanced, mask.queries), ordered=False)
     if source is not None:
         source = source._replace(mask=source.mask._replace(queries=queries))
@@ -225,7 +209,8 @@ def layer_of(config: ModelConfig, call: Call, scanned: bool = False) -> Any:
 
     def numbered(x: jax.Array, params: Params, i: Any) -> Output:
         key = None if call.key is None else jax.random.fold_in(call.key, i)
-        return layer(x, params, key, i if scanned and platform() == "tpu" else None)
+        casts = scanned and call.cache is None and platform() == "tpu"
+        return layer(x, params, key, i if casts else None)
 
     return numbered
 
@@ -241,39 +226,6 @@ def cast_in_loop(params: Params, i: jax.Array) -> Params:
     return jax.tree.map(minus_zero, params)  # type: ignore[no-any-return]
 
 
-def _unrolled(
-    blocks: Params | list[Params],
-    config: ModelConfig,
-    x: jax.Array,
-    call: Call,
-    cache: Cache | None,
-) -> Output:
-    layers = [layer for layer in layers_of(blocks) for _ in range(config.layers_in_group)]
-    configs = layer_configs(config, len(layers))
-    layer_caches, auxes = [], []
-
-    @functools.cache
-    def cached_layer(config: ModelConfig) -> Any:
-        # JAX traces it once for all layers of a config, which saves the start of a command a second
-        # for 30 layers. XLA inlines it.
-        return jax.jit(
-            lambda x, params, layer_cache: block(
-                params, config, x, call._replace(cache=layer_cache)
-            )
-        )
-
-    for i, layer in enumerate(layers):
-        layer_cache = None if cache is None else cache.layer(i, x.shape[1])
-        if layer_cache is not None and not call.request:
-            x, layer_cache, aux = cached_layer(configs[i])(x, layer, layer_cache)
-        else:
-            layer_call = call._replace(cache=layer_cache, request=call.request.at((i,)))
-            x, layer_cache, aux = layer_of(configs[i], layer_call)(x, layer, i)
-        layer_caches.append(layer_cache)
-        auxes.append(replace(aux, captures=call.request.named(aux.captures, i)))
-    return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(auxes))
-
-
 def loops_when_cached(blocks: Params | list[Params], config: ModelConfig) -> bool:
     """Whether one loop serves all layers of a decoder under a cache: with model.layer_loop=scan,
     where they are equal and share no parameters. Auto unrolls them, since a loop copies the weights
@@ -285,79 +237,94 @@ def loops_when_cached(blocks: Params | list[Params], config: ModelConfig) -> boo
     return len({*layer_configs(config, config.n_layers)}) == 1
 
 
-def _looped(blocks: Params, config: ModelConfig, x: jax.Array, call: Call, cache: Cache) -> Output:
-    """A scan over equal layers with what their mixers keep."""
-    layer_config = layer_configs(config, config.n_layers)[0]
-    first = cache.layer(0, x.shape[1])
-
-    def body(x: jax.Array, layer: tuple[Params, Any]) -> tuple[jax.Array, Any]:
-        params, kept = layer
-        layer_call = call._replace(cache=first._replace(kept=kept))
-        x, layer_cache, aux = block(params, layer_config, x, layer_call)
-        return x, (layer_cache.kept, aux)
-
-    kept = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cache.layers)
-    x, (kept, aux) = jax.lax.scan(body, x, (blocks, kept))
-    numbers = range(len(cache.layers))
-    cache = replace(cache, layers=tuple(_entry(kept, i) for i in numbers))
-    return Output(x, cache, merged(_entry(aux, i) for i in numbers))
-
-
-def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
-    """The leading layers unrolled, a scan over the whole periods of the pattern, and the remaining
-    layers unrolled."""
-    stacks, uses = stacks_of(blocks), config.layers_in_group
-    entries = layer_order([_depth(stacked) for stacked in stacks])
-    order = [entry for entry in entries for _ in range(uses)]
-    depth = len(order)
+def _run_layers(
+    blocks: Params | list[Params],
+    config: ModelConfig,
+    x: jax.Array,
+    call: Call,
+    cache: Cache | None,
+    scans: bool,
+) -> Output:
+    """All layers in sequence. With `scans` the whole periods of their pattern are one loop, and the
+    layers before and behind them are unrolled."""
+    uses = config.layers_in_group
+    if scans:
+        stacks = stacks_of(blocks)  # type: ignore[arg-type]
+        order = layer_order([_depth(stacked) for stacked in stacks])
+        params_of = [functools.partial(_entry, stacks[p], i) for p, i in order for _ in range(uses)]
+    else:
+        params_of = [lambda layer=layer: layer for layer in layers_of(blocks) for _ in range(uses)]
+    depth = len(params_of)
     configs = layer_configs(config, depth)
-    lead, period = repetition_of(configs)
-    times = (depth - lead) // period
-    end = lead + times * period
+    # The first layer of the loop, and the first behind it.
+    first = depth
+    end = depth
+    if scans:
+        first, period = repetition_of(configs)
+        end = depth - (depth - first) % period
+    caches: list[Any] = [
+        None if cache is None else cache.layer(i, x.shape[1]) for i in range(depth)
+    ]
     auxes: list[Aux] = []
 
+    @functools.cache
+    def cached_layer(config: ModelConfig) -> Any:
+        # JAX traces it once for all layers of a config, which saves the start of a command a second
+        # for 30 layers. XLA inlines it.
+        return jax.jit(
+            lambda x, params, layer_cache: block(
+                params, config, x, call._replace(cache=layer_cache)
+            )
+        )
+
     def run_layer(i: int, x: jax.Array) -> jax.Array:
-        p, entry = order[i]
-        run = layer_of(configs[i], call._replace(request=call.request.at((i,))))
-        x, _, aux = run(x, _entry(stacks[p], entry), i)
+        if cache is not None and not call.request:
+            x, caches[i], aux = cached_layer(configs[i])(x, params_of[i](), caches[i])
+        else:
+            layer_call = call._replace(cache=caches[i], request=call.request.at((i,)))
+            x, caches[i], aux = layer_of(configs[i], layer_call)(x, params_of[i](), i)
         auxes.append(replace(aux, captures=call.request.named(aux.captures, i)))
         return x
 
-    for i in range(lead):
+    for i in range(first):
         x = run_layer(i, x)
-    # The numbers of the layers at each position of the pattern.
-    numbers = [range(lead + p, end, period) for p in range(period)]
+    if first < end:
+        # The numbers of the layers at each position of the pattern.
+        numbers = [range(p, end, period) for p in range(first, first + period)]
 
-    def body(
-        x: jax.Array, items: list[tuple[Params | None, jax.Array]]
-    ) -> tuple[jax.Array, list[Aux]]:
-        auxes_of_period = []
-        for p, (layer_params, i) in enumerate(items):
-            layer = _entry(blocks, i // uses) if layer_params is None else layer_params
-            layer_call = call._replace(request=call.request.at(numbers[p], i))
-            x, _, aux = layer_of(configs[lead + p], layer_call, scanned=True)(x, layer, i)
-            auxes_of_period.append(aux)
-        return x, auxes_of_period
+        def body(x: jax.Array, items: list[Any]) -> tuple[jax.Array, list[Any]]:
+            """One period, of each of whose layers `items` has params, number and cache."""
+            results = []
+            for layers, (params, i, layer_cache) in zip(numbers, items, strict=True):
+                params = _entry(blocks, i // uses) if params is None else params
+                request = call.request.at(layers, i)
+                layer_call = call._replace(cache=layer_cache, request=request)
+                run = layer_of(configs[layers.start], layer_call, scanned=True)
+                x, layer_cache, aux = run(x, params, i)
+                results.append((layer_cache, aux))
+            return x, results
 
-    traced = [jnp.arange(layers.start, layers.stop, layers.step) for layers in numbers]
-    # For each position of the pattern the params of its layers, [times, ...].
-    params: list[Params | None] = []
-    for p in range(period):
-        if uses > 1:
-            # Layers of a group read the entry that they share, so that no copies of it are made.
-            params.append(None)
-        elif len(stacks) == lead + period:
-            params.append(_entry(stacks[lead + p], slice(times)))
-        else:
-            params.append(_entry(stacks[0], slice(lead + p, end, period)))
-    x, stacked = jax.lax.scan(body, x, list(zip(params, traced, strict=True)))
-    for aux, layers in zip(stacked, numbers, strict=True):
-        for i, layer in enumerate(layers):
-            captures = call.request.named(aux.captures, layer)
-            auxes.append(_entry(replace(aux, captures=captures), i))
+        items = []
+        for p, layers in enumerate(numbers):
+            if uses > 1:
+                # Layers of a group read the entry that they share: no copies of it are made.
+                params = None
+            elif len(stacks) == first + period:
+                params = _entry(stacks[first + p], slice(len(layers)))
+            else:
+                params = _entry(stacks[0], slice(layers.start, end, period))
+            of_layers = [caches[i] for i in layers]
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
+            items.append((params, jnp.arange(layers.start, end, period), stacked))
+        x, results = jax.lax.scan(body, x, items)
+        for layers, (layer_caches, aux) in zip(numbers, results, strict=True):
+            for entry, i in enumerate(layers):
+                caches[i] = _entry(layer_caches, entry)
+                captures = call.request.named(aux.captures, i)
+                auxes.append(_entry(replace(aux, captures=captures), entry))
     for i in range(end, depth):
         x = run_layer(i, x)
-    return Output(x, None, merged(auxes))
+    return Output(x, None if cache is None else cache.with_layers(caches), merged(auxes))
 
 
 def _entry(stacked: Any, i: Any) -> Any:

@@ -10,12 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxformer.adapters.virtual_tokens import (
-    check_virtual,
-    has_virtual,
-    virtual_counts,
-    without_virtual,
-)
+from jaxformer.adapters.virtual_tokens import has_virtual, virtual_counts, virtual_rows
 from jaxformer.arrays.params import (
     Params,
     Spec,
@@ -62,7 +57,8 @@ def mup_specs(specs_of: SpecsOf, config: ModelConfig) -> Specs:
     fall as 1 / head_width (`ModelConfig.score_scale`), and the logits of a tied head are divided by
     m (`layers/head.total_divisor`). Where all widths are those of the base all factors are 1.
     """
-    table, base = specs_of(config), rows(specs_of(config.base_model))
+    table = specs_of(config)
+    base = rows(specs_of(config.base_model))
     different = sorted(rows(table).keys() ^ base.keys())
     if different:
         raise ConfigError(
@@ -109,11 +105,11 @@ def without_objective(params: Params) -> Params:
 
 def check_model(params: Params, config: ModelConfig) -> None:
     """Raises ConfigError naming every leaf of `params` whose shape does not fit the config."""
+    table = _table(config)
     params = without_objective(params)
     if has_virtual(params):
-        check_virtual(params, config, _table(config))
-        params = without_virtual(params)
-    check_params(_table(config), params)
+        table = table | {"virtual": virtual_rows(params, config, table)}
+    check_params(table, params)
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
@@ -155,7 +151,8 @@ def _check_context(params: Params, config: ModelConfig, inputs: Inputs) -> None:
         # There is no source, or the caller passes positions.
         if layout is None or not layout.ordered:
             continue
-        limit, length = context_of(params, config, name == "source"), layout.positions.shape[1]
+        limit = context_of(params, config, name == "source")
+        length = layout.positions.shape[1]
         virtual = config.max_length - limit
         if length > limit:
             advice = ", or use fewer virtual tokens" if virtual else ""

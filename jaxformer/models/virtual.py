@@ -39,11 +39,13 @@ def with_virtual(
     params = with_leading_keys(params, config, key)
     if prompt is None or config.family != "encoder_decoder":
         return params, inputs
-    source, layout = inputs.source, inputs.source_layout
+    source = inputs.source
+    layout = inputs.source_layout
     # In later calls of generation the source is in the cache.
     if source is None or layout is None:
         return params, inputs
-    tokens, rows = len(prompt), layout.positions.shape[0]
+    tokens = len(prompt)
+    rows = layout.positions.shape[0]
     # The static maximum of the number of segments in a row of a source.
     segments = 1
     if isinstance(layout.segments, jax.core.Tracer):
@@ -64,7 +66,8 @@ def with_virtual(
         return constrain(repeated, ("batch", "sequence"))
 
     prompt_ids = in_prompt - tokens  # [n P], of -P .. -1
-    positions, ids = for_all_rows(in_prompt), for_all_rows(prompt_ids)
+    positions = for_all_rows(in_prompt)
+    ids = for_all_rows(prompt_ids)
     segment_ids = None
     if layout.segments is not None:
         numbers = jnp.arange(1, segments + 1, dtype=jnp.int32)  # [n]
@@ -89,7 +92,8 @@ def with_virtual(
 def with_leading_keys(params: Params, config: ModelConfig, key: jax.Array | None = None) -> Params:
     """Params without virtual tokens, in which each layer has their keys and values: those of a
     prefix, or in a decoder of a prompt. A prompt of an encoder-decoder is left out."""
-    virtual, params = params["virtual"], without_virtual(params)
+    virtual = params["virtual"]
+    params = without_virtual(params)
     if "prompt" in virtual and config.family != "encoder_decoder":
         virtual = {"decoder": prefix_of(params, config, virtual["prompt"], key)}
     if "decoder" in virtual:

@@ -11,7 +11,7 @@ from products import slow_but
 from shapes import MODELS, VOCABULARY, forward, weights_and_tokens
 
 import jaxformer as jf
-from jaxformer.generation.decode import finish, fitted, start, stream_tokens
+from jaxformer.generation.decode import decode, fitted, start, stream_tokens
 from jaxformer.generation.sampling import Sampling, draw
 from jaxformer.generation.weights import prepared
 
@@ -52,7 +52,7 @@ def test_layers_in_a_loop_are_compiled_once():
         params = jf.init(config, jax.random.key(0))
         weights = prepared(params, config)
         stream = start(params, config, prompt[:, :9], 4, KEY)
-        program = finish.lower(weights, config, Sampling(temperature=0), 4, stream).compile()
+        program = decode.lower(weights, config, Sampling(temperature=0), 4, stream, True).compile()
         return program.as_text().count("dot(")
 
     assert products(3, "scan") == products(2, "scan") < products(3, "unroll")
@@ -82,8 +82,8 @@ def test_a_stream_gives_the_tokens_of_generate():
 def test_int8_is_read_by_wider_vectors_and_writes_the_text_of_its_arrays():
     params, config, prompt = weights_and_tokens("llama")
     codes = jf.quantize(params, "int8")
-    assert fitted(finish, prepared(params, config)) is finish
-    assert fitted(finish, prepared(codes, config)) is not finish
+    assert fitted(prepared(params, config)) is decode
+    assert fitted(prepared(codes, config)) is not decode
     found = jf.generate(codes, config, prompt[:, :9], max_new_tokens=8, temperature=0)
     np.testing.assert_array_equal(found, greedy_without_cache(codes, config, prompt[:, :9], 8))
 
@@ -99,7 +99,7 @@ def test_the_last_token_is_not_read(count, reads):
     params, config, prompt = weights_and_tokens("gpt2")
     stream = start(params, config, prompt, count, KEY)
     rules = Sampling(temperature=0)
-    program = finish.lower(prepared(params, config), config, rules, count, stream).as_text()
+    program = decode.lower(prepared(params, config), config, rules, count, stream, True).as_text()
     assert ("dot_general" in program) == reads
 
 
