@@ -85,14 +85,26 @@ def generate(
     warn_of_padding("source", source, source_segment_ids)
     rules = Sampling(**sampling)
     key = sampling_key(key, rules)
-    stops = StopStrings(stop_strings, tokenizer) if stop_strings else None
     sources = (source, source_segment_ids)
-    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources, n)
-    weights = prepared(params, config)
-    if stops is not None:
-        made = np.concatenate([*_pieces(weights, config, rules, max_new_tokens, stream, stops)], 1)
+    if stop_strings:
+        pieces = stream_tokens(
+            params,
+            config,
+            prompt,
+            max_new_tokens,
+            key=key,
+            n=n,
+            segment_ids=segment_ids,
+            sources=sources,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+            **sampling,
+        )
+        made = np.concatenate([*pieces], axis=1)
         unused = max_new_tokens - made.shape[1]
         return jnp.pad(made, ((0, 0), (0, unused)), constant_values=filler(rules.end_token))
+    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources, n)
+    weights = prepared(params, config)
     return fitted(weights)(weights, config, rules, max_new_tokens, stream, True)[0]
 
 
@@ -112,24 +124,12 @@ def stream_tokens(
     **sampling: Any,
 ) -> Iterator[np.ndarray]:
     """`generate` in pieces: arrays [B, chunk] as they are made, until max_new_tokens or all rows
-    have ended. `sources` is a source with its segment ids."""
+    have ended. `sources` is a source with its segment ids. A stop string is found when its piece is
+    there: up to chunk - 1 tokens behind it are made for nothing, and replaced by the filler."""
     rules = Sampling(**sampling)
     stops = StopStrings(stop_strings, tokenizer) if stop_strings else None
     stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources, n)
     weights = prepared(params, config)
-    yield from _pieces(weights, config, rules, max_new_tokens, stream, stops, chunk)
-
-
-def _pieces(
-    weights: Params,
-    config: ModelConfig,
-    rules: Sampling,
-    max_new_tokens: int,
-    stream: Stream,
-    stops: StopStrings | None,
-    chunk: int = 8,
-) -> Iterator[np.ndarray]:
-    """The new tokens of a stream, `chunk` at a time, until all rows have ended."""
     program = fitted(weights)
     texts = np.zeros((stream.done.shape[0], 0), np.int32)
     for made in range(0, max_new_tokens, chunk):
