@@ -28,7 +28,7 @@ MakeLeaf = Callable[[Spec], CustomLeaf | Spec]
 
 
 def adapt_specs(specs: Specs, changes: Mapping[str, MakeLeaf]) -> Specs:
-    """The table with some leaves replaced by `{pattern: make}`, as in
+    """Return the table with some leaves replaced by `{pattern: make}`, as in
     `{"blocks.attention.*": low_rank}`.
 
     A pattern is one of fnmatch on the dotted path of a leaf; the first that fits is used.
@@ -61,8 +61,8 @@ def adapt_specs(specs: Specs, changes: Mapping[str, MakeLeaf]) -> Specs:
 def frozen_specs(
     specs: Specs, learned: tuple[str, ...], except_paths: Collection[str] = ()
 ) -> Specs:
-    """The table in which nothing is trainable except the branches named in `learned` and the leaves
-    of `except_paths`."""
+    """Return the table in which nothing is trainable except the branches named in `learned` and the
+    leaves of `except_paths`."""
 
     def frozen(path: str, spec: Spec) -> Spec:
         learns = path in except_paths or path.partition(".")[0] in learned
@@ -72,9 +72,9 @@ def frozen_specs(
 
 
 def filled(table: Specs, base: Params, key: jax.Array) -> Params:
-    """The params of an adapted table: the weights of `base`, and the initial values of an adapter,
-    which depend on the key and the path of each leaf alone (those of a prompt also on the table of
-    tokens)."""
+    """Return the params of an adapted table: the weights of `base`, and the initial values of an
+    adapter, which depend on the key and the path of each leaf alone (those of a prompt also on the
+    table of tokens)."""
     if has_virtual(table):
         virtual = first_virtual(table["virtual"], base, key)
         return filled(without_virtual(table), base, key) | {"virtual": virtual}
@@ -97,7 +97,7 @@ def filled(table: Specs, base: Params, key: jax.Array) -> Params:
 
 
 def over_base(table: Specs, trained: Params, base: Params) -> Params:
-    """The params of an adapted table: its frozen weights from `base`; what learns, and the
+    """Return the params of an adapted table: its frozen weights from `base`; what learns, and the
     constants of the adapters, from `trained`, whose weights are not read."""
     params: Params = {}
     for name, entry in table.items():
@@ -112,8 +112,8 @@ def over_base(table: Specs, trained: Params, base: Params) -> Params:
 
 
 def adapter_mask(params: Params) -> Params:
-    """Which leaves of adapted params are those of the adapter, as a tree of bools: the `trainable`
-    of `jf.init_state` and `jf.make_step`."""
+    """Return which leaves of adapted params are those of the adapter, as a tree of bools: the
+    `trainable` of `jf.init_state` and `jf.make_step`."""
 
     def marked(path: Any, node: Any) -> Any:
         if not is_adapted(node):
@@ -126,8 +126,8 @@ def adapter_mask(params: Params) -> Params:
 
 
 def base_paths(table: Specs) -> list[str]:
-    """The dotted paths of the leaves of an adapted table that belong to the base, which training
-    the adapter leaves as they are."""
+    """Return the dotted paths of the leaves of an adapted table that belong to the base, which
+    training the adapter leaves as they are."""
     paths = []
     for path, node in jax.tree.leaves_with_path(table, is_leaf=is_adapted):
         if is_adapted(node):
@@ -140,8 +140,8 @@ def base_paths(table: Specs) -> list[str]:
 
 
 def without_adapters(params: Params) -> Params:
-    """The params below the adapters, without virtual tokens: those of the base, which are not
-    copied."""
+    """Return the params below the adapters, without virtual tokens: those of the base, which are
+    not copied."""
 
     def below(node: Any) -> Any:
         return node.weight if is_adapted(node) else node

@@ -43,14 +43,14 @@ def leading_inputs(equation: str) -> int:
 
 
 def contracts_last(equation: str) -> bool:
-    """Whether the last axis of x and the last of a matrix are contracted, as those of a head:
-    "BTD,VD->BTV"."""
+    """Return whether the last axis of x and the last of a matrix are contracted, as those of a
+    head: "BTD,VD->BTV"."""
     left, right, out = equation.replace("->", ",").split(",")
     return len(right) == 2 and left[-1] == right[1] and out == left[:-1] + right[0]
 
 
 def inputs_first(equation: str) -> str:
-    """The product of `contracts_last` with the transposed matrix: "BTD,DV->BTV"."""
+    """Return the product of `contracts_last` with the transposed matrix: "BTD,DV->BTV"."""
     left, right, out = equation.replace("->", ",").split(",")
     return f"{left},{right[::-1]}->{out}"
 
@@ -58,7 +58,7 @@ def inputs_first(equation: str) -> str:
 def reads_codes(
     x: jax.Array, shape: tuple[int, ...], dtype: str, inputs: int, platforms: Platforms
 ) -> bool:
-    """Whether the product of x and a weight of a shape, of which the first `inputs` axes are
+    """Return whether the product of x and a weight of a shape, of which the first `inputs` axes are
     contracted, is made by sums from its codes: of few rows, on one of the platforms; on a CPU in
     float32."""
     if not inputs or platform() not in platforms or explicit_axes():
@@ -73,8 +73,8 @@ def reads_codes(
 
 
 def high_and_low(codes: jax.Array, axis: int) -> jax.Array:
-    """The two codes of 4 bits in each of uint8 codes, along an axis of size 1: the high bits, then
-    the low ones."""
+    """Return the two codes of 4 bits in each of uint8 codes, along an axis of size 1: the high
+    bits, then the low ones."""
     shape = tuple(2 if i == axis else 1 for i in range(codes.ndim))
     return (codes >> 4 * (1 - jax.lax.broadcasted_iota(jnp.uint8, shape, axis))) & 15
 
@@ -138,9 +138,9 @@ def nf4_sums(x: jax.Array, codes: jax.Array, maxima: jax.Array, values: np.ndarr
 
 
 def _totals(terms: list[jax.Array]) -> list[jax.Array]:
-    """The sums of arrays [m, n, ...] over their first two axes, of two arrays each together. Those
-    over the first axis are another reduction as in `_added`; XLA's library takes four times as long
-    for them too, as much as for all codes."""
+    """Return the sums of arrays [m, n, ...] over their first two axes, of two arrays each together.
+    Those over the first axis are another reduction as in `_added`; XLA's library takes four times
+    as long for them too, as much as for all codes."""
     added = _added(terms)
     count = added[0].shape[0]
     size = max(k for k in range(1, 2 * SUMMED + 1) if count % k == 0)
@@ -154,8 +154,8 @@ def _totals(terms: list[jax.Array]) -> list[jax.Array]:
 
 
 def _halves(numbers: Sequence[jax.Array], codes: jax.Array) -> list[jax.Array]:
-    """The even and the odd groups of inputs of codes [I, ...], as [I / 2 size, size, ...] each, for
-    numbers as `_written` gives them.
+    """Return the even and the odd groups of inputs of codes [I, ...], as [I / 2 size, size, ...]
+    each, for numbers as `_written` gives them.
 
     They seem to depend on the numbers: XLA would make the array of all codes before the loop over
     tokens, and read that in it. No number is above infinity.
@@ -166,17 +166,18 @@ def _halves(numbers: Sequence[jax.Array], codes: jax.Array) -> list[jax.Array]:
 
 
 def _written(x: jax.Array, size: int) -> Sequence[jax.Array]:
-    """The even and the odd groups of `size` inputs of x [R, I], as [R, I / 2 size, size] each,
-    which XLA has written to memory, since they are a reduction of several arrays: of each number
-    and a zero. It fuses anything else into the loops that read it, where a norm would be computed
-    again for each output. Products of the same x, as of queries and keys, write it once."""
+    """Return the even and the odd groups of `size` inputs of x [R, I], as [R, I / 2 size, size]
+    each, which XLA has written to memory, since they are a reduction of several arrays: of each
+    number and a zero. It fuses anything else into the loops that read it, where a norm would be
+    computed again for each output. Products of the same x, as of queries and keys, write it once.
+    """
     one_and_zero = np.array([1, 0], np.float32).reshape(2, 1, 1, 1)
     groups = x.reshape(len(x), 1, -1, 2, size) * one_and_zero  # [R, 2, I / 2 size, 2, size]
     return _added([groups[..., i, :] for i in (0, 1)])
 
 
 def _added(terms: list[jax.Array]) -> Sequence[jax.Array]:
-    """The sums of arrays [n, m, ...] over their second axis.
+    """Return the sums of arrays [n, m, ...] over their second axis.
 
     They are one reduction, because XLA makes one loop of that, which is vectorized: 0.04 ns of
     processor time a code on an AMD EPYC with AVX-512. Of a reduction of one array it makes a call

@@ -57,11 +57,11 @@ class LoRA:
             raise ConfigError('LoRA: targets is empty: name weights, as in ("attention", "ffn").')
 
     def rank_of(self, path: str) -> int:
-        """The rank of the adapter of a weight."""
+        """Return the rank of the adapter of a weight."""
         return int(_first_fitting(self.ranks, path, self.rank))
 
     def scale_of(self, path: str) -> float:
-        """The factor of a b for a weight."""
+        """Return the factor of a b for a weight."""
         rank = self.rank_of(path)
         alpha = _first_fitting(self.alphas, path, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -72,7 +72,7 @@ def _first_fitting(by_pattern: ByPattern, path: str, default: float) -> float:
 
 
 def targets_of(specs: Specs, adapter: LoRA) -> list[str]:
-    """The paths of the weights that an adapter replaces."""
+    """Return the paths of the weights that an adapter replaces."""
     matrices = {path: spec for path, spec in rows(specs).items() if spec.is_matrix}
     targets_by_field = {
         "targets": adapter.targets,
@@ -102,8 +102,8 @@ def adapted_specs(
     weights: Mapping[str, MakeLeaf] | None = None,
     learned: tuple[str, ...] = (),
 ) -> Specs:
-    """The table of an adapted model, in which the adapter alone is trainable, and the branches
-    named in `learned` (as a new "head").
+    """Return the table of an adapted model, in which the adapter alone is trainable, and the
+    branches named in `learned` (as a new "head").
 
     `weights` gives, by path, what makes the leaf below the adapter, as a quantized one.
     """

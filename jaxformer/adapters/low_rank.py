@@ -134,7 +134,7 @@ class LowRank:
 
 
 def is_adapted(node: Any) -> TypeGuard[LowRank]:
-    """Whether a node of the params or of the table is a `LowRank`."""
+    """Return whether a node of the params or of the table is a `LowRank`."""
     return isinstance(node, LowRank)
 
 
@@ -167,8 +167,8 @@ def low_rank(
     dropout: float = 0.0,
     weight: CustomLeaf | Spec | None = None,
 ) -> LowRank:
-    """The rows of a `LowRank` over a row: its weight frozen (`weight`: the rows of the leaf that
-    stands for it, as of a quantized one).
+    """Return the rows of a `LowRank` over a row: its weight frozen (`weight`: the rows of the leaf
+    that stands for it, as of a quantized one).
 
     As in peft, `a` starts uniform within 1/sqrt(inputs) of zero and `b` at zero; for a table whose
     rows are looked up `a` starts at zero and `b` normal. Either way a b starts at zero. Each weight
@@ -198,8 +198,8 @@ def low_rank(
 
 
 def learned_rows(spec: Spec, tokens: range) -> LowRank:
-    """The rows of a `LowRank` over a table of tokens, or an output layer, of which the rows of
-    `tokens` alone learn: the factor with the axis "vocab" is a constant that has a 1 for each of
+    """Return the rows of a `LowRank` over a table of tokens, or an output layer, of which the rows
+    of `tokens` alone learn: the factor with the axis "vocab" is a constant that has a 1 for each of
     them, and the other is what is added to their rows, at first 0."""
     leaf = low_rank(spec, len(tokens), 1.0)
 

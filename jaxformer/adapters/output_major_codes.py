@@ -55,7 +55,7 @@ class OutputMajorNF4(CodedWeight):
         return self.size
 
     def array(self) -> jax.Array:
-        """The array that it stands for, that of the `NF4Weight` bit for bit."""
+        """Return the array that it stands for, that of the `NF4Weight` bit for bit."""
         codes = jnp.moveaxis(self.codes, -1, 0).reshape(-1, BLOCK // 2)
         return NF4Weight(codes, self.maxima.T.ravel(), size=self.size, dtype=self.dtype).array()
 
@@ -105,5 +105,5 @@ class Int8Head:
         return self.table.lookup(index, to)
 
     def astype(self, dtype: Any) -> "Int8Head":
-        """The same codes, which then stand for an array of this dtype."""
+        """Return the same codes, which then stand for an array of this dtype."""
         return Int8Head(self.table.astype(dtype), self.turned.astype(dtype))

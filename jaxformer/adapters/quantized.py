@@ -47,20 +47,22 @@ TreeT = TypeVar("TreeT")
 
 TINY = 1e-38  # in place of the absolute maximum of a block of zeros
 # The 16 values of NF4 (appendix E of the paper).
-NF4_VALUES = np.array(
-    [
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ],
-    np.float32,
+NF4_VALUES = np.ravel(
+    np.array(
+        [
+            [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453],
+            [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0],
+            [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224],
+            [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
+        ],
+        np.float32,
+    )
 )
 
 
 def _dynamic_values() -> np.ndarray:
-    """The 256 values of the signed dynamic data type, ascending (arXiv:2110.02861): 0, 1, and
-    +-10^e times the centers of 2^(e + 6) equal intervals of [0.1, 1], for e = -6 .. 0.
+    """Return the 256 values of the signed dynamic data type, ascending (arXiv:2110.02861): 0, 1,
+    and +-10^e times the centers of 2^(e + 6) equal intervals of [0.1, 1], for e = -6 .. 0.
 
     The edges of the intervals are float32 steps from the nearer end of [0.1, 1], each rounded once:
     then the values are those of bitsandbytes to the last bit.
@@ -83,7 +85,7 @@ DYNAMIC_VALUES = _dynamic_values()
 
 
 def nearest(x: jax.Array, values: np.ndarray) -> jax.Array:
-    """The index, uint8, of the nearest of some ascending values; between two the lower one."""
+    """Return the index, uint8, of the nearest of ascending values; between two the lower one."""
     middles = jnp.asarray((values[:-1] + values[1:]) / 2)
     # There are 15 or 255 middles; for so short an array JAX advises to compare with all of it.
     return jnp.searchsorted(middles, x, side="left", method="compare_all").astype(jnp.uint8)
@@ -96,8 +98,8 @@ def in_blocks(flat: jax.Array, size: int) -> jax.Array:
 
 
 def scaled_codes(blocks: jax.Array, values: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """The codes [..., B, n] of blocks [..., B, n] divided by their absolute maxima, and these
-    maxima [..., B]."""
+    """Return the codes [..., B, n] of blocks [..., B, n] divided by their absolute maxima, and
+    these maxima [..., B]."""
     absmax = jnp.abs(blocks).max(-1)
     # Multiplied by a reciprocal, as in bitsandbytes: a division may give other codes.
     inverse = 1 / jnp.maximum(absmax, TINY)
@@ -121,8 +123,8 @@ class CodedWeight:
         return len(self.shape)
 
     def array(self) -> jax.Array:
-        """The array that it stands for, in its dtype; codes and scales get no gradient through
-        it."""
+        """Return the array that it stands for, in its dtype; codes and scales get no gradient
+        through it."""
         raise NotImplementedError
 
     def sums(self, x: jax.Array) -> jax.Array:
@@ -134,7 +136,7 @@ class CodedWeight:
         return lookup(self.array(), index, to)
 
     def astype(self, dtype: Any) -> Self:
-        """The same codes, which then stand for an array of this dtype."""
+        """Return the same codes, which then stand for an array of this dtype."""
         return replace(self, dtype=str(jnp.dtype(dtype)))  # type: ignore[type-var]
 
     def contract(
@@ -200,7 +202,7 @@ class Int8Weight(CodedWeight):
         return super().contract(equation, x, **how)
 
     def turned(self) -> "Int8Weight":
-        """The transposed matrix of a matrix [O, I]."""
+        """Return the transposed matrix of a matrix [O, I]."""
         return replace(self, codes=self.codes.T, scale=self.scale.T)
 
     def sums(self, x: jax.Array) -> jax.Array:
@@ -247,7 +249,7 @@ class NF4Weight(CodedWeight):
         return flat.reshape(self.shape).astype(self.dtype)
 
     def maxima(self) -> jax.Array:
-        """The absolute maximum of each block, float32 [..., B]."""
+        """Return the absolute maximum of each block, float32 [..., B]."""
         if self.nested is None:
             return self.absmax  # type: ignore[no-any-return]
         values = jnp.asarray(DYNAMIC_VALUES)[self.absmax]  # [..., B]
@@ -280,8 +282,8 @@ def _from_codes(x: jax.Array, leaf: CodedWeight) -> jax.Array:
 
 @_from_codes.defjvp
 def _from_codes_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """The derivative by x is a product with the array, made again for the backward pass; by the
-    codes there is none."""
+    """Return the derivative by x, a product with the array, made again for the backward pass; by
+    the codes there is none."""
     x, leaf = primals
 
     @jax.checkpoint
@@ -331,7 +333,7 @@ def to_int8(weight: jax.Array, spec: Spec) -> Int8Weight:
 
 
 def _shared_axes(spec: Spec) -> tuple[int, ...]:
-    """The axes over which an int8 weight shares a scale."""
+    """Return the axes over which an int8 weight shares a scale."""
     shared = {*spec.axes} - {*spec.inputs, *spec.batch} if spec.lookup else {*spec.inputs}
     return tuple(index for index, axis in enumerate(spec.axes) if axis in shared)
 
@@ -360,12 +362,12 @@ def to_nf4(weight: jax.Array, spec: Spec, double: bool = False) -> NF4Weight:
 
 
 def _batch_axes(spec: Spec) -> int:
-    """The number of the leading axes that count weights beside each other."""
+    """Return the number of the leading axes that count weights beside each other."""
     return next(index for index, axis in enumerate(spec.axes) if axis not in spec.batch)
 
 
 def int8_rows(spec: Spec) -> Int8Weight:
-    """The rows of the arrays of `to_int8`, which start at zero and do not learn."""
+    """Return the rows of the arrays of `to_int8`, which start at zero and do not learn."""
     shared = _shared_axes(spec)
     shape = tuple(1 if index in shared else length for index, length in enumerate(spec.shape))
     axes = tuple("shared" if index in shared else axis for index, axis in enumerate(spec.axes))
@@ -374,7 +376,7 @@ def int8_rows(spec: Spec) -> Int8Weight:
 
 
 def nf4_rows(spec: Spec, double: bool = False) -> NF4Weight:
-    """The rows of the arrays of `to_nf4`, which start at zero and do not learn.
+    """Return the rows of the arrays of `to_nf4`, which start at zero and do not learn.
 
     Blocks are placed as the first axis of the weight, along which they follow one another.
     """

@@ -58,7 +58,7 @@ class PrefixTuning(_VirtualTokens):
 
 
 def virtual_specs(specs: Specs, config: ModelConfig, adapter: PromptTuning | PrefixTuning) -> Specs:
-    """The table of the virtual tokens of a model, from that of its parameters."""
+    """Return the table of the virtual tokens of a model, from that of its parameters."""
     _refuse_encoder(config)
     # A prompt of an encoder-decoder is tokens of the source; all others are keys and values.
     of_source = isinstance(adapter, PromptTuning) and config.family == "encoder_decoder"
@@ -94,7 +94,7 @@ def _refuse_encoder(config: ModelConfig) -> None:
 
 
 def prompt_specs(specs: Specs, tokens: int) -> Specs:
-    """The row of a prompt [P, D]."""
+    """Return the row of a prompt [P, D]."""
     rows: Spec = specs["embed"]["tokens"]
     shape = (tokens, rows.shape[1])
     axes = ("virtual", rows.axes[1])
@@ -102,12 +102,12 @@ def prompt_specs(specs: Specs, tokens: int) -> Specs:
 
 
 def prefix_specs(blocks: Specs, tokens: int) -> Specs:
-    """The rows of the prefix of a stack, in the nesting of its blocks."""
+    """Return the rows of the prefix of a stack, in the nesting of its blocks."""
     if "attention" not in blocks:  # the positions of a pattern
         return {name: prefix_specs(layers, tokens) for name, layers in blocks.items()}
 
     def row(projection: Spec) -> Spec:
-        """The row of what a projection makes of P tokens: [L, D, K, H] -> [L, P, K, H]."""
+        """Return the row of what a projection makes of P tokens: [L, D, K, H] -> [L, P, K, H]."""
         index = projection.axes.index("embed")
         shape = (*projection.shape[:index], tokens, *projection.shape[index + 1 :])
         axes = (*projection.axes[:index], "virtual", *projection.axes[index + 1 :])
@@ -119,8 +119,8 @@ def prefix_specs(blocks: Specs, tokens: int) -> Specs:
 
 
 def first_virtual(table: Specs, base: Params, key: jax.Array) -> Params:
-    """The initial values of virtual tokens over the params of a model; they depend on the key and
-    their path alone, and a prompt on the table of tokens."""
+    """Return the initial values of virtual tokens over the params of a model; they depend on the
+    key and their path alone, and a prompt on the table of tokens."""
     if "prompt" in table:
         # That of the source, where it has its own.
         of_source = base.get("encoder", {}).get("embed", {})
@@ -138,7 +138,7 @@ def first_virtual(table: Specs, base: Params, key: jax.Array) -> Params:
 
 
 def virtual_rows(params: Params, config: ModelConfig, specs: Specs) -> Specs:
-    """The rows that the virtual tokens of params must have in the model with this table."""
+    """Return the rows that the virtual tokens of params must have in the model with this table."""
     _refuse_encoder(config)
     virtual = params["virtual"]
     expected = {}
@@ -156,13 +156,13 @@ def virtual_rows(params: Params, config: ModelConfig, specs: Specs) -> Specs:
 
 
 def _count(virtual: Any, axis: int) -> int:
-    """The number of virtual tokens, the length of an axis of the first leaf, but at least 1."""
+    """Return the number of virtual tokens, the length of an axis of the first leaf, at least 1."""
     shape = next((np.shape(leaf) for leaf in jax.tree.leaves(virtual)), ())
     return max(shape[axis], 1) if len(shape) >= -axis else 1
 
 
 def virtual_counts(params: Params, config: ModelConfig) -> tuple[int, int]:
-    """The numbers of virtual tokens before the tokens of a segment, and before those of its
+    """Return the numbers of virtual tokens before the tokens of a segment, and before those of its
     source."""
     virtual = params.get("virtual", {})
     if "prompt" in virtual:
@@ -175,10 +175,10 @@ def virtual_counts(params: Params, config: ModelConfig) -> tuple[int, int]:
 
 
 def without_virtual(params: Params) -> Params:
-    """The params without their virtual tokens."""
+    """Return the params without their virtual tokens."""
     return {name: branch for name, branch in params.items() if name != "virtual"}
 
 
 def has_virtual(params: object) -> bool:
-    """Whether params have virtual tokens."""
+    """Return whether params have virtual tokens."""
     return isinstance(params, Mapping) and "virtual" in params

@@ -82,13 +82,14 @@ class Search(TextRules):
         return self.beams * max(2, 1 + len(end_tokens(self.end_token)))
 
     def penalty(self, length: jax.Array | int) -> jax.Array:
-        """The divisor of the log-probability of `length` tokens, as ((5 + length) / 6)^alpha."""
+        """Return the divisor of the log-probability of `length` tokens, as ((5 + length) /
+        6)^alpha."""
         divisor = LENGTH_DIVISORS[self.length_divisor](jnp.asarray(length, jnp.float32))
         return divisor**self.length_penalty
 
 
 def searching(settings: dict[str, Any]) -> Search:
-    """The settings of a search."""
+    """Return the settings of a search."""
     drawing = {"stop_strings", "tokenizer", *rules_of(Sampling)} - rules_of(Search).keys()
     foreign = sorted(drawing & settings.keys())
     if foreign:
@@ -137,7 +138,8 @@ def beam_search(
     source_segment_ids: ArrayLike | None = None,
     **search: Any,
 ) -> Beams:
-    """The likeliest continuations of each prompt that a beam search finds: [B, T] int -> `Beams`.
+    """Return the likeliest continuations of each prompt that a beam search finds: [B, T] int ->
+    `Beams`.
 
     The arguments before `search` are those of `generate`; `search` are the fields of `Search`:
     beams, keep (the n best), length_penalty, length_divisor, early_stopping, end_token, vocab_size,
@@ -191,7 +193,7 @@ _Carry = tuple[jax.Array, _Live, Beams, Cache, jax.Array, BeamSteps | None]
 def _search(
     params: Params, config: ModelConfig, rules: Search, n: int, stream: Stream, record: bool = False
 ) -> tuple[Beams, Any]:
-    """The best texts, and the steps if they are recorded."""
+    """Return the best texts, and the steps if they are recorded."""
     batch = stream.logits.shape[0]
     beams = rules.beams
     tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
@@ -250,7 +252,7 @@ def _search(
 
 
 def _where(rows: jax.Array, left: Beams, right: Beams) -> Beams:
-    """The texts of `left` in these rows [B], and those of `right` in the others."""
+    """Return the texts of `left` in these rows [B], and those of `right` in the others."""
     tokens = jnp.where(rows[:, None, None], left.tokens, right.tokens)
     return Beams(tokens, jnp.where(rows[:, None], left.scores, right.scores))
 
@@ -258,8 +260,8 @@ def _where(rows: jax.Array, left: Beams, right: Beams) -> Beams:
 def _extend(
     live: _Live, finished: Beams, rules: Search, written: TextSoFar
 ) -> tuple[_Live, Beams, jax.Array, BeamSteps]:
-    """The live texts, which are `written`, with one more token; the best finished texts; for each
-    live text the row [B b] of the text that it continues; and this step alone."""
+    """Return the live texts, which are `written`, with one more token; the best finished texts; for
+    each live text the row [B b] of the text that it continues; and this step alone."""
     (batch, beams), i = live.logs.shape, written.count
     logits = within(live.logits, rules.vocab_size)  # [B b, V]
     # A rule takes tokens away and leaves the probabilities of the others, as in transformers, whose
@@ -294,7 +296,7 @@ def _extend(
 
 
 def _best(best: Beams, new: Beams) -> Beams:
-    """The best of both, as many as `best` has; ties stay in order."""
+    """Return the best of both, as many as `best` has; ties stay in order."""
     tokens = jnp.concatenate([best.tokens, new.tokens], axis=1)
     scores = jnp.concatenate([best.scores, new.scores], axis=1)
     scores, index = jax.lax.top_k(scores, best.scores.shape[1])
@@ -302,5 +304,5 @@ def _best(best: Beams, new: Beams) -> Beams:
 
 
 def _at(array: jax.Array, index: jax.Array) -> jax.Array:
-    """The entries [B, M, ...] of an array [B, N, ...] at an index [B, M]."""
+    """Return the entries [B, M, ...] of an array [B, N, ...] at an index [B, M]."""
     return jnp.take_along_axis(array, index.reshape(*index.shape, *[1] * (array.ndim - 2)), axis=1)

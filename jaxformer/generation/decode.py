@@ -65,7 +65,7 @@ def generate(
     tokenizer: TokenBytes | None = None,
     **sampling: Any,
 ) -> jax.Array:
-    """New tokens for each prompt: [B, T] int -> [B, max_new_tokens] int32.
+    """Return new tokens for each prompt: [B, T] int -> [B, max_new_tokens] int32.
 
     `segment_ids` [B, T] are 0 on padding, on the left or the right; without them, rows that look
     padded are warned of. An encoder-decoder reads `source` [B, S], with its `source_segment_ids`,
@@ -158,8 +158,8 @@ def start(
     n: int = 1,
     spare: int = 0,
 ) -> Stream:
-    """The stream after the prompt was read; the arguments are those of `generate`, `sources` its
-    source with its segment ids, and `spare` the slots beyond the longest text."""
+    """Return the stream after the prompt was read; the arguments are those of `generate`, `sources`
+    its source with its segment ids, and `spare` the slots beyond the longest text."""
     check_model(params, config)
     source, source_segment_ids = sources
     if config.output != "language":
@@ -228,7 +228,8 @@ def _prefill(
     key: jax.Array,
     max_new_tokens: np.int32,
 ) -> Stream:
-    """The stream after the prompt; `max_new_tokens` is an array, so that one program serves all."""
+    """Return the stream after the prompt; `max_new_tokens` is an array, so that one program serves
+    all."""
     tokens, segments = map(jnp.asarray, prompt)
     layout = layout_of(tokens, None, segments)
     cache = empty_cache(config, tokens.shape[0], slots, compute_dtype(config))
@@ -326,7 +327,8 @@ def continued(
     drawn: Callable[[Stream], tuple[jax.Array, jax.Array]],
     add: Callable[[TextSoFar, jax.Array], TextSoFar],
 ) -> tuple[jax.Array, Stream]:
-    """The tokens [B, n] and the stream after at most `steps` steps; fewer where all rows end.
+    """Return the tokens [B, n] and the stream after at most `steps` steps; fewer where all rows
+    end.
 
     `made` has the tokens that stand where a row has ended. `drawn` gives the next token of each row
     [B] and the key after it, and `add` the texts with one more token [B]."""
@@ -353,7 +355,7 @@ def continued(
 
 
 def _drawn(stream: Stream, rules: Sampling) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row [B], the filler where it has ended, and the key after it."""
+    """Return the next token of each row [B], the filler where it has ended, and the key after."""
     key, token_key = jax.random.split(stream.key)
     token = draw(stream.logits, token_key, rules, stream.written)
     return jnp.where(stream.done, filler(rules.end_token), token), key

@@ -24,8 +24,9 @@ def rounded(length: int, multiple: int = SLOTS) -> int:
 
 
 def rung(length: int, longest: int) -> int:
-    """The length of a cache or a padded prompt for `length` tokens: SLOTS times 1, 2, 3, 4, 6, 8,
-    12 and so on, so that few programs serve all lengths, and at most what `longest` tokens take."""
+    """Return the length of a cache or a padded prompt for `length` tokens: SLOTS times 1, 2, 3, 4,
+    6, 8, 12 and so on, so that few programs serve all lengths, and at most what `longest` tokens
+    take."""
     count = rounded(length) // SLOTS
     power = 1 << (count - 1).bit_length()
     steps = 3 * power // 4 if count <= 3 * power // 4 else power
@@ -47,7 +48,7 @@ def padded(
 
 
 def full_batch(rows: list[Any], size: int) -> list[Any]:
-    """The rows, and copies of the first up to `size`, so that every batch has one shape."""
+    """Return the rows, and copies of the first up to `size`, so that every batch has one shape."""
     return [*rows, *rows[:1] * (size - len(rows))]
 
 

@@ -50,7 +50,7 @@ def refill(
     stopped: EndsText = lambda number, tokens: False,
     **sampling: Any,
 ) -> Iterator[tuple[int, list[int]]]:
-    """The number of a prompt, from 0, and its new tokens with the end token, as texts end.
+    """Yield the number of a prompt, from 0, and its new tokens with the end token, as texts end.
 
     `rows` prompts are continued at a time. A text has at most `max_new_tokens` tokens, and as many
     as fit into the context behind its prompt. An encoder-decoder reads a source for each prompt.
@@ -80,7 +80,7 @@ def refill(
     def read(
         params: Params, prompt: Tokens, source: Tokens, key: jax.Array, count: int, **more: int
     ) -> Stream:
-        """The stream after a prompt, of one row."""
+        """Return the stream after a prompt, of one row."""
         tokens, segments = padded([prompt], _padded_length(len(prompt), longest), left=True)
         of_source: tuple[Any, Any] = (None, None)
         if sources is not None:
@@ -133,14 +133,14 @@ def _empty_rows(shapes: Stream, rows: int) -> Stream:
 
 
 def _padded_length(length: int, longest: int) -> int:
-    """The length to which a prompt is padded. A prompt of one token, such as the start of a target,
-    is not padded where all are."""
+    """Return the length to which a prompt is padded. A prompt of one token, such as the start of a
+    target, is not padded where all are."""
     return 1 if longest == 1 else rung(length, longest)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _with_prompt(stream: Stream, row: np.int32, prompt: Stream) -> Stream:
-    """The rows, one of which holds a prompt that was read by itself."""
+    """Return the rows, one of which holds a prompt that was read by itself."""
     # The newest token of the prompt comes into the newest slot of the rows.
     shift = stream.cache.length - prompt.cache.length
 

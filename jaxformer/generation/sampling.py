@@ -115,7 +115,7 @@ class Sampling(TextRules):
 
 
 def sampling_key(key: jax.Array | None, sampling: Sampling) -> jax.Array:
-    """The key of the draws, which greedy texts do without."""
+    """Return the key of the draws, which greedy texts do without."""
     if key is None and sampling.temperature > 0:
         raise ConfigError(
             "sampling at a temperature needs key=jax.random.key(...); with temperature=0 (greedy)"
@@ -143,8 +143,8 @@ def permitted(
 def draw(
     logits: jax.Array, key: jax.Array, sampling: Sampling, written: TextSoFar | None = None
 ) -> jax.Array:
-    """The next token of each row: logits [B, V] float32 -> [B] int32. The rules on the text hold
-    where the texts so far are given, `written`."""
+    """Return the next token of each row: logits [B, V] float32 -> [B] int32. The rules on the text
+    hold where the texts so far are given, `written`."""
     logits = choices(logits, sampling, written)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -152,7 +152,7 @@ def draw(
 
 
 def choices(logits: jax.Array, sampling: Sampling, written: TextSoFar | None = None) -> jax.Array:
-    """The logits [B, V] from which `draw` draws, or of which it takes the largest."""
+    """Return the logits [B, V] from which `draw` draws, or of which it takes the largest."""
     logits = within(logits, sampling.vocab_size)
     if written is not None:
         logits = permitted(logits, sampling, written)

@@ -33,7 +33,8 @@ def score(
     top: int = 0,
     **inputs: Any,
 ) -> Scores:
-    """The log-probability of each token after those before it: tokens [B, T] int -> `Scores`.
+    """Return the log-probability of each token after those before it: tokens [B, T] int ->
+    `Scores`.
 
     log p_t = log softmax(logits of position t - 1) at token t, with nothing of `jf.generate`'s
     rules. The first token of a row or of a segment, and padding, is not scored. `inputs` are the

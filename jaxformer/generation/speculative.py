@@ -220,7 +220,8 @@ def _kept(
 
 
 def _probabilities(logits: jax.Array, rules: Sampling, written: TextSoFar) -> jax.Array:
-    """The probabilities [B, V] of the next token after the rules; 1 of the likeliest if greedy."""
+    """Return the probabilities [B, V] of the next token after the rules; 1 of the likeliest if
+    greedy."""
     logits = choices(logits, rules, written)
     if rules.temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
@@ -235,7 +236,8 @@ def _drawn(probabilities: jax.Array, key: jax.Array) -> jax.Array:
 def _read(
     params: Params, config: ModelConfig, tokens: jax.Array, stream: Stream
 ) -> tuple[jax.Array, Stream]:
-    """The logits [B, T, V] after each of the tokens [B, T], and the stream that has read them."""
+    """Return the logits [B, T, V] after each of the tokens [B, T], and the stream that has read
+    them."""
     length = tokens.shape[1]
     # A position beyond those that a text may have is never kept, but has to be one of the model.
     last = stream.position + stream.written.limit - stream.written.count
@@ -269,8 +271,8 @@ def _drafted(
 
 
 def _looked_up(written: TextSoFar, ahead: int) -> jax.Array:
-    """The tokens [B, k] that followed the newest tokens of each row the last time that they were in
-    its text, repeated where they are fewer than k; any tokens where they were not."""
+    """Return the tokens [B, k] that followed the newest tokens of each row the last time that they
+    were in its text, repeated where they are fewer than k; any tokens where they were not."""
     batch, slots = written.tokens.shape
     after = jnp.zeros(batch, jnp.int32)  # the slot behind the last occurrence
     for size in reversed(LOOKUPS):  # a longer one replaces a shorter one

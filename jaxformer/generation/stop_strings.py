@@ -45,14 +45,14 @@ class StopStrings:
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
+    """Return the text before the first stop string in it."""
     starts = [text.find(stop) for stop in stops]
     return text[: min((start for start in starts if start >= 0), default=len(text))]
 
 
 def stream_before_stop(texts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """The pieces of a text up to its first stop string. What may be the beginning of one waits for
-    the next piece."""
+    """Yield the pieces of a text up to its first stop string. What may be the beginning of one
+    waits for the next piece."""
     waiting = ""
     for text in texts:
         waiting += text

@@ -12,19 +12,19 @@ EndToken = int | tuple[int, ...] | None
 
 
 def end_tokens(end_token: EndToken) -> tuple[int, ...]:
-    """The end tokens: none, one or several."""
+    """Return the end tokens: none, one or several."""
     if isinstance(end_token, tuple):
         return end_token
     return () if end_token is None else (end_token,)
 
 
 def ends(tokens: jax.Array, end_token: EndToken) -> jax.Array:
-    """Which of the tokens are an end token."""
+    """Return which of the tokens are an end token."""
     return jnp.isin(tokens, jnp.array(end_tokens(end_token), jnp.int32))
 
 
 def filler(end_token: EndToken) -> int:
-    """The token that fills a row after its end."""
+    """Return the token that fills a row after its end."""
     return (*end_tokens(end_token), 0)[0]
 
 
@@ -75,7 +75,7 @@ class TextSoFar:
         return (self.tokens >= 0) & (jnp.arange(self.tokens.shape[1]) < self.end)
 
     def newest(self, size: int) -> jax.Array:
-        """The newest tokens [B, size] of each row; -1 where it has fewer."""
+        """Return the newest tokens [B, size] of each row; -1 where it has fewer."""
         batch, slots = self.tokens.shape
         if size > slots:
             return jnp.full((batch, size), -1, jnp.int32)
@@ -83,7 +83,7 @@ class TextSoFar:
         return jnp.where(self.end >= size, newest, -1)
 
     def newest_last(self) -> jax.Array:
-        """The tokens [B, S] of each row with the newest last, and -1 before its first."""
+        """Return the tokens [B, S] of each row with the newest last, and -1 before its first."""
         real = jnp.where(self._real(), self.tokens, -1)
         return jnp.roll(real, self.tokens.shape[1] - self.end, axis=1)
 
@@ -96,7 +96,8 @@ class TextSoFar:
         return jnp.zeros((batch, vocab_size), jnp.int32).at[rows, ids].add(1, mode="drop")
 
     def repeating(self, size: int, vocab_size: int) -> jax.Array:
-        """The tokens [B, V] that would end a sequence of `size` tokens that a row has already."""
+        """Return the tokens [B, V] that would end a sequence of `size` tokens that a row has
+        already."""
         batch, slots = self.tokens.shape
         context = size - 1  # tokens of a sequence before its last one
         starts = slots - context  # slots at which a sequence can begin

@@ -47,7 +47,7 @@ class LogitRule:
 
 
 def rules_of(settings: type) -> dict[str, LogitRule]:
-    """The rules of a class of settings by name, in the order in which they are applied."""
+    """Return the rules of a class of settings by name, in the order in which they are applied."""
     rules = {}
     for name, hint in get_type_hints(settings, include_extras=True).items():
         for extra in getattr(hint, "__metadata__", ()):
@@ -67,12 +67,12 @@ def apply_rules(
 
 
 def is_used(settings: Any, name: str) -> bool:
-    """Whether a rule has another value than its default."""
+    """Return whether a rule has another value than its default."""
     return getattr(settings, name) != getattr(type(settings), name)
 
 
 def number_from(low: float, high: float, *besides: float) -> Callable[[Any], bool]:
-    """Whether a value is a number of this range, but none of those `besides`."""
+    """Return whether a value is a number of this range, but none of those `besides`."""
 
     def allowed(value: Any) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -82,7 +82,7 @@ def number_from(low: float, high: float, *besides: float) -> Callable[[Any], boo
 
 
 def whole_from(low: int, high: float = math.inf) -> Callable[[Any], bool]:
-    """Whether a value is a whole number of this range."""
+    """Return whether a value is a whole number of this range."""
     return lambda value: type(value) is int and low <= value <= high
 
 
@@ -99,7 +99,7 @@ def are_words(value: Any) -> bool:
 
 
 def is_function(value: Any) -> bool:
-    """Whether a value is None, or a function that can be an argument of a compiled program."""
+    """Return whether a value is None, or a function that a compiled program takes as argument."""
     try:
         hash(value)
     except TypeError:
@@ -193,7 +193,7 @@ def callers_rule(logits: jax.Array, rule: Callable[..., Any], step: RuleContext)
 
 
 def _among(logits: jax.Array, tokens: EndToken) -> jax.Array:
-    """Which of the ids [V] are one of these tokens."""
+    """Return which of the ids [V] are one of these tokens."""
     return ends(jnp.arange(logits.shape[-1]), tokens)
 
 

@@ -38,7 +38,7 @@ class OutputMajor:
         return self.matrix.shape[-self.inputs :] + self.matrix.shape[: -self.inputs]
 
     def array(self) -> jax.Array:
-        """The weight with its inputs first."""
+        """Return the weight with its inputs first."""
         return jnp.moveaxis(self.matrix, range(-self.inputs, 0), range(self.inputs))
 
     def contract(
@@ -63,9 +63,9 @@ class OutputMajor:
 
 
 def prepared(params: Params, config: ModelConfig) -> Params:
-    """The weights layer by layer, in the dtype of the products; a custom leaf as its `astype` gives
-    it. With model.layer_loop=scan the blocks are those of the params where one loop can read them:
-    that compiles sooner, and takes longer for each token.
+    """Return the weights layer by layer, in the dtype of the products; a custom leaf as its
+    `astype` gives it. With model.layer_loop=scan the blocks are those of the params where one loop
+    can read them: that compiles sooner, and takes longer for each token.
 
     The last result is cached for the next call with the same arrays, until one of these is freed.
     Under a transform of JAX nothing is cached.
@@ -76,13 +76,13 @@ def prepared(params: Params, config: ModelConfig) -> Params:
 
 
 def _is_looped(params: Params, config: ModelConfig) -> bool:
-    """Whether one loop reads the layers of the params as they are."""
+    """Return whether one loop reads the layers of the params as they are."""
     return "virtual" not in params and loops_when_cached(params["blocks"], config)
 
 
 def _has_turned_head(params: Params, config: ModelConfig) -> bool:
-    """Whether the codes of the head are turned: those of int8 on a CPU, where products in float32
-    read them."""
+    """Return whether the codes of the head are turned: those of int8 on a CPU, where products in
+    float32 read them."""
     branch, name = matrix_path(config)
     is_int8 = isinstance(params.get(branch, {}).get(name), Int8Weight)
     in_float32 = compute_dtype(config) == jnp.float32
@@ -90,8 +90,8 @@ def _has_turned_head(params: Params, config: ModelConfig) -> bool:
 
 
 def has_int8(weights: Params) -> bool:
-    """Whether some weights are codes of int8; not under a transform of JAX, within which a program
-    has no options of its own."""
+    """Return whether some weights are codes of int8; not under a transform of JAX, within which a
+    program has no options of its own."""
     leaves = jax.tree.leaves(weights)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return False
@@ -109,7 +109,7 @@ class _Cache:
         self._forget()
 
     def weights(self, params: Params, config: ModelConfig) -> Params:
-        """The cached weights where they are those of these arrays, else new ones."""
+        """Return the cached weights where they are those of these arrays, else new ones."""
         leaves, treedef = jax.tree.flatten(params)
         if not all(isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) for a in leaves):
             return _prepare(params, config)

@@ -70,13 +70,14 @@ def attention_specs(config: ModelConfig) -> Specs:
 
 
 def self_attention_specs(config: ModelConfig) -> Specs:
-    """The rows of `attention_specs`, and the layer's table of relative positions if it has one."""
+    """Return the rows of `attention_specs`, and the layer's table of relative positions if it has
+    one."""
     table = relative_bias_specs(config) if has_layer_bias(config) else {}
     return attention_specs(config) | table
 
 
 def cross_attention_specs(config: ModelConfig) -> Specs:
-    """The rows of `attention_specs`, with keys and values that read the source."""
+    """Return the rows of `attention_specs`, with keys and values that read the source."""
     specs = attention_specs(config)
     return specs | {name: replace(specs[name], reads="source") for name in ("k", "v")}
 
@@ -224,7 +225,7 @@ def _self_score_flops(config: ModelConfig, keys: int | float) -> int | float:
 
 
 def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
-    """The arrays that the backward pass of attention reads, in bytes on one device."""
+    """Return the arrays that the backward pass of attention reads, in bytes on one device."""
     heads = sizes.share(config.n_heads)
     # Of all heads the keys of a device, or of some heads all keys, which takes as much.
     kv_heads = sizes.key_heads(config.n_heads, config.kv_heads) / sizes.context
@@ -256,7 +257,7 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
 
 
 def _projections(config: ModelConfig, read: str, rotated: bool) -> str:
-    """The formulas of queries, keys and values; keys and values read the rows named `read`."""
+    """Return the formulas of queries, and of keys and values, which read the rows named `read`."""
     queries = f"x W_Q{biased_text(config, 'qkv', 'b_Q')}"
     keys = f"{read} W_K{biased_text(config, 'qkv', 'b_K')}"
     values = f"{read} W_V{biased_text(config, 'qkv', 'b_V')}"
@@ -281,7 +282,7 @@ SCORE_BIASES = {
 
 
 def weights_text(config: ModelConfig, score_bias: str) -> str:
-    """The formula of the attention weights A."""
+    """Return the formula of the attention weights A."""
     scale = f"· {config.score_scale:g}" if config.score_scale else "/ √H"
     scores = f"Q Kᵀ {scale}"
     if config.attention_soft_cap:

@@ -80,11 +80,12 @@ class Cache:
     source_layout: TokenLayout | None = None
 
     def at(self, tokens: int) -> jax.Array:
-        """The slot of the first of the newest tokens."""
+        """Return the slot of the first of the newest tokens."""
         return (self.length - tokens) % self.layout.positions.shape[1]
 
     def advance(self, layout: TokenLayout) -> "Cache":
-        """The cache with slots for the tokens at `layout` [B, T], which each layer then writes."""
+        """Return the cache with slots for the tokens at `layout` [B, T], which each layer then
+        writes."""
         tokens = layout.positions.shape[1]
         segments = jnp.ones_like(layout.positions) if layout.segments is None else layout.segments
         longer = replace(self, length=self.length + tokens)
@@ -100,16 +101,17 @@ class Cache:
         return all(map(is_slots, jax.tree.leaves(self.layers, is_leaf=is_slots)))
 
     def rewind(self, tokens: jax.Array) -> "Cache":
-        """The cache before its newest tokens. Their slots are written again before any later token
-        sees them: until then their positions are in its future."""
+        """Return the cache before its newest tokens. Their slots are written again before any later
+        token sees them: until then their positions are in its future."""
         return replace(self, length=self.length - tokens)
 
     def layer(self, layer: int, tokens: int) -> LayerCache:
-        """The cache of one layer for a call on the newest tokens, whose slots `advance` made."""
+        """Return the cache of one layer for a call on the newest tokens, whose slots `advance`
+        made."""
         return LayerCache(self.layers[layer], self.at(tokens), self.sources[layer])
 
     def with_layers(self, layers: list[LayerCache]) -> "Cache":
-        """The cache with those of all layers after a call."""
+        """Return the cache with those of all layers after a call."""
         kept = tuple(layer.kept for layer in layers)
         return replace(self, layers=kept, sources=tuple(layer.source for layer in layers))
 

@@ -36,8 +36,8 @@ RESIDUAL_AXES = ("batch", "sequence", None)
 
 
 def latent_specs(config: ModelConfig) -> Specs:
-    """The rows q_down, q_down_norm (with a query rank), q, kv_down, kv_down_norm, k_rope, k, v, out
-    and biases of the products with x and of the last one, as Hugging Face has them.
+    """Return the rows q_down, q_down_norm (with a query rank), q, kv_down, kv_down_norm, k_rope, k,
+    v, out and biases of the products with x and of the last one, as Hugging Face has them.
 
     The axis of a latent that a product contracts is named "embed", so that a mesh divides it.
     """
@@ -83,7 +83,7 @@ def latent_specs(config: ModelConfig) -> Specs:
 
 
 def _normed_latent(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax.Array:
-    """The product of x [B, T, D] with the weight of this name, after its norm: [B, T, C]."""
+    """Return the product of x [B, T, D] with the weight of this name, after its norm: [B, T, C]."""
     latent = linear("BTD,DC->BTC", params, name, x, to=RESIDUAL_AXES, point=POINT)
     return rms_norm(latent, scale_of(config, params[f"{name}_norm"]), LATENT_EPS)
 
@@ -91,7 +91,7 @@ def _normed_latent(params: Params, config: ModelConfig, name: str, x: jax.Array)
 def latent_queries(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B T N H"]:
-    """The queries of all heads, of which the last R dimensions are rotated."""
+    """Return the queries of all heads, of which the last R dimensions are rotated."""
     read = _normed_latent(params, config, "q_down", x) if config.query_rank else x
     q = linear("BTD,DNH->BTNH", params, "q", read)
     q, rotated = jnp.split(q, [config.head_width - config.rope_head_dim], axis=-1)
@@ -112,7 +112,7 @@ def latents(
 def expanded(
     params: Params, config: ModelConfig, tokens: Float[Array, "B S 1 C+R"]
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N W"]]:
-    """The keys and values of all heads, from the `latents` of tokens."""
+    """Return the keys and values of all heads, from the `latents` of tokens."""
     latent, shared = jnp.split(tokens, [config.kv_rank], axis=-1)
     k = linear("BTC,CNH->BTNH", params, "k", latent[:, :, 0])
     v = linear("BTC,CNH->BTNH", params, "v", latent[:, :, 0])
@@ -122,8 +122,8 @@ def expanded(
 
 
 def absorbs(config: ModelConfig, queries: int, keys: int) -> bool:
-    """Whether so many queries attend to so many keys with fewer multiplications of a head where the
-    weights of keys and values are absorbed than where latents are expanded."""
+    """Return whether so many queries attend to so many keys with fewer multiplications of a head
+    where the weights of keys and values are absorbed than where latents are expanded."""
     rank = config.kv_rank
     width = config.head_width
     value_width = config.value_width

@@ -62,18 +62,18 @@ class Sizes(NamedTuple):
         return self.rows * self.length
 
     def share(self, length: int) -> float:
-        """The length of an axis on one device."""
+        """Return the length of an axis on one device."""
         return length / self.tensor if length % self.tensor == 0 else length
 
     def key_heads(self, heads: int, kv_heads: int) -> float:
-        """The heads of keys in the tokens of a device, repeated until the devices that divide the
-        query heads divide them too."""
+        """Return the heads of keys in the tokens of a device, repeated until the devices that
+        divide the query heads divide them too."""
         devices = self.tensor * (self.context if self.exchange == "heads" else 1)
         repeated = kv_heads if heads % devices else math.lcm(kv_heads, devices)
         return self.share(repeated)
 
     def padded(self, width: int) -> int:
-        """The width of a head as it is stored."""
+        """Return the width of a head as it is stored."""
         return -(-width // self.lanes) * self.lanes
 
 
@@ -121,5 +121,5 @@ class Sublayer(NamedTuple):
 
 
 def biased_text(config: ModelConfig, where: str, name: str = "b") -> str:
-    """The bias of a product in a formula, where the config has one."""
+    """Return the bias of a product in a formula, where the config has one."""
     return f" + {name}" if where in config.biased else ""

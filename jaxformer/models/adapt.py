@@ -63,8 +63,8 @@ def _table_with(
     kind: Quantization | None = None,
     tokens: range = range(0),
 ) -> Specs:
-    """The table of a model with an adapter, over weights that are quantized as `kind` says, in
-    whose tables the rows of `tokens` learn too."""
+    """Return the table of a model with an adapter, over weights that are quantized as `kind` says,
+    in whose tables the rows of `tokens` learn too."""
     table = specs(config)
     below = dict[str, MakeLeaf]()
     if kind is not None:
@@ -94,7 +94,7 @@ def _table_with(
 
 
 def adapter_of(settings: AdapterConfig) -> Adapter:
-    """The adapter that the settings of a run describe."""
+    """Return the adapter that the settings of a run describe."""
     if settings.kind == "prompt":
         return PromptTuning(settings.tokens)
     if settings.kind == "prefix":
@@ -121,9 +121,9 @@ def adapted_table(
     learned: tuple[str, ...] = (),
     tokens: range = range(0),
 ) -> Specs:
-    """The table of a model with the adapter of a run, in which the adapter alone is trainable, the
-    branches named in `learned`, and the rows of `tokens`, which the run adds, in the embedding and
-    the output layer."""
+    """Return the table of a model with the adapter of a run, in which the adapter alone is
+    trainable, the branches named in `learned`, and the rows of `tokens`, which the run adds, in the
+    embedding and the output layer."""
     return _table_with(config, adapter_of(settings), learned, quantization_of(settings), tokens)
 
 

@@ -41,13 +41,13 @@ class Stack(NamedTuple):
         return sublayers_of(layer, self.cross)
 
     def keys(self, sublayer: Sublayer) -> int:
-        """The number of tokens that a sublayer attends to."""
+        """Return the number of tokens that a sublayer attends to."""
         return self.source if sublayer.reads_source else self.tokens
 
 
 def stacks(config: ModelConfig, length: int, source_length: int = 0) -> list[Stack]:
-    """The stacks of a model in the order of its forward pass, for rows of `length` tokens and
-    sources of `source_length`."""
+    """Return the stacks of a model in the order of its forward pass, for rows of `length` tokens
+    and sources of `source_length`."""
     layers = layer_configs(config, config.n_layers)
     if config.family != "encoder_decoder":
         return [Stack(config.family, layers, False, config.family == "decoder", length, 0)]
@@ -145,7 +145,8 @@ def activation_bytes(config: ModelConfig, length: int, source_length: int = 0) -
 
 
 def visible_pairs(length: int, window: int = 0, causal: bool = True) -> int:
-    """The pairs of a query and a key that it sees, of the length^2 pairs of a row of one text.
+    """Return the pairs of a query and a key that it sees, of the length^2 pairs of a row of one
+    text.
 
     `window` is the number of tokens that a query sees, with itself, to the left (to both sides
     where the mask is not causal); 0: all.

@@ -40,7 +40,8 @@ def decoder_hidden(
     request: Request = NOTHING,
     causal: bool = True,
 ) -> Output:
-    """The residual stream before the head [B, T, D], and the cache, if given, with these tokens."""
+    """Return the residual stream before the head [B, T, D], and the cache, if given, with these
+    tokens."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     mask, cache = stack_mask(params["blocks"], inputs.layout, cache, causal)
     x = embed(params["embed"], config, replace(inputs, layout=mask.queries), embed_key)
@@ -71,7 +72,7 @@ def encode(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The output of the encoder for the source: [B, S] -> [B, S, D]."""
+    """Return the output of the encoder for the source: [B, S] -> [B, S, D]."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     config = of_source(config)
     encoder = params["encoder"]
@@ -93,8 +94,8 @@ def encoder_decoder_hidden(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D]. The source is read in the first call with a
-    cache, which has its keys and values for the others."""
+    """Return the residual stream before the head [B, T, D]. The source is read in the first call
+    with a cache, which has its keys and values for the others."""
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     source_layout: Any = inputs.source_layout
     if inputs.source is not None:

@@ -20,8 +20,8 @@ LEAST_RUN = 3
 
 
 def inputs_of(batch: Mapping[str, Any]) -> Inputs:
-    """The inputs in a batch: tokens, and the others that it has of `INPUT_NAMES` and of those that
-    an embedding reads."""
+    """Return the inputs in a batch: tokens, and the others that it has of `INPUT_NAMES` and of
+    those that an embedding reads."""
 
     def array(name: str) -> Any:
         return jnp.asarray(batch[name]) if batch.get(name) is not None else None

@@ -20,7 +20,7 @@ from jaxformer.layers.block import block_specs
 
 
 def quantize(params: Params, kind: str) -> Params:
-    """The params of a model with a quantized leaf for every matrix of its blocks.
+    """Return the params of a model with a quantized leaf for every matrix of its blocks.
 
     `kind` is "int8" (`to_int8`: a scale for each output channel), which also replaces the table of
     tokens and the head over them (a scale for each token), "int8_blocks" (the same without these),
@@ -82,15 +82,16 @@ def check_quantization(kind: str) -> None:
 
 
 def is_quantized(spec: Spec, kind: Quantization | str) -> bool:
-    """Whether `quantize` to a kind replaces the leaf of a row: the matrices of a stack of blocks,
-    but for routers, and the tables of tokens where the kind has them."""
+    """Return whether `quantize` to a kind replaces the leaf of a row: the matrices of a stack of
+    blocks, but for routers, and the tables of tokens where the kind has them."""
     if "vocab" in spec.axes:
         return spec.is_matrix and QUANTIZERS[kind].of_tokens
     return spec.is_matrix and spec.quantizable and not spec.lookup and spec.is_stacked
 
 
 def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
-    """The quantized leaf of one weight, placed as the weight is; `path` names it in a message."""
+    """Return the quantized leaf of one weight, placed as the weight is; `path` names it in a
+    message."""
     quantizer = QUANTIZERS[kind]
     if isinstance(weight, jax.core.Tracer):
         return quantizer.make(weight, spec)
@@ -113,8 +114,8 @@ def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
 
 
 def _token_rows(params: Params) -> dict[str, Spec]:
-    """The rows of the table of tokens and of the head over them by their paths, as far as the
-    params have them. A head of classes has another number of rows."""
+    """Return the rows of the table of tokens and of the head over them by their paths, as far as
+    the params have them. A head of classes has another number of rows."""
     table = params.get("embed", {}).get("tokens")
     head = params.get("head", {}).get("weight")
     if table is None:
@@ -130,9 +131,9 @@ def _token_rows(params: Params) -> dict[str, Spec]:
 
 @functools.cache
 def _block_rows() -> dict[str, Spec]:
-    """The rows of one layer by their path in the block, with every matrix and every bias that a
-    block can have. Only their axes and whether they are quantizable are used, which are the same in
-    all models."""
+    """Return the rows of one layer by their path in the block, with every matrix and every bias
+    that a block can have. Only their axes and whether they are quantizable are used, which are the
+    same in all models."""
     dense = ModelConfig(
         activation="swiglu",
         bias="all",

@@ -30,7 +30,7 @@ DEFAULT = ("q", "k", "v", "attention", "out")
 
 
 def kept_points(config: ModelConfig) -> tuple[str, ...]:
-    """The names of the points that a layer keeps on the device."""
+    """Return the names of the points that a layer keeps on the device."""
     if config.remat == "names":
         saved = () if config.saved == "none" else names_of(config.saved) or DEFAULT
         return tuple(name for name in saved if name not in names_of(config.offload))
@@ -38,8 +38,8 @@ def kept_points(config: ModelConfig) -> tuple[str, ...]:
 
 
 def recomputed(layer: Callable[..., Any], config: ModelConfig, scanned: bool) -> Callable[..., Any]:
-    """The layer under the policy of its config. Outside of a scan, the compiler must be kept from
-    merging the second computation with the first (`prevent_cse`)."""
+    """Return the layer under the policy of its config. Outside of a scan, the compiler must be kept
+    from merging the second computation with the first (`prevent_cse`)."""
     policies = jax.checkpoint_policies
     offloaded = names_of(config.offload)
     names = list(kept_points(config))

@@ -39,8 +39,8 @@ MOST_UNROLLED = {"gpu": 40, "tpu": 0}
 
 
 def compute_dtype(config: ModelConfig, on: str = "") -> Any:
-    """The dtype of the products: `model.dtype`, or with "auto" float32 on CPU, else bfloat16.
-    `on` is the platform if not that of the mesh in force."""
+    """Return the dtype of the products: `model.dtype`, or with "auto" float32 on CPU, else
+    bfloat16. `on` is the platform if not that of the mesh in force."""
     auto = "float32" if (on or platform()) == "cpu" else "bfloat16"
     return jnp.dtype(auto if config.dtype == "auto" else config.dtype)
 
@@ -90,8 +90,8 @@ def _shapes(table: Specs) -> dict[str, Any]:
 
 
 def stacks_of(blocks: Params) -> list[Params]:
-    """The stacked trees of the leading layers and of the pattern's positions; one where all layers
-    have equal tables."""
+    """Return the stacked trees of the leading layers and of the pattern's positions; one where all
+    layers have equal tables."""
     return [blocks[str(p)] for p in range(len(blocks))] if "0" in blocks else [blocks]
 
 
@@ -106,8 +106,8 @@ def layer_order(counts: list[int]) -> list[tuple[int, int]]:
 
 
 def layers_of(blocks: Params | list[Params]) -> list[Params]:
-    """The params of each layer, or of each group that shares them; a list of them is returned as it
-    is."""
+    """Return the params of each layer, or of each group that shares them; a list of them is
+    returned as it is."""
     if isinstance(blocks, list):
         return blocks
     stacks = [unstack(stacked) for stacked in stacks_of(blocks)]
@@ -134,9 +134,9 @@ def stack_mask(
     cache: Cache | None = None,
     causal: bool = True,
 ) -> tuple[AttentionMask, Cache | None]:
-    """The mask of the self-attention of a stack, and the cache, if given, with slots for the tokens
-    at `layout`. An adapter may give each layer keys `prefix_k` [L, P, K, H] (and values) that come
-    before those of all tokens, which then begin at the position P."""
+    """Return the mask of the self-attention of a stack, and the cache, if given, with slots for the
+    tokens at `layout`. An adapter may give each layer keys `prefix_k` [L, P, K, H] (and values)
+    that come before those of all tokens, which then begin at the position P."""
     layer = blocks[0] if isinstance(blocks, list) else stacks_of(blocks)[0]
     attention = layer.get("attention", {})
     leading = int(attention["prefix_k"].shape[-3]) if "prefix_k" in attention else 0
@@ -178,8 +178,8 @@ def run_stack(
 
 
 def _balanced_call(params: Params, config: ModelConfig, call: Call) -> Call | None:
-    """The call with the tokens of each row as `exchange.balanced` arranges them; None where the
-    layers read them in order. Captures and what is dropped go by the index of a token."""
+    """Return the call with the tokens of each row as `exchange.balanced` arranges them; None where
+    the layers read them in order. Captures and what is dropped go by the index of a token."""
     leaves = jax.tree.leaves(params["blocks"], is_leaf=is_custom)
     drops = any(getattr(leaf, "key", None) is not None for leaf in leaves)
     if call.request or drops or (config.has_dropout and call.key is not None):
@@ -216,9 +216,9 @@ def layer_of(config: ModelConfig, call: Call, scanned: bool = False) -> Any:
 
 
 def cast_in_loop(params: Params, i: jax.Array) -> Params:
-    """The params of layer `i` of a loop, unchanged: XLA for TPUs does not know that `i` is never
-    negative. It would cast those of all layers before the loop, and keep both: the copies take a
-    sixth of the memory of parameters and moments."""
+    """Return the params of layer `i` of a loop, unchanged: XLA for TPUs does not know that `i` is
+    never negative. It would cast those of all layers before the loop, and keep both: the copies
+    take a sixth of the memory of parameters and moments."""
 
     def minus_zero(w: jax.Array) -> jax.Array:
         return w - (i < 0).astype(w.dtype) if w.dtype == jnp.float32 else w
@@ -227,9 +227,9 @@ def cast_in_loop(params: Params, i: jax.Array) -> Params:
 
 
 def loops_when_cached(blocks: Params | list[Params], config: ModelConfig) -> bool:
-    """Whether one loop serves all layers of a decoder under a cache: with model.layer_loop=scan,
-    where they are equal and share no parameters. Auto unrolls them, since a loop copies the weights
-    of each layer before it reads them."""
+    """Return whether one loop serves all layers of a decoder under a cache: with
+    model.layer_loop=scan, where they are equal and share no parameters. Auto unrolls them, since a
+    loop copies the weights of each layer before it reads them."""
     if config.layer_loop != "scan" or config.family != "decoder":
         return False
     if isinstance(blocks, list) or "0" in blocks or config.layers_in_group > 1:

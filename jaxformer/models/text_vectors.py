@@ -74,7 +74,7 @@ def row_vectors(
     pooling: str = "auto",
     normalize: bool = True,
 ) -> Float[Array, "B D"]:
-    """The vectors of `embed` from the residual stream of a model."""
+    """Return the vectors of `embed` from the residual stream of a model."""
     vectors = pool(
         x.astype(jnp.float32), layout, config.text_pooling if pooling == "auto" else pooling
     )

@@ -42,7 +42,7 @@ SpecsOf = Callable[[ModelConfig], Specs]
 
 
 def mup_specs(specs_of: SpecsOf, config: ModelConfig) -> Specs:
-    """The table of a config in the maximal update parametrization, muP (Tensor Programs V,
+    """Return the table of a config in the maximal update parametrization, muP (Tensor Programs V,
     arXiv:2203.03466, table 3).
 
     The settings are those of a base model, `model.mup_base`, and each leaf is scaled by how many
@@ -84,7 +84,7 @@ PARAMETRIZATIONS: Table[Callable[[SpecsOf, ModelConfig], Specs]] = Table(
 
 
 def specs(config: ModelConfig) -> Specs:
-    """The table of parameters."""
+    """Return the table of parameters."""
     if not config.vocab_size:
         raise ConfigError("model.vocab_size=0 needs a tokenizer: give the number of tokens here.")
     specs_of = MODEL_FAMILIES[config.family].specs
@@ -97,7 +97,7 @@ _table = functools.lru_cache(specs)
 
 
 def without_objective(params: Params) -> Params:
-    """The params without those that only the loss of an objective reads."""
+    """Return the params without those that only the loss of an objective reads."""
     if not isinstance(params, dict) or OF_OBJECTIVE not in params:
         return params
     return {name: branch for name, branch in params.items() if name != OF_OBJECTIVE}
@@ -125,8 +125,8 @@ def hidden(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D], the cache with these tokens if one is given,
-    and an `Aux`: sums to add to the loss, metrics, and captures."""
+    """Return the residual stream before the head [B, T, D], the cache with these tokens if one is
+    given, and an `Aux`: sums to add to the loss, metrics, and captures."""
     # Generation has counted the tokens that it reads into a cache.
     if cache is None:
         _check_context(params, config, inputs)

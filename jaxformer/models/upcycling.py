@@ -23,20 +23,20 @@ WITH_BLOCKS = ("blocks", "encoder")
 
 
 def is_upcycled(config: ModelConfig, base: ModelConfig) -> bool:
-    """Whether a model with experts begins from one without."""
+    """Return whether a model with experts begins from one without."""
     return config.feed_forward == "experts" and base.feed_forward == "ffn"
 
 
 def dense_of(config: ModelConfig) -> ModelConfig:
-    """The model with a dense feed-forward in place of the experts."""
+    """Return the model with a dense feed-forward in place of the experts."""
     return replace(config, feed_forward="ffn", n_experts=0)
 
 
 def upcycle(
     params: Params, config: ModelConfig, place: Callable[[Spec], jax.sharding.Sharding]
 ) -> Params:
-    """The params of a dense model as those of the model of `config`, with experts, on the devices
-    that `place` names for each row of its table. The rows of the routers are missing."""
+    """Return the params of a dense model as those of the model of `config`, with experts, on the
+    devices that `place` names for each row of its table. The rows of the routers are missing."""
     table = specs(config)
     branches = {name: params[name] for name in WITH_BLOCKS if name in params}
 
@@ -57,7 +57,7 @@ def upcycle(
 
 
 def _blocks(blocks: Params, table: Params, layers: tuple[ModelConfig, ...]) -> Params:
-    """The blocks of a dense stack, with experts and stacked as the rows of a table are."""
+    """Return the blocks of a dense stack, with experts and stacked as the rows of a table are."""
     # Layers of a group are copied once.
     pairs = zip(layers_of(blocks), layers[:: layers[0].layers_in_group], strict=True)
     with_experts = []

@@ -28,8 +28,8 @@ from jaxformer.models.stack import compute_dtype, stacked_as
 def with_virtual(
     params: Params, config: ModelConfig, inputs: Inputs, key: jax.Array | None = None
 ) -> tuple[Params, Inputs]:
-    """The params and inputs that a family reads instead of params with virtual tokens: layers with
-    leading keys, or a source that begins with the prompt.
+    """Return the params and inputs that a family reads instead of params with virtual tokens:
+    layers with leading keys, or a source that begins with the prompt.
 
     Each row of such a source has a copy of the P tokens of the prompt for each of the n segments
     that a row may have, and then its S tokens. Copies for segments that a row does not have are
@@ -116,8 +116,8 @@ def _inserted(blocks: Params, prefix: Params) -> Params:
 def prefix_of(
     params: Params, config: ModelConfig, prompt: jax.Array, key: jax.Array | None = None
 ) -> Params:
-    """The prefix of a decoder that is equivalent to a prompt [P, D]: its keys and values in each
-    layer, in the nesting of the blocks.
+    """Return the prefix of a decoder that is equivalent to a prompt [P, D]: its keys and values in
+    each layer, in the nesting of the blocks.
 
     The layers are run one by one, also where model.layer_loop is scan; a window is at least P.
     """
