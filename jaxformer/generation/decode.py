@@ -309,8 +309,9 @@ def fitted(weights: Params) -> Any:
 
 @functools.cache
 def _with_wide_vectors() -> Any:
+    program: Any = decode
     return jax.jit(
-        decode.__wrapped__,
+        program.__wrapped__,
         static_argnums=(1, 2, 3, 5),
         donate_argnums=4,
         compiler_options={"xla_cpu_prefer_vector_width": 512},

@@ -273,15 +273,10 @@ def _drafted(
 def _looked_up(written: TextSoFar, ahead: int) -> jax.Array:
     """Return the tokens [B, k] that followed the newest tokens of each row the last time that they
     were in its text, repeated where they are fewer than k; any tokens where they were not."""
-    batch, slots = written.tokens.shape
-    after = jnp.zeros(batch, jnp.int32)  # the slot behind the last occurrence
+    after = jnp.zeros(len(written.tokens), jnp.int32)  # the slot behind the last occurrence
     for size in reversed(LOOKUPS):  # a longer one replaces a shorter one
-        newest = written.newest(size)  # [B, size]
-        starts = jnp.arange(slots - size)
-        same = (starts + size < written.end)[None] & (newest[:, :1] >= 0)
-        for index in range(size):
-            same &= written.tokens[:, index : slots - size + index] == newest[:, index, None]
-        latest = jnp.where(same, starts + size, 0).max(axis=1)
+        found = written.occurrences(size)
+        latest = jnp.where(found, size + jnp.arange(found.shape[1]), 0).max(axis=1)
         after = jnp.where(latest > 0, latest, after)
     period = jnp.maximum(written.end - after, 1)[:, None]
     following = after[:, None] + jnp.arange(ahead) % period

@@ -95,22 +95,21 @@ class TextSoFar:
         rows = jnp.arange(batch)[:, None]
         return jnp.zeros((batch, vocab_size), jnp.int32).at[rows, ids].add(1, mode="drop")
 
+    def occurrences(self, size: int) -> jax.Array:
+        """Return bool [B, S - size]: the slots where the newest `size` tokens of a row stand, and
+        another token behind them."""
+        starts = max(self.tokens.shape[1] - size, 0)
+        newest = self.newest(size)
+        found = self._real()[:, size:] & (newest >= 0).all(axis=1, keepdims=True)
+        for step in range(size):
+            found &= self.tokens[:, step : step + starts] == newest[:, step, None]
+        return found
+
     def repeating(self, size: int, vocab_size: int) -> jax.Array:
         """Return the tokens [B, V] that would end a sequence of `size` tokens that a row has
         already."""
-        batch, slots = self.tokens.shape
-        context = size - 1  # tokens of a sequence before its last one
-        starts = slots - context  # slots at which a sequence can begin
-        if starts < 1:
-            return jnp.zeros((batch, vocab_size), bool)
-        newest = jax.lax.dynamic_slice(self.tokens, (0, self.end - context), (batch, context))
-        # repeats[b, i]: the sequence that begins at slot i of row b has been written in full, and
-        # begins with the newest tokens of the row. Its last token would make a second one.
-        repeats = self._real()[:, context:] & (self.end >= context)  # [B, starts]
-        for step in range(context):
-            earlier = self.tokens[:, step : step + starts]
-            repeats &= (earlier >= 0) & (earlier == newest[:, step, None])
+        following = self.tokens[:, size - 1 :]
         # Where nothing repeats the index is beyond the vocabulary, and dropped.
-        banned = jnp.where(repeats, self.tokens[:, context:], vocab_size)
-        rows = jnp.arange(batch)[:, None]
-        return jnp.zeros((batch, vocab_size), bool).at[rows, banned].set(True, mode="drop")
+        banned = jnp.where(self.occurrences(size - 1), following, vocab_size)
+        rows = jnp.arange(len(banned))[:, None]
+        return jnp.zeros((len(banned), vocab_size), bool).at[rows, banned].set(True, mode="drop")

@@ -251,10 +251,10 @@ def _run_layers(
     if scans:
         stacks = stacks_of(blocks)  # type: ignore[arg-type]
         order = layer_order([_depth(stacked) for stacked in stacks])
-        params_of = [functools.partial(_entry, stacks[p], i) for p, i in order for _ in range(uses)]
+        depth = uses * len(order)
     else:
-        params_of = [lambda layer=layer: layer for layer in layers_of(blocks) for _ in range(uses)]
-    depth = len(params_of)
+        unstacked = layers_of(blocks)
+        depth = uses * len(unstacked)
     configs = layer_configs(config, depth)
     # The first layer of the loop, and the first behind it.
     first = depth
@@ -278,11 +278,16 @@ def _run_layers(
         )
 
     def run_layer(i: int, x: jax.Array) -> jax.Array:
+        if scans:
+            p, entry = order[i // uses]
+            params = _entry(stacks[p], entry)
+        else:
+            params = unstacked[i // uses]
         if cache is not None and not call.request:
-            x, caches[i], aux = cached_layer(configs[i])(x, params_of[i](), caches[i])
+            x, caches[i], aux = cached_layer(configs[i])(x, params, caches[i])
         else:
             layer_call = call._replace(cache=caches[i], request=call.request.at((i,)))
-            x, caches[i], aux = layer_of(configs[i], layer_call)(x, params_of[i](), i)
+            x, caches[i], aux = layer_of(configs[i], layer_call)(x, params, i)
         auxes.append(replace(aux, captures=call.request.named(aux.captures, i)))
         return x
 
