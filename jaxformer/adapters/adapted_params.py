@@ -82,12 +82,11 @@ def filled(table: Specs, base: Params, key: jax.Array) -> Params:
     def with_adapter(path: Any, entry: Any, weight: Any) -> Any:
         if not isinstance(entry, LowRank):
             return weight
-        factor_specs = {"a": entry.a, "b": entry.b, "scale": entry.scale}
         # `init_params` folds the dotted path of each leaf into the key.
-        by_path = {f"{dotted(path)}.{name}": spec for name, spec in factor_specs.items()}
-        values = init_params(by_path, key).values()
-        factors = dict(zip(factor_specs, values, strict=True))
-        return LowRank(weight, **factors, inputs=entry.inputs, dropout=entry.dropout)
+        name = dotted(path)
+        factors = {f"{name}.a": entry.a, f"{name}.b": entry.b, f"{name}.scale": entry.scale}
+        a, b, scale = init_params(factors, key).values()
+        return replace(entry, weight=weight, a=a, b=b, scale=scale)
 
     def is_row(node: Any) -> bool:
         return isinstance(node, Spec) or is_custom(node)
@@ -118,8 +117,7 @@ def adapter_mask(params: Params) -> Params:
     def marked(path: Any, node: Any) -> Any:
         if not is_adapted(node):
             return dotted(path[:1]) == "virtual"
-        learns = {"weight": False, "a": True, "b": True, "scale": False}
-        return LowRank(**learns, inputs=node.inputs, dropout=node.dropout)
+        return replace(node, weight=False, a=True, b=True, scale=False, key=None)
 
     mask: Params = jax.tree.map_with_path(marked, params, is_leaf=is_adapted)
     return mask

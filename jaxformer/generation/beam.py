@@ -262,7 +262,8 @@ def _extend(
 ) -> tuple[_Live, Beams, jax.Array, BeamSteps]:
     """Return the live texts, which are `written`, with one more token; the best finished texts; for
     each live text the row [B b] of the text that it continues; and this step alone."""
-    (batch, beams), i = live.logs.shape, written.count
+    batch, beams = live.logs.shape
+    i = written.count
     logits = within(live.logits, rules.vocab_size)  # [B b, V]
     # A rule takes tokens away and leaves the probabilities of the others, as in transformers, whose
     # penalties change log-probabilities.
