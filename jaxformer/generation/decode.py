@@ -270,8 +270,8 @@ def read(
 
 
 def repeated(tree: Any, times: int) -> Any:
-    """Every row [B, ...] of every array `times` times: [B times, ...]. Scalars, such as the length
-    of the cache, stay."""
+    """Repeat every row [B, ...] of every array: [B times, ...]. Scalars, such as the length of the
+    cache, stay."""
     return jax.tree.map(lambda a: jnp.repeat(a, times, axis=0) if a.ndim else a, tree)
 
 
@@ -284,7 +284,7 @@ def decode(
     stream: Stream,
     final: bool = False,
 ) -> tuple[jax.Array, Stream]:
-    """`n` more tokens [B, n], and the stream after them; fewer steps are run where all rows end.
+    """Return `n` more tokens [B, n] and the stream after them; fewer steps are run where all end.
     With `final` the model does not read the very last of them, and the stream is that before it."""
     made = jnp.full((stream.done.shape[0], n), filler(rules.end_token), jnp.int32)
     steps = n - 1 if final else n
@@ -298,10 +298,10 @@ def decode(
 
 
 def fitted(weights: Params) -> Any:
-    """`decode` as it is compiled for these weights. On a CPU loops over codes of int8
-    have vectors of 512 bits instead of the 256 that XLA prefers: a token of GPT-2 124M takes 0.9
-    and one of SmolLM2-135M 0.8 times as long (an AMD EPYC with AVX-512). With NF4, which looks
-    values up, it would take 1.2 times as long."""
+    """Return `decode` as it is compiled for these weights. On a CPU loops over codes of int8 have
+    vectors of 512 bits instead of the 256 that XLA prefers: a token of GPT-2 124M takes 0.9 and one
+    of SmolLM2-135M 0.8 times as long (an AMD EPYC with AVX-512). With NF4, which looks values up,
+    it would take 1.2 times as long."""
     if platform() == "cpu" and has_int8(weights):
         return _with_wide_vectors()
     return decode

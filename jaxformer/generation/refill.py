@@ -145,7 +145,8 @@ def _with_prompt(stream: Stream, row: np.int32, prompt: Stream) -> Stream:
     shift = stream.cache.length - prompt.cache.length
 
     def put(old: jax.Array, new: jax.Array, in_slots: bool = False) -> jax.Array:
-        """`old` [B, ...] with `new` [...], which may be smaller, in the row."""
+        """Return `old` [B, ...] with `new` [...], which may be smaller, in the row; with `in_slots`
+        the first axis of `new` is that of the slots."""
         space = zip(old.shape[1:], new.shape, strict=True)
         new = jnp.pad(new, [(0, most - size) for most, size in space]) if new.ndim else new
         return old.at[row].set(jnp.roll(new, shift, axis=0) if in_slots else new)
