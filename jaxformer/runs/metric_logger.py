@@ -84,18 +84,21 @@ class MetricLogger:
             self.progress.log(
                 f"WARNING: step {step} is not finite and was skipped ({self._skipped} of at most"
                 f" {BAD_STEPS}): loss {float(metrics['loss'])}, gradient norm"
-                f" {float(metrics['grad_norm'])}; {batch_text(self.setup, step)}."
+                f" {float(metrics['grad_norm'])}; {self._batch(step)}."
             )
         if is_spike(metrics):
             self.progress.log(
                 f"WARNING: step {step} is a spike and was skipped ({int(metrics[IN_A_ROW])} in a"
                 f" row, at most {BAD_STEPS}): {spike_text(metrics)};"
-                f" {batch_text(self.setup, step)}."
+                f" {self._batch(step)}."
             )
         if skipped or is_spike(metrics) or is_logged(step, self.setup.run.train):
             self._log(step, metrics)
         else:
             self.progress.update(step)
+
+    def _batch(self, step: int) -> str:
+        return batch_text(self.setup.batches, self.setup.directory, step)
 
     def _log(self, step: int, metrics: dict[str, Any]) -> None:
         values = as_logged(jax.device_get(metrics))

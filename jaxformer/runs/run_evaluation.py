@@ -60,7 +60,8 @@ def evaluate_run(
     """
     files = ModelFiles(path)
     run = _on_text(files, validation, train, init_from, objective, cache_dir)
-    model = load(files, step, base=_named_base(run, init_from), **reading)
+    base = init_from if init_from and files.has_adapter else None
+    model = load(files, step, base=base, **reading)
     require_exclusive(model, path)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
@@ -112,18 +113,14 @@ def translate_run(
             f"{path} was trained with data.objective={objective}, but translation needs a model"
             " trained with seq2seq."
         )
-    model = load(files, step, base=_named_base(run, init_from), **reading)
+    base = init_from if init_from and files.has_adapter else None
+    model = load(files, step, base=base, **reading)
     records = [piece.record for piece in corpus_of(run).validation_records()]
     if not records or model.tokenizer is None:
         raise _nothing_held_out(path)
     sources, references = ([str(record[side]) for record in records] for side in (0, 1))
     outputs = translate(model.params, model.config, model.tokenizer, sources, **search)
     return Translations(sources, references, outputs)
-
-
-def _named_base(run: RunConfig, init_from: str) -> str | None:
-    """The model below the adapter of a run, where the reader names it."""
-    return init_from if init_from and run.adapter.kind != "none" else None
 
 
 def _nothing_held_out(path: str | Path) -> ConfigError:

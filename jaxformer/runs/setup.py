@@ -126,6 +126,17 @@ class RunSetup(Resolved):
         return Reference(self.init_from, self.model, self.directory.reference, self.mesh)
 
     @property
+    def first_batch(self) -> Any:
+        """The batch of step 0 on the devices; of pairs with the scores of a reference as shapes."""
+        batch = place_batch(self.batches[0], self.mesh)
+        if not self.has_reference:
+            return batch
+        # Imported here, because only preferences need it.
+        from jaxformer.runs.reference import with_reference
+
+        return with_reference(batch, self.run.train.batch_size, self.mesh)
+
+    @property
     def evaluation_options(self) -> dict[str, Any]:
         """The options of `loss_of` with which the run is evaluated on what it held out, each source
         of that by itself where the loss tells them apart."""

@@ -13,7 +13,7 @@ from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.processes import require_same, together
 from jaxformer.config.settings import Log
 from jaxformer.config.train import OptimizerConfig
-from jaxformer.data.batches import BatchesByStep
+from jaxformer.data.batches import Batches, BatchesByStep
 from jaxformer.data.rows import NumpyBatch
 from jaxformer.files import ConfigError, read_object, write_text
 from jaxformer.files.appended import flush_appended
@@ -155,10 +155,10 @@ def batches_of(directory: RunDirectory, batches: BatchesByStep) -> BatchesByStep
     return ShiftedBatches(batches, read_rollbacks(directory))
 
 
-def batch_text(setup: RunSetup, step: int) -> str:
-    """The rows of the batch of a step, counted from 1."""
-    moved = shift(read_rollbacks(setup.directory), step - 1)
-    numbers = setup.batches.row_numbers(step - 1 + moved)
+def batch_text(batches: Batches, directory: RunDirectory, step: int) -> str:
+    """The rows of the batch of a step, counted from 1, of the run in a directory."""
+    moved = shift(read_rollbacks(directory), step - 1)
+    numbers = batches.row_numbers(step - 1 + moved)
     return f"its batch: rows {', '.join(map(str, numbers))} of the training data"
 
 
@@ -172,7 +172,7 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     if not can_roll_back or len(rollbacks) >= BAD_STEPS:
         if can_roll_back:
             why = f"\n  the run was rolled back {BAD_STEPS} times before, which is the limit"
-        message = f"{error}\n  {batch_text(setup, error.step)}{why}"
+        message = f"{error}\n  {batch_text(setup.batches, directory, error.step)}{why}"
         raise Diverged(message, error.step) from None
     checkpoints.wait()
     # Before it is written, and after the last save.

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from jaxformer.arrays.mesh import place_batch
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import platform
@@ -27,7 +26,7 @@ from jaxformer.cluster.signals import doing
 from jaxformer.config.format import escaped
 from jaxformer.config.run import RunConfig, flat
 from jaxformer.config.settings import Log
-from jaxformer.config.train import LaunchConfig
+from jaxformer.config.train import LaunchConfig, TrainConfig
 from jaxformer.files.uploads import LocalFolder
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.metrics import STATE
@@ -46,7 +45,7 @@ from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import batches_of, checkpoints_of, first_state, recovered
 from jaxformer.runs.summary import summary
 from jaxformer.training.loop import BAD_STEPS, Advance, Diverged, Hook, Interrupted, SkipSteps, fit
-from jaxformer.training.program import Metrics
+from jaxformer.training.program import Metrics, Step
 from jaxformer.training.spikes import SpikeLimit
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch
@@ -184,14 +183,18 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
 
         def compiling() -> tuple[RunSetup, Future[Any]]:
             if platform(setup.mesh) == "cpu":
-                return setup, thread.submit(compile_step, setup, log)
+                return setup, thread.submit(
+                    compile_step, setup.step, setup.target, setup.first_batch, log
+                )
             proven = with_proven_kernel(setup, log)
             kernels: dict[str, str] = {
                 "the attention kernel": proven.model.attention_kernel,
                 "the kernel of experts": proven.model.expert_kernel,
             }
             require_same(kernels)
-            program = thread.submit(compile_step, proven, log)
+            program = thread.submit(
+                compile_step, proven.step, proven.target, proven.first_batch, log
+            )
             program.result()
             return proven, program
 
@@ -226,11 +229,19 @@ class CountedStep:
     program is started before the next step, which donates that state, and nothing waits for it.
     """
 
-    def __init__(self, program: Any, setup: RunSetup, done: int) -> None:
-        self.program, self.done = program, done
-        self.train, self.unsaved = setup.run.train, frozenset(setup.unsaved)
-        train = self.train
-        self.evaluate_every = train.eval_every if setup.heldout else train.eval_tasks_every
+    def __init__(
+        self,
+        program: Any,
+        train: TrainConfig,
+        evaluate_every: int,
+        unsaved: Collection[str],
+        done: int,
+    ) -> None:
+        self.program = program
+        self.train = train
+        self.evaluate_every = evaluate_every
+        self.unsaved = frozenset(unsaved)
+        self.done = done
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         self.done += 1
@@ -275,7 +286,8 @@ def _steps(
     directory = setup.directory
     heldout, tasks = setup.heldout, setup.tasks
     before = logged_before(directory, first)
-    step = CountedStep(program, setup, first)
+    evaluate_every = settings.eval_every if heldout else settings.eval_tasks_every
+    step = CountedStep(program, settings, evaluate_every, setup.unsaved, first)
     evaluation = make_evaluation(
         setup.task.name, setup.model, bytes_of_targets(setup.corpus), setup.evaluation_options
     )
@@ -331,25 +343,19 @@ def _steps(
             batches,
             steps=settings.steps,
             evaluate=evaluate if heldout or tasks else None,
-            evaluate_every=step.evaluate_every,
+            evaluate_every=evaluate_every,
             checkpoints=checkpoints,
             hooks=hooks,
         )
     return state, logger.evaluation if logger else {}
 
 
-def compile_step(setup: RunSetup, log: Log) -> Any:
-    """The step compiled ahead of time, so that the memory that it needs is logged before it
-    runs."""
+def compile_step(step: Step, target: TrainState, batch: Any, log: Log) -> Any:
+    """The step compiled ahead of time for a state as shapes and a batch, so that the memory that it
+    needs is logged before it runs."""
     begin = time.perf_counter()
-    batch = place_batch(setup.batches[0], setup.mesh)
-    if setup.has_reference:
-        # Imported here, because only preferences need it.
-        from jaxformer.runs.reference import with_reference
-
-        batch = with_reference(batch, setup.run.train.batch_size, setup.mesh)
     with memory_of("compiling the step"):
-        compiled = setup.step.lower(setup.target, batch).compile()
+        compiled = step.lower(target, batch).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     log(
         f"Compiled the step in {human_time(time.perf_counter() - begin)}; it needs"

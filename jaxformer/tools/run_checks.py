@@ -178,7 +178,7 @@ def dry_run(setup: RunSetup) -> Iterator[Finding]:
     """Compiles the first step and runs it twice."""
     lines: list[str] = []
     try:
-        program = compile_step(setup, lines.append)
+        program = compile_step(setup.step, setup.target, setup.first_batch, lines.append)
         state = first_state(setup, lines.append)
         batch = setup.placed(setup.batches[0])
         with memory_of("the first step"):

@@ -75,7 +75,7 @@ class StepsAgain:
         self.folder = located(setup.run.run.dir)
         self.starts = [0, *saved_steps(self.folder)]
         self.batches = batches_of(setup.directory, setup.batches)
-        self.program = compile_step(setup, log)
+        self.program = compile_step(setup.step, setup.target, setup.first_batch, log)
         with on_mesh(setup.mesh):
             self.bound = ROUNDING[str(compute_dtype(setup.model))]
         # The lines of metrics.jsonl with a training loss, by their steps.
