@@ -40,7 +40,7 @@ class RowBlocks:
     count: int = 1
 
     def rows(self, batch_size: int) -> list[int]:
-        """Their numbers in a batch."""
+        """Return their numbers in a batch."""
         if batch_size % self.count:
             raise ConfigError(
                 f"train.batch_size={batch_size} is not divisible by the {self.count} blocks of rows"
@@ -59,7 +59,7 @@ class BatchesByStep(Protocol):
     def __getitem__(self, step: int, /) -> NumpyBatch: ...
 
     def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
-        """The batches from step `start` on, prepared ahead."""
+        """Return the batches from step `start` on, prepared ahead."""
         ...
 
 
@@ -105,19 +105,20 @@ class Batches:
         return self._dataset[step]
 
     def row_numbers(self, step: int) -> list[int]:
-        """The rows of the data, numbered from 0, of which the global batch of a step is made."""
+        """Return the rows of the data, numbered from 0, of which the global batch of a step is
+        made."""
         first = step * self._batch_size
         return [int(self._order[number]) for number in range(first, first + self._batch_size)]
 
     def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
-        """The batches from step `start` on, `PREFETCHED` of them made ahead on a thread."""
+        """Return the batches from step `start` on, `PREFETCHED` of them made ahead on a thread."""
         import grain  # as in `numbers_below`
 
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)
         return iter(self._dataset[start:].to_iter_dataset(options))
 
     def _batch(self, step: int) -> NumpyBatch:
-        """The arrays [B, T] of a step."""
+        """Return the arrays [B, T] of a step."""
         first = step * self._batch_size
         return stacked([self._made[first + row] for row in self._here])
 
@@ -149,7 +150,7 @@ class EvaluationBatches:
 def evaluation_batches(
     rows: Rows, data: DataConfig, batch_size: int, blocks: RowBlocks = ALL
 ) -> EvaluationBatches:
-    """All rows as batches of one shape, in order."""
+    """Return all rows as batches of one shape, in order."""
     if not len(rows):
         named = f"data.validation={data.validation}"
         name = named if data.validation else "the held-out part of data.train"
@@ -161,8 +162,8 @@ def evaluation_batches(
 
 
 def invented_row(task: Task, data: DataConfig) -> NumpyBatch:
-    """A row that the objective's own code makes of invented text: its arrays are those of a row of
-    `Batches`, without the data."""
+    """Return a row that the objective's own code makes of invented text: its arrays are those of a
+    row of `Batches`, without the data."""
     tokenizer = byte_tokenizer(task.specials)
     rows: Rows
     with tempfile.TemporaryDirectory() as folder:

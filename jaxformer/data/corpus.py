@@ -66,7 +66,7 @@ class Corpus:
     held_out: list[Split]
 
     def validation_records(self) -> Iterator[Piece]:
-        """The records that are held out."""
+        """Return the records that are held out."""
         return itertools.chain.from_iterable(split.pieces() for split in self.held_out)
 
 
@@ -108,7 +108,7 @@ def prepare(
     model_labels: ModelLabels = NO_LABELS,
     log: Log = lambda line: None,
 ) -> Corpus:
-    """Makes or finds the tokenizer and the stores of a run, and cuts them into rows.
+    """Make or find the tokenizer and the stores of a run, and cut them into rows.
 
     `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which
     the tokenizer has to fit in; 0 takes any. ConfigError for data that cannot be used.
@@ -158,7 +158,7 @@ def tokenize(
     log: Log = lambda line: None,
     wait: bool = True,
 ) -> Tokenized:
-    """Makes or finds the tokenizer and the stores of a run. Every text is read once before, so that
+    """Make or find the tokenizer and the stores of a run. Every text is read once before, so that
     errors show before any work, and a text that is on both sides is tokenized once.
 
     ConfigError for data that cannot be used; `vocab_size` is as in `prepare`. Without `wait` a
@@ -225,7 +225,7 @@ def tokenize(
 
 
 def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
-    """The sources that `data.train` or `data.validation` names."""
+    """Return the sources that `data.train` or `data.validation` names."""
     specs = named_sources(getattr(data, setting.removeprefix("data.")))
     if not specs:
         raise ConfigError(
@@ -235,7 +235,7 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
 
 
 def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...]) -> Tokenizer | None:
-    """The tokenizer of a file, or of bytes; None where it needs text."""
+    """Return the tokenizer of a file, or of bytes; None where it needs text."""
     if not settings.path:
         return byte_tokenizer(specials) if settings.kind == "bytes" else None
     if not located(os.path.expanduser(settings.path)).exists():
@@ -249,7 +249,7 @@ def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...]) -> Tok
 def made_tokenizer(
     settings: TokenizerConfig, specials: tuple[str, ...], sides: Sides, cache: Path, log: Log
 ) -> Tokenizer:
-    """A BPE of the text for training, or the characters of all text, kept in `cache`."""
+    """Return a BPE of the text for training, or the characters of all text, kept in `cache`."""
     train = sides["train"]
     every = [*train, *sides["validation"]]
     summary: tuple[object, ...] = tuple(dict.fromkeys(split.scan.content for split in every))
@@ -286,7 +286,7 @@ def made_tokenizer(
 
 
 def spread(split: Split, limit: int) -> Iterator[str]:
-    """Pieces of a split's text, evenly over all of it, of at most `limit` bytes together."""
+    """Yield pieces of a split's text, evenly over all of it, of at most `limit` bytes together."""
     rate = min(1.0, limit / max(1, split.bytes))
     seen = 0
     used = 0
@@ -310,9 +310,9 @@ def text_store(
     log: Log,
     grows: bool,
 ) -> TokenStore:
-    """The tokens of the whole text of a split in a directory of stores, made where there are none,
-    by a thread where the store `grows`; each document begins with the tokens `beginning`. Files of
-    token ids stay as they are."""
+    """Return the tokens of the whole text of a split in a directory of stores, made where there are
+    none, by a thread where the store `grows`; each document begins with the tokens `beginning`.
+    Files of token ids stay as they are."""
     source = text.source
     parts = text.scan.parts
     groups = file_groups(source)
@@ -380,9 +380,9 @@ def megabytes(size: int) -> str:
 
 
 def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:
-    """The labels of a model that is trained further, in their order, and then those that only the
-    data has: whole numbers by value, then the rest by name. A model that shares no label with the
-    data is for another task: then the labels are those of the data alone."""
+    """Return the labels of a model that is trained further, in their order, and then those that
+    only the data has: whole numbers by value, then the rest by name. A model that shares no label
+    with the data is for another task: then the labels are those of the data alone."""
     if met.isdisjoint(before):
         before = ()
     numbers = [label for label in met if label.isdecimal()]
@@ -398,7 +398,7 @@ def example_rows(
     seed: int,
     log: Log,
 ) -> ExampleRows:
-    """The rows of a split's examples, their labels numbered in the order of `labels`."""
+    """Return the rows of a split's examples, their labels numbered in the order of `labels`."""
     if labels:
         store.number_as(labels, str(split.source))
     rows = ExampleRows(store, template, seed)

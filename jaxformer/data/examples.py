@@ -54,7 +54,7 @@ class ExampleStore:
 
     @classmethod
     def open(cls, directory: Path) -> "ExampleStore | None":
-        """The store in a directory, or None where it is not complete."""
+        """Return the store in a directory, or None where it is not complete."""
         try:
             record = read_object(directory / MANIFEST)
             shard = Shard.of(directory, record)
@@ -68,7 +68,7 @@ class ExampleStore:
         return (len(self._bounds) - 1) // self.parts
 
     def __getitem__(self, index: int) -> list[np.ndarray]:
-        """The parts of an example: int32."""
+        """Return the parts of an example: int32."""
         bounds = self._bounds[index * self.parts : (index + 1) * self.parts + 1]
         pieces = [self._tokens[start:stop] for start, stop in itertools.pairwise(bounds.tolist())]
         if self._numbers is not None:
@@ -76,11 +76,11 @@ class ExampleStore:
         return pieces
 
     def lengths(self) -> np.ndarray:
-        """The length of each part of each example: int64 [examples, parts]."""
+        """Return the length of each part of each example: int64 [examples, parts]."""
         return np.diff(self._bounds).reshape(-1, self.parts)
 
     def number_as(self, labels: tuple[str, ...], where: str) -> None:
-        """Numbers each label by its place in `labels` from here on."""
+        """Number each label by its place in `labels` from here on."""
         unknown = sorted({*self.labels} - {*labels})
         if unknown:
             first_labels = [*labels[:20], "..."] if len(labels) > 20 else labels
@@ -99,8 +99,8 @@ def open_or_encode(
     encode: EncodeRecords,
     log: Log = lambda line: None,
 ) -> ExampleStore:
-    """The finished store in a directory, or a new one. A second process on this machine waits and
-    then reuses it."""
+    """Return the finished store in a directory, or a new one. A second process on this machine
+    waits and then reuses it."""
     with claimed(directory, log):
         store = ExampleStore.open(directory)
         if store is not None:

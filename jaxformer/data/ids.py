@@ -38,16 +38,16 @@ class IdArray:
     name: str = ""
 
     def mapped(self) -> np.ndarray:
-        """The ids [count], mapped and not read."""
+        """Return the ids [count], mapped and not read."""
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """The ids by blocks, each with the place of its first."""
+        """Return the ids by blocks, each with the place of its first."""
         ids = self.mapped()
         return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
 
     def content(self) -> str:
-        """A digest of the name and of the ids, whatever holds them."""
+        """Return a digest of the name and of the ids, whatever holds them."""
         digest = hashlib.blake2b(self.name.encode() + b"\xff", digest_size=16)
         for _, ids in self.blocks():
             digest.update(ids.astype("<u4").tobytes())
@@ -55,7 +55,7 @@ class IdArray:
 
 
 def open_ids(file: SourceFile, tokenizer: Tokenizer) -> IdArray:
-    """Where the ids of a file are."""
+    """Return where the ids of a file are."""
     path = file.path
     try:
         if path.suffix.lower() == ".npy":
@@ -88,7 +88,7 @@ def open_ids(file: SourceFile, tokenizer: Tokenizer) -> IdArray:
 def documents_of_ids(
     array: IdArray, tokenizer: Tokenizer, log: Log = lambda line: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Reads and checks all ids of a file: the place after each document, that of an end token which
+    """Read and check all ids of a file: the place after each document, that of an end token which
     the file lacks as the last, and the bytes of each document's text (both int64 [documents])."""
     path = array.path
     is_raw = path.suffix.lower() != ".npy"
@@ -129,8 +129,8 @@ def documents_of_ids(
 
 
 def open_or_index(file: SourceFile, tokenizer: Tokenizer, folder: Path, log: Log) -> TokenStore:
-    """The ids of a file as a store, whose index of documents is in a folder, made where there is
-    none; a file that lacks an end token has one in a shard of its own."""
+    """Return the ids of a file as a store, whose index of documents is in a folder, made where
+    there is none; a file that lacks an end token has one in a shard of its own."""
     array = open_ids(file, tokenizer)
     count = 1 if int(array.mapped()[-1]) == tokenizer.end_token else 2
     with claimed(folder, log):

@@ -15,7 +15,7 @@ CHANGED = 0.9
 
 
 def missing_marks(tokenizer: Tokenizer) -> list[str]:
-    """Names of the special tokens that `MaskedRows` needs and a tokenizer lacks."""
+    """Return the names of the special tokens that `MaskedRows` needs and a tokenizer lacks."""
     roles = zip(MARKS, ("cls", "sep", "mask"), strict=True)
     return [mark for mark, role in roles if tokenizer.special(role) is None]
 
@@ -117,8 +117,8 @@ class MaskedRows(TextRows):
         return row | ({"token_types": kinds} if self.types else {})
 
     def _elsewhere(self, start: int, size: int, rng: np.random.Generator) -> int | None:
-        """A place at which `size` tokens begin that are not of the row from `start` on; None in a
-        store too small."""
+        """Return a place at which `size` tokens begin that are not of the row from `start` on; None
+        in a store too small."""
         # Such places are 0 to `before` - 1, and `after` of them behind the row's end.
         before = max(0, start - size + 1)
         after = max(0, self.store.tokens - size - start - self.stride + 1)
@@ -130,8 +130,8 @@ class MaskedRows(TextRows):
     def _chosen(
         self, ids: np.ndarray, segments: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The places of the tokens to predict, and for each a number in [0, 1) that decides what
-        becomes of it.
+        """Return the places of the tokens to predict, and for each a number in [0, 1) that decides
+        what becomes of it.
 
         `density` of the tokens or words is chosen on average, at least one, each with the same
         probability however long it is. All tokens of a word have the number of the word.
@@ -155,5 +155,5 @@ class MaskedRows(TextRows):
         return positions[is_chosen], rng.random(words)[word_of[is_chosen]]
 
     def _chosen_count(self, units: int, rng: np.random.Generator) -> int:
-        """How many of a row's tokens or words are chosen."""
+        """Return how many of a row's tokens or words are chosen."""
         return min(units, max(1, int(self.density * units + rng.random())))

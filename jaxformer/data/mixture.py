@@ -26,7 +26,8 @@ class Phase(NamedTuple):
     weights: list[int]
 
     def drawn_at(self, row: int) -> list[int]:
-        """The rows of each source drawn before row `row` of the run, which is in this phase."""
+        """Return the rows of each source drawn before row `row` of the run, which is in this
+        phase."""
         in_phase = counts(row - self.begin, self.weights)
         return [sum(pair) for pair in zip(self.drawn, in_phase, strict=True)]
 
@@ -119,7 +120,7 @@ class Mixture(Rows):
         return numbers_below(sys.maxsize).map(row_number)
 
     def shares(self, steps: int, batch_size: int) -> list[Drawn]:
-        """What a run of so many steps draws of each source."""
+        """Return what a run of so many steps draws of each source."""
         rows = steps * batch_size
         last = [phase for phase in self._phases(batch_size) if phase.begin < rows][-1]
         read = zip(self.names, last.drawn_at(rows), self.source_rows, strict=True)
@@ -137,7 +138,7 @@ class Mixture(Rows):
 
 
 def check_shares(names: Sequence[str], data: DataConfig) -> None:
-    """Raises ConfigError where data.weights are not shares of the sources of these names."""
+    """Raise ConfigError where data.weights are not shares of the sources of these names."""
     text = data.weights.strip()
     if not text:
         return
@@ -152,9 +153,8 @@ def check_shares(names: Sequence[str], data: DataConfig) -> None:
 
 
 def phases(setting: str, text: str) -> list[tuple[int, str]]:
-    """(first step, value) of each phase of 'FIRST; STEP: NEXT; ...', in order; the first phase
-    begins at step 0.
-    """
+    """Return (first step, value) of each phase of 'FIRST; STEP: NEXT; ...', in order; the first
+    phase begins at step 0."""
     changes: list[tuple[int, str]] = []
     for entry in text.split(";"):
         step, colon, value = entry.partition(":") if changes else ("0", ":", entry)
@@ -169,7 +169,7 @@ def phases(setting: str, text: str) -> list[tuple[int, str]]:
 
 
 def counts(number: int, weights: Sequence[int]) -> list[int]:
-    """How many of the first `number` rows are of each source.
+    """Return how many of the first `number` rows are of each source.
 
     `number` is divided between the two halves of the sources by their weights, to the nearest whole
     row, and within each half likewise: each of the log2(sources) divisions adds at most half a row
@@ -186,7 +186,7 @@ def counts(number: int, weights: Sequence[int]) -> list[int]:
 
 
 def _numbers(text: str) -> list[Fraction]:
-    """Numbers separated by spaces, exactly; -1 for what is no number."""
+    """Read numbers separated by spaces, exactly; -1 for what is no number."""
     numbers = []
     for word in text.split():
         try:

@@ -41,7 +41,7 @@ class RowFormat(NamedTuple):
     cut: str = "prompt"
 
     def lengths(self, names: Iterable[str]) -> dict[str, int]:
-        """The length of each of the arrays of a row with these names."""
+        """Return the length of each of the arrays of a row with these names."""
         return {
             name: self.source_length if name in SOURCE_ARRAYS else self.length for name in names
         }
@@ -65,23 +65,23 @@ class Rows(abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """How many rows there are in an epoch."""
+        """Return how many rows there are in an epoch."""
 
     @abc.abstractmethod
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        """Row `index`; what is random in it is drawn from `rng`."""
+        """Return row `index`; what is random in it is drawn from `rng`."""
 
     def __getitem__(self, index: int) -> NumpyBatch:
-        """Row `index` with randomness of its own, for evaluation."""
+        """Return row `index` with randomness of its own, for evaluation."""
         return self.row(index, np.random.default_rng(index))
 
     def most_segments(self) -> int | None:
-        """The highest segment id of a row, in which segments are numbered from 1 in order and
-        padding comes last; None if it is not known."""
+        """Return the highest segment id of a row, in which segments are numbered from 1 in order
+        and padding comes last; None if it is not known."""
         return None
 
     def sources(self, name: str) -> "list[tuple[str, Rows]]":
-        """The rows of each source by its name; `name` is that of a single source."""
+        """Return the rows of each source by its name; `name` is that of a single source."""
         return [(name, self)]
 
     @property
@@ -90,20 +90,20 @@ class Rows(abc.ABC):
         return len(self)
 
     def order(self, seed: int, batch_size: int) -> "grain.MapDataset[int]":
-        """The numbers of the rows that a run reads, as an endless dataset: all rows in each epoch,
-        shuffled anew."""
+        """Return the numbers of the rows that a run reads, as an endless dataset: all rows in each
+        epoch, shuffled anew."""
         return numbers_below(len(self)).shuffle(seed=seed).repeat()
 
 
 def numbers_below(count: int) -> "grain.MapDataset[int]":
-    """The numbers from 0 to `count` - 1 as a dataset."""
+    """Return the numbers from 0 to `count` - 1 as a dataset."""
     import grain  # its start takes over a second, which commands without batches do without
 
     return grain.MapDataset.range(count)
 
 
 def numbered(sizes: list[int]) -> np.ndarray:
-    """The segments of pieces of these sizes, from 1: int32 [sum of sizes]."""
+    """Return the segments of pieces of these sizes, from 1: int32 [sum of sizes]."""
     return np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes)
 
 
@@ -119,14 +119,15 @@ class TextRows(Rows):
         self.stride = stride
 
     def has_tokens(self, number: int) -> bool:
-        """Whether there are so many, which does not wait for more of a text in the making."""
+        """Return whether there are so many, which does not wait for more of a text in the
+        making."""
         return self.store.held(number) == number
 
     def __len__(self) -> int:
         return max(0, -(-(self.tokens - 1) // self.stride))
 
     def most_segments(self) -> int | None:
-        """As `Rows.most_segments`, where each document of a row is a segment."""
+        """Count as `Rows.most_segments`, where each document of a row is a segment."""
         ends = self.store.ends()
         starts = np.arange(len(self), dtype=np.int64) * self.stride
         # A document that begins in a row after its first token is a segment more.
@@ -135,11 +136,12 @@ class TextRows(Rows):
         return int(begun.max(initial=0)) + 1
 
     def weights(self, start: int, used: int) -> np.ndarray:
-        """1 for each target of `used` places from `start` on, and 0 for a BOS: float32 [used]."""
+        """Return 1 for each target of `used` places from `start` on, and 0 for a BOS: float32
+        [used]."""
         return self.store.is_text(start + 1, start + 1 + used).astype(np.float32)
 
     def segments(self, start: int, used: int) -> np.ndarray:
-        """The documents of `used` places from `start` on, numbered from 1: int32 [used].
+        """Return the documents of `used` places from `start` on, numbered from 1: int32 [used].
 
         The end token before a document is the first token of its segment, so the first token of the
         document is a target too; a document that begins with a BOS is a segment from it on.
@@ -166,7 +168,7 @@ class CausalRows(TextRows):
         return self.row_from(int(index) * self.stride)
 
     def row_from(self, start: int) -> NumpyBatch:
-        """The row whose first token is at place `start` of the store."""
+        """Return the row whose first token is at place `start` of the store."""
         window = self.store.read(start, start + self.window)
         used = len(window) - 1
         weights = self.weights(start, used)
@@ -206,14 +208,14 @@ class WindowRows(CausalRows):
         return self.row_from(int(index))
 
     def order(self, seed: int, batch_size: int) -> "grain.MapDataset[int]":
-        """The places of the windows of a run, as an endless dataset: entry
-        `step * batch_size + row` is that of a row of a step."""
+        """Return the places of the windows of a run, as an endless dataset: entry `step *
+        batch_size + row` is that of a row of a step."""
         count = self.numbers
         return numbers_below(sys.maxsize).map(lambda number: window_start(seed, number, count))
 
 
 def window_start(seed: int, number: int, count: int) -> int:
-    """Where window `number` of a sequence of random windows begins: any of the `count`
+    """Return where window `number` of a sequence of random windows begins: any of the `count`
     positions 0 to count - 1, each as likely, independently of the other windows.
 
     Drawn by Philox, a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as
@@ -226,7 +228,7 @@ def window_start(seed: int, number: int, count: int) -> int:
 
 
 def padded(row: NumpyBatch, lengths: dict[str, int]) -> NumpyBatch:
-    """Each array filled with zeros to its length: token 0, weight 0, segment 0."""
+    """Return each array filled with zeros to its length: token 0, weight 0, segment 0."""
     longer = {name: np.zeros(lengths[name], array.dtype) for name, array in row.items()}
     for name, array in row.items():
         longer[name][: len(array)] = array
@@ -234,7 +236,7 @@ def padded(row: NumpyBatch, lengths: dict[str, int]) -> NumpyBatch:
 
 
 def stacked(rows: list[NumpyBatch]) -> NumpyBatch:
-    """The arrays of rows, each with the rows as its first axis."""
+    """Return the arrays of rows, each with the rows as its first axis."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -272,11 +274,11 @@ class BestFit:
         return len(self._bounds) - 1 + len(self._full)
 
     def most_pieces(self) -> int:
-        """The most pieces that a row holds."""
+        """Return the most pieces that a row holds."""
         return max(int(np.diff(self._bounds).max(initial=0)), 1)
 
     def pieces(self, row: int) -> Iterator[tuple[int, int]]:
-        """(first place, place after the last) of each piece of a row."""
+        """Return (first place, place after the last) of each piece of a row."""
         packed = len(self._bounds) - 1
         if row >= packed:
             begin = int(self._full[row - packed])
@@ -333,8 +335,8 @@ class BestFitRows(Rows):
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The row of each piece, from 0: the largest pieces go first, each to the fullest row that has
-    room for it.
+    """Return the row of each piece, from 0: the largest pieces go first, each to the fullest row
+    that has room for it.
 
     `sizes` [N] are from 1 to `capacity`. Pieces of one size are placed together, and so are rows
     with equal room, so the time depends on the number of different sizes.
@@ -379,13 +381,13 @@ class _OpenRows:
         self._made = 0
 
     def least(self, size: int) -> int:
-        """The least room that some row has and that is enough for `size`."""
+        """Return the least room that some row has and that is enough for `size`."""
         # Bit r of `enough` stands for room size + r, and x & -x is the lowest bit of x.
         enough = self._some >> size
         return size + (enough & -enough).bit_length() - 1
 
     def take(self, space: int, number: int) -> np.ndarray:
-        """Rows with that much room, `number` or as many as there are."""
+        """Take rows with that much room, `number` or as many as there are."""
         if space == self._capacity:
             self._made += number
             return np.arange(self._made - number, self._made)

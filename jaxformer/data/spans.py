@@ -28,7 +28,7 @@ class SourceRows(TextRows):
         return 1
 
     def arrays(self, text: np.ndarray, targets: np.ndarray) -> NumpyBatch:
-        """One row, padded."""
+        """Return one row, padded."""
         source = np.array(self.tokenizer.as_source(text), np.int32)
         # The decoder reads the start tokens and then each target before the next one; start tokens
         # after the first are targets too.
@@ -114,15 +114,15 @@ class PrefixRows(SourceRows):
 
 
 def hidden_counts(length: int, density: float, mean: float) -> tuple[int, int]:
-    """How many of `length` tokens are hidden, at least one and not all, and in how many spans."""
+    """Return how many of `length` tokens are hidden, at least one and not all, and in how many
+    spans."""
     hidden = min(max(round(length * density), 1), length - 1)
     return hidden, min(max(round(hidden / mean), 1), length - hidden)
 
 
 def raw_length(source_length: int, density: float, mean: float, around: int = 1) -> int:
-    """The most tokens of text whose source fits in `source_length` with its sentinels and the
-    `around` tokens that the tokenizer adds to a source: by default 568 in 512.
-    """
+    """Return the most tokens of text whose source fits in `source_length` with its sentinels and
+    the `around` tokens that the tokenizer adds to a source: by default 568 in 512."""
 
     def taken(length: int) -> int:
         hidden, spans = hidden_counts(length, density, mean)
@@ -135,7 +135,8 @@ def raw_length(source_length: int, density: float, mean: float, around: int = 1)
 
 
 def random_parts(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
-    """The sizes [parts] of random non-empty parts of `total`, every division equally likely."""
+    """Return the sizes [parts] of random non-empty parts of `total`, every division equally
+    likely."""
     # A division is a choice of parts - 1 of the total - 1 places between two neighbors.
     cuts = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
     return np.diff(cuts, prepend=0, append=total)

@@ -48,7 +48,7 @@ class Split:
         return int(self.scan.bytes * fractions[self.side])
 
     def rule(self) -> str:
-        """A description of this side, for messages and digests."""
+        """Return a description of this side, for messages and digests."""
         if self.side == "all":
             return "all text"
         chosen = "documents chosen by hash" if self.by_document else "the end of the text"
@@ -56,11 +56,11 @@ class Split:
         return f"{without}{chosen}, {self.fraction:g} of it"
 
     def identity(self) -> str:
-        """A digest of the text on this side, known without reading it."""
+        """Return a digest of the text on this side, known without reading it."""
         return fingerprint(self.scan.content, self.rule())
 
     def of(self, store: TokenStore) -> TokenStore:
-        """This side of the text's tokens."""
+        """Return this side of the text's tokens."""
         if self.side == "all":
             return store
         held_out = self.side == "validation"
@@ -69,8 +69,8 @@ class Split:
         return store.cut(self.fraction, after=held_out)
 
     def pieces(self) -> Iterator[Piece]:
-        """The pieces of this side's documents, in order; where a document is cut, about as many
-        bytes as `of` has tokens."""
+        """Yield the pieces of this side's documents, in order; where a document is cut, about as
+        many bytes as `of` has tokens."""
         pieces = self.source.pieces()
         train_fraction = 1 - self.fraction
         held_out = self.side == "validation"

@@ -18,7 +18,7 @@ MakeRows = Callable[[TokenStore, DataConfig, RowFormat, Tokenizer], Rows]
 def causal_rows(
     store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
 ) -> Rows:
-    """Rows in which every token but the first is a target once, packed as data.packing says."""
+    """Cut rows in which every token but the first is a target once, packed as data.packing says."""
     if data.order == "random":
         return WindowRows(store, data)
     if data.order == "text":
@@ -29,17 +29,17 @@ def causal_rows(
 
 
 def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
-    """Names of the special tokens that hidden spans need and a tokenizer lacks."""
+    """Return the names of the special tokens that hidden spans need and a tokenizer lacks."""
     return [] if tokenizer.sentinels() else ["<extra_id_0> and so on"]
 
 
 def nothing_missing(tokenizer: Tokenizer) -> list[str]:
-    """For rows that work with every tokenizer."""
+    """Miss nothing, for rows that work with every tokenizer."""
     return []
 
 
 def reads_plain_text(template: object, rows: object) -> bool:
-    """Whether rows are plain text that a decoder learns, without a template of their own."""
+    """Return whether rows are plain text that a decoder learns, without a template of their own."""
     return template is None and rows is causal_rows
 
 
@@ -67,7 +67,7 @@ FIELD_SETTINGS = {
 
 
 def fields_of(entries: tuple[str | RecordField, ...], data: DataConfig) -> Fields:
-    """The fields of an objective by the names that the settings give them."""
+    """Return the fields of an objective by the names that the settings give them."""
     fields = []
     for entry in entries:
         if isinstance(entry, RecordField):
@@ -100,8 +100,8 @@ class Task(NamedTuple):
     every_token: bool = False
 
     def beginning(self, bos: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The tokens with which each document of a text begins, as data.bos=`bos` says; none where
-        rows are made otherwise."""
+        """Return the tokens with which each document of a text begins, as data.bos=`bos` says; none
+        where rows are made otherwise."""
         if bos == "never" or not reads_plain_text(self.template, self.rows):
             return ()
         # As prompts and the templates of records have it.

@@ -47,26 +47,26 @@ class Template(abc.ABC):
         self.capacity: tuple[int, ...] = (self.length,)
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        """The ids of each record's parts, which here are texts; a new label gets the next
+        """Return the ids of each record's parts, which here are texts; a new label gets the next
         number."""
         texts = [[*map(str, field)] for field in zip(*records, strict=True)]
         return zip(*map(self.tokenizer.encode_batch, texts), strict=True)
 
     def warnings(self) -> list[str]:
-        """What a user should know before training on these records."""
+        """Return what a user should know before training on these records."""
         return []
 
     @abc.abstractmethod
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens that examples of parts of these `lengths` [N, parts] would take of each stream,
-        uncut: [N, streams]."""
+        """Return the tokens that examples of parts of these `lengths` [N, parts] would take of each
+        stream, uncut: [N, streams]."""
 
     @abc.abstractmethod
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        """The arrays of one example, cut to what a row holds."""
+        """Return the arrays of one example, cut to what a row holds."""
 
     def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
-        """The arrays of a row: those of its examples one after the other, numbered from 1 as
+        """Return the arrays of a row: those of its examples one after the other, numbered from 1 as
         segments, and padding."""
         row = {
             name: np.concatenate([example[name] for example in examples]) for name in examples[0]
@@ -87,7 +87,7 @@ class SidesTemplate(Template):
         self.capacity = (self.length, self.length)
 
     def pair(self, sides: list[NumpyBatch]) -> NumpyBatch:
-        """The arrays [2, T] of two texts, each padded as a row of its own."""
+        """Return the arrays [2, T] of two texts, each padded as a row of its own."""
         return stacked([Template.row(self, [side]) for side in sides])
 
     def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
@@ -164,7 +164,7 @@ class ExampleRows(Rows):
         return int(np.diff(self._bounds).max(initial=1))
 
     def members(self, index: int) -> np.ndarray:
-        """The numbers of the examples in a row, in order."""
+        """Return the numbers of the examples in a row, in order."""
         return self._members[self._bounds[index] : self._bounds[index + 1]]
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
@@ -173,8 +173,8 @@ class ExampleRows(Rows):
 
 
 def first_fit(sizes: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> list[list[int]]:
-    """The numbers of the examples in each row: each goes to the first open row that has room in all
-    streams.
+    """Return the numbers of the examples in each row: each goes to the first open row that has room
+    in all streams.
 
     `sizes` [N, streams] are at most `capacity` [streams].
     """
@@ -198,35 +198,30 @@ def first_fit(sizes: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> lis
 
 
 def joined(*sequences: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Ids one after the other: int32."""
+    """Join ids, one after the other: int32."""
     return np.concatenate([np.asarray(ids, np.int32) for ids in sequences])
 
 
 JOINT_IDS = "ids of joint texts"
 
 
-def joint_ids(tokenizer: Tokenizer, records: list[Record]) -> list[list[list[int]]]:
-    """The ids of each prompt, and those that follow for each of its completions: the ids of both as
-    one text, which are others than those of each alone where a token reaches over the border, or
-    where the tokenizer puts a space before a text. The prompt ends where the ids of a joint text
-    are no longer those of the prompt alone, as it is given to the model that continues it."""
+def joint_ids(tokenizer: Tokenizer, records: list[Record]) -> Iterator[Parts]:
+    """Yield the ids of each prompt, and those that follow for each of its completions: the ids of
+    both as one text, which are others than those of each alone where a token reaches over the
+    border, or where the tokenizer puts a space before a text. The prompt ends where the ids of a
+    joint text are no longer those of the prompt alone, as it is given to the model that continues
+    it."""
     prompts = tokenizer.encode_batch([str(prompt) for prompt, *_ in records])
-    sides = range(1, len(records[0]))
-    joint = [
-        tokenizer.encode_batch([f"{record[0]}{record[side]}" for record in records])
-        for side in sides
-    ]
-    parts: list[list[list[int]]] = [[] for _ in records[0]]  # the prompts, and each completion
-    for prompt, *texts in zip(prompts, *joint, strict=True):
-        border = min(common_length(prompt, ids) for ids in texts)
-        parts[0].append(texts[0][:border])
-        for completions, ids in zip(parts[1:], texts, strict=True):
-            completions.append(ids[border:])
-    return parts
+    texts = [f"{prompt}{side}" for prompt, *sides in records for side in sides]
+    encoded = iter(tokenizer.encode_batch(texts))
+    for prompt, (_, *sides) in zip(prompts, records, strict=True):
+        joint = [next(encoded) for _ in sides]
+        border = min(common_length(prompt, ids) for ids in joint)
+        yield joint[0][:border], *(ids[border:] for ids in joint)
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of ids with which both begin."""
+    """Return the number of ids with which both begin."""
     equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     return sum(1 for _ in equal)
 
@@ -255,8 +250,8 @@ class AnswerTemplate(Template):
         return self.answered(ids, edges, len(ids) - edges[0] if len(edges) else 0)
 
     def answered(self, ids: np.ndarray, edges: np.ndarray, answer: int) -> NumpyBatch:
-        """The arrays [at most T] of a text that is learned between `edges`, whose prompt leaves
-        room for `answer` tokens."""
+        """Return the arrays [at most T] of a text that is learned between `edges`, whose prompt
+        leaves room for `answer` tokens."""
         if self.cut == "prompt" and len(edges):
             # The last token is a target alone, so that a row has length + 1 tokens.
             capacity = max(self.length + 1 - answer, (self.length + 1) // 2)
@@ -277,7 +272,7 @@ class SFTTemplate(AnswerTemplate):
     recipe = (JOINT_IDS,)
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        for prompt, answer in zip(*joint_ids(self.tokenizer, records), strict=True):
+        for prompt, answer in joint_ids(self.tokenizer, records):
             ids = [*self.before, *prompt, *answer, self.end]
             yield ids, (len(ids) - len(answer) - 1, len(ids))
 
@@ -315,10 +310,10 @@ class PreferenceTemplate(SidesTemplate, AnswerTemplate):
         self.recipe = (JOINT_IDS, template_fingerprint(tokenizer))
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        """The ids of each prompt and of both completions, with the tokens that begin and end a
-        text; of messages those of the chat template alone."""
+        """Return the ids of each prompt and of both completions, with the tokens that begin and end
+        a text; of messages those of the chat template alone."""
         texts = [record for record in records if isinstance(record[0], str)]
-        written = zip(*joint_ids(self.tokenizer, texts), strict=True) if texts else iter(())
+        written = joint_ids(self.tokenizer, texts)
         spoken = self._answers(records)
         for record in records:
             if not isinstance(record[0], str):
@@ -328,7 +323,7 @@ class PreferenceTemplate(SidesTemplate, AnswerTemplate):
             yield [*self.before, *prompt], *([*side, self.end] for side in sides)
 
     def _answers(self, records: list[Record]) -> Iterator[Parts]:
-        """The parts of the records whose prompt is messages.
+        """Yield the parts of the records whose prompt is messages.
 
         A completion begins with the first token that is learned. Where a token holds characters of
         both the prompt and an answer, so that the prompts differ in it, it is part of the
@@ -381,8 +376,8 @@ class PreferenceTemplate(SidesTemplate, AnswerTemplate):
 
 
 def marked_text(chat: ChatTemplate, messages: Value, index: int) -> Marked:
-    """The text of a conversation, and the places in it of what is learned; `index` is that of its
-    record."""
+    """Return the text of a conversation, and the places in it of what is learned; `index` is that
+    of its record."""
     try:
         return chat.marked([json.loads(message) for message in messages])
     except UnboundedTemplate:
@@ -411,8 +406,8 @@ class FramedTemplate(Template):
         self.recipe = tuple(str(frame.slots) for frame in self.frames.values())
 
     def framed(self, *texts: Sequence[int] | np.ndarray) -> NumpyBatch:
-        """The tokens of texts in their frame, and the types of the tokens where the model has
-        any."""
+        """Return the tokens of texts in their frame, and the types of the tokens where the model
+        has any."""
         tokens, kinds = self.frames[len(texts)].fill(texts)
         row = {"tokens": tokens}
         if self.format.token_types:
