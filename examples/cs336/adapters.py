@@ -329,4 +329,4 @@ def get_tokenizer(
 def run_train_bpe(
     input_path: str | os.PathLike[str], vocab_size: int, special_tokens: list[str], **kwargs: Any
 ) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
-    return jf.tokenizer.train_bpe(input_path, vocab_size, special_tokens)
+    return jf.tokenizer.train_bpe(os.fspath(input_path), vocab_size, special_tokens)

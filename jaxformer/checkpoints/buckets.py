@@ -8,13 +8,14 @@ last.
 
 import functools
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from etils import epath
 
-from jaxformer.files import ConfigError, is_remote, located, write_text
+from jaxformer.files import ConfigError, store_of
 
 MARKER = "commit_success.txt"  # Orbax's name for it
 SCHEMES = ("gs", "s3")  # for which both epath and TensorStore have a driver
@@ -22,80 +23,61 @@ DAMAGE = "damage.txt"  # says in a checkpoint that was set aside what is wrong w
 
 
 def orbax_path(path: Path) -> Any:
-    """The path as Orbax takes it: itself on a disk, an `epath.Path` in a bucket."""
-    if not is_remote(path):
-        return path
-    _prepare_orbax()
-    return epath.Path(str(path))
+    """Convert a path to that of Orbax, which opens the files of a disk and of buckets."""
+    text = str(path)
+    if text.startswith("s3://"):
+        _prepare_orbax()
+    return epath.Path(text)
 
 
-def require_bucket(folder: Path) -> None:
-    """Raises ConfigError for a store in which Orbax cannot save, and where the bucket does not
-    exist: s3fs would create one."""
-    if str(folder).partition("://")[0] not in SCHEMES:
+# With these characters in its path a checkpoint is saved but cannot be read: Orbax takes the path
+# for a glob pattern, and TensorStore a backslash for a slash.
+UNSAVABLE = "*?[\\"
+
+
+def require_savable(folder: Path) -> None:
+    """Raise ConfigError for a path below which Orbax does not save checkpoints, or saves some that
+    cannot be read."""
+    if marks := [mark for mark in UNSAVABLE if mark in str(folder)]:
+        raise ConfigError(
+            f"{folder} has {' and '.join(marks)} in its path, and checkpoints saved there cannot be"
+            " read again: choose a directory without any of *, ?, [ and \\ in its path."
+        )
+    scheme, separator, rest = str(folder).partition("://")
+    if separator and "//" in rest:
+        raise ConfigError(
+            f"{folder} has an empty name between two slashes, by which programs find different"
+            f" objects: write {scheme}://{re.sub('/+', '/', rest)}."
+        )
+    if separator and scheme not in SCHEMES:
         raise ConfigError(
             f"checkpoints cannot be saved to {folder}: Orbax saves to disks, gs:// and s3://."
             " Choose a run.dir there."
         )
-    bucket = str(folder).split("/")[2]
-    if not located(f"{str(folder).partition('://')[0]}://{bucket}").exists():
-        raise ConfigError(
-            f"{folder} cannot be written: there is no bucket {bucket}, or it may not be listed with"
-            " these credentials. Create it, or choose another run.dir."
-        )
 
 
-def marked_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints that have their marker, ascending."""
-    return sorted(int(path.name) for path in _steps(folder) if (path / MARKER).exists())
+def steps_among(paths: Iterable[Any]) -> dict[int, Any]:
+    """Select the paths that have the names of checkpoints, by their steps."""
+    return {int(path.name): path for path in paths if path.name.isascii() and path.name.isdecimal()}
 
 
-def remove_unmarked(folder: Path) -> None:
-    """Removes what a killed run left of an unfinished save, and of checkpoints that it was
-    deleting."""
-    for path in _steps(folder):
-        if not (path / MARKER).exists():
-            path.remove()
-
-
-def copy_aside(checkpoint: Path, target: Path, reason: str) -> None:
-    """Copies a damaged checkpoint within its store, then deletes it.
-
-    The copy is complete once it has its DAMAGE, and the checkpoint stays one until its marker is
-    deleted after that: a run that is killed in between copies it again when it continues.
-    """
-    source = cast(Any, checkpoint)
-    cast(Any, target).copy_from(source)
-    write_text(target / DAMAGE, reason + "\n")
-    (checkpoint / MARKER).unlink()
-    source.remove()
-
-
-def _steps(folder: Path) -> list[Any]:
-    """The paths of checkpoints, unfinished ones too."""
-    try:
-        entries = cast(Any, folder).entries()
-    except FileNotFoundError:
-        return []
-    names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries]
-    return [folder / name for name in names if name.isascii() and name.isdecimal()]
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed run left of an unfinished save, and of checkpoints that it was deleting:
+    Orbax would take their names in a bucket for those of finished ones."""
+    for path in steps_among(store_of(folder).incomplete(folder, MARKER)).values():
+        path.remove()
 
 
 @functools.cache
 def _prepare_orbax() -> None:
-    """Lets Orbax save to `s3://`, which it refuses, although TensorStore has a driver for it, and
-    keeps its listings of buckets from a cache, which would not show what TensorStore put.
+    """Let Orbax save to `s3://`, which it refuses, although TensorStore has a driver for it.
 
     Orbax builds each location by one function. Here it builds that of a `gs://` of the same name,
     and the driver in it is replaced.
     """
-    import fsspec.config  # takes 70 ms, and no run on a disk needs it
-
     # Private: where a version of Orbax lacks it, runs on a disk go on.
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    for scheme in SCHEMES:
-        fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
     build: Callable[..., Any] = tensorstore_utils.build_kvstore_tspec
 
     @functools.wraps(build)

@@ -23,13 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.files import is_remote
+from jaxformer.files import store_of
 
 WORD = np.uint32
 FILES = "files.json"  # of a checkpoint: the digests of the files in FOLDERS
 FOLDERS = ("state", "manifest")
 READ_AT_ONCE = 2**20  # bytes of a file
-READ_OF_A_BUCKET = 2**24  # bytes of an object that one request of a bucket asks for
 READERS = 4  # files that are read in parallel
 
 FileDigest: TypeAlias = list[int]  # size and CRC-32
@@ -88,31 +87,27 @@ def digest_on_host(array: np.ndarray[Any, Any]) -> str:
 
 
 def file_digest(path: Path) -> FileDigest:
-    """The size and the CRC-32 of a file. Raises OSError where it cannot be read."""
-    size, crc = 0, 0
-    # A file of a disk needs no buffer, and an object is read in ranges.
-    with path.open("rb", buffering=READ_OF_A_BUCKET if is_remote(path) else 0) as file:
-        while block := file.read(READ_AT_ONCE):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+    """Compute the size and the CRC-32 of a file. Raises OSError where it cannot be read, and
+    ConfigError in a bucket."""
+    size = 0
+    crc = 0
+    for block in store_of(path).blocks(path, READ_AT_ONCE):
+        size += len(block)
+        crc = zlib.crc32(block, crc)
     return [size, crc]
 
 
 def write_file_digests(checkpoint: Path) -> None:
-    """Writes the digests of all files in the FOLDERS of a checkpoint to its FILES."""
-    names = [name for folder in FOLDERS for name in _names_of_files(checkpoint, folder)]
+    """Write the digests of all files in the FOLDERS of a checkpoint to its FILES."""
+    names: list[str] = []
+    for folder in FOLDERS:
+        below = checkpoint / folder
+        names += [f"{folder}/{name}" for name in store_of(below).names_below(below)]
     with ThreadPoolExecutor(READERS) as pool:
         sums = pool.map(lambda name: file_digest(checkpoint / name), names)
     table = dict(sorted(zip(names, sums, strict=True)))
     content = {"files": table, "sha256": _checksum(table)}
     (checkpoint / FILES).write_text(json.dumps(content), encoding="utf-8")
-
-
-def _names_of_files(checkpoint: Path, folder: str) -> list[str]:
-    if is_remote(checkpoint):
-        below: Any = checkpoint / folder
-        return [f"{folder}/{name}" for name in below.names_below()]
-    paths = (path for path in (checkpoint / folder).rglob("*") if path.is_file())
-    return [path.relative_to(checkpoint).as_posix() for path in paths]
 
 
 def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[str]:
@@ -122,45 +117,30 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
     Raises Altered where the digests themselves were altered or are missing, and OSError where a
     file exists and cannot be read, which says nothing about its bytes.
     """
-    if may_never_end(checkpoint / FILES):
-        raise Altered(f"{FILES} is no file")
-    try:
-        content = (checkpoint / FILES).read_bytes()
-    except FileNotFoundError:
-        raise Altered(f"{FILES} is missing") from None
-    table = _parsed(content)
-
-    def is_altered(name: str) -> bool:
-        if may_never_end(checkpoint / name):
-            return True
-        try:
-            return file_digest(checkpoint / name) != table[name]
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-
-    names: Sequence[str] = sorted(table)[process::count]
-    with ThreadPoolExecutor(READERS) as pool:
-        answers = pool.map(is_altered, names)
-    return [name for name, altered in zip(names, answers, strict=True) if altered]
-
-
-def may_never_end(path: Path) -> bool:
-    """Whether a path is that of a pipe or a device, whose reading may not end."""
-    return not is_remote(path) and path.exists() and not (path.is_file() or path.is_dir())
-
-
-def _parsed(content: bytes) -> dict[str, FileDigest]:
-    """The table in FILES. Raises Altered where it is not what was saved."""
+    store = store_of(checkpoint)
+    # A version has what is a file, and no pipe, whose reading may never end.
+    if store.version(checkpoint / FILES) is None:
+        raise Altered(f"{FILES} is missing")
+    content = (checkpoint / FILES).read_bytes()
     try:
         saved = json.loads(content)
         table: dict[str, FileDigest] = saved["files"]
         is_intact = saved["sha256"] == _checksum(table)
         inside = all(name.split("/")[0] in FOLDERS and ".." not in name for name in table)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        is_intact = inside = False
+        is_intact = False
+        inside = False
     if not (is_intact and inside):
         raise Altered(f"{FILES} is not what was saved")
-    return table
+
+    def is_altered(name: str) -> bool:
+        path = checkpoint / name
+        return store.version(path) is None or file_digest(path) != table[name]
+
+    names: Sequence[str] = sorted(table)[process::count]
+    with ThreadPoolExecutor(READERS) as pool:
+        answers = pool.map(is_altered, names)
+    return [name for name, altered in zip(names, answers, strict=True) if altered]
 
 
 def _checksum(table: Mapping[str, FileDigest]) -> str:

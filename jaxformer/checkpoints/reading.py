@@ -22,17 +22,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxformer.arrays.params import dotted
-from jaxformer.checkpoints.buckets import marked_steps, orbax_path
-from jaxformer.checkpoints.digests import (
-    Altered,
-    altered_files,
-    as_texts,
-    digest_on_host,
-    digests,
-    may_never_end,
-)
+from jaxformer.checkpoints.buckets import MARKER, orbax_path, steps_among
+from jaxformer.checkpoints.digests import Altered, altered_files, as_texts, digest_on_host, digests
 from jaxformer.cluster.processes import together
-from jaxformer.files import ConfigError, first_of, is_remote, store_errors
+from jaxformer.files import ConfigError, first_of, store_of
 
 MANIFEST_FORMAT = 3  # of the manifest; checkpoints of others are refused
 READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
@@ -165,9 +158,8 @@ def _read_files(
     With `exact`, the bytes of the files are compared too; `share` is the index of this process and
     the number of processes that divide this work.
     """
-    for entry in () if is_remote(checkpoint) else checkpoint.rglob("*"):
-        if may_never_end(entry):  # TensorStore would wait for it
-            raise Altered(f"{entry.name} is no regular file")
+    for entry in store_of(checkpoint).irregular(checkpoint):
+        raise Altered(f"{entry.name} is no regular file")  # TensorStore would wait for it
     kinds = ocp.checkpoint_utils.construct_restore_args(targets)
     try:
         manifest = read_manifest(checkpoint)
@@ -188,9 +180,7 @@ def failure_of(checkpoint: Path, error: Exception) -> Altered | ConfigError:
     if isinstance(error, Altered):
         return error
     try:
-        with store_errors(checkpoint, "read"):
-            altered = altered_files(checkpoint)
-        if altered:
+        if altered := altered_files(checkpoint):
             listed = first_of(altered, 5, ", ")
             return Altered(f"{in_short(error)}; files are not as they were saved: {listed}")
     except Altered as problem:  # of the digests
@@ -236,7 +226,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     Raises Altered where it is not what was written, and ConfigError for another format.
     """
     file = checkpoint / "manifest/metadata"
-    if may_never_end(file):
+    if file.exists() and store_of(file).version(file) is None:
         raise Altered("metadata is no regular file")
     saved = json.loads(file.read_bytes())
     if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):
@@ -318,12 +308,8 @@ def _require_match(
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of the finished checkpoints in a run directory, ascending. Unfinished ones have other
-    names, or, in a bucket, no marker. Raises ConfigError where a bucket cannot be listed."""
-    if is_remote(run_dir):
-        return marked_steps(run_dir / "checkpoints")
-    return sorted(
-        int(entry.name)
-        for entry in (run_dir / "checkpoints").glob("*")
-        if entry.is_dir() and entry.name.isascii() and entry.name.isdecimal()
-    )
+    """List the steps of the finished checkpoints in a run directory, ascending. Unfinished ones
+    have other names, or, in a bucket, no marker. Raises ConfigError where a bucket cannot be
+    listed."""
+    folder = run_dir / "checkpoints"
+    return sorted(steps_among(store_of(folder).complete(folder, MARKER)))

@@ -20,10 +20,10 @@ from orbax.checkpoint import checkpoint_managers as policies
 from jaxformer.arrays.params import dotted
 from jaxformer.checkpoints.buckets import (
     DAMAGE,
-    copy_aside,
+    MARKER,
     orbax_path,
-    remove_unmarked,
-    require_bucket,
+    remove_unfinished,
+    require_savable,
 )
 from jaxformer.checkpoints.digests import write_file_digests
 from jaxformer.checkpoints.reading import (
@@ -36,12 +36,8 @@ from jaxformer.checkpoints.reading import (
     saved_steps,
 )
 from jaxformer.cluster.processes import together
-from jaxformer.files import ConfigError, is_remote, located, store_errors, sync, write_text
-
-# With these characters in its path a checkpoint is saved but cannot be read: Orbax takes the path
-# for a glob pattern, and TensorStore a backslash for a slash.
-UNSAVABLE = "*?[\\"
-
+from jaxformer.files import ConfigError, located, store_of
+from jaxformer.files.stores import sync
 
 # Orbax logs what it raises as well, and that a draft lacks what another of its threads is writing.
 logging.getLogger("absl").addFilter(
@@ -98,15 +94,7 @@ class Checkpoints:
         self._saving: int | None = None
         self._read_back = False
         require_savable(self.folder)
-        if is_remote(self.folder):
-            require_bucket(self.folder)
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.folder} cannot be written ({error.strerror}): choose another directory."
-            ) from error
+        store_of(self.folder).make_folder(self.folder)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -153,7 +141,7 @@ class Checkpoints:
         if step in self.steps():
             return
         if self._manager is None:
-            with store_errors(self.folder, "written"):
+            with store_of(self.folder).store_errors(self.folder, "written"):
                 self._manager = make_manager(self.folder, *self._retention)
         leaves, metrics = flat_leaves(state), None
         leaves = {path: leaf for path, leaf in leaves.items() if path not in self._without}
@@ -210,7 +198,18 @@ class Checkpoints:
                 )
                 continue
             if damaged and jax.process_index() == 0:
-                set_aside(self.folder, damaged, log)
+                for damaged_step, reason in damaged.items():
+                    target_folder = store_of(self.folder).set_aside(
+                        self.folder / str(damaged_step),
+                        f"damaged-{damaged_step}",
+                        DAMAGE,
+                        reason,
+                        MARKER,
+                    )
+                    log(
+                        f"The checkpoint of step {damaged_step} was set aside as {target_folder};"
+                        " nothing in it was changed."
+                    )
                 if self._manager is not None:
                     self._manager.reload()
             return jax.tree.unflatten(jax.tree.structure(target), (current | leaves).values())
@@ -220,32 +219,6 @@ class Checkpoints:
                 f"no checkpoint of this run can be read; nothing was overwritten:\n  {lines}"
             )
         return None
-
-
-def set_aside(folder: Path, damaged: Mapping[int, str], log: Callable[[str], None]) -> None:
-    """Renames damaged checkpoints, given by step with the reasons, so that their steps can be saved
-    again. In a bucket they are copied and then deleted."""
-    for step in damaged:
-        target, number = folder / f"damaged-{step}", 1
-        # In a bucket, a copy without a reason is one that was not completed.
-        while (target / DAMAGE if is_remote(folder) else target).exists():
-            number += 1
-            target = folder / f"damaged-{step}-{number}"
-        if is_remote(folder):
-            copy_aside(folder / str(step), target, damaged[step])
-        else:
-            (folder / str(step)).rename(target)
-            write_text(target / DAMAGE, damaged[step] + "\n", follow=False)
-        log(f"The checkpoint of step {step} was set aside as {target}; nothing in it was changed.")
-
-
-def require_savable(folder: Path) -> None:
-    """Raises ConfigError for a directory in which Orbax saves checkpoints that cannot be read."""
-    if marks := [mark for mark in UNSAVABLE if mark in str(folder)]:
-        raise ConfigError(
-            f"{folder} has {' and '.join(marks)} in its path, and checkpoints saved there cannot be"
-            " read again: choose a directory without any of *, ?, [ and \\ in its path."
-        )
 
 
 @contextlib.contextmanager
@@ -316,11 +289,9 @@ def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.Checkpo
         best_fn=_validation_loss if best else None,
         best_mode="min",
         cleanup_tmp_directories=True,
-        temporary_path_class=MarkedDraft if is_remote(folder) else DurableDraft,
+        temporary_path_class=DurableDraft if store_of(folder).renames else MarkedDraft,
     )
-    # Orbax would take the names of unfinished checkpoints in a bucket for finished ones.
-    if is_remote(folder):
-        together(lambda: remove_unmarked(folder) if jax.process_index() == 0 else None)
+    together(lambda: remove_unfinished(folder) if jax.process_index() == 0 else None)
     return _Manager(orbax_path(folder), options=options)
 
 

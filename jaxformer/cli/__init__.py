@@ -108,7 +108,7 @@ def _reported(error: BaseException) -> int:
         return 2
     packages = {type(one).__module__.partition(".")[0] for one in (error, error.__cause__)}
     if packages.intersection(OF_STORES):
-        from jaxformer.files import explained
+        from jaxformer.files.bucket import explained
 
         print(f"error: a store could not be reached {escaped(explained(error))}.", file=sys.stderr)
         return 2

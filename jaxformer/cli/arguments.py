@@ -13,7 +13,7 @@ from jaxformer.config.config_file import read_config
 from jaxformer.config.run import ObjectiveName, RunConfig
 from jaxformer.config.settings import choices
 from jaxformer.config.train import Weights
-from jaxformer.files import ConfigError, is_remote, located
+from jaxformer.files import ConfigError, located, store_of
 from jaxformer.runs.config import parse_arguments
 
 # Options of `sample` of which one alone can be used.
@@ -276,7 +276,7 @@ class EncodeArguments(TokenizerArguments):
     """Writes the token ids of a text to standard output or a file, and their number to standard
     error."""
 
-    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = "-"
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = Path("-")
     """UTF-8 text, plain, .gz or .zst; - is standard input."""
     output: OptionalPath = None
     """.npy file for the ids, uint16 or uint32, instead of standard output."""
@@ -414,7 +414,7 @@ def _paths(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
         nargs=1,
         metavar="PATH",
         instance_from_str=path_of,
-        is_instance=lambda value: isinstance(value, Path) or is_remote(value),
+        is_instance=lambda value: hasattr(value, "parents"),  # a path of a disk or of a URL
         str_from_instance=lambda path: [str(path)],
     )
 
@@ -457,8 +457,5 @@ def parse_with_config(
 
 def check_output(path: Path | None) -> None:
     """Raises ConfigError where the directory of an output file does not exist."""
-    if path is None or is_remote(path):
-        return
-    if not path.absolute().parent.is_dir():
-        folder = path.absolute().parent
-        raise ConfigError(f"{path} cannot be written: the directory {folder} does not exist.")
+    if path is not None:
+        store_of(path).require_folder_of(path)

@@ -1,11 +1,8 @@
 """`jaxformer convert SOURCE TARGET`: a run or a GGUF file to a Hugging Face model directory, such a
 directory to a run, or an adapter to peft's format or into its model."""
 
-import contextlib
 import dataclasses
 import math
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -14,8 +11,8 @@ from jaxformer.adapters.adapted_params import merge
 from jaxformer.adapters.low_rank import is_adapted
 from jaxformer.arrays.params import is_custom
 from jaxformer.cli.arguments import ConvertArguments
-from jaxformer.files import ConfigError, is_remote, read_object
-from jaxformer.files.uploads import LocalFolder
+from jaxformer.files import ConfigError, read_object, store_of
+from jaxformer.files.stores import UNFINISHED
 from jaxformer.interop.logit_parity import compare, require_transformers
 from jaxformer.interop.peft_writing import save_adapter
 from jaxformer.interop.pretrained import save_pretrained
@@ -24,7 +21,6 @@ from jaxformer.runs.loading import Loaded, load, save_run
 from jaxformer.runs.model_files import ModelFiles
 
 CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
-UNFINISHED = ".unfinished"  # the folder in a target in which its files are written
 
 
 def run(args: ConvertArguments) -> int:
@@ -32,9 +28,8 @@ def run(args: ConvertArguments) -> int:
         require_transformers()
     target = args.target
     source = ModelFiles(args.source)
-    if not is_remote(target):
-        # What a conversion that was killed has left.
-        shutil.rmtree(target / UNFINISHED, ignore_errors=True)
+    # What a conversion that was killed has left.
+    store_of(target).remove_folder(target / UNFINISHED)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not empty: choose a new directory.")
     to_run = source.kind == "pretrained"
@@ -51,7 +46,8 @@ def run(args: ConvertArguments) -> int:
             " leave out --verify."
         )
     size = human_count(sum(leaf.size for leaf in jax.tree.leaves(model.params)))
-    with complete_or_empty(target, to_run) as folder:
+    # The config.json of a run is written last, and without it there is no run.
+    with store_of(target).filled(target, in_order=to_run) as folder:
         if has_adapter and not args.merge:
             _write_adapter(model, source, args, folder)
         elif to_run:
@@ -79,38 +75,6 @@ def run(args: ConvertArguments) -> int:
         if args.verify:
             return _verified(model, args, args.source if to_run else folder)
     return 0
-
-
-@contextlib.contextmanager
-def complete_or_empty(target: Path, to_run: bool) -> Iterator[Path]:
-    """The folder to write in this block, whose files are moved to the target at its end. An error
-    or a signal leaves none of them."""
-    if is_remote(target):
-        if to_run:
-            # The config.json of a run is written last, and without it there is no run.
-            yield target
-        else:
-            local = LocalFolder(target)
-            yield local.path
-            local.close()
-        return
-    is_new = not target.exists()
-    folder = target / UNFINISHED
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written ({error.strerror}): choose another directory."
-        ) from error
-    try:
-        yield folder
-        for entry in folder.iterdir():
-            entry.rename(target / entry.name)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if is_new:
-            with contextlib.suppress(OSError):  # it has the files
-                target.rmdir()
 
 
 def _tell_rounded(model: Loaded, source: Path) -> None:

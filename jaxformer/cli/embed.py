@@ -12,7 +12,6 @@ import numpy as np
 from jaxformer.cli.arguments import EmbedArguments
 from jaxformer.cli.prompting import check_size, open_model, tokens_of, typed_lines
 from jaxformer.data.templates import ClassTemplate
-from jaxformer.files import located
 from jaxformer.generation.prompts import padded, rounded
 from jaxformer.interop.sentence_modules import LISTING, stated_length
 from jaxformer.models.text_vectors import embed
@@ -27,12 +26,12 @@ def run(args: EmbedArguments) -> int:
     text is framed as a text of the objective contrastive is, and cut where its rows, the tokenizer
     or sentence-transformers cut it."""
     model = open_model(args)
-    settings, directory = model.tokenizer.metadata.settings, located(args.path)
+    settings = model.tokenizer.metadata.settings
     template = ClassTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
-    if (directory / LISTING).is_file():
+    if (args.path / LISTING).is_file():
         # sentence-transformers adds nothing to the tokenizer's template.
         template.frames[1] = model.tokenizer.frame(1) or closed([], [], 1)
-    limit = int(min(stated_length(directory, settings) or math.inf, template.length))
+    limit = int(min(stated_length(args.path, settings) or math.inf, template.length))
     room = max(limit - template.frames[1].added, 0)
     first = settings.get("truncation_side") == "left"  # is cut, and not the end
 

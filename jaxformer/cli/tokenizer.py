@@ -24,7 +24,7 @@ from jaxformer.data.documents import PACKED, READ_BYTES, read_blocks
 from jaxformer.data.records import RecordField
 from jaxformer.data.source import find_source
 from jaxformer.data.store import ProgressNotes
-from jaxformer.files import ConfigError, located, replacing
+from jaxformer.files import ConfigError, replacing
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.bpe import blocks_of, train_on
 from jaxformer.tokenizer.metadata import ROLES, TOKENIZER_FILE
@@ -105,14 +105,13 @@ def _encode(args: EncodeArguments) -> int:
         nonlocal size
         blocks: Iterable[bytes]
         total = 0
-        if args.file == "-":
+        if str(args.file) == "-":
             # A pipe is read with os.read, which returns as soon as there is anything.
             blocks = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
         else:
-            path = located(args.file)
-            blocks = read_blocks(path)
-            if path.suffix.lower() not in PACKED:
-                total = _size(path)
+            blocks = read_blocks(args.file)
+            if args.file.suffix.lower() not in PACKED:
+                total = _size(args.file)
         notes = ProgressNotes(_log, total, f"{args.file}: encoded")
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in itertools.chain(blocks, [b""]):
@@ -120,7 +119,7 @@ def _encode(args: EncodeArguments) -> int:
             try:
                 yield decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                name = "standard input" if args.file == "-" else args.file
+                name = "standard input" if str(args.file) == "-" else args.file
                 raise ConfigError(
                     f"{name} is not UTF-8 text at offset {start + error.start} ({error.reason}):"
                     " convert it to UTF-8."

@@ -84,9 +84,12 @@ def read_config(path: str | Path) -> RunConfig:
     """The config as its file states it; its sections are not yet checked against each other."""
     file, _, name = str(path).rpartition(":")
     # The path has no colon, or a colon that is part of it.
-    if not name.isidentifier() or located(path).exists():
-        file, name = str(path), ""
-    source = located(file)
+    source = located(path)
+    if name.isidentifier() and not source.exists():
+        source = located(file)
+    else:
+        file = str(path)
+        name = ""
     if not source.is_file():
         raise ConfigError(
             f"config {file}: no such file. Give a Python file that defines `config`, as in"
@@ -94,7 +97,7 @@ def read_config(path: str | Path) -> RunConfig:
         )
     if source.suffix == ".json":
         return from_json(read_text(source), str(source))
-    if source.suffix != ".py" or is_remote(source):
+    if source.suffix != ".py" or is_remote(file):
         raise ConfigError(f"config {file} must be a Python file (.py) or the config.json of a run.")
     sys.path.insert(0, str(source.parent))
     try:

@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import json
 import os
-import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -58,16 +57,6 @@ class RunSettings(Section):
     """Prompt of the sample that is printed at the end; empty starts from an end-of-text token."""
     sample_tokens: Volatile[Natural] = 128
     """Length of that sample in tokens; 0 prints no sample."""
-
-    def conflicts(self) -> list[str]:
-        scheme, separator, rest = self.dir.partition("://")
-        if separator and "//" in rest:
-            joined = re.sub("/+", "/", rest)
-            return [
-                f"dir={self.dir!r} has an empty name between two slashes, by which programs find"
-                f" different objects: write {scheme}://{joined}."
-            ]
-        return []
 
 
 Packing = Literal["stream", "documents", "best_fit"]

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 import time
 from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +27,10 @@ from jaxformer.data.store import (
     head_of,
     make_folder,
     open_or_build,
-    remove_folder,
 )
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows, Template
-from jaxformer.files import ConfigError, located
+from jaxformer.files import ConfigError, located, store_of
 from jaxformer.tokenizer import (
     Tokenizer,
     byte_tokenizer,
@@ -169,7 +167,7 @@ def tokenize(
     check_shares([source.spec for source in sources["train"]], data)
     if data.validation:
         sources["validation"] = find_texts(data, "data.validation", task.fields)
-    cache = located(os.path.expanduser(data.cache_dir))
+    cache = located(data.cache_dir)
     make_folder(cache / "scans")
     tokenizer = given_tokenizer(settings, task.specials)
     # The ids of a file say nothing without the tokenizer that made them.
@@ -238,12 +236,13 @@ def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...]) -> Tok
     """Return the tokenizer of a file, or of bytes; None where it needs text."""
     if not settings.path:
         return byte_tokenizer(specials) if settings.kind == "bytes" else None
-    if not located(os.path.expanduser(settings.path)).exists():
+    path = located(settings.path)
+    if not path.exists():
         raise ConfigError(
             f"tokenizer.path: {settings.path} does not exist: name a tokenizer.json, a directory of"
             " one or of GPT-2's vocab.json and merges.txt, or leave it empty to have one made."
         )
-    return Tokenizer.load(settings.path).with_special_tokens(settings.added)
+    return Tokenizer.load(path).with_special_tokens(settings.added)
 
 
 def made_tokenizer(
@@ -325,7 +324,7 @@ def text_store(
 
     def check(index: int, documents: int, size: int) -> None:
         if (documents, size) != (parts[index].documents, parts[index].bytes):
-            remove_folder(directories[index])
+            store_of(directories[index]).remove_folder(directories[index])
             raise ConfigError(
                 f"{groups[index]}: its files changed while they were read: run again when they no"
                 " longer change."

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer.config.run import Malformed
-from jaxformer.files import ConfigError, is_remote
-from jaxformer.files.copies import ObjectVersion, remote_blocks
+from jaxformer.files import ConfigError, store_of
+from jaxformer.files.stores import ObjectVersion
 
 READ_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
@@ -217,16 +217,12 @@ def read_blocks(path: Path) -> Iterator[bytes]:
 
 
 def _raw_blocks(path: Path, size: int) -> Iterator[bytes]:
-    if is_remote(path):
-        yield from remote_blocks(path, size)
-        return
     if path.is_char_device():
         raise ConfigError(
             f"{path} is a device, which may never end: name a file, or - for standard input."
         )
     try:
-        with open(path, "rb") as file:
-            yield from iter(lambda: file.read(size), b"")
+        yield from store_of(path).blocks(path, size)
     except OSError as error:
         raise unreadable(path, error) from None
 

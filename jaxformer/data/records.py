@@ -20,8 +20,7 @@ from jaxformer.data.documents import (
     is_blank,
     text_lines,
 )
-from jaxformer.files import ConfigError, is_remote
-from jaxformer.files.copies import opened
+from jaxformer.files import ConfigError, store_of
 from jaxformer.tokenizer.chat import (
     ASSISTANT,
     NOT_RENDERED,
@@ -157,8 +156,7 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
                 batches = reader
                 present = reader.schema.names
             else:
-                # The object of a URL is read by ranges.
-                data = stack.enter_context(opened(path)) if is_remote(path) else path
+                data = stack.enter_context(store_of(path).readable(path))
                 parquet = stack.enter_context(ParquetFile(data))
                 present = parquet.schema_arrow.names
                 batches = parquet.iter_batches(ROWS_AT_ONCE, columns=wanted, use_threads=False)

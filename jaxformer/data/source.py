@@ -2,7 +2,6 @@
 they hold, and what a first reading of them tells."""
 
 import collections
-import contextlib
 import functools
 import glob
 import hashlib
@@ -13,7 +12,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jaxformer.config.run import Malformed
 from jaxformer.config.settings import Log
@@ -51,8 +50,8 @@ from jaxformer.data.store import (
     ahead,
     require_counts,
 )
-from jaxformer.files import ConfigError, is_remote, located, read_object, store_errors, write_text
-from jaxformer.files.copies import ObjectVersion, local_copies, version_if_there, version_in
+from jaxformer.files import ConfigError, located, read_object, store_of, write_text
+from jaxformer.files.stores import DISK, ObjectVersion
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import in_batches
 
@@ -204,23 +203,27 @@ def find_source(
 
 def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     """The files in their order, and a description of those of a directory that are not read."""
-    path = located(os.path.expanduser(spec))
     if spec == STDLIB:
         library = Path(sysconfig.get_path("stdlib"))
-        modules = [
-            each for each in _below(library, NOT_STDLIB.__contains__) if each.suffix == ".py"
+        modules = DISK.files_below(library, NOT_STDLIB.__contains__)
+        files = [
+            SourceFile(module, PYTHON, module.relative_to(library).as_posix(), versions=(version,))
+            for module, version in modules.items()
+            if module.suffix == ".py"
         ]
-        files = [_file(each, PYTHON, each.relative_to(library).as_posix()) for each in modules]
         return tuple(files), ""
     if spec.startswith(HUB):
         paths = dataset_files(spec.removeprefix(HUB), f"{setting}={spec}")
-        return tuple(_file(each, "arrow", each.name) for each in paths), ""
+        files = []
+        for each in paths:
+            version = DISK.version(each)
+            versions = () if version is None else (version,)
+            files.append(SourceFile(each, "arrow", each.name, versions=versions))
+        return tuple(files), ""
+    path = located(spec)
     if path.is_dir():
         # The files of known suffixes below it, without hidden ones.
-        if is_remote(path):
-            below = _objects(path, "find", path)
-        else:
-            below = _versions(_below(path, lambda name: name.startswith(".")))
+        below = store_of(path).files_below(path)
         known = {file: version for file, version in below.items() if _suffix(file) in FORMATS}
         others = collections.Counter(
             _suffix(file) or "without a suffix" for file in below if file not in known
@@ -257,7 +260,7 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     files = [SourceFile(file.absolute(), "ids", versions=(found[file],)) for file in found]
     named = _named(files, root, setting)
     # They are mapped into memory, and so those of a URL are copied.
-    copies = local_copies([file.path for file in named])
+    copies = store_of(path).local_copies([file.path for file in named])
     return tuple(replace(file, path=copy) for file, copy in zip(named, copies, strict=True)), ""
 
 
@@ -271,7 +274,7 @@ def dataset_files(name: str, where: str) -> list[Path]:
         " named without 'datasets:'."
     )
     parts = name.split(":")
-    if is_remote(name) or len(parts) > 3 or not all(parts) or "[" in name:
+    if "://" in name or len(parts) > 3 or not all(parts) or "[" in name:
         raise ConfigError(f"{where} names no split of a data set. {grammar}")
     try:
         import datasets
@@ -312,32 +315,12 @@ def dataset_files(name: str, where: str) -> list[Path]:
     return files
 
 
-def _below(root: Path, leaves_out: Callable[[str], bool]) -> list[Path]:
-    """What is below a directory of a disk, sorted, without the names that are left out and what is
-    below them; links are followed once."""
-    paths: list[Path] = []
-    folders_read: set[str] = set()
-
-    def refuse(error: OSError) -> None:
-        raise unreadable(error.filename, error)
-
-    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in folders_read:
-            folders.clear()
-            continue
-        folders_read.add(real)
-        folders[:] = [name for name in folders if not leaves_out(name)]
-        paths += [Path(folder, name) for name in names if not leaves_out(name)]
-    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
-
-
 def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
     """The file of that name; or the fixed part of a glob, and the files that it finds, in order."""
-    path = located(os.path.expanduser(spec))
-    if file := _versions([path]):
-        return None, file
-    seen_from = "" if is_remote(path) else f" (seen from {os.getcwd()})"
+    path = located(spec)
+    if version := store_of(path).version(path):
+        return None, {path: version}
+    seen_from = "" if path.is_absolute() else f" (seen from {os.getcwd()})"
     if not glob.has_magic(spec):
         if path.exists():
             raise ConfigError(
@@ -345,33 +328,10 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
             )
         raise ConfigError(f"{setting}: {path} does not exist{seen_from}; {ALLOWED}")
     root = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
-    if is_remote(path):
-        matches = _objects(root, "glob", path)
-    else:
-        matches = _versions(sorted(map(Path, glob.glob(str(path), recursive=True))))
+    matches = store_of(path).files_matching(path, root)
     if not matches:
         raise ConfigError(f"{setting}: no file matches the glob {spec!r}{seen_from}; {ALLOWED}")
     return root, matches
-
-
-def _versions(paths: Iterable[Path]) -> Matches:
-    """Those of the paths that are files, with their versions."""
-    versions = ((path, version_if_there(path)) for path in paths)
-    return {path: version for path, version in versions if version}
-
-
-def _objects(root: Path, method: Literal["find", "glob"], pattern: Any) -> Matches:
-    """The objects below a URL that a method of fsspec finds, sorted, without hidden ones."""
-    store: Any = root
-    entries: dict[str, dict[str, Any]] = {}
-    with store_errors(root, "listed"), contextlib.suppress(FileNotFoundError):
-        entries = getattr(store.fs, method)(pattern.path, detail=True)
-    versions: dict[str, ObjectVersion] = {}
-    for key, entry in entries.items():
-        name = key.removeprefix(store.path).lstrip("/")
-        if entry["type"] == "file" and not any(part.startswith(".") for part in name.split("/")):
-            versions[name] = version_in(entry)
-    return {root / name: versions[name] for name in sorted(versions)}
 
 
 def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tuple[SourceFile, ...]:
@@ -401,10 +361,6 @@ def _text_file(path: Path, version: ObjectVersion, setting: str) -> SourceFile:
             " compressed."
         )
     return SourceFile(path.absolute(), FORMATS.get(suffix, "text"), versions=(version,))
-
-
-def _file(path: Path, kind: str, name: str) -> SourceFile:
-    return SourceFile(path, kind, name, versions=tuple(_versions([path]).values()))
 
 
 def _suffix(path: Path) -> str:

@@ -17,9 +17,7 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import reprlib
-import shutil
 import sys
 import threading
 import time
@@ -33,8 +31,7 @@ import numpy as np
 
 from jaxformer.config.settings import Log
 from jaxformer.data.documents import Piece, hash_fraction, joint_fingerprint
-from jaxformer.files import ConfigError, is_remote, read_object, replacing, write_text
-from jaxformer.files.copies import local_copies, local_copy, version_if_there
+from jaxformer.files import ConfigError, read_object, replacing, store_of, write_text
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import in_batches
 
@@ -53,24 +50,9 @@ def claimed(directory: Path, log: Log) -> Iterator[bool]:
     the same result.
     """
     make_folder(directory)
-    if sys.platform == "win32" or is_remote(directory):
-        yield False
-        return
-    import fcntl
-
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        locked = True
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log(f"waiting for another process that is at work in {directory}")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:
-            locked = False
-        yield locked
-    finally:
-        os.close(handle)
+    waiting = f"waiting for another process that is at work in {directory}"
+    with store_of(directory).alone(directory, lambda: log(waiting)) as is_alone:
+        yield is_alone
 
 
 def make_folder(directory: Path) -> None:
@@ -82,17 +64,6 @@ def make_folder(directory: Path) -> None:
             f"data.cache_dir: {directory} cannot be made ({error.strerror or error}): set"
             " data.cache_dir to a directory that can be written."
         ) from None
-
-
-def remove_folder(directory: Path) -> None:
-    """Removes a directory of the cache with all that is in it, as far as it can be removed."""
-    if not is_remote(directory):
-        shutil.rmtree(directory, ignore_errors=True)
-        return
-    store: Any = directory
-    # Whatever the store raises: what stays is found again by its checksums.
-    with contextlib.suppress(Exception):
-        store.fs.rm(store.path, recursive=True)
 
 
 def require_counts(record: Mapping[str, Any], *names: str) -> None:
@@ -111,7 +82,7 @@ class Written:
 
     def require_size(self, path: Path) -> None:
         """FileNotFoundError where the file is gone, ConfigError where it has another size."""
-        version = version_if_there(path)
+        version = store_of(path).version(path)
         if version is None:
             raise FileNotFoundError(path)
         if version.size != self.size:
@@ -208,7 +179,7 @@ class Shard:
             return np.zeros(shape, dtype)
         if kind in self.arrays:
             return self.arrays[kind]()
-        path = local_copy(self.file(kind), self.files[kind].digest)
+        path = store_of(self.path).local_copy(self.file(kind), self.files[kind].digest)
         self.files[kind].verify_once(path)
         # A plain view: slices of np.memmap itself are several times slower to make.
         return np.memmap(path, dtype, "r", 0, shape).view(np.ndarray)
@@ -299,12 +270,14 @@ class TokenStore:
     def fetch(self) -> None:
         """Copies the files of a store at a URL to this machine, where they are mapped. Raises
         ConfigError where one cannot be read, or the disk has no room for all."""
-        digests = {
-            shard.file(kind): written.digest
-            for shard in self._shards
-            for kind, written in shard.files.items()
-        }
-        local_copies([*digests], [*digests.values()])
+        paths = []
+        digests = []
+        for shard in self._shards:
+            for kind, written in shard.files.items():
+                paths.append(shard.file(kind))
+                digests.append(written.digest)
+        if paths:
+            store_of(paths[0]).local_copies(paths, digests)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""

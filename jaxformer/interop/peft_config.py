@@ -13,7 +13,7 @@ from typing import Any
 
 import regex
 
-from jaxformer.files import ConfigError, is_remote, located, read_object
+from jaxformer.files import ConfigError, is_remote, located, read_object, store_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -138,7 +138,7 @@ def base_of(directory: Path, base: str | Path | None = None) -> Path:
     """The directory of the model that an adapter is for: `base` if it is given, else the one that
     adapter_config.json names, relative to the current directory or to the adapter's."""
     name = str(base) if base is not None else read_settings(directory).base_model_name_or_path
-    if name and base is None and is_remote(name) and not is_remote(directory):
+    if name and base is None and is_remote(name) and store_of(directory).reads_in_place:
         raise ConfigError(
             f"the base model of {directory} is at {name!r}, which whoever made the adapter has"
             f" chosen: name it, as in jf.load({str(directory)!r}, base={name!r}), or copy it, and"

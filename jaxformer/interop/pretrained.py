@@ -30,8 +30,7 @@ from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.format import human_count
 from jaxformer.config.model import ModelConfig
-from jaxformer.files import ConfigError, first_of, is_remote, write_text
-from jaxformer.files.copies import local_copy
+from jaxformer.files import ConfigError, first_of, store_of, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.config_equivalence import standard_form
 from jaxformer.interop.family import Family
@@ -82,7 +81,7 @@ def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
     is, with the names in the index of the weights if that is there.
     """
     # Of a URL the weights are not copied for that.
-    if weights or (not is_remote(directory) and has_tensors(directory)):
+    if weights or (store_of(directory).reads_in_place and has_tensors(directory)):
         return open_pretrained(directory).config
     path, values = directory / "config.json", read_config_json(directory)
     family, architecture = stated_architecture(path, values)
@@ -242,7 +241,7 @@ def open_pretrained(location: Path) -> Opened:
     """Open a Hugging Face directory or a GGUF file: its config, and its tensors by their names."""
     files: TensorFiles
     if is_gguf(location):
-        path = local_copy(location)
+        path = store_of(location).local_copy(location)
         files = GgufFiles(path)
         values = files.values
         family, architecture = stated_architecture(path, values)

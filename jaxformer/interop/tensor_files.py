@@ -22,8 +22,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxformer.files import ConfigError, first_of, is_remote, read_object, resolved_file, sync
-from jaxformer.files.copies import local_folder, matching, version_if_there
+from jaxformer.files import ConfigError, first_of, read_object, store_of
+from jaxformer.files.stores import matching, resolved_file, sync
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -146,14 +146,16 @@ class TensorFiles:
 def copied_model(directory: Path, only: str = "") -> Path:
     """The directory in which a model is read: a local one as it is; of one at a URL the copies, on
     this machine, of its JSON files and of its weights, or of the file `only` of these."""
-    if not is_remote(directory):
+    store = store_of(directory)
+    if store.reads_in_place:
         return directory
-    copy, is_weight = local_folder(directory, matching("*.json")), matching(only or "*.safetensors")
-    if not only and version_if_there(directory / SINGLE):
+    copy = store.local_folder(directory, matching("*.json"))
+    is_weight = matching(only or "*.safetensors")
+    if not only and store.version(directory / SINGLE):
         is_weight = matching(SINGLE)
     elif not only and (copy / INDEX).is_file():
         is_weight = {*_read_index(copy / INDEX).values()}.__contains__
-    return local_folder(directory, is_weight)
+    return store.local_folder(directory, is_weight)
 
 
 def has_tensors(directory: Path) -> bool:

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
-from jaxformer.files import ConfigError, lexists, located, read_file, replacing
-from jaxformer.files.appended import open_appended
+from jaxformer.files import ConfigError, lexists, read_file, replacing, store_of
 from jaxformer.report.trackers import Tracker, chosen_tracker
 
 FILE = "metrics.jsonl"
@@ -60,7 +59,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
 
     def __init__(
         self,
-        run_dir: str | Path,
+        run_dir: Path,
         resume_step: int = 0,
         began: float | None = None,
         tracker: Tracker | None = None,
@@ -68,7 +67,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         due: int = 0,
     ) -> None:
         began = time.monotonic() if began is None else began
-        self.path = located(run_dir) / FILE
+        self.path = run_dir / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         remaining = list[LoggedLine]()
         if lexists(self.path):
@@ -96,12 +95,12 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
                 stacklevel=2,
             )
         try:
-            self._file = open_appended(self.path)
+            self._file = store_of(self.path).append(self.path)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written ({error.strerror}).") from error
         self._unwritten, self._missing = bytearray(), list[int]()
         if tracker is None:
-            tracker = chosen_tracker("auto")(located(run_dir), resume_step, {})
+            tracker = chosen_tracker("auto")(run_dir, resume_step, {})
         self._tracker = tracker
 
     def log(self, step: int, values: Mapping[str, SupportsFloat], state: str = "") -> None:
@@ -159,11 +158,11 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         self.close()
 
 
-def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Every line of a run's metrics.jsonl, oldest first, without a last line that is still being
     written. Raises ConfigError for a file that is missing, and for a line that `MetricsLog` does
     not write."""
-    path = located(run_dir) / FILE
+    path = run_dir / FILE
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist: {run_dir} is not a run directory, or nothing was logged in it"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer.files import ConfigError, located, replacing
+from jaxformer.files import ConfigError, replacing
 from jaxformer.report.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def plot_losses(run_dir: str | Path) -> Path:
+def plot_losses(run_dir: Path) -> Path:
     """Draws training loss, validation loss and learning rate over tokens into loss.png."""
     lines = read_metrics(run_dir)
     if not any("loss" in line or "val_loss" in line for line in lines):
@@ -40,12 +40,12 @@ def plot_losses(run_dir: str | Path) -> Path:
             " (train.log_every)."
         )
 
-    path = located(run_dir) / "loss.png"
+    path = run_dir / "loss.png"
     with panels(path, (8, 5), (5, 1)) as (top, bottom):
         draw_curve(top, lines, "loss", "training", BLUE)
         draw_curve(top, lines, "val_loss", "validation", RED)
         top.set_ylim(*limits(np.append(column(lines, "loss"), column(lines, "val_loss"))))
-        top.set_title(located(run_dir).resolve().name, loc="left", fontweight="bold")
+        top.set_title(run_dir.resolve().name, loc="left", fontweight="bold")
         pairs = any("reward_margin" in line for line in lines)
         top.set_ylabel("loss (per pair)" if pairs else "loss (nats per token)")
         top.legend(loc="upper right")

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from jaxformer.config.run import TrackerName
 from jaxformer.config.settings import Table
-from jaxformer.files import ConfigError, located, read_object, write_text
-from jaxformer.files.uploads import LocalFolder
+from jaxformer.files import ConfigError, read_object, store_of, write_text
 
 TRACKED = "tracker.json"  # of a run directory: the ids of the run by service
 PROJECT = "jaxformer"
@@ -44,8 +43,8 @@ class TensorBoard:
     of steps after `resume_step`, which are logged again, are marked as purged. After an error of
     writing, as on a full disk, there is one warning and no further event."""
 
-    def __init__(self, run_dir: str | Path, resume_step: int) -> None:
-        self._local = LocalFolder(located(run_dir) / "tensorboard")
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        self._local = store_of(run_dir).output_folder(run_dir / "tensorboard")
         self._purged = resume_step and resume_step + 1
         self._board: Any = None
         self._failed = False
@@ -113,7 +112,7 @@ class HostedTracker:
     ) -> None:
         self.name = name
         self._run: Any = None
-        self._local = LocalFolder(run_dir)
+        self._local = store_of(run_dir).output_folder(run_dir)
         # The id of a run at a service is drawn at random for a new run.
         path = run_dir / TRACKED
         identities = read_object(path) if path.exists() else {}

@@ -3,12 +3,8 @@ one process at a time."""
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
-import os
 import reprlib
-import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,24 +12,21 @@ from typing import Any
 
 import jax
 
-from jaxformer.checkpoints.saving import require_savable
+from jaxformer.checkpoints.buckets import require_savable
 from jaxformer.config.config_file import differences
 from jaxformer.config.run import RunConfig, from_json, to_json
 from jaxformer.files import (
-    LOCK,
     ConfigError,
     first_of,
-    is_remote,
     lexists,
     located,
-    move_into,
     read_object,
     read_text,
+    store_of,
     write_text,
 )
 from jaxformer.report import read_metrics
 from jaxformer.report.metrics import FILE
-from jaxformer.runs.claim import claimed, is_claimed
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
@@ -103,20 +96,7 @@ class RunDirectory:
 
     def is_in_use(self) -> bool:
         """Whether a process trains here."""
-        if is_remote(self.path):
-            return is_claimed(self.path)
-        # Its process has locked this file while it lives.
-        try:
-            descriptor = os.open(self.path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        return store_of(self.path).is_locked(self.path)
 
     @contextlib.contextmanager
     def opened(self, run: RunConfig) -> Iterator[bool]:
@@ -135,72 +115,29 @@ class RunDirectory:
 
         Of several processes of one run, the first one locks it for all.
         """
-        folder, name = self.path, f"run.dir={str(self)!r}"
         if jax.process_index():
             if not restart:
                 self.require_no_links()
             yield
             return
-        require_savable(folder.absolute())
-        if is_remote(folder):
-            with claimed(folder, name):
-                self._prepare(restart)
-                yield
-            return
-        try:
-            missing = [path for path in (folder, *folder.parents) if not path.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
-            # A link is not followed, and nothing that is there is changed.
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            descriptor = os.open(folder / LOCK, flags, 0o666)
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                os.close(descriptor)
-                raise OSError(errno.EINVAL, f"{LOCK} is not a regular file")
-            lock_file = os.fdopen(descriptor, "r+")
-        except OSError as error:
-            raise ConfigError(
-                f"{name} cannot be written ({error.strerror}): choose another run.dir."
-            ) from error
-        with lock_file:
-            try:
-                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ConfigError(
-                    f"{name} is in use by another process: wait for it, or choose another run.dir."
-                ) from error
-            try:
-                self._prepare(restart)
-                yield
-            finally:
-                is_empty = {entry.name for entry in folder.iterdir()} <= {LOCK, "checkpoints"}
-                if missing and is_empty:
-                    # A folder of checkpoints that is not empty stays.
-                    with contextlib.suppress(OSError):
-                        if (folder / "checkpoints").exists():
-                            (folder / "checkpoints").rmdir()
-                        (folder / LOCK).unlink()
-                        for path in missing:
-                            path.rmdir()
-
-    def _prepare(self, restart: bool) -> None:
-        """Makes ready a directory that is locked."""
-        if restart:
-            self.move_away()
-        self.require_no_links()
-        if self.metrics.is_file() and not any(self.path.glob("checkpoints/*")):
-            self.require_checkpoints()
+        require_savable(self.path.absolute())
+        with store_of(self.path).locked(self.path, f"run.dir={str(self)!r}"):
+            if restart:
+                self.move_away()
+            self.require_no_links()
+            if self.metrics.is_file() and not any(self.path.glob("checkpoints/*")):
+                self.require_checkpoints()
+            yield
 
     def require_no_links(self) -> None:
         """Raises ConfigError where a run would write through a link to a directory.
 
         Links at the names of files are replaced when these are written. `wandb/` holds links of its
-        own, and its entries are left to that package. A store has no links.
+        own, and its entries are left to that package.
         """
-        if is_remote(self.path):
-            return
-        places = [self.path / name for name in DIRECTORIES]
-        places += [*self.checkpoints.glob("*"), *self.profile.rglob("*")]
-        links = [str(path) for path in places if path.is_symlink()]
+        folders = [self.path / name for name in DIRECTORIES]
+        below = {self.checkpoints: "*", self.profile: "**/*"}
+        links = [str(path) for path in store_of(self.path).links(folders, below)]
         if links:
             raise ConfigError(
                 f"{first_of(links, 5, ', ')}: a link in a run directory, through which nothing is"
@@ -290,7 +227,7 @@ class RunDirectory:
         while lexists(folder / f"before-{number}"):
             number += 1
         if paths:
-            move_into(folder / f"before-{number}", paths)
+            store_of(folder).move_into(folder / f"before-{number}", paths)
 
     def require_checkpoints(self) -> None:
         """Raises ConfigError where metrics.jsonl shows steps after which there must have been a
@@ -302,7 +239,7 @@ class RunDirectory:
         saved = self.checkpoints
         if not steps:
             return
-        if not saved.exists() and not is_remote(saved):
+        if store_of(saved).lacks(saved):
             state = "is missing"
         elif saved.exists() and not saved.is_dir():
             state = "is not a directory"

@@ -15,8 +15,7 @@ from jaxformer.config.settings import Log
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.data.batches import Batches, BatchesByStep
 from jaxformer.data.rows import NumpyBatch
-from jaxformer.files import ConfigError, read_object, write_text
-from jaxformer.files.appended import flush_appended
+from jaxformer.files import ConfigError, read_object, store_of, write_text
 from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.setup import RunSetup
@@ -42,7 +41,7 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
         without=setup.unsaved,
     )
     # The lines before a checkpoint are in the store when it is.
-    checkpoints.before_save = flush_appended
+    checkpoints.before_save = store_of(setup.directory.path).flush
     saved, run = checkpoints.steps(), setup.run
     if saved:
         change = changed_schedule(setup.directory, run.optimizer, train.steps, saved[-1])

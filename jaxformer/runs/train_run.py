@@ -27,7 +27,7 @@ from jaxformer.config.format import escaped
 from jaxformer.config.run import RunConfig, flat
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig, TrainConfig
-from jaxformer.files.uploads import LocalFolder
+from jaxformer.files import store_of
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.metrics import STATE
 from jaxformer.report.trackers import chosen_tracker
@@ -265,7 +265,7 @@ def traced(steps: str, folder: Path, step: CountedStep) -> Iterator[Advance]:
         return
     from jaxformer.training.profile import Profile
 
-    local = LocalFolder(folder)
+    local = store_of(folder).output_folder(folder)
     profile = Profile(step, steps, local.path)
     try:
         yield profile

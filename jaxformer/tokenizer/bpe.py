@@ -10,14 +10,13 @@ special tokens, then of the 256 bytes, then of the merges in their order.
 import codecs
 import heapq
 import itertools
-import os
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
-from jaxformer.files import ConfigError, is_remote, located
-from jaxformer.files.copies import remote_blocks
+from jaxformer.files import ConfigError, located, store_of
 from jaxformer.tokenizer.pieces import check_pattern, check_special_tokens
 from jaxformer.tokenizer.words import BLOCK_CHARACTERS, count_words, segments
 
@@ -30,7 +29,7 @@ COMPLEMENT = bytes(range(255, -1, -1))
 
 
 def train_bpe(
-    path: str | os.PathLike[str],
+    path: str | Path,
     vocab_size: int,
     special_tokens: Sequence[str] | None = (),
     *,
@@ -78,14 +77,14 @@ def train_on(
     return dict(enumerate(entries)), merges
 
 
-def blocks_of(path: str | os.PathLike[str]) -> Iterator[str]:
+def blocks_of(path: str | Path) -> Iterator[str]:
     """The text of a UTF-8 file, or of one at a URL, in blocks, its line ends as they are. Raises
     ConfigError."""
-    # The path of a URL has no `__fspath__`.
-    name = os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)
-    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
+    file = located(path)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    size = 0
     try:
-        for block in _raw_blocks(name):
+        for block in store_of(file).blocks(file, BLOCK_CHARACTERS):
             size += len(block)
             yield decoder.decode(block)
         decoder.decode(b"", final=True)
@@ -93,23 +92,15 @@ def blocks_of(path: str | os.PathLike[str]) -> Iterator[str]:
         # `error.object` is the block, after the bytes that were left of the block before.
         position, byte = size - len(error.object) + error.start, error.object[error.start]
         raise ConfigError(
-            f"{name}: byte {position:,} (0x{byte:02x}) is not UTF-8: give a UTF-8 text file,"
+            f"{file}: byte {position:,} (0x{byte:02x}) is not UTF-8: give a UTF-8 text file,"
             " unpacked."
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"{name} cannot be read ({error.strerror or error}): give a UTF-8 text file."
+            f"{file} cannot be read ({error.strerror or error}): give a UTF-8 text file."
         ) from None
     if not size:
-        raise ConfigError(f"{name} is empty: give a text file to train on.")
-
-
-def _raw_blocks(name: str) -> Iterator[bytes]:
-    if is_remote(name):
-        yield from remote_blocks(located(name), BLOCK_CHARACTERS)
-        return
-    with open(name, "rb", buffering=0) as file:
-        yield from iter(lambda: file.read(BLOCK_CHARACTERS), b"")
+        raise ConfigError(f"{file} is empty: give a text file to train on.")
 
 
 def spell(words: Mapping[str, int]) -> tuple[list[str], list[int]]:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -405,7 +406,7 @@ def template_of(tokenizer: Tokenizer) -> tuple[str, str]:
             f" chat_template in {SETTINGS_FILE}: put {TEMPLATE_FILE} there, or train with"
             " tokenizer.chat_template set to a file of Jinja."
         )
-    where = f"{located(tokenizer.origin).parent / SETTINGS_FILE}: chat_template"
+    where = f"{os.path.join(os.path.dirname(tokenizer.origin), SETTINGS_FILE)}: chat_template"
     if isinstance(value, list):  # of named templates
         entries = [entry for entry in value if isinstance(entry, dict)]
         value = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
@@ -436,7 +437,7 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
     """Sets the template of a tokenizer to that of a file; it is saved with the tokenizer."""
-    file = located(path).expanduser()
+    file = located(path)
     text = read_text(file, "set tokenizer.chat_template to a file of Jinja, or leave it empty")
     name = f"tokenizer.chat_template={path}"
     ChatTemplate(text, tokenizer, name)

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from jaxformer.files import ConfigError, located, write_text
-from jaxformer.files.copies import local_copy
+from jaxformer.files import ConfigError, located, store_of, write_text
 from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, gpt2_files
 from jaxformer.tokenizer.encoding import Encoder, pattern_of
 from jaxformer.tokenizer.frame import Frame
@@ -130,19 +128,21 @@ class Tokenizer:
         return cls(backend, special_tokens=True)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
+    def load(cls, path: str | Path) -> "Tokenizer":
         """Loads a tokenizer.json, or GPT-2's vocab.json and merges.txt, or a directory of either,
         with the settings in the files beside it; or that of a GGUF file.
 
         The roles of special tokens are taken from tokenizer_config.json, special_tokens_map.json,
         generation_config.json and config.json, in this order, or follow from their names. Warns of
         Mistral's files that split text by another model's pattern."""
-        location = _stated(path)
+        location = located(path)
         if location.suffix == ".gguf":
             # Imported here, because it reads weights, too.
             from jaxformer.interop.gguf_files import GgufFiles
 
-            return cls.of_gguf(GgufFiles(local_copy(location)).metadata, str(location))
+            return cls.of_gguf(
+                GgufFiles(store_of(location).local_copy(location)).metadata, str(location)
+            )
         file = tokenizer_file(location)
         backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
         # A directory may hold many files of other names, whose settings are not in it.
@@ -194,9 +194,7 @@ class Tokenizer:
         """The id of the token with this name in the vocabulary; None where there is none."""
         return self._vocab.get(name)
 
-    def save(
-        self, path: str | os.PathLike[str], max_length: int | None = None, follow: bool = True
-    ) -> None:
+    def save(self, path: str | Path, max_length: int | None = None, follow: bool = True) -> None:
         """Writes tokenizer.json, from which transformers loads the same tokenizer.
 
         `path` is that file or its directory, which has no suffix. The files beside it are
@@ -205,7 +203,7 @@ class Tokenizer:
         another name the file is written alone. Without `follow` a symbolic link at one of these
         names is replaced, and the file that it leads to stays as it is.
         """
-        file = _stated(path)
+        file = located(path)
         file = file / TOKENIZER_FILE if file.is_dir() or not file.suffix else file
         if file.name == TOKENIZER_FILE:
             added = self._backend.get_added_tokens_decoder()
@@ -406,9 +404,3 @@ class Tokenizer:
         ends = [end, self._roles.get("start", end), self.forced_token]
         changed_ends = "" if ends == [guess, guess, None] else json.dumps(ends)
         return hashlib.blake2b((settings + changed_ends).encode(), digest_size=16).hexdigest()
-
-
-def _stated(path: str | os.PathLike[str]) -> Path:
-    """The path that a caller states; that of a URL has no `__fspath__`."""
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)
-    return located(os.path.expanduser(text))

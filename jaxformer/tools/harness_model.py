@@ -43,9 +43,10 @@ class JaxformerLM(HarnessModel):
                 " dtype and add_bos_token."
             )
         settings: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
-        model = load(str(path), step, weights=weights, **settings)
+        place = located(path)
+        model = load(place, step, weights=weights, **settings)
         if model.tokenizer is None:
-            raise missing(located(path) / TOKENIZER_FILE)
+            raise missing(place / TOKENIZER_FILE)
         super().__init__(
             replace(model, config=replace(model.config, **settings)),
             str(path),

@@ -1,14 +1,13 @@
 """The runs below a directory, with what their files say of them."""
 
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.config.config_file import read_config
-from jaxformer.files import ConfigError, is_remote
+from jaxformer.files import ConfigError
 from jaxformer.report.metrics import FILE, read_metrics
 from jaxformer.runs.directory import RunDirectory
 
@@ -36,29 +35,24 @@ def runs_below(folder: Path) -> Iterator[ListedRun | ConfigError]:
     reason. Links are not followed. Raises ConfigError where there is no such directory."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a directory: give the one that your runs are in.")
-    for run_dir in _in_store(folder) if is_remote(folder) else _on_disk(folder):
+    for run_dir in _run_directories(folder):
         try:
             yield listed(run_dir)
         except ConfigError as error:
             yield error
 
 
-def _on_disk(folder: Path) -> Iterator[Path]:
-    for path, subfolders, files in os.walk(folder):
-        subfolders.sort()
-        if {*OF_A_RUN} <= {*files}:
-            subfolders.clear()
-            yield Path(path)
-
-
-def _in_store(folder: Path) -> Iterator[Path]:
-    entries = sorted(folder.iterdir(), key=str)
-    subfolders = [entry for entry in entries if entry.is_dir()]
+def _run_directories(folder: Path) -> Iterator[Path]:
+    try:
+        entries = sorted(folder.iterdir(), key=str)
+    except PermissionError:
+        return
     if {*OF_A_RUN} <= {entry.name for entry in entries}:
         yield folder
         return
-    for subfolder in subfolders:
-        yield from _in_store(subfolder)
+    for entry in entries:
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _run_directories(entry)
 
 
 def listed(run_dir: Path) -> ListedRun:

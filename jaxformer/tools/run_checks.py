@@ -6,10 +6,7 @@ import importlib.metadata
 import math
 import os
 import platform as machine
-import shutil
-import tempfile
 import time
-import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,9 +14,9 @@ from typing import Literal, NamedTuple
 import jax
 
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
-from jaxformer.checkpoints.saving import require_savable
+from jaxformer.checkpoints.buckets import require_savable
 from jaxformer.config.run import RunConfig, RunSettings
-from jaxformer.files import ConfigError, is_remote, located, write_text
+from jaxformer.files import ConfigError, located, store_of
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.directory import RunDirectory
@@ -62,7 +59,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
         f"{setup.task.name}, {tokens:,} tokens to train on, {steps:,} steps of"
         f" {setup.tokens_per_step:,} tokens",
     )
-    yield disk(setup.target, run.run.dir, run.train.keep_checkpoints + 1)
+    yield disk(setup.target, setup.directory.path, run.train.keep_checkpoints + 1)
     proven = yield from kernel(setup)
     yield from dry_run(proven)
 
@@ -106,7 +103,7 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("problem", "run.tracker", str(error))
     try:
-        require_savable(located(settings.dir).absolute())
+        require_savable(RunDirectory(settings.dir).path.absolute())
     except ConfigError as error:
         yield Finding("problem", "run.dir", str(error))
     for setting, value in (
@@ -118,39 +115,25 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
             yield Finding("problem" if setting == "run.dir" else "note", setting, "is empty.")
             continue
         try:
-            folder = located(os.path.expanduser(value))
-            if is_remote(folder):
-                path = folder / f"doctor-{uuid.uuid4().hex}"
-                write_text(path, "")
-                path.unlink()
-            else:
-                folder = existing(folder)
-                tempfile.TemporaryFile(dir=folder).close()
+            folder = located(value)
+            store_of(folder).require_writable(folder)
         except ConfigError as error:
             yield Finding("problem", setting, str(error))
-        except OSError as error:
-            said = f"{value} cannot be written ({error.strerror} in {folder}): choose another one."
-            yield Finding("problem", setting, said)
         else:
             yield Finding("ok", setting, f"{value} can be written")
 
 
-def existing(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that exists."""
-    path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def disk(target: TrainState, run_dir: str, count: int) -> Finding:
+def disk(target: TrainState, run_dir: Path, count: int) -> Finding:
     """Whether `count` checkpoints of a state, those that are kept and the one that is being
     written, fit the disk of a run directory."""
     leaves = jax.tree.leaves(target)
     state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     text = f"{count} checkpoints of {human_bytes(state_bytes)}"
-    if is_remote(located(run_dir)):
+    space = store_of(run_dir).free_space(run_dir)
+    if space is None:
         return Finding("ok", "disk space", f"{text}, in a store")
-    folder = existing(Path(run_dir))
-    needed, free = count * state_bytes, shutil.disk_usage(folder).free
+    folder, free = space
+    needed = count * state_bytes
     text += f" need {human_bytes(needed)}, and {folder} has {human_bytes(free)} free"
     if needed <= free:
         return Finding("ok", "disk space", text)

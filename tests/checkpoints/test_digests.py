@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxformer.checkpoints.saving
-import jaxformer.files
+import jaxformer.files.stores
 from jaxformer.checkpoints.digests import (
     FILES,
     Altered,
@@ -191,7 +191,7 @@ def test_what_a_save_wrote_is_on_the_disk_before_older_checkpoints_are_deleted(
     older, newer, named = folder / "1", folder / "2", threading.Event()
 
     def sync(*paths: Path) -> None:
-        jaxformer.files.sync(*paths)
+        jaxformer.files.stores.sync(*paths)
         assert older.is_dir()
         threads.add(threading.current_thread())
         for path in paths:

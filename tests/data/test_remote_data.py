@@ -23,7 +23,8 @@ from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Batches
 from jaxformer.data import store as store_files
 from jaxformer.data.source import find_source
-from jaxformer.files import ConfigError, copies, located
+from jaxformer.files import ConfigError, located
+from jaxformer.files.bucket import VARIABLE
 from jaxformer.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ WORK = ("tokenizing", "training", "reading")
 @pytest.fixture(autouse=True)
 def copies_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of copies, new for each test."""
-    monkeypatch.setenv(copies.VARIABLE, str(tmp_path / "copies"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "copies"))
     return tmp_path / "copies"
 
 

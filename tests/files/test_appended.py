@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from jaxformer.files import ConfigError, appended, located, read_file, write_text
-from jaxformer.files.appended import flush_appended, open_appended
+from jaxformer.files import ConfigError, located, read_file, store_of, write_text
+from jaxformer.files.bucket import StorePath
 
 
 def test_lines_are_in_the_store_when_they_are_flushed_and_at_the_end(any_bucket: str) -> None:
     path = located(f"{any_bucket}/run/metrics.jsonl")
-    file = open_appended(path)
+    file = store_of(path).append(path)
     assert read_file(path) == b""
     assert file.write(b"one\n") == 4
-    flush_appended()
+    store_of(path).flush()
     assert read_file(path) == b"one\n"
     file.close()
-    again = open_appended(path)
+    again = store_of(path).append(path)
     again.write(b"two\n")
     again.close()
     assert read_file(path) == b"one\ntwo\n" and [*path.parent.iterdir()] == [path]
@@ -27,17 +27,18 @@ def test_a_store_that_refuses_lines_is_told_of_and_gets_them_later(
 ) -> None:
     path = located(f"{memory_bucket}/metrics.jsonl")
     write_text(path, "")
-    file, put = open_appended(path), appended.replacing
+    file = store_of(path).append(path)
+    put = StorePath.put
 
-    def refuse(target: Path) -> None:
+    def refuse(target: Path, content: str) -> None:
         raise ConfigError("the store is full")
 
-    monkeypatch.setattr(appended, "replacing", refuse)
+    monkeypatch.setattr(StorePath, "put", refuse)
     file.write(b"one\n")
-    flush_appended()
+    store_of(path).flush()
     with pytest.raises(OSError, match="the store is full"):
         file.write(b"two\n")
-    monkeypatch.setattr(appended, "replacing", put)
+    monkeypatch.setattr(StorePath, "put", put)
     file.write(b"two\n")
     file.close()
     assert read_file(path) == b"one\ntwo\n"

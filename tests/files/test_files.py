@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxformer.files import ConfigError, append_to, read_text, replacing, write_text
+from jaxformer.files import ConfigError, read_text, replacing, write_text
+from jaxformer.files.stores import DISK
 
 
 def names(folder: Path) -> set[str]:
@@ -51,10 +52,10 @@ def test_without_following_a_link_is_replaced_and_what_it_leads_to_stays(
 def test_a_link_is_not_appended_through(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError):
-        append_to(tmp_path / "link")
+        DISK.append(tmp_path / "link")
     assert names(tmp_path) == {"link"}
     for text in (b"first ", b"second"):
-        with append_to(tmp_path / "file") as file:
+        with DISK.append(tmp_path / "file") as file:
             file.write(text)
     assert (tmp_path / "file").read_text() == "first second"
 

@@ -9,7 +9,8 @@ import pytest
 from faulty_server import Faults
 
 import jaxformer as jf
-from jaxformer.files import ConfigError, copies, located
+from jaxformer.files import ConfigError, located
+from jaxformer.files.bucket import VARIABLE
 from jaxformer.interop.pretrained import pretrained_config
 from jaxformer.runs.model_files import ModelFiles
 
@@ -21,7 +22,7 @@ CONFIG = jf.ModelConfig(
 @pytest.fixture(autouse=True)
 def copies_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of copies, new for each test."""
-    monkeypatch.setenv(copies.VARIABLE, str(tmp_path / "copies"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "copies"))
     return tmp_path / "copies"
 
 

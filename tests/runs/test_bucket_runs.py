@@ -7,7 +7,7 @@ from tiny_run import PLAIN, assert_same_run, line, logged, train_here, write_tex
 
 from jaxformer.cli import main
 from jaxformer.files import located
-from jaxformer.runs.claim import CLAIM
+from jaxformer.files.bucket import CLAIM
 
 STEPS = {"train.steps": 8, "train.eval_every": 4, "optimizer.decay_steps": 8}
 

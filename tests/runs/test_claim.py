@@ -8,21 +8,17 @@ import time
 
 import pytest
 
-from jaxformer.files import ConfigError, located, read_object, write_text
-from jaxformer.files.stores import StorePath
-from jaxformer.runs import claim
-from jaxformer.runs.claim import claimed, is_claimed
+from jaxformer.files import ConfigError, bucket, located, read_object, write_text
+from jaxformer.files.bucket import BUCKET, StorePath
 from jaxformer.runs.directory import FILES_OF_A_RUN, RunDirectory
 
 # Claims a run directory as another process, says so, and lives until its input ends.
 HOLDER = """
 import sys
 from jaxformer.files import located
-from jaxformer.files.stores import StorePath
-from jaxformer.runs import claim
-from jaxformer.runs.claim import claimed
-claim.RENEWAL = 0.2
-with claimed(located(sys.argv[1]), "run.dir"):
+from jaxformer.files import bucket
+bucket.RENEWAL = 0.2
+with bucket.BUCKET.locked(located(sys.argv[1]), "run.dir"):
     print("claimed", flush=True)
     sys.stdin.read()
 """
@@ -45,38 +41,38 @@ def test_a_directory_belongs_to_one_process_and_a_killed_one_leaves_it(kind: str
     url = f"{request.getfixturevalue(kind)}/run"
     folder, process = located(url), holder_of(url)
     try:
-        assert is_claimed(folder)
+        assert BUCKET.is_locked(folder)
         refused = rf"in use by another process: process {process.pid} on .* holds {url}/claim.json"
         with pytest.warns(UserWarning, match="waiting"), pytest.raises(ConfigError, match=refused):
             RunDirectory(url).lock(restart=False).__enter__()
     finally:
         process.kill()
         process.wait()
-    assert (folder / "claim.json").exists() and not is_claimed(folder)
+    assert (folder / "claim.json").exists() and not BUCKET.is_locked(folder)
     with RunDirectory(url).lock(restart=False):
-        assert is_claimed(folder)
+        assert BUCKET.is_locked(folder)
     assert not (folder / "claim.json").exists()
 
 
 def test_a_claim_of_another_machine_counts_while_it_is_renewed(
     s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "LEFT_AFTER", 2.0)
-    monkeypatch.setattr(claim, "SETTLING", 0.0)
+    monkeypatch.setattr(bucket, "LEFT_AFTER", 2.0)
+    monkeypatch.setattr(bucket, "SETTLING", 0.0)
     folder = located(f"{s3_bucket}/run")
     record = {"host": "far", "pid": 7, "machine": "far", "id": "a"}
     write_text(folder / "claim.json", json.dumps(record | {"renewed": time.time()}))
     waiting = pytest.warns(UserWarning, match="process 7 on far claims run.dir: waiting up to 2 s")
-    with waiting, claimed(folder, "run.dir"):
+    with waiting, BUCKET.locked(folder, "run.dir"):
         assert read_object(folder / "claim.json")["id"] != "a"
 
     def renewed_meanwhile(seconds: float) -> None:
         write_text(folder / "claim.json", json.dumps(record | {"renewed": time.time()}))
 
-    monkeypatch.setattr(claim.time, "sleep", renewed_meanwhile)
+    monkeypatch.setattr(bucket.time, "sleep", renewed_meanwhile)
     write_text(folder / "claim.json", json.dumps(record | {"renewed": time.time()}))
     refusal = pytest.raises(ConfigError, match="process 7 on far holds")
-    with waiting, refusal, claimed(folder, "run.dir"):
+    with waiting, refusal, BUCKET.locked(folder, "run.dir"):
         pass
     assert read_object(folder / "claim.json")["id"] == "a"
 
@@ -92,8 +88,8 @@ def test_a_put_that_was_stored_and_answered_by_an_error_is_a_claim(
 
     monkeypatch.setattr(StorePath, "put_new", answered_late)
     folder = located(f"{s3_bucket}/run")
-    with claimed(folder, "run.dir"):
-        assert is_claimed(folder)
+    with BUCKET.locked(folder, "run.dir"):
+        assert BUCKET.is_locked(folder)
     assert not (folder / "claim.json").exists()
 
 
@@ -115,9 +111,9 @@ def test_a_process_whose_claim_was_taken_over_ends(s3_bucket: str) -> None:
 
 
 def test_a_claim_is_renewed(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "RENEWAL", 0.1)
+    monkeypatch.setattr(bucket, "RENEWAL", 0.1)
     path = located(f"{s3_bucket}/run/claim.json")
-    with claimed(path.parent, "run.dir"):
+    with BUCKET.locked(path.parent, "run.dir"):
         first = read_object(path)
         time.sleep(0.5)
         assert read_object(path)["renewed"] > first["renewed"]

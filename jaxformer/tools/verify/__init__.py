@@ -21,7 +21,7 @@ REST = "steps done again"
 
 
 def verify(
-    path: str | Path,
+    path: Path,
     log: Log,
     *,
     steps: int = 5,

@@ -12,7 +12,7 @@ from jaxformer.checkpoints.digests import Altered, altered_files, combined, dige
 from jaxformer.checkpoints.reading import read_back, read_manifest, saved_steps
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import RunConfig
-from jaxformer.files import ConfigError, first_of, located, read_object
+from jaxformer.files import ConfigError, first_of, read_object
 from jaxformer.report.metrics import (
     BEFORE,
     FILE,
@@ -63,11 +63,11 @@ class RunFiles:
         return {entry["step"]: entry[STATE] for entry in entries if STATE in entry}
 
 
-def read_run(path: str | Path) -> RunFiles:
+def read_run(path: Path) -> RunFiles:
     """The files of a run. Raises ConfigError for a folder that is no run, for a run that a process
     is still writing, and for one whose lines are no chain."""
     # Orbax takes no relative path.
-    folder = located(path).absolute()
+    folder = path.absolute()
     missing = [name for name in ("config.json", "data.json", FILE) if not (folder / name).is_file()]
     if missing:
         raise ConfigError(

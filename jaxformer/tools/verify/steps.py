@@ -26,7 +26,7 @@ from jaxformer.checkpoints.reading import (
 )
 from jaxformer.config.config_file import read_config
 from jaxformer.config.settings import Log
-from jaxformer.files import ConfigError, located
+from jaxformer.files import ConfigError
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import read_metrics
 from jaxformer.report.metrics import STATE
@@ -46,7 +46,7 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
 def setup_of_run(
-    path: str | Path,
+    path: Path,
     log: Log,
     mesh: Mapping[str, int] | None = None,
     cache_dir: str | Path = "",
@@ -60,7 +60,7 @@ def setup_of_run(
     `validation` and `init_from` are those of `looked_at`. Raises ConfigError where `path` is no run
     directory, its data has changed, or the mesh does not fit the devices.
     """
-    files = ModelFiles(located(path).absolute())
+    files = ModelFiles(path.absolute())
     run = looked_at(files, cache_dir, train, validation, init_from)
     run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, **(mesh or {})))
     return make_setup(run, log)
@@ -72,7 +72,7 @@ class StepsAgain:
     def __init__(self, setup: RunSetup, log: Log) -> None:
         self.setup = setup
         self.log = log
-        self.folder = located(setup.run.run.dir)
+        self.folder = setup.directory.path
         self.starts = [0, *saved_steps(self.folder)]
         self.batches = batches_of(setup.directory, setup.batches)
         self.program = compile_step(setup.step, setup.target, setup.first_batch, log)

@@ -1,0 +1,698 @@
+"""What a bucket, or another store that a URL names, does in its own way.
+
+universal_pathlib asks fsspec, and with it s3fs or gcsfs. A store has no folders, links, renames,
+appends or locks: an object appears by one put, and nothing is left of one that fails. What is
+mapped into memory or read in pieces (token stores, token ids, weights, tokenizers) is copied to
+this machine once, and what a library writes to a disk alone is put there at its end. This module is
+imported where a URL is named, because a run on a disk needs none of its packages.
+
+<copies>/<name>-<digest>/   copies of objects of the store's folder <name>
+
+The digest is that of the URLs and versions, or of the content where that is known, so that another
+version has another copy. The folder of copies is that of the environment variable JAXFORMER_COPIES,
+else ~/.cache/jaxformer/copies. The processes of one machine make each copy once.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec
+import fsspec.config
+from upath.extensions import ProxyUPath
+
+from jaxformer.files import read_object, write_text
+from jaxformer.files.stores import DISK, ROOM, ConfigError, Disk, ObjectVersion, OutputFolder
+
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of pyproject.toml, by scheme
+REASON_CHARACTERS = 300  # of the message of an error of a store
+# What stores call the version of an object, the surest first.
+VERSION_KEYS = ("generation", "ETag", "etag", "LastModified", "last_modified", "mtime", "created")
+
+VARIABLE, DEFAULT = "JAXFORMER_COPIES", "~/.cache/jaxformer/copies"
+RANGE_BYTES = 16 << 20  # that one request asks for
+OBJECTS_TOGETHER = 16  # objects that are asked for or copied at the same time
+SILENT_BYTES = 10**8  # copies of fewer bytes are made without a line
+
+PUT_SECONDS = 5.0  # between two puts of a file that grows; Google Cloud refuses more than one a
+# second of one object
+BYTES_PER_SECOND = 1 << 20  # that such puts take on average: large objects are put more rarely
+
+CLAIM = "claim.json"  # in a run directory: which process holds it
+RENEWAL = 10.0  # seconds between two renewals of a claim
+LEFT_AFTER = 60.0  # seconds without a renewal after which nobody holds a claim
+READINGS = 4  # of a claim, which its holder may renew while it is read
+SETTLING = 1.0  # seconds in which of two processes that take over a claim the last one wins
+
+# gcsfs logs each error with its traceback, which would stand before the one message about it.
+logging.getLogger("gcsfs").addHandler(logging.NullHandler())
+# Another process, or TensorStore in this one, may have written since the last listing.
+for _scheme in EXTRAS:
+    fsspec.config.conf.setdefault(_scheme, {}).setdefault("use_listings_cache", False)
+
+_reached = set[tuple[str, str]]()  # the schemes and buckets that have answered
+
+
+def explained(error: BaseException) -> str:
+    """The reason, in parentheses, for what a store or its library raised once all tries were over,
+    and what to do."""
+    reason = " ".join(str(error).split())[:REASON_CHARACTERS] or type(error).__name__
+    return (
+        f"({reason}): look whether the bucket exists (jaxformer makes none), whether its region is"
+        " that of AWS_DEFAULT_REGION, whether the credentials are valid and may list, read, write"
+        " and delete objects there, and whether the network reaches it; start the same command"
+        " again"
+    )
+
+
+@contextlib.contextmanager
+def store_errors(
+    path: Any, action: str, expected: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Turns an error of the store into one ConfigError, as `Disk.store_errors` says."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (ConfigError, *expected)):
+            raise
+        raise ConfigError(f"{path} cannot be {action} {explained(error)}.") from error
+
+
+def _asks(action: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates a method of a path: what the store answers says that it cannot be `action`. That
+    an object is missing goes on as FileNotFoundError, unless it was to be written."""
+    expected = () if action == "written" else (FileNotFoundError,)
+
+    def decorate(method: Callable[..., Any]) -> Any:
+        @functools.wraps(method)
+        def ask(self: "StorePath", *args: Any, **options: Any) -> Any:
+            with store_errors(self, action, expected):
+                return method(self, *args, **options)
+
+        return ask
+
+    return decorate
+
+
+class StorePath(ProxyUPath):
+    """The path of a URL. It has the methods of `pathlib.Path`, but is none, and asks its store anew
+    each time. They raise ConfigError for what keeps a store from answering."""
+
+    store: "Bucket"  # set below
+
+    exists = _asks("read")(ProxyUPath.exists)
+    is_file = _asks("read")(ProxyUPath.is_file)
+    is_dir = _asks("read")(ProxyUPath.is_dir)
+    stat = _asks("read")(ProxyUPath.stat)
+    open = _asks("opened")(ProxyUPath.open)
+    write_text = _asks("written")(ProxyUPath.write_text)
+    unlink = _asks("removed")(ProxyUPath.unlink)
+
+    @_asks("read")
+    def read_bytes(self) -> bytes:
+        """The content, by one request, so that it is of one version of the object."""
+        return bytes(self.fs.cat_file(self.path))
+
+    @_asks("listed")
+    def iterdir(self) -> list[Any]:
+        return list(super().iterdir())
+
+    @_asks("listed")
+    def glob(self, pattern: str) -> list[Any]:
+        return list(super().glob(pattern))
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Does nothing: a store has no directories."""
+
+    @_asks("written")
+    def put(self, file: str) -> None:
+        """Writes the content of a local file, by one put."""
+        self.fs.put_file(file, self.path)
+
+    @_asks("written")
+    def put_new(self, content: bytes) -> bool:
+        """Writes an object where none has its name, in one request that no other process can come
+        between: S3 has `If-None-Match`, Google Cloud `ifGenerationMatch`. Returns False where there
+        is one. Other stores are asked first, and a write between is not noticed."""
+        try:
+            self.fs.pipe_file(self.path, content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    @_asks("read")
+    def entry(self) -> Any:
+        """What fsspec says of an object, by name. Raises FileNotFoundError."""
+        return self.fs.info(self.path)
+
+    @_asks("listed")
+    def entries(self) -> dict[str, Any]:
+        """What fsspec says of each object and folder directly below, by its name; nothing where
+        there are none."""
+        try:
+            entries = self.fs.ls(self.path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
+
+    @_asks("listed")
+    def found(self, method: str, pattern: str) -> dict[str, Any]:
+        """What fsspec says of each object below that its method `find` or `glob` finds for a
+        pattern, by its name relative to this path."""
+        entries = getattr(self.fs, method)(pattern, detail=True)
+        return {key.removeprefix(self.path).lstrip("/"): entry for key, entry in entries.items()}
+
+    @_asks("listed")
+    def names_below(self) -> list[str]:
+        """The names of all objects below, relative to this path, by one listing."""
+        folder = f"{self.path.rstrip('/')}/"
+        return [name.removeprefix(folder) for name in self.fs.find(self.path)]
+
+    @_asks("written")
+    def copy_from(self, source: "StorePath") -> None:
+        """Copies an object, or all objects below a path, of the same store to this path."""
+        below, copies = source.path.rstrip("/"), self.path.rstrip("/")
+        for name in self.fs.find(source.path):
+            self.fs.cp_file(name, copies + name.removeprefix(below))
+
+    @_asks("removed")
+    def remove(self) -> None:
+        """Removes an object, or all objects below."""
+        for name in self.fs.find(self.path):
+            self.fs.rm_file(name)
+
+
+def opened_url(url: str) -> Path:
+    """The path of a URL. Raises ConfigError where nothing here opens such URLs, and where its
+    bucket does not answer."""
+    scheme = url.split("://")[0].lower()
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        extra = EXTRAS.get(scheme)
+        install = f'pip install "jaxformer[{extra}]"' if extra else str(error)
+        raise ConfigError(f"{url}: {scheme}:// needs another package: {install}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{url}: no store is known for {scheme}://. Name a path, or a URL such as"
+            " gs://bucket/run or s3://bucket/run."
+        ) from error
+    path = StorePath(url)
+    bucket = url.split("/")[2]
+    if scheme in EXTRAS and (scheme, bucket) not in _reached:
+        # What keeps a store from being read is said before anything begins.
+        try:
+            path.fs.info(path.path)
+        except Exception as error:
+            has_bucket = "NoSuchBucket" not in str(error.__cause__)
+            if not (isinstance(error, FileNotFoundError) and has_bucket):
+                raise ConfigError(f"{path} cannot be read {explained(error)}.") from error
+        _reached.add((scheme, bucket))
+    return cast(Path, path)
+
+
+class Bucket(Disk):
+    """The objects of a store; each method is that of `Disk` for paths of a URL."""
+
+    renames = False
+    reads_in_place = False
+
+    def __init__(self) -> None:
+        self._appended: weakref.WeakSet[AppendedObject] = weakref.WeakSet()
+
+    store_errors = staticmethod(store_errors)  # type: ignore[assignment]
+
+    def require_writable(self, folder: Any) -> None:
+        path = folder / f"probe-{uuid.uuid4().hex}"
+        with self.replacing(path):
+            pass
+        path.unlink()
+
+    def require_folder_of(self, path: Any) -> None:
+        """Requires nothing: a store has no folders."""
+
+    def free_space(self, folder: Any) -> None:
+        return None
+
+    # Writing
+
+    @contextlib.contextmanager
+    def replacing(self, path: Any, advice: str = ROOM, follow: bool = True) -> Iterator[BinaryIO]:
+        with tempfile.NamedTemporaryFile() as file:
+            yield cast(BinaryIO, file)
+            file.flush()
+            path.put(file.name)
+
+    def append(self, path: Any) -> "AppendedObject":
+        file = AppendedObject(path)
+        self._appended.add(file)
+        return file
+
+    def flush(self) -> None:
+        for file in tuple(self._appended):
+            with contextlib.suppress(OSError):
+                file.flush()
+
+    def make_folder(self, folder: Any) -> None:
+        """Raises ConfigError where the bucket does not exist: s3fs would make one."""
+        bucket = str(folder).split("/")[2]
+        with store_errors(folder, "read"):
+            if folder.fs.exists(bucket):
+                return
+        raise ConfigError(
+            f"{folder} cannot be written: there is no bucket {bucket}, or it may not be listed with"
+            " these credentials. Create it, or choose another path."
+        )
+
+    @contextlib.contextmanager
+    def filled(self, target: Any, in_order: bool) -> Iterator[Path]:
+        if in_order:
+            yield target
+            return
+        output = self.output_folder(target)
+        yield output.path
+        output.close()
+
+    def output_folder(self, folder: Any) -> OutputFolder:
+        return _Upload(folder)
+
+    # Moving and removing
+
+    def move_into(self, folder: Any, paths: Sequence[Any]) -> None:
+        """Copies all objects before the first one is removed."""
+        for path in paths:
+            (folder / path.name).copy_from(path)
+        for path in paths:
+            path.remove()
+
+    def remove_folder(self, folder: Any) -> None:
+        # Whatever the store raises: what stays is found again by its checksums.
+        with contextlib.suppress(Exception):
+            folder.fs.rm(folder.path, recursive=True)
+
+    def _is_taken(self, target: Any, note: str) -> bool:
+        # A copy without its note was not completed, and is made again.
+        return bool((target / note).exists())
+
+    def _move_aside(self, folder: Any, target: Any, note: Any, text: str, marker: str) -> None:
+        """Copies a folder, then removes it. The copy is complete once it has its note, and the
+        folder counts until its marker is removed after that: a process that is killed in between
+        copies it again when it is started again."""
+        target.copy_from(folder)
+        note.write_text(text)
+        (folder / marker).unlink()
+        folder.remove()
+
+    def complete(self, folder: Any, marker: str) -> list[Path]:
+        return [path for path in self._folders(folder) if (path / marker).exists()]
+
+    def incomplete(self, folder: Any, marker: str) -> list[Any]:
+        return [path for path in self._folders(folder) if not (path / marker).exists()]
+
+    def _folders(self, folder: Any) -> list[Any]:
+        return [folder / name for name in folder.entries()]
+
+    # Reading
+
+    def version(self, path: Any) -> ObjectVersion | None:
+        with contextlib.suppress(FileNotFoundError):
+            entry = path.entry()
+            if entry["type"] == "file":
+                return _version_in(entry)
+        return None
+
+    def _current(self, path: Any) -> ObjectVersion:
+        version = self.version(path)
+        if version is None:
+            raise ConfigError(f"{path} does not exist: correct the URL, or write it again.")
+        return version
+
+    def blocks(self, path: Any, size: int, version: ObjectVersion | None = None) -> Iterator[bytes]:
+        version = version or self._current(path)
+        count = 0
+        with self.readable(path, version) as file:
+            while block := file.read(size):
+                count += len(block)
+                yield block
+        if count != version.size:
+            raise ConfigError(
+                f"{path} ended after {count:,} of {version.size:,} bytes: start the same command"
+                " again."
+            )
+
+    @contextlib.contextmanager
+    def readable(self, path: Any, version: ObjectVersion | None = None) -> Iterator[BinaryIO]:
+        """Opens an object, which is read by ranges. Raises ConfigError where it cannot be read, and
+        where it is not, at the end of the block too, of this `version`, by default that of now."""
+        version = version or self._current(path)
+        failure: ConfigError | None = None
+        try:
+            options = {"block_size": RANGE_BYTES, "cache_type": "readahead"}
+            with store_errors(path, "read"), path.open("rb", **options) as file:
+                yield file
+        except ConfigError as error:
+            failure = error
+        # Another version may be the cause of a failure.
+        if self._current(path) != version:
+            raise ConfigError(
+                f"{path} was replaced while it was read: run again when it no longer changes."
+            ) from failure
+        if failure:
+            raise failure
+
+    def local_copy(self, path: Any, digest: str = "") -> Path:
+        version = None if digest else self._current(path)
+        copy = _folder_of_copies(path.parent, digest or f"{path} {version}") / path.name
+        if not copy.is_file():
+            self._make_copy(path, copy, version or self._current(path), digest)
+        return copy
+
+    def local_copies(self, paths: Sequence[Any], digests: Sequence[str] = ()) -> list[Path]:
+        with ThreadPoolExecutor(OBJECTS_TOGETHER) as threads:
+            return [*threads.map(self.local_copy, paths, digests or [""] * len(paths))]
+
+    def local_folder(self, folder: Any, is_wanted: Callable[[str], bool]) -> Path:
+        entries = folder.entries().items()
+        versions = {name: _version_in(entry) for name, entry in entries if entry["type"] == "file"}
+        directory = _folder_of_copies(folder, f"{folder} {sorted(versions.items())}")
+        wanted = [name for name in versions if is_wanted(name) and not (directory / name).is_file()]
+        objects = [folder / name for name in wanted]
+        with ThreadPoolExecutor(OBJECTS_TOGETHER) as threads:
+            # Not the versions of the listing, which some stores say otherwise.
+            current = threads.map(self._current, objects)
+            list(threads.map(self._make_copy, objects, map(directory.joinpath, wanted), current))
+        return directory
+
+    def _make_copy(self, path: Any, copy: Path, version: ObjectVersion, digest: str = "") -> None:
+        """Makes one copy, unless another process has made it meanwhile."""
+        advice = f"make room, or set {VARIABLE} to another directory"
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            lock = open(copy.with_name(f".{copy.name}.lock"), "w")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise ConfigError(f"{copy} cannot be written ({error.strerror}): {advice}.") from None
+        with lock:
+            if sys.platform != "win32":
+                import fcntl  # Windows lacks it
+
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+            if copy.is_file():
+                return
+            if version.size >= SILENT_BYTES:
+                line = f"copying {path} ({version.size / 1e9:.2f} GB) to {copy}"
+                print(line, file=sys.stderr, flush=True)
+            hashed = hashlib.blake2b(digest_size=16)
+            with DISK.replacing(copy, advice) as file:
+                for block in self.blocks(path, RANGE_BYTES, version):
+                    hashed.update(block)
+                    file.write(block)
+                if digest and hashed.hexdigest() != digest:
+                    raise ConfigError(
+                        f"{path} was altered since it was written (its checksum is another):"
+                        " restore it, or remove it to have it made again from the text."
+                    )
+
+    def files_below(
+        self, folder: Any, leaves_out: Callable[[str], bool] = lambda name: name.startswith(".")
+    ) -> dict[Path, ObjectVersion]:
+        return self._files(folder, folder.found("find", folder.path), leaves_out)
+
+    def files_matching(self, pattern: Any, root: Any) -> dict[Path, ObjectVersion]:
+        hidden: Callable[[str], bool] = lambda name: name.startswith(".")  # noqa: E731
+        return self._files(root, root.found("glob", pattern.path), hidden)
+
+    def _files(
+        self, root: Any, entries: Mapping[str, Any], leaves_out: Callable[[str], bool]
+    ) -> dict[Path, ObjectVersion]:
+        return {
+            root / name: _version_in(entry)
+            for name, entry in sorted(entries.items())
+            if entry["type"] == "file" and not any(map(leaves_out, name.split("/")))
+        }
+
+    def names_below(self, folder: Any) -> list[str]:
+        names: list[str] = folder.names_below()
+        return names
+
+    def irregular(self, folder: Any) -> list[Path]:
+        return []
+
+    def links(self, paths: Sequence[Any], below: Mapping[Any, str]) -> list[Path]:
+        return []
+
+    def lacks(self, folder: Any) -> bool:
+        return False
+
+    # Locks
+
+    def is_locked(self, folder: Any) -> bool:
+        """Whether a process that is not known to have ended claims a folder."""
+        record = _read_claim(folder / CLAIM)
+        return bool(record) and not _is_left(record)
+
+    @contextlib.contextmanager
+    def locked(self, folder: Any, name: str) -> Iterator[None]:
+        """Claims a folder during the block, by an object that its holder renews.
+
+        It is made by a put that fails where there is one, names the process, and is removed at the
+        end. One that a killed process left does not count: waits for a claim that is not renewed,
+        up to `LEFT_AFTER` seconds, and takes it over. A process that finds the claim of another one
+        in place of its own ends at once, with a message: it could not renew its claim, as without a
+        network, and the other one has gone on with the run.
+        """
+        path = folder / CLAIM
+        record = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "machine": _machine(),
+            "id": uuid.uuid4().hex,
+        }
+        first = ""
+        began = time.monotonic()
+        while not _put_claim(path, record):
+            holder = _read_claim(path)
+            if not holder:
+                continue  # it was removed in between
+            if holder.get("id") == record["id"]:
+                break  # the store took it, and answered that it had failed
+            if _is_left(holder) or time.monotonic() - began > LEFT_AFTER:
+                _remove_claim(path)
+                if _put_claim(path, record):
+                    time.sleep(SETTLING)
+                    if _read_claim(path).get("id") == record["id"]:
+                        break
+                continue
+            holding = f"{holder.get('id')} {holder.get('renewed')}"
+            by = f"process {holder.get('pid')} on {holder.get('host')}"
+            if first and holding != first:
+                raise ConfigError(
+                    f"{name} is in use by another process: {by} holds {path}. Wait for it, or"
+                    " choose another run.dir."
+                )
+            if not first:
+                warnings.warn(
+                    f"{by} claims {name}: waiting up to {LEFT_AFTER:g} s for whether it renews"
+                    f" {path}.",
+                    stacklevel=3,
+                )
+            first = holding
+            time.sleep(RENEWAL / 4)
+        released = threading.Event()
+        thread = threading.Thread(target=_renew_claim, args=(path, record, released), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            released.set()
+            thread.join()
+            with contextlib.suppress(ConfigError):  # it will not count for long
+                if _read_claim(path).get("id") == record["id"]:
+                    _remove_claim(path)
+
+    @contextlib.contextmanager
+    def alone(self, folder: Any, waits: Callable[[], None]) -> Iterator[bool]:
+        yield False
+
+
+BUCKET = Bucket()
+StorePath.store = BUCKET
+
+
+def _version_in(entry: Mapping[str, Any]) -> ObjectVersion:
+    """The version that an entry of a listing of fsspec has."""
+    tag = next((str(entry[key]) for key in VERSION_KEYS if entry.get(key)), "")
+    return ObjectVersion(int(entry.get("size") or 0), tag)
+
+
+def _folder_of_copies(folder: Any, content: str) -> Path:
+    """Where copies of objects of a folder are kept."""
+    root = Path(os.environ.get(VARIABLE) or DEFAULT).expanduser().absolute()
+    name = str(folder).rstrip("/").rpartition("/")[2] or "root"
+    return root / f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+
+
+class _Upload(OutputFolder):
+    """A temporary folder whose files `close` puts into the store. Until then, and after a kill, the
+    store has none of them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.path = Path(tempfile.mkdtemp(prefix="jaxformer-"))
+
+    def close(self) -> None:
+        try:
+            for file in sorted(path for path in self.path.rglob("*") if path.is_file()):
+                target: Any = self.folder / file.relative_to(self.path).as_posix()
+                target.put(str(file))
+        except ConfigError as error:
+            raise ConfigError(f"{error} The files are in {self.path}.") from error
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class AppendedObject:
+    """Takes the bytes to append to a file, and puts the object anew, with all its content, on a
+    thread each `PUT_SECONDS`: a store has no append.
+
+    `write` raises OSError, with the reason, while they cannot be put; what it took before is tried
+    again. Raises ConfigError where the file cannot be written at first.
+    """
+
+    def __init__(self, path: Any) -> None:
+        self.path = path
+        exists = path.exists()
+        self._content = bytearray(path.read_bytes() if exists else b"")
+        self._unput = False
+        self._failure = ""
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        if not exists:
+            self._put()
+        self._thread = threading.Thread(target=self._put_regularly, daemon=True)
+        self._thread.start()
+
+    def _put(self) -> None:
+        with BUCKET.replacing(self.path) as file:
+            file.write(self._content)
+
+    def write(self, content: bytes | bytearray) -> int:
+        """Takes all bytes, and returns their number. Raises OSError."""
+        with self._lock:
+            if self._failure:
+                self.flush()
+            self._content += content
+            self._unput = True
+        return len(content)
+
+    def flush(self) -> None:
+        """Puts what is not in the store yet. Raises OSError."""
+        with self._lock:
+            if not self._unput:
+                return
+            try:
+                self._put()
+            except ConfigError as error:
+                self._failure = str(error)
+                raise OSError(self._failure) from error
+            self._unput = False
+            self._failure = ""
+
+    def close(self) -> None:
+        """Puts the rest; a warning says what could not be written."""
+        self._closing.set()
+        self._thread.join()
+        BUCKET._appended.discard(self)
+        try:
+            self.flush()
+        except OSError as error:
+            warnings.warn(f"{self.path} may lack its last lines: {error}", stacklevel=3)
+
+    def _put_regularly(self) -> None:
+        while not self._closing.wait(max(PUT_SECONDS, len(self._content) / BYTES_PER_SECOND)):
+            with contextlib.suppress(OSError):
+                self.flush()
+
+
+def _put_claim(path: Any, record: dict[str, Any]) -> bool:
+    content = json.dumps(record | {"renewed": time.time()})
+    return bool(path.put_new(content.encode()))
+
+
+def _read_claim(path: Any) -> dict[str, Any]:
+    """The record of a claim; empty where there is none. Raises ConfigError."""
+    for attempt in range(READINGS):
+        if not path.exists():
+            return {}
+        try:
+            return read_object(path, "remove it if no process trains there")
+        except ConfigError:
+            # It may have been removed or renewed in between.
+            if attempt == READINGS - 1:
+                raise
+    return {}
+
+
+def _remove_claim(path: Any) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+
+
+def _is_left(record: dict[str, Any]) -> bool:
+    """Whether the process of a claim has ended on this machine, or has not renewed it for long."""
+    renewed = record.get("renewed")
+    pid = record.get("pid")
+    if not isinstance(renewed, int | float) or time.time() - renewed > LEFT_AFTER:
+        return True
+    if not _machine() or record.get("machine") != _machine() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is somebody else's
+        return False
+    return False
+
+
+def _machine() -> str:
+    """A name of this start of this machine and of its table of processes; "" where it has none."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _renew_claim(path: Any, record: dict[str, Any], released: threading.Event) -> None:
+    """Renews a claim until it is released. A failure is tried again at the next time."""
+    while not released.wait(RENEWAL):
+        try:
+            holder = _read_claim(path)
+            if holder.get("id", record["id"]) != record["id"]:
+                print(
+                    f"error: process {holder.get('pid')} on {holder.get('host')} has taken over"
+                    f" {path}, which this process could not renew in time. It ends here, and saves"
+                    " nothing more.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+            write_text(path, json.dumps(record | {"renewed": time.time()}))
+        except ConfigError as error:
+            warnings.warn(f"the claim cannot be renewed yet: {error}", stacklevel=2)
