@@ -11,6 +11,7 @@ from jaxformer.checkpoints.digests import altered_files
 from jaxformer.checkpoints.reading import read_checkpoint, saved_steps
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.files import ConfigError, located
+from jaxformer.runs.directory import RunDirectory
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,13 @@ def test_a_bucket_that_does_not_exist_is_not_made(s3_server: str) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"absent-one/run.* cannot be .*bucket"):
             Checkpoints("s3://absent-one/run")
+
+
+@pytest.mark.parametrize(
+    "begins", [Checkpoints, lambda url: RunDirectory(url).lock(False).__enter__()]
+)
+def test_a_url_with_an_empty_name_is_refused(begins, s3_bucket: str) -> None:
+    # Files would be found under one name, and what Orbax wrote under another.
+    message = f"{s3_bucket}/a//run.* empty name between two slashes.* write {s3_bucket}/a/run"
+    with pytest.raises(ConfigError, match=message):
+        begins(f"{s3_bucket}/a//run")

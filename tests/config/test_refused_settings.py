@@ -58,7 +58,6 @@ REFUSED = [
     ("optimizer.groups=embed:lr", "'embed:lr' is not of the form"),
     ("optimizer.groups=embed:lr_x", "'embed:lr_x' is not of the form"),
     ("optimizer.groups=embed", "'embed' is not of the form 'PATTERN: lr NUMBER decay NUMBER'"),
-    ("run.dir=s3://bucket/a//run", "empty name between two slashes", "write s3://bucket/a/run"),
     ("run.profile=9:5", "run.profile='9:5' names no steps"),
     ("run.profile=599:700", "names step 699", "train.steps=600"),
     ("adapter.kind=lora", "trains an adapter on top of a model", "set run.init_from"),
