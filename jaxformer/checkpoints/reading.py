@@ -164,8 +164,13 @@ def _read_files(
     try:
         manifest = read_manifest(checkpoint)
         _require_match(checkpoint, manifest, shapes_of(targets), exact, run)
-        if exact and (altered := altered_files(checkpoint, *share)):
-            raise Altered(f"files are not as they were saved: {first_of(altered, 5, ', ')}")
+        if exact:
+            try:
+                altered = altered_files(checkpoint, *share)
+            except ConfigError as error:  # of a bucket that does not give a file
+                raise failure_of(checkpoint, error) from error
+            if altered:
+                raise Altered(f"files are not as they were saved: {first_of(altered, 5, ', ')}")
         leaves = _restored(checkpoint, targets, kinds, not exact)
         return {path: leaves[path] for path in targets}, manifest
     except ConfigError:
