@@ -111,9 +111,10 @@ def test_a_terminal_that_is_closed(
 def test_a_full_disk_of_metrics(tmp_path: Path) -> None:
     code = """
 import resource, sys
+from pathlib import Path
 from jaxformer.report import MetricsLog
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-with MetricsLog(sys.argv[1]) as log:
+with MetricsLog(Path(sys.argv[1])) as log:
     for step in range(1, 31):
         if step in (5, 10):
             resource.setrlimit(resource.RLIMIT_FSIZE, (150 if step == 5 else hard, hard))
@@ -186,9 +187,10 @@ def test_a_full_disk_of_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     code = """
 import resource, sys, time
+from pathlib import Path
 from jaxformer.report import MetricsLog
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-with MetricsLog(sys.argv[1]) as log:
+with MetricsLog(Path(sys.argv[1])) as log:
     for step in range(1, 200):
         if step == 5:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))

@@ -135,8 +135,8 @@ def test_finite_scalars_reach_tensorboard_where_it_is_installed(tmp_path, capfd)
 def test_tensorboard_does_not_bring_pytorch_which_can_be_imported_later(tmp_path):
     pytest.importorskip("tensorboardX")
     code = (
-        "import sys; from jaxformer.report.metrics import MetricsLog\n"
-        "with MetricsLog(sys.argv[1]) as log: log.log(1, {'loss': 2.0})\n"
+        "import sys; from pathlib import Path; from jaxformer.report.metrics import MetricsLog\n"
+        "with MetricsLog(Path(sys.argv[1])) as log: log.log(1, {'loss': 2.0})\n"
         "print('torch' in sys.modules, 'tensorboardX' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

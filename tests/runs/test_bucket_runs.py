@@ -25,7 +25,7 @@ def test_a_run_in_a_bucket_is_that_of_a_disk_and_all_commands_read_it(
     assert train_here(line(tmp_path, text, in_bucket | {"train.steps": 5})) == 0
     assert train_here(line(tmp_path, text, in_bucket)) == 0
     # The first command evaluated its last step, of which the run on the disk knows nothing.
-    assert [entry for entry in logged(url) if entry["step"] != 5 or "loss" in entry] == logged(
+    assert [entry for entry in logged(folder) if entry["step"] != 5 or "loss" in entry] == logged(
         tmp_path / "local"
     )
     names = {entry.name for entry in folder.iterdir()}
@@ -49,4 +49,4 @@ def test_a_run_in_a_bucket_is_that_of_a_disk_and_all_commands_read_it(
     assert train_here(line(tmp_path, text, warm)) == 0
     assert train_here(line(tmp_path, text, in_bucket | {"run.restart": True})) == 0
     assert (folder / "before-1" / "checkpoints" / "8").is_dir()
-    assert_same_run(url, tmp_path / "local")
+    assert_same_run(folder, tmp_path / "local")
