@@ -531,8 +531,8 @@ class Bucket(Disk):
         yield False
 
 
-BUCKET = Bucket()
-StorePath.store = BUCKET
+STORE = Bucket()
+StorePath.store = STORE
 
 
 def _version_in(entry: Mapping[str, Any]) -> ObjectVersion:
@@ -588,7 +588,7 @@ class AppendedObject:
         self._thread.start()
 
     def _put(self) -> None:
-        with BUCKET.replacing(self.path) as file:
+        with STORE.replacing(self.path) as file:
             file.write(self._content)
 
     def write(self, content: bytes | bytearray) -> int:
@@ -617,7 +617,7 @@ class AppendedObject:
         """Puts the rest; a warning says what could not be written."""
         self._closing.set()
         self._thread.join()
-        BUCKET._appended.discard(self)
+        STORE._appended.discard(self)
         try:
             self.flush()
         except OSError as error:
