@@ -170,8 +170,8 @@ def decoding(**changes):
     with jax.set_mesh(make_mesh(context=8)):
         cache = jax.jit(lambda: empty_cache(config, 2, 32, jnp.float32))()
         several = generated()
-        keys, _ = cache.layers[0]
-        share = keys.array.size // keys.array.addressable_shards[0].data.size
+        entries = jax.tree.leaves(cache.layers)[0]
+        share = entries.size // entries.addressable_shards[0].data.size
     return {"one": one, "several": several, "share": share}
 
 
