@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 # Memory that only a fused kernel uses: no smaller batch makes it fit.
-ON_CHIP = re.compile(r"\b[vs]mem\b|shared memory", re.IGNORECASE)
+CHIP_MEMORY = re.compile(r"\b[vs]mem\b|shared memory", re.IGNORECASE)
 
 
 class OutOfMemory(RuntimeError):
@@ -23,7 +23,7 @@ class OutOfMemory(RuntimeError):
         super().__init__(f"{place}: {text.splitlines()[0]}")
         self.place = place
         self.text = text
-        self.on_chip = ON_CHIP.search(text) is not None
+        self.on_chip = CHIP_MEMORY.search(text) is not None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,13 +16,8 @@ Axes = Sequence[str | None]
 Rules = Mapping[str, tuple[str, ...]]
 RunT = TypeVar("RunT", bound=Callable[..., Any])
 
-BOTH = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
-PARAMETERS: Rules = {"experts": ("expert",), "embed": ("fsdp", "expert", "context"), **BOTH}
-# Axes of `lookup` in params.py: the rows of a batch of one replica of the parameters, the columns
-# of the embedding table that a device has, and those that the devices of its rows have together.
-PARTS = {"replica": ("data",), "column": PARAMETERS["embed"], "column_of_rows": ("fsdp", "expert")}
-# Heads while attention has all tokens of them on a device (`layers/exchange.py`).
-EXCHANGED = {"exchanged_heads": ("tensor", "context")}
+TENSOR_RULES = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
+PARAMETERS: Rules = {"experts": ("expert",), "embed": ("fsdp", "expert", "context"), **TENSOR_RULES}
 # Axes of parameters that count weights beside each other (`Spec.batch`).
 BATCH_AXES = ("layers", "experts")
 # Axes of parameters that count the heads of attention.
@@ -30,9 +25,15 @@ HEAD_AXES = ("heads", "kv_heads")
 ACTIVATION_RULES: Rules = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("context",),
-    **PARTS,
-    **BOTH,
-    **EXCHANGED,
+    **TENSOR_RULES,
+    # Heads while attention has all tokens of them on a device (`layers/exchange.py`).
+    "exchanged_heads": ("tensor", "context"),
+    # Axes of `lookup` in params.py: the rows of a batch of one replica of the parameters, the
+    # columns of the embedding table that a device has, and those that the devices of its rows have
+    # together.
+    "replica": ("data",),
+    "column": PARAMETERS["embed"],
+    "column_of_rows": ("fsdp", "expert"),
 }
 
 

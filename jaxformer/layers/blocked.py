@@ -174,16 +174,8 @@ def _key_of_block(key: jax.Array | None, rows: slice) -> jax.Array | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    extra: Extra,
-    coordinates: Coordinates,
-    key: jax.Array | None,
-    static: Static,
-) -> jax.Array:
-    return _forward(q, k, v, extra, coordinates, key, static)[0]
+def _attention(*arguments: Any) -> jax.Array:
+    return _forward(*arguments)[0]
 
 
 def _forward(

@@ -30,8 +30,8 @@ Exchange = Literal["none", "heads", "gather"]
 
 # The axis of the mesh that divides tokens.
 CONTEXT = ACTIVATION_RULES["sequence"][0]
-BY_TOKENS = ("batch", "sequence", "heads", None)
-BY_HEADS = ("batch", None, "exchanged_heads", None)
+DIVIDED_TOKENS = ("batch", "sequence", "heads", None)
+DIVIDED_HEADS = ("batch", None, "exchanged_heads", None)
 KEYS = ("batch", None, "kv_heads", None)
 
 
@@ -53,15 +53,15 @@ def placed(run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
     if exchange == "none":
         return run(q, k, v, mask)
     if exchange == "gather":
-        out = run(constrain(q, BY_TOKENS), constrain(k, KEYS), constrain(v, KEYS), mask)
-        return constrain(out, BY_TOKENS)
+        out = run(constrain(q, DIVIDED_TOKENS), constrain(k, KEYS), constrain(v, KEYS), mask)
+        return constrain(out, DIVIDED_TOKENS)
     rate, key = mask.dropout
     if not rate or key is None:
         return on_each_device(run, q, k, v, mask)
     # The compiler divides what is drawn, so that every mesh drops the same weights.
-    q, k, v = (constrain(x, BY_HEADS) for x in before_exchange(q, k, v))
+    q, k, v = (constrain(x, DIVIDED_HEADS) for x in before_exchange(q, k, v))
     out = run(q, k, v, mask)
-    return constrain(constrain(out, BY_HEADS), BY_TOKENS)
+    return constrain(constrain(out, DIVIDED_HEADS), DIVIDED_TOKENS)
 
 
 def before_exchange(
@@ -70,9 +70,9 @@ def before_exchange(
     """Queries, keys and values by tokens, the heads of keys and values as many as an exchange
     needs. They are placed before and after heads are repeated, or else the compiler would divide
     the heads of weights, too, as those after the exchange."""
-    heads = activation(q.shape, BY_HEADS)[2]
-    q, k, v = (constrain(x, BY_TOKENS) for x in (q, k, v))
-    k, v = (constrain(repeated(x, heads), BY_TOKENS) for x in (k, v))
+    heads = activation(q.shape, DIVIDED_HEADS)[2]
+    q, k, v = (constrain(x, DIVIDED_TOKENS) for x in (q, k, v))
+    k, v = (constrain(repeated(x, heads), DIVIDED_TOKENS) for x in (k, v))
     return q, k, v
 
 
@@ -117,13 +117,13 @@ def on_each_device(
     exchanges = exchange_of(q.shape[1], q.shape[2]) == "heads"
     # Keys whose number the devices do not divide are on all of them already.
     exchanges_keys = exchanges and k.shape[1] % axes[CONTEXT] == 0
-    by_heads = activation(q.shape, BY_HEADS if exchanges else ("batch", None, "heads", None))
+    by_heads = activation(q.shape, DIVIDED_HEADS if exchanges else ("batch", None, "heads", None))
     batch, _, heads, _ = by_heads
     if exchanges:
         q, k, v = before_exchange(q, k, v)
     else:
         k, v = (repeated(x, heads) for x in (k, v))
-    by_tokens = activation(q.shape, BY_TOKENS)
+    by_tokens = activation(q.shape, DIVIDED_TOKENS)
     of_queries = by_tokens if exchanges else by_heads
     of_keys = by_tokens if exchanges_keys else by_heads
     scoring = mask.scoring

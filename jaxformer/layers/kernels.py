@@ -193,10 +193,10 @@ class KernelRow:
         return not self.lacks & needed.keys()
 
 
-# Features that all kernels of cuDNN and Pallas lack.
-EVERY = frozenset({"positions", "dropout", "leading", "divided queries"})
-CUDNN = EVERY | {"many segments", "window to both sides", "wide values"}
-CUDNN |= {"biased texts", "biased window", "biased odd length", "soft-cap", "sinks"}
+# The features that all fused kernels lack, those of cuDNN and Pallas; and cuDNN's.
+FUSED_LACKS = frozenset({"positions", "dropout", "leading", "divided queries"})
+CUDNN_LACKS = FUSED_LACKS | {"many segments", "window to both sides", "wide values"}
+CUDNN_LACKS |= {"biased texts", "biased window", "biased odd length", "soft-cap", "sinks"}
 
 
 def _cudnn_device(case: Case) -> str:
@@ -221,12 +221,12 @@ KERNELS: Table[KernelRow] = Table(
     AttentionKernel,
     {
         "cudnn": KernelRow(
-            cudnn_attention, "cuDNN attention", CUDNN, _cudnn_device, on_each_device
+            cudnn_attention, "cuDNN attention", CUDNN_LACKS, _cudnn_device, on_each_device
         ),
         "tpu": KernelRow(
             splash_attention,
             "Pallas splash attention",
-            (EVERY - {"divided queries"}) | {"score bias", "short pieces"},
+            (FUSED_LACKS - {"divided queries"}) | {"score bias", "short pieces"},
             _tpu_device,
             splash_on_mesh,
             balanced=("gather",),

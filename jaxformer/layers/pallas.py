@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxformer.arrays.hardware import name_of
 from jaxformer.arrays.sharding import activation, free_axes, on_devices, platform
 from jaxformer.layers.exchange import (
-    BY_TOKENS,
     CONTEXT,
+    DIVIDED_TOKENS,
     Kernel,
     balanced_index,
     devices_along,
@@ -94,19 +94,19 @@ def splash_on_mesh(
     if exchange_of(q.shape[1], q.shape[2]) != "gather":
         return on_each_device(run, q, k, v, mask)
     devices = free_axes()[CONTEXT]
-    by_tokens = activation(q.shape, BY_TOKENS)
+    by_tokens = activation(q.shape, DIVIDED_TOKENS)
     batch, tokens, heads, _ = by_tokens
     k, v = (repeated(x, heads) for x in (k, v))
     of_device = q.shape[2] // devices_along(heads)
     length = q.shape[1]
-    seen = k.shape[1]
+    keys_of_row = k.shape[1]
     if mask.causal or mask.window:
-        kernel = _splash_kernel(of_device, (length, seen), mask, devices)
+        kernel = _splash_kernel(of_device, (length, keys_of_row), mask, devices)
         mesh = jax.sharding.get_abstract_mesh()
         of_kernel = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, tokens)))
     else:
         # All queries see all keys, so that every device has the same kernel.
-        kernel = _splash_kernel(of_device, (length // devices, seen), mask)
+        kernel = _splash_kernel(of_device, (length // devices, keys_of_row), mask)
         of_kernel = PartitionSpec()
 
     def local(
@@ -176,27 +176,27 @@ def _splash_kernel(
     limits = blocks_for(keys, mask.window)
     # A block has queries of one piece.
     pieces = 2 * devices if mask.balanced else devices
-    queries = _dividing(rows // pieces, limits.queries)
-    seen_keys = _dividing(keys, limits.keys)
+    query_block = _dividing(rows // pieces, limits.queries)
+    key_block = _dividing(keys, limits.keys)
     blocks = kernels.BlockSizes(
-        block_q=queries,
-        block_kv=seen_keys,
-        block_kv_compute=seen_keys,
-        block_q_dkv=queries,
-        block_kv_dkv=seen_keys,
-        block_kv_dkv_compute=seen_keys,
-        block_q_dq=queries,
-        block_kv_dq=seen_keys,
+        block_q=query_block,
+        block_kv=key_block,
+        block_kv_compute=key_block,
+        block_q_dkv=query_block,
+        block_kv_dkv=key_block,
+        block_kv_dkv_compute=key_block,
+        block_q_dq=query_block,
+        block_kv_dq=key_block,
     )
     # The mask of positions, which for the kernel are the index in the row.
-    seen: Any = masks.FullMask(shape)
+    band: Any = masks.FullMask(shape)
     if mask.causal or mask.window:
         back = mask.window - 1 if mask.window else None
-        seen = _band()(shape, (back, 0 if mask.causal else back), offset=0)
+        band = _band()(shape, (back, 0 if mask.causal else back), offset=0)
         if mask.balanced:
-            seen.q_sequence = balanced_index(rows, devices)
+            band.q_sequence = balanced_index(rows, devices)
     return kernels.make_splash_mha(
-        masks.MultiHeadMask([seen] * heads),
+        masks.MultiHeadMask([band] * heads),
         block_sizes=blocks,
         attn_logits_soft_cap=mask.scoring.soft_cap or None,
         residual_checkpoint_name="attention",

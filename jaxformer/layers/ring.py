@@ -33,7 +33,7 @@ from jaxformer.layers.blocked import (
     scores_of,
     sink_gradients,
 )
-from jaxformer.layers.exchange import BY_TOKENS, CONTEXT, Kernel, mask_of_device, repeated
+from jaxformer.layers.exchange import CONTEXT, DIVIDED_TOKENS, Kernel, mask_of_device, repeated
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
 
 # The most queries and keys of a block: its scores take memory as their product.
@@ -83,7 +83,7 @@ def around_ring(
 ) -> jax.Array:
     """`run`, a function of the tokens of each device, on the mesh in force: [B, T, N, H],
     [B, S, K, H], [B, S, K, W] -> [B, T, N, W]."""
-    of_queries = activation(q.shape, BY_TOKENS)
+    of_queries = activation(q.shape, DIVIDED_TOKENS)
     batch, tokens, heads, _ = of_queries
     k, v = (repeated(x, heads) for x in (k, v))
     of_layout = PartitionSpec(batch, tokens)

@@ -15,7 +15,7 @@ from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.states import batch_text
 from jaxformer.training.loop import BAD_STEPS, is_finite
-from jaxformer.training.spikes import IN_A_ROW, is_spike, spike_text
+from jaxformer.training.spikes import SUCCESSIVE_SPIKES, is_spike, spike_text
 from jaxformer.training.state import TrainState
 
 SKIPPED_STEPS = "skipped_steps"
@@ -88,8 +88,9 @@ class MetricLogger:
             )
         if is_spike(metrics):
             self.progress.log(
-                f"WARNING: step {step} is a spike and was skipped ({int(metrics[IN_A_ROW])} in a"
-                f" row, at most {BAD_STEPS}): {spike_text(metrics)};"
+                f"WARNING: step {step} is a spike and was skipped"
+                f" ({int(metrics[SUCCESSIVE_SPIKES])} in a row, at most {BAD_STEPS}):"
+                f" {spike_text(metrics)};"
                 f" {self._batch(step)}."
             )
         if skipped or is_spike(metrics) or is_logged(step, self.setup.run.train):

@@ -54,7 +54,7 @@ class Step:
         if isinstance(mesh, AbstractMesh):
             lowering_platforms = (PLATFORMS[platform(mesh)],)
         with on_mesh(mesh):
-            traced = self._program(state).trace(*_apart(state), batch)
+            traced = self._program(state).trace(*_moving_and_still(state), batch)
             return LoweredStep(traced.lower(lowering_platforms=lowering_platforms))
 
     def _program(self, state: TrainState) -> Any:
@@ -63,11 +63,11 @@ class Step:
         if key not in self._programs:
 
             def advance(moving: TrainState, still: Params, batch: Any) -> Any:
-                state, metrics = self._advance(_together(moving, still), batch)
-                return _apart(state)[0], metrics
+                state, metrics = self._advance(_whole(moving, still), batch)
+                return _moving_and_still(state)[0], metrics
 
             # The new state has the shardings of the old one, and so can take its memory.
-            moving, still = _apart(jax.tree.unflatten(structure, key[1]))
+            moving, still = _moving_and_still(jax.tree.unflatten(structure, key[1]))
             self._programs[key] = jax.jit(
                 advance,
                 donate_argnums=0,
@@ -109,17 +109,17 @@ class CompiledStep:
 
 
 def _called(program: Any, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-    moving, still = _apart(state)
+    moving, still = _moving_and_still(state)
     moving, metrics = program(moving, still, batch)
-    return _together(moving, still), metrics
+    return _whole(moving, still), metrics
 
 
-def _apart(state: TrainState) -> tuple[TrainState, Params]:
+def _moving_and_still(state: TrainState) -> tuple[TrainState, Params]:
     """Return a state without the leaves that do not learn, and these leaves."""
     learned, still = split_frozen(state.params, state.frozen)
     return replace(state, params=learned), still
 
 
-def _together(moving: TrainState, still: Params) -> TrainState:
+def _whole(moving: TrainState, still: Params) -> TrainState:
     params = merged(moving.params, still, moving.frozen)
     return replace(moving, params=params)

@@ -17,7 +17,7 @@ DEVIATIONS_OF_MEDIAN = 1.4826
 # The least deviation, as a fraction of the median: a loss that is nearly constant has no spikes.
 LEAST_DEVIATION = 0.01
 # The name under which a step says how many spikes were left out before it without a break.
-IN_A_ROW = "spikes_in_a_row"
+SUCCESSIVE_SPIKES = "spikes_in_a_row"
 
 
 class SpikeState(NamedTuple):
@@ -41,7 +41,7 @@ class SpikeState(NamedTuple):
         """Return what `make_step` adds to the metrics of the newest step, as float32 scalars."""
         return {
             "skipped_spikes": self.skipped.astype(jnp.float32),
-            IN_A_ROW: self.in_a_row.astype(jnp.float32),
+            SUCCESSIVE_SPIKES: self.in_a_row.astype(jnp.float32),
             "loss_limit": self.loss_limit,
             "grad_norm_limit": self.norm_limit,
         }
@@ -110,7 +110,11 @@ def skip_spikes(
 def is_spike(metrics: Mapping[str, Any]) -> bool:
     """Return whether the update of a step was left out by `skip_spikes`. One that is not finite is
     no spike, and leaves the count of the spikes before it as it is."""
-    return IN_A_ROW in metrics and float(metrics[IN_A_ROW]) > 0 and is_finite(metrics)
+    return (
+        SUCCESSIVE_SPIKES in metrics
+        and float(metrics[SUCCESSIVE_SPIKES]) > 0
+        and is_finite(metrics)
+    )
 
 
 class SpikeLimit:
@@ -126,7 +130,7 @@ class SpikeLimit:
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         """Reads the count of a step."""
-        if not is_spike(metrics) or float(metrics[IN_A_ROW]) <= self.limit:
+        if not is_spike(metrics) or float(metrics[SUCCESSIVE_SPIKES]) <= self.limit:
             return
         before = f", and {self.limit} steps in a row were skipped before" if self.limit else ""
         raise Diverged(

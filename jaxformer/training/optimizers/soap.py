@@ -37,9 +37,9 @@ def _soap(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     )
 
 
-# The products with the left and the right basis, into the eigenbasis and back.
-INTO = ("bmi,bmn->bin", "bmn,bnj->bmj")
-BACK = ("bmi,bin->bmn", "bmj,bnj->bmn")
+# The products with the left and the right basis, into the eigenbasis, and those back.
+ROTATION = ("bmi,bmn->bin", "bmn,bnj->bmj")
+INVERSE_ROTATION = ("bmi,bin->bmn", "bmj,bnj->bmn")
 # G G^T and G^T G.
 SQUARES = ("bmn,bkn->bmk", "bmn,bmk->bnk")
 
@@ -102,18 +102,18 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
 
     def update(updates: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
         steps = state.steps
-        gradients = map_arrays(_rotated(INTO), specs, updates, *state.bases)
+        gradients = map_arrays(_rotated(ROTATION), specs, updates, *state.bases)
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment(gradients, state.nu, b2, 2)
         mu, nu = optax.tree.where(steps > 0, (mu, nu), (state.mu, state.nu))
         # The first step only makes the factors, so that the moments begin with the second.
         number = jnp.maximum(steps, 1)
         mean = optax.tree.bias_correction(mu, b1, number)
-        means = map_arrays(_rotated(INTO), specs, mean, *state.bases)
+        means = map_arrays(_rotated(ROTATION), specs, mean, *state.bases)
         squares = optax.tree.bias_correction(nu, b2, number)
         # Adam in the eigenbasis, then back.
         directions = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), means, squares)
-        directions = map_arrays(_rotated(BACK), specs, directions, *state.bases)
+        directions = map_arrays(_rotated(INVERSE_ROTATION), specs, directions, *state.bases)
         factors = list[Any]()
         bases = list[Any]()
         for equation, before, basis in zip(SQUARES, state.factors, state.bases, strict=True):
@@ -135,7 +135,8 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
 
 
 def _rotated(equations: tuple[str, str]) -> Callable[..., jax.Array]:
-    """Each matrix X of a leaf by its bases: Q_L^T X Q_R with `INTO`, Q_L X Q_R^T with `BACK`."""
+    """Return the function that multiplies each matrix X of a leaf by its bases: Q_L^T X Q_R with
+    `ROTATION`, Q_L X Q_R^T with `INVERSE_ROTATION`."""
 
     def rotated(spec: Spec, leaf: jax.Array, left: Any, right: Any) -> jax.Array:
         x = matrix_axes(spec).matrices(leaf)
