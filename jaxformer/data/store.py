@@ -308,27 +308,30 @@ class TokenStore:
         """The place after each document: int64, ascending, the last one `tokens` even where the
         text is cut there."""
         tokens = self.tokens
-        ends_of_shards = [NONE]
-        sizes = np.diff(self._starts)
-        for shard in range(len(self._shards) if len(sizes) else 0):
-            # [documents], places in all shards
-            ends = self._shards[shard].index()[0] + self._begins[shard]
-            # The last run that begins before an end holds it, unless it stops earlier.
-            run = np.searchsorted(self._lows, ends) - 1
-            inside = (run >= 0) & (ends - self._lows[run] <= sizes[run])
-            ends_of_shards.append((self._starts[run] + ends - self._lows[run])[inside])
-        all_ends = np.concatenate(ends_of_shards)
-        last = int(all_ends[-1]) if len(all_ends) else 0
-        return all_ends if last == tokens else np.append(all_ends, tokens)
+        if not tokens:
+            return NONE
+        ends = self._ends_in_shards()
+        # The last run that begins before an end holds it, unless it stops earlier.
+        run = np.searchsorted(self._lows, ends) - 1
+        ends = self._starts[run] + ends - self._lows[run]
+        ends = ends[(run >= 0) & (ends <= self._starts[run + 1])]
+        return ends if len(ends) and ends[-1] == tokens else np.append(ends, tokens)
+
+    def _column(self, row: int) -> np.ndarray:
+        """Return a row of the index of every shard: [documents]."""
+        # Copies, so that no more files are open at once than the cache of maps holds.
+        return np.concatenate([NONE, *(shard.index()[row].copy() for shard in self._shards)])
+
+    def _ends_in_shards(self) -> np.ndarray:
+        """Return the place after each document of every shard, in all shards: int64 [documents]."""
+        documents = [shard.documents for shard in self._shards]
+        return self._column(0) + np.repeat(np.array(self._begins[:-1], np.int64), documents)
 
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
         """The documents whose `hash_fraction` is below `fraction`, or the others."""
-        # Copies, so that no more files are open at once than the cache of maps holds.
-        tables = [shard.index().copy() for shard in self._shards]
-        begins = zip(tables, self._begins[:-1], strict=True)
-        ends = np.concatenate([table[0] + begin for table, begin in begins])
-        sizes = np.concatenate([table[1] for table in tables])
-        order = np.concatenate([table[2] for table in tables]).view(np.float64)
+        ends = self._ends_in_shards()
+        sizes = self._column(1)
+        order = self._column(2).view(np.float64)
         # chosen [documents]; neighbors that are chosen form one run, which begins where `chosen`
         # rises and ends where it falls. edges [documents + 1] is 1 at the former, -1 at the latter.
         chosen = (order < fraction) ^ inverse
@@ -348,9 +351,8 @@ class TokenStore:
         start, stop = (border, self.tokens) if after else (0, border)
         documents = len(self.boundaries(start, stop)) + (stop > start)
         size = round(self.bytes * (stop - start) / max(1, self.tokens))
-        starts, stops = np.array([[start], [stop]], np.int64)
         rule = f"{'after' if after else 'before'} {fraction:g}"
-        side = self._part(starts, stops, (documents, size), rule)
+        side = self._part(np.array([start]), np.array([stop]), (documents, size), rule)
         side.is_cut = True
         return side
 
