@@ -63,12 +63,12 @@ class Skipped(dict[str, tuple[int, str]]):
         self[reason] = (earlier_count + count, first_location)
 
     def merge(self, later: Mapping[str, Sequence]) -> None:
-        """Adds what a later part of the source skipped; JSON gives lists instead of tuples."""
+        """Add what a later part of the source skipped; JSON gives lists instead of tuples."""
         for reason, (count, location) in later.items():
             self.add(reason, location, count)
 
     def lines(self) -> list[str]:
-        """A line for each reason."""
+        """Return a line for each reason."""
         return [
             f"{reason}: {count:,}, the first in {location}"
             for reason, (count, location) in self.items()
@@ -95,7 +95,7 @@ class ErrorHandler:
     location: str = ""
 
     def malformed(self, error: RecordError) -> None:
-        """Stops at the record that was read last, or counts it."""
+        """Stop at the record that was read last, or count it."""
         if self.policy == "refuse":
             raise ConfigError(
                 f"{self.location}: {error} Or skip such records by data.malformed=skip."
@@ -103,11 +103,11 @@ class ErrorHandler:
         self.skipped.add(error.reason, self.location)
 
     def blank(self, location: str) -> None:
-        """Counts a document without text."""
+        """Count a document without text."""
         self.skipped.add("blank documents", location)
 
     def decoded(self, raw: bytes, where: str, offset: int) -> str | None:
-        """UTF-8 text, None where it is skipped; `offset` is that of its first byte."""
+        """Return UTF-8 text, None where it is skipped; `offset` is that of its first byte."""
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
@@ -143,7 +143,8 @@ class SourceFile:
     versions: tuple[ObjectVersion, ...] = ()
 
     def document(self, index: int) -> str:
-        """The name of the document with that index; a Python file is one, and gives its name."""
+        """Return the name of the document with that index; a Python file is one, and gives its
+        name."""
         if self.format == PYTHON:
             return self.name
         return f"{self.name}#{index}" if self.name else str(index)
@@ -155,34 +156,35 @@ class SourceFile:
 
 
 def hash_fraction(name: str) -> float:
-    """A number from 0 to 1 that depends on a name alone; documents are held out in its order."""
+    """Return a number from 0 to 1 that depends on a name alone; documents are held out in its
+    order."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def fingerprint(*summary: object) -> str:
-    """A short digest of values that JSON can hold."""
+    """Return a short digest of values that JSON can hold."""
     return hashlib.blake2b(json.dumps(summary).encode(), digest_size=16).hexdigest()
 
 
 def joint_fingerprint(names: list[str]) -> str:
-    """The fingerprint of what has these fingerprints, one after the other."""
+    """Return the fingerprint of what has these fingerprints, one after the other."""
     return names[0] if len(names) == 1 else fingerprint(names)
 
 
 def is_blank(text: str) -> bool:
-    """Whether a text is empty or only white space."""
+    """Return whether a text is empty or only white space."""
     return not text or text.isspace()
 
 
 def unreadable(what: Path | str, error: OSError) -> ConfigError:
-    """The error for a file that cannot be opened or read."""
+    """Return the error for a file that cannot be opened or read."""
     reason = error.strerror or error
     return ConfigError(f"{what} cannot be read: {reason}. Check its permissions and its disk.")
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, a block at a time, decompressed by its suffix."""
+    """Yield the bytes of a file, a block at a time, decompressed by its suffix."""
     suffix = path.suffix.lower()
     if suffix not in PACKED:
         yield from _raw_blocks(path, READ_BYTES)
@@ -228,7 +230,7 @@ def _raw_blocks(path: Path, size: int) -> Iterator[bytes]:
 
 
 def _text_blocks(path: Path) -> Iterator[bytes]:
-    """The blocks of a file of text, and an empty one after the last."""
+    """Yield the blocks of a file of text, and an empty one after the last."""
     beginning = b""
     for block in itertools.chain(read_blocks(path), [b""]):
         beginning = beginning or block[:4]
@@ -240,7 +242,8 @@ def _text_blocks(path: Path) -> Iterator[bytes]:
 
 
 def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | None]]:
-    """(number from 1, text without its line break) of each line; None for text that is skipped."""
+    """Yield (number from 1, text without its line break) of each line; None for text that is
+    skipped."""
     number = offset = 0
     begun = b""
     for block in _text_blocks(path):
@@ -259,8 +262,8 @@ def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | N
 
 
 def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
-    """The documents of a text file that are not blank, separated by a literal <|endoftext|> (with
-    one line break on either side)."""
+    """Yield the documents of a text file that are not blank, separated by a literal <|endoftext|>
+    (with one line break on either side)."""
     pieces = _documents(file.path, handler)
     if handler.policy != "skip":
         yield from pieces
@@ -282,19 +285,21 @@ def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiec
 
 
 def python_document(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
-    """A Python file as one document; one that is not UTF-8 is skipped."""
+    """Return a Python file as one document; one that is not UTF-8 is skipped."""
     return text_documents(file, ErrorHandler("skip", handler.skipped))
 
 
 def in_pieces(document: str) -> Iterator[TextPiece]:
-    """A document in pieces that a byte-level tokenizer encodes to the same ids as the whole."""
+    """Yield a document in pieces that a byte-level tokenizer encodes to the same ids as the
+    whole."""
     *first, last = _cut_up(document)
     yield from ((piece, False) for piece in first)
     yield last, True
 
 
 def _documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiece]:
-    """The documents of a file, whose separators and pieces do not depend on how it is read."""
+    """Yield the documents of a file, whose separators and pieces do not depend on how it is
+    read."""
     # The rest of the text that was read, the number of its document, and whether that was begun.
     pending = ""
     number = 1
@@ -330,7 +335,8 @@ def _documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiece]:
 
 
 def _decoded(path: Path, handler: ErrorHandler) -> Iterator[tuple[str, bool]]:
-    """The text of a file, a block at a time, without a byte order mark; and if it is the last."""
+    """Yield the text of a file, a block at a time, without a byte order mark; and if it is the
+    last."""
     pending = b""
     offset = 0
     for block in _text_blocks(path):
@@ -349,7 +355,7 @@ def _decoded(path: Path, handler: ErrorHandler) -> Iterator[tuple[str, bool]]:
 
 
 def _cut_up(text: str, spare: int = 0) -> list[str]:
-    """Pieces that depend on the document alone; its last `spare` characters may belong to a
+    """Return pieces that depend on the document alone; its last `spare` characters may belong to a
     separator, and do not count."""
     pieces = []
     start = 0
@@ -361,8 +367,8 @@ def _cut_up(text: str, spare: int = 0) -> list[str]:
 
 
 def _cut(text: str, low: int, high: int) -> int:
-    """Where to cut between two places: before white space that follows a letter or digit, since no
-    pre-tokenizer joins the two."""
+    """Return where to cut between two places: before white space that follows a letter or digit,
+    since no pre-tokenizer joins the two."""
     for space in "\n\r \t":
         at = text.rfind(space, low, high)
         while at > low:

@@ -63,12 +63,12 @@ Fields = tuple[RecordField, ...]
 
 
 def is_text(fields: Fields) -> bool:
-    """Whether what is read is text alone, which may be in other files than records are."""
+    """Return whether what is read is text alone, which may be in other files than records are."""
     return [field.kind for field in fields] == ["text"]
 
 
 def json_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """The records of a .jsonl file: one object on each line."""
+    """Return the records of a .jsonl file: one object on each line."""
 
     def parse(line: str) -> object:
         try:
@@ -84,7 +84,7 @@ def json_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Ite
 
 
 def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """The records of a .tsv file: columns separated by tabs, named by the first line."""
+    """Return the records of a .tsv file: columns separated by tabs, named by the first line."""
     lines = text_lines(file.path, handler)
     if (first := next(lines, None)) is None:
         return iter(())
@@ -107,13 +107,14 @@ def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iter
 
 
 def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """Record n is line n of each of the line-aligned files, in the order of the fields."""
+    """Return records, of which n is line n of each of the line-aligned files, in the order of the
+    fields."""
     paths = (file.path, *file.beside)
     names = [field.name for field in fields]
     where = " and ".join(map(str, paths))
 
     def rows() -> Iterator[tuple[int, dict[str, str]]]:
-        """The lines that belong together, without those of which one is skipped."""
+        """Yield the lines that belong together, without those of which one is skipped."""
         readers = [text_lines(path, handler) for path in paths]
         for number, lines in enumerate(itertools.zip_longest(*readers), 1):
             if None in lines:
@@ -133,7 +134,7 @@ def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) ->
 
 
 def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """The records of a .parquet file, or of an Arrow file in the streaming format, which the
+    """Yield the records of a .parquet file, or of an Arrow file in the streaming format, which the
     library `datasets` keeps."""
     path = file.path
     try:
@@ -178,7 +179,7 @@ def _checked(
     handler: ErrorHandler,
     where: str,
 ) -> Iterator[Record]:
-    """The fields of each numbered row, of which `parse` makes an object."""
+    """Yield the fields of each numbered row, of which `parse` makes an object."""
     alone = is_text(fields)
     for number, row in rows:
         handler.location = f"{where} {number}"
@@ -207,7 +208,7 @@ def _checked(
 
 
 def _require_columns(names: Iterable[str], fields: Fields, where: str) -> None:
-    """Refuses a table without a column for a field."""
+    """Refuse a table without a column for a field."""
     try:
         for field in fields:
             _require(dict.fromkeys(names), field)
@@ -216,7 +217,8 @@ def _require_columns(names: Iterable[str], fields: Fields, where: str) -> None:
 
 
 def _require(row: object, field: RecordField) -> dict[str, object]:
-    """A row that has a field, which a prompt may lack: conversations may begin with theirs."""
+    """Return a row that has a field, which a prompt may lack: conversations may begin with
+    theirs."""
     if isinstance(row, dict) and (field.name in row or field.kind == "prompt"):
         return row
     shown = "the record is no object"
@@ -251,8 +253,8 @@ def _value(row: dict[str, object], field: RecordField) -> Value:
 
 
 def _converted(value: Any, kind: Kind, row: Mapping[str, Any] = {}) -> Value | None:
-    """What a value of JSON is as a field of this kind, None where it cannot be one. Messages get
-    the tools of their record, `row`."""
+    """Return what a value of JSON is as a field of this kind, None where it cannot be one. Messages
+    get the tools of their record, `row`."""
     if kind in ("words", "tags"):
         entries = value.split() if isinstance(value, str) else value
         if not isinstance(entries, list):
@@ -277,8 +279,8 @@ def _converted(value: Any, kind: Kind, row: Mapping[str, Any] = {}) -> Value | N
 
 
 def one_pair(prompt: Value, *sides: Value) -> Record:
-    """A prompt and the completions of it. Of messages the prompt is those before the answers, and a
-    completion is the one message that answers it.
+    """Return a prompt and the completions of it. Of messages the prompt is those before the
+    answers, and a completion is the one message that answers it.
 
     Where the prompt is no messages (a text, or missing), the sides are whole conversations that
     differ in their last message. Texts stay as they are.
@@ -306,7 +308,8 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
 
 
 def readable(value: Value, kind: Kind) -> str:
-    """The text of a field: its words joined by spaces, the contents of messages by line breaks."""
+    """Return the text of a field: its words joined by spaces, the contents of messages by line
+    breaks."""
     if isinstance(value, str):
         return value
     if kind == "words":

@@ -2,7 +2,6 @@
 they hold, and what a first reading of them tells."""
 
 import collections
-import functools
 import glob
 import hashlib
 import json
@@ -138,11 +137,11 @@ class Source:
         return bool(self.files) and self.files[0].format == "ids"
 
     def part(self, files: Iterable[SourceFile]) -> "Source":
-        """The source with some of its files, whose documents keep their names."""
+        """Return the source with some of its files, whose documents keep their names."""
         return replace(self, files=tuple(files))
 
     def pieces(self, skipped: Skipped | None = None) -> Iterator[Piece]:
-        """Every document or record of every file, in order; what is skipped is counted in
+        """Yield every document or record of every file, in order; what is skipped is counted in
         `skipped`."""
         handler = ErrorHandler(self.policy, Skipped() if skipped is None else skipped)
         read = self._records if self.of_records else self._documents
@@ -168,8 +167,8 @@ class Source:
             yield Piece(text, file.document(index), True, record, handler.location)
 
     def signature(self) -> str:
-        """A digest of the paths, sizes and modification times of the files, which are not read; of
-        those in a store, of their URLs, sizes and versions."""
+        """Return a digest of the paths, sizes and modification times of the files, which are not
+        read; of those in a store, of their URLs, sizes and versions."""
         files = [(str(f.path), f.format, f.name, f.versions) for f in self.files]
         return fingerprint(self.fields, self.policy, files)
 
@@ -177,9 +176,9 @@ class Source:
 def find_source(
     spec: str, setting: str, fields: Fields = TEXT, policy: Malformed = "refuse"
 ) -> Source:
-    """The source that one spec names: a file, a directory, a glob, line-aligned files by braces
-    ('train.{de,en}.gz'), a data set ('datasets:NAME:SPLIT'), or `stdlib`. ConfigError where there
-    are no such files, or they cannot hold the fields."""
+    """Return the source that one spec names: a file, a directory, a glob, line-aligned files by
+    braces ('train.{de,en}.gz'), a data set ('datasets:NAME:SPLIT'), or `stdlib`. ConfigError where
+    there are no such files, or they cannot hold the fields."""
     try:
         files, left_out = _find_files(spec, setting)
     except OSError as error:
@@ -202,7 +201,8 @@ def find_source(
 
 
 def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
-    """The files in their order, and a description of those of a directory that are not read."""
+    """Return the files in their order, and a description of those of a directory that are not
+    read."""
     if spec == STDLIB:
         library = Path(sysconfig.get_path("stdlib"))
         modules = DISK.files_below(library, NOT_STDLIB.__contains__)
@@ -265,8 +265,8 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
 
 
 def dataset_files(name: str, where: str) -> list[Path]:
-    """The Arrow files of a data set, which the library `datasets` downloads, converts, or wrote.
-    `name` is what follows "datasets:", and `where` the setting, for messages."""
+    """Return the Arrow files of a data set, which the library `datasets` downloads, converts, or
+    wrote. `name` is what follows "datasets:", and `where` the setting, for messages."""
     grammar = (
         "Write 'datasets:NAME', 'datasets:NAME:SPLIT' or 'datasets:NAME:CONFIG:SPLIT', as in"
         " 'datasets:Salesforce/wikitext:wikitext-103-raw-v1:train', where NAME may be a directory"
@@ -316,7 +316,8 @@ def dataset_files(name: str, where: str) -> list[Path]:
 
 
 def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
-    """The file of that name; or the fixed part of a glob, and the files that it finds, in order."""
+    """Return the file of that name; or the fixed part of a glob, and the files that it finds, in
+    order."""
     path = located(spec)
     if version := store_of(path).version(path):
         return None, {path: version}
@@ -335,7 +336,7 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
 
 
 def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tuple[SourceFile, ...]:
-    """The files with their names within `root`, which do not depend on compression."""
+    """Return the files with their names within `root`, which do not depend on compression."""
     if root is None:
         return tuple(files)
     named: dict[str, SourceFile] = {}
@@ -364,7 +365,7 @@ def _text_file(path: Path, version: ObjectVersion, setting: str) -> SourceFile:
 
 
 def _suffix(path: Path) -> str:
-    """The last suffix of a file, or the one before .gz or .zst, in lower case."""
+    """Return the last suffix of a file, or the one before .gz or .zst, in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if len(suffixes) > 1 and suffixes[-1] in PACKED:
         return suffixes[-2]
@@ -386,7 +387,8 @@ class Scan:
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> "Scan":
-        """The scan of a file group as JSON holds it. Raises one of WRONG_RECORD for a wrong one."""
+        """Return the scan of a file group as JSON holds it. Raises one of WRONG_RECORD for a wrong
+        one."""
         require_counts(record, "documents", "bytes")
         if not isinstance(record["content"], str):
             raise TypeError("content is no digest")
@@ -396,7 +398,7 @@ class Scan:
 
     @classmethod
     def joined(cls, parts: "list[Scan]") -> "Scan":
-        """The scan of file groups, one after the other."""
+        """Return the scan of file groups, one after the other."""
         skipped = Skipped()
         for scan in parts:
             skipped.merge(scan.skipped)
@@ -407,8 +409,8 @@ class Scan:
 
 
 def file_groups(source: Source) -> list[Source]:
-    """The files of a source in groups, which are scanned and tokenized separately; each file of
-    token ids is one."""
+    """Return the files of a source in groups, which are scanned and tokenized separately; each file
+    of token ids is one."""
     groups: list[list[SourceFile]] = []
     size = 0
     for file in source.files:
@@ -423,22 +425,15 @@ def file_groups(source: Source) -> list[Source]:
 def scan(
     source: Source, cache: Path, log: Log = lambda line: None, tokenizer: Tokenizer | None = None
 ) -> Scan:
-    """Reads all of a source once, so that errors show before any work; kept in `cache` until a file
+    """Read all of a source once, so that errors show before any work; kept in `cache` until a file
     changes. Token ids are read as those of `tokenizer`, and again for another one."""
     if source.of_ids and tokenizer is None:
         raise ConfigError(
             f"{source} holds token ids, and tokenizer.path is empty: set it to their"
             " tokenizer.json."
         )
-    parts = []
-    for group in file_groups(source):
-        name = group.signature()
-        read = functools.partial(scan_text, group, log)
-        if group.of_ids and tokenizer:
-            name = fingerprint(name, tokenizer.fingerprint())
-            read = functools.partial(scan_ids, group, tokenizer, log)
-        parts.append(cached_scan(cache / f"{name}.json", read))
-    text_scan = Scan.joined(parts)
+    groups = file_groups(source)
+    text_scan = Scan.joined([scan_group(group, cache, log, tokenizer) for group in groups])
     skipped_lines = text_scan.skipped.lines()
     if not text_scan.documents:
         count = len(source.files)
@@ -452,18 +447,23 @@ def scan(
     return text_scan
 
 
-def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
-    """The scan that a file holds, or a new one, which is written there."""
+def scan_group(group: Source, cache: Path, log: Log, tokenizer: Tokenizer | None) -> Scan:
+    """Return the scan of a file group, which is read where `cache` has none of it."""
+    name = group.signature()
+    of_ids = tokenizer if group.of_ids else None
+    if of_ids:
+        name = fingerprint(name, of_ids.fingerprint())
+    record = cache / f"{name}.json"
     try:
         return Scan.read(read_object(record))
     except WRONG_RECORD:
-        made = make()
+        made = scan_ids(group, of_ids, log) if of_ids else scan_text(group, log)
     write_text(record, json.dumps(asdict(made)))
     return made
 
 
 def scan_text(group: Source, log: Log) -> Scan:
-    """Reads some files of a source."""
+    """Read some files of a source."""
     count = len(group.files)
     log(f"{group}: reading {count:,} new or changed {'file' if count == 1 else 'files'}")
     is_plain = all(f.format == "text" and f.path.suffix not in PACKED for f in group.files)
@@ -489,7 +489,7 @@ def scan_text(group: Source, log: Log) -> Scan:
 
 
 def scan_ids(source: Source, tokenizer: Tokenizer, log: Log) -> Scan:
-    """Reads and checks every id of a file."""
+    """Read and check every id of a file."""
     (file,) = source.files
     try:
         array = open_ids(file, tokenizer)

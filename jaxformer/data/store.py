@@ -44,7 +44,7 @@ LARGEST_COUNT = 2**62
 
 @contextlib.contextmanager
 def claimed(directory: Path, log: Log) -> Iterator[bool]:
-    """Makes a directory and locks it against other processes of this machine during the block.
+    """Make a directory and lock it against other processes of this machine during the block.
 
     Gives False where the file system cannot lock, and for a URL: work may then be done twice, with
     the same result.
@@ -56,7 +56,7 @@ def claimed(directory: Path, log: Log) -> Iterator[bool]:
 
 
 def make_folder(directory: Path) -> None:
-    """Makes a directory of the cache."""
+    """Make a directory of the cache."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -67,7 +67,7 @@ def make_folder(directory: Path) -> None:
 
 
 def require_counts(record: Mapping[str, Any], *names: str) -> None:
-    """Raises TypeError where one of these entries of a JSON object is no count."""
+    """Raise TypeError where one of these entries of a JSON object is no count."""
     for name in names:
         if type(record[name]) is not int or not 0 <= record[name] <= LARGEST_COUNT:
             raise TypeError(f"{name} is {reprlib.repr(record[name])}, not a count")
@@ -81,7 +81,7 @@ class Written:
     digest: str
 
     def require_size(self, path: Path) -> None:
-        """FileNotFoundError where the file is gone, ConfigError where it has another size."""
+        """Raise FileNotFoundError where the file is gone, ConfigError where it has another size."""
         version = store_of(path).version(path)
         if version is None:
             raise FileNotFoundError(path)
@@ -90,7 +90,7 @@ class Written:
 
     @functools.lru_cache(None)  # noqa: B019 (it is kept for the life of the process on purpose)
     def verify_once(self, path: Path) -> None:
-        """Compares the whole file with its digest, the first time that this process asks."""
+        """Compare the whole file with its digest, the first time that this process asks."""
         self.require_size(path)
         if digest(path) != self.digest:
             raise _altered(path, "its checksum is another")
@@ -104,7 +104,7 @@ def _altered(path: Path, difference: str) -> ConfigError:
 
 
 def digest(path: Path) -> str:
-    """A digest of a file's bytes."""
+    """Return a digest of a file's bytes."""
     with open(path, "rb") as file:
         blake2b = functools.partial(hashlib.blake2b, digest_size=16)
         return hashlib.file_digest(file, blake2b).hexdigest()
@@ -134,7 +134,7 @@ class Shard:
 
     @classmethod
     def of(cls, folder: Path, entry: dict[str, Any]) -> "Shard":
-        """A shard by its entry in a manifest; one of WRONG_RECORD for a wrong entry."""
+        """Return a shard by its entry in a manifest; one of WRONG_RECORD for a wrong entry."""
         require_counts(entry, *COUNTS)
         files = {}
         for kind, file in entry["files"].items():
@@ -145,7 +145,7 @@ class Shard:
 
     @classmethod
     def finished(cls, folder: Path, index: int) -> "Shard | None":
-        """The shard of this number, None where it is not complete."""
+        """Return the shard of this number, None where it is not complete."""
         try:
             shard = cls.of(folder, read_object(folder / f"{index:05d}.json"))
         except WRONG_RECORD:
@@ -153,7 +153,7 @@ class Shard:
         return shard if shard.is_there() else None
 
     def entry(self) -> dict[str, Any]:
-        """Its entry in a manifest."""
+        """Return its entry in a manifest."""
         counts = {name: getattr(self, name) for name in COUNTS}
         files = {kind: asdict(written) for kind, written in self.files.items()}
         return {"name": self.path.name} | counts | {"files": files}
@@ -162,7 +162,7 @@ class Shard:
         return self.path.with_suffix(f".{kind}")
 
     def is_there(self) -> bool:
-        """Whether its files are. ConfigError where one has another size."""
+        """Return whether its files are. ConfigError where one has another size."""
         try:
             for kind, written in self.files.items():
                 written.require_size(self.file(kind))
@@ -173,7 +173,7 @@ class Shard:
     # Shared by all stores, since each map holds a file open.
     @functools.lru_cache(MOST_MAPS)  # noqa: B019
     def mapped(self, kind: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        """The array in a file, which is mapped, after it was compared with its digest."""
+        """Return the array in a file, which is mapped, after it was compared with its digest."""
         if 0 in shape:
             # An empty file cannot be mapped.
             return np.zeros(shape, dtype)
@@ -185,7 +185,7 @@ class Shard:
         return np.memmap(path, dtype, "r", 0, shape).view(np.ndarray)
 
     def index(self) -> np.ndarray:
-        """The file of its documents: [3, documents]."""
+        """Return the file of its documents: [3, documents]."""
         return self.mapped("documents", INDEX_DTYPE, (3, self.documents))
 
 
@@ -219,8 +219,8 @@ class TokenStore:
 
     @classmethod
     def open(cls, directory: Path) -> "TokenStore | None":
-        """The store in a directory, None where it is not complete. ConfigError where a file has
-        another size than it was written with."""
+        """Return the store in a directory, None where it is not complete. ConfigError where a file
+        has another size than it was written with."""
         try:
             record = read_object(directory / MANIFEST)
             beginning = tuple(map(int, record.get("beginning", ())))
@@ -238,7 +238,7 @@ class TokenStore:
     def complete(
         cls, directory: Path, shards: Sequence[Shard], dtype: np.dtype, beginning: tuple[int, ...]
     ) -> "TokenStore":
-        """The store of shards that are written, whose manifest this writes."""
+        """Return the store of shards that are written, whose manifest this writes."""
         entries = [shard.entry() for shard in shards]
         record = {"dtype": dtype.name, "beginning": [*beginning], "shards": entries}
         write_text(directory / MANIFEST, json.dumps(record, indent=1))
@@ -246,7 +246,7 @@ class TokenStore:
 
     @classmethod
     def joined(cls, stores: "Sequence[TokenStore]") -> "TokenStore":
-        """Whole stores of one tokenizer, one after the other."""
+        """Join whole stores of one tokenizer, one after the other."""
         shards = [shard for store in stores for shard in store._shards]
         name = joint_fingerprint([store.fingerprint for store in stores])
         return cls(shards, stores[0]._dtype, name, stores[0].beginning)
@@ -256,11 +256,12 @@ class TokenStore:
         return self.held(sys.maxsize)
 
     def held(self, stop: int) -> int:
-        """The number of the tokens before place `stop`: `stop`, unless the store ends there."""
+        """Return the number of the tokens before place `stop`: `stop`, unless the store ends
+        there."""
         return min(stop, int(self._starts[-1]))
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start to stop (not included, at most the store's last): int32."""
+        """Read tokens start to stop (not included, at most the store's last): int32."""
         spans = [
             shard.mapped("tokens", self._dtype, (shard.tokens,))[low:high].astype(np.int32)
             for shard, low, high, _ in self._spans(start, stop)
@@ -268,7 +269,7 @@ class TokenStore:
         return np.concatenate(spans) if spans else np.zeros(0, np.int32)
 
     def fetch(self) -> None:
-        """Copies the files of a store at a URL to this machine, where they are mapped. Raises
+        """Copy the files of a store at a URL to this machine, where they are mapped. Raises
         ConfigError where one cannot be read, or the disk has no room for all."""
         paths = []
         digests = []
@@ -280,7 +281,8 @@ class TokenStore:
             store_of(paths[0]).local_copies(paths, digests)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
-        """Places p with start < p < stop at which a new document begins: int64, ascending."""
+        """Return the places p with start < p < stop at which a new document begins: int64,
+        ascending."""
         ends_of_spans = [NONE]
         for shard, low, high, at in self._spans(start, stop):
             ends = shard.index()[0]
@@ -290,9 +292,9 @@ class TokenStore:
         return boundaries[boundaries < stop]
 
     def is_text(self, start: int, stop: int) -> np.ndarray:
-        """Whether each of the places start to stop holds a token of a text or its end, rather than
-        one of `beginning` or none: bool [stop - start]. Place 0 counts as the beginning of a
-        document."""
+        """Return whether each of the places start to stop holds a token of a text or its end,
+        rather than one of `beginning` or none: bool [stop - start]. Place 0 counts as the beginning
+        of a document."""
         width = len(self.beginning)
         is_text = np.arange(start, stop) < self.held(stop)
         if width:
@@ -305,8 +307,8 @@ class TokenStore:
         return is_text
 
     def ends(self) -> np.ndarray:
-        """The place after each document: int64, ascending, the last one `tokens` even where the
-        text is cut there."""
+        """Return the place after each document: int64, ascending, the last one `tokens` even where
+        the text is cut there."""
         tokens = self.tokens
         if not tokens:
             return NONE
@@ -328,7 +330,7 @@ class TokenStore:
         return self._column(0) + np.repeat(np.array(self._begins[:-1], np.int64), documents)
 
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
-        """The documents whose `hash_fraction` is below `fraction`, or the others."""
+        """Return the documents whose `hash_fraction` is below `fraction`, or the others."""
         ends = self._ends_in_shards()
         sizes = self._column(1)
         order = self._column(2).view(np.float64)
@@ -342,7 +344,7 @@ class TokenStore:
         return self._part(starts, stops, (int(chosen.sum()), int(sizes[chosen].sum())), rule)
 
     def cut(self, fraction: float, after: bool) -> "TokenStore":
-        """The last `fraction` of the tokens, or what is before; its bytes are an estimate.
+        """Return the last `fraction` of the tokens, or what is before; its bytes are an estimate.
 
         The end token of the last document does not count, so that one text of characters is cut as
         nanoGPT cuts it.
@@ -366,15 +368,15 @@ class TokenStore:
         return part_store
 
     def _take(self, starts: np.ndarray, stops: np.ndarray) -> None:
-        """Keeps the tokens from `starts` to `stops` (both [runs], ascending, places in all
+        """Keep the tokens from `starts` to `stops` (both [runs], ascending, places in all
         shards)."""
         some = stops > starts
         self._lows = starts[some]
         self._starts = np.append(0, np.cumsum(stops[some] - self._lows))
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int, int]]:
-        """Where tokens start to stop are: the shard, the first place in it and the place after the
-        last, and the first one's place in this store."""
+        """Yield where tokens start to stop are: the shard, the first place in it and the place
+        after the last, and the first one's place in this store."""
         run = int(np.searchsorted(self._starts, start, side="right")) - 1
         stop = self.held(stop)
         while start < stop:
@@ -448,7 +450,7 @@ class GrowingStore(TokenStore):
         return super()._spans(start, stop)
 
     def fetch(self) -> None:
-        """Leaves each file of a URL to the first read of it."""
+        """Leave each file of a URL to the first read of it."""
 
 
 SHARD_CHARACTERS = 64 << 20
@@ -503,8 +505,8 @@ def open_or_build(
     beginning: tuple[int, ...] = (),
     check: Callable[[int, int], None] = lambda documents, size: None,
 ) -> TokenStore:
-    """The finished store in a directory, or a new one, which keeps the shards that an earlier
-    attempt finished.
+    """Return the finished store in a directory, or a new one, which keeps the shards that an
+    earlier attempt finished.
 
     Each document begins with the tokens `beginning`. `check` is called with the number of documents
     and their bytes before the store is complete. A second process on this machine waits and then
@@ -535,7 +537,7 @@ def open_or_build(
 def head_of(
     pieces: Iterable[Piece], tokenizer: Tokenizer, beginning: tuple[int, ...]
 ) -> TokenStore:
-    """The tokens of the first `HEAD_CHARACTERS` of a text, in memory."""
+    """Return the tokens of the first `HEAD_CHARACTERS` of a text, in memory."""
     counted = _counted(pieces, ProgressNotes())
     first = itertools.takewhile(lambda each: each.characters <= HEAD_CHARACTERS, counted)
     blocks = [np.zeros(0, tokenizer.dtype)]
@@ -552,7 +554,7 @@ def head_of(
 
 
 def _counted(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[CountedPiece]:
-    """The pieces with what is counted over several of them."""
+    """Yield the pieces with what is counted over several of them."""
     size = 0
     characters = 0
     begins = True
@@ -569,8 +571,8 @@ def _counted(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[Count
 def _encoded(
     pieces: Iterable[CountedPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The tokens of pieces, a batch at a time, and the index [3, documents] of the documents that
-    end in them, as `Shard.index` has it."""
+    """Yield the tokens of pieces, a batch at a time, and the index [3, documents] of the documents
+    that end in them, as `Shard.index` has it."""
     before = np.array(beginning, np.uint32)
     end = np.array([tokenizer.end_token], np.uint32)
     tokens = 0
@@ -611,7 +613,7 @@ def _write_shard(
 
 
 def write_index(path: Path, tokens: int, table: np.ndarray, files: dict[str, Written]) -> Shard:
-    """Writes a shard's index of documents [3, documents], and then that the shard is finished.
+    """Write a shard's index of documents [3, documents], and then that the shard is finished.
 
     `files` are those of the shard that are written already.
     """
@@ -623,7 +625,7 @@ def write_index(path: Path, tokens: int, table: np.ndarray, files: dict[str, Wri
 
 
 def write_array(path: Path, array: np.ndarray) -> Written:
-    """Writes the values of an array to a file."""
+    """Write the values of an array to a file."""
     raw = array.tobytes()
     with replacing(path) as file:
         file.write(raw)
@@ -631,7 +633,7 @@ def write_array(path: Path, array: np.ndarray) -> Written:
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items; a thread makes the next one while one is in use."""
+    """Yield the same items; a thread makes the next one while one is in use."""
     end = object()
     with ThreadPoolExecutor(1) as behind:
         waiting = behind.submit(next, items, end)

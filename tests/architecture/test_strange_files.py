@@ -12,7 +12,7 @@ from products import fewest
 from jaxformer.cli import main
 from jaxformer.config.run import RunConfig, to_json
 from jaxformer.data import store as store_files
-from jaxformer.data.source import Scan, cached_scan, find_source, scan
+from jaxformer.data.source import find_source, scan
 from jaxformer.data.store import TokenStore
 from jaxformer.files import ConfigError
 from jaxformer.report import MetricsLog, read_metrics
@@ -175,15 +175,17 @@ def test_a_data_json_that_lost_its_entries_is_of_another_run(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("key", "text"), fewest(itertools.product(RECORD, NO_NUMBERS), 1))
 def test_a_scan_of_other_types_is_made_again(key: str, text: str, tmp_path: Path) -> None:
-    made = Scan("digest", 1, 2)
+    (tmp_path / "text.txt").write_text("text")
+    source = find_source(str(tmp_path / "text.txt"), "data.train")
+    made = scan(source, tmp_path / "scans")
+    (path,) = (tmp_path / "scans").iterdir()
     record = {"content": "other", "documents": 3, "bytes": 4, "skipped": {}}
-    path = tmp_path / "scan.json"
     path.write_text(json.dumps(record))
-    assert cached_scan(path, lambda: made).content == "other"
+    assert scan(source, tmp_path / "scans").content == "other"
     path.write_text(json.dumps(record | {key: "HERE"}).replace('"HERE"', text))
     if (key, text) in {("content", '"text"'), ("skipped", "{}")}:
         return  # which are of the type
-    assert cached_scan(path, lambda: made) == made
+    assert scan(source, tmp_path / "scans") == made
 
 
 @pytest.mark.parametrize(("key", "text"), fewest(itertools.product(SHARD, NO_NUMBERS), 1))
