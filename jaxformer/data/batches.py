@@ -114,6 +114,7 @@ class Batches:
         """Return the batches from step `start` on, `PREFETCHED` of them made ahead on a thread."""
         import grain  # as in `numbers_below`
 
+        # One thread, because rows are made by code that holds Python's lock.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)
         return iter(self._dataset[start:].to_iter_dataset(options))
 
@@ -140,6 +141,7 @@ class EvaluationBatches:
         first = index * self._batch_size
         mine = [first + row for row in self._here]
         rows = [self._rows[row] for row in mine if row < len(self._rows)]
+        # One shape for all batches, so that one program is compiled.
         padding = {name: np.zeros_like(array) for name, array in self._rows[first].items()}
         return stacked(rows + [padding] * (len(mine) - len(rows)))
 

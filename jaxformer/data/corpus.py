@@ -18,7 +18,7 @@ from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.records import Fields
 from jaxformer.data.rows import Rows
 from jaxformer.data.source import Source, file_groups, find_source, scan
-from jaxformer.data.splits import SideName, Sides, Split
+from jaxformer.data.splits import SideName, Split
 from jaxformer.data.store import (
     GrowingStore,
     ProgressNotes,
@@ -115,6 +115,8 @@ def prepare(
         data, settings, task, vocab_size=vocab_size, log=log, wait=data.order != "text"
     )
     labels = model_labels.names
+    # The numbers of labels are those of the model that is trained further, so that its head means
+    # what it meant; only then come new ones.
     if template and (model_labels.may_grow or not labels):
         stores = [store for _, store in parts["train"] if isinstance(store, ExampleStore)]
         labels = joined_labels(labels, {name for store in stores for name in store.labels})
@@ -130,6 +132,7 @@ def prepare(
             elif isinstance(store, TokenStore):
                 store.fetch()
                 text = split.of(store)
+                # The number of tokens would wait for all of them.
                 tokens = "tokens in the making"
                 if not isinstance(text, GrowingStore):
                     tokens = f"{text.tokens:,} tokens"
@@ -162,6 +165,7 @@ def tokenize(
     ConfigError for data that cannot be used; `vocab_size` is as in `prepare`. Without `wait` a
     whole text for training may be in the making when this returns.
     """
+    # 1. Find the files, and read each once, unless an earlier start has.
     sources: dict[SideName, list[Source]] = {"train": [], "validation": []}
     sources["train"] = find_texts(data, "data.train", task.fields)
     check_shares([source.spec for source in sources["train"]], data)
@@ -172,7 +176,7 @@ def tokenize(
     tokenizer = given_tokenizer(settings, task.specials)
     # The ids of a file say nothing without the tokenizer that made them.
     of_ids = tokenizer if settings.path else None
-    sides: Sides = {}
+    sides: dict[SideName, list[Split]] = {}
     for side in SIDES:
         scans = [scan(source, cache / "scans", log, of_ids) for source in sources[side]]
         sides[side] = [*map(Split, sources[side], scans)]
@@ -180,6 +184,7 @@ def tokenize(
     if fraction and not data.validation:
         for side in reversed(SIDES):
             sides[side] = [replace(each, side=side, fraction=fraction) for each in sides["train"]]
+    # 2. Take or make the tokenizer, which has to fit the objective and the model.
     if tokenizer is None:
         tokenizer = made_tokenizer(settings, task.specials, sides, cache / "tokenizers", log)
     if settings.chat_template:
@@ -194,6 +199,7 @@ def tokenize(
             f"model.vocab_size={vocab_size} is less than the tokenizer's {tokenizer.vocab_size:,}"
             f" entries: set it to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's."
         )
+    # 3. Tokenize: a text whole, since both sides are parts of it by place; records each side alone.
     template = task.template(task.format, tokenizer) if task.template else None
     for warning in template.warnings() if template else ():
         log(f"warning: {warning}")
@@ -246,7 +252,11 @@ def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...]) -> Tok
 
 
 def made_tokenizer(
-    settings: TokenizerConfig, specials: tuple[str, ...], sides: Sides, cache: Path, log: Log
+    settings: TokenizerConfig,
+    specials: tuple[str, ...],
+    sides: dict[SideName, list[Split]],
+    cache: Path,
+    log: Log,
 ) -> Tokenizer:
     """Return a BPE of the text for training, or the characters of all text, kept in `cache`."""
     train = sides["train"]
@@ -286,6 +296,7 @@ def made_tokenizer(
 
 def spread(split: Split, limit: int) -> Iterator[str]:
     """Yield pieces of a split's text, evenly over all of it, of at most `limit` bytes together."""
+    # Small parts from everywhere, since a text may be sorted: its first 20 MB may be one language.
     rate = min(1.0, limit / max(1, split.bytes))
     seen = 0
     used = 0
@@ -339,6 +350,7 @@ def text_store(
         return TokenStore.joined(of_files)
     with ThreadPoolExecutor(STORES_TOGETHER) as threads:
         opened = enumerate(threads.map(TokenStore.open, directories))
+    # By the numbers of the groups; what an earlier start or another task has made is taken.
     stores = {index: store for index, store in opened if store}
     missing = [index for index in range(count) if index not in stores]
     size = sum(parts[index].bytes for index in missing)
@@ -367,6 +379,7 @@ def text_store(
 
     if not (missing and grows):
         return make()
+    # What the first steps read, so that they need not wait for the first shard.
     head = stores.get(0) or head_of(groups[0].pieces(), tokenizer, beginning)
     growing = GrowingStore(head, directories, make)
     growing.documents = text.scan.documents
@@ -384,6 +397,7 @@ def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:
     with the data is for another task: then the labels are those of the data alone."""
     if met.isdisjoint(before):
         before = ()
+    # "10" after "9", so that classes named by numbers keep their order.
     numbers = [label for label in met if label.isdecimal()]
     in_order = [*sorted(sorted(numbers), key=int), *sorted(met - {*numbers})]
     return (*before, *(label for label in in_order if label not in before))

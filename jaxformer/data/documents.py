@@ -252,11 +252,7 @@ def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | N
             lines.append(begun)
         for raw in lines:
             number += 1
-            text: str | None
-            try:
-                text = raw.decode()
-            except UnicodeDecodeError:
-                text = handler.decoded(raw, f"{path}, line {number}", offset)
+            text = handler.decoded(raw, f"{path}, line {number}", offset)
             yield number, text and text.removeprefix("\ufeff").removesuffix("\r")
             offset += len(raw) + 1
 
@@ -265,6 +261,7 @@ def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiec
     """Yield the documents of a text file that are not blank, separated by a literal <|endoftext|>
     (with one line break on either side)."""
     pieces = _documents(file.path, handler)
+    # Only to skip one is a whole document held in memory.
     if handler.policy != "skip":
         yield from pieces
         return
@@ -325,6 +322,7 @@ def _documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiece]:
         if not final:
             # The end of it may be the beginning of a separator.
             *ready, pending = _cut_up(pending, spare=LONGEST_SEPARATOR)
+            # What was given already cannot be taken back as blank.
             begun = begun or bool(ready)
             yield from ((piece, False) for piece in ready)
     # Nothing is missing at the edges of a file that begins or ends with a separator.

@@ -111,6 +111,7 @@ def open_or_encode(
         size = 0
         parts = 1
         for batch in in_batches(records(), lambda piece: len(piece.text), BATCH_CHARACTERS):
+            # Many at once, since the tokenizer encodes a batch on all cores.
             try:
                 examples = list(encode([piece.record for piece in batch], labels))
             except RecordError as error:

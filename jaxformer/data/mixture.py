@@ -75,6 +75,7 @@ class Mixture(Rows):
                 self._shares.append((step, [int(weight * scale) for weight in weights]))
 
     def most_segments(self) -> int | None:
+        # Of one source whose number is not known, that of all is not.
         segment_counts = [rows.most_segments() for rows in self.source_rows]
         stated_counts = [count for count in segment_counts if count is not None]
         return max(stated_counts) if len(stated_counts) == len(segment_counts) else None
@@ -94,11 +95,13 @@ class Mixture(Rows):
         return list(zip(self.names, self.source_rows, strict=True))
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
+        # `_firsts` ascends, so the last one that is not above the number is its source's.
         source = bisect.bisect_right(self._firsts, index) - 1
         row = self.source_rows[source].row(index - self._firsts[source], rng)
         return row | {SOURCE_IDS: np.array(source, np.int32)}
 
     def order(self, seed: int, batch_size: int) -> "grain.MapDataset[int]":
+        # A seed for each source, so that equal sources are not read in step.
         seeds = np.random.SeedSequence(seed).generate_state(len(self.source_rows)).tolist()
         # [source][n] is the row, numbered within the source, that is the n-th drawn of it.
         orders = [

@@ -180,6 +180,7 @@ def _checked(
     where: str,
 ) -> Iterator[Record]:
     """Yield the fields of each numbered row, of which `parse` makes an object."""
+    # A blank text is left out, as in a text file; a blank field of a record may mean something.
     alone = is_text(fields)
     for number, row in rows:
         handler.location = f"{where} {number}"
@@ -242,6 +243,7 @@ def _value(row: dict[str, object], field: RecordField) -> Value:
             f"the field {field.name!r} is {'empty' if entry == '' else content}",
             f"it has to be {EXPECTED[field.kind]}; see {field.setting or 'data.objective'}.",
         )
+    # JSON can spell half a surrogate pair ("\ud800"), which no tokenizer takes.
     try:
         "".join(value).encode()
     except UnicodeEncodeError as error:
@@ -271,6 +273,7 @@ def _converted(value: Any, kind: Kind, row: Mapping[str, Any] = {}) -> Value | N
         except (ConfigError, TypeError) as error:
             # A TypeError is of values that Arrow has, and JSON has not.
             raise RecordError("messages that cannot be used", f"{error}.") from None
+    # A label 3 of one file is the "3" of another.
     if kind == "label" and isinstance(value, int):
         return str(value)
     if not isinstance(value, str) or (kind == "completion" and not value):
@@ -287,6 +290,7 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
     """
     if all(isinstance(side, str) for side in (prompt, *sides)):
         return prompt, *sides
+    # In the form of TRL: sides are the answers alone, or conversations with the prompt in each.
     are_answers = not any(isinstance(side, str) for side in sides)
     conversations = list(sides)
     if are_answers and prompt and not isinstance(prompt, str):

@@ -337,6 +337,7 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
 
 def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tuple[SourceFile, ...]:
     """Return the files with their names within `root`, which do not depend on compression."""
+    # A single file has no name, so that its tokens are found again after it was renamed.
     if root is None:
         return tuple(files)
     named: dict[str, SourceFile] = {}
@@ -411,6 +412,8 @@ class Scan:
 def file_groups(source: Source) -> list[Source]:
     """Return the files of a source in groups, which are scanned and tokenized separately; each file
     of token ids is one."""
+    # Neighbors together, because a store of its own for each of many small files would be mostly
+    # manifests; and no more, because a changed file costs its whole group.
     groups: list[list[SourceFile]] = []
     size = 0
     for file in source.files:

@@ -39,6 +39,7 @@ class Split:
 
     @property
     def by_document(self) -> bool:
+        # Both sides are to have so many.
         return self.scan.documents * min(self.fraction, 1 - self.fraction) >= FEWEST_HELD_OUT
 
     @property
@@ -93,7 +94,3 @@ class Split:
                 if text := side.decode(errors="ignore"):
                     yield piece._replace(text=text)
                 border -= len(raw)
-
-
-# The texts of a run by what they are for; none for validation where nothing is held out.
-Sides = dict[SideName, list[Split]]

@@ -427,6 +427,7 @@ class GrowingStore(TokenStore):
             while self._starts[-1] < stop and self._directories:
                 if self._error:
                     raise self._error
+                # The files say how far the work is, whichever process does it.
                 directory = self._directories[0]
                 shards: list[Shard] = []
                 if store := TokenStore.open(directory):
