@@ -64,7 +64,7 @@ def steps_among(paths: Iterable[Any]) -> dict[int, Any]:
 def remove_unfinished(folder: Path) -> None:
     """Remove what a killed run left of an unfinished save, and of checkpoints that it was deleting:
     Orbax would take their names in a bucket for those of finished ones."""
-    for path in steps_among(store_of(folder).incomplete(folder, MARKER)).values():
+    for path in steps_among(store_of(folder).folders(MARKER, complete=False)).values():
         path.remove()
 
 

@@ -91,7 +91,7 @@ def file_digest(path: Path) -> FileDigest:
     ConfigError in a bucket."""
     size = 0
     crc = 0
-    for block in store_of(path).blocks(path, READ_AT_ONCE):
+    for block in store_of(path).blocks(READ_AT_ONCE):
         size += len(block)
         crc = zlib.crc32(block, crc)
     return [size, crc]
@@ -101,8 +101,8 @@ def write_file_digests(checkpoint: Path) -> None:
     """Write the digests of all files in the FOLDERS of a checkpoint to its FILES."""
     names: list[str] = []
     for folder in FOLDERS:
-        below = checkpoint / folder
-        names += [f"{folder}/{name}" for name in store_of(below).names_below(below)]
+        below = store_of(checkpoint / folder).names_below()
+        names += [f"{folder}/{name}" for name in below]
     with ThreadPoolExecutor(READERS) as pool:
         sums = pool.map(lambda name: file_digest(checkpoint / name), names)
     table = dict(sorted(zip(names, sums, strict=True)))
@@ -117,9 +117,8 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
     Raises Altered where the digests themselves were altered or are missing, and OSError where a
     file exists and cannot be read, which says nothing about its bytes.
     """
-    store = store_of(checkpoint)
     # A version has what is a file, and no pipe, whose reading may never end.
-    if store.version(checkpoint / FILES) is None:
+    if store_of(checkpoint / FILES).version() is None:
         raise Altered(f"{FILES} is missing")
     content = (checkpoint / FILES).read_bytes()
     try:
@@ -135,7 +134,7 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
 
     def is_altered(name: str) -> bool:
         path = checkpoint / name
-        return store.version(path) is None or file_digest(path) != table[name]
+        return store_of(path).version() is None or file_digest(path) != table[name]
 
     names: Sequence[str] = sorted(table)[process::count]
     with ThreadPoolExecutor(READERS) as pool:

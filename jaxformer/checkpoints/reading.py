@@ -158,8 +158,9 @@ def _read_files(
     With `exact`, the bytes of the files are compared too; `share` is the index of this process and
     the number of processes that divide this work.
     """
-    for entry in store_of(checkpoint).irregular(checkpoint):
-        raise Altered(f"{entry.name} is no regular file")  # TensorStore would wait for it
+    for entry in checkpoint.rglob("*"):
+        if entry.is_fifo() or entry.is_char_device():  # TensorStore would wait for it
+            raise Altered(f"{entry.name} is no regular file")
     kinds = ocp.checkpoint_utils.construct_restore_args(targets)
     try:
         manifest = read_manifest(checkpoint)
@@ -231,7 +232,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     Raises Altered where it is not what was written, and ConfigError for another format.
     """
     file = checkpoint / "manifest/metadata"
-    if file.exists() and store_of(file).version(file) is None:
+    if file.exists() and store_of(file).version() is None:
         raise Altered("metadata is no regular file")
     saved = json.loads(file.read_bytes())
     if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):
@@ -317,4 +318,4 @@ def saved_steps(run_dir: Path) -> list[int]:
     have other names, or, in a bucket, no marker. Raises ConfigError where a bucket cannot be
     listed."""
     folder = run_dir / "checkpoints"
-    return sorted(steps_among(store_of(folder).complete(folder, MARKER)))
+    return sorted(steps_among(store_of(folder).folders(MARKER)))

@@ -94,7 +94,7 @@ class Checkpoints:
         self._saving: int | None = None
         self._read_back = False
         require_savable(self.folder)
-        store_of(self.folder).make_folder(self.folder)
+        store_of(self.folder).make_folder()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -141,7 +141,7 @@ class Checkpoints:
         if step in self.steps():
             return
         if self._manager is None:
-            with store_of(self.folder).store_errors(self.folder, "written"):
+            with store_of(self.folder).store_errors("written"):
                 self._manager = make_manager(self.folder, *self._retention)
         leaves, metrics = flat_leaves(state), None
         leaves = {path: leaf for path, leaf in leaves.items() if path not in self._without}
@@ -198,17 +198,12 @@ class Checkpoints:
                 )
                 continue
             if damaged and jax.process_index() == 0:
-                for damaged_step, reason in damaged.items():
-                    target_folder = store_of(self.folder).set_aside(
-                        self.folder / str(damaged_step),
-                        f"damaged-{damaged_step}",
-                        DAMAGE,
-                        reason,
-                        MARKER,
-                    )
+                for number, reason in damaged.items():
+                    checkpoint = store_of(self.folder / str(number))
+                    place = checkpoint.set_aside(f"damaged-{number}", DAMAGE, reason, MARKER)
                     log(
-                        f"The checkpoint of step {damaged_step} was set aside as {target_folder};"
-                        " nothing in it was changed."
+                        f"The checkpoint of step {number} was set aside as {place}; nothing in it"
+                        " was changed."
                     )
                 if self._manager is not None:
                     self._manager.reload()

@@ -457,5 +457,6 @@ def parse_with_config(
 
 def check_output(path: Path | None) -> None:
     """Raises ConfigError where the directory of an output file does not exist."""
-    if path is not None:
-        store_of(path).require_folder_of(path)
+    folder = None if path is None else path.absolute().parent
+    if folder is not None and store_of(folder).lacks_folder():
+        raise ConfigError(f"{path} cannot be written: the directory {folder} does not exist.")

@@ -29,7 +29,7 @@ def run(args: ConvertArguments) -> int:
     target = args.target
     source = ModelFiles(args.source)
     # What a conversion that was killed has left.
-    store_of(target).remove_folder(target / UNFINISHED)
+    store_of(target / UNFINISHED).remove_folder()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not empty: choose a new directory.")
     to_run = source.kind == "pretrained"
@@ -47,7 +47,7 @@ def run(args: ConvertArguments) -> int:
         )
     size = human_count(sum(leaf.size for leaf in jax.tree.leaves(model.params)))
     # The config.json of a run is written last, and without it there is no run.
-    with store_of(target).filled(target, in_order=to_run) as folder:
+    with store_of(target).filled(in_order=to_run) as folder:
         if has_adapter and not args.merge:
             _write_adapter(model, source, args, folder)
         elif to_run:

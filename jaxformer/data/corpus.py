@@ -335,7 +335,7 @@ def text_store(
 
     def check(index: int, documents: int, size: int) -> None:
         if (documents, size) != (parts[index].documents, parts[index].bytes):
-            store_of(directories[index]).remove_folder(directories[index])
+            store_of(directories[index]).remove_folder()
             raise ConfigError(
                 f"{groups[index]}: its files changed while they were read: run again when they no"
                 " longer change."

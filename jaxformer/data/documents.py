@@ -224,7 +224,7 @@ def _raw_blocks(path: Path, size: int) -> Iterator[bytes]:
             f"{path} is a device, which may never end: name a file, or - for standard input."
         )
     try:
-        yield from store_of(path).blocks(path, size)
+        yield from store_of(path).blocks(size)
     except OSError as error:
         raise unreadable(path, error) from None
 

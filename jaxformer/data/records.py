@@ -157,7 +157,7 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
                 batches = reader
                 present = reader.schema.names
             else:
-                data = stack.enter_context(store_of(path).readable(path))
+                data = stack.enter_context(store_of(path).readable())
                 parquet = stack.enter_context(ParquetFile(data))
                 present = parquet.schema_arrow.names
                 batches = parquet.iter_batches(ROWS_AT_ONCE, columns=wanted, use_threads=False)

@@ -50,7 +50,7 @@ from jaxformer.data.store import (
     require_counts,
 )
 from jaxformer.files import ConfigError, located, read_object, store_of, write_text
-from jaxformer.files.stores import DISK, ObjectVersion
+from jaxformer.files.stores import Matches, ObjectVersion, local_copies
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import in_batches
 
@@ -67,9 +67,6 @@ IDS = (".npy", ".bin")
 
 # Suffixes of files that are certainly not text.
 NOT_TEXT = re.compile(r"\.(json|csv|arrow|feather|zip|tar|tgz|bz2|xz|7z|npz|pt|pdf|bin|npy)")
-
-# Files and their versions.
-Matches = dict[Path, ObjectVersion]
 
 # Files are scanned and tokenized in groups: as many neighbors as have this many bytes together, at
 # least one.
@@ -205,7 +202,7 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     read."""
     if spec == STDLIB:
         library = Path(sysconfig.get_path("stdlib"))
-        modules = DISK.files_below(library, NOT_STDLIB.__contains__)
+        modules = store_of(library).files_below(NOT_STDLIB.__contains__)
         files = [
             SourceFile(module, PYTHON, module.relative_to(library).as_posix(), versions=(version,))
             for module, version in modules.items()
@@ -216,14 +213,14 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
         paths = dataset_files(spec.removeprefix(HUB), f"{setting}={spec}")
         files = []
         for each in paths:
-            version = DISK.version(each)
+            version = store_of(each).version()
             versions = () if version is None else (version,)
             files.append(SourceFile(each, "arrow", each.name, versions=versions))
         return tuple(files), ""
     path = located(spec)
     if path.is_dir():
         # The files of known suffixes below it, without hidden ones.
-        below = store_of(path).files_below(path)
+        below = store_of(path).files_below()
         known = {file: version for file, version in below.items() if _suffix(file) in FORMATS}
         others = collections.Counter(
             _suffix(file) or "without a suffix" for file in below if file not in known
@@ -260,7 +257,7 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     files = [SourceFile(file.absolute(), "ids", versions=(found[file],)) for file in found]
     named = _named(files, root, setting)
     # They are mapped into memory, and so those of a URL are copied.
-    copies = store_of(path).local_copies([file.path for file in named])
+    copies = local_copies([file.path for file in named])
     return tuple(replace(file, path=copy) for file, copy in zip(named, copies, strict=True)), ""
 
 
@@ -319,7 +316,7 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
     """Return the file of that name; or the fixed part of a glob, and the files that it finds, in
     order."""
     path = located(spec)
-    if version := store_of(path).version(path):
+    if version := store_of(path).version():
         return None, {path: version}
     seen_from = "" if path.is_absolute() else f" (seen from {os.getcwd()})"
     if not glob.has_magic(spec):
@@ -329,7 +326,7 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
             )
         raise ConfigError(f"{setting}: {path} does not exist{seen_from}; {ALLOWED}")
     root = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
-    matches = store_of(path).files_matching(path, root)
+    matches = store_of(path).files_matching(root)
     if not matches:
         raise ConfigError(f"{setting}: no file matches the glob {spec!r}{seen_from}; {ALLOWED}")
     return root, matches

@@ -32,6 +32,7 @@ import numpy as np
 from jaxformer.config.settings import Log
 from jaxformer.data.documents import Piece, hash_fraction, joint_fingerprint
 from jaxformer.files import ConfigError, read_object, replacing, store_of, write_text
+from jaxformer.files.stores import local_copies
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import in_batches
 
@@ -51,7 +52,7 @@ def claimed(directory: Path, log: Log) -> Iterator[bool]:
     """
     make_folder(directory)
     waiting = f"waiting for another process that is at work in {directory}"
-    with store_of(directory).alone(directory, lambda: log(waiting)) as is_alone:
+    with store_of(directory).alone(lambda: log(waiting)) as is_alone:
         yield is_alone
 
 
@@ -82,7 +83,7 @@ class Written:
 
     def require_size(self, path: Path) -> None:
         """Raise FileNotFoundError where the file is gone, ConfigError where it has another size."""
-        version = store_of(path).version(path)
+        version = store_of(path).version()
         if version is None:
             raise FileNotFoundError(path)
         if version.size != self.size:
@@ -179,7 +180,7 @@ class Shard:
             return np.zeros(shape, dtype)
         if kind in self.arrays:
             return self.arrays[kind]()
-        path = store_of(self.path).local_copy(self.file(kind), self.files[kind].digest)
+        path = store_of(self.file(kind)).local_copy(self.files[kind].digest)
         self.files[kind].verify_once(path)
         # A plain view: slices of np.memmap itself are several times slower to make.
         return np.memmap(path, dtype, "r", 0, shape).view(np.ndarray)
@@ -277,8 +278,7 @@ class TokenStore:
             for kind, written in shard.files.items():
                 paths.append(shard.file(kind))
                 digests.append(written.digest)
-        if paths:
-            store_of(paths[0]).local_copies(paths, digests)
+        local_copies(paths, digests)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Return the places p with start < p < stop at which a new document begins: int64,

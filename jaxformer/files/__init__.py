@@ -57,8 +57,8 @@ def replacing(
     path: Path, advice: str = ROOM, follow: bool = True
 ) -> AbstractContextManager[BinaryIO]:
     """Opens a binary file that gets the name `path` when the block ends without an error, as
-    `Disk.replacing` says."""
-    return store_of(path).replacing(path, advice, follow)
+    `OnDisk.replacing` says."""
+    return store_of(path).replacing(advice, follow)
 
 
 def write_text(path: Path, text: str, follow: bool = True) -> None:

@@ -37,8 +37,14 @@ import fsspec
 import fsspec.config
 from upath.extensions import ProxyUPath
 
-from jaxformer.files import read_object, write_text
-from jaxformer.files.stores import DISK, ROOM, ConfigError, Disk, ObjectVersion, OutputFolder
+from jaxformer.files import read_object, replacing, write_text
+from jaxformer.files.stores import (
+    COPIES_TOGETHER,
+    ConfigError,
+    ObjectVersion,
+    OutputFolder,
+    is_hidden,
+)
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of pyproject.toml, by scheme
 REASON_CHARACTERS = 300  # of the message of an error of a store
@@ -47,7 +53,6 @@ VERSION_KEYS = ("generation", "ETag", "etag", "LastModified", "last_modified", "
 
 VARIABLE, DEFAULT = "JAXFORMER_COPIES", "~/.cache/jaxformer/copies"
 RANGE_BYTES = 16 << 20  # that one request asks for
-OBJECTS_TOGETHER = 16  # objects that are asked for or copied at the same time
 SILENT_BYTES = 10**8  # copies of fewer bytes are made without a line
 
 PUT_SECONDS = 5.0  # between two puts of a file that grows; Google Cloud refuses more than one a
@@ -67,6 +72,7 @@ for _scheme in EXTRAS:
     fsspec.config.conf.setdefault(_scheme, {}).setdefault("use_listings_cache", False)
 
 _reached = set[tuple[str, str]]()  # the schemes and buckets that have answered
+_appended: "weakref.WeakSet[AppendedObject]" = weakref.WeakSet()
 
 
 def explained(error: BaseException) -> str:
@@ -85,7 +91,7 @@ def explained(error: BaseException) -> str:
 def store_errors(
     path: Any, action: str, expected: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Turns an error of the store into one ConfigError, as `Disk.store_errors` says."""
+    """Turns an error of the store into one ConfigError, as `OnDisk.store_errors` says."""
     try:
         yield
     except Exception as error:
@@ -112,9 +118,8 @@ def _asks(action: str) -> Callable[[Callable[..., Any]], Any]:
 
 class StorePath(ProxyUPath):
     """The path of a URL. It has the methods of `pathlib.Path`, but is none, and asks its store anew
-    each time. They raise ConfigError for what keeps a store from answering."""
-
-    store: "Bucket"  # set below
+    each time. They raise ConfigError for what keeps a store from answering. Those from `renames` on
+    are what `OnDisk` has, and say what it says."""
 
     exists = _asks("read")(ProxyUPath.exists)
     is_file = _asks("read")(ProxyUPath.is_file)
@@ -156,11 +161,6 @@ class StorePath(ProxyUPath):
             return False
         return True
 
-    @_asks("read")
-    def entry(self) -> Any:
-        """What fsspec says of an object, by name. Raises FileNotFoundError."""
-        return self.fs.info(self.path)
-
     @_asks("listed")
     def entries(self) -> dict[str, Any]:
         """What fsspec says of each object and folder directly below, by its name; nothing where
@@ -170,19 +170,6 @@ class StorePath(ProxyUPath):
         except FileNotFoundError:
             return {}
         return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
-
-    @_asks("listed")
-    def found(self, method: str, pattern: str) -> dict[str, Any]:
-        """What fsspec says of each object below that its method `find` or `glob` finds for a
-        pattern, by its name relative to this path."""
-        entries = getattr(self.fs, method)(pattern, detail=True)
-        return {key.removeprefix(self.path).lstrip("/"): entry for key, entry in entries.items()}
-
-    @_asks("listed")
-    def names_below(self) -> list[str]:
-        """The names of all objects below, relative to this path, by one listing."""
-        folder = f"{self.path.rstrip('/')}/"
-        return [name.removeprefix(folder) for name in self.fs.find(self.path)]
 
     @_asks("written")
     def copy_from(self, source: "StorePath") -> None:
@@ -197,209 +184,167 @@ class StorePath(ProxyUPath):
         for name in self.fs.find(self.path):
             self.fs.rm_file(name)
 
-
-def opened_url(url: str) -> Path:
-    """The path of a URL. Raises ConfigError where nothing here opens such URLs, and where its
-    bucket does not answer."""
-    scheme = url.split("://")[0].lower()
-    try:
-        fsspec.get_filesystem_class(scheme)
-    except ImportError as error:
-        extra = EXTRAS.get(scheme)
-        install = f'pip install "jaxformer[{extra}]"' if extra else str(error)
-        raise ConfigError(f"{url}: {scheme}:// needs another package: {install}") from error
-    except ValueError as error:
-        raise ConfigError(
-            f"{url}: no store is known for {scheme}://. Name a path, or a URL such as"
-            " gs://bucket/run or s3://bucket/run."
-        ) from error
-    path = StorePath(url)
-    bucket = url.split("/")[2]
-    if scheme in EXTRAS and (scheme, bucket) not in _reached:
-        # What keeps a store from being read is said before anything begins.
-        try:
-            path.fs.info(path.path)
-        except Exception as error:
-            has_bucket = "NoSuchBucket" not in str(error.__cause__)
-            if not (isinstance(error, FileNotFoundError) and has_bucket):
-                raise ConfigError(f"{path} cannot be read {explained(error)}.") from error
-        _reached.add((scheme, bucket))
-    return cast(Path, path)
-
-
-class Bucket(Disk):
-    """The objects of a store; each method is that of `Disk` for paths of a URL."""
+    # What `OnDisk` has
 
     renames = False
     reads_in_place = False
+    store_errors = store_errors
 
-    def __init__(self) -> None:
-        self._appended: weakref.WeakSet[AppendedObject] = weakref.WeakSet()
-
-    store_errors = staticmethod(store_errors)  # type: ignore[assignment]
-
-    def require_writable(self, folder: Any) -> None:
-        path = folder / f"probe-{uuid.uuid4().hex}"
-        with self.replacing(path):
+    def require_writable(self) -> None:
+        path = self / f"probe-{uuid.uuid4().hex}"
+        with path.replacing():
             pass
         path.unlink()
 
-    def require_folder_of(self, path: Any) -> None:
-        """Requires nothing: a store has no folders."""
-
-    def free_space(self, folder: Any) -> None:
+    def free_space(self) -> None:
         return None
 
-    # Writing
+    def lacks_folder(self) -> bool:
+        return False
 
     @contextlib.contextmanager
-    def replacing(self, path: Any, advice: str = ROOM, follow: bool = True) -> Iterator[BinaryIO]:
+    def replacing(self, advice: str = "", follow: bool = True) -> Iterator[BinaryIO]:
         with tempfile.NamedTemporaryFile() as file:
             yield cast(BinaryIO, file)
             file.flush()
-            path.put(file.name)
+            self.put(file.name)
 
-    def append(self, path: Any) -> "AppendedObject":
-        file = AppendedObject(path)
-        self._appended.add(file)
-        return file
+    def append(self) -> "AppendedObject":
+        return AppendedObject(self)
 
-    def flush(self) -> None:
-        for file in tuple(self._appended):
+    def flush_appended(self) -> None:
+        for file in tuple(_appended):
             with contextlib.suppress(OSError):
                 file.flush()
 
-    def make_folder(self, folder: Any) -> None:
+    @_asks("read")
+    def make_folder(self) -> None:
         """Raises ConfigError where the bucket does not exist: s3fs would make one."""
-        bucket = str(folder).split("/")[2]
-        with store_errors(folder, "read"):
-            if folder.fs.exists(bucket):
-                return
-        raise ConfigError(
-            f"{folder} cannot be written: there is no bucket {bucket}, or it may not be listed with"
-            " these credentials. Create it, or choose another path."
-        )
+        bucket = str(self).split("/")[2]
+        if not self.fs.exists(bucket):
+            raise ConfigError(
+                f"{self} cannot be written: there is no bucket {bucket}, or it may not be listed"
+                " with these credentials. Create it, or choose another path."
+            )
 
     @contextlib.contextmanager
-    def filled(self, target: Any, in_order: bool) -> Iterator[Path]:
+    def filled(self, in_order: bool) -> Iterator[Any]:
         if in_order:
-            yield target
+            yield self
             return
-        output = self.output_folder(target)
+        output = self.output_folder()
         yield output.path
         output.close()
 
-    def output_folder(self, folder: Any) -> OutputFolder:
-        return _Upload(folder)
+    def output_folder(self) -> "Upload":
+        return Upload(cast(Path, self))
 
-    # Moving and removing
-
-    def move_into(self, folder: Any, paths: Sequence[Any]) -> None:
+    def gather(self, paths: Sequence[Any]) -> None:
         """Copies all objects before the first one is removed."""
         for path in paths:
-            (folder / path.name).copy_from(path)
+            (self / path.name).copy_from(path)
         for path in paths:
             path.remove()
 
-    def remove_folder(self, folder: Any) -> None:
+    def remove_folder(self) -> None:
         # Whatever the store raises: what stays is found again by its checksums.
         with contextlib.suppress(Exception):
-            folder.fs.rm(folder.path, recursive=True)
+            self.fs.rm(self.path, recursive=True)
 
-    def _is_taken(self, target: Any, note: str) -> bool:
-        # A copy without its note was not completed, and is made again.
-        return bool((target / note).exists())
-
-    def _move_aside(self, folder: Any, target: Any, note: Any, text: str, marker: str) -> None:
+    def set_aside(self, name: str, note: str, reason: str, marker: str) -> "StorePath":
         """Copies a folder, then removes it. The copy is complete once it has its note, and the
         folder counts until its marker is removed after that: a process that is killed in between
         copies it again when it is started again."""
-        target.copy_from(folder)
-        note.write_text(text)
-        (folder / marker).unlink()
-        folder.remove()
+        target = self.with_name(name)
+        number = 1
+        while (target / note).exists():
+            number += 1
+            target = self.with_name(f"{name}-{number}")
+        target.copy_from(self)
+        (target / note).write_text(f"{reason}\n")
+        (self / marker).unlink()
+        self.remove()
+        return target
 
-    def complete(self, folder: Any, marker: str) -> list[Path]:
-        return [path for path in self._folders(folder) if (path / marker).exists()]
+    def folders(self, marker: str, complete: bool = True) -> list[Any]:
+        paths = [self / name for name in self.entries()]
+        return [path for path in paths if (path / marker).exists() == complete]
 
-    def incomplete(self, folder: Any, marker: str) -> list[Any]:
-        return [path for path in self._folders(folder) if not (path / marker).exists()]
-
-    def _folders(self, folder: Any) -> list[Any]:
-        return [folder / name for name in folder.entries()]
-
-    # Reading
-
-    def version(self, path: Any) -> ObjectVersion | None:
+    @_asks("read")
+    def version(self) -> ObjectVersion | None:
         with contextlib.suppress(FileNotFoundError):
-            entry = path.entry()
+            entry = self.fs.info(self.path)
             if entry["type"] == "file":
                 return _version_in(entry)
         return None
 
-    def _current(self, path: Any) -> ObjectVersion:
-        version = self.version(path)
+    def _current(self) -> ObjectVersion:
+        version: ObjectVersion | None = self.version()
         if version is None:
-            raise ConfigError(f"{path} does not exist: correct the URL, or write it again.")
+            raise ConfigError(f"{self} does not exist: correct the URL, or write it again.")
         return version
 
-    def blocks(self, path: Any, size: int, version: ObjectVersion | None = None) -> Iterator[bytes]:
-        version = version or self._current(path)
+    def blocks(self, size: int, version: ObjectVersion | None = None) -> Iterator[bytes]:
+        version = version or self._current()
         count = 0
-        with self.readable(path, version) as file:
+        with self.readable(version) as file:
             while block := file.read(size):
                 count += len(block)
                 yield block
         if count != version.size:
             raise ConfigError(
-                f"{path} ended after {count:,} of {version.size:,} bytes: start the same command"
+                f"{self} ended after {count:,} of {version.size:,} bytes: start the same command"
                 " again."
             )
 
     @contextlib.contextmanager
-    def readable(self, path: Any, version: ObjectVersion | None = None) -> Iterator[BinaryIO]:
+    def readable(self, version: ObjectVersion | None = None) -> Iterator[BinaryIO]:
         """Opens an object, which is read by ranges. Raises ConfigError where it cannot be read, and
         where it is not, at the end of the block too, of this `version`, by default that of now."""
-        version = version or self._current(path)
+        version = version or self._current()
         failure: ConfigError | None = None
         try:
             options = {"block_size": RANGE_BYTES, "cache_type": "readahead"}
-            with store_errors(path, "read"), path.open("rb", **options) as file:
+            with self.store_errors("read"), self.open("rb", **options) as file:
                 yield file
         except ConfigError as error:
             failure = error
         # Another version may be the cause of a failure.
-        if self._current(path) != version:
+        if self._current() != version:
             raise ConfigError(
-                f"{path} was replaced while it was read: run again when it no longer changes."
+                f"{self} was replaced while it was read: run again when it no longer changes."
             ) from failure
         if failure:
             raise failure
 
-    def local_copy(self, path: Any, digest: str = "") -> Path:
-        version = None if digest else self._current(path)
-        copy = _folder_of_copies(path.parent, digest or f"{path} {version}") / path.name
+    def local_copy(self, digest: str = "") -> Path:
+        version = None if digest else self._current()
+        copy = self.parent._folder_of_copies(digest or f"{self} {version}") / self.name
         if not copy.is_file():
-            self._make_copy(path, copy, version or self._current(path), digest)
+            self._make_copy(copy, version or self._current(), digest)
         return copy
 
-    def local_copies(self, paths: Sequence[Any], digests: Sequence[str] = ()) -> list[Path]:
-        with ThreadPoolExecutor(OBJECTS_TOGETHER) as threads:
-            return [*threads.map(self.local_copy, paths, digests or [""] * len(paths))]
-
-    def local_folder(self, folder: Any, is_wanted: Callable[[str], bool]) -> Path:
-        entries = folder.entries().items()
+    def local_folder(self, is_wanted: Callable[[str], bool]) -> Path:
+        entries = self.entries().items()
         versions = {name: _version_in(entry) for name, entry in entries if entry["type"] == "file"}
-        directory = _folder_of_copies(folder, f"{folder} {sorted(versions.items())}")
+        directory = self._folder_of_copies(f"{self} {sorted(versions.items())}")
         wanted = [name for name in versions if is_wanted(name) and not (directory / name).is_file()]
-        objects = [folder / name for name in wanted]
-        with ThreadPoolExecutor(OBJECTS_TOGETHER) as threads:
-            # Not the versions of the listing, which some stores say otherwise.
-            current = threads.map(self._current, objects)
-            list(threads.map(self._make_copy, objects, map(directory.joinpath, wanted), current))
+
+        def copy(name: str) -> None:
+            # Not the version of the listing, which some stores say otherwise.
+            (self / name)._make_copy(directory / name, (self / name)._current())
+
+        with ThreadPoolExecutor(COPIES_TOGETHER) as threads:
+            list(threads.map(copy, wanted))
         return directory
 
-    def _make_copy(self, path: Any, copy: Path, version: ObjectVersion, digest: str = "") -> None:
+    def _folder_of_copies(self, content: str) -> Path:
+        """Where copies of objects of this folder are kept."""
+        root = Path(os.environ.get(VARIABLE) or DEFAULT).expanduser().absolute()
+        name = str(self).rstrip("/").rpartition("/")[2] or "root"
+        return root / f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+
+    def _make_copy(self, copy: Path, version: ObjectVersion, digest: str = "") -> None:
         """Makes one copy, unless another process has made it meanwhile."""
         advice = f"make room, or set {VARIABLE} to another directory"
         try:
@@ -416,59 +361,49 @@ class Bucket(Disk):
             if copy.is_file():
                 return
             if version.size >= SILENT_BYTES:
-                line = f"copying {path} ({version.size / 1e9:.2f} GB) to {copy}"
+                line = f"copying {self} ({version.size / 1e9:.2f} GB) to {copy}"
                 print(line, file=sys.stderr, flush=True)
             hashed = hashlib.blake2b(digest_size=16)
-            with DISK.replacing(copy, advice) as file:
-                for block in self.blocks(path, RANGE_BYTES, version):
+            with replacing(copy, advice) as file:
+                for block in self.blocks(RANGE_BYTES, version):
                     hashed.update(block)
                     file.write(block)
                 if digest and hashed.hexdigest() != digest:
                     raise ConfigError(
-                        f"{path} was altered since it was written (its checksum is another):"
+                        f"{self} was altered since it was written (its checksum is another):"
                         " restore it, or remove it to have it made again from the text."
                     )
 
-    def files_below(
-        self, folder: Any, leaves_out: Callable[[str], bool] = lambda name: name.startswith(".")
-    ) -> dict[Path, ObjectVersion]:
-        return self._files(folder, folder.found("find", folder.path), leaves_out)
+    @_asks("listed")
+    def files_below(self, leaves_out: Callable[[str], bool] = is_hidden) -> dict[Any, Any]:
+        return self._matches(self.fs.find(self.path, detail=True), leaves_out)
 
-    def files_matching(self, pattern: Any, root: Any) -> dict[Path, ObjectVersion]:
-        hidden: Callable[[str], bool] = lambda name: name.startswith(".")  # noqa: E731
-        return self._files(root, root.found("glob", pattern.path), hidden)
+    @_asks("listed")
+    def files_matching(self, root: Any) -> dict[Any, Any]:
+        return root._matches(self.fs.glob(self.path, detail=True), is_hidden)  # type: ignore[no-any-return]
 
-    def _files(
-        self, root: Any, entries: Mapping[str, Any], leaves_out: Callable[[str], bool]
-    ) -> dict[Path, ObjectVersion]:
+    def _matches(
+        self, entries: Mapping[str, Any], leaves_out: Callable[[str], bool]
+    ) -> dict[Any, Any]:
+        named = {key.removeprefix(self.path).lstrip("/"): entry for key, entry in entries.items()}
         return {
-            root / name: _version_in(entry)
-            for name, entry in sorted(entries.items())
+            self / name: _version_in(entry)
+            for name, entry in sorted(named.items())
             if entry["type"] == "file" and not any(map(leaves_out, name.split("/")))
         }
 
-    def names_below(self, folder: Any) -> list[str]:
-        names: list[str] = folder.names_below()
-        return names
+    @_asks("listed")
+    def names_below(self) -> list[str]:
+        folder = f"{self.path.rstrip('/')}/"
+        return [name.removeprefix(folder) for name in self.fs.find(self.path)]
 
-    def irregular(self, folder: Any) -> list[Path]:
-        return []
-
-    def links(self, paths: Sequence[Any], below: Mapping[Any, str]) -> list[Path]:
-        return []
-
-    def lacks(self, folder: Any) -> bool:
-        return False
-
-    # Locks
-
-    def is_locked(self, folder: Any) -> bool:
+    def is_locked(self) -> bool:
         """Whether a process that is not known to have ended claims a folder."""
-        record = _read_claim(folder / CLAIM)
+        record = _read_claim(self / CLAIM)
         return bool(record) and not _is_left(record)
 
     @contextlib.contextmanager
-    def locked(self, folder: Any, name: str) -> Iterator[None]:
+    def locked(self, name: str) -> Iterator[None]:
         """Claims a folder during the block, by an object that its holder renews.
 
         It is made by a put that fails where there is one, names the process, and is removed at the
@@ -477,7 +412,7 @@ class Bucket(Disk):
         in place of its own ends at once, with a message: it could not renew its claim, as without a
         network, and the other one has gone on with the run.
         """
-        path = folder / CLAIM
+        path = self / CLAIM
         record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -527,12 +462,37 @@ class Bucket(Disk):
                     _remove_claim(path)
 
     @contextlib.contextmanager
-    def alone(self, folder: Any, waits: Callable[[], None]) -> Iterator[bool]:
+    def alone(self, waits: Callable[[], None]) -> Iterator[bool]:
         yield False
 
 
-STORE = Bucket()
-StorePath.store = STORE
+def opened_url(url: str) -> Path:
+    """The path of a URL. Raises ConfigError where nothing here opens such URLs, and where its
+    bucket does not answer."""
+    scheme = url.split("://")[0].lower()
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        extra = EXTRAS.get(scheme)
+        install = f'pip install "jaxformer[{extra}]"' if extra else str(error)
+        raise ConfigError(f"{url}: {scheme}:// needs another package: {install}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{url}: no store is known for {scheme}://. Name a path, or a URL such as"
+            " gs://bucket/run or s3://bucket/run."
+        ) from error
+    path = StorePath(url)
+    bucket = url.split("/")[2]
+    if scheme in EXTRAS and (scheme, bucket) not in _reached:
+        # What keeps a store from being read is said before anything begins.
+        try:
+            path.fs.info(path.path)
+        except Exception as error:
+            has_bucket = "NoSuchBucket" not in str(error.__cause__)
+            if not (isinstance(error, FileNotFoundError) and has_bucket):
+                raise ConfigError(f"{path} cannot be read {explained(error)}.") from error
+        _reached.add((scheme, bucket))
+    return cast(Path, path)
 
 
 def _version_in(entry: Mapping[str, Any]) -> ObjectVersion:
@@ -541,14 +501,7 @@ def _version_in(entry: Mapping[str, Any]) -> ObjectVersion:
     return ObjectVersion(int(entry.get("size") or 0), tag)
 
 
-def _folder_of_copies(folder: Any, content: str) -> Path:
-    """Where copies of objects of a folder are kept."""
-    root = Path(os.environ.get(VARIABLE) or DEFAULT).expanduser().absolute()
-    name = str(folder).rstrip("/").rpartition("/")[2] or "root"
-    return root / f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
-
-
-class _Upload(OutputFolder):
+class Upload(OutputFolder):
     """A temporary folder whose files `close` puts into the store. Until then, and after a kill, the
     store has none of them."""
 
@@ -574,7 +527,7 @@ class AppendedObject:
     again. Raises ConfigError where the file cannot be written at first.
     """
 
-    def __init__(self, path: Any) -> None:
+    def __init__(self, path: StorePath) -> None:
         self.path = path
         exists = path.exists()
         self._content = bytearray(path.read_bytes() if exists else b"")
@@ -586,9 +539,10 @@ class AppendedObject:
             self._put()
         self._thread = threading.Thread(target=self._put_regularly, daemon=True)
         self._thread.start()
+        _appended.add(self)
 
     def _put(self) -> None:
-        with STORE.replacing(self.path) as file:
+        with self.path.replacing() as file:
             file.write(self._content)
 
     def write(self, content: bytes | bytearray) -> int:
@@ -617,7 +571,7 @@ class AppendedObject:
         """Puts the rest; a warning says what could not be written."""
         self._closing.set()
         self._thread.join()
-        STORE._appended.discard(self)
+        _appended.discard(self)
         try:
             self.flush()
         except OSError as error:

@@ -1,7 +1,7 @@
 """What a disk does in its own way: locks, renames, appends, links and files that are read in place.
 
-`bucket.Bucket` has the same methods for a bucket, or another store that a URL names. `store_of` a
-path is the only place that chooses between them, so that no caller asks where a path leads.
+`OnDisk` has it for a path of a disk, and `bucket.StorePath` has the same methods for a URL.
+`store_of` is the only place that chooses between them, so that no caller asks where a path leads.
 """
 
 import contextlib
@@ -15,12 +15,14 @@ import sys
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 LOCK = ".lock"  # the file in a run directory that the process of the run locks
 UNFINISHED = ".unfinished"  # the folder in a target in which its files are written
+COPIES_TOGETHER = 16  # objects that are asked for or copied at the same time
 ROOM = "make room, or choose another path"
 
 
@@ -33,6 +35,14 @@ class ObjectVersion(NamedTuple):
 
     size: int
     tag: str
+
+
+# Files and their versions.
+Matches = dict[Path, ObjectVersion]
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith(".")
 
 
 class OutputFolder:
@@ -48,29 +58,32 @@ class OutputFolder:
         pass
 
 
-class Disk:
-    """The files of a disk."""
+class OnDisk:
+    """A path of a disk."""
 
     # Whether a folder gets its name in one step, so that what has its name is complete.
     renames = True
     # Whether a file is read in pieces where it is, rather than copied to this machine before.
     reads_in_place = True
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
     # Errors
 
     @contextlib.contextmanager
     def store_errors(
-        self, path: Path, action: str, expected: tuple[type[Exception], ...] = ()
+        self, action: str, expected: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
         """Turns what keeps a bucket from answering a library that asks in its own way into one
-        ConfigError: `path` cannot be `action`, such as "read". Errors of a disk go on as they are,
-        as do `expected` ones."""
+        ConfigError: the path cannot be `action`, such as "read". Errors of a disk go on as they
+        are, as do `expected` ones."""
         yield
 
-    def require_writable(self, folder: Path) -> None:
+    def require_writable(self) -> None:
         """Writes a file to the folder, or to the nearest one above that exists, and removes it.
         Raises ConfigError where that cannot be done."""
-        folder = self._existing(folder)
+        folder = self._existing()
         try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
@@ -78,28 +91,25 @@ class Disk:
                 f"{folder} cannot be written ({error.strerror or error}): choose another one."
             ) from error
 
-    def require_folder_of(self, path: Path) -> None:
-        """Raises ConfigError where the folder of a file that will be written does not exist."""
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            raise ConfigError(f"{path} cannot be written: the directory {folder} does not exist.")
-
-    def free_space(self, folder: Path) -> tuple[Path, int] | None:
+    def free_space(self) -> tuple[Path, int] | None:
         """The nearest folder that exists and the bytes that are free on its disk; None where there
         is no such bound."""
-        folder = self._existing(folder)
+        folder = self._existing()
         return folder, shutil.disk_usage(folder).free
 
-    @staticmethod
-    def _existing(path: Path) -> Path:
-        path = path.absolute()
+    def _existing(self) -> Path:
+        path = self._path.absolute()
         return next(folder for folder in (path, *path.parents) if folder.exists())
+
+    def lacks_folder(self) -> bool:
+        """Whether the path is no folder, where there has to be one before files are written."""
+        return not self._path.is_dir()
 
     # Writing
 
     @contextlib.contextmanager
-    def replacing(self, path: Path, advice: str = ROOM, follow: bool = True) -> Iterator[BinaryIO]:
-        """Opens a binary file that gets the name `path` when the block ends without an error.
+    def replacing(self, advice: str = ROOM, follow: bool = True) -> Iterator[BinaryIO]:
+        """Opens a binary file that gets the name of the path when the block ends without an error.
 
         The content is on the disk before the name changes, and until then an earlier file stays.
         After an error the new file is removed. Where the path is a symbolic link, the file that it
@@ -107,6 +117,7 @@ class Disk:
         with a warning. Raises ConfigError, with `advice`, where the file or its directory cannot be
         written, and where the path is something else than a file.
         """
+        path = self._path
         draft = None
         try:
             replaced_link = not follow and path.is_symlink()
@@ -134,36 +145,37 @@ class Disk:
                 if draft is not None:
                     draft.unlink(missing_ok=True)
 
-    def append(self, path: Path) -> Any:
+    def append(self) -> Any:
         """Opens a file without a buffer, to write at its end. Raises OSError for a symbolic link,
         and ConfigError for a URL that cannot be written."""
 
         def without_links(name: str, flags: int) -> int:
             return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
-        return open(path, "ab", buffering=0, opener=without_links)
+        return open(self._path, "ab", buffering=0, opener=without_links)
 
-    def flush(self) -> None:
+    def flush_appended(self) -> None:
         """Puts what was appended to all open files into their store. A failure is left to the next
         write, which reports it."""
 
-    def make_folder(self, folder: Path) -> None:
-        """Makes a folder and those above it. Raises ConfigError where it cannot be made."""
+    def make_folder(self) -> None:
+        """Makes the folder and those above it. Raises ConfigError where it cannot be made."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{folder} cannot be written ({error.strerror}): choose another directory."
+                f"{self._path} cannot be written ({error.strerror}): choose another directory."
             ) from error
 
     @contextlib.contextmanager
-    def filled(self, target: Path, in_order: bool) -> Iterator[Path]:
-        """Gives the folder to write in this block, whose files are in the target at its end: an
-        error or a signal leaves none of them. `in_order` says that the target counts for nothing
-        before its last file is there."""
+    def filled(self, in_order: bool) -> Iterator[Path]:
+        """Gives the folder to write in this block, whose files are in that of the path at its end:
+        an error or a signal leaves none of them. `in_order` says that they count for nothing before
+        the last one is there."""
+        target = self._path
         is_new = not target.exists()
         folder = target / UNFINISHED
-        self.make_folder(folder)
+        OnDisk(folder).make_folder()
         try:
             yield folder
             for entry in folder.iterdir():
@@ -174,58 +186,49 @@ class Disk:
                 with contextlib.suppress(OSError):  # it has the files
                     target.rmdir()
 
-    def output_folder(self, folder: Path) -> OutputFolder:
-        """The folder in which a library writes what `folder` will hold."""
-        return OutputFolder(folder)
+    def output_folder(self) -> OutputFolder:
+        """The folder in which a library writes what the one of the path will hold."""
+        return OutputFolder(self._path)
 
     # Moving and removing
 
-    def move_into(self, folder: Path, paths: Sequence[Path]) -> None:
-        """Moves files and folders into a folder beside them, which is made; a link is moved
+    def gather(self, paths: Sequence[Path]) -> None:
+        """Moves files and folders into this folder beside them, which is made; a link is moved
         itself."""
-        folder.mkdir(exist_ok=True)
+        self._path.mkdir(exist_ok=True)
         for path in paths:
-            path.rename(folder / path.name)
+            path.rename(self._path / path.name)
 
-    def remove_folder(self, folder: Path) -> None:
+    def remove_folder(self) -> None:
         """Removes a folder with all that is in it, as far as it can be removed."""
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self._path, ignore_errors=True)
 
-    def set_aside(self, folder: Path, name: str, note: str, reason: str, marker: str) -> Path:
+    def set_aside(self, name: str, note: str, reason: str, marker: str) -> Path:
         """Moves a folder to `name` beside it, or to the next free number of that name, where the
         file `note` says the reason. `marker` is the file that makes the folder complete where it
         cannot be renamed. Returns the new path."""
-        target, number = folder.with_name(name), 1
-        while self._is_taken(target, note):
+        target = self._path.with_name(name)
+        number = 1
+        while target.exists():
             number += 1
-            target = folder.with_name(f"{name}-{number}")
-        self._move_aside(folder, target, target / note, f"{reason}\n", marker)
+            target = self._path.with_name(f"{name}-{number}")
+        self._path.rename(target)
+        with OnDisk(target / note).replacing(follow=False) as file:
+            file.write(f"{reason}\n".encode())
         return target
 
-    def _is_taken(self, target: Path, note: str) -> bool:
-        return target.exists()
-
-    def _move_aside(self, folder: Path, target: Path, note: Path, text: str, marker: str) -> None:
-        folder.rename(target)
-        with self.replacing(note, follow=False) as file:
-            file.write(text.encode())
-
-    def complete(self, folder: Path, marker: str) -> list[Path]:
-        """The folders directly below one that are complete: all, or where a folder cannot be
-        renamed, those that have the file `marker`, which is written last."""
-        return [path for path in folder.glob("*") if path.is_dir()]
-
-    def incomplete(self, folder: Path, marker: str) -> list[Any]:
-        """The other ones, each with a method `remove`."""
-        return []
+    def folders(self, marker: str, complete: bool = True) -> list[Any]:
+        """The folders directly below that are complete, or those that are not: where a folder
+        cannot be renamed, it is complete once it has the file `marker`, which is written last."""
+        return [path for path in self._path.glob("*") if path.is_dir()] if complete else []
 
     # Reading
 
-    def version(self, path: Path) -> ObjectVersion | None:
+    def version(self) -> ObjectVersion | None:
         """The version of a file, None where there is none. Raises ConfigError for an object that
         may not be read, unlike `path.exists()`."""
         try:
-            status = path.stat()
+            status = self._path.stat()
         except ValueError:  # a path with a NUL
             return None
         except OSError as error:
@@ -236,20 +239,18 @@ class Disk:
             return None
         return ObjectVersion(status.st_size, str(status.st_mtime_ns))
 
-    def blocks(
-        self, path: Path, size: int, version: ObjectVersion | None = None
-    ) -> Iterator[bytes]:
+    def blocks(self, size: int) -> Iterator[bytes]:
         """Reads a file, `size` bytes at a time. Raises OSError on a disk, and ConfigError for an
-        object that cannot be read or is no longer of its version."""
-        with open(path, "rb", buffering=0) as file:
+        object that cannot be read or is replaced meanwhile."""
+        with open(self._path, "rb", buffering=0) as file:
             yield from iter(lambda: file.read(size), b"")
 
     @contextlib.contextmanager
-    def readable(self, path: Path) -> Iterator[Any]:
+    def readable(self) -> Iterator[Any]:
         """Gives what a library reads in pieces by itself: the path, or an open file of ranges."""
-        yield path
+        yield self._path
 
-    def local_copy(self, path: Path, digest: str = "") -> Path:
+    def local_copy(self, digest: str = "") -> Path:
         """The file on this machine's disk: itself, or a copy of the object, made where it is
         missing or of an earlier version.
 
@@ -257,20 +258,14 @@ class Disk:
         asking the store. Raises ConfigError where the object cannot be read, has another digest, or
         changes meanwhile, and where the disk is full.
         """
-        return path
+        return self._path
 
-    def local_copies(self, paths: Sequence[Path], digests: Sequence[str] = ()) -> list[Path]:
-        """`local_copy` of several files of one store at a time."""
-        return [*paths]
-
-    def local_folder(self, folder: Path, is_wanted: Callable[[str], bool]) -> Path:
+    def local_folder(self, is_wanted: Callable[[str], bool]) -> Path:
         """The folder on this machine's disk: itself, or one with copies of the objects directly
         below a URL whose names are wanted. Raises ConfigError as `local_copy` does."""
-        return folder
+        return self._path
 
-    def files_below(
-        self, folder: Path, leaves_out: Callable[[str], bool] = lambda name: name.startswith(".")
-    ) -> dict[Path, ObjectVersion]:
+    def files_below(self, leaves_out: Callable[[str], bool] = is_hidden) -> Matches:
         """The files below a folder, sorted, with their versions, without the names that are left
         out (hidden ones) and what is below them; links are followed once. Raises ConfigError."""
         paths: list[Path] = []
@@ -282,7 +277,7 @@ class Disk:
                 " and its disk."
             )
 
-        for name, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        for name, folders, files in os.walk(self._path, onerror=refuse, followlinks=True):
             real = os.path.realpath(name)
             if real in folders_read:
                 folders.clear()
@@ -290,46 +285,27 @@ class Disk:
             folders_read.add(real)
             folders[:] = [below for below in folders if not leaves_out(below)]
             paths += [Path(name, file) for file in files if not leaves_out(file)]
-        return self._versions(sorted(paths, key=lambda path: path.relative_to(folder).as_posix()))
+        paths.sort(key=lambda path: path.relative_to(self._path).as_posix())
+        return _with_versions(paths)
 
-    def files_matching(self, pattern: Path, root: Path) -> dict[Path, ObjectVersion]:
+    def files_matching(self, root: Path) -> Matches:
         """The files that a glob finds, sorted, with their versions; `root` is its fixed part.
         Raises ConfigError where a store does not answer."""
-        return self._versions(sorted(map(Path, glob.glob(str(pattern), recursive=True))))
+        return _with_versions(sorted(map(Path, glob.glob(str(self._path), recursive=True))))
 
-    def _versions(self, paths: Sequence[Path]) -> dict[Path, ObjectVersion]:
-        versions = {path: self.version(path) for path in paths}
-        return {path: version for path, version in versions.items() if version}
-
-    def names_below(self, folder: Path) -> list[str]:
+    def names_below(self) -> list[str]:
         """The names of all files below a folder, relative to it."""
-        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-
-    def irregular(self, folder: Path) -> list[Path]:
-        """What is below a folder and may never end when it is read: pipes, devices, sockets."""
-        return [
-            path
-            for path in folder.rglob("*")
-            if path.exists() and not (path.is_file() or path.is_dir())
-        ]
-
-    def links(self, paths: Sequence[Path], below: Mapping[Path, str]) -> list[Path]:
-        """Which of the paths, and of those that globs find below folders, are symbolic links."""
-        found = [path for folder, pattern in below.items() for path in folder.glob(pattern)]
-        return [path for path in (*paths, *found) if path.is_symlink()]
-
-    def lacks(self, folder: Path) -> bool:
-        """Whether a folder is missing, where even an empty one is there."""
-        return not folder.exists()
+        files = (path for path in self._path.rglob("*") if path.is_file())
+        return [path.relative_to(self._path).as_posix() for path in files]
 
     # Locks
 
-    def is_locked(self, folder: Path) -> bool:
+    def is_locked(self) -> bool:
         """Whether a process has locked a folder."""
         import fcntl  # Windows lacks it
 
         try:
-            descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(self._path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return False
         try:
@@ -341,12 +317,13 @@ class Disk:
         return False
 
     @contextlib.contextmanager
-    def locked(self, folder: Path, name: str) -> Iterator[None]:
+    def locked(self, name: str) -> Iterator[None]:
         """Makes a folder where it is missing, and locks it during the block; messages say `name`. A
         folder that was made and has no file at the end is removed. Raises ConfigError where it
         cannot be written, and where another process has locked it."""
         import fcntl  # Windows lacks it
 
+        folder = self._path
         try:
             missing = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
@@ -382,7 +359,7 @@ class Disk:
                             path.rmdir()
 
     @contextlib.contextmanager
-    def alone(self, folder: Path, waits: Callable[[], None]) -> Iterator[bool]:
+    def alone(self, waits: Callable[[], None]) -> Iterator[bool]:
         """Keeps a folder from other processes of this machine during the block, and waits for one
         that has it; `waits` is called before. Gives False where the file system cannot lock: work
         may then be done twice, with the same result."""
@@ -391,7 +368,7 @@ class Disk:
             return
         import fcntl  # Windows lacks it
 
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(self._path, os.O_RDONLY)
         try:
             is_alone = True
             try:
@@ -406,13 +383,26 @@ class Disk:
             os.close(handle)
 
 
-DISK = Disk()
+def store_of(path: Path) -> OnDisk:
+    """What the store of a path does in its own way; the path of a URL has these methods itself."""
+    bucket_path: Any = path
+    return OnDisk(path) if isinstance(path, Path) else bucket_path
 
 
-def store_of(path: Path) -> Disk:
-    """The store of a path: the path of a URL names its own, and others are those of a disk."""
-    store: Disk = getattr(path, "store", DISK)
-    return store
+def local_copies(paths: Sequence[Path], digests: Sequence[str] = ()) -> list[Path]:
+    """`local_copy` of several files at a time."""
+    with ThreadPoolExecutor(COPIES_TOGETHER) as threads:
+        copies = threads.map(
+            lambda path, digest: store_of(path).local_copy(digest),
+            paths,
+            digests or [""] * len(paths),
+        )
+        return [*copies]
+
+
+def _with_versions(paths: Sequence[Path]) -> Matches:
+    versions = {path: OnDisk(path).version() for path in paths}
+    return {path: version for path, version in versions.items() if version}
 
 
 def resolved_file(path: Path, advice: str) -> Path:

@@ -241,7 +241,7 @@ def open_pretrained(location: Path) -> Opened:
     """Open a Hugging Face directory or a GGUF file: its config, and its tensors by their names."""
     files: TensorFiles
     if is_gguf(location):
-        path = store_of(location).local_copy(location)
+        path = store_of(location).local_copy()
         files = GgufFiles(path)
         values = files.values
         family, architecture = stated_architecture(path, values)

@@ -147,15 +147,13 @@ def copied_model(directory: Path, only: str = "") -> Path:
     """The directory in which a model is read: a local one as it is; of one at a URL the copies, on
     this machine, of its JSON files and of its weights, or of the file `only` of these."""
     store = store_of(directory)
-    if store.reads_in_place:
-        return directory
-    copy = store.local_folder(directory, matching("*.json"))
+    copy = store.local_folder(matching("*.json"))
     is_weight = matching(only or "*.safetensors")
-    if not only and store.version(directory / SINGLE):
+    if not only and store_of(directory / SINGLE).version():
         is_weight = matching(SINGLE)
     elif not only and (copy / INDEX).is_file():
         is_weight = {*_read_index(copy / INDEX).values()}.__contains__
-    return store.local_folder(directory, is_weight)
+    return store.local_folder(is_weight)
 
 
 def has_tensors(directory: Path) -> bool:

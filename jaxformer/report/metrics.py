@@ -95,7 +95,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
                 stacklevel=2,
             )
         try:
-            self._file = store_of(self.path).append(self.path)
+            self._file = store_of(self.path).append()
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written ({error.strerror}).") from error
         self._unwritten, self._missing = bytearray(), list[int]()

@@ -44,7 +44,7 @@ class TensorBoard:
     writing, as on a full disk, there is one warning and no further event."""
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:
-        self._local = store_of(run_dir).output_folder(run_dir / "tensorboard")
+        self._local = store_of(run_dir / "tensorboard").output_folder()
         self._purged = resume_step and resume_step + 1
         self._board: Any = None
         self._failed = False
@@ -112,7 +112,7 @@ class HostedTracker:
     ) -> None:
         self.name = name
         self._run: Any = None
-        self._local = store_of(run_dir).output_folder(run_dir)
+        self._local = store_of(run_dir).output_folder()
         # The id of a run at a service is drawn at random for a new run.
         path = run_dir / TRACKED
         identities = read_object(path) if path.exists() else {}

@@ -96,7 +96,7 @@ class RunDirectory:
 
     def is_in_use(self) -> bool:
         """Whether a process trains here."""
-        return store_of(self.path).is_locked(self.path)
+        return store_of(self.path).is_locked()
 
     @contextlib.contextmanager
     def opened(self, run: RunConfig) -> Iterator[bool]:
@@ -121,7 +121,7 @@ class RunDirectory:
             yield
             return
         require_savable(self.path.absolute())
-        with store_of(self.path).locked(self.path, f"run.dir={str(self)!r}"):
+        with store_of(self.path).locked(f"run.dir={str(self)!r}"):
             if restart:
                 self.move_away()
             self.require_no_links()
@@ -135,9 +135,9 @@ class RunDirectory:
         Links at the names of files are replaced when these are written. `wandb/` holds links of its
         own, and its entries are left to that package.
         """
-        folders = [self.path / name for name in DIRECTORIES]
-        below = {self.checkpoints: "*", self.profile: "**/*"}
-        links = [str(path) for path in store_of(self.path).links(folders, below)]
+        places = [self.path / name for name in DIRECTORIES]
+        places += [*self.checkpoints.glob("*"), *self.profile.rglob("*")]
+        links = [str(path) for path in places if path.is_symlink()]
         if links:
             raise ConfigError(
                 f"{first_of(links, 5, ', ')}: a link in a run directory, through which nothing is"
@@ -227,7 +227,7 @@ class RunDirectory:
         while lexists(folder / f"before-{number}"):
             number += 1
         if paths:
-            store_of(folder).move_into(folder / f"before-{number}", paths)
+            store_of(folder / f"before-{number}").gather(paths)
 
     def require_checkpoints(self) -> None:
         """Raises ConfigError where metrics.jsonl shows steps after which there must have been a
@@ -239,10 +239,8 @@ class RunDirectory:
         saved = self.checkpoints
         if not steps:
             return
-        if store_of(saved).lacks(saved):
-            state = "is missing"
-        elif saved.exists() and not saved.is_dir():
-            state = "is not a directory"
+        if store_of(saved).lacks_folder():
+            state = "is not a directory" if saved.exists() else "is missing"
         else:
             if not self.config.is_file():
                 return

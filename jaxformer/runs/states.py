@@ -41,7 +41,7 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
         without=setup.unsaved,
     )
     # The lines before a checkpoint are in the store when it is.
-    checkpoints.before_save = store_of(setup.directory.path).flush
+    checkpoints.before_save = store_of(setup.directory.path).flush_appended
     saved, run = checkpoints.steps(), setup.run
     if saved:
         change = changed_schedule(setup.directory, run.optimizer, train.steps, saved[-1])

@@ -265,7 +265,7 @@ def traced(steps: str, folder: Path, step: CountedStep) -> Iterator[Advance]:
         return
     from jaxformer.training.profile import Profile
 
-    local = store_of(folder).output_folder(folder)
+    local = store_of(folder).output_folder()
     profile = Profile(step, steps, local.path)
     try:
         yield profile

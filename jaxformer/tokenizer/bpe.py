@@ -84,7 +84,7 @@ def blocks_of(path: str | Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
     try:
-        for block in store_of(file).blocks(file, BLOCK_CHARACTERS):
+        for block in store_of(file).blocks(BLOCK_CHARACTERS):
             size += len(block)
             yield decoder.decode(block)
         decoder.decode(b"", final=True)

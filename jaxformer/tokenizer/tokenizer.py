@@ -140,9 +140,7 @@ class Tokenizer:
             # Imported here, because it reads weights, too.
             from jaxformer.interop.gguf_files import GgufFiles
 
-            return cls.of_gguf(
-                GgufFiles(store_of(location).local_copy(location)).metadata, str(location)
-            )
+            return cls.of_gguf(GgufFiles(store_of(location).local_copy()).metadata, str(location))
         file = tokenizer_file(location)
         backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
         # A directory may hold many files of other names, whose settings are not in it.

@@ -116,7 +116,7 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
             continue
         try:
             folder = located(value)
-            store_of(folder).require_writable(folder)
+            store_of(folder).require_writable()
         except ConfigError as error:
             yield Finding("problem", setting, str(error))
         else:
@@ -129,7 +129,7 @@ def disk(target: TrainState, run_dir: Path, count: int) -> Finding:
     leaves = jax.tree.leaves(target)
     state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     text = f"{count} checkpoints of {human_bytes(state_bytes)}"
-    space = store_of(run_dir).free_space(run_dir)
+    space = store_of(run_dir).free_space()
     if space is None:
         return Finding("ok", "disk space", f"{text}, in a store")
     folder, free = space

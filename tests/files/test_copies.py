@@ -8,8 +8,7 @@ import pytest
 from faulty_server import Faults
 
 from jaxformer.files import ConfigError, bucket, located
-from jaxformer.files.bucket import STORE
-from jaxformer.files.stores import DISK, matching
+from jaxformer.files.stores import local_copies, matching
 
 
 @pytest.fixture(autouse=True)
@@ -32,34 +31,33 @@ def digest_of(content: bytes) -> str:
 
 def test_a_copy_is_made_again_when_its_object_changes(any_bucket: str) -> None:
     path = put(f"{any_bucket}/a/b.txt", b"first")
-    copy = STORE.local_copy(path)
+    copy = path.local_copy()
     assert copy.read_bytes() == b"first" and copy.name == "b.txt"
     changed = copy.stat().st_mtime_ns
-    assert STORE.local_copy(path) == copy and copy.stat().st_mtime_ns == changed
+    assert path.local_copy() == copy and copy.stat().st_mtime_ns == changed
     put(str(path), b"other")
-    assert STORE.local_copy(path).read_bytes() == b"other" and copy.read_bytes() == b"first"
-    assert STORE.local_copies([path]) == [STORE.local_copy(path)]
-    assert DISK.local_copies([copy]) == [copy]
+    assert path.local_copy().read_bytes() == b"other" and copy.read_bytes() == b"first"
+    assert local_copies([copy, path]) == [copy, path.local_copy()]
 
 
 def test_a_copy_with_its_digest_needs_no_store(s3_bucket: str, s3_faults: Faults) -> None:
     path = put(f"{s3_bucket}/b.txt", b"content")
     with pytest.raises(ConfigError, match=f"{path} was altered since it was written"):
-        STORE.local_copy(path, digest_of(b"other"))
-    copy = STORE.local_copy(path, digest_of(b"content"))
+        path.local_copy(digest_of(b"other"))
+    copy = path.local_copy(digest_of(b"content"))
     s3_faults.requests.clear()
-    assert STORE.local_copy(path, digest_of(b"content")) == copy and not s3_faults.requests
+    assert path.local_copy(digest_of(b"content")) == copy and not s3_faults.requests
 
 
 def test_objects_of_one_name_in_two_folders_have_copies_of_their_own(memory_bucket: str) -> None:
     paths = [put(f"{memory_bucket}/{name}/c/x.txt", name.encode()) for name in ("a", "b")]
-    assert [copy.read_bytes() for copy in STORE.local_copies(paths)] == [b"a", b"b"]
+    assert [copy.read_bytes() for copy in local_copies(paths)] == [b"a", b"b"]
 
 
 def test_those_who_ask_at_once_share_one_copy(s3_bucket: str, s3_faults: Faults) -> None:
     path = put(f"{s3_bucket}/big.bin", b"0" * 300_000)
     with ThreadPoolExecutor(4) as threads:
-        assert len({*threads.map(lambda number: STORE.local_copy(path), range(4))}) == 1
+        assert len({*threads.map(lambda number: path.local_copy(), range(4))}) == 1
     gets = [request for request in s3_faults.requests if request == ("GET", f"/{path.path}")]
     assert len(gets) == 1
 
@@ -68,11 +66,11 @@ def test_what_is_no_longer_in_a_folder_has_no_copy(memory_bucket: str) -> None:
     folder = put(f"{memory_bucket}/model/a.json", b"{}").parent
     put(f"{folder}/b.json", b"{}")
     put(f"{folder}/c.bin", b"")
-    copy = STORE.local_folder(folder, matching("*.json"))
+    copy = folder.local_folder(matching("*.json"))
     assert sorted(path.name for path in copy.glob("[a-z]*")) == ["a.json", "b.json"]
-    assert STORE.local_folder(folder, matching("*.bin")) == copy and (copy / "c.bin").is_file()
+    assert folder.local_folder(matching("*.bin")) == copy and (copy / "c.bin").is_file()
     (folder / "b.json").unlink()
-    assert not (STORE.local_folder(folder, matching("*.json")) / "b.json").exists()
+    assert not (folder.local_folder(matching("*.json")) / "b.json").exists()
 
 
 def test_a_folder_of_copies_that_cannot_be_made_is_named(
@@ -81,4 +79,4 @@ def test_a_folder_of_copies_that_cannot_be_made_is_named(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(bucket.VARIABLE, str(tmp_path / "file" / "copies"))
     with pytest.raises(ConfigError, match=f"make room, or set {bucket.VARIABLE} to"):
-        STORE.local_copy(put(f"{memory_bucket}/a.txt", b""))
+        put(f"{memory_bucket}/a.txt", b"").local_copy()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxformer.files import ConfigError, read_text, replacing, write_text
-from jaxformer.files.stores import DISK
+from jaxformer.files.stores import OnDisk
 
 
 def names(folder: Path) -> set[str]:
@@ -52,10 +52,10 @@ def test_without_following_a_link_is_replaced_and_what_it_leads_to_stays(
 def test_a_link_is_not_appended_through(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError):
-        DISK.append(tmp_path / "link")
+        OnDisk(tmp_path / "link").append()
     assert names(tmp_path) == {"link"}
     for text in (b"first ", b"second"):
-        with DISK.append(tmp_path / "file") as file:
+        with OnDisk(tmp_path / "file").append() as file:
             file.write(text)
     assert (tmp_path / "file").read_text() == "first second"
 

@@ -15,12 +15,12 @@ from jaxformer.files import (
     store_of,
     write_text,
 )
-from jaxformer.files.stores import DISK
+from jaxformer.files.stores import OnDisk
 
 
 def test_an_object_is_written_whole_or_stays_as_it_was(any_bucket: str) -> None:
     path = located(f"{any_bucket}/below/text.json")
-    assert store_of(path) is not DISK and str(path) == f"{any_bucket}/below/text.json"
+    assert store_of(path) is path and str(path) == f"{any_bucket}/below/text.json"
     path.parent.mkdir()
     write_text(path, '{"first": 1}')
     with pytest.raises(KeyError), replacing(path) as file:
@@ -55,7 +55,7 @@ def test_a_bucket_that_does_not_exist_is_not_made(server: str, request) -> None:
 def test_local_paths_stay_those_of_pathlib(tmp_path: Path) -> None:
     for text in ("runs/mine", "/tmp/a", "a:b", "file:///tmp/a", str(tmp_path)):
         assert type(located(text)) is type(tmp_path) and located(text) == Path(text)
-        assert not is_remote(text) and store_of(located(text)) is DISK
+        assert not is_remote(text) and isinstance(store_of(located(text)), OnDisk)
     assert located(tmp_path) is tmp_path
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxformer.files import ConfigError, bucket, located, read_object, write_text
-from jaxformer.files.bucket import STORE, StorePath
+from jaxformer.files.bucket import StorePath
 from jaxformer.runs.directory import FILES_OF_A_RUN, RunDirectory
 
 # Claims a run directory as another process, says so, and lives until its input ends.
@@ -18,7 +18,7 @@ import sys
 from jaxformer.files import located
 from jaxformer.files import bucket
 bucket.RENEWAL = 0.2
-with bucket.STORE.locked(located(sys.argv[1]), "run.dir"):
+with located(sys.argv[1]).locked("run.dir"):
     print("claimed", flush=True)
     sys.stdin.read()
 """
@@ -41,16 +41,16 @@ def test_a_directory_belongs_to_one_process_and_a_killed_one_leaves_it(kind: str
     url = f"{request.getfixturevalue(kind)}/run"
     folder, process = located(url), holder_of(url)
     try:
-        assert STORE.is_locked(folder)
+        assert folder.is_locked()
         refused = rf"in use by another process: process {process.pid} on .* holds {url}/claim.json"
         with pytest.warns(UserWarning, match="waiting"), pytest.raises(ConfigError, match=refused):
             RunDirectory(url).lock(restart=False).__enter__()
     finally:
         process.kill()
         process.wait()
-    assert (folder / "claim.json").exists() and not STORE.is_locked(folder)
+    assert (folder / "claim.json").exists() and not folder.is_locked()
     with RunDirectory(url).lock(restart=False):
-        assert STORE.is_locked(folder)
+        assert folder.is_locked()
     assert not (folder / "claim.json").exists()
 
 
@@ -63,7 +63,7 @@ def test_a_claim_of_another_machine_counts_while_it_is_renewed(
     record = {"host": "far", "pid": 7, "machine": "far", "id": "a"}
     write_text(folder / "claim.json", json.dumps(record | {"renewed": time.time()}))
     waiting = pytest.warns(UserWarning, match="process 7 on far claims run.dir: waiting up to 2 s")
-    with waiting, STORE.locked(folder, "run.dir"):
+    with waiting, folder.locked("run.dir"):
         assert read_object(folder / "claim.json")["id"] != "a"
 
     def renewed_meanwhile(seconds: float) -> None:
@@ -72,7 +72,7 @@ def test_a_claim_of_another_machine_counts_while_it_is_renewed(
     monkeypatch.setattr(bucket.time, "sleep", renewed_meanwhile)
     write_text(folder / "claim.json", json.dumps(record | {"renewed": time.time()}))
     refusal = pytest.raises(ConfigError, match="process 7 on far holds")
-    with waiting, refusal, STORE.locked(folder, "run.dir"):
+    with waiting, refusal, folder.locked("run.dir"):
         pass
     assert read_object(folder / "claim.json")["id"] == "a"
 
@@ -88,8 +88,8 @@ def test_a_put_that_was_stored_and_answered_by_an_error_is_a_claim(
 
     monkeypatch.setattr(StorePath, "put_new", answered_late)
     folder = located(f"{s3_bucket}/run")
-    with STORE.locked(folder, "run.dir"):
-        assert STORE.is_locked(folder)
+    with folder.locked("run.dir"):
+        assert folder.is_locked()
     assert not (folder / "claim.json").exists()
 
 
@@ -113,7 +113,7 @@ def test_a_process_whose_claim_was_taken_over_ends(s3_bucket: str) -> None:
 def test_a_claim_is_renewed(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "RENEWAL", 0.1)
     path = located(f"{s3_bucket}/run/claim.json")
-    with STORE.locked(path.parent, "run.dir"):
+    with path.parent.locked("run.dir"):
         first = read_object(path)
         time.sleep(0.5)
         assert read_object(path)["renewed"] > first["renewed"]
