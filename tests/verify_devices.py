@@ -8,8 +8,8 @@ from pathlib import Path
 from tiny_run import PLAIN, line, train_here, write_text
 
 from jaxformer.report.metrics import LARGEST_STEP
-from jaxformer.tools.verify import probes
-from jaxformer.tools.verify.steps import StepsAgain, setup_of_run
+from jaxformer.tools import probes
+from jaxformer.tools.verify import StepsAgain, setup_of_run
 
 MESHES = {
     "fsdp 2, tensor 2, context 2": {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.context": 2},
@@ -18,10 +18,6 @@ MESHES = {
 SHORT = {"train.steps": 2, "train.checkpoint_every": 0, "optimizer.decay_steps": 2}
 SHORT |= {"train.eval_every": 0, "optimizer.warmup_steps": 1, "train.microbatches": 1}
 exact = probes.gradients
-
-
-def quiet(_):
-    pass
 
 
 def without_half(loss, state, batch, key, pieces, *rest):
@@ -40,7 +36,7 @@ def main() -> None:
             text = write_text(folder / "text.txt")
             settings = PLAIN | SHORT | changes | {"run.progress": "none"}
             assert train_here(line(folder / "run", text, settings)) == 0
-            again = StepsAgain(setup_of_run(folder / "run", quiet), quiet)
+            again = StepsAgain(setup_of_run(folder / "run"))
             (step,) = again.statements([2])
             assert step.verdict == "equal", step
             state = again.newest(LARGEST_STEP)

@@ -2,13 +2,14 @@
 and a window, beams of every fate, and the logit lens."""
 
 import functools
+from typing import Any
 
 import numpy as np
 from test_attention_page import softmax_maps
 
 import jaxformer as jf
 from jaxformer.cli.attention import stages_of
-from jaxformer.tools.attention_page import BeamCandidate, Stage, Walkthrough, attention_page
+from jaxformer.tools.attention_page import BeamCandidate, attention_page
 
 SOURCE = ["\\xe4", "\\xbd\\xa0", " Hund", "[padding]"]
 TARGET = ["<s>", "The", " \\xe7", "\\x8b\\x97", "."]
@@ -44,7 +45,7 @@ BEAMS = [
 
 
 @functools.cache
-def stages() -> list[Stage]:
+def stages() -> list[dict[str, Any]]:
     return stages_of(MODEL, 5, 4)
 
 
@@ -57,11 +58,8 @@ def example(hostile: str = "") -> str:
     tokens = {"source": SOURCE, "target": [hostile or TARGET[0], *TARGET[1:]]}
     beams = [[each._replace(before=hostile or each.before) for each in step] for step in BEAMS]
     lens = [[[(hostile or text, share) for text, share in of] for of in layer] for layer in LENS]
-    walk = Walkthrough(
-        stages=stages(), symbols={"T": "tokens"}, masks=MASKS, beams=beams, lens=lens
-    )
     candidates = [shares(t) for t in range(5)]
     return attention_page(
         maps, tokens, title=hostile or "A page", candidates=candidates, groups=GROUPS,
-        walkthrough=walk,
+        stages=stages(), symbols={"T": "tokens"}, masks=MASKS, beams=beams, lens=lens,
     )  # fmt: skip

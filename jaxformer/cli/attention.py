@@ -26,15 +26,7 @@ from jaxformer.generation.beam import BeamSteps, beam_search_steps
 from jaxformer.generation.decode import generate
 from jaxformer.layers.block import MIXERS
 from jaxformer.tokenizer.pieces import character_groups
-from jaxformer.tools.attention_page import (
-    AXES,
-    BeamCandidate,
-    Box,
-    Choices,
-    Stage,
-    Walkthrough,
-    attention_page,
-)
+from jaxformer.tools.attention_page import AXES, BeamCandidate, Choices, attention_page
 from jaxformer.tools.inspect import attention_maps, attention_masks, inspect, logit_lens
 from jaxformer.tools.model_shapes import SYMBOLS, Shape, formula_of, shapes_of
 
@@ -54,7 +46,8 @@ def run(args: AttentionArguments) -> int:
     axis_rows = {"source" if model.config.family == "encoder" else "target": inputs["tokens"]}
     if "source" in inputs:
         axis_rows["source"] = inputs["source"]
-    texts, groups = {}, {}
+    texts = {}
+    groups = {}
     for axis, row in axis_rows.items():
         padding = args.padding if axis == "source" else 0
         ids = row[: len(row) - padding].tolist()
@@ -68,7 +61,8 @@ def run(args: AttentionArguments) -> int:
             # Virtual tokens, which come first, are not shown.
             queries, keys = (len(texts[axis]) for axis in AXES[kind])
             maps[kind] = np.asarray(weights)[:, 0, :, -queries:, -keys:]
-    logits, candidates = attention.logits[0], []
+    logits = attention.logits[0]
+    candidates = []
     # --layers may name layers that only the encoder has.
     if "target" in texts and "decoder" not in maps:
         beams = []
@@ -76,15 +70,6 @@ def run(args: AttentionArguments) -> int:
         candidates = _choices(model, *map(np.asarray, _likeliest(logits)))
     source = rows.get("source")
     masks = attention_masks(model.config, layers=args.layers or None, **rows)
-    walkthrough = Walkthrough(
-        stages=stages_of(
-            model.config, rows["tokens"].shape[1], 0 if source is None else source.shape[1]
-        ),
-        symbols={name: symbol.meaning for name, symbol in SYMBOLS.items()},
-        masks={kind: np.asarray(mask)[:, 0] for kind, mask in masks.items()},
-        beams=beams,
-        lens=lens_of(model, rows, args.layers),
-    )
     page = attention_page(
         maps,
         texts,
@@ -92,7 +77,13 @@ def run(args: AttentionArguments) -> int:
         candidates=candidates,
         layers=args.layers,
         groups=groups,
-        walkthrough=walkthrough,
+        stages=stages_of(
+            model.config, rows["tokens"].shape[1], 0 if source is None else source.shape[1]
+        ),
+        symbols={name: symbol.meaning for name, symbol in SYMBOLS.items()},
+        masks={kind: np.asarray(mask)[:, 0] for kind, mask in masks.items()},
+        beams=beams,
+        lens=lens_of(model, rows, args.layers),
     )
     write_text(args.output, page)
     counts = ", ".join(f"{len(tokens)} {axis} tokens" for axis, tokens in sorted(texts.items()))
@@ -107,7 +98,8 @@ def _inputs(
 ) -> tuple[dict[str, np.ndarray], list[list[BeamCandidate]]]:
     """What the model reads [T], by the names of `jf.forward`, and the beams that wrote the target.
     Raises ConfigError for more than a page shows."""
-    config, limit = model.config, min(MAX_TOKENS, model.context())
+    config = model.config
+    limit = min(MAX_TOKENS, model.context())
     if (args.target is not None or args.beams) and config.family != "encoder_decoder":
         raise ConfigError(
             f"--target and --beams need an encoder-decoder, but {args.path} has"
@@ -123,7 +115,8 @@ def _inputs(
     rows: dict[str, list[int]]
     beams: list[list[BeamCandidate]] = []
     start, source = start_of(model, args.prompt)
-    padded_names, segment_ids = ["source"], "source_segment_ids"
+    padded_names = ["source"]
+    segment_ids = "source_segment_ids"
     if config.family == "encoder_decoder":
         source_limit = min(MAX_TOKENS, model.context(source=True))
         check_size(len(source) + args.padding, source_limit, "on a page")
@@ -149,7 +142,8 @@ def _inputs(
     else:
         row = row_of(model, args.prompt, args.pair)
         rows = {name: row[name].tolist() for name in ("tokens", "token_types") if name in row}
-        padded_names, segment_ids = [*rows], "segment_ids"
+        padded_names = [*rows]
+        segment_ids = "segment_ids"
     if args.padding:
         rows[segment_ids] = [1] * len(rows[padded_names[0]]) + [0] * args.padding
         for name in padded_names:
@@ -176,9 +170,10 @@ def _choices(model: Model, probabilities: np.ndarray, entries: np.ndarray) -> li
 # The order of computation
 
 
-def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[Stage]:
+def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[dict[str, Any]]:
     """The sublayers of a forward pass of one row in the order of computation, from the rows of
-    `jaxformer shapes`; none, with a note, for a model whose axes have no names."""
+    `jaxformer shapes`, as `attention_page` takes them; none, with a note, for a model whose axes
+    have no names."""
     try:
         rows = shapes_of(config, 1, length, source_length)
     except ConfigError as error:
@@ -186,27 +181,29 @@ def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[
         return []
     # The mixers with maps.
     attending = [name for name in MIXERS if MIXERS[name].capture == "attention_out"]
-    stages: list[Stage] = []
+    stages: list[dict[str, Any]] = []
     for row in rows:
         if not row.makes:  # parameters that no sublayer reads
             continue
         stack, _, path = row.name.partition(".")
-        box: Box
+        part = "decoder"
         if stack == "head":
-            box = "output"
+            part = "output"
         elif stack == "encoder" or (stack != "decoder" and config.family == "encoder"):
-            box = "encoder"
-        else:
-            box = "decoder"
-        kinds = {**dict.fromkeys(attending, box), "cross": "cross"}
-        kind = "" if row.depth else kinds.get(path.rpartition(".")[2], "")
-        reads, makes = _axes(row.reads_symbols, row.reads), _axes(row.makes_symbols, row.makes)
-        stage = Stage(box, row.name, row.layers, reads, makes, row.parameters, kind=kind)
-        if row.depth:
-            sublayer = stages[-1]
-            stages[-1] = sublayer._replace(products=(*sublayer.products, stage))
-        else:
-            stages.append(stage._replace(formula=formula_of(config, row.name)))
+            part = "encoder"
+        kinds = {**dict.fromkeys(attending, part), "cross": "cross"}
+        stage = {
+            "part": part,
+            "name": row.name,
+            "layers": row.layers,
+            "reads": _axes(row.reads_symbols, row.reads),
+            "makes": _axes(row.makes_symbols, row.makes),
+            "parameters": row.parameters,
+            "formula": () if row.depth else formula_of(config, row.name),
+            "kind": "" if row.depth else kinds.get(path.rpartition(".")[2], ""),
+            "products": [],
+        }
+        (stages[-1]["products"] if row.depth else stages).append(stage)
     return stages
 
 
@@ -226,7 +223,8 @@ def lens_of(
 ) -> list[list[Choices]]:
     """The most probable texts by the output of each layer of the last stack, for each token; none
     for a model without logits of each token."""
-    config, length = model.config, rows["tokens"].shape[1]
+    config = model.config
+    length = rows["tokens"].shape[1]
     if config.output in ("classes", "projection", "none"):
         return []
     stack = "encoder" if config.family == "encoder" else "decoder"
@@ -260,9 +258,11 @@ def beam_candidates(
     live: list[list[int]] = [[]] * steps.chosen.shape[-1]
     candidates = []
     for i in range(int(steps.done)):
-        parents, tokens = steps.parents[i, 0].tolist(), steps.tokens[i, 0].tolist()
+        parents = steps.parents[i, 0].tolist()
+        tokens = steps.tokens[i, 0].tolist()
         texts = [[*live[parent], token] for parent, token in zip(parents, tokens, strict=True)]
-        chosen, shown = steps.chosen[i, 0].tolist(), list[BeamCandidate]()
+        chosen = steps.chosen[i, 0].tolist()
+        shown = list[BeamCandidate]()
         for index, text in enumerate(texts):
             log_probability = float(steps.log_probabilities[i, 0, index])
             score = float(steps.scores[i, 0, index])

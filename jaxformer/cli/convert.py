@@ -34,11 +34,18 @@ def run(args: ConvertArguments) -> int:
         raise ConfigError(f"{target} is not empty: choose a new directory.")
     to_run = source.kind == "pretrained"
     model = load(source, args.step, weights=args.weights)
-    has_adapter = any(map(is_adapted, jax.tree.leaves(model.params, is_leaf=is_adapted)))
+    leaves = jax.tree.leaves(model.params, is_leaf=is_custom)
+    has_adapter = any(map(is_adapted, leaves))
     if args.merge and not has_adapter:
         raise ConfigError(f"{args.source} has no adapter to merge: leave out --merge.")
     if args.merge:
-        _tell_rounded(model, args.source)
+        below = [leaf.weight if is_adapted(leaf) else leaf for leaf in leaves]
+        rounded = sum(math.prod(leaf.shape) for leaf in below if is_custom(leaf))
+        if rounded:
+            print(
+                f"{args.source}: {human_count(rounded)} weights are those of the quantized base,"
+                " which are rounded, as the adapter was trained on them"
+            )
         model = dataclasses.replace(model, params=merge(model.params))
     elif has_adapter and args.verify:
         raise ConfigError(
@@ -75,20 +82,6 @@ def run(args: ConvertArguments) -> int:
         if args.verify:
             return _verified(model, args, args.source if to_run else folder)
     return 0
-
-
-def _tell_rounded(model: Loaded, source: Path) -> None:
-    """Says which weights were rounded when the base of an adapter was quantized."""
-    leaves = [
-        leaf.weight if is_adapted(leaf) else leaf
-        for leaf in jax.tree.leaves(model.params, is_leaf=is_custom)
-    ]
-    count = sum(math.prod(leaf.shape) for leaf in leaves if is_custom(leaf))
-    if count:
-        print(
-            f"{source}: {human_count(count)} weights are those of the quantized base, which are"
-            " rounded, as the adapter was trained on them"
-        )
 
 
 def _write_adapter(model: Loaded, source: ModelFiles, args: ConvertArguments, folder: Path) -> None:

@@ -1,14 +1,50 @@
-"""`jaxformer doctor CONFIG`: checks what a run needs, and does one step of it."""
+"""`jaxformer doctor CONFIG`: checks of what a run needs before it runs: versions, devices,
+directories, data, the attention kernel, memory, and one step. Nothing is written in its directory.
+"""
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
+import math
+import os
+import platform as machine
 import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+import jax
+
+from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
+from jaxformer.checkpoints.buckets import require_savable
 from jaxformer.cli.arguments import DoctorArguments
-from jaxformer.config.run import RunConfig
-from jaxformer.report import printable
+from jaxformer.config.run import RunConfig, RunSettings
+from jaxformer.files import ConfigError, located, store_of
+from jaxformer.report import human_bytes, human_time, printable
 from jaxformer.report.banner import WIDTH
-from jaxformer.tools.run_checks import Finding, examine
+from jaxformer.report.trackers import chosen_tracker
+from jaxformer.runs.directory import RunDirectory
+from jaxformer.runs.kernel_check import with_proven_kernel
+from jaxformer.runs.metric_logger import as_logged
+from jaxformer.runs.setup import RunSetup, make_setup
+from jaxformer.runs.states import first_state
+from jaxformer.runs.train_run import compile_step
+from jaxformer.training.state import TrainState
+
+VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+# Device files of accelerators, and the extra of jaxformer that brings what drives them.
+DRIVERS = {"/dev/nvidia[0-9]*": "cuda12 or cuda13", "/dev/accel[0-9]*": "tpu"}
+
+
+class Finding(NamedTuple):
+    """What one check found. A problem keeps a run from starting or from saving; a note does not."""
+
+    kind: Literal["ok", "note", "problem"]
+    check: str
+    text: str
 
 
 def run(args: DoctorArguments, config: RunConfig) -> int:
@@ -39,3 +75,142 @@ def run(args: DoctorArguments, config: RunConfig) -> int:
         return 0
     print("1 problem." if problems == 1 else f"{problems} problems.")
     return 1
+
+
+def examine(run: RunConfig) -> Iterator[Finding]:
+    """The findings of all checks of a run, in order. Checks that need what failed are left out."""
+    yield versions()
+    yield devices()
+    yield from directories(run.run, run.data.cache_dir)
+    try:
+        RunDirectory(run.run.dir).check_config(run)
+        setup = make_setup(run, lambda line: None)
+    except ConfigError as error:
+        yield Finding("problem", "settings and data", str(error))
+        return
+    tokens, steps = setup.corpus.train.tokens, setup.run.train.steps
+    yield Finding(
+        "ok",
+        "settings and data",
+        f"{setup.task.name}, {tokens:,} tokens to train on, {steps:,} steps of"
+        f" {setup.tokens_per_step:,} tokens",
+    )
+    yield disk(setup.target, setup.directory.path, run.train.keep_checkpoints + 1)
+    # The attention kernel, with its errors against float32, or the next one that is right.
+    lines: list[str] = []
+    try:
+        proven = with_proven_kernel(setup, lines.append)
+    except (RuntimeError, ConfigError) as error:
+        yield Finding("problem", "attention", str(error))
+        proven = setup
+    else:
+        if proven is setup:
+            yield Finding("ok", "attention", " ".join([setup.kernel, *lines]))
+        else:
+            yield Finding("note", "attention", " ".join(lines))
+    yield from dry_run(proven)
+
+
+def versions() -> Finding:
+    """The versions of the libraries, and whether the plugins for GPUs have that of jax."""
+    numbers = dict[str, str]()
+    for name in (*VERSIONED, *PLUGINS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            numbers[name] = importlib.metadata.version(name)
+    installed = ", ".join(f"{name} {number}" for name, number in numbers.items())
+    text = f"Python {machine.python_version()}, {installed}"
+    for plugin in PLUGINS[:2]:
+        if numbers.get(plugin, numbers["jax"]) != numbers["jax"]:
+            remedy = f'pip install "{plugin}=={numbers["jax"]}", the version of jax'
+            return Finding("problem", "versions", f"{text}: {remedy}.")
+    return Finding("ok", "versions", text)
+
+
+def devices() -> Finding:
+    """The devices, and whether this machine has accelerators that JAX does not use."""
+    first, count = jax.devices()[0], jax.device_count()
+    text = f"{count} x {first.device_kind} ({first.platform})"
+    if first.platform == "cpu":
+        for pattern, extra in DRIVERS.items():
+            if [*Path("/").glob(pattern.lstrip("/"))]:
+                return Finding(
+                    "problem",
+                    "devices",
+                    f"{text}, but this machine has {pattern}: JAX does not use it. Install"
+                    f' "jaxformer[{extra}]", and check JAX_PLATFORMS'
+                    f" ({os.environ.get('JAX_PLATFORMS', 'not set')}).",
+                )
+    return Finding("ok", "devices", text)
+
+
+def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
+    """Whether the run can write where it has to, its tracker included."""
+    try:
+        chosen_tracker(settings.tracker)
+    except ConfigError as error:
+        yield Finding("problem", "run.tracker", str(error))
+    try:
+        require_savable(RunDirectory(settings.dir).path.absolute())
+    except ConfigError as error:
+        yield Finding("problem", "run.dir", str(error))
+    for setting, value in (
+        ("run.dir", settings.dir),
+        ("data.cache_dir", cache_dir),
+        ("run.compilation_cache", settings.compilation_cache),
+    ):
+        if not value:
+            yield Finding("problem" if setting == "run.dir" else "note", setting, "is empty.")
+            continue
+        try:
+            folder = located(value)
+            store_of(folder).require_writable()
+        except ConfigError as error:
+            yield Finding("problem", setting, str(error))
+        else:
+            yield Finding("ok", setting, f"{value} can be written")
+
+
+def disk(target: TrainState, run_dir: Path, count: int) -> Finding:
+    """Whether `count` checkpoints of a state, those that are kept and the one that is being
+    written, fit the disk of a run directory."""
+    leaves = jax.tree.leaves(target)
+    state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    text = f"{count} checkpoints of {human_bytes(state_bytes)}"
+    space = store_of(run_dir).free_space()
+    if space is None:
+        return Finding("ok", "disk space", f"{text}, in a store")
+    folder, free = space
+    needed = count * state_bytes
+    text += f" need {human_bytes(needed)}, and {folder} has {human_bytes(free)} free"
+    if needed <= free:
+        return Finding("ok", "disk space", text)
+    remedy = "make room, choose another run.dir, or lower train.keep_checkpoints"
+    return Finding("problem", "disk space", f"{text}: {remedy}.")
+
+
+def dry_run(setup: RunSetup) -> Iterator[Finding]:
+    """Compiles the first step and runs it twice."""
+    lines: list[str] = []
+    try:
+        program = compile_step(setup.step, setup.target, setup.first_batch, lines.append)
+        state = first_state(setup, lines.append)
+        batch = setup.placed(setup.batches[0])
+        with memory_of("the first step"):
+            state, metrics = program(state, batch)
+            first = as_logged(jax.device_get(metrics))
+            start = time.perf_counter()
+            _, metrics = program(state, batch)
+            jax.block_until_ready(metrics)
+            seconds = time.perf_counter() - start
+    except (OutOfMemory, ConfigError) as error:
+        yield Finding("problem", "one step", str(error))
+        return
+    for line in lines:
+        yield Finding("ok", "one step", line)
+    pace = (
+        f"loss {first['loss']:.4f}, gradient norm {first['grad_norm']:.4g}; a step takes about"
+        f" {human_time(seconds)}, and {setup.run.train.steps:,} steps"
+        f" {human_time(seconds * setup.run.train.steps)}"
+    )
+    finite = math.isfinite(first["loss"]) and math.isfinite(first["grad_norm"])
+    yield Finding("ok" if finite else "problem", "one step", pace)

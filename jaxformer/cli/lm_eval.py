@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jaxformer.files import ConfigError
 
-MODEL = "jaxformer.tools.harness_model:JaxformerLM"
+MODEL = "jaxformer.runs.harness:JaxformerLM"
 
 
 def run(argv: Sequence[str]) -> int:

@@ -13,18 +13,18 @@ from jaxformer.cli.arguments import PlanArguments
 from jaxformer.config.run import RunConfig
 from jaxformer.runs.config import origin_of
 from jaxformer.runs.model_files import ModelFiles
-from jaxformer.tools.plan.compiled import compiled_report
-from jaxformer.tools.plan.plan import make_plan
-from jaxformer.tools.plan.planned import planned_run
-from jaxformer.tools.plan.report import plan_numbers, plan_text
-from jaxformer.tools.plan.targets import parse_target
+from jaxformer.tools.plan.compiled import compiled_report, parse_target
+from jaxformer.tools.plan.memory import planned_run
+from jaxformer.tools.plan.plan import make_plan, plan_numbers, plan_text
 
 
 def run(args: PlanArguments, config: RunConfig) -> int:
-    name, devices = args.device, args.devices
+    name = args.device
+    devices = args.devices
     if args.compile and not name:
         target = parse_target(args.compile)
-        name, devices = target.kind, devices or target.size
+        name = target.kind
+        devices = devices or target.size
     elif not name:
         # Those of this machine where they are accelerators of the table, or a cpu.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -18,7 +18,8 @@ def run(args: PrepareArguments, config: RunConfig) -> int:
         origin = origin_of(config.run, base)
         model, tokenizer = with_vocabulary_of(origin, base, config.model, config.tokenizer)
         config = dataclasses.replace(config, model=model, tokenizer=tokenizer)
-    task, size = task_of(config.model, config.data), config.model.vocab_size
+    task = task_of(config.model, config.data)
+    size = config.model.vocab_size
 
     def log(line: str) -> None:
         print(escaped(line), flush=True)

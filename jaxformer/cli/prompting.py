@@ -6,18 +6,16 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxformer.cli.arguments import ModelArguments
-from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.data.templates import ClassTemplate, TagTemplate, Template
 from jaxformer.files import ConfigError
 from jaxformer.models.transformer import context_of
-from jaxformer.runs.loading import load
+from jaxformer.runs.loading import Loaded, load
 from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.objectives import row_format
 from jaxformer.runs.stated import writing_rules
@@ -26,18 +24,13 @@ from jaxformer.tokenizer.metadata import ROLES, TOKENIZER_FILE, missing
 from jaxformer.training.compiler_options import keep_compiled
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model with all that a command needs to read a prompt. `stops` are token ids that end a text
-    in addition to those of the tokenizer."""
+@dataclass(frozen=True, kw_only=True)
+class Model(Loaded):
+    """A model with all that a command needs to read a prompt: the settings of its `run`, and in
+    `stops` token ids that end a text in addition to those of the tokenizer."""
 
-    path: Path
-    params: dict[str, Any]
-    config: ModelConfig
     tokenizer: Tokenizer
-    labels: tuple[str, ...]
     run: RunConfig
-    problem_type: str = ""
     stops: tuple[int, ...] = ()
 
     @property
@@ -47,7 +40,7 @@ class Model:
     def before_end(self, tokens: Iterable[int]) -> list[int]:
         """The tokens before the first end token."""
         end_tokens = self.end_tokens
-        return [*itertools.takewhile(lambda token: token not in end_tokens, tokens)]
+        return list(itertools.takewhile(lambda token: token not in end_tokens, tokens))
 
     def writing_rules(self) -> dict[str, Any]:
         """The rules on the texts that it writes, as keywords of `jf.generate`."""
@@ -71,9 +64,7 @@ def open_model(args: ModelArguments) -> Model:
     if loaded.tokenizer is None:
         raise missing(files.path / TOKENIZER_FILE)
     labels = loaded.labels or tuple(f"class {index}" for index in range(config.n_classes))
-    return Model(
-        args.path, loaded.params, config, loaded.tokenizer, labels, files.run, loaded.problem_type
-    )
+    return Model(**vars(loaded) | {"labels": labels}, run=files.run)
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -112,7 +103,8 @@ def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 def start_of(model: Model, text: str) -> tuple[list[int], list[int]]:
     """The tokens that a model continues, and the source that an encoder-decoder reads (empty for a
     decoder)."""
-    tokenizer, ids = model.tokenizer, tokens_of(model.tokenizer, text)
+    tokenizer = model.tokenizer
+    ids = tokens_of(tokenizer, text)
     if model.config.family == "encoder_decoder":
         return tokenizer.as_target([]), tokenizer.as_source(ids)
     return tokenizer.as_prompt(ids), []

@@ -32,7 +32,8 @@ SHORT_TEXT = 64
 def run(args: SampleArguments) -> int:
     args.check()
     model = open_model(args)
-    head, family = model.config.output, model.config.family
+    head = model.config.output
+    family = model.config.family
     if head != "language":
         raise ConfigError(
             f"{args.path} has the head {head!r}, which writes no text: `jaxformer predict` gives"
@@ -79,11 +80,10 @@ def _rules(args: SampleArguments) -> dict[str, Any]:
 
 def _check_prompt(model: Model, start: list[int], source: list[int]) -> None:
     """Refuses a prompt that does not fit into the context."""
+    context = model.context(source=bool(source))
     if source:
-        context = model.context(source=True)
         check_size(len(source), context, f"into the context of {context}")
     else:
-        context = model.context()
         check_size(len(start), context - 1, f"before a new token into the context of {context}")
 
 
@@ -132,11 +132,11 @@ def _print_growing(model: Model, args: SampleArguments, start: list[int], source
 
     # A pipe or a file gets the text as it is, a terminal without control characters.
     shown = printable if sys.stdout.isatty() else str
-    texts: list[str] = []
+    answer = ""
     growing = growing_text(model.tokenizer, start, before_end())
     for text in stream_before_stop(growing, args.stop_strings):
         print(shown(text), end="", flush=True)
-        texts.append(text)
+        answer += text
     print(flush=True)
     context = model.context()
     space = context - len(start)
@@ -149,7 +149,7 @@ def _print_growing(model: Model, args: SampleArguments, start: list[int], source
             f" after the prompt into the context of {context}.",
             file=sys.stderr,
         )
-    return "".join(texts)
+    return answer
 
 
 def growing_text(
@@ -208,7 +208,8 @@ def _write_prompts(model: Model, args: SampleArguments, path: Path) -> None:
             if not isinstance(prompt, str):
                 raise ConfigError(f'{where}, has no "prompt" that is a text: {PROMPTS_ADVICE}.')
             prompts[number - 1] = prompt
-    starts, sources = [], []
+    starts = []
+    sources = []
     for prompt in prompts:
         start, source = start_of(model, prompt)
         _check_prompt(model, start, source)
@@ -232,7 +233,8 @@ def _write_prompts(model: Model, args: SampleArguments, path: Path) -> None:
     for index, tokens in texts:
         waiting[index] = tokens
         while following in waiting:  # the texts before it have ended
-            start, made = starts[following], model.before_end(waiting.pop(following))
+            start = starts[following]
+            made = model.before_end(waiting.pop(following))
             early += len(start) + len(made) == model.context() and len(made) < args.max_new_tokens
             text = _text_after(model, args, start, made)
             record = {"prompt": prompts[following], "text": text}

@@ -34,7 +34,8 @@ def run(args: ShapesArguments, config: RunConfig) -> int:
     for row in rows:
         name = f"    {row.label.rpartition('.')[2]}" if row.depth else row.label
         times = f"x {row.times}" if row.times > 1 else ""
-        symbols, numbers = "", ""
+        symbols = ""
+        numbers = ""
         if row.makes:
             symbols = f"{' '.join(row.reads_symbols)} -> {' '.join(row.makes_symbols)}"
             numbers = f"{_sizes(row.reads)} -> {_sizes(row.makes)}"

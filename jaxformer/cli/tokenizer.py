@@ -99,37 +99,39 @@ def _log(line: str) -> None:
 @run.register
 def _encode(args: EncodeArguments) -> int:
     check_output(args.output)
-    tokenizer, size, count = Tokenizer.load(args.tokenizer), 0, 0
+    tokenizer = Tokenizer.load(args.tokenizer)
+    blocks: Iterable[bytes]
+    total = 0
+    if str(args.file) == "-":
+        # A pipe is read with os.read, which returns as soon as there is anything.
+        blocks = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
+    else:
+        blocks = read_blocks(args.file)
+        if args.file.suffix.lower() not in PACKED:
+            total = _size(args.file)
+    notes = ProgressNotes(_log, total, f"{args.file}: encoded")
+
+    def counted() -> Iterator[bytes]:
+        for block in blocks:
+            notes.done += len(block)
+            notes.tell()
+            yield block
 
     def texts() -> Iterator[str]:
-        nonlocal size
-        blocks: Iterable[bytes]
-        total = 0
-        if str(args.file) == "-":
-            # A pipe is read with os.read, which returns as soon as there is anything.
-            blocks = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
-        else:
-            blocks = read_blocks(args.file)
-            if args.file.suffix.lower() not in PACKED:
-                total = _size(args.file)
-        notes = ProgressNotes(_log, total, f"{args.file}: encoded")
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        for block in itertools.chain(blocks, [b""]):
-            start = size - len(decoder.getstate()[0])
-            try:
-                yield decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                name = "standard input" if str(args.file) == "-" else args.file
-                raise ConfigError(
-                    f"{name} is not UTF-8 text at offset {start + error.start} ({error.reason}):"
-                    " convert it to UTF-8."
-                ) from None
-            size += len(block)
-            notes.done = size
-            notes.tell()
+        try:
+            yield from codecs.iterdecode(counted(), "utf-8")
+        except UnicodeDecodeError as error:
+            name = "standard input" if str(args.file) == "-" else args.file
+            offset = notes.done - len(error.object) + error.start
+            raise ConfigError(
+                f"{name} is not UTF-8 text at offset {offset} ({error.reason}): convert it to"
+                " UTF-8."
+            ) from None
 
-    ids, arrays = tokenizer.encode_iterable(texts(), args.special_tokens), []
-    while block := [*itertools.islice(ids, IDS_PER_BLOCK)]:
+    ids = tokenizer.encode_iterable(texts(), args.special_tokens)
+    arrays = [np.zeros(0, tokenizer.dtype)]
+    count = 0
+    while block := list(itertools.islice(ids, IDS_PER_BLOCK)):
         if args.output:
             arrays.append(np.array(block, tokenizer.dtype))
         else:
@@ -138,18 +140,19 @@ def _encode(args: EncodeArguments) -> int:
         count += len(block)
     if args.output:
         with replacing(args.output, "choose another --output") as file:
-            np.save(file, np.concatenate([np.zeros(0, tokenizer.dtype), *arrays]))
+            np.save(file, np.concatenate(arrays))
     else:
         print()
-    rate = f", {size / count:.3f} bytes per token" if count else ""
-    print(f"{count:,} tokens of {size:,} bytes{rate}", file=sys.stderr)
+    rate = f", {notes.done / count:.3f} bytes per token" if count else ""
+    print(f"{count:,} tokens of {notes.done:,} bytes{rate}", file=sys.stderr)
     return 0
 
 
 @run.register
 def _inspect(args: InspectArguments) -> int:
     tokenizer = Tokenizer.load(args.tokenizer)
-    sizes, ordinary = tokenizer.token_bytes(), tokenizer.ordinary()
+    sizes = tokenizer.token_bytes()
+    ordinary = tokenizer.ordinary()
     role_tokens = {role: tokenizer.special(role) for role in ROLES}
     print(f"{args.tokenizer}: {tokenizer.vocab_size:,} ids, {len(ordinary):,} of them for text")
     print("special tokens")
@@ -160,7 +163,8 @@ def _inspect(args: InspectArguments) -> int:
     longest = sorted(ordinary.tolist(), key=lambda token: (-sizes[token], token))[:SHOWN_ENTRIES]
     print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in longest))
     if args.text:
-        ids, size = tokenizer.encode(args.text, args.special_tokens), len(args.text.encode())
+        ids = tokenizer.encode(args.text, args.special_tokens)
+        size = len(args.text.encode())
         rate = size / max(1, len(ids))
         print(f"text: {size:,} bytes in {len(ids):,} tokens, {rate:.3f} bytes per token")
         print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in ids))

@@ -13,6 +13,7 @@ from jaxformer.cli.arguments import TrainArguments
 from jaxformer.cluster.processes import LOST, LostProcess
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
+from jaxformer.report.banner import aligned
 from jaxformer.runs.train_run import RunOutOfMemory, train
 from jaxformer.training.loop import Diverged, Interrupted
 
@@ -44,7 +45,9 @@ def advice(error: RunOutOfMemory) -> str:
     """What is printed below the message: the remedies, and what they mean for the
     run directory."""
     setup = error.setup
-    run_dir, train, devices = setup.run.run.dir, setup.run.train, batch_devices(setup.mesh)
+    run_dir = setup.run.run.dir
+    train = setup.run.train
+    devices = batch_devices(setup.mesh)
     rows = train.batch_size // train.n_microbatches
     can_halve = rows % (2 * devices) == 0
     # A training step stores activations for its backward pass.
@@ -68,8 +71,7 @@ def advice(error: RunOutOfMemory) -> str:
             settings = f"--mesh.data 1 --mesh.fsdp {devices}"
             remedies[settings] = "parameters and optimizer state split over all devices"
     lines = ["What needs less:"] if remedies else []
-    width = max(map(len, remedies), default=0)
-    lines += [f"  {settings:<{width}}  {effect}" for settings, effect in remedies.items()]
+    lines += [f"  {line}" for line in aligned(list(remedies.items()))]
     lines.append("`jaxformer plan CONFIG` says of any settings whether they fit.")
     if error.saved is not None:
         lines.append(
@@ -110,7 +112,8 @@ class LastingStream:
     outlives `| head`, a `tee` that died, a terminal that was closed, and a full disk of its log."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name = stream, name
+        self._stream = stream
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -143,14 +146,10 @@ class LastingStream:
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
     """In this block standard output and error are lasting streams."""
-    before = sys.stdout, sys.stderr
-    out, error = (
-        LastingStream(sys.stdout, "standard output"),
-        LastingStream(sys.stderr, "standard error"),
-    )
-    sys.stdout, sys.stderr = out, error  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        out.flush()
-        sys.stdout, sys.stderr = before
+    out: Any = LastingStream(sys.stdout, "standard output")
+    error: Any = LastingStream(sys.stderr, "standard error")
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            yield
+        finally:
+            out.flush()

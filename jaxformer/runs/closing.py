@@ -76,11 +76,13 @@ def _sample(
     """A prompt with its continuation; None if the model has nothing to write from."""
     ids = tokenizer.encode(run.sample_prompt)
     source: dict[str, Any] = {}
-    prompt, between = tokenizer.as_prompt(ids) or [tokenizer.end_token], ""
+    prompt = tokenizer.as_prompt(ids) or [tokenizer.end_token]
+    between = ""
     if model.family == "encoder_decoder":
         if not ids:
             return None
-        prompt, between = tokenizer.as_target([]), " => "
+        prompt = tokenizer.as_target([])
+        between = " => "
         source = {"source": [tokenizer.as_source(ids)]}
     space = min(run.sample_tokens, context_of(params, model) - len(prompt))
     if space < 1:

@@ -28,7 +28,8 @@ from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cluster.signals import current
 from jaxformer.config.model import ModelConfig
-from jaxformer.files import ConfigError
+from jaxformer.config.train import Weights
+from jaxformer.files import ConfigError, located
 from jaxformer.generation.prompts import full_batch, padded, rounded
 from jaxformer.generation.refill import refill
 from jaxformer.generation.sampling import Sampling
@@ -37,7 +38,7 @@ from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import context_of, hidden
-from jaxformer.runs.loading import Loaded
+from jaxformer.runs.loading import Loaded, load
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer.chat import (
     PROBE,
@@ -46,8 +47,13 @@ from jaxformer.tokenizer.chat import (
     template_fingerprint,
     template_of,
 )
+from jaxformer.tokenizer.metadata import TOKENIZER_FILE, missing
 
 LOG = logging.getLogger(__name__)
+# The arguments of `--model_args` that `HarnessModel` takes, and those that the harness gives to
+# every model.
+PASSED_ON = ("batch_size", "max_length", "max_gen_toks", "add_bos_token")
+GIVEN_TO_ALL = ("device", "max_batch_size")
 AUTO_BATCH = 16
 BUCKET = 64  # lengths are rounded up to multiples of this
 # The keywords of generation that a request may have.
@@ -79,6 +85,7 @@ class ScoredRow(NamedTuple):
 class HarnessModel(TemplateLM):
     """A language model with a decoder, as the harness asks it.
 
+    Without parameters it answers nothing, but refuses all that it would refuse with them.
     `batch_size` "auto" is 16 rows; `max_length` and `max_gen_toks` are numbers of tokens;
     `add_bos_token` None follows the tokenizer's template. `name` is the model in messages.
     """
@@ -108,7 +115,8 @@ class HarnessModel(TemplateLM):
         self.add_bos_token = add_bos_token
         # The token that ends an answer in a conversation, if any; None before the first one.
         self._turn_ends: set[int] | None = None
-        self.params, self.step = model.params, model.step
+        self.params = model.params
+        self.step = model.step
         self.batches = 0  # that were read
         # A scan compiles fastest, and there are many shapes to compile.
         self.config = dataclasses.replace(config, layer_loop="scan")
@@ -189,7 +197,8 @@ class HarnessModel(TemplateLM):
         """Token ids, with the special tokens of the template unless they are switched off or the
         text begins with one. With them a source ends with the end token."""
         ids = self.tokenizer.encode(string, special_tokens=True)
-        prefix_length, suffix_length = len(self.tokenizer.prefix), len(self.tokenizer.suffix)
+        prefix_length = len(self.tokenizer.prefix)
+        suffix_length = len(self.tokenizer.suffix)
         if add_special_tokens is None:
             has_prefix = string.startswith(self.tokenizer.shown(self.prefix_token_id))
             add_special_tokens = not has_prefix
@@ -206,7 +215,8 @@ class HarnessModel(TemplateLM):
         """
         added = self.tokenizer.encoder.spec()["added_tokens"]
         names = [row["content"] for row in added if row["special"]]
-        texts, ends = [self.tokenizer.shown(self.eot_token_id)], {*(self._turn_ends or ())}
+        texts = [self.tokenizer.shown(self.eot_token_id)]
+        ends = {*(self._turn_ends or ())}
         for stop in until:
             if stop in (None, ""):
                 continue
@@ -251,13 +261,22 @@ class HarnessModel(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """The log-likelihood of each text, read in windows of max_length tokens in which each token
-        is predicted once. Tokens that the template puts before a text are read, not scored."""
+        is predicted once. What the template puts before a text, or the prefix token where it puts
+        nothing there, is read and not scored."""
         windows: list[ScoringRequest] = []
         owners: list[int] = []  # the number of each window's text
+        begin = self.tokenizer.prefix or [self.prefix_token_id]
         for number, request in enumerate(requests):
-            for window in self._windows(self.tok_encode(request.args[0])):
-                windows.append(window)
+            tokens = self.tok_encode(request.args[0])
+            if tokens[: len(begin)] == begin:
+                tokens = tokens[len(begin) :]
+            before = begin[:-1]  # of the first window
+            pairs = get_rolling_token_windows(tokens, begin[-1], self.max_length, context_len=1)
+            for pair in pairs:
+                context, continuation = make_disjoint_window(pair)
+                windows.append((None, [*before, *context], continuation))
                 owners.append(number)
+                before = []
         totals = [0.0] * len(requests)
         answers = self._loglikelihood_tokens(windows, disable_tqdm)
         for number, (value, _) in zip(owners, answers, strict=True):
@@ -265,18 +284,6 @@ class HarnessModel(TemplateLM):
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
-
-    def _windows(self, tokens: list[int]) -> Iterator[ScoringRequest]:
-        """The windows of a text. The first begins with the tokens that the template puts before a
-        text, or with the prefix token where there are none."""
-        begin = self.tokenizer.prefix or [self.prefix_token_id]
-        if tokens[: len(begin)] == begin:
-            tokens = tokens[len(begin) :]
-        *before, last = begin
-        for pair in get_rolling_token_windows(tokens, last, self.max_length, context_len=1):
-            context, continuation = make_disjoint_window(pair)
-            yield None, [*before, *context], continuation
-            before = []
 
     def _loglikelihood_tokens(
         self, requests: Sequence[ScoringRequest], disable_tqdm: bool = False, **__: Any
@@ -298,8 +305,18 @@ class HarnessModel(TemplateLM):
                     f"a continuation of {len(continuation)} tokens does not fit into"
                     f" max_length={self.max_length}."
                 )
-            row, is_cut = self._row(context or [self.prefix_token_id], continuation)
-            cut += is_cut
+            context = context or [self.prefix_token_id]
+            if self.backend == "causal":
+                tokens = [*context, *continuation]
+                row = ScoredRow(tuple(tokens[-self.max_length - 1 : -1]), len(continuation))
+                cut += len(tokens) > self.max_length + 1
+            else:
+                # The context is the source, and the start token is before the continuation, as for
+                # the harness's own models.
+                read = (self.tokenizer.start_token, *continuation[:-1])
+                source = tuple(context[-self._source_length :])
+                row = ScoredRow(read, len(continuation), source)
+                cut += len(context) > self._source_length
             request_numbers.setdefault(row, []).append(number)
         _warn(cut, len(requests), self.max_length)
         rows = sorted(request_numbers, key=lambda row: (-len(row.source), -len(row.read), row))
@@ -327,26 +344,17 @@ class HarnessModel(TemplateLM):
             request.heed(self.batches)
         self.batches += 1
 
-    def _row(self, context: list[int], continuation: list[int]) -> tuple[ScoredRow, bool]:
-        """The row in which a continuation is scored, and whether its context is cut. An
-        encoder-decoder reads the context as its source, and the start token before the
-        continuation, as the harness's own models do."""
-        count = len(continuation)
-        if self.backend == "causal":
-            tokens = [*context, *continuation]
-            row = ScoredRow(tuple(tokens[-self.max_length - 1 : -1]), count)
-            return row, len(tokens) > self.max_length + 1
-        read = (self.tokenizer.start_token, *continuation[:-1])
-        source = tuple(context[-self._source_length :])
-        return ScoredRow(read, count, source), len(context) > self._source_length
-
     @property
     def _source_length(self) -> int:
         """The most tokens of a source."""
         return min(self.max_length, context_of(self.params, self.config, source=True))
 
     def _scored(self, rows: list[ScoredRow]) -> Iterator[RowScores]:
-        """Each row with the results of `token_scores`."""
+        """Each row with the results of `token_scores`; zeros without parameters."""
+        if not self.params:
+            nothing = np.zeros(self.config.vocab_size, np.float32)
+            yield from ((row, nothing[0], nothing[0], nothing) for row in rows)
+            return
         for start_row in range(0, len(rows), self.batch_size):
             self._heed()
             batch = rows[start_row : start_row + self.batch_size]
@@ -371,7 +379,8 @@ class HarnessModel(TemplateLM):
             lambda args: args[1],
             "gen_kwargs",
         )
-        texts, title = [], "Running generate_until requests"
+        texts = []
+        title = "Running generate_until requests"
         with tqdm(total=len(requests), disable=self._hides(disable_tqdm), desc=title) as bar:
             # All requests of the same keywords: where a text ends, the next one takes its row.
             for group in order.get_batched(n=0):
@@ -421,7 +430,11 @@ class HarnessModel(TemplateLM):
     def _generated(
         self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: dict[str, Any]
     ) -> Iterator[tuple[int, str]]:
-        """The numbers of the contexts and their texts, cut at the stops, as the texts end."""
+        """The numbers of the contexts and their texts, cut at the stops, as the texts end; empty
+        texts without parameters."""
+        if not self.params:
+            yield from ((number, "") for number in range(len(contexts)))
+            return
         beginning = self._beginning
         most = self._source_length if beginning else self.max_length - count
         encoded = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
@@ -452,17 +465,40 @@ class HarnessModel(TemplateLM):
             yield number, postprocess_generated_text(text_of(tokens), stops, None)
 
 
-class Rehearsal(HarnessModel):
-    """Answers requests without a model, so that those which it would refuse are refused."""
+class JaxformerLM(HarnessModel):
+    """The model that the harness makes from `--model_args`: a decoder or an encoder-decoder from a
+    run directory or a Hugging Face directory.
 
-    def _scored(self, rows: list[ScoredRow]) -> Iterator[RowScores]:
-        nothing = np.zeros(self.config.vocab_size, np.float32)
-        return ((row, nothing[0], nothing[0], nothing) for row in rows)
+    `step` selects a checkpoint; `dtype` is that of weights and products, "auto" as the config says;
+    `weights` are as `jf.load` takes them; the other arguments are those of `HarnessModel`. Raises
+    ConfigError for an argument that is unknown or out of range, and for a model that is not a
+    language model with a decoder.
+    """
 
-    def _generated(
-        self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: dict[str, Any]
-    ) -> Iterator[tuple[int, str]]:
-        return ((number, "") for number in range(len(contexts)))
+    def __init__(
+        self,
+        path: str = "",
+        step: int | None = None,
+        dtype: str = "auto",
+        weights: Weights = "auto",
+        **arguments: Any,
+    ) -> None:
+        for name in GIVEN_TO_ALL:
+            arguments.pop(name, None)
+        unknown = sorted(arguments.keys() - {*PASSED_ON})
+        if not path or unknown:
+            raise ConfigError(
+                f"--model_args holds {', '.join(unknown) or 'no path'}: the model jaxformer needs"
+                " path=DIRECTORY, and takes step, weights, batch_size, max_length, max_gen_toks,"
+                " dtype and add_bos_token."
+            )
+        settings: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
+        place = located(path)
+        model = load(place, step, weights=weights, **settings)
+        if model.tokenizer is None:
+            raise missing(place / TOKENIZER_FILE)
+        config = dataclasses.replace(model.config, **settings)
+        super().__init__(dataclasses.replace(model, config=config), str(path), **arguments)
 
 
 # B is the number of rows, T that of their tokens, S that of the tokens of a source, D the width of
@@ -503,11 +539,13 @@ def token_scores(
         score = jnp.take_along_axis(logs, target[:, None], axis=-1)[:, 0]
         return jnp.where(is_scored, score, 0), ~is_scored | (logs.argmax(-1) == target)
 
-    distances = jnp.arange(tokens.shape[1] - 1, 0, -1)  # of a token from the very last
-    before = (x[:, :-1], tokens[:, 1:], distances < counts[:, None])
-    last = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0)[max(len(distances) - width, 0) :], before)
+    length = tokens.shape[1]
+    first = max(length - 1 - width, 0)
+    is_scored = jnp.arange(length - 1, 0, -1) < counts[:, None]  # by the distance from the last
+    pairs = (x[:, first:-1], tokens[:, first + 1 :], is_scored[:, first:])
+    by_position = jax.tree.map(lambda a: a.swapaxes(0, 1), pairs)
     at_once = max(MAX_LOGITS // (len(tokens) * config.vocab_size), 1)
-    scores, right = jax.lax.map(of_token, last, batch_size=at_once)
+    scores, right = jax.lax.map(of_token, by_position, batch_size=at_once)
     # Every process of a run reads them all.
     return (
         constrain(scores.sum(0), (None,)),

@@ -18,7 +18,7 @@ from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.layers import kernels
 from jaxformer.layers.biases import is_disentangled, key_distances
 from jaxformer.layers.dot_product import plain
-from jaxformer.layers.grouped import GROUPED_KERNELS, GroupedRows
+from jaxformer.layers.grouped import GroupedRows
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.resolve import Resolved
@@ -88,7 +88,8 @@ def with_proven_kernel(resolved: ResolvedRun, log: Log) -> ResolvedRun:
 def prove_attention(resolved: Resolved) -> str:
     """A sentence about the attention kernel of a run, which is right on its mesh and shapes; empty
     for the reference. Raises RuntimeError for one that is wrong."""
-    model, train = resolved.model, resolved.run.train
+    model = resolved.model
+    train = resolved.run.train
     name = model.attention_kernel
     if name == "xla":
         return ""
@@ -121,11 +122,15 @@ def checked_lengths(
 def prove_experts(resolved: Resolved) -> str:
     """`prove_attention` of the kernel of experts, on the shapes of a device; empty without experts
     too."""
-    model, train, sizes = resolved.model, resolved.run.train, resolved.mesh.shape
+    model = resolved.model
+    train = resolved.run.train
+    sizes = resolved.mesh.shape
     name = model.expert_kernel
     if model.feed_forward != "experts" or name == "xla":
         return ""
-    experts, depth, width = model.n_experts, model.d_model, model.expert_width
+    experts = model.n_experts
+    depth = model.d_model
+    width = model.expert_width
     experts //= math.gcd(experts, sizes["expert"])
     width //= math.gcd(width, sizes["tensor"])
     tokens = train.batch_size // train.n_microbatches * resolved.length
@@ -150,7 +155,14 @@ def largest(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)))
 
 
-def _relative_errors(computed: Results, expected: Results) -> Results:
+def with_gradients(function: Callable[..., jax.Array], arrays: Results, cotangent: Any) -> Results:
+    """The output of `function(**arrays)`, and for each array its gradient under "dNAME"."""
+    out, back = jax.vjp(lambda arrays: function(**arrays), arrays)
+    (gradients,) = back(cotangent.astype(out.dtype))
+    return {"output": out} | {f"d{name}": gradient for name, gradient in gradients.items()}
+
+
+def relative_errors(computed: Results, expected: Results) -> Results:
     """The largest errors, each relative to the largest element of the reference."""
     return {
         name: largest(computed[name].astype(jnp.float32) - reference) / largest(reference)
@@ -158,7 +170,11 @@ def _relative_errors(computed: Results, expected: Results) -> Results:
     }
 
 
-def _held(what: str, cases: Sequence[Mapping[str, Any]], allowed: float) -> str:
+def in_float32(arrays: Results) -> Results:
+    return {name: array.astype(jnp.float32) for name, array in arrays.items()}
+
+
+def held(what: str, cases: Sequence[Mapping[str, Any]], allowed: float) -> str:
     """The largest errors of all cases as text. Raises RuntimeError where one exceeds `allowed`."""
     worst: dict[str, float] = {}
     for errors in cases:
@@ -190,16 +206,16 @@ def check_attention(
     what = f"attention kernel {name!r} is wrong on this device for {rows} rows of {length} tokens"
     cases = []
     for kind in kinds:
-        errors, leak = _attention_errors(name, config, rows, *kind)
+        errors, leak = attention_errors(name, config, rows, *kind)
         if leak > 0:
             raise RuntimeError(
                 f"{what}: texts of one row read each other (gradients up to {leak:.1e}). {USE_XLA}"
             )
         cases.append(errors)
-    return _held(f"{what} in {dtype}", cases, TOLERANCE[dtype])
+    return held(f"{what} in {dtype}", cases, TOLERANCE[dtype])
 
 
-def _attention_errors(
+def attention_errors(
     name: str,
     config: ModelConfig,
     rows: int,
@@ -216,15 +232,16 @@ def _attention_errors(
     fitting = REFERENCE_BYTES // (16 * queries * keys * config.n_heads) * devices
     rows = max(min(rows, fitting) // devices, 1) * devices
     rng = np.random.default_rng(0)
-    q, k, v, cotangent = (
-        rng.standard_normal((rows, *shape), dtype=np.float32).astype(compute_dtype(config))
-        for shape in (
-            (queries, config.n_heads, config.head_width),  # [B, T, N, H]
-            (keys, config.kv_heads, config.head_width),  # [B, S, K, H]
-            (keys, config.kv_heads, config.value_width),  # [B, S, K, W]
-            (queries, config.n_heads, config.value_width),  # [B, T, N, W]
-        )
-    )
+    shapes = {
+        "q": (queries, config.n_heads, config.head_width),  # [B, T, N, H]
+        "k": (keys, config.kv_heads, config.head_width),  # [B, S, K, H]
+        "v": (keys, config.kv_heads, config.value_width),  # [B, S, K, W]
+        "cotangent": (queries, config.n_heads, config.value_width),  # [B, T, N, W]
+    }
+    random = {
+        name: rng.standard_normal((rows, *shape), dtype=np.float32).astype(compute_dtype(config))
+        for name, shape in shapes.items()
+    }
     segments: list[np.ndarray | None] = [None, None]
     if config.max_segments:
         # Texts of equal size, as many as a kernel takes, and an eighth of padding.
@@ -233,56 +250,49 @@ def _attention_errors(
             text = np.arange(length) * 8 * number // (7 * length)
             ids = np.where(text < number, text + 1, 0).astype(np.int32)
             segments[side] = np.broadcast_to(ids, (rows, length))
-    kernel = functools.partial(kernels.attend, name)
 
     @functools.partial(jax.jit, compiler_options=compiler_options())
-    def errors_of(
-        arrays: list[jax.Array], segments: list[jax.Array | None]
-    ) -> tuple[Results, jax.Array]:
+    def errors_of(random: Results, segments: list[jax.Array | None]) -> tuple[Results, jax.Array]:
         # Placed as in a step.
-        q, k, v, cotangent = (
-            constrain(array, ("batch", "sequence", "heads", None)) for array in arrays
-        )
-        sides = (
-            layout_of(q[:, :, 0, 0], None, segments[0]),
-            layout_of(k[:, :, 0, 0], None, segments[1]),
-        )
+        arrays = {
+            name: constrain(array, ("batch", "sequence", "heads", None))
+            for name, array in random.items()
+        }
+        cotangent = arrays.pop("cotangent")
+        of_queries = layout_of(arrays["q"][:, :, 0, 0], None, segments[0])
+        of_keys = layout_of(arrays["k"][:, :, 0, 0], None, segments[1])
         window = config.window if is_one_sequence else 0
         mask = AttentionMask(
-            *sides, causal, window, Scoring(), is_one_sequence, config.max_segments
+            of_queries, of_keys, causal, window, Scoring(), is_one_sequence, config.max_segments
         )
-        bias = None
         if mask.relative and config.positions in BIASED_SCORES:
             # As large as that of the layers of the model: [B, N, T, S], or one for all rows.
             heads = jnp.arange(config.n_heads)[:, None, None]
             bias = jnp.sin(key_distances(mask)[:, None] + heads)
             if is_disentangled(config):
-                bias = jnp.broadcast_to(bias, (len(q), *bias.shape[1:]))
+                bias = jnp.broadcast_to(bias, (rows, *bias.shape[1:]))
+            arrays["bias"] = bias
         sinks = jnp.linspace(-1, 1, config.n_heads) if config.attention_sinks else None
 
-        def with_gradients(kernel: kernels.Kernel, *arrays: jax.Array) -> Results:
-            def attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any) -> jax.Array:
+        def computed(run: kernels.Kernel, arrays: Results, cotangent: jax.Array) -> Results:
+            def attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any = None) -> jax.Array:
                 scoring = Scoring(config.score_scale, config.attention_soft_cap, bias, sinks)
-                return kernel(q, k, v, mask._replace(scoring=scoring))
+                return run(q, k, v, mask._replace(scoring=scoring))
 
-            out, back = jax.vjp(attention, *arrays[:3], bias)
-            dq, dk, dv, dbias = back(arrays[3].astype(out.dtype))
-            computed = {"output": out, "dq": dq, "dk": dk, "dv": dv}
-            return computed if dbias is None else computed | {"dbias": dbias}
+            return with_gradients(attention, arrays, cotangent)
 
-        exact = [array.astype(jnp.float32) for array in (q, k, v, cotangent)]
-        expected = with_gradients(plain, *exact)
-        errors = _relative_errors(with_gradients(kernel, q, k, v, cotangent), expected)
+        kernel = functools.partial(kernels.attend, name)
+        expected = computed(plain, in_float32(arrays), cotangent.astype(jnp.float32))
+        errors = relative_errors(computed(kernel, arrays, cotangent), expected)
         if segments[0] is None or segments[1] is None:
             return errors, jnp.float32(0)
         of_others = (segments[0] != 1)[..., None, None]
         first = (segments[1] == 1)[..., None, None]
-        crossed = with_gradients(kernel, q, k, v, jnp.where(of_others, cotangent, 0))
+        crossed = computed(kernel, arrays, jnp.where(of_others, cotangent, 0))
         leaks = [largest(jnp.where(first, crossed[name], 0)) for name in ("dk", "dv")]
         return errors, jnp.maximum(*leaks).astype(jnp.float32)
 
-    errors, leak = errors_of([q, k, v, cotangent], segments)
-    return errors, leak
+    return errors_of(random, segments)  # type: ignore[no-any-return]
 
 
 def uneven_sizes(rows: int, experts: int) -> np.ndarray:
@@ -304,7 +314,6 @@ def check_experts(name: str, rows: int, weights: tuple[int, int, int], dtype: An
     explains, or where the two runs differ.
     """
     experts, depth, width = weights
-    reference = GROUPED_KERNELS["xla"]
     sizes = jnp.asarray(uneven_sizes(rows, experts))
     of_group = (jnp.arange(rows) < sizes.sum())[:, None]
     what = (
@@ -313,21 +322,15 @@ def check_experts(name: str, rows: int, weights: tuple[int, int, int], dtype: An
     )
 
     @functools.partial(jax.jit, compiler_options=compiler_options())
-    def compute(x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> Results:
-        y, back = jax.vjp(GroupedRows(sizes, name).product, x, w)
-        dx, dw = back(dy)
-        return {"output": y, "dx": dx, "dw": dw}
+    def compute(arrays: Results, dy: jax.Array, sizes: jax.Array) -> Results:
+        return with_gradients(GroupedRows(sizes, name).product, arrays, dy)
 
     @jax.jit
-    def errors_of(computed: Results, x: jax.Array, w: jax.Array, dy: jax.Array) -> Results:
-        x, w, dy = (array.astype(jnp.float32) for array in (x, w, dy))
+    def errors_of(computed: Results, arrays: Results, dy: jax.Array, sizes: jax.Array) -> Results:
+        product = GroupedRows(sizes, "xla").product
         with jax.default_matmul_precision("highest"):
-            expected = {
-                "output": reference.product(x, w, sizes, False),
-                "dx": reference.product(dy, w, sizes, True),
-                "dw": reference.outer(x, dy, sizes),
-            }
-        return _relative_errors(computed, expected)
+            expected = with_gradients(product, in_float32(arrays), dy)
+        return relative_errors(computed, expected)
 
     cases = []
     for a, b in ((depth, width), (width, depth)):
@@ -335,11 +338,12 @@ def check_experts(name: str, rows: int, weights: tuple[int, int, int], dtype: An
         x = jnp.where(of_group, jax.random.normal(keys[0], (rows, a), dtype), jnp.nan)
         w = jax.random.normal(keys[1], (experts, a, b), dtype)
         dy = jnp.where(of_group, jax.random.normal(keys[2], (rows, b), dtype), jnp.nan)
-        first = compute(x, w, dy, sizes)
-        second = compute(x, w, dy, sizes)
+        arrays = {"x": x, "w": w}
+        first = compute(arrays, dy, sizes)
+        second = compute(arrays, dy, sizes)
         if not all(jnp.array_equal(first[key], second[key], equal_nan=True) for key in first):
             raise RuntimeError(f"{what}: two runs of one program differ. {USE_XLA}")
-        cases.append(errors_of(first, x, w, dy))
+        cases.append(errors_of(first, arrays, dy, sizes))
     # Only a CPU multiplies float32 without rounding by default.
     is_exact = jnp.dtype(dtype) == jnp.float32 and platform() == "cpu"
-    return _held(what, cases, TOLERANCE["float32" if is_exact else "bfloat16"])
+    return held(what, cases, TOLERANCE["float32" if is_exact else "bfloat16"])

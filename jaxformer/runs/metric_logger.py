@@ -32,9 +32,10 @@ class Logged(NamedTuple):
 
 def logged_before(directory: RunDirectory, step: int) -> Logged:
     """What metrics.jsonl says of a run that continues after `step`."""
+    evaluation: Evaluation = {}
+    skipped = 0
     if not step or not directory.metrics.is_file():
-        return Logged({}, 0)
-    evaluation, skipped = {}, 0
+        return Logged(evaluation, skipped)
     for line in read_metrics(directory.path):
         if line["step"] <= step:
             skipped = max(skipped, line.get(SKIPPED_STEPS, 0))
@@ -63,9 +64,14 @@ class MetricLogger:
     def __init__(
         self, setup: RunSetup, first: int, log: MetricsLog, progress: ProgressBar, before: Logged
     ) -> None:
-        self.setup, self.log, self.progress = setup, log, progress
-        self.evaluation, self._skipped = before
-        self._logged_to, self._seconds = first, 0.0
+        self.setup = setup
+        self.log = log
+        self.progress = progress
+        self.evaluation = before.evaluation
+        self._skipped = before.skipped
+        # The step of the last line, and the seconds of the steps since.
+        self._logged_to = first
+        self._seconds = 0.0
         self._sums: Mapping[str, Any] | None = None
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
@@ -93,15 +99,9 @@ class MetricLogger:
                 f" {spike_text(metrics)};"
                 f" {self._batch(step)}."
             )
-        if skipped or is_spike(metrics) or is_logged(step, self.setup.run.train):
-            self._log(step, metrics)
-        else:
+        if not (skipped or is_spike(metrics) or is_logged(step, self.setup.run.train)):
             self.progress.update(step)
-
-    def _batch(self, step: int) -> str:
-        return batch_text(self.setup.batches, self.setup.directory, step)
-
-    def _log(self, step: int, metrics: dict[str, Any]) -> None:
+            return
         values = as_logged(jax.device_get(metrics))
         del values["step_seconds"]
         # Without a limit, as before half of the first window, there is nothing to log.
@@ -117,9 +117,13 @@ class MetricLogger:
         if self.setup.peak is not None:
             flops = tokens * self.setup.flops_per_token
             values["mfu"] = flops / seconds / (self.setup.peak * self.setup.mesh.size)
-        self._logged_to, self._seconds = step, 0.0
+        self._logged_to = step
+        self._seconds = 0.0
         self.log.log(step, values, self._state())
         self.progress.update(step, values)
+
+    def _batch(self, step: int) -> str:
+        return batch_text(self.setup.batches, self.setup.directory, step)
 
     def _state(self) -> str:
         """The fingerprint of the newest state that metrics came with; empty without digests."""

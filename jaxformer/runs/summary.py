@@ -22,8 +22,11 @@ LOOPS = {"scan": "in a loop", "unroll": "unrolled"}
 
 def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     """The banner of a run: what it computes, on which devices, and from which data."""
-    run, model, device = setup.run, setup.run.model, jax.devices()[0]
-    optimizer, train = run.optimizer, run.train
+    run = setup.run
+    model = setup.run.model
+    device = jax.devices()[0]
+    optimizer = run.optimizer
+    train = run.train
     lines: dict[str, str | list[str]] = {}
     lines["device"] = (
         f"{jax.device_count()} x {device.device_kind} ({device.platform})"
@@ -63,7 +66,8 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     lines["attention"] = setup.kernel
     if options := compiler_options(setup.mesh):
         lines["compiler"] = [f"{name}={value}" for name, value in options.items()]
-    asked, adapter = setup.asked.model, setup.asked.adapter
+    asked = setup.asked.model
+    adapter = setup.asked.adapter
     rates = {"model.dropout": asked.dropout, "adapter.dropout": adapter.dropout}
     if asked.attention_dropout != "auto":
         rates["model.attention_dropout"] = asked.attention_dropout
@@ -93,8 +97,10 @@ def peak_text(platform: str, flops: float | None) -> str:
 
 
 def _data(setup: RunSetup) -> dict[str, str | list[str]]:
-    corpus, settings = setup.corpus, setup.run.train
-    train, validation = corpus.train, corpus.validation
+    corpus = setup.corpus
+    settings = setup.run.train
+    train = corpus.train
+    validation = corpus.validation
     held_out = f"{human_count(validation.tokens)} held out" if validation else "none held out"
     stores = [rows.store for _, rows in train.sources("")]
     in_making = any(isinstance(store, GrowingStore) for store in stores)

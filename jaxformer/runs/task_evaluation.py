@@ -53,13 +53,12 @@ class Tasks:
             torch_random_seed=None,
         )
         # Imported here, because it imports the harness too.
-        from jaxformer.runs.harness import HarnessModel, Rehearsal
+        from jaxformer.runs.harness import HarnessModel
 
         count = max(min(MOST_NEW_TOKENS, config.max_length // 2), 1)
-        loaded = Loaded({}, config, tokenizer)
-        self._model = HarnessModel(loaded, "this run", max_gen_toks=count)
-        rehearsal = Rehearsal(loaded, "this run", max_gen_toks=count)
-        self._model.shows_progress = rehearsal.shows_progress = False  # beside that of training
+        model = Loaded({}, config, tokenizer)
+        self._model = HarnessModel(model, "this run", max_gen_toks=count)
+        self._model.shows_progress = False  # beside that of training
         with _quiet():
             for name, path in zip(specs, paths, strict=True):
                 try:
@@ -79,12 +78,13 @@ class Tasks:
                     )
             # Whatever the model cannot answer is said before it is trained.
             try:
-                self._evaluate(rehearsal)
+                self._evaluate(self._model)  # which has no parameters yet
             except ConfigError as error:
                 raise ConfigError(f"train.eval_tasks={names}: {error}") from error
 
     def __call__(self, params: Params) -> dict[str, float]:
-        self._model.params, self._model.batches = params, 0
+        self._model.params = params
+        self._model.batches = 0
         try:
             with _quiet(), on_mesh(mesh_of(params)):
                 found = self._evaluate(self._model)

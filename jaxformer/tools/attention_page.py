@@ -3,14 +3,14 @@ of computation, masks, beams and the logits of each layer."""
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxformer.files import ConfigError
-from jaxformer.tools import filled_page
 
 # The tokens that are the queries and those that are the keys of each kind of map.
 AXES = {
@@ -29,42 +29,18 @@ MAX_WEIGHTS = 2**25  # of a page: 64 MiB as 16-bit integers
 JOINERS = "\u200c\u200d"  # not printable, but they shape the characters around them
 VISIBLE = {"\n": "↵", "\r": "␍", "\t": "⇥", **{char: char for char in JOINERS}}
 
-Maps = Mapping[str, np.ndarray]
-TokenStrings = Mapping[str, Sequence[str]]
-Groups = Mapping[str, Sequence[tuple[int, int, str]]]
-AxisSizes = Sequence[tuple[str, int]]  # of each axis its symbol, or its size, and its size
 Choices = Sequence[tuple[str, float]]  # texts with their probabilities, likeliest first
-Box = Literal["encoder", "decoder", "output"]  # of the diagram
 
 
 def visible(token: str) -> str:
     """A token's text with its white space shown as `·`, `↵` or `⇥`, and `∅` for no text at all."""
-    return "".join(map(_visible_character, token)) or "∅"
-
-
-def _visible_character(char: str) -> str:
-    if char in VISIBLE or char.isspace():
-        return VISIBLE.get(char, "·")
-    return char if char.isprintable() else "\N{REPLACEMENT CHARACTER}"
-
-
-class Stage(NamedTuple):
-    """A sublayer in the order of computation, or a product within one, which has no `products`.
-
-    `part` is the box of the diagram that it stands in, `name` its full name, `kind` the kind of
-    maps that it makes ("" for none). `layers` are the numbers of the layers that have it. `formula`
-    is lines of text.
-    """
-
-    part: Box
-    name: str
-    layers: Sequence[int]
-    reads: Sequence[AxisSizes]
-    makes: Sequence[AxisSizes]
-    parameters: int = 0
-    formula: Sequence[str] = ()
-    kind: str = ""
-    products: Sequence["Stage"] = ()
+    shown = ""
+    for char in token:
+        if char in VISIBLE or char.isspace():
+            shown += VISIBLE.get(char, "·")
+        else:
+            shown += char if char.isprintable() else "\N{REPLACEMENT CHARACTER}"
+    return shown or "∅"
 
 
 class BeamCandidate(NamedTuple):
@@ -83,97 +59,115 @@ class BeamCandidate(NamedTuple):
     leads: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Walkthrough:
-    """What a page shows beside its maps; an empty field is not shown.
-
-    `stages` are in the order of computation, and `symbols` say what the symbols of their axes mean.
-    `masks` hold, for kinds of maps that the page has, which keys each query may attend to: bool
-    [L, queries, keys]. `beams[t]` are the candidates for what follows target token t, likeliest
-    first. `lens[l][t]` are the most probable texts with their probabilities by the output of layer
-    l for position t of the target, or of the source where there is no target.
-    """
-
-    stages: Sequence[Stage] = ()
-    symbols: Mapping[str, str] = field(default_factory=dict)
-    masks: Mapping[str, np.ndarray] = field(default_factory=dict)
-    beams: Sequence[Sequence[BeamCandidate]] = ()
-    lens: Sequence[Sequence[Choices]] = ()
-
-
 def attention_page(
-    maps: Maps,
-    tokens: TokenStrings,
+    maps: Mapping[str, np.ndarray],
+    tokens: Mapping[str, Sequence[str]],
     *,
     title: str,
     candidates: Sequence[Choices] = (),
     layers: Sequence[int] = (),
-    groups: Groups | None = None,
-    walkthrough: Walkthrough | None = None,
+    groups: Mapping[str, Sequence[tuple[int, int, str]]] = {},
+    stages: Sequence[Mapping[str, Any]] = (),
+    symbols: Mapping[str, str] = {},
+    masks: Mapping[str, np.ndarray] = {},
+    beams: Sequence[Sequence[BeamCandidate]] = (),
+    lens: Sequence[Sequence[Choices]] = (),
 ) -> str:
     """A self-contained HTML page that shows the attention of one example, head by head and step by
-    step.
+    step. Save it as UTF-8. What is left out is not shown.
 
-    `maps` holds any of "encoder" [L, N, S, S], "decoder" [L, N, T, T] and "cross" [L, N, T, S]:
-    layer, head, query, key; `layers` are the numbers of the layers where they are not all. `tokens`
-    holds the texts of "source" (S) and "target" (T), as far as the maps need them. `candidates[t]`
-    are the most probable (text, probability) for what follows target token t; without a target, for
-    source token t itself. `groups` holds, for "source" and "target", runs of tokens that share
-    characters, (first, one past the last, their text), which are labeled as one; `walkthrough` is
-    what is shown beside the maps. Save the page as UTF-8. Raises ConfigError for more weights than
-    a page shows, and for a weight or probability that is not within 0 to 1.
+    Args:
+      maps: any of "encoder" [L, N, S, S], "decoder" [L, N, T, T] and "cross" [L, N, T, S]: layer,
+        head, query, key.
+      tokens: the texts of "source" (S) and "target" (T), as far as the maps need them.
+      title: a text.
+      candidates: of step t, the most probable (text, probability) for what follows target token t;
+        without a target, for source token t itself.
+      layers: their numbers, where they are not all.
+      groups: for "source" and "target", runs of tokens that share characters, (first, one past the
+        last, their text), which are labeled as one.
+      stages: the sublayers in the order of computation, for JSON. Each has under "part" the box of
+        the diagram that it stands in (encoder, decoder or output), its full "name", the numbers of
+        the "layers" that have it, what it "reads" and "makes": for each axis of each array the
+        symbol, or the size, and the size, its number of "parameters", the lines of its "formula",
+        the "kind" of maps that it makes ("" for none), and the "products" within it, which are
+        stages too.
+      symbols: what the symbols of the axes of stages mean.
+      masks: for kinds of maps, which keys each query may attend to: bool [L, queries, keys].
+      beams: of step t, the candidates for what follows target token t, likeliest first.
+      lens: of layer l and step t, the most probable texts with their probabilities by the output of
+        the layer for position t of the target, or of the source where there is no target.
+
+    Raises:
+      ConfigError: for more weights than a page shows, and for a weight or probability that is not
+        within 0 to 1.
     """
-    arrays = _checked(maps)
-    shown = walkthrough or Walkthrough()
-    axes = sorted({axis for kind in arrays for axis in AXES[kind]})
-    data = {
-        "title": title,
-        "layers": sorted(layers),
-        "tokens": {axis: [visible(token) for token in tokens[axis]] for axis in axes},
-        "groups": {
-            axis: [(first, end, visible(text)) for first, end, text in (groups or {}).get(axis, ())]
-            for axis in axes
-        },
-        "maps": {kind: _packed(kind, weights) for kind, weights in arrays.items()},
-        "candidates": [_packed_choices(step) for step in candidates],
-        "stages": [_packed_stage(stage) for stage in shown.stages],
-        "symbols": dict(shown.symbols),
-        "masks": {kind: _packed_mask(mask) for kind, mask in shown.masks.items()},
-        "beams": [[_packed_candidate(beam) for beam in step] for step in shown.beams],
-        "lens": [[_packed_choices(choices) for choices in layer] for layer in shown.lens],
-    }
-    # Without "<" in the data no text can end the script element that holds it.
-    packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return filled_page("attention.html", {"data": packed})
-
-
-def _checked(maps: Maps) -> dict[str, np.ndarray]:
-    """The maps as float32 in the order of AXES. Raises ConfigError for what cannot be shown."""
-    arrays = {kind: np.asarray(maps[kind], np.float32) for kind in AXES if kind in maps}
-    count = sum(array.size for array in arrays.values())
+    kinds = [kind for kind in AXES if kind in maps]
+    count = sum(np.size(maps[kind]) for kind in kinds)
     if count > MAX_WEIGHTS:
         raise ConfigError(
             f"attention maps: {count:,} weights are too many to show (at most {MAX_WEIGHTS:,}):"
             " take fewer tokens or layers."
         )
-    for kind, array in arrays.items():
+    packed_maps = {}
+    for kind in kinds:
+        weights = np.asarray(maps[kind], np.float32)
         # NaN fails both comparisons; a low precision rounds to a little above 1.
-        if not (array.min() >= 0 and array.max() <= 1.01):
+        if not (weights.min() >= 0 and weights.max() <= 1.01):
             raise ConfigError(
-                f"attention maps: {kind!r} holds weights from {array.min():g} to {array.max():g}:"
-                " pass those after the softmax, from 0 to 1."
+                f"attention maps: {kind!r} holds weights from {weights.min():g} to"
+                f" {weights.max():g}: pass those after the softmax, from 0 to 1."
             )
-    return arrays
+        # In steps of 1/65535, as little-endian 16-bit integers.
+        steps = np.rint(np.minimum(weights, 1) * LEVELS).astype("<u2")
+        query, key = AXES[kind]
+        packed_maps[kind] = {
+            "title": TITLES[kind],
+            "query": query,
+            "key": key,
+            "shape": weights.shape,
+            "weights": _base64(steps),
+        }
+    packed_masks = {}
+    for kind, mask in masks.items():
+        # The different ones, with 8 keys a byte, the first in the highest bit, and the index of the
+        # one that each layer has.
+        different, index_of_layer = np.unique(mask, axis=0, return_inverse=True)
+        bits = np.packbits(different.reshape(len(different), -1), axis=1)
+        packed_masks[kind] = {
+            "bits": [_base64(row) for row in bits],
+            "layers": index_of_layer.reshape(-1).tolist(),
+        }
+    axes = sorted({axis for kind in kinds for axis in AXES[kind]})
+    shared = {}
+    for axis in axes:
+        shared[axis] = [(first, end, visible(text)) for first, end, text in groups.get(axis, ())]
+    data = {
+        "title": title,
+        "layers": sorted(layers),
+        "tokens": {axis: [visible(token) for token in tokens[axis]] for axis in axes},
+        "groups": shared,
+        "maps": packed_maps,
+        "candidates": [_packed_choices(step) for step in candidates],
+        "stages": stages,
+        "symbols": dict(symbols),
+        "masks": packed_masks,
+        "beams": [[_packed_candidate(beam) for beam in step] for step in beams],
+        "lens": [[_packed_choices(choices) for choices in layer] for layer in lens],
+    }
+    # Without "<" in the data no text can end the script element that holds it.
+    content = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    folder = files("jaxformer.tools").joinpath("pages")
+
+    def filled(slot: re.Match[str]) -> str:
+        """The data, or the file of this name, such as a script."""
+        return content if slot[1] == "data" else folder.joinpath(slot[1]).read_text("utf-8")
+
+    return re.sub("{{(.+?)}}", filled, folder.joinpath("attention.html").read_text("utf-8"))
 
 
-def _packed(kind: str, weights: np.ndarray) -> dict[str, Any]:
-    """One kind of map for the page: weights in steps of 1/65535, as little-endian 16-bit integers
-    in base64."""
-    steps = np.rint(np.minimum(weights, 1) * LEVELS).astype("<u2")
-    text = base64.b64encode(steps.tobytes()).decode("ascii")
-    query, key = AXES[kind]
-    sides = {"title": TITLES[kind], "query": query, "key": key}
-    return sides | {"shape": weights.shape, "weights": text}
+def _base64(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode("ascii")
 
 
 def _packed_choices(choices: Choices) -> list[tuple[str, float]]:
@@ -184,19 +178,6 @@ def _packed_choices(choices: Choices) -> list[tuple[str, float]]:
             " after the softmax."
         )
     return [(visible(text), round(float(probability), 6)) for text, probability in choices]
-
-
-def _packed_mask(mask: np.ndarray) -> dict[str, Any]:
-    """The different ones of the masks [L, queries, keys], in base64 with 8 keys a byte, the first
-    in the highest bit, and the index of the one that each layer has."""
-    different, index_of_layer = np.unique(mask, axis=0, return_inverse=True)
-    bits = np.packbits(different.reshape(len(different), -1), axis=1)
-    texts = [base64.b64encode(row.tobytes()).decode("ascii") for row in bits]
-    return {"bits": texts, "layers": index_of_layer.reshape(-1).tolist()}
-
-
-def _packed_stage(stage: Stage) -> dict[str, Any]:
-    return stage._asdict() | {"products": [_packed_stage(product) for product in stage.products]}
 
 
 def _packed_candidate(candidate: BeamCandidate) -> dict[str, Any]:

@@ -99,7 +99,8 @@ def attention_maps(
     bad = [layer for layer in layers or () if not 0 <= layer < depth_limit]
     if bad:
         raise ConfigError(f"layers={bad} are not among 0 .. {depth_limit - 1} of this model.")
-    groups, every = [], list[str]()
+    groups = []
+    every = list[str]()
     for form, depth in depths.items():
         group = [form.format(i) for i in range(depth) if layers is None or i in layers]
         groups.append(group)
@@ -125,7 +126,8 @@ def attention_masks(
     batch = {"tokens": tokens, **inputs}
     check_inputs(config, batch)
     batch_inputs = inputs_of(batch)
-    layout, source = batch_inputs.layout, batch_inputs.source_layout
+    layout = batch_inputs.layout
+    source = batch_inputs.source_layout
     kinds = {}
     if config.family == "encoder_decoder" and source is not None:
         kinds["encoder"] = AttentionMask(source, source, causal=False), config.encoder_layers

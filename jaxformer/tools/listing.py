@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 from jaxformer.config.config_file import read_config
 from jaxformer.files import ConfigError
-from jaxformer.report.metrics import FILE, read_metrics
+from jaxformer.report.metrics import read_metrics
 from jaxformer.runs.directory import RunDirectory
 
-OF_A_RUN = ("config.json", "data.json")  # what makes a directory that of a run
+RUN_FILES = ("config.json", "data.json")  # what makes a directory that of a run
 State = Literal["running", "done", "stopped"]
 
 
@@ -35,36 +35,38 @@ def runs_below(folder: Path) -> Iterator[ListedRun | ConfigError]:
     reason. Links are not followed. Raises ConfigError where there is no such directory."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a directory: give the one that your runs are in.")
-    for run_dir in _run_directories(folder):
+    for run_dir in _directories(folder):
         try:
             yield listed(run_dir)
         except ConfigError as error:
             yield error
 
 
-def _run_directories(folder: Path) -> Iterator[Path]:
+def _directories(folder: Path) -> Iterator[Path]:
+    """Those of runs; what cannot be listed is left out."""
     try:
         entries = sorted(folder.iterdir(), key=str)
-    except PermissionError:
+    except OSError:
         return
-    if {*OF_A_RUN} <= {entry.name for entry in entries}:
+    if {*RUN_FILES} <= {entry.name for entry in entries}:
         yield folder
         return
     for entry in entries:
         if entry.is_dir() and not entry.is_symlink():
-            yield from _run_directories(entry)
+            yield from _directories(entry)
 
 
 def listed(run_dir: Path) -> ListedRun:
     """What the files of a run say. Raises ConfigError where they cannot be read."""
-    steps = read_config(run_dir / "config.json").train.steps
-    log = run_dir / FILE
+    directory = RunDirectory(run_dir)
+    steps = read_config(directory.config).train.steps
+    log = directory.metrics
     lines = read_metrics(run_dir) if log.exists() else []
     step = max((line["step"] for line in lines), default=0)
     losses = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
     best: Mapping[str, Any] = min(losses, key=lambda line: line["val_loss"], default={})
     state: State = "done" if step >= steps else "stopped"
-    if RunDirectory(run_dir).is_in_use():
+    if directory.is_in_use():
         state = "running"
     return ListedRun(
         path=run_dir,

@@ -70,12 +70,12 @@ class ShapeRow(NamedTuple):
     """
 
     name: str
-    layers: tuple[int, ...]
-    depth: int
     reads: tuple[Shape, ...]
     makes: tuple[Shape, ...]
     parameters: int = 0
     flops: int = 0
+    layers: tuple[int, ...] = ()
+    depth: int = 0
     reads_symbols: tuple[str, ...] = ()
     makes_symbols: tuple[str, ...] = ()
 
@@ -89,7 +89,8 @@ class ShapeRow(NamedTuple):
         """The name with all its layers, as in "decoder.0-5.attention"."""
         if len(self.layers) < 2:
             return self.name
-        first, last = self.layers[0], self.layers[-1]
+        first = self.layers[0]
+        last = self.layers[-1]
         return self.name.replace(f".{first}.", f".{first}-{last}.", 1)
 
 
@@ -179,18 +180,19 @@ def model_rows(
     for stack in stacks(config, length, source_length):
         x = (batch_size, stack.tokens, config.d_model)  # [B, T, D]
         branch = table
-        path, embed_name = "", "embed"
+        path = ""
+        embed_name = "embed"
         if config.family == "encoder_decoder":
             embed_name = f"{stack.name}.embed"
             if stack.name == "encoder":
-                branch, path = table["encoder"], "encoder."
+                branch = table["encoder"]
+                path = "encoder."
         embedding = branch.get("embed", {})
         products = _products(embedding, embed_name, x, x)
-        found += _with_sums(ShapeRow(embed_name, (), 0, (x[:2],), (x,)), embedding, products)
+        found += _sublayer(embed_name, (x[:2],), (x,), embedding, products)
         found += _layer_rows(stack, x, config.layers_in_group)
         if "final_norm" in branch:
-            norm_row = ShapeRow(f"{path}final_norm", (), 0, (x,), (x,))
-            found += _with_sums(norm_row, branch["final_norm"], [])
+            found += _sublayer(f"{path}final_norm", (x,), (x,), branch["final_norm"], [])
     head = table.get("head", {})
     if reads_pooler(config):
         head = table["pooler"] | head
@@ -202,10 +204,10 @@ def model_rows(
         matrices = head | {"weight": replace(matrix, inputs=inputs, lookup=False)}
     products = _products(matrices, "head", y, y, "weight")
     makes = products[-1].makes if products else (x,)
-    found += _with_sums(ShapeRow("head", (), 0, (x,), makes), head, products)
+    found += _sublayer("head", (x,), makes, head, products)
     remaining = count(table) - sum(row.times * row.parameters for row in found)
     if remaining:
-        found.append(ShapeRow("other", (), 0, (), (), remaining))
+        found.append(ShapeRow("other", (), (), remaining))
     return found
 
 
@@ -219,43 +221,47 @@ def _layer_rows(stack: Stack, x: Shape, layers_in_group: int) -> Iterator[ShapeR
 
     for (layer, is_first), members in itertools.groupby(range(len(stack.layers)), kind_of):
         layers = tuple(number // layers_in_group for number in members)
-        norms = PLACEMENTS[layer.norm_placement].norms
+        is_after = "after" in PLACEMENTS[layer.norm_placement].norms
         branches = block_specs(layer, stack.cross)
         for kind, sublayer in stack.sublayers(layer).items():
-            parts = [f"{kind}_norm", kind, f"{kind}_output_norm"]
-            if "after" in norms:
-                parts = [kind, f"{kind}_norm"]
-            for part in parts:
+            norm = f"{kind}_norm"
+            for part in (kind, norm) if is_after else (norm, kind, f"{kind}_output_norm"):
                 if part not in branches:
                     continue
                 name = f"{stack.name}.{layers[0]}.{part}"
                 reads: tuple[Shape, ...] = (x,)
                 products = list[ShapeRow]()
                 if part == kind:
-                    reads = (source, x) if sublayer.reads_source else (x,)
+                    if sublayer.reads_source:
+                        reads = (source, x)
                     products = _products(branches[part], name, x, source, sublayer.product)
-                    products[-1:-1] = _without_weight(sublayer, layer, stack, name, x[0])
+                    products[-1:-1] = _without_weight(sublayer, layer, stack, name, x)
                 branch = branches[part] if is_first else {}
-                row = ShapeRow(name, (), 0, reads, (x,))
-                for each in _with_sums(row, branch, products):
-                    yield each._replace(layers=layers)
+                for row in _sublayer(name, reads, (x,), branch, products):
+                    yield row._replace(layers=layers)
 
 
-def _with_sums(row: ShapeRow, branch: Specs, products: list[ShapeRow]) -> list[ShapeRow]:
+def _sublayer(
+    name: str,
+    reads: tuple[Shape, ...],
+    makes: tuple[Shape, ...],
+    branch: Specs,
+    products: list[ShapeRow],
+) -> list[ShapeRow]:
     """A sublayer with its number of parameters and the FLOPs of its products, and these."""
     flops = sum(product.flops for product in products)
-    return [row._replace(parameters=count(branch), flops=flops), *products]
+    return [ShapeRow(name, reads, makes, count(branch), flops), *products]
 
 
 def _products(branch: Specs, name: str, x: Shape, source: Shape, last: str = "") -> list[ShapeRow]:
     """The products of x [B, T, D], or of a source [B, S, D], with the matrices of a sublayer, and
     that with the matrix `last` after all others."""
-    matrices = {
-        path: spec for path, spec in rows(branch).items() if spec.is_matrix and not spec.lookup
-    }
+    table = rows(branch)
     products = []
-    for path in sorted(matrices, key=lambda path: path == last):
-        spec = matrices[path]
+    for path in sorted(table, key=lambda path: path == last):
+        spec = table[path]
+        if not spec.is_matrix or spec.lookup:
+            continue
         sizes = dict(zip(spec.axes, spec.shape, strict=True))
         tokens = (source if spec.reads == "source" else x)[:2]
         if "experts" in sizes:
@@ -263,44 +269,42 @@ def _products(branch: Specs, name: str, x: Shape, source: Shape, last: str = "")
             tokens = (round(math.prod(tokens) * spec.active * sizes["experts"]),)
         inputs = [size for axis, size in sizes.items() if axis in spec.inputs]
         outputs = [size for axis, size in sizes.items() if axis not in (*spec.inputs, *spec.batch)]
-        flops = 2 * math.prod((*tokens, *inputs, *outputs))
-        products.append(
-            ShapeRow(
-                f"{name}.{path.replace('.', ' ')}",
-                (),
-                1,
-                ((*tokens, *inputs),),
-                ((*tokens, *outputs),),
-                flops=flops,
-            )
+        row = ShapeRow(
+            f"{name}.{path.replace('.', ' ')}",
+            ((*tokens, *inputs),),
+            ((*tokens, *outputs),),
+            flops=2 * math.prod((*tokens, *inputs, *outputs)),
+            depth=1,
         )
+        products.append(row)
     return products
 
 
 def _without_weight(
-    sublayer: Sublayer, layer: ModelConfig, stack: Stack, name: str, batch_size: int
+    sublayer: Sublayer, layer: ModelConfig, stack: Stack, name: str, x: Shape
 ) -> list[ShapeRow]:
     """The products of a sublayer that no parameter has. Those of attention are of queries with the
     rows of relative positions and with keys, and of the weights with values."""
-    queries, keys = stack.tokens, stack.keys(sublayer)
+    batch_size, queries, _ = x
+    keys = stack.keys(sublayer)
     total = round(batch_size * queries * sublayer.scores(layer, keys))
     if not total:
         return []
     if sublayer.capture not in ("attention_out", "cross_out"):
-        x = (batch_size, queries, layer.d_model)
-        return [ShapeRow(f"{name}.product", (), 1, (x,), (x,), flops=total)]
-    n, k = layer.n_heads, layer.kv_heads
+        return [ShapeRow(f"{name}.product", (x,), (x,), flops=total, depth=1)]
+    n = layer.n_heads
+    k = layer.kv_heads
     q = (batch_size, queries, n, layer.head_width)
     weights: Shape = (batch_size, n, queries, keys)
     if k != n:
         weights = (batch_size, k, n // k, queries, keys)
+    of_keys = (batch_size, keys, k, layer.head_width)
+    flops = 2 * math.prod(weights) * layer.head_width
+    scores = ShapeRow(f"{name}.scores", (q, of_keys), (weights,), flops=flops, depth=1)
     values = (batch_size, keys, k, layer.value_width)
     out = (batch_size, queries, n, layer.value_width)
-    reads = (q, (batch_size, keys, k, layer.head_width))
-    flops = 2 * math.prod(weights) * layer.head_width
-    scores = ShapeRow(f"{name}.scores", (), 1, reads, (weights,), flops=flops)
     flops = 2 * math.prod(weights) * layer.value_width
-    mean = ShapeRow(f"{name}.values", (), 1, (weights, values), (out,), flops=flops)
+    mean = ShapeRow(f"{name}.values", (weights, values), (out,), flops=flops, depth=1)
     positions = total - scores.flops - mean.flops
     if positions:
         return [scores._replace(name=f"{name}.positions", flops=positions), scores, mean]

@@ -169,7 +169,7 @@ def test_the_page_of_attention_has_its_maps():
     maps = jf.attention_maps(params_of(config), config, alone(config)["tokens"]).decoder
     assert maps.shape == (2, 4, 4, 6, 6)
     np.testing.assert_allclose(maps.sum(-1), 1, rtol=1e-5)
-    kinds = {stage.name: stage.kind for stage in stages_of(config, 8)}
+    kinds = {stage["name"]: stage["kind"] for stage in stages_of(config, 8)}
     assert kinds["decoder.0.latent"] == "decoder" and kinds["decoder.0.ffn"] == ""
 
 

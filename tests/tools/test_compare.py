@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from jaxformer.cli import main
+from jaxformer.cli.compare import configurations, read_runs
 from jaxformer.config.run import RunConfig, RunSettings, to_json
 from jaxformer.config.train import OptimizerConfig, TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.report.metrics import MetricsLog
-from jaxformer.tools.run_comparison import configurations, read_runs
 
 TOKENS = 32  # of a step
 

@@ -16,15 +16,18 @@ from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.cost import parameter_count
 from jaxformer.runs.resolve import resolve_without_data
-from jaxformer.tools.plan import compiled, targets
+from jaxformer.tools.plan import compiled
 from jaxformer.tools.plan.compiled import (
     COLLECTIVE,
+    GPU_MODELS,
     CompiledReport,
     compile_for_target,
     compiled_report,
+    cudnn_of,
+    parse_target,
+    require_compiler,
     too_large,
 )
-from jaxformer.tools.plan.targets import GPU_MODELS, cudnn_of, parse_target, require_compiler
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 2**30
@@ -57,7 +60,7 @@ def test_a_gpu_is_described_by_its_published_figures(kind: str) -> None:
 
 
 def test_a_compiler_that_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
     for platform in ("gpu", "tpu"):
         with pytest.raises(ConfigError, match=rf"pip install 'jaxformer\[plan-{platform}\]'"):
             require_compiler(platform)

@@ -16,14 +16,14 @@ def test_every_sublayer_is_a_stage_with_its_formula_and_its_products(family: str
     config = jf.ModelConfig(**(SIZES | {"family": family}))
     rows = [row for row in shapes_of(config, 1, 5, 7) if row.makes]
     stages = stages_of(config, 5, 7)
-    flat = [each for stage in stages for each in (stage, *stage.products)]
-    assert [each.name for each in flat] == [row.name for row in rows]
+    flat = [each for stage in stages for each in (stage, *stage["products"])]
+    assert [each["name"] for each in flat] == [row.name for row in rows]
     for each, row in zip(flat, rows, strict=True):
-        sizes = tuple(tuple(size for _, size in axes) for axes in each.makes)
-        assert sizes == row.makes and each.parameters == row.parameters
-    assert all(stage.formula for stage in stages)
+        sizes = tuple(tuple(size for _, size in axes) for axes in each["makes"])
+        assert sizes == row.makes and each["parameters"] == row.parameters
+    assert all(stage["formula"] for stage in stages)
     kinds = {"encoder": {"encoder"}, "decoder": {"decoder"}}
-    assert {stage.kind for stage in stages} - {""} == kinds.get(
+    assert {stage["kind"] for stage in stages} - {""} == kinds.get(
         family, {"encoder", "decoder", "cross"}
     )
 
@@ -37,10 +37,10 @@ def test_at_a_step_the_shapes_are_those_of_the_target_so_far(family: str) -> Non
         return [
             [
                 [at if name == "T" else size for name, size in axes]
-                for axes in (*of.reads, *of.makes)
+                for axes in (*of["reads"], *of["makes"])
             ]
             for stage in stages_of(config, length, 7)
-            for of in (stage, *stage.products)
+            for of in (stage, *stage["products"])
         ]
 
     assert sizes(6, 4) == sizes(4, 4) != sizes(6, 6)

@@ -20,9 +20,7 @@ from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cli import main as jaxformer_main
 from jaxformer.generation import refill as refill_file
 from jaxformer.runs import harness as harness_file
-from jaxformer.runs.harness import token_scores
-from jaxformer.tools import harness_model
-from jaxformer.tools.harness_model import JaxformerLM
+from jaxformer.runs.harness import JaxformerLM, token_scores
 
 pytestmark = pytest.mark.xdist_group("lm_eval")
 one_directory = pytest.mark.parametrize("directory", ["gpt2"], indirect=True)
@@ -370,7 +368,7 @@ def from_scratch(**settings):
 
 
 def test_a_context_that_is_cut_is_told(monkeypatch, caplog):
-    monkeypatch.setattr(harness_model, "load", lambda *_, **__: from_scratch())
+    monkeypatch.setattr(harness_file, "load", lambda *_, **__: from_scratch())
     lm = JaxformerLM("run", batch_size=2)
     (whole, _), (cut, _) = lm._loglikelihood_tokens(
         [(None, [3] * 80, [5]), (None, [4] * 9 + [3] * 80, [5])]
@@ -438,7 +436,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_done_is_said_in_one_message(monkeypatch, name):
-    monkeypatch.setattr(harness_model, "load", lambda *_, **__: from_scratch())
+    monkeypatch.setattr(harness_file, "load", lambda *_, **__: from_scratch())
     attempt, message = REFUSED[name]
     with pytest.raises(jf.ConfigError, match=message):
         attempt()
@@ -446,7 +444,7 @@ def test_what_cannot_be_done_is_said_in_one_message(monkeypatch, name):
 
 @pytest.mark.parametrize("settings", [{"family": "encoder"}, {"head": "tags", "n_classes": 3}])
 def test_a_model_that_writes_no_text_from_left_to_right_is_refused(monkeypatch, settings):
-    monkeypatch.setattr(harness_model, "load", lambda *_, **__: from_scratch(**settings))
+    monkeypatch.setattr(harness_file, "load", lambda *_, **__: from_scratch(**settings))
     with pytest.raises(jf.ConfigError, match="give it a decoder"):
         JaxformerLM("run")
 

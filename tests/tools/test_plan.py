@@ -25,10 +25,22 @@ from jaxformer.config.config_file import read_config
 from jaxformer.config.run import RunConfig
 from jaxformer.models.cost import activation_bytes, flops_per_token, parameter_count
 from jaxformer.runs.selection import CPU_ACTIVATIONS
-from jaxformer.tools.plan.memory import activations, bias_bytes, memory_plan, planned_stacks
-from jaxformer.tools.plan.plan import Plan, link_bytes, make_plan
-from jaxformer.tools.plan.planned import PlannedRun, planned_run, replanned
-from jaxformer.tools.plan.report import parameters_by_part, plan_numbers, plan_text
+from jaxformer.tools.plan.memory import (
+    PlannedRun,
+    activations,
+    bias_bytes,
+    memory_plan,
+    planned_run,
+    replanned,
+)
+from jaxformer.tools.plan.plan import (
+    Plan,
+    link_bytes,
+    make_plan,
+    parameters_by_part,
+    plan_numbers,
+    plan_text,
+)
 from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import init_state
@@ -304,7 +316,7 @@ def test_less_is_stored_with_remat_and_with_microbatches() -> None:
 def test_the_microbatches_that_auto_selects_on_a_cpu_store_4_gb_at_most(name: str) -> None:
     run = planned(name, "cpu", 0, "model.vocab_size=40000")
     stacks, count = activations(run), run.run.train.n_microbatches
-    biases = sum(bias_bytes(run, stack)[0] for stack in planned_stacks(run))
+    biases = sum(bias_bytes(run, stack)[0] for stack in run.stacks)
     stored = sum(stack.stored for stack in stacks) - biases
     assert count > 1 and 0.25 * CPU_ACTIVATIONS < stored <= CPU_ACTIVATIONS
     row_bytes = activation_bytes(run.model, run.length, run.source_length)

@@ -1,13 +1,16 @@
 """The real train step of a run, compiled by the real compiler for devices that are not attached,
-and what that compiler says of it.
+TPU and GPU topologies by name, and what that compiler says of it.
 
 The work is done in a process of its own, `python -m jaxformer.tools.plan.compiled`: libtpu reads
 its environment when it is loaded, a compiler may end its process, and both write their warnings to
 standard error.
 """
 
+import contextlib
 import dataclasses
+import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -15,20 +18,21 @@ import sys
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 
-from jaxformer.arrays.hardware import GIB, Device
+from jaxformer.arrays.hardware import GIB, Device, device_named
 from jaxformer.arrays.mesh import bytes_of_device, mesh_of
 from jaxformer.config.run import RunConfig, from_json, to_json
 from jaxformer.files import ConfigError, write_text
 from jaxformer.models.cost import flops_per_token
 from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data
 from jaxformer.tools.plan.memory import capacity_of
-from jaxformer.tools.plan.targets import Target, cudnn_of, parse_target, require_compiler
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Of the process that compiles: no device, the compiler's defaults and warnings, and no program from
@@ -53,6 +57,196 @@ REFERENCE_APART = (
     "the parameters of the reference are in the memory that is needed; the program in which they"
     " score each batch was not compiled: its products and its time are not in these figures"
 )
+# The versions that programs are compiled for.
+CUDNN_VERSION = (9, 10)
+CUDA_VERSION = (12, 9)
+# TPU generations by the names of their topologies, and how many axes those have.
+TPU_AXES = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
+
+# The environment that libtpu needs on a machine without a TPU: no metadata server, no lock file.
+TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """What XLA's GPU compiler reads of a device beside the figures of `hardware.DEVICES`.
+
+    `fp32_units` and `shared` are the units and the bytes of shared memory of a multiprocessor, of
+    which a block may take 1 KiB less; `l2_cache` is in bytes.
+    """
+
+    name: str
+    fp32_units: int
+    clock_ghz: float
+    l2_cache: int
+    shared: int
+
+    def config_text(self, device: Device) -> str:
+        """A GpuTargetConfigProto as text."""
+        major, minor = device.capability
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024
+              threads_per_warp: 32
+              shared_memory_per_block: {48 * 1024}
+              shared_memory_per_core: {self.shared}
+              shared_memory_per_block_optin: {self.shared - 1024}
+              threads_per_core_limit: 2048
+              core_count: {device.cores}
+              fpus_per_core: {self.fp32_units}
+              block_dim_limit_x: {2**31 - 1}
+              block_dim_limit_y: {2**16 - 1}
+              block_dim_limit_z: {2**16 - 1}
+              memory_bandwidth: {round(device.bandwidth or 0)}
+              l2_cache_size: {self.l2_cache}
+              clock_rate_ghz: {self.clock_ghz}
+              device_memory_size: {device.memory}
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+              registers_per_core_limit: 65536
+              registers_per_block_limit: 65536
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: {CUDNN_VERSION[0]} minor: {CUDNN_VERSION[1]} }}
+            runtime_version {{ major: {CUDA_VERSION[0]} minor: {CUDA_VERSION[1]} }}
+            device_description_str: "{self.name}"
+        """
+
+
+# Units, clocks and caches: NVIDIA's white papers of the architectures (A100 tensor core GPU, H100
+# tensor core GPU, Blackwell); shared memory and limits of blocks: CUDA C++ programming guide,
+# "Technical specifications per compute capability".
+GPU_MODELS = {
+    "a100": GpuModel(
+        name="NVIDIA A100-SXM4-80GB",
+        fp32_units=64,
+        clock_ghz=1.41,
+        l2_cache=40 * 2**20,
+        shared=164 * 1024,
+    ),
+    "h100": GpuModel(
+        name="NVIDIA H100 80GB HBM3",
+        fp32_units=128,
+        clock_ghz=1.98,
+        l2_cache=50 * 2**20,
+        shared=228 * 1024,
+    ),
+    "b200": GpuModel(
+        name="NVIDIA B200", fp32_units=128, clock_ghz=1.965, l2_cache=126 * 2**20, shared=228 * 1024
+    ),
+}
+# The H200 differs from the H100 in its memory.
+GPU_MODELS["h200"] = replace(GPU_MODELS["h100"], name="NVIDIA H200")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A topology: `kind` and the sizes of its axes, for a GPU (hosts, devices of a host)."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def platform(self) -> str:
+        return "gpu" if self.kind in GPU_MODELS else "tpu"
+
+    @property
+    def size(self) -> int:
+        """The number of devices as JAX counts them: a TPU7x chip is two."""
+        return math.prod(self.shape) * (2 if self.kind == "tpu7x" else 1)
+
+    @property
+    def device(self) -> Device:
+        """The published figures of one of its devices."""
+        return device_named(self.kind)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{'x'.join(map(str, self.shape))}"
+
+    def devices(self) -> list[jax.Device]:
+        """The devices of the topology, which programs can be compiled for and not run on."""
+        require_compiler(self.platform)
+        try:
+            if self.platform == "gpu":
+                hosts, of_host = self.shape
+                config = GPU_MODELS[self.kind].config_text(self.device)
+                described = topologies.get_topology_desc(
+                    platform="cuda", target_config=config, topology=f"{hosts}x1x{of_host}"
+                )
+                return list(described.devices)
+            for name, value in TPU_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+            # libtpu has no topology of one chip: it is the first of the smallest.
+            smallest = f"{self.kind}:{'x'.join('221'[: len(self.shape)])}"
+            name = smallest if set(self.shape) == {1} else str(self)
+            # Both cores of a v4 chip are one device, as they are when JAX runs on it.
+            options = {"chip_config_name": "megacore"} if self.kind == "v4" else {}
+            described = topologies.get_topology_desc(name, "tpu", **options)
+            return list(described.devices)[: self.size]
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"the compiler knows no topology {self}: {error}") from error
+
+
+def parse_target(text: str) -> Target:
+    """The target that "v5e:4x4" or "h100:1x8" names."""
+    kind, _, shape = text.partition(":")
+    axes = 2 if kind in GPU_MODELS else TPU_AXES.get(kind, 0)
+    sizes = shape.split("x")
+    if not axes or len(sizes) != axes or not all(re.fullmatch("[1-9][0-9]*", s) for s in sizes):
+        kinds = [*(f"{name}:HOSTSxGPUS" for name in GPU_MODELS)]
+        kinds += [f"{name}:{'x'.join('ABC'[:n])}" for name, n in TPU_AXES.items()]
+        raise ConfigError(
+            f"there is no target {text!r} to compile for: name one of {', '.join(kinds)}, as in"
+            " h100:1x8 (one host with eight GPUs) or v5e:4x4."
+        )
+    return Target(kind, tuple(map(int, sizes)))
+
+
+def require_compiler(platform: str) -> None:
+    """Raises ConfigError unless the wheel with the compiler for a platform is installed."""
+    wheels = {"gpu": ("jax_plugins.xla_cuda12", "plan-gpu"), "tpu": ("libtpu", "plan-tpu")}
+    module, extra = wheels[platform]
+    try:
+        is_installed = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        # The parent package is missing.
+        is_installed = False
+    if not is_installed:
+        raise ConfigError(
+            f"the compiler for a {platform} is not installed: pip install 'jaxformer[{extra}]'."
+        )
+
+
+@contextlib.contextmanager
+def cudnn_of(target: Target) -> Iterator[None]:
+    """States for the target what JAX reads of an attached GPU when cuDNN attention is lowered: the
+    version of cuDNN, and the device's compute capability.
+
+    JAX has no public way to state them, so three private functions are replaced meanwhile. This
+    does not prove that cuDNN itself accepts the graph, nor how large its workspace is.
+    """
+    if target.platform != "gpu":
+        yield
+        return
+    from unittest import mock
+
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    def numbers(capability: str) -> tuple[int, ...]:
+        return tuple(int(digits) for digits in capability.split("."))
+
+    capability = target.device.capability
+    answers: dict[str, Any] = {
+        "check_cudnn_version": lambda: 10_000 * CUDNN_VERSION[0] + 100 * CUDNN_VERSION[1],
+        "check_compute_capability": lambda asked: capability >= numbers(asked),
+        "is_cuda_compute_capability_equal": lambda asked: capability == numbers(asked),
+    }
+    with mock.patch.multiple(fused, **answers):
+        yield
 
 
 @dataclass(frozen=True)
@@ -136,7 +330,7 @@ def compiled_report(
     request = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
     command = [sys.executable, "-m", "jaxformer.tools.plan.compiled"]
     environment = os.environ | ENVIRONMENT
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         command, input=json.dumps(request), capture_output=True, text=True, env=environment
@@ -197,8 +391,10 @@ def compile_for_target(
 
 def memory_of(stats: Any) -> dict[str, int]:
     """The bytes of a device in the answer of `memory_analysis()`, as in `CompiledReport`."""
-    argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    alias, temporary = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    argument = stats.argument_size_in_bytes
+    output = stats.output_size_in_bytes
+    alias = stats.alias_size_in_bytes
+    temporary = stats.temp_size_in_bytes
     code = stats.generated_code_size_in_bytes
     # The compiler of TPUs says what is held at once, which is less than the sum of all.
     peak = getattr(stats, "peak_memory_in_bytes", 0)

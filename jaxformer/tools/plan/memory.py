@@ -1,4 +1,5 @@
-"""What a device holds during a step: the state exactly, and an estimate of the temporary arrays.
+"""A run on devices that need not be attached, with every automatic choice made, and what one of
+them holds during a step: the state exactly, and an estimate of the temporary arrays.
 
 Of the arrays of a layer the backward pass reads its input, unless the host keeps it, and those of
 its points that `model.remat` names (`models/remat.py`); norms, activation functions and rotations
@@ -6,30 +7,46 @@ are computed again. Kept points that nothing reads again, such as the output of 
 are not stored. On a CPU `remat=none` keeps everything.
 """
 
+import dataclasses
 import math
 import os
 from collections import Counter, defaultdict
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxformer.arrays.hardware import Device
-from jaxformer.arrays.mesh import bytes_of_device
-from jaxformer.arrays.params import rows
+from jaxformer.arrays.hardware import Device, device_named
+from jaxformer.arrays.mesh import (
+    MESH_AXES,
+    batch_devices,
+    batch_sharding,
+    bytes_of_device,
+    check_batch_size,
+    check_split,
+    mesh_shape,
+    parameter_sharding,
+)
+from jaxformer.arrays.params import Spec, rows
+from jaxformer.arrays.sharding import PARAMETERS, partition
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.rules import names_of
+from jaxformer.config.run import RunConfig
 from jaxformer.config.variants import BIASED_SCORES
+from jaxformer.files import ConfigError
 from jaxformer.layers.biases import has_layer_bias, is_disentangled
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
-from jaxformer.layers.exchange import CONTEXT
+from jaxformer.layers.exchange import CONTEXT, exchange_of
 from jaxformer.layers.ring import LONGEST_BLOCK
 from jaxformer.layers.sublayer import Sizes, StoredArray
 from jaxformer.losses import cross_entropy
 from jaxformer.models.cost import Stack, block_arrays, stacks
 from jaxformer.models.remat import kept_points
-from jaxformer.tools.plan.planned import PlannedRun
-from jaxformer.training.state import learning
+from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve, resolve_without_data
+from jaxformer.training.state import TrainState, learning
 
 REFERENCE = "parameters of the reference"
 
@@ -47,6 +64,177 @@ BLOCK_ARRAYS = 12
 RING_ARRAYS = 3
 # What model.remat=dots stores besides.
 PRODUCTS = ("latent", "q", "k", "v", "out", "gate", "up", "down")
+# The rules of the axes of parameters that are not gathered for a product.
+NOT_GATHERED = {name: axes for name, axes in PARAMETERS.items() if name != "embed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun(Resolved):
+    """A run on devices of a kind, of which no array is made. `state` and `batch` are shapes with
+    their shardings on `mesh`."""
+
+    mesh: AbstractMesh
+    device_name: str
+    device: Device
+    state: TrainState
+    batch: AbstractBatch
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return 4 if self.model.dtype == "float32" else 2
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows come with segment ids."""
+        return "segment_ids" in self.batch
+
+    def size(self, *axes: str) -> int:
+        """The number of devices along axes of the mesh."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def shards(self) -> int:
+        """The number of devices among which parameters are divided, besides tensor parallelism."""
+        return self.size(*PARAMETERS["embed"])
+
+    def held_elements(self, spec: Spec) -> int:
+        """Elements of a parameter that a device holds."""
+        sharding = parameter_sharding(self.mesh, spec.shape, spec.axes)
+        return math.prod(sharding.shard_shape(spec.shape))
+
+    def gathered_elements(self, spec: Spec) -> float:
+        """Elements of a parameter on a device that has gathered it over fsdp and context."""
+        placed = partition(spec.shape, spec.axes, NOT_GATHERED, self.mesh.shape)
+        return math.prod(spec.shape) / self.size(*(axis for axis in placed if axis))
+
+    @property
+    def context(self) -> int:
+        """The number of devices that have different tokens of a row."""
+        return self.size(CONTEXT)
+
+    def positions(self, length: int) -> int:
+        """Tokens of a row of `length` on a device."""
+        return length // self.context
+
+    @property
+    def exchange(self) -> str:
+        """How attention gets the keys of the tokens of other devices: an `Exchange`, or "ring"."""
+        exchange = exchange_of(self.length, self.model.n_heads, self.mesh.shape)
+        is_ring = self.model.attention_kernel == "ring"
+        return "ring" if is_ring and exchange != "none" else exchange
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the loss is one of pairs, which computes the logits again for their gradient."""
+        return self.sequences > self.run.train.batch_size
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a microbatch on a device."""
+        return self.sequences // (self.run.train.n_microbatches * batch_devices(self.mesh))
+
+    @property
+    def outputs(self) -> int:
+        """The width of the logits."""
+        model = self.model
+        return model.n_classes if model.output in ("classes", "tags") else model.vocab_size
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """The stacks of the model, on the lengths of its rows."""
+        return stacks(self.model, self.length, self.source_length)
+
+    def sizes(self, length: int) -> Sizes:
+        """A microbatch on one device: its tokens of rows of `length`, which read each other."""
+        return Sizes(
+            self.rows,
+            self.positions(length),
+            length,
+            self.dtype_bytes,
+            tensor=self.size("tensor"),
+            lanes=LANES_OF_TPU if self.device.platform == "tpu" else 1,
+            context=self.context,
+            exchange=self.exchange,
+            expert=self.size("expert"),
+        )
+
+    def arrays(self, layer: ModelConfig, stack: Stack) -> list[StoredArray]:
+        """All arrays of a layer that its backward pass reads, stored or computed again."""
+        return block_arrays(layer, stack, self.sizes(stack.tokens))
+
+
+def abstract_mesh(count: int, sizes: Mapping[str, int], name: str) -> AbstractMesh:
+    """A mesh of `count` devices of a row of `hardware.DEVICES`, which need not be attached, with
+    axes of these sizes."""
+    device = device_named(name)
+    shape = mesh_shape(count, sizes, name)
+    abstract = AbstractDevice(name, num_cores=device.cores, platform=device.platform)
+    kinds = (AxisType.Auto,) * len(shape)
+    return AbstractMesh(shape, MESH_AXES, axis_types=kinds, abstract_device=abstract)
+
+
+def planned_run(
+    run: RunConfig, device_name: str, devices: int = 0, packed: bool | None = None
+) -> PlannedRun:
+    """A run on `devices` of a kind of `hardware.DEVICES`.
+
+    Args:
+      run: its settings.
+      device_name: a name of the table, such as "h100".
+      devices: their number; 0 takes the product of the sizes of the mesh.
+      packed: whether rows come with segment ids; None goes by the objective and data.packing.
+    """
+    device = device_named(device_name)
+    sizes = run.mesh.sizes
+    if devices < 0:
+        raise ConfigError(f"--devices {devices}: give the number of devices, at least 1.")
+    count = devices or math.prod(max(size, 1) for size in sizes.values())
+    mesh = abstract_mesh(count, sizes, device_name)
+    resolved, batch = resolve_without_data(run, mesh, packed)
+    check_split(resolved.specs, mesh)
+    if resolved.has_reference:
+        note = "what the forward pass of the reference exchanges and stores is not counted"
+        resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
+    return PlannedRun(
+        **resolved.fields(),
+        device_name=device_name,
+        device=device,
+        state=resolved.target,
+        batch=batch,
+    )
+
+
+def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
+    """The same devices with other values of some settings, by their dotted names: of the mesh,
+    microbatches, remat or the loop of layers. Other axes of the mesh take their devices from
+    mesh.data."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    if axes := sections.pop("mesh", None):
+        sizes = dataclasses.replace(planned.run.mesh, data=0, **axes)
+        mesh = abstract_mesh(planned.mesh.size, sizes.sizes, planned.device_name)
+        check_split(planned.specs, mesh)
+        asked = dataclasses.replace(planned.asked, mesh=sizes)
+        segments = planned.model.max_segments
+        resolved = resolve(asked, mesh, segments, planned.learned, planned.added)
+        sharding = batch_sharding(mesh)
+        batch = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+            for name, array in planned.batch.items()
+        }
+        planned = dataclasses.replace(
+            planned, **resolved.fields(), state=resolved.target, batch=batch
+        )
+    replaced: dict[str, Any] = {
+        section: dataclasses.replace(getattr(planned.run, section), **fields)
+        for section, fields in sections.items()
+    }
+    run = dataclasses.replace(planned.run, **replaced)
+    check_batch_size(planned.mesh, run.train.batch_size, run.train.n_microbatches)
+    return dataclasses.replace(planned, run=run)
 
 
 class MemoryLine(NamedTuple):
@@ -94,7 +282,8 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
     The stages are the largest moments of a step: the loss, after the forward pass; the backward
     pass of each stack, after which its activations are freed; and the update.
     """
-    state, numbers = planned.state, planned.dtype_bytes
+    state = planned.state
+    numbers = planned.dtype_bytes
     held = [
         MemoryLine("parameters", bytes_of_device(state.params), "exact"),
         MemoryLine("optimizer state", bytes_of_device((state.step, state.optimizer)), "exact"),
@@ -116,7 +305,8 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
         # Of a layer and of the next, which is gathered meanwhile; experts that no other device has
         # are cast when their layer runs.
         layers = 2 if planned.size("fsdp", CONTEXT) > 1 else 1
-        dense, experts = layer_elements(planned), layer_elements(planned, of_experts=True)
+        dense = layer_elements(planned)
+        experts = layer_elements(planned, of_experts=True)
         gathered = (2 * dense + layers * experts) * numbers
         weights.append(MemoryLine("gathered weights of two layers", gathered))
         # Their gradients before and while they are scattered.
@@ -148,31 +338,6 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
     return MemoryPlan(held, stages, capacity_of(planned.device))
 
 
-def arrays_of(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> list[StoredArray]:
-    """All arrays of a layer that its backward pass reads, stored or computed again."""
-    return block_arrays(layer, stack, sizes_of(planned, stack.tokens))
-
-
-def sizes_of(planned: PlannedRun, length: int) -> Sizes:
-    """A microbatch on one device: its tokens of rows of `length`, which attend to each other."""
-    return Sizes(
-        planned.rows,
-        planned.positions(length),
-        length,
-        planned.dtype_bytes,
-        tensor=planned.size("tensor"),
-        lanes=LANES_OF_TPU if planned.device.platform == "tpu" else 1,
-        context=planned.context,
-        exchange=planned.exchange,
-        expert=planned.size("expert"),
-    )
-
-
-def planned_stacks(planned: PlannedRun) -> list[Stack]:
-    """The stacks of the planned model, on the lengths of its rows."""
-    return stacks(planned.model, planned.length, planned.source_length)
-
-
 def is_stored(planned: PlannedRun, layer: ModelConfig, name: str) -> bool:
     """Whether an array of a layer is stored for its backward pass, and not computed again there."""
     if layer.remat == "none" and planned.device.platform == "cpu":
@@ -185,7 +350,7 @@ def is_stored(planned: PlannedRun, layer: ModelConfig, name: str) -> bool:
 
 def recomputed_names(planned: PlannedRun) -> set[str]:
     """The names of the arrays that the backward pass of the last stack computes again."""
-    arrays = arrays_of(planned, planned.model, planned_stacks(planned)[-1])
+    arrays = planned.arrays(planned.model, planned.stacks[-1])
     return {array.name for array in arrays if not is_stored(planned, planned.model, array.name)}
 
 
@@ -203,10 +368,10 @@ class StackActivations(NamedTuple):
 def activations(planned: PlannedRun) -> list[StackActivations]:
     """What each stack of a model stores for one microbatch, in the order of the forward pass."""
     found = []
-    for stack in planned_stacks(planned):
+    for stack in planned.stacks:
         stored = recomputed = working = 0.0
         for layer, count in Counter(stack.layers).items():
-            arrays = arrays_of(planned, layer, stack)
+            arrays = planned.arrays(layer, stack)
             kept = sum(array.bytes for array in arrays if is_stored(planned, layer, array.name))
             stored += count * kept
             recomputed = max(recomputed, sum(array.bytes for array in arrays) - kept)
@@ -237,7 +402,7 @@ def scores_bytes(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> float
     """Bytes of the scores, float32, that blocked and ring attention have at a time; 0 for other
     kernels."""
     keys = max(stack.tokens, stack.source)
-    heads = sizes_of(planned, keys).share(layer.n_heads)
+    heads = planned.sizes(keys).share(layer.n_heads)
     if layer.attention_kernel == "ring":
         block = min(LONGEST_BLOCK, planned.positions(keys))
         return RING_ARRAYS * 4 * planned.rows * heads * block**2
@@ -254,7 +419,7 @@ def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
     model = planned.model
     if model.positions not in BIASED_SCORES:
         return 0.0, 0.0
-    heads = sizes_of(planned, stack.tokens).share(model.n_heads) / planned.context
+    heads = planned.sizes(stack.tokens).share(model.n_heads) / planned.context
     biases = 4 * heads * stack.tokens**2
     biases *= len(stack.layers) if has_layer_bias(model) else 1
     biases *= planned.rows if is_disentangled(model) else 1
@@ -263,7 +428,8 @@ def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
 
 def edge_bytes(planned: PlannedRun) -> float:
     """What is stored before the first layer and after the last one."""
-    model, numbers = planned.model, planned.dtype_bytes
+    model = planned.model
+    numbers = planned.dtype_bytes
     tokens = planned.rows * planned.positions(planned.length)
     wide = tokens * model.d_model * numbers
     # The input and the output of the final norm; of the encoder's too, which all layers read.
@@ -287,11 +453,11 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
     logits have train.logits_dtype, their gradient has the compute dtype; the gradient of the matrix
     is float32, and the matrix itself is gathered.
     """
-    model, numbers = planned.model, planned.dtype_bytes
-    outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
+    model = planned.model
+    numbers = planned.dtype_bytes
     if model.output == "none":
         return 0.0, 0.0
-    share = sizes_of(planned, planned.length).share(outputs)
+    share = planned.sizes(planned.length).share(planned.outputs)
     length = planned.positions(planned.length)
     positions = 1 if model.output == "classes" else min(tile, length)
     copies = LOGIT_COPIES.get(planned.device.platform, 1)
@@ -336,11 +502,10 @@ def layer_elements(planned: PlannedRun, of_experts: bool = False) -> float:
 
 def tile_length(planned: PlannedRun) -> int:
     """Positions of each row whose logits are computed at a time."""
-    model = planned.model
-    outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
     of_microbatch = planned.sequences // planned.run.train.n_microbatches
     with jax.sharding.use_abstract_mesh(planned.mesh):
-        return cross_entropy.tile_length(of_microbatch, planned.length, outputs) or planned.length
+        tile = cross_entropy.tile_length(of_microbatch, planned.length, planned.outputs)
+    return tile or planned.length
 
 
 def capacity_of(device: Device) -> float | None:

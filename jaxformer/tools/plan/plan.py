@@ -1,31 +1,51 @@
 """The plan of a run: what it needs of each device, the products of a step and the time below which
-it cannot be done, and the smallest changes of settings with which it fits."""
+it cannot be done, and the smallest changes of settings with which it fits; as text for people, and
+as numbers for programs."""
 
 import itertools
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxformer.arrays.mesh import batch_devices
+from jaxformer.arrays.mesh import check_split
 from jaxformer.arrays.params import rows
 from jaxformer.files import ConfigError
 from jaxformer.layers.exchange import CONTEXT
-from jaxformer.models.cost import score_flops, visible_pairs
+from jaxformer.models.cost import count_text, score_flops, visible_pairs
+from jaxformer.report import banner, human_bytes, human_time
+from jaxformer.report.banner import INDENT, aligned
+from jaxformer.runs.summary import model_text
 from jaxformer.tools.plan.memory import (
     REFERENCE,
     MemoryPlan,
+    PlannedRun,
     activations,
     gradient_bytes,
     matrix_elements,
     memory_plan,
-    planned_stacks,
     recomputed_names,
+    replanned,
     tile_length,
 )
-from jaxformer.tools.plan.planned import PlannedRun, replanned
+from jaxformer.training.compiler_options import compiler_options
 
 # Kernels that leave out the keys beyond a window; the others compute them and mask their scores.
 WINDOWED = ("cudnn", "tpu", "ring")
+MOST_CHANGES = 4
+# Policies of model.remat from the one that recomputes least to the one that recomputes all.
+RECOMPUTING = ("none", "dots", "names", "full")
+WORDS = (
+    "exact: follows from the settings; estimate: what a compiler is expected to need, which"
+    " `--compile` asks it; bound: published peaks, with products, memory and links overlapped"
+    " entirely. No speed is promised: a real step takes longer than its bound."
+)
+# How attention gets the keys and values of tokens that mesh.context has on other devices.
+EXCHANGE_WORDS = {
+    "heads": "devices of mesh.context exchange tokens for heads before attention, and back",
+    "gather": "each device of mesh.context gathers the keys and values of all tokens",
+    "ring": "keys and values pass around the devices of mesh.context",
+}
 
 
 class Products(NamedTuple):
@@ -63,24 +83,13 @@ class Bound(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name) or 0.0)
 
 
-def products(planned: PlannedRun) -> Products:
-    """The FLOPs of a step."""
-    tokens = planned.tokens_per_step
-    return Products(
-        planned.flops_per_token,
-        model=planned.flops_per_token * tokens,
-        recomputed=repeated_flops(planned) * tokens,
-        skipped=skipped_flops(planned) * tokens,
-    )
-
-
 def skipped_flops(planned: PlannedRun) -> float:
     """FLOPs a token of the masked scores of self-attention that a fused kernel does not compute."""
     kernel = planned.model.attention_kernel
     if kernel in ("auto", "xla"):
         return 0.0
     total = 0.0
-    for stack in planned_stacks(planned):
+    for stack in planned.stacks:
         for layer in stack.layers:
             window = layer.window if kernel in WINDOWED else 0
             masked_pairs = stack.tokens**2 - visible_pairs(stack.tokens, window, stack.causal)
@@ -139,30 +148,11 @@ def link_bytes(planned: PlannedRun) -> float:
     gradients = gradient_bytes(planned) * planned.dtype_bytes / 4
     sent += summed * gradients * (1 - 1 / planned.size("data"))
     sublayers = 0
-    for stack in planned_stacks(planned):
+    for stack in planned.stacks:
         tokens = planned.rows * planned.positions(stack.tokens)
         sublayers += sum(tokens * len(stack.sublayers(layer)) for layer in stack.layers)
     streams = 2 * microbatches * sublayers * planned.model.d_model * planned.dtype_bytes
     return sent + summed * streams * (1 - 1 / planned.size("tensor"))
-
-
-def bound(planned: PlannedRun, memory: MemoryPlan, flops: Products) -> Bound:
-    """The least time of a step on the planned devices."""
-    device = planned.device
-
-    def seconds(amount: float, rate: float | None) -> float | None:
-        return None if rate is None else amount / rate
-
-    return Bound(
-        seconds(flops.done / planned.mesh.size, device.peak(planned.model.dtype)),
-        seconds(traffic(planned, memory), device.bandwidth),
-        seconds(link_bytes(planned), device.link) if planned.mesh.size > 1 else 0.0,
-    )
-
-
-MOST_CHANGES = 4
-# Policies of model.remat from the one that recomputes least to the one that recomputes all.
-RECOMPUTING = ("none", "dots", "names", "full")
 
 
 class Change(NamedTuple):
@@ -192,11 +182,29 @@ class Plan:
 
 def make_plan(planned: PlannedRun) -> Plan:
     """The plan of a run. No array is made, and nothing is traced but the optimizer's state."""
-    memory, flops = memory_plan(planned), products(planned)
-    least = bound(planned, memory, flops)
-    peak, mfu = planned.device.peak(planned.model.dtype), None
+    memory = memory_plan(planned)
+    tokens = planned.tokens_per_step
+    flops = Products(
+        planned.flops_per_token,
+        model=planned.flops_per_token * tokens,
+        recomputed=repeated_flops(planned) * tokens,
+        skipped=skipped_flops(planned) * tokens,
+    )
+    device = planned.device
+    devices = planned.mesh.size
+    peak = device.peak(planned.model.dtype)
+
+    def seconds(amount: float, rate: float | None) -> float | None:
+        return None if rate is None else amount / rate
+
+    least = Bound(
+        seconds(flops.done / devices, peak),
+        seconds(traffic(planned, memory), device.bandwidth),
+        seconds(link_bytes(planned), device.link) if devices > 1 else 0.0,
+    )
+    mfu = None
     if least.seconds and peak:
-        mfu = flops.model / least.seconds / (peak * planned.mesh.size)
+        mfu = flops.model / least.seconds / (peak * devices)
     changes = smallest_changes(planned) if memory.fits is False else None
     return Plan(planned, memory, flops, least, mfu, changes)
 
@@ -204,50 +212,35 @@ def make_plan(planned: PlannedRun) -> Plan:
 def smallest_changes(planned: PlannedRun) -> list[Change]:
     """Up to `MOST_CHANGES` changes with which the run fits, those of one setting before those of
     several; of each combination of settings only the smallest. Empty where none fits."""
-    train, model = planned.run.train, planned.model
-    rows_of_device = train.batch_size // batch_devices(planned.mesh)
+    train = planned.run.train
+    model = planned.model
+    devices = planned.size("data", "fsdp", CONTEXT)
     options: dict[str, list[Any]] = {
-        "mesh.fsdp": _more(planned.size("fsdp"), planned.size("data", "fsdp")),
-        "train.microbatches": _more(train.n_microbatches, rows_of_device),
+        "mesh.fsdp": _more(planned.size("fsdp"), devices),
+        "train.microbatches": _more(train.n_microbatches, train.batch_size),
         "model.remat": [*RECOMPUTING[RECOMPUTING.index(model.remat) + 1 :]],
         "model.layer_loop": [loop for loop in ("unroll", "scan") if loop != model.layer_loop],
+        # Divides the tokens of a row, and exchanges more than mesh.fsdp does.
+        "mesh.context": _more(planned.context, devices),
     }
-    changes = _fitting(planned, options, [{}])
-    if changes:
-        return changes
-    # No row fits on a device. Its tokens are divided, which exchanges more than mesh.fsdp does, and
-    # parameters among all devices, which may have more rows each.
-    devices = planned.size("data", "fsdp", CONTEXT)
-    meshes = [
-        {"mesh.fsdp": devices // context, "mesh.context": context}
-        for context in _more(planned.context, devices)
-    ]
-    del options["mesh.fsdp"]
-    options["train.microbatches"] = _more(train.n_microbatches, train.batch_size)
-    return _fitting(planned, options, meshes)
-
-
-def _more(number: int, whole: int) -> list[int]:
-    """The divisors of `whole` that are larger than a number."""
-    return [n for n in range(number + 1, whole + 1) if whole % n == 0]
-
-
-def _fitting(
-    planned: PlannedRun, options: dict[str, list[Any]], meshes: list[dict[str, Any]]
-) -> list[Change]:
-    """The changes of the fewest options with which the run fits on one of the meshes."""
     # The run on each mesh, since the placement of its state takes longer than all else.
     placed: dict[tuple[Any, ...], PlannedRun] = {}
-    for number in range(len(options) + 1):
+    for number in range(1, len(options) + 1):
         changes: list[Change] = []
         for names in itertools.combinations(options, number):
-            for mesh, *values in itertools.product(meshes, *(options[name] for name in names)):
-                settings = mesh | dict(zip(names, values, strict=True))
-                axes = {name: settings[name] for name in settings if name.startswith("mesh.")}
+            if {"mesh.fsdp", "mesh.context"} <= {*names}:
+                continue  # mesh.context brings its mesh.fsdp
+            for values in itertools.product(*(options[name] for name in names)):
+                settings = dict(zip(names, values, strict=True))
+                if "mesh.context" in settings:
+                    # All devices divide the parameters, and may have more rows each.
+                    settings = {"mesh.fsdp": devices // settings["mesh.context"]} | settings
+                others = dict(settings)
+                axes = {name: others.pop(name) for name in settings if name.startswith("mesh.")}
                 try:
                     if (key := tuple(axes.items())) not in placed:
                         placed[key] = replanned(planned, axes)
-                    memory = memory_plan(replanned(placed[key], settings))
+                    memory = memory_plan(replanned(placed[key], others))
                 except ConfigError:
                     continue
                 if memory.fits:
@@ -256,3 +249,180 @@ def _fitting(
         if changes:
             return changes[:MOST_CHANGES]
     return []
+
+
+def _more(number: int, whole: int) -> list[int]:
+    """The divisors of `whole` that are larger than a number."""
+    return [n for n in range(number + 1, whole + 1) if whole % n == 0]
+
+
+def plan_text(plan: Plan, title: str) -> str:
+    """The plan as text."""
+    parts = parameters_by_part(plan.planned)
+    flops = plan.products
+    total = sum(parts.values())
+    parameters = [
+        (name, f"{size:,}", f"{size / total:.1%}")
+        for name, size in [*parts.items(), ("all", total)]
+    ]
+    sections = [
+        banner(_head(plan), title),
+        _titled("Parameters (exact)", parameters, right=(1, 2)),
+        memory_text(plan),
+    ]
+    if plan.changes:
+        table = []
+        for change in plan.changes:
+            settings = " ".join(f"--{name} {value}" for name, value in change.settings.items())
+            table.append((settings, human_bytes(change.peak)))
+        sections.append(_titled("Smallest changes that fit (estimate)", table))
+    elif plan.changes is not None:
+        sections.append(
+            "No change of mesh.fsdp, mesh.context, microbatches, remat and layer_loop fits: use"
+            " more devices."
+        )
+    products = [
+        ("of the model, a token", flops.per_token, "exact, forward and backward"),
+        ("of the model, a step", flops.model, "exact"),
+        ("recomputed", flops.recomputed, "estimate"),
+        ("skipped, masked scores", flops.skipped, "estimate"),
+    ]
+    counted = []
+    for name, number, word in products:
+        if number:
+            # `1.5 GFLOP`, `60.7 PFLOP`.
+            power = min(max(math.floor(math.log10(number) / 3), 2), 5)
+            amount = f"{number / 1000**power:,.4g} {'MGTP'[power - 2]}FLOP"
+            counted.append((name, amount, word))
+    sections.append(_titled("Products, over all devices", counted))
+    title = "Least time (bound)"
+    least = plan.bound
+    if least.seconds is not None:
+        counts_masked = ", which counts masked scores too," if flops.skipped else ""
+        binding = {"memory": "memory traffic"}.get(least.binds, least.binds)
+        steps = plan.planned.run.train.steps
+        entries: dict[str, str | list[str]] = {
+            "a step": [
+                f"not faster than {human_time(least.seconds)}, which the {binding} take;"
+                f" MFU{counts_masked} at most {plan.mfu or 0:.1%}",
+                f"products {human_time(least.products or 0)}, memory traffic"
+                f" {human_time(least.memory or 0)}, links {human_time(least.links or 0)}",
+            ],
+            f"{steps:,} steps": f"not faster than {human_time(steps * least.seconds)}",
+        }
+        sections.append(banner(entries, title))
+    elif plan.planned.device.platform != "cpu":
+        none = {"a step": "no bound, because no peak of this device is published"}
+        sections.append(banner(none, title))
+    sections.append(banner({"words": WORDS}, "How to read this"))
+    return "\n\n".join(sections)
+
+
+def _head(plan: Plan) -> dict[str, str | list[str]]:
+    planned = plan.planned
+    run = planned.run
+    model = planned.model
+    device = planned.device
+    mesh = ", ".join(f"{name} {size}" for name, size in planned.mesh.shape.items())
+    source = f" and sources of {planned.source_length:,}" if planned.source_length else ""
+    pairs = f", both of {run.train.batch_size:,} pairs" if planned.of_pairs else ""
+    exchange = [EXCHANGE_WORDS[planned.exchange]] if planned.context > 1 else []
+    tokens = f", {planned.positions(planned.length):,} tokens of each" if exchange else ""
+    microbatches = "microbatch" if run.train.n_microbatches == 1 else "microbatches"
+    figures = ""
+    if device.bfloat16 and device.memory and device.bandwidth and device.link:
+        figures = (
+            f": {device.bfloat16 / 1e12:.4g} TFLOP/s in bfloat16, {human_bytes(device.memory)} at"
+            f" {device.bandwidth / 1e12:.3g} TB/s, links of {device.link / 1e9:.3g} GB/s one way"
+        )
+    head: dict[str, str | list[str]] = {
+        "devices": f"{planned.mesh.size} x {planned.device_name}{figures}",
+        "mesh": [mesh, *check_split(planned.specs, planned.mesh)],
+        "model": model_text(model, count_text(planned.specs)),
+        "attention": [planned.kernel, *exchange],
+        "a step": (
+            f"{planned.sequences:,} rows of {planned.length:,} tokens{source}{pairs},"
+            f" {'with' if planned.packed else 'without'} segment ids, in"
+            f" {run.train.n_microbatches} {microbatches}: {planned.rows:,} rows of a device at a"
+            f" time{tokens}"
+        ),
+    }
+    if options := compiler_options(planned.mesh):
+        head["compiler"] = [f"{name}={value}" for name, value in options.items()]
+    if planned.notes:
+        head["assumed"] = list(planned.notes)
+    return head
+
+
+def parameters_by_part(planned: PlannedRun) -> dict[str, int]:
+    """The number of parameters of each part of the model: embed, attention, cross, ffn, norms,
+    head and so on; an encoder-decoder's encoder apart."""
+    parts: dict[str, int] = {}
+    for path, spec in rows(planned.specs).items():
+        names = path.split(".")
+        before = f"{names.pop(0)} " if names[0] == "encoder" else ""
+        if names[0] == "blocks":
+            names = [name for name in names[1:] if not name.isdigit()]
+        part = before + ("norms" if names[0].endswith("norm") else names[0])
+        parts[part] = parts.get(part, 0) + math.prod(spec.shape)
+    return parts
+
+
+def memory_text(plan: Plan) -> str:
+    """What a device holds at its largest moment, and whether that fits."""
+    memory = plan.memory
+    lines = [*memory.held, *memory.stages[memory.largest]]
+    table = [(line.name, human_bytes(line.bytes), str(line.certainty)) for line in lines]
+    table.append(("peak", human_bytes(memory.peak), "estimate"))
+    if memory.capacity is not None:
+        verdict = "fits" if memory.fits else "does NOT fit"
+        table.append(("capacity", human_bytes(memory.capacity), verdict))
+    blocks = [_titled(f"Memory of a device, at its largest: {memory.largest}", table)]
+    device_bytes = plan.planned.device.memory
+    if device_bytes is not None and memory.capacity is not None and memory.capacity < device_bytes:
+        share = f"{memory.capacity / device_bytes:.0%} of the {human_bytes(device_bytes)}"
+        blocks.append(f"{INDENT}JAX takes {share} of a GPU; XLA_CLIENT_MEM_FRACTION changes that.")
+    return "\n".join(blocks)
+
+
+def _titled(title: str, table: Sequence[Sequence[str]], right: Collection[int] = (1,)) -> str:
+    """A title and aligned columns, those numbered in `right` to the right."""
+    return "\n".join([title, *(f"{INDENT}{line}" for line in aligned(table, right))])
+
+
+def plan_numbers(plan: Plan) -> dict[str, Any]:
+    """The plan as a dict for JSON: bytes, FLOPs and seconds, None where unknown."""
+    planned = plan.planned
+    memory = plan.memory
+    changes = None if plan.changes is None else [change._asdict() for change in plan.changes]
+    return {
+        "device": planned.device_name,
+        "devices": planned.mesh.size,
+        "mesh": dict(planned.mesh.shape),
+        "attention": planned.kernel,
+        "exchange": planned.exchange,
+        "compiler_options": compiler_options(planned.mesh),
+        "packed": planned.packed,
+        "assumed": list(planned.notes),
+        "parameters": parameters_by_part(planned),
+        "memory": {
+            "held": {line.name: line.bytes for line in memory.held},
+            "stages": {
+                name: {line.name: line.bytes for line in lines}
+                for name, lines in memory.stages.items()
+            },
+            "largest": memory.largest,
+            "temporary": memory.temporary,
+            "peak": memory.peak,
+            "capacity": memory.capacity,
+            "fits": memory.fits,
+        },
+        "changes": changes,
+        "flops": plan.products._asdict(),
+        "bound": {
+            **plan.bound._asdict(),
+            "seconds": plan.bound.seconds,
+            "binds": plan.bound.binds if plan.bound.seconds is not None else None,
+            "mfu": plan.mfu,
+        },
+    }

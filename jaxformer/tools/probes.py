@@ -29,8 +29,8 @@ from jaxformer.models.inputs import INPUT_NAMES, inputs_of
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import hidden, without_objective
 from jaxformer.runs.kernel_check import TOLERANCE, largest
-from jaxformer.tools.verify.run_files import Statement, Verdict
-from jaxformer.tools.verify.steps import StepsAgain
+from jaxformer.runs.setup import RunSetup
+from jaxformer.tools.verify import Statement, StepsAgain, Verdict, quiet
 from jaxformer.training.state import TrainState, on_mesh
 from jaxformer.training.step import Batch, Loss, Sums, gradients
 
@@ -42,6 +42,9 @@ KERNEL_BLOCK = 128
 # some, such as the bias of keys, have a gradient of rounding alone.
 NEGLIGIBLE = 1e-3
 
+# A verdict and a sentence; None where a run has nothing that the probe is about.
+Found = tuple[Verdict, str] | None
+
 
 @dataclass
 class Evidence:
@@ -52,9 +55,13 @@ class Evidence:
     state: TrainState
     batch: dict[str, np.ndarray]
 
+    @property
+    def setup(self) -> RunSetup:
+        return self.again.setup
+
     def rows(self, wanted: int) -> dict[str, np.ndarray]:
         """About the first `wanted` rows of the batch, as many on each device, at least one."""
-        devices = batch_devices(self.again.setup.mesh)
+        devices = batch_devices(self.setup.mesh)
         count = max(wanted // devices, 1) * devices
         return {name: array[:count] for name, array in self.batch.items()}
 
@@ -88,45 +95,35 @@ class Sequences:
     source: np.ndarray | None
 
 
-def _texts_apart(evidence: Evidence) -> "Found":
-    """No text reads another text of its row, nor another row."""
-    if evidence.again.setup.model.expert_capacity:
+def _texts_apart(evidence: Evidence) -> Found:
+    """No text reads another text of its row, nor another row, nor padding."""
+    if evidence.setup.model.expert_capacity:
         return "unknown", "the texts of a row share what model.expert_capacity leaves them."
     rows = _sequences(evidence)
     count = sum(len(np.unique(row[row != 0])) for row in rows.segments)
+    padding = int((rows.segments == 0).sum())
     numbers = np.arange(len(rows.segments))[:, None]
     masks: list[ProbeMask] = []
     # For each bit of the numbers of segments and of rows: the outputs of the texts that have it and
     # the inputs of those that have it not, and the other way round. So every pair is separated.
+    # Segment 0, which is padding, has no bit.
     for by_row in (False, True):
         of_tokens = numbers + 0 * rows.segments if by_row else rows.segments
         for bit, value in itertools.product(range(int(of_tokens.max()).bit_length()), (0, 1)):
             chosen = (of_tokens >> bit & 1) == value
-            is_text = rows.segments != 0
-            mask = {"outputs": chosen & is_text, "inputs": ~chosen & is_text}
+            mask = {"outputs": chosen & (rows.segments != 0), "inputs": ~chosen}
             if rows.source is not None:
                 of_source = numbers + 0 * rows.source if by_row else rows.source
-                mask["source"] = (rows.source != 0) & ((of_source >> bit & 1) != value)
+                mask["source"] = (of_source >> bit & 1) != value
             masks.append(mask)
-    return _leaks(evidence, rows, masks, f"{count} texts")
-
-
-def _padding_apart(evidence: Evidence) -> "Found":
-    """No text reads padding."""
-    rows = _sequences(evidence)
-    mask = {"outputs": rows.segments != 0, "inputs": rows.segments == 0}
-    count = int(mask["inputs"].sum())
     if rows.source is not None:
-        mask["source"] = rows.source == 0
-        count += int(mask["source"].sum())
-    if not count:
-        return None
-    return _leaks(evidence, rows, [mask], f"{count} tokens of padding")
+        padding += int((rows.source == 0).sum())
+    return _leaks(evidence, rows, masks, f"{count} texts, {padding} tokens of padding")
 
 
-def _future_apart(evidence: Evidence) -> "Found":
+def _future_apart(evidence: Evidence) -> Found:
     """No token of a decoder reads a later one."""
-    if evidence.again.setup.model.family == "encoder":
+    if evidence.setup.model.family == "encoder":
         return None
     rows = _sequences(evidence)
     count, length = rows.segments.shape
@@ -157,10 +154,10 @@ def _sequences(evidence: Evidence) -> Sequences:
     return Sequences(batch, segments, source)
 
 
-def _leaks(evidence: Evidence, rows: Sequences, masks: list[ProbeMask], what: str) -> "Found":
+def _leaks(evidence: Evidence, rows: Sequences, masks: list[ProbeMask], what: str) -> Found:
     """The largest gradient by what the masks forbid, which has to be exactly 0, and by what they
     allow, which must not be, or nothing is shown."""
-    setup = evidence.again.setup
+    setup = evidence.setup
     if setup.model.embedding != "tokens":
         name = setup.model.embedding
         return "unknown", f"the rows of model.embedding={name!r} are not looked up in a table."
@@ -231,9 +228,9 @@ def _gradients_by_inputs(
 # The step: its gradient and its state.
 
 
-def _accumulation(evidence: Evidence) -> "Found":
+def _accumulation(evidence: Evidence) -> Found:
     """A batch in two microbatches has the gradient of the batch in one."""
-    setup = evidence.again.setup
+    setup = evidence.setup
     devices = batch_devices(setup.mesh)
     # As many rows as a microbatch of the run, which fit its memory, but two on each device.
     size = setup.run.train.batch_size // setup.run.train.n_microbatches
@@ -251,9 +248,9 @@ def _accumulation(evidence: Evidence) -> "Found":
     )
 
 
-def _one_device(evidence: Evidence) -> "Found":
+def _one_device(evidence: Evidence) -> Found:
     """The mesh computes the gradient that one of its devices does."""
-    setup = evidence.again.setup
+    setup = evidence.setup
     if setup.mesh.size == 1:
         return None
     everywhere = replicated(setup.mesh)
@@ -291,7 +288,7 @@ def _comparable(loss: Loss) -> Loss:
 
 def _gradient(evidence: Evidence, batch: Batch, pieces: int) -> Any:
     """The gradient of the mean loss of a batch on the mesh, in so many microbatches."""
-    setup = evidence.again.setup
+    setup = evidence.setup
     loss = _comparable(setup.loss)
 
     def compute(state: TrainState, batch: Batch) -> Any:
@@ -301,7 +298,7 @@ def _gradient(evidence: Evidence, batch: Batch, pieces: int) -> Any:
         return jax.jit(compute)(evidence.state, batch)
 
 
-def _equal_to_rounding(evidence: Evidence, a: Any, b: Any, what: str) -> "Found":
+def _equal_to_rounding(evidence: Evidence, a: Any, b: Any, what: str) -> Found:
     """Whether the leaves of two gradients differ by no more than rounding explains."""
 
     @jax.jit
@@ -316,7 +313,7 @@ def _equal_to_rounding(evidence: Evidence, a: Any, b: Any, what: str) -> "Found"
     found = np.array(list(jax.device_get(norms(a, b)).values()))  # [leaves, 2]
     least = max(NEGLIGIBLE * float(np.linalg.norm(found[:, 1])), 1e-30)
     figure = float((found[:, 0] / np.maximum(found[:, 1], least)).max())
-    setup = evidence.again.setup
+    setup = evidence.setup
     with on_mesh(setup.mesh):
         bound = TOLERANCE[str(compute_dtype(setup.model))]
     text = f"{what}: the gradients of leaves differ by {figure:.1e} of their norm, at most"
@@ -327,10 +324,10 @@ def _equal_to_rounding(evidence: Evidence, a: Any, b: Any, what: str) -> "Found"
     return "equal to rounding" if found.any() and figure <= bound else "NO", text
 
 
-def _resumed_step(evidence: Evidence) -> "Found":
+def _resumed_step(evidence: Evidence) -> Found:
     """The next step is, to the bit, that of the state after it was saved and read."""
     again = evidence.again
-    setup = again.setup
+    setup = evidence.setup
     number = int(evidence.state.step)
     with (
         tempfile.TemporaryDirectory(prefix="jaxformer-verify-") as scratch,
@@ -339,7 +336,7 @@ def _resumed_step(evidence: Evidence) -> "Found":
         checkpoints.save(evidence.state, number)
         checkpoints.wait()
         expected = again.figures_of(*again.advance(evidence.state))
-        restored = checkpoints.restore(setup.target_over_base, again.log)
+        restored = checkpoints.restore(setup.target_over_base, quiet)
         assert restored is not None  # it was saved
         found = again.figures_of(*again.advance(restored))
     differing = [
@@ -353,12 +350,9 @@ def _resumed_step(evidence: Evidence) -> "Found":
     return "equal", f"{text} every figure and the new state."
 
 
-# A verdict and a sentence; None where a run has nothing that the probe is about.
-Found = tuple[Verdict, str] | None
 # In this order. The last one donates the state.
 PROBES: dict[str, Callable[[Evidence], Found]] = {
     "texts apart": _texts_apart,
-    "padding apart": _padding_apart,
     "future apart": _future_apart,
     "accumulation": _accumulation,
     "one device": _one_device,
