@@ -8,16 +8,9 @@ from jaxformer.cli.arguments import EvaluateArguments, check_output
 from jaxformer.config.run import RunSettings
 from jaxformer.files import ConfigError, write_text
 from jaxformer.report import ProgressBar
+from jaxformer.report.banner import result_lines
 from jaxformer.runs.run_evaluation import bleu_metric, evaluate_run, translate_run
 from jaxformer.training.compiler_options import keep_compiled
-
-METRIC_FORMATS = {
-    "val_bits_per_byte": "{:.4f} bits per byte",
-    "val_accuracy": "accuracy {:.2%}",
-    "val_reward_margin": "reward margin {:.4f}",
-    "val_reward_accuracy": "reward accuracy {:.2%}",
-    "val_kl": "KL to the reference {:.4f}",
-}
 
 
 def run(args: EvaluateArguments) -> int:
@@ -62,7 +55,7 @@ def run(args: EvaluateArguments) -> int:
                 train=args.train,
                 init_from=args.init_from,
             )
-        line = _metrics_line(metrics)
+        line = ", ".join(f"{name} {text}" for name, text in result_lines(metrics).items())
         print(f"{kind or 'unquantized'}: {line}" if args.quantize else line)
         if not math.isfinite(metrics["val_loss"]):
             print(
@@ -72,23 +65,3 @@ def run(args: EvaluateArguments) -> int:
             )
             return 1
     return 0
-
-
-def _metrics_line(metrics: dict[str, float]) -> str:
-    """The metrics of an evaluation in one line."""
-    loss = metrics["val_loss"]
-    if "val_reward_margin" in metrics:
-        texts = [f"loss {loss:.4f} per pair"]
-    elif "val_accuracy" in metrics:
-        texts = [f"loss {loss:.4f} nats per target"]
-    else:
-        texts = [f"loss {loss:.4f} nats per token", f"perplexity {math.exp(min(loss, 700)):,.2f}"]
-    for name, text in METRIC_FORMATS.items():
-        if name in metrics:
-            texts.append(text.format(metrics[name]))
-    # The accuracies of heads beside the first, by the names of the heads.
-    for name, value in metrics.items():
-        head, is_accuracy, _ = name.removeprefix("val_").partition("_accuracy")
-        if is_accuracy and name not in METRIC_FORMATS:
-            texts.append(f"{head.replace('_', '-')} accuracy {value:.2%}")
-    return ", ".join(texts)

@@ -9,6 +9,14 @@ from jaxformer.config.format import printable
 
 WIDTH = 100
 INDENT = "  "
+# Beside the loss: the title of a metric of an evaluation, and the format of its value.
+RESULTS = {
+    "val_accuracy": ("accuracy", ".2%"),
+    "val_bits_per_byte": ("bits per byte", ".3f"),
+    "val_reward_margin": ("reward margin", ".4f"),
+    "val_reward_accuracy": ("reward accuracy", ".2%"),
+    "val_kl": ("KL to the reference", ".4f"),
+}
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -50,8 +58,24 @@ def framed(text: str) -> str:
     return "\n".join(lines)
 
 
-def loss_text(loss: float) -> str:
-    """A loss in nats per target, and its perplexity."""
-    value = math.inf if loss >= 700 else math.exp(loss)
-    perplexity = f"{value:.2g}" if value >= 1e6 else f"{value:,.1f}"
-    return f"{loss:.4f} nats per target (perplexity {perplexity})"
+def result_lines(metrics: Mapping[str, float]) -> dict[str, str]:
+    """What an evaluation found, by what it is; empty where it has no loss."""
+    if "val_loss" not in metrics:
+        return {}
+    loss = metrics["val_loss"]
+    if "val_reward_margin" in metrics:
+        text = f"{loss:.4f} per pair"
+    else:
+        value = math.inf if loss >= 700 else math.exp(loss)
+        perplexity = f"{value:.2g}" if value >= 1e6 else f"{value:,.1f}"
+        text = f"{loss:.4f} nats per target (perplexity {perplexity})"
+    lines = {"validation loss": text}
+    for name, (title, style) in RESULTS.items():
+        if name in metrics:
+            lines[title] = format(metrics[name], style)
+    # The accuracies of heads beside the first, by the names of the heads.
+    for name, value in metrics.items():
+        head, is_accuracy, _ = name.removeprefix("val_").partition("_accuracy")
+        if is_accuracy and name not in RESULTS:
+            lines[f"{head.replace('_', '-')} accuracy"] = f"{value:.2%}"
+    return lines

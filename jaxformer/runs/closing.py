@@ -12,7 +12,7 @@ from jaxformer.files import ConfigError
 from jaxformer.generation.decode import generate
 from jaxformer.models.transformer import context_of
 from jaxformer.report import banner, human_time
-from jaxformer.report.banner import framed, loss_text
+from jaxformer.report.banner import framed, result_lines
 from jaxformer.report.plot import plot_losses
 from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
@@ -31,19 +31,7 @@ SUGGESTED = {
 def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float) -> str:
     """Plots the losses of a run, and returns what is printed at its end."""
     run = setup.run.run
-    summary: dict[str, str] = {}
-    if "val_reward_margin" in last:
-        summary["validation loss"] = f"{last['val_loss']:.4f} per pair"
-        summary["rewards"] = (
-            f"margin {last['val_reward_margin']:.4f}, {last['val_reward_accuracy']:.2%} of the"
-            " held-out pairs right"
-        )
-    elif "val_loss" in last:
-        summary["validation loss"] = loss_text(last["val_loss"])
-    if "val_accuracy" in last:
-        summary["accuracy"] = f"{last['val_accuracy']:.2%} of the held-out targets"
-    if "val_bits_per_byte" in last:
-        summary["bits per byte"] = f"{last['val_bits_per_byte']:.3f}"
+    summary = result_lines(last)
     summary["run directory"] = f"{run.dir} (loss curve: {plot_losses(setup.directory.path)})"
     chat = " --chat" if setup.run.data.messages_field else ""
     command, prompt = SUGGESTED.get(setup.run.model.output, ("sample", "Once"))

@@ -169,7 +169,7 @@ def test_evaluating_pairs_with_beams_gives_the_bleu_of_the_translations(runs, tm
     assert (
         f"BLEU {score:.2f} of {len(PAIRS)} texts" in out
         and "nrefs:1|case:mixed" in out
-        and "nats per token" in out
+        and "nats per target" in out
     )
     line = ("--beams", 3, "--output", written, "--length_penalty", 3)
     printed(capsys, "evaluate", runs["encoder_decoder"], *line)

@@ -397,7 +397,7 @@ def test_evaluate_prints_the_loss_beside_that_of_the_unquantized_model(run, caps
     lines = printed(capsys, *line, "--quantize", kind).splitlines()
     assert lines[0] == f"unquantized: {plain.strip()}" and len(lines) == 2
     found, whole = (evaluate_run(run, str(text), quantize=chosen) for chosen in (kind, None))
-    assert lines[1].startswith(f"{kind}: loss {found['val_loss']:.4f} nats per token, perplexity")
+    assert lines[1].startswith(f"{kind}: validation loss {found['val_loss']:.4f} nats per target")
     assert 0 < abs(found["val_loss"] - whole["val_loss"]) < 0.5
 
 

@@ -49,7 +49,7 @@ def loss() -> float:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(["evaluate", str(converted()), *arguments]) == 0
     print(out.getvalue())
-    return float(re.search(r"loss ([\d.]+) nats per token", out.getvalue()).group(1))
+    return float(re.search(r"loss ([\d.]+) nats per target", out.getvalue()).group(1))
 
 
 def expected_loss() -> float:
