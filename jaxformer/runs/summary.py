@@ -6,6 +6,8 @@ import jax
 
 from jaxformer.arrays.mesh import bytes_of_device
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.train import TrainConfig
+from jaxformer.data.corpus import Corpus
 from jaxformer.data.mixture import Mixture
 from jaxformer.data.store import GrowingStore, TokenStore
 from jaxformer.models.cost import count_text
@@ -74,7 +76,10 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     named = " and ".join(f"{name}={rate:g}" for name, rate in rates.items() if rate)
     if named and not setup.objective.dropout:
         lines["dropout"] = f"none: data.objective={setup.task.name} does not apply {named}"
-    return {**lines, **_data(setup), "run directory": run.run.dir}
+    lines |= data_lines(
+        setup.corpus, train, run.data.bos, setup.batches.examples, setup.tokens_per_step
+    )
+    return lines | {"run directory": run.run.dir}
 
 
 def model_text(model: ModelConfig, parameters: str) -> str:
@@ -96,9 +101,10 @@ def peak_text(platform: str, flops: float | None) -> str:
     return "" if platform == "cpu" else ", unknown peak (no MFU)"
 
 
-def _data(setup: RunSetup) -> dict[str, str | list[str]]:
-    corpus = setup.corpus
-    settings = setup.run.train
+def data_lines(
+    corpus: Corpus, settings: TrainConfig, bos: str, examples: int, tokens_per_step: int
+) -> dict[str, str | list[str]]:
+    """What is said of the data of a run, of `examples` rows an epoch."""
     train = corpus.train
     validation = corpus.validation
     held_out = f"{human_count(validation.tokens)} held out" if validation else "none held out"
@@ -113,7 +119,6 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
     beginning = stores[0].beginning if isinstance(stores[0], TokenStore) else ()
     if beginning:
         shown = " ".join(map(corpus.tokenizer.shown, beginning))
-        bos = setup.run.data.bos
         lines["documents"] = f"begin with {shown}, which is no target (data.bos={bos})"
     if isinstance(train, Mixture):
         shares = train.shares(settings.steps, settings.batch_size)
@@ -131,9 +136,9 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
         return lines
     rate = train.bytes / max(train.tokens, 1)
     lines["tokenizer"] = f"{entries}, {rate:.2f} bytes per token"
-    epoch = setup.batches.examples / settings.batch_size
+    epoch = examples / settings.batch_size
     lines["one epoch"] = (
-        f"{epoch:,.1f} steps of {human_count(setup.tokens_per_step)} tokens; the run is"
+        f"{epoch:,.1f} steps of {human_count(tokens_per_step)} tokens; the run is"
         f" {settings.steps / epoch:.2f} epochs"
     )
     return lines
