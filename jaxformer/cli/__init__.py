@@ -23,7 +23,7 @@ SHOWN_CHARACTERS = 300  # of the message of an error
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What XLA's messages say where a device has no memory left.
 NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory allocating")
-OF_STORES = ("aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "s3fs")  # packages
+STORE_PACKAGES = ("aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "s3fs")
 
 # The arguments of each command, and what it does.
 COMMANDS = {
@@ -107,7 +107,7 @@ def _reported(error: BaseException) -> int:
         )
         return 2
     packages = {type(one).__module__.partition(".")[0] for one in (error, error.__cause__)}
-    if packages.intersection(OF_STORES):
+    if packages.intersection(STORE_PACKAGES):
         from jaxformer.files.bucket import explained
 
         print(f"error: a store could not be reached {escaped(explained(error))}.", file=sys.stderr)
