@@ -81,18 +81,9 @@ class Written:
     size: int
     digest: str
 
-    def require_size(self, path: Path) -> None:
-        """Raise FileNotFoundError where the file is gone, ConfigError where it has another size."""
-        version = store_of(path).version()
-        if version is None:
-            raise FileNotFoundError(path)
-        if version.size != self.size:
-            raise _altered(path, f"it has {version.size:,} bytes of {self.size:,}")
-
     @functools.lru_cache(None)  # noqa: B019 (it is kept for the life of the process on purpose)
     def verify_once(self, path: Path) -> None:
         """Compare the whole file with its digest, the first time that this process asks."""
-        self.require_size(path)
         if digest(path) != self.digest:
             raise _altered(path, "its checksum is another")
 
@@ -164,11 +155,13 @@ class Shard:
 
     def is_there(self) -> bool:
         """Return whether its files are. ConfigError where one has another size."""
-        try:
-            for kind, written in self.files.items():
-                written.require_size(self.file(kind))
-        except FileNotFoundError:
-            return False
+        for kind, written in self.files.items():
+            path = self.file(kind)
+            version = store_of(path).version()
+            if version is None:
+                return False
+            if version.size != written.size:
+                raise _altered(path, f"it has {version.size:,} bytes of {written.size:,}")
         return True
 
     # Shared by all stores, since each map holds a file open.
@@ -212,7 +205,7 @@ class TokenStore:
         self._dtype = dtype
         # [shards + 1]: the place of the first token of each shard, and the number of all tokens
         self._begins = [*itertools.accumulate((shard.tokens for shard in shards), initial=0)]
-        self._take(np.zeros(1, np.int64), np.array(self._begins[-1:], np.int64))
+        self._take_all()
         self.documents = sum(shard.documents for shard in shards)
         self.bytes = sum(shard.bytes for shard in shards)
         # Whether a text was cut at a token, so that `bytes` is an estimate.
@@ -234,16 +227,6 @@ class TokenStore:
         except WRONG_RECORD:
             return None
         return store if all(shard.is_there() for shard in shards) else None
-
-    @classmethod
-    def complete(
-        cls, directory: Path, shards: Sequence[Shard], dtype: np.dtype, beginning: tuple[int, ...]
-    ) -> "TokenStore":
-        """Return the store of shards that are written, whose manifest this writes."""
-        entries = [shard.entry() for shard in shards]
-        record = {"dtype": dtype.name, "beginning": [*beginning], "shards": entries}
-        write_text(directory / MANIFEST, json.dumps(record, indent=1))
-        return cls(shards, dtype, directory.name, beginning)
 
     @classmethod
     def joined(cls, stores: "Sequence[TokenStore]") -> "TokenStore":
@@ -367,6 +350,10 @@ class TokenStore:
         part_store.documents, part_store.bytes = counts
         return part_store
 
+    def _take_all(self) -> None:
+        """Keep the tokens of all shards, as one run."""
+        self._take(np.zeros(1, np.int64), np.array(self._begins[-1:], np.int64))
+
     def _take(self, starts: np.ndarray, stops: np.ndarray) -> None:
         """Keep the tokens from `starts` to `stops` (both [runs], ascending, places in all
         shards)."""
@@ -442,7 +429,7 @@ class GrowingStore(TokenStore):
                 for shard in shards:
                     self._shards.append(shard)
                     self._begins.append(self._begins[-1] + shard.tokens)
-                self._take(np.zeros(1, np.int64), np.array(self._begins[-1:], np.int64))
+                self._take_all()
         return super().held(stop)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int, int]]:
@@ -532,7 +519,10 @@ def open_or_build(
             progress.tell()
             shards.append(shard)
         check(sum(shard.documents for shard in shards), sum(shard.bytes for shard in shards))
-        return TokenStore.complete(directory, shards, tokenizer.dtype, beginning)
+        entries = [shard.entry() for shard in shards]
+        record = {"dtype": tokenizer.dtype.name, "beginning": [*beginning], "shards": entries}
+        write_text(directory / MANIFEST, json.dumps(record, indent=1))
+        return TokenStore(shards, tokenizer.dtype, directory.name, beginning)
 
 
 def head_of(
