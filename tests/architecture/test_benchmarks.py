@@ -27,6 +27,7 @@ NEEDS = {
     "train_cpu": ("torch",),
     "decode_cpu": ("torch", "transformers"),
     "finetune": ("torch", "transformers", "peft"),
+    "leaks": ("torch", "transformers"),
     "tokens": ("tiktoken",),
 }
 

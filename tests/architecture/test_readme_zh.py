@@ -16,7 +16,7 @@ COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 # At blank lines, and before a row of a table, a heading and an item.
 PIECE_BREAK = re.compile(r"\n\s*\n|\n(?=\||#|- )")
 CODE_SPAN = re.compile(r"`[^`]+`")
-LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^()\s]+)\)")
+LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^()\s]+(?: \"\w+\")?)\)")
 # English spells these numbers out where Chinese has digits. One to three are left out, because
 # "one" and "two" are often no figures.
 NUMBER_WORDS = {
