@@ -9,7 +9,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxformer.arrays.params import Specs, rows
-from jaxformer.arrays.sharding import ACTIVATION_RULES, PARAMETERS, Axes, partition, targets
+from jaxformer.arrays.sharding import (
+    ACTIVATION_RULES,
+    PARAMETERS,
+    Axes,
+    entry_axes,
+    partition,
+    targets,
+)
 from jaxformer.config.format import human_bytes
 from jaxformer.config.settings import divisors
 from jaxformer.files import ConfigError
@@ -139,7 +146,7 @@ def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
                 text = f"{axis} {length} by {' x '.join(target)} {size}"
                 undivided_axes.setdefault(path, []).append(text)
         for entry in parameter_sharding(mesh, spec.shape, spec.axes).spec:
-            used |= {entry} if isinstance(entry, str) else {*(entry or ())}
+            used |= {*entry_axes(entry)}
     for name in {axis: None for rule in PARAMETERS.values() for axis in rule}:
         # What divides tokens is of use without dividing parameters.
         if mesh.shape[name] > 1 and name not in (*used, *ACTIVATION_RULES["sequence"]):

@@ -60,9 +60,18 @@ def partition(
     replicated."""
     placed: list[tuple[str, ...] | str | None] = []
     for length, target in zip(shape, targets(shape, axes, rules, sizes), strict=True):
-        fits = target and length % math.prod(sizes[name] for name in target) == 0
-        placed.append((target if len(target) > 1 else target[0]) if fits else None)
+        if not target or length % math.prod(sizes[name] for name in target):
+            placed.append(None)
+        else:
+            placed.append(target if len(target) > 1 else target[0])
     return PartitionSpec(*placed)
+
+
+def entry_axes(entry: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    """Return the axes of the mesh that an entry of a partition names."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
@@ -113,8 +122,7 @@ def gathered(w: Any) -> Any:
     def without_tokens(array: jax.Array) -> jax.Array:
         axes: list[Any] = []
         for axis in jax.typeof(array).sharding.spec:
-            names = axis if isinstance(axis, tuple) else (axis,)
-            axes.append(None if tokens & {*names} else axis)
+            axes.append(None if tokens & {*entry_axes(axis)} else axis)
         return jax.sharding.reshard(array, PartitionSpec(*axes))
 
     return jax.tree.map(without_tokens, w)

@@ -37,8 +37,6 @@ QUERY_BLOCK = 128
 # The loop over blocks is unrolled, so longer sequences get longer blocks.
 MOST_BLOCKS = 16
 
-OptionalIndex = jax.Array | None
-
 
 class Static(NamedTuple):
     """What is known when the function is traced; `leading` keys come before those of tokens."""
@@ -58,14 +56,12 @@ class Extra(NamedTuple):
     sinks: jax.Array | None
 
 
-class Coordinates(NamedTuple):
-    """The positions of queries [B, T] and keys [B, S], None where these are the index in the row,
-    and their segments, None where each row is one."""
+class Layouts(NamedTuple):
+    """Where the queries [B, T] and the keys [B, S] are; positions are None where tokens are
+    compared by their index in the row, so that the backward pass keeps none."""
 
-    q_positions: OptionalIndex
-    k_positions: OptionalIndex
-    q_segments: OptionalIndex
-    k_segments: OptionalIndex
+    queries: TokenLayout
+    keys: TokenLayout
 
 
 def blocked_attention(
@@ -80,20 +76,15 @@ def blocked_attention(
     Ordered tokens are compared by their index, and blocks above the diagonal are skipped. The
     softmax is float32; a fully masked row gives 0.
     """
-    queries = mask.queries
-    keys = mask.keys
     scoring = mask.scoring
-    ordered = queries.ordered and keys.ordered
-    coordinates = Coordinates(
-        None if ordered else queries.positions,
-        None if ordered else keys.positions,
-        queries.segments,
-        keys.segments,
-    )
+    layouts = Layouts(mask.queries, mask.keys)
+    if mask.queries.ordered and mask.keys.ordered:
+        none: Any = None
+        layouts = Layouts(*(TokenLayout(none, side.segments) for side in layouts))
     scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
     rate, key = mask.dropout
     static = Static(mask.causal, mask.window, mask.leading, scale, scoring.soft_cap, rate)
-    return _attention(q, k, v, Extra(scoring.bias, scoring.sinks), coordinates, key, static)
+    return _attention(q, k, v, Extra(scoring.bias, scoring.sinks), layouts, key, static)
 
 
 def query_groups(q: jax.Array, key_heads: int) -> jax.Array:
@@ -108,18 +99,17 @@ def heads_last(x: jax.Array) -> jax.Array:
 
 
 def _blocks(
-    length: int, keys: int, coordinates: Coordinates, static: Static
+    length: int, keys: int, layouts: Layouts, static: Static
 ) -> Iterator[tuple[slice, slice, jax.Array]]:
     """Slices of queries, slices of the keys they attend to, and the mask between them, bool
     [B or 1, 1, 1, queries, keys]."""
-    q_positions, k_positions, q_segments, k_segments = coordinates
-    skips = static.causal and q_positions is None and k_positions is None
+    skips = static.causal and layouts.queries.positions is None
     size = max(QUERY_BLOCK, -(-length // MOST_BLOCKS))
     for start in range(0, length, size):
         stop = min(start + size, length)
         end = min(stop + static.leading, keys) if skips else keys
-        queries = _layout(q_positions, q_segments, start, stop)
-        seen = _layout(k_positions, k_segments, 0, end - static.leading)
+        queries = _part(layouts.queries, start, stop)
+        seen = _part(layouts.keys, 0, end - static.leading)
         mask = AttentionMask(queries, seen, static.causal, static.window, leading=static.leading)
         allowed = visible(mask)
         if allowed is None:
@@ -127,10 +117,10 @@ def _blocks(
         yield slice(start, stop), slice(0, end), allowed[:, None, None]
 
 
-def _layout(
-    positions: OptionalIndex, segments: OptionalIndex, start: int, stop: int
-) -> TokenLayout:
+def _part(layout: TokenLayout, start: int, stop: int) -> TokenLayout:
     """Return the layout of the tokens `start` to `stop` of each row."""
+    positions = layout.positions
+    segments = layout.segments
     return TokenLayout(
         jnp.arange(start, stop)[None] if positions is None else positions[:, start:stop],
         None if segments is None else segments[:, start:stop],
@@ -183,7 +173,7 @@ def _forward(
     k: jax.Array,
     v: jax.Array,
     extra: Extra,
-    coordinates: Coordinates,
+    layouts: Layouts,
     key: jax.Array | None,
     static: Static,
 ) -> tuple[jax.Array, Any]:
@@ -198,7 +188,7 @@ def _forward(
         sinks = sinks.reshape(k.shape[2], -1, 1, 1)
     outs = []
     log_sums = []
-    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
+    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], layouts, static):
         bias = _bias_of_block(extra, k.shape[2], rows, seen)
         scores, _ = scores_of(
             queries[..., rows, :], keys[..., seen, :], static.scale, static.soft_cap, bias
@@ -222,11 +212,11 @@ def _forward(
     # The name lets a policy of `model.remat` save them instead of running the kernel twice.
     out = checkpoint_name(out, "attention")
     log_sum = checkpoint_name(jnp.concatenate(log_sums, axis=-2), "attention")
-    return out, (q, k, v, extra, coordinates, key, out, log_sum)
+    return out, (q, k, v, extra, layouts, key, out, log_sum)
 
 
 def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, k, v, extra, coordinates, key, out, log_sums = saved
+    q, k, v, extra, layouts, key, out, log_sums = saved
     # The barrier keeps XLA from computing the weights, or their dropout masks, before d_out exists:
     # they would take up memory until then.
     waiting = (q, k, v, key, out, log_sums, d_out)
@@ -248,7 +238,7 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     d_bias = []
     d_keys = jnp.zeros(keys.shape, jnp.float32)
     d_values = jnp.zeros(values.shape, jnp.float32)
-    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
+    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], layouts, static):
         qs = queries[..., rows, :]
         ds = d_outs[..., rows, :]
         ks = keys[..., seen, :]

@@ -31,6 +31,7 @@ from jaxformer.arrays.sharding import (
     PARAMETERS,
     activation,
     constrain,
+    entry_axes,
     free_axes,
     on_devices,
     partition,
@@ -178,7 +179,7 @@ def _division(
 ) -> Division:
     devices = axes.get(EXPERT, 1)
     devices = 1 if dispatch.number % devices else devices
-    of_tokens = devices if EXPERT in _names(tokens[0]) else 1
+    of_tokens = devices if EXPERT in entry_axes(tokens[0]) else 1
     if any(is_custom(leaf) for leaf in weights.values()):
         # The parts of a leaf that is no array have experts first, and nothing else is divided. A
         # key of dropout, uint32 [2], has none.
@@ -194,13 +195,9 @@ def _division(
         spec = table[name]
         shards[name] = partition(spec.shape, spec.axes, PARAMETERS, axes)
         if "mlp" in spec.axes:
-            width = _names(shards[name][spec.axes.index("mlp")])
+            width = entry_axes(shards[name][spec.axes.index("mlp")])
     added_once = tuple(name for name in weights if width and "mlp" not in table[name].axes)
     return Division(devices, of_tokens, width, shards, added_once)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
 def sends_rows(k: int, devices: int) -> bool:
@@ -273,7 +270,7 @@ def _on_device(
         for name, leaf in weights.items():
             # Arrays are gathered along the axes of the mesh that divide `embed`.
             for axis, entry in enumerate(() if is_custom(leaf) else division.weights[name]):
-                along = tuple(one for one in _names(entry) if one in PARAMETERS["embed"])
+                along = tuple(one for one in entry_axes(entry) if one in PARAMETERS["embed"])
                 if along and axis > 0:
                     leaf = jax.lax.all_gather(leaf, along, axis=axis, tiled=True)
             whole[name] = leaf

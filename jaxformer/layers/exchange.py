@@ -22,7 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxformer.arrays.sharding import ACTIVATION_RULES, activation, constrain, free_axes, on_devices
+from jaxformer.arrays.sharding import (
+    ACTIVATION_RULES,
+    activation,
+    constrain,
+    entry_axes,
+    free_axes,
+    on_devices,
+)
 from jaxformer.layers.masks import AttentionMask, TokenLayout
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
@@ -76,10 +83,9 @@ def before_exchange(
     return q, k, v
 
 
-def devices_along(axes: tuple[str, ...] | str | None) -> int:
+def devices_along(entry: tuple[str, ...] | str | None) -> int:
     """Return the number of devices along an entry of a partition."""
-    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-    return math.prod(free_axes()[name] for name in names)
+    return math.prod(free_axes()[name] for name in entry_axes(entry))
 
 
 def repeated(x: jax.Array, axes: tuple[str, ...] | str | None) -> jax.Array:
