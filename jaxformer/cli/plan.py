@@ -11,7 +11,6 @@ import jax
 from jaxformer.arrays.hardware import name_of
 from jaxformer.cli.arguments import PlanArguments
 from jaxformer.config.run import RunConfig
-from jaxformer.runs.config import origin_of
 from jaxformer.runs.model_files import ModelFiles
 from jaxformer.tools.plan.compiled import compiled_report, parse_target
 from jaxformer.tools.plan.memory import planned_run
@@ -33,7 +32,7 @@ def run(args: PlanArguments, config: RunConfig) -> int:
             devices = jax.device_count()
     planned = planned_run(config, name, devices)
     base = ModelFiles(config.run.init_from)
-    is_new = config.run.init_from and origin_of(config.run, base) is base
+    is_new = config.run.init_from and base.or_begun(config.run) is base
     if is_new and base.lacks_weights:
         note = f"the model is that of config.json in {base}, which has no weights; a run needs them"
         planned = replace(planned, notes=(*planned.notes, note))

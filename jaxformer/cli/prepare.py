@@ -6,17 +6,16 @@ from jaxformer.cli.arguments import PrepareArguments
 from jaxformer.config.format import escaped
 from jaxformer.config.run import RunConfig
 from jaxformer.data.corpus import tokenize
-from jaxformer.runs.config import origin_of
+from jaxformer.runs.init_from import with_vocabulary_of
 from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.objectives import task_of
-from jaxformer.runs.resolve import with_vocabulary_of
 
 
 def run(args: PrepareArguments, config: RunConfig) -> int:
     if config.tokenizer.added:
         base = ModelFiles(config.run.init_from)
-        origin = origin_of(config.run, base)
-        model, tokenizer = with_vocabulary_of(origin, base, config.model, config.tokenizer)
+        origin = base.or_begun(config.run)
+        model, tokenizer = with_vocabulary_of(base, origin, config.model, config.tokenizer)
         config = dataclasses.replace(config, model=model, tokenizer=tokenizer)
     task = task_of(config.model, config.data)
     size = config.model.vocab_size

@@ -19,7 +19,7 @@ from jaxformer.config.config_file import (
     settings_in,
 )
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig, named_sources
+from jaxformer.config.run import DataConfig, RunConfig, RunSettings, named_sources
 from jaxformer.config.train import LaunchConfig, OptimizerConfig
 from jaxformer.config.variants import SECOND_HEADS
 from jaxformer.files import ConfigError, is_remote
@@ -82,12 +82,12 @@ def parse_arguments(
             dir=stated.get("run.dir", config.run.dir),
             restart=stated.get("run.restart", str(config.run.restart)) == "True",
         )
-        origin = origin_of(settings, ModelFiles(base, weights))
+        origin = ModelFiles(base, weights).or_begun(settings)
         names = {name.removeprefix("model.") for name in stated}
         config = dataclasses.replace(
             config,
             model=with_base(config.model, origin, base, names),
-            tokenizer=with_tokenizer_of(origin, config.tokenizer),
+            tokenizer=origin.with_tokenizer(config.tokenizer),
         )
     before = config
     config = parse_fields(config, arguments, program)
@@ -115,16 +115,6 @@ def with_warmup_within(optimizer: OptimizerConfig, planned: int, steps: int) -> 
     return dataclasses.replace(optimizer, warmup_steps=shortened)
 
 
-def origin_of(settings: RunSettings, base: "ModelFiles") -> "ModelFiles":
-    """Return the files in which a run with run.init_from finds its model and tokenizer: its own if
-    it was begun already, else `base`, the model of run.init_from."""
-    from jaxformer.runs.model_files import ModelFiles
-
-    own = ModelFiles(settings.dir)
-    is_begun = (own.path / "config.json").is_file()
-    return own if is_begun and not settings.restart else base
-
-
 def with_base(
     model: ModelConfig, origin: "ModelFiles", base: str, stated: AbstractSet[str] = frozenset()
 ) -> ModelConfig:
@@ -150,13 +140,6 @@ def with_base(
         raise ConfigError(
             f"{error}\nThe config sets these on top of the model of run.init_from={base!r}."
         ) from error
-
-
-def with_tokenizer_of(origin: "ModelFiles", settings: TokenizerConfig) -> TokenizerConfig:
-    """`settings` with the tokenizer of a model if they name none."""
-    if settings.path:
-        return settings
-    return dataclasses.replace(settings, path=str(origin.tokenizer))
 
 
 def looked_at(

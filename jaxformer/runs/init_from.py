@@ -92,15 +92,32 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
     )
 
 
-def with_grown_vocabulary(
-    model: ModelConfig, settings: TokenizerConfig, base: ModelFiles, is_new: bool = True
-) -> ModelConfig:
-    """The model over `base`, that of run.init_from, whose vocab_size has room for the added tokens,
-    before it has them (`is_new`) or after."""
+def settle_over(base: ModelFiles, run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the settings of a run over the model of run.init_from before its data is read, with
+    the tokenizer of that model, and the labels that its classes begin with. Of a run that was begun
+    these are its own."""
+    origin = base.or_begun(run.run)
+    if origin is base:
+        check_base(run.model, run.adapter, base)
+    model, tokenizer = with_vocabulary_of(base, origin, run.model, run.tokenizer)
+    labels = tuple[str, ...]()
+    if model.output in ("classes", "tags") and origin.config.output == model.output:
+        labels = origin.labels
+    return dataclasses.replace(run, model=model, tokenizer=tokenizer), labels
+
+
+def with_vocabulary_of(
+    base: ModelFiles, origin: ModelFiles, model: ModelConfig, settings: TokenizerConfig
+) -> tuple[ModelConfig, TokenizerConfig]:
+    """Return the model over `base` with room for the tokens that the run adds to its vocabulary,
+    and the tokenizer: that of `origin`, which is the base, or the run itself where it was begun."""
+    settings = origin.with_tokenizer(settings)
+    if not settings.added:
+        return model, settings
     tokenizer = Tokenizer.load(settings.path)
     ids = {name: tokenizer.id_of(name) for name in settings.added}
     present = [f"{name} ({index})" for name, index in ids.items() if index is not None]
-    if is_new and present:
+    if origin is base and present:
         raise ConfigError(
             f"tokenizer.add_tokens={settings.add_tokens!r}: the tokenizer of"
             f" run.init_from={str(base)!r} has {', '.join(present)} already: leave out what"
@@ -108,7 +125,7 @@ def with_grown_vocabulary(
         )
     size = tokenizer.with_special_tokens(settings.added).vocab_size
     before = model.vocab_size or base.config.vocab_size
-    return dataclasses.replace(model, vocab_size=max(before, size))
+    return dataclasses.replace(model, vocab_size=max(before, size)), settings
 
 
 def trunk_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -1,5 +1,6 @@
 """The files of a model: a run directory, a Hugging Face directory, a GGUF file, or an adapter."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -133,6 +134,19 @@ class ModelFiles:
         from jaxformer.interop.tensor_files import has_tensors
 
         return self.kind == "pretrained" and not has_tensors(self.path)
+
+    def or_begun(self, settings: RunSettings) -> "ModelFiles":
+        """Return the files in which a run over this model finds its config and its tokenizer: its
+        own if it was begun already, else these."""
+        own = ModelFiles(settings.dir)
+        is_begun = (own.path / "config.json").is_file()
+        return own if is_begun and not settings.restart else self
+
+    def with_tokenizer(self, settings: TokenizerConfig) -> TokenizerConfig:
+        """Return `settings` with the tokenizer of this model if they name none."""
+        if settings.path:
+            return settings
+        return dataclasses.replace(settings, path=str(self.tokenizer))
 
     @property
     def tokenizer(self) -> Path:

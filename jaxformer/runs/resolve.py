@@ -15,7 +15,7 @@ from jaxformer.arrays.params import Specs
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.data.batches import invented_row
 from jaxformer.data.task import Task
@@ -23,7 +23,6 @@ from jaxformer.data.templates import SEGMENTS
 from jaxformer.files import ConfigError
 from jaxformer.models.cost import activation_bytes, flops_per_token
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.runs.config import origin_of, with_tokenizer_of
 from jaxformer.runs.objectives import (
     OBJECTIVES,
     Objective,
@@ -193,31 +192,11 @@ def settle(run: RunConfig, base: "ModelFiles | None") -> tuple[RunConfig, tuple[
     labels = tuple[str, ...]()
     if base:
         # Imported here, because it reads models of every format.
-        from jaxformer.runs.init_from import check_base
+        from jaxformer.runs.init_from import settle_over
 
-        origin = origin_of(run.run, base)
-        if origin is base:
-            check_base(run.model, run.adapter, base)
-        model, tokenizer = with_vocabulary_of(origin, base, run.model, run.tokenizer)
-        run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
-        if model.output in ("classes", "tags") and origin.config.output == model.output:
-            labels = origin.labels
+        run, labels = settle_over(base, run)
     check_start(objective_of(run.model, run.data), run.adapter, run.run.init_from)
     return run, labels
-
-
-def with_vocabulary_of(
-    origin: "ModelFiles", base: "ModelFiles", model: ModelConfig, tokenizer: TokenizerConfig
-) -> tuple[ModelConfig, TokenizerConfig]:
-    """The model with room for the tokens that a run adds to the vocabulary of its base, and the
-    tokenizer: that of `origin`, which is the base or the run itself where it was begun."""
-    tokenizer = with_tokenizer_of(origin, tokenizer)
-    if tokenizer.added:
-        # Imported here, because it reads models of every format.
-        from jaxformer.runs.init_from import with_grown_vocabulary
-
-        model = with_grown_vocabulary(model, tokenizer, base, is_new=origin is base)
-    return model, tokenizer
 
 
 def with_sizes(
@@ -319,11 +298,12 @@ def resolve_without_data(
     if tokenizer.added:
         # Imported here, because only such a run reads the tokenizer of its base.
         from jaxformer.runs.added_tokens import added_ids
+        from jaxformer.runs.init_from import with_vocabulary_of
         from jaxformer.runs.model_files import ModelFiles
         from jaxformer.tokenizer import Tokenizer
 
         base = ModelFiles(run.run.init_from)
-        model, tokenizer = with_vocabulary_of(origin_of(run.run, base), base, model, tokenizer)
+        model, tokenizer = with_vocabulary_of(base, base.or_begun(run.run), model, tokenizer)
         if run.adapter.kind != "none":
             added = added_ids(tokenizer, Tokenizer.load(tokenizer.path))
     model, notes = with_assumed_sizes(model)

@@ -112,8 +112,11 @@ def _train(run: RunConfig, begin: float) -> Result:
     directory = RunDirectory(run.run.dir)
     with contextlib.ExitStack() as stack, doing(PREPARING):
         # The directory, which one run at a time holds. Nothing is written before its settings fit.
-        together(lambda: chosen_tracker(run.run.tracker))
-        begun = together(lambda: stack.enter_context(directory.opened(run)))
+        def open_directory() -> bool:
+            chosen_tracker(run.run.tracker)
+            return stack.enter_context(directory.opened(run))
+
+        begun = together(open_directory)
         # The base, the tokenizer, the data, and every setting as the value that it is.
         setup = agreed(together(lambda: make_setup(run, log)))
         log(banner(summary(setup)))

@@ -20,7 +20,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig, to_json
 from jaxformer.interop import logit_parity
 from jaxformer.models.transformer import specs
-from jaxformer.runs.config import origin_of, with_base, with_tokenizer_of
+from jaxformer.runs.config import with_base
 from jaxformer.runs.init_from import warm_start
 from jaxformer.runs.loading import save_run
 from jaxformer.runs.model_files import ModelFiles
@@ -94,11 +94,11 @@ def a_run(place: Path, **model) -> Path:
 def based(run: RunConfig) -> RunConfig:
     """A run with what it takes from the model that it starts from."""
     base = run.run.init_from
-    origin = origin_of(run.run, ModelFiles(base))
+    origin = ModelFiles(base).or_begun(run.run)
     return dataclasses.replace(
         run,
         model=with_base(run.model, origin, base),
-        tokenizer=with_tokenizer_of(origin, run.tokenizer),
+        tokenizer=origin.with_tokenizer(run.tokenizer),
     )
 
 

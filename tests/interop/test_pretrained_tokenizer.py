@@ -361,7 +361,6 @@ def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path)
 
     import jaxformer as jf
     from jaxformer.config.run import TokenizerConfig
-    from jaxformer.runs.config import with_tokenizer_of
     from jaxformer.runs.model_files import ModelFiles
 
     kept = json.loads((saved("gpt2") / "tokenizer.json").read_text())["model"]
@@ -373,7 +372,7 @@ def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path)
     tokenizer, text = jf.load(tmp_path).tokenizer, "The quick  brown fox."
     assert tokenizer is not None
     assert tokenizer.encode(text) == Tokenizer.load(saved("gpt2")).encode(text)
-    path = with_tokenizer_of(ModelFiles(tmp_path), TokenizerConfig()).path
+    path = ModelFiles(tmp_path).with_tokenizer(TokenizerConfig()).path
     assert Tokenizer.load(path).fingerprint() == tokenizer.fingerprint()
     (tmp_path / "merges.txt").unlink()
     assert jf.load(tmp_path).tokenizer is None
