@@ -2,6 +2,7 @@
 they hold, and what a first reading of them tells."""
 
 import collections
+import contextlib
 import glob
 import hashlib
 import json
@@ -454,10 +455,19 @@ def scan_group(group: Source, cache: Path, log: Log, tokenizer: Tokenizer | None
     if of_ids:
         name = fingerprint(name, of_ids.fingerprint())
     record = cache / f"{name}.json"
-    try:
+    with contextlib.suppress(*WRONG_RECORD):
         return Scan.read(read_object(record))
-    except WRONG_RECORD:
-        made = scan_ids(group, of_ids, log) if of_ids else scan_text(group, log)
+    if of_ids:
+        (file,) = group.files
+        try:
+            array = open_ids(file, of_ids)
+            log(f"{group}: reading {file.path}, {array.dtype.name}")
+            _, sizes = documents_of_ids(array, of_ids, log)
+        except ConfigError as error:
+            raise ConfigError(f"{group}: {error}") from None
+        made = Scan(array.content(), len(sizes), int(sizes.sum()))
+    else:
+        made = scan_text(group, log)
     write_text(record, json.dumps(asdict(made)))
     return made
 
@@ -486,15 +496,3 @@ def scan_text(group: Source, log: Log) -> Scan:
                 documents += 1
         progress.tell()
     return Scan(digest.hexdigest(), documents, progress.done, skipped)
-
-
-def scan_ids(source: Source, tokenizer: Tokenizer, log: Log) -> Scan:
-    """Read and check every id of a file."""
-    (file,) = source.files
-    try:
-        array = open_ids(file, tokenizer)
-        log(f"{source}: reading {file.path}, {array.dtype.name}")
-        _, sizes = documents_of_ids(array, tokenizer, log)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
-    return Scan(array.content(), len(sizes), int(sizes.sum()))
