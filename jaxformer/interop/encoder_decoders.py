@@ -1,7 +1,7 @@
 """Encoder-decoders: BART and those with its tensors, T5 and its encoder alone, and T5Gemma."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from jaxformer.interop.fields import (
     tied,
 )
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.llama import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK, GEMMA_LAYERS
+from jaxformer.interop.llama import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK
 from jaxformer.interop.rope import Rope
 from jaxformer.interop.tensor_table import AS_ROW, LINEAR, TensorRow, block, norm, projections
 
@@ -83,7 +83,6 @@ def bart_like(
     norms: str,
     normed_embedding: bool,
     model: str = "ForConditionalGeneration",
-    vocab_size: int = 50265,
     activation: str = "gelu",
     scaled: bool = False,
     head_bias: bool = True,
@@ -92,20 +91,20 @@ def bart_like(
     """A family with the tensors of BART, and the keys `more` beside those of all.
 
     Its class is `name` + `model`, with `head_bias` a bias of the logits. `norms` are before the
-    sublayers and at the end of each stack ("pre"), or after the sums ("post"). `vocab_size`,
-    `activation` and `scaled` are the defaults of vocab_size, activation_function and
-    scale_embedding; `others` are as in `Family`.
+    sublayers and at the end of each stack ("pre"), or after the sums ("post"). `activation` and
+    `scaled` are the defaults of activation_function and scale_embedding; `others` are as in
+    `Family`.
     """
     is_pre = norms == "pre"
     keys_of_all = (
         Constant(family="encoder_decoder", norm="layer", bias="all"),
         Constant(norm_placement=norms, embedding_norm=normed_embedding),
-        *keys(vocab_size=vocab_size, d_model=1024, decoder_layers=12, encoder_ffn_dim=4096),
-        *keys(encoder_attention_heads=16, max_position_embeddings=1024),
-        Key("encoder_layers", "n_encoder_layers", 12),
+        *keys("vocab_size d_model decoder_layers encoder_ffn_dim encoder_attention_heads"),
+        *keys(max_position_embeddings=1024),
+        Key("encoder_layers", "n_encoder_layers", needed=True),
         # Sizes that config.json has for each stack, and that have to be equal here.
-        AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", True, 4096),
-        AliasKey("decoder_attention_heads", "encoder_attention_heads", "n_heads", True, 16),
+        AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", checked=True),
+        AliasKey("decoder_attention_heads", "encoder_attention_heads", "n_heads", checked=True),
         Choice("activation_function", "activation", PLAIN, activation),
         Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, scaled),
         # Of the first versions of transformers with these models.
@@ -156,7 +155,6 @@ MARIAN = bart_like(
     norms="post",
     normed_embedding=False,
     model="MTModel",
-    vocab_size=58101,
     covers="sinusoidal positions; encoders and decoders of different depth; scaled embedding",
 )
 
@@ -208,7 +206,6 @@ M2M100 = bart_like(
     PositionsAfterPadding(),
     norms="pre",
     normed_embedding=False,
-    vocab_size=128112,
     activation="relu",
     scaled=True,
     head_bias=False,
@@ -248,23 +245,12 @@ class T5Head(KeyMapping):
         return keys
 
 
-# The defaults of T5.
-T5_SIZES: Mapping[str, float] = {
-    "vocab_size": 32128,
-    "d_model": 512,
-    "d_kv": 64,
-    "d_ff": 2048,
-    "num_heads": 8,
-    "layer_norm_epsilon": 1e-6,
-    "n_positions": 512,
-}
-
-
-def t5_shared_fields(activation: str, default: Mapping[str, int]) -> tuple[KeyMapping, ...]:
-    """The keys of a model with one stack or two; `default` has the sizes that are not T5's."""
+def t5_shared_fields(activation: str) -> tuple[KeyMapping, ...]:
+    """Return the keys of a model with one stack or two."""
     return (
         Constant(norm="rms", positions="t5", attention_scale=1.0),
-        *keys(**{**T5_SIZES, **default}),
+        *keys("vocab_size d_model d_ff num_heads"),
+        *keys(d_kv=64, layer_norm_epsilon=1e-6, n_positions=512),
         Key("relative_attention_num_buckets", "relative_buckets", 32),
         Key("relative_attention_max_distance", "relative_distance", 128),
         Choice("feed_forward_proj", "activation", T5_FEED_FORWARD, activation),
@@ -307,26 +293,20 @@ EMBEDDING_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embe
 
 
 def t5_like(
-    model_type: str,
-    name: str,
-    mappings: Sequence[KeyMapping],
-    depth: int,
-    covers: str,
-    has_scale: bool = True,
+    model_type: str, name: str, mappings: Sequence[KeyMapping], covers: str, has_scale: bool = True
 ) -> tuple[Family, Family]:
     """A family of encoder-decoders with the tensors of T5, and its encoder alone, also out of the
-    files of both stacks. `name` begins its classes, and `depth` is the default of each stack;
-    `covers` is as in `Family`."""
+    files of both stacks. `name` begins its classes; `covers` is as in `Family`."""
     both_stacks = (
         Constant(family="encoder_decoder"),
-        Key("num_layers", "n_encoder_layers", depth),
-        Key("num_decoder_layers", "n_layers", depth, instead="num_layers"),
+        Key("num_layers", "n_encoder_layers", needed=True),
+        Key("num_decoder_layers", "n_layers", instead="num_layers", needed=True),
         T5Head(has_scale),
     )
     # The keys of the decoder are not read, and it is written that there is none.
     encoder_alone = (
         Constant(family="encoder"),
-        *keys(num_layers=depth),
+        *keys("num_layers"),
         IgnoredKeys(
             "num_decoder_layers scale_decoder_outputs tie_word_embeddings",
             written={"is_encoder_decoder": False},
@@ -363,20 +343,17 @@ def t5_like(
 T5, T5_ENCODER = t5_like(
     "t5",
     "T5",
-    t5_shared_fields("relu", {}),
-    6,
+    t5_shared_fields("relu"),
     "v1 and v1.1: stacks of different depth; tied and untied; gated activation",
 )
-MT5_DEPTH = 8
-MT5_KEYS = t5_shared_fields("gated-gelu", {"vocab_size": 250112, "d_ff": 1024, "num_heads": 6})
+MT5_KEYS = t5_shared_fields("gated-gelu")
 MT5, MT5_ENCODER = t5_like(
-    "mt5", "MT5", MT5_KEYS, MT5_DEPTH, "as t5, with logits that are not scaled", has_scale=False
+    "mt5", "MT5", MT5_KEYS, "as t5, with logits that are not scaled", has_scale=False
 )
 UMT5, UMT5_ENCODER = t5_like(
     "umt5",
     "UMT5",
     (*MT5_KEYS, Constant(relative_bias="layer")),
-    MT5_DEPTH,
     "as t5, with a table of relative positions for each layer",
 )
 
@@ -389,7 +366,7 @@ STACK_KEYS = (
     *GEMMA_BLOCK,
     *GEMMA2_CAPS,
     Rope(),
-    Windows(GEMMA_LAYERS, every=2),
+    Windows(every=2),
     IgnoredKeys("dropout_rate tie_word_embeddings"),
 )
 ENCODER, DECODER = (KeyTable(side, STACK_KEYS) for side in ("encoder", "decoder"))

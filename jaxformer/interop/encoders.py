@@ -8,6 +8,7 @@ from jaxformer.interop.family import Copy, Family
 from jaxformer.interop.fields import (
     GATED_NAMES,
     PLAIN,
+    SIZES,
     Choice,
     ClassCount,
     ConfigFields,
@@ -39,14 +40,6 @@ ENCODER = Constant(
     positions="learned",
 )
 
-# The defaults of BERT.
-BERT_SIZES: Mapping[str, int] = {
-    "vocab_size": 30522,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-}
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 BUFFERS = (r"embeddings\.(position_ids|token_type_ids)$",)
 Heads = Mapping[str, tuple[TensorRow, ...]]  # the rows of each head, by `config.output`
@@ -147,14 +140,11 @@ def encoder_like(
     )
 
 
-def bert_keys(**default: int) -> tuple[KeyMapping, ...]:
-    """The keys of BERT; `default` has a family's own defaults, and that of the length if it is the
-    number of positions."""
-    return (
-        *keys(**{**BERT_SIZES, **default}),
-        *keys(type_vocab_size=2, layer_norm_eps=1e-12),
-        *fixed(position_embedding_type="absolute"),
-    )
+BERT_KEYS = (
+    *keys(SIZES, type_vocab_size=2, layer_norm_eps=1e-12),
+    *fixed(position_embedding_type="absolute"),
+)
+LENGTH = keys(max_position_embeddings=512)
 
 
 def embeddings(base: str) -> tuple[TensorRow, ...]:
@@ -198,7 +188,8 @@ BERT = encoder_like(
     {"BertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Bert")},
     "bert",
     (
-        *bert_keys(max_position_embeddings=512),
+        *BERT_KEYS,
+        *LENGTH,
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Present("bert.pooler.dense.weight", "pooler", WITH_POOLER),
         Present("cls.seq_relationship.weight", "next_sentence", ("BertForPreTraining",)),
@@ -250,14 +241,14 @@ def roberta_heads(base: str) -> Heads:
     }
 
 
-def roberta_like(model_type: str, name: str, vocab_size: int) -> Family:
+def roberta_like(model_type: str, name: str) -> Family:
     """A family with the tensors of RoBERTa; `name` begins the names of its classes."""
     return encoder_like(
         model_type,
         classes_of(name),
         "roberta",
         (
-            *bert_keys(vocab_size=vocab_size),
+            *BERT_KEYS,
             OffsetPositions(),
             *ALWAYS_GELU,
             Present("roberta.pooler.dense.weight", "pooler", (f"{name}Model",)),
@@ -271,8 +262,8 @@ def roberta_like(model_type: str, name: str, vocab_size: int) -> Family:
     )
 
 
-ROBERTA = roberta_like("roberta", "Roberta", 50265)
-XLM_ROBERTA = roberta_like("xlm-roberta", "XLMRoberta", 30522)
+ROBERTA = roberta_like("roberta", "Roberta")
+XLM_ROBERTA = roberta_like("xlm-roberta", "XLMRoberta")
 
 # DistilBERT (arXiv:1910.01108) has neither token types nor a pooler beside its class head.
 DISTILBERT = encoder_like(
@@ -281,14 +272,8 @@ DISTILBERT = encoder_like(
     "distilbert",
     (
         Constant(norm_eps=1e-12, pooler_activation="relu"),
-        *keys(
-            vocab_size=30522,
-            dim=768,
-            n_layers=6,
-            n_heads=12,
-            hidden_dim=3072,
-            max_position_embeddings=512,
-        ),
+        *keys("vocab_size dim n_layers n_heads hidden_dim"),
+        *LENGTH,
         Choice("activation", "activation", PLAIN, "gelu"),
         # The positions are stored, also where they began as sinusoids.
         IgnoredKeys("sinusoidal_pos_embds qa_dropout seq_classif_dropout tie_weights_"),
@@ -318,13 +303,6 @@ DISTILBERT = encoder_like(
 # ALBERT (arXiv:1909.11942): BERT with narrow embeddings, whose layers share their parameters in
 # groups; its second head predicts the order of two texts.
 
-ALBERT_SIZES = {
-    "vocab_size": 30000,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
-    "intermediate_size": 16384,
-}
-
 
 class NarrowEmbedding(Key):
     """The width of the embeddings, which the matrix that projects them has to differ from: there it
@@ -332,7 +310,7 @@ class NarrowEmbedding(Key):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         width = hf.number(self.hf, self.default)
-        if width == hf.number("hidden_size", ALBERT_SIZES["hidden_size"]):
+        if width == hf.number("hidden_size"):
             raise hf.unsupported(self.hf, width, ["a number that is not hidden_size"])
         return super().read(hf)
 
@@ -341,7 +319,8 @@ class LayerGroups(Key):
     """The number of groups, which has to divide that of the layers."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        groups, layers = hf.whole(self.hf, self.default), hf.number("num_hidden_layers", 12)
+        groups = hf.whole(self.hf, self.default)
+        layers = hf.number("num_hidden_layers")
         if layers % groups:
             raise hf.unsupported(self.hf, groups, [f"a divisor of num_hidden_layers={layers:g}"])
         return super().read(hf)
@@ -356,7 +335,8 @@ ALBERT = encoder_like(
     {"AlbertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Albert")},
     "albert",
     (
-        *bert_keys(**ALBERT_SIZES, max_position_embeddings=512),
+        *BERT_KEYS,
+        *LENGTH,
         NarrowEmbedding("embedding_size", "embedding_width", 128),
         LayerGroups("num_hidden_groups", "layer_groups", 1),
         *fixed(inner_group_num=1),
@@ -405,12 +385,8 @@ ELECTRA = encoder_like(
     },
     "electra",
     (
-        *bert_keys(
-            hidden_size=256,
-            num_attention_heads=4,
-            intermediate_size=1024,
-            max_position_embeddings=512,
-        ),
+        *BERT_KEYS,
+        *LENGTH,
         Key("embedding_size", "embedding_width", 128),
         *ALWAYS_GELU,
         Constant(pooler_activation="gelu"),
@@ -445,8 +421,7 @@ MPNET = encoder_like(
         Constant(
             positions="t5", position_embedding="learned", relative_buckets=32, relative_distance=128
         ),
-        *keys(**{**BERT_SIZES, "vocab_size": 30527}),
-        *keys(layer_norm_eps=1e-12),
+        *keys(SIZES, layer_norm_eps=1e-12),
         *fixed(relative_attention_num_buckets=32, pad_token_id=1),
         OffsetPositions(),
         *ALWAYS_GELU,
@@ -493,8 +468,7 @@ NOMIC_BERT = encoder_like(
     "nomic_bert",
     (
         Constant(bias="norm"),
-        *keys(**{**BERT_SIZES, "vocab_size": 30528}),
-        *keys(head_dim=None, type_vocab_size=2, layer_norm_eps=1e-12),
+        *keys(SIZES, head_dim=None, type_vocab_size=2, layer_norm_eps=1e-12),
         Choice("hidden_act", "activation", GATED_NAMES, "silu"),
         Length(2048),
         Rope(theta=("rope_theta", 1000.0)),
@@ -564,7 +538,6 @@ class LocalWindows(Windows):
         return {"layer_types": super().write(config)["layer_types"], "local_attention": width}
 
 
-MODERNBERT_DEPTH = 22
 MODERNBERT = encoder_like(
     "modernbert",
     classes_of("ModernBert"),
@@ -580,21 +553,14 @@ MODERNBERT = encoder_like(
             pooler_activation="gelu",
         ),
         DivisibleHeads(),
-        *keys(
-            vocab_size=50368,
-            hidden_size=768,
-            num_hidden_layers=MODERNBERT_DEPTH,
-            num_attention_heads=12,
-            intermediate_size=1152,
-            norm_eps=1e-5,
-        ),
+        *keys(SIZES, norm_eps=1e-5),
         Length(8192),
         Rope(
             theta=("global_rope_theta", 160_000.0),
             local=("local_rope_theta", 10_000.0),
             kinds=("default",),
         ),
-        LocalWindows(MODERNBERT_DEPTH),
+        LocalWindows(),
         *(FixedKey(f"{name}_activation", ("gelu",)) for name in ("hidden", "classifier")),
         *(FixedKey(f"{name}_bias", (False,)) for name in ("norm", "attention", "mlp")),
         *fixed(classifier_bias=False, decoder_bias=True),
@@ -643,13 +609,6 @@ MODERNBERT = encoder_like(
 # attention reads relative positions by the projections of queries and keys. The classes are those
 # of v2 in transformers.
 
-DEBERTA_SIZES: Mapping[str, int] = {
-    "vocab_size": 128100,
-    "hidden_size": 1536,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 24,
-    "intermediate_size": 6144,
-}
 POSITION_TERMS = ["p2c", "c2p"]  # the terms that positions add to the scores
 
 
@@ -667,8 +626,8 @@ class DisentangledPositions(KeyMapping):
         distance = hf.number("max_relative_positions", -1)
         if distance < 1:
             distance = length
-        width = hf.number("hidden_size", DEBERTA_SIZES["hidden_size"])
-        heads = hf.number("num_attention_heads", DEBERTA_SIZES["num_attention_heads"])
+        width = hf.number("hidden_size")
+        heads = hf.positive("num_attention_heads")
         hf.only("attention_head_size", (width // heads,))
         for key in ("embedding_size", "pooler_hidden_size"):
             hf.only(key, (width,))
@@ -721,9 +680,8 @@ DEBERTA = encoder_like(
     classes_of("DebertaV2"),
     "deberta",
     (
-        *keys(**DEBERTA_SIZES),
+        *keys(SIZES, type_vocab_size=0, layer_norm_eps=1e-7),
         DivisibleHeads(),
-        *keys(type_vocab_size=0, layer_norm_eps=1e-7),
         DisentangledPositions(),
         *fixed(conv_kernel_size=0),
         FixedKey("legacy", (True, False)),
@@ -767,16 +725,8 @@ CLIP_TEXT = Family(
     (
         Constant(norm="layer", bias="all", positions="learned", pooling="last"),
         DivisibleHeads(),
-        *keys(
-            vocab_size=49408,
-            hidden_size=512,
-            intermediate_size=2048,
-            num_hidden_layers=12,
-            num_attention_heads=8,
-            max_position_embeddings=77,
-        ),
+        *keys(SIZES, max_position_embeddings=77, layer_norm_eps=1e-5),
         ProjectionWidth("projection_dim", "projection_width", 512),
-        *keys(layer_norm_eps=1e-5),
         Choice("hidden_act", "activation", PLAIN, "quick_gelu"),
         Dropout("attention_dropout"),
         # Older files have it, and it is of no layer.

@@ -10,6 +10,7 @@ import numpy as np
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop.family import INV_FREQ, decoder_like
 from jaxformer.interop.fields import (
+    SIZES,
     AliasKey,
     Biases,
     Choice,
@@ -106,11 +107,12 @@ class SparseLayers(KeyMapping):
     mlp_only_layers."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        layers, step = hf.number("num_hidden_layers", 24), hf.whole("decoder_sparse_step", 1)
+        layers = hf.whole("num_hidden_layers")
+        step = hf.whole("decoder_sparse_step", 1)
         dense = hf.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
             raise hf.unsupported("mlp_only_layers", dense, ["a list of numbers of layers"])
-        has_experts = [(i + 1) % step == 0 and i not in dense for i in range(int(layers))]
+        has_experts = [(i + 1) % step == 0 and i not in dense for i in range(layers)]
         if not any(has_experts) or hf.get("num_experts") == 0:
             return {"feed_forward": "ffn", "n_experts": 0}
         return {"expert_pattern": letters(has_experts, "e", "d")}
@@ -137,10 +139,10 @@ def routed(
     )
 
 
-def expert_sizes(width: int, without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
+def expert_sizes(without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
     """The keys of `sizes`, but intermediate_size is the width of an expert."""
     usual = sizes(f"intermediate_size {without}", **default)
-    return (*usual, Key("intermediate_size", "expert_ff", width))
+    return (*usual, Key("intermediate_size", "expert_ff", needed=True))
 
 
 RENORMALIZED = Choice("norm_topk_prob", "router_renormalize", {True: True, False: False}, False)
@@ -151,14 +153,12 @@ MIXTRAL = decoder_like(
     "Mixtral",
     one_each("block_sparse_moe", "w1", "w3", "w2"),
     (
-        *expert_sizes(
-            14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5
-        ),
+        *expert_sizes(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5),
         *routed(("num_local_experts", 8), 2),
         RMS,
         SILU,
         Rope(theta=("rope_theta", 1_000_000.0)),
-        Windows(32, kinds=False, default_window=None),
+        Windows(kinds=False, default_window=None),
         # Noise on the input of the experts in training, and not on the logits of the router.
         FixedKey("router_jitter_noise", (0.0, None)),
     ),
@@ -172,14 +172,7 @@ QWEN3_MOE = decoder_like(
     "Qwen3Moe",
     QWEN_ROWS,
     (
-        *sizes(
-            vocab_size=151936,
-            hidden_size=2048,
-            num_hidden_layers=24,
-            num_key_value_heads=4,
-            intermediate_size=6144,
-            max_position_embeddings=32768,
-        ),
+        *sizes(num_key_value_heads=4, max_position_embeddings=32768),
         Key("moe_intermediate_size", "expert_ff", 768),
         *routed(("num_experts", 128), 8),
         SparseLayers(),
@@ -201,16 +194,7 @@ OLMOE = decoder_like(
     QWEN_ROWS,
     (
         # The width of a head follows from the two others.
-        *expert_sizes(
-            2048,
-            "head_dim",
-            vocab_size=50304,
-            hidden_size=2048,
-            num_hidden_layers=16,
-            num_attention_heads=16,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-        ),
+        *expert_sizes("head_dim", max_position_embeddings=4096, rms_norm_eps=1e-5),
         *routed(("num_experts", 64), 8, loss=0.01, query_key_norm="width"),
         RENORMALIZED,
         *USUAL,
@@ -231,7 +215,7 @@ GRANITE_ROWS = (
     TensorRow(SPARSE + "output_linear.weight", f"{EXPERT_BLOCKS}down", LINEAR),
 )
 GRANITE_KEYS = (
-    *expert_sizes(11008),
+    *expert_sizes(),
     *routed(("num_local_experts", 8), 2),
     *MULTIPLIERS,
     *USUAL,
@@ -258,7 +242,6 @@ GRANITE_MOE_SHARED = decoder_like(
 
 # gpt-oss (arXiv:2508.10925): attention sinks, biases, a clamped activation, and published weights
 # of experts that are packed.
-GPT_OSS_LAYERS = 36
 MLP = LAYER + "mlp."
 GPT_OSS = decoder_like(
     "gpt_oss",
@@ -278,15 +261,7 @@ GPT_OSS = decoder_like(
     ),
     (
         *expert_sizes(
-            2880,
-            vocab_size=201088,
-            hidden_size=2880,
-            num_hidden_layers=GPT_OSS_LAYERS,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=64,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
+            num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5
         ),
         *routed(("num_local_experts", 128), 4, router_bias="learned", attention_sinks=True),
         Constant(activation="swiglu_clamped"),
@@ -303,7 +278,7 @@ GPT_OSS = decoder_like(
                 "original_max_position_embeddings": 4096,
             },
         ),
-        Windows(GPT_OSS_LAYERS, every=2, default_window=128),
+        Windows(every=2, default_window=128),
         Biases({"attention_bias": (ATTENTION, True)}, always=FFN),
         # Of the published files, which transformers does not read.
         IgnoredKeys("experts_per_token initial_context_length"),
@@ -317,7 +292,9 @@ EXPERT_FAMILIES = (MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, G
 
 # DeepSeek-V3 (arXiv:2412.19437): latent attention, and experts behind some dense layers.
 
-UNROTATED, ROTATED, DEEPSEEK_LAYERS = 128, 64, 61  # defaults of DeepseekV3Config
+# The defaults of DeepseekV3Config.
+UNROTATED = 128
+ROTATED = 64
 LATENT_BLOCKS = "blocks.latent."
 
 DEEPSEEK_ROWS = (
@@ -406,10 +383,8 @@ class DenseLayers(KeyMapping):
     rows: tuple[KeyMapping, ...]
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        layers, dense = (
-            hf.number("num_hidden_layers", DEEPSEEK_LAYERS),
-            hf.number("first_k_dense_replace", 3),
-        )
+        layers = hf.number("num_hidden_layers")
+        dense = hf.number("first_k_dense_replace", 3)
         experts: ConfigFields = {"feed_forward": "experts", "dense_layers": dense}
         for row in self.rows:
             experts |= row.read(hf)
@@ -442,14 +417,8 @@ DEEPSEEK_V3 = decoder_like(
     deepseek_rows,
     (
         Constant(mixer="latent"),
-        *keys(
-            vocab_size=129280,
-            hidden_size=7168,
-            num_hidden_layers=DEEPSEEK_LAYERS,
-            num_attention_heads=128,
-        ),
-        AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", True, 128),
-        *keys(intermediate_size=18432, rms_norm_eps=1e-6),
+        *keys(SIZES, rms_norm_eps=1e-6),
+        AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", checked=True),
         Key("kv_lora_rank", "kv_rank", 512),
         OptionalKey("q_lora_rank", "query_rank", 1536),
         Key("v_head_dim", "value_dim", 128),

@@ -88,6 +88,7 @@ class Key(KeyMapping):
     field: str
     default: Any = None
     instead: str = ""  # the key that is read where there is none, as in older files
+    needed: bool = False  # every file has it
     may_be_null: ClassVar[bool] = False
 
     def read(self, hf: HFConfig) -> ConfigFields:
@@ -96,8 +97,10 @@ class Key(KeyMapping):
         if value is None and self.instead:
             value = default
         if value is None:
-            if self.default is not None and self.hf in hf.values and not self.may_be_null:
-                raise hf.unsupported(self.hf, None, [self.default])
+            is_null = self.default is not None and self.hf in hf.values and not self.may_be_null
+            if self.needed or is_null:
+                allowed = "a number" if self.needed else self.default
+                raise hf.unsupported(self.hf, None, [allowed])
             return {}
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         return {self.field: float(value) if TYPES[self.field] is float and is_integer else value}
@@ -125,9 +128,15 @@ USUAL_KEYS = by_hf_name(
 )
 
 
-def keys(**defaults: float | None) -> tuple[Key, ...]:
-    """The keys of these names, each with its usual field, and their defaults."""
-    return tuple(Key(hf, USUAL_KEYS[hf], default) for hf, default in defaults.items())
+# What every config.json says of most families.
+SIZES = "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size"
+
+
+def keys(needed: str = "", /, **defaults: float | None) -> tuple[Key, ...]:
+    """Return keys with their usual fields: those that a file has to have, separated by spaces, and
+    others with their defaults in transformers."""
+    every_file = [Key(hf, USUAL_KEYS[hf], needed=True) for hf in needed.split()]
+    return (*every_file, *(Key(hf, USUAL_KEYS[hf], default) for hf, default in defaults.items()))
 
 
 class OptionalKey(Key):
@@ -182,19 +191,17 @@ def fixed(**values: Any) -> tuple[FixedKey, ...]:
 
 @dataclass(frozen=True)
 class AliasKey(KeyMapping):
-    """A key that repeats `key`, which another row reads; where `checked`, they have to agree, or
-    without that key be its `default`."""
+    """A key that repeats `key`, which another row reads; where `checked`, they have to agree."""
 
     hf: str
     key: str
     field: str
     checked: bool = False
-    default: float | None = None
 
     def read(self, hf: HFConfig) -> ConfigFields:
         stated = hf.get(self.hf)
         if self.checked and stated is not None:
-            hf.only(self.hf, (hf.get(self.key, self.default or stated),))
+            hf.only(self.hf, (hf.get(self.key, stated),))
         return {}
 
     def write(self, config: ModelConfig) -> Keys:
@@ -283,8 +290,9 @@ class DivisibleHeads(KeyMapping):
     other configs."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        width, heads = hf.get("hidden_size", 0), hf.get("num_attention_heads", 1)
-        if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads:
+        width = hf.number("hidden_size")
+        heads = hf.positive("num_attention_heads")
+        if width % heads:
             divisor = f"a divisor of hidden_size={width}"
             raise hf.unsupported("num_attention_heads", heads, [divisor])
         return {}
@@ -357,7 +365,6 @@ class Windows(KeyMapping):
     max_window_layers layers have no window.
     """
 
-    default_layers: int
     every: int = 0
     period: str = ""
     kinds: bool = True  # the architecture reads layer_types
@@ -365,8 +372,8 @@ class Windows(KeyMapping):
     default_window: int | None = 4096
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        layers = hf.get("num_hidden_layers", self.default_layers)
-        if type(layers) is not int or layers > MOST_LAYERS:
+        layers = hf.whole("num_hidden_layers")
+        if layers > MOST_LAYERS:
             raise hf.unsupported("num_hidden_layers", layers, [f"1 to {MOST_LAYERS}"])
         window = self.window(hf)
         kinds = hf.get("layer_types") if self.kinds else None
@@ -416,8 +423,7 @@ class RotatedLayers(Windows):
         if SLIDING in (hf.get("layer_types") or []) and not hf.flag("use_sliding_window", False):
             # Kernels of transformers differ in whether they then apply the window.
             raise hf.unsupported("use_sliding_window", False, [True])
-        layers = hf.number("num_hidden_layers", self.default_layers)
-        rotated = self.usual_full_layers(hf, int(layers))
+        rotated = self.usual_full_layers(hf, hf.whole("num_hidden_layers"))
         return windows | {"position_pattern": letters(rotated, "p", "n")}
 
     def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:

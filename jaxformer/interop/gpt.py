@@ -7,6 +7,7 @@ from jaxformer.interop.family import INV_FREQ, decoder_like
 from jaxformer.interop.fields import (
     MOST_LAYERS,
     PLAIN,
+    SIZES,
     AliasKey,
     Biases,
     Choice,
@@ -61,11 +62,8 @@ GPT2 = decoder_like(
     (
         Constant(norm="layer", bias="all", positions="learned"),
         *keys(
-            vocab_size=50257,
+            "vocab_size n_embd n_layer n_head",
             n_positions=1024,
-            n_embd=768,
-            n_layer=12,
-            n_head=12,
             n_inner=None,
             layer_norm_epsilon=1e-5,
         ),
@@ -107,14 +105,7 @@ GPT_NEOX = decoder_like(
     (
         Constant(norm="layer"),
         DivisibleHeads(),
-        *keys(
-            vocab_size=50432,
-            hidden_size=6144,
-            num_hidden_layers=44,
-            num_attention_heads=64,
-            intermediate_size=24576,
-            layer_norm_eps=1e-5,
-        ),
+        *keys(SIZES, layer_norm_eps=1e-5),
         Length(2048),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Choice("use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True),
@@ -151,11 +142,10 @@ BLOOM = decoder_like(
         Constant(
             norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"
         ),
-        *keys(vocab_size=250880),
-        Key("hidden_size", "d_model", 64, instead="n_embed"),
-        Key("n_layer", "n_layers", 2, instead="num_hidden_layers"),
-        Key("n_head", "n_heads", 8, instead="num_attention_heads"),
-        *keys(layer_norm_epsilon=1e-5, seq_length=2048),
+        Key("hidden_size", "d_model", instead="n_embed", needed=True),
+        Key("n_layer", "n_layers", instead="num_hidden_layers", needed=True),
+        Key("n_head", "n_heads", instead="num_attention_heads", needed=True),
+        *keys("vocab_size", layer_norm_epsilon=1e-5, seq_length=2048),
         *fixed(apply_residual_connection_post_layernorm=False),
         Dropout("hidden_dropout attention_dropout"),
         # It would leave out biases with pretraining_tp > 1.
@@ -178,12 +168,10 @@ class RotaryWidth(KeyMapping):
 
     hf: str
     default: int
-    width: tuple[str, int]  # key and default of the width of the model
-    heads: tuple[str, int]
 
     def read(self, hf: HFConfig) -> ConfigFields:
         rotated = hf.number(self.hf, self.default)
-        head_width = hf.number(*self.width) // hf.number(*self.heads)
+        head_width = hf.number("n_embd") // hf.positive("n_head")
         if not 0 < rotated <= head_width or int(head_width * (rotated / head_width)) != rotated:
             raise hf.unsupported(self.hf, rotated, [f"an even number up to {head_width}"])
         return {"rope_fraction": rotated / head_width}
@@ -208,15 +196,12 @@ GPTJ = decoder_like(
         Constant(norm="layer", bias="ffn_norm", residual="parallel_shared", head_bias=True),
         Constant(positions="rope", rope_pairing="interleaved", rope_theta=10_000.0),
         *keys(
-            vocab_size=50400,
+            "vocab_size n_embd n_layer n_head",
             n_positions=2048,
-            n_embd=4096,
-            n_layer=28,
-            n_head=16,
             n_inner=None,
             layer_norm_epsilon=1e-5,
         ),
-        RotaryWidth("rotary_dim", 64, ("n_embd", 4096), ("n_head", 16)),
+        RotaryWidth("rotary_dim", 64),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
         *fixed(scale_attn_weights=True),
         Dropout("resid_pdrop embd_pdrop attn_pdrop"),
@@ -239,7 +224,7 @@ class LocalLayers(KeyMapping):
     number of times that it repeats."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        layers = hf.number("num_layers", 24)
+        layers = hf.number("num_layers")
         stated = hf.get("attention_types")
         entries = [[[GLOBAL, LOCAL], 12]] if stated is None else stated
         kinds: list[str] = []
@@ -281,11 +266,8 @@ GPT_NEO = decoder_like(
     (
         Constant(norm="layer", bias="all_but_qkv", positions="learned", attention_scale=1.0),
         *keys(
-            vocab_size=50257,
+            "vocab_size hidden_size num_layers num_heads",
             max_position_embeddings=2048,
-            hidden_size=2048,
-            num_layers=24,
-            num_heads=16,
             intermediate_size=None,
             layer_norm_epsilon=1e-5,
         ),
@@ -323,21 +305,14 @@ OPT = decoder_like(
     ),
     (
         Constant(norm="layer", norm_eps=1e-5, positions="learned", position_offset=2),
-        *keys(
-            vocab_size=50272,
-            max_position_embeddings=2048,
-            hidden_size=768,
-            num_hidden_layers=12,
-            num_attention_heads=12,
-            ffn_dim=3072,
-        ),
+        *keys(SIZES.replace("intermediate_size", "ffn_dim"), max_position_embeddings=2048),
         Choice("activation_function", "activation", PLAIN, "relu"),
         Choice("do_layer_norm_before", "norm_placement", {True: "pre", False: "post"}, True),
         Biases(
             {"enable_bias": (frozenset({"qkv", "out", "ffn"}), True)}, always=frozenset({"norm"})
         ),
         # Embeddings of another width than the model, as in OPT-350m, have two matrices beside them.
-        AliasKey("word_embed_proj_dim", "hidden_size", "d_model", checked=True, default=768),
+        AliasKey("word_embed_proj_dim", "hidden_size", "d_model", checked=True),
         *fixed(_remove_final_layer_norm=False, layer_norm_elementwise_affine=True),
         Dropout("dropout attention_dropout"),
         IgnoredKeys("activation_dropout layerdrop init_std"),
@@ -353,8 +328,6 @@ OPT = decoder_like(
 # Falcon and MPT: decoders with layer norms and few biases, whose queries, keys and values are one
 # matrix.
 
-FALCON_HEADS = 71
-
 
 class FalconBlocks(KeyMapping):
     """The number of key heads and the residual connection of Falcon, which four keys state.
@@ -365,7 +338,7 @@ class FalconBlocks(KeyMapping):
     """
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        heads = hf.number("num_attention_heads", FALCON_HEADS)
+        heads = hf.number("num_attention_heads")
         stated_norms = hf.get("num_ln_in_parallel_attn")
         is_parallel = hf.flag("parallel_attn", True)
         has_one_key = hf.flag("multi_query", True)
@@ -424,11 +397,9 @@ FALCON = decoder_like(
     (
         Constant(norm="layer"),
         DivisibleHeads(),
-        *keys(vocab_size=65024),
-        Key("hidden_size", "d_model", 4544, instead="n_embed"),
+        Key("hidden_size", "d_model", instead="n_embed", needed=True),
         *keys(
-            num_hidden_layers=32,
-            num_attention_heads=FALCON_HEADS,
+            "vocab_size num_hidden_layers num_attention_heads",
             ffn_hidden_size=None,
             layer_norm_epsilon=1e-5,
         ),
@@ -484,14 +455,7 @@ MPT = decoder_like(
     ),
     (
         Constant(norm="layer", positions="alibi", activation="gelu"),
-        *keys(
-            vocab_size=50368,
-            d_model=2048,
-            n_layers=24,
-            n_heads=16,
-            max_seq_len=2048,
-            layer_norm_epsilon=1e-5,
-        ),
+        *keys("vocab_size d_model n_layers n_heads", max_seq_len=2048, layer_norm_epsilon=1e-5),
         KeyTable(
             "attn_config",
             (

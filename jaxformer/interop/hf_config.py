@@ -60,18 +60,19 @@ class HFConfig:
             raise self.unsupported(key, value, [f"-{LARGEST} to {LARGEST}"])
         return value
 
-    def number(self, key: str, default: float) -> int | float:
-        """The number of a key. ConfigError for null, and for what is none."""
+    def number(self, key: str, default: float | None = None) -> int | float:
+        """Return the number of a key. ConfigError for null, for what is none, and where the key is
+        missing and has no default."""
         return self.checked_number(key, self.get(key, default))
 
-    def positive(self, key: str, default: float) -> int | float:
+    def positive(self, key: str, default: float | None = None) -> int | float:
         """As `number`, of one above 0."""
         value = self.number(key, default)
         if value <= 0:
             raise self.unsupported(key, value, ["a number above 0"])
         return value
 
-    def whole(self, key: str, default: int, least: int = 1) -> int:
+    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
         """As `number`, of a whole one from `least`."""
         value = self.number(key, default)
         if not isinstance(value, int) or value < least:

@@ -10,6 +10,7 @@ from jaxformer.interop.family import decoder_like
 from jaxformer.interop.fields import (
     GATED_NAMES,
     PLAIN,
+    SIZES,
     Biases,
     Choice,
     ConfigFields,
@@ -49,14 +50,9 @@ ROWS = (
 )
 
 # The defaults of Llama.
-SIZES: Mapping[str, float | None] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
+DEFAULTS: Mapping[str, float | None] = {
     "num_key_value_heads": None,
     "head_dim": None,
-    "intermediate_size": 11008,
     "rms_norm_eps": 1e-6,
 }
 
@@ -65,10 +61,10 @@ def sizes(without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
     """The keys of all these families but those of `without`, separated by spaces; `default` has a
     family's own defaults."""
     length = default.pop("max_position_embeddings", 2048)
-    defaults = {**SIZES, **default}
-    for hf in without.split():
-        defaults.pop(hf)
-    return (*keys(**defaults), Length(int(length)), Dropout("attention_dropout"))
+    left_out = without.split()
+    needed = " ".join(hf for hf in SIZES.split() if hf not in left_out)
+    defaults = {hf: n for hf, n in {**DEFAULTS, **default}.items() if hf not in left_out}
+    return (*keys(needed, **defaults), Length(int(length)), Dropout("attention_dropout"))
 
 
 SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
@@ -100,21 +96,19 @@ GRANITE = decoder_like(
 )
 
 # Mistral (arXiv:2310.06825): a window in every layer. Ministral: in those of layer_types.
-MISTRAL_SIZES = sizes(
-    intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072
-)
+MISTRAL_SIZES = sizes(num_key_value_heads=8, max_position_embeddings=131072)
 MISTRAL = decoder_like(
     "mistral",
     "Mistral",
     ROWS,
-    (*MISTRAL_SIZES, *USUAL, Windows(32, kinds=False)),
+    (*MISTRAL_SIZES, *USUAL, Windows(kinds=False)),
     covers="windows; explicit head widths",
 )
 MINISTRAL = decoder_like(
     "ministral",
     "Ministral",
     ROWS,
-    (*MISTRAL_SIZES, *USUAL, Windows(32)),
+    (*MISTRAL_SIZES, *USUAL, Windows()),
     covers="windows by layer; explicit head widths",
 )
 
@@ -125,13 +119,7 @@ MINISTRAL3 = decoder_like(
     ROWS,
     (
         *sizes(
-            vocab_size=131072,
-            num_hidden_layers=34,
-            num_key_value_heads=8,
-            head_dim=128,
-            intermediate_size=14336,
-            max_position_embeddings=262144,
-            rms_norm_eps=1e-5,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5
         ),
         RMS,
         SILU,
@@ -148,7 +136,7 @@ MINISTRAL3 = decoder_like(
                 "llama_4_scaling_beta": 0.1,
             }
         ),
-        Windows(34, kinds=False, default_window=None),
+        Windows(kinds=False, default_window=None),
     ),
     covers="the text model: scores that grow with the position; YaRN; windows",
 )
@@ -167,14 +155,7 @@ STABLELM = decoder_like(
     ),
     (
         # The width of a head follows from the two others.
-        *sizes(
-            "head_dim rms_norm_eps",
-            vocab_size=50304,
-            hidden_size=2560,
-            intermediate_size=6912,
-            num_key_value_heads=32,
-            max_position_embeddings=4096,
-        ),
+        *sizes("head_dim rms_norm_eps", num_key_value_heads=32, max_position_embeddings=4096),
         *keys(layer_norm_eps=1e-5),
         Dropout("hidden_dropout"),
         DivisibleHeads(),
@@ -203,22 +184,13 @@ STARCODER2 = decoder_like(
         *block(LAYER, up="mlp.c_fc", down="mlp.c_proj"),
     ),
     (
-        *sizes(
-            "rms_norm_eps",
-            vocab_size=49152,
-            hidden_size=3072,
-            intermediate_size=12288,
-            num_hidden_layers=30,
-            num_attention_heads=24,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-        ),
+        *sizes("rms_norm_eps", num_key_value_heads=2, max_position_embeddings=4096),
         *keys(norm_epsilon=1e-5),
         Dropout("residual_dropout embedding_dropout"),
         LAYER_NORM,
         Choice("hidden_act", "activation", PLAIN, "gelu_pytorch_tanh"),
         Rope(),
-        Windows(30, kinds=False, default_window=None),
+        Windows(kinds=False, default_window=None),
         Biases({"use_bias": (ATTENTION | FFN, True)}, always=frozenset({"norm"})),
         # Of the published files, which transformers does not read.
         IgnoredKeys(
@@ -242,14 +214,7 @@ PHI3 = decoder_like(
     ),
     (
         # The width of a head follows from the two others.
-        *sizes(
-            "head_dim",
-            vocab_size=32064,
-            hidden_size=3072,
-            intermediate_size=8192,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-        ),
+        *sizes("head_dim", max_position_embeddings=4096, rms_norm_eps=1e-5),
         Dropout("resid_pdrop embd_pdrop"),
         IgnoredKeys("full_attn_mod interpolate_factor"),
         RMS,
@@ -259,20 +224,15 @@ PHI3 = decoder_like(
             original=(ORIGINAL, 4096),
             kinds=("default", "longrope"),
         ),
-        Windows(32, kinds=False, default_window=None),
+        Windows(kinds=False, default_window=None),
     ),
     covers="Phi-3.5 and Phi-4 mini too: LongRoPE; rotated part of a head; fused matrices; windows",
 )
 
 # Qwen 2 (arXiv:2407.10671), with biases of queries, keys and values, and Qwen 3 (arXiv:2505.09388),
 # with their norms.
-QWEN_SIZES = {
-    "vocab_size": 151936,
-    "num_key_value_heads": 32,
-    "intermediate_size": 22016,
-    "max_position_embeddings": 32768,
-}
-QWEN = (*USUAL, Windows(32, switch=True))
+QWEN_SIZES = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+QWEN = (*USUAL, Windows(switch=True))
 HEAD_NORM = Constant(query_key_norm="head")
 QWEN2 = decoder_like(
     "qwen2",
@@ -295,18 +255,11 @@ SMOLLM3 = decoder_like(
     "SmolLM3",
     ROWS,
     (
-        *sizes(
-            vocab_size=128256,
-            hidden_size=2048,
-            num_hidden_layers=36,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            max_position_embeddings=32768,
-        ),
+        *sizes(num_key_value_heads=4, max_position_embeddings=32768),
         RMS,
         SILU,
         Rope(theta=("rope_theta", 2_000_000.0)),
-        RotatedLayers(36, switch=True, default_window=None),
+        RotatedLayers(switch=True, default_window=None),
         # Of the published files, which transformers does not read.
         IgnoredKeys("max_window_layers"),
         BIAS_FLAGS,
@@ -326,7 +279,7 @@ OLMO2_ROWS = (
     ),
 )
 OLMO2_KEYS = (
-    *sizes(vocab_size=50304, rms_norm_eps=1e-5),
+    *sizes(rms_norm_eps=1e-5),
     Constant(norm="rms", norm_placement="output", query_key_norm="width"),
     SILU,
     ATTENTION_BIAS,
@@ -348,7 +301,7 @@ OLMO3 = decoder_like(
         Rope(theta=OLMO3_THETA, local=OLMO3_THETA),
         # Written for older readers beside rope_parameters.
         IgnoredKeys("rope_theta"),
-        Windows(32, every=4),
+        Windows(every=4),
     ),
     covers="as olmo2, with windows by layer, whose RoPE has a base of its own and no scaling",
 )
@@ -386,11 +339,6 @@ def _inverse(number: float) -> float:
 COHERE_SIZES = sizes(
     # The width of a head follows from the two others.
     "head_dim rms_norm_eps",
-    vocab_size=256000,
-    hidden_size=8192,
-    num_hidden_layers=40,
-    num_attention_heads=64,
-    intermediate_size=22528,
     max_position_embeddings=8192,
 )
 COHERE = decoder_like(
@@ -437,12 +385,8 @@ GLM4 = decoder_like(
     ),
     (
         *sizes(
-            vocab_size=151552,
-            hidden_size=4096,
-            num_hidden_layers=40,
             num_key_value_heads=2,
             head_dim=128,
-            intermediate_size=13696,
             max_position_embeddings=131072,
             rms_norm_eps=1.5625e-7,
         ),
@@ -464,16 +408,7 @@ GEMMA1 = decoder_like(
     "Gemma",
     ROWS,
     (
-        *sizes(
-            vocab_size=256000,
-            hidden_size=3072,
-            intermediate_size=24576,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            head_dim=256,
-            max_position_embeddings=8192,
-        ),
+        *sizes(num_key_value_heads=16, head_dim=256, max_position_embeddings=8192),
         Constant(norm="rms1p", embedding_scale="sqrt"),
         # In files "gelu" stands for the approximation that the models were trained with.
         Choice(
@@ -491,15 +426,7 @@ GEMMA1 = decoder_like(
 
 # Gemma 2 (arXiv:2408.00118) and the text model of Gemma 3 (arXiv:2503.19786): norms before and
 # after each sublayer.
-GEMMA_LAYERS = 26
-GEMMA_SIZES = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": GEMMA_LAYERS,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-}
+GEMMA_HEADS = {"num_key_value_heads": 4, "head_dim": 256}
 GEMMA_ROWS = (
     *TRUNK,
     *block(
@@ -519,7 +446,7 @@ GEMMA_BLOCK = (
     Scale("query_pre_attn_scalar", 256),
 )
 GEMMA = (*GEMMA_BLOCK, ONE_SIDED)
-GEMMA2_SIZES = sizes(vocab_size=256000, max_position_embeddings=8192, **GEMMA_SIZES)
+GEMMA2_SIZES = sizes(max_position_embeddings=8192, **GEMMA_HEADS)
 GEMMA2_CAPS = (
     OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
     OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
@@ -529,7 +456,7 @@ GEMMA2 = decoder_like(
     "gemma2",
     "Gemma2",
     GEMMA_ROWS,
-    (*GEMMA2_SIZES, *GEMMA, *GEMMA2_CAPS, Rope(), Windows(GEMMA_LAYERS, every=2)),
+    (*GEMMA2_SIZES, *GEMMA, *GEMMA2_CAPS, Rope(), Windows(every=2)),
     is_tied=True,
     covers="windows in every other layer; soft caps; norms before and after each sublayer",
 )
@@ -538,14 +465,14 @@ GEMMA3 = decoder_like(
     "Gemma3",
     GEMMA_ROWS,
     (
-        *sizes(vocab_size=262208, max_position_embeddings=131072, **GEMMA_SIZES),
+        *sizes(max_position_embeddings=131072, **GEMMA_HEADS),
         *GEMMA,
         HEAD_NORM,
         # transformers does not apply it.
         *fixed(attn_logit_softcapping=None),
         OptionalKey("final_logit_softcapping", "logit_soft_cap"),
         Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
-        Windows(GEMMA_LAYERS, every=6, period="sliding_window_pattern"),
+        Windows(every=6, period="sliding_window_pattern"),
     ),
     base="Gemma3TextModel",
     is_tied=True,

@@ -22,8 +22,12 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 PUBLISHED = {
     "aux_loss_alpha": 0.001,
     "ep_size": 1,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
     "max_position_embeddings": 163840,
     "moe_layer_freq": 1,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
     "num_nextn_predict_layers": 1,
     "rope_scaling": {
         "beta_fast": 32,
@@ -37,6 +41,7 @@ PUBLISHED = {
     "scoring_func": "sigmoid",
     "seq_aux": True,
     "topk_method": "noaux_tc",
+    "vocab_size": 129280,
 }
 
 

@@ -18,7 +18,7 @@ from jaxformer.arrays.params import rows
 from jaxformer.interop import tensor_table
 from jaxformer.interop.architectures import ARCHITECTURES, BASES, HF_FAMILIES, stated_architecture
 from jaxformer.interop.config_equivalence import differences
-from jaxformer.interop.fields import FULL, SLIDING
+from jaxformer.interop.fields import FULL, SLIDING, USUAL_KEYS
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
 from jaxformer.interop.pretrained import open_pretrained
 from jaxformer.models.transformer import specs
@@ -30,24 +30,50 @@ ENCODER |= dict(positions="learned", embedding_norm=True, token_types=2, n_heads
 NAMES = {"lm_head.weight"}  # as of a T5 that may be untied
 
 
-def read(kind, **keys):
-    """Our config of an architecture's keys, the first of its family's architectures."""
-    return FAMILY[kind].read(HFConfig(keys, NAMES), next(iter(FAMILY[kind].architectures)))
-
-
 def stated(kind, **keys):
     """What transformers' config of these keys says, all defaults filled in."""
     return json.loads(CLASSES[kind].from_dict(keys).to_json_string(use_diff=False))
 
 
+SIZES = ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff")  # which every file has
+
+
+def sized(kind, **keys):
+    """The keys, and the sizes by default in transformers that a file has to have."""
+    needed = {hf for hf, field in USUAL_KEYS.items() if field in SIZES} | {"encoder_layers"}
+    values = stated(kind)
+    sizes = {key: value for key, value in values.items() if key in needed and value is not None}
+    for stack in ("encoder", "decoder") if kind == "t5gemma" else ():
+        in_table = {key: value for key, value in values[stack].items() if key in needed}
+        sizes[stack] = in_table | keys.pop(stack, {})
+    return sizes | keys
+
+
+def read(kind, **keys):
+    """Our config of an architecture's keys, the first of its family's architectures."""
+    values = HFConfig(sized(kind, **keys), NAMES)
+    return FAMILY[kind].read(values, next(iter(FAMILY[kind].architectures)))
+
+
 @pytest.mark.parametrize("kind", CLASSES)
-def test_an_empty_config_is_the_references_default_config(kind):
+def test_a_config_of_sizes_alone_is_the_references_default_config(kind):
     for architecture in FAMILY[kind].architectures:
-        ours = FAMILY[kind].read(HFConfig({}, NAMES), architecture)
+        ours = FAMILY[kind].read(HFConfig(sized(kind), NAMES), architecture)
         hf = FAMILY[kind].read(HFConfig(stated(kind), NAMES), architecture)
         assert differences(ours, hf) == [] and ours.max_length == hf.max_length
         stated_classes = FAMILY[kind].architectures[architecture].get("n_classes", 2)
         assert ours.n_classes == (stated_classes if ours.output in ("classes", "tags") else 0)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_size_that_a_config_lacks_is_asked_for_by_name(kind):
+    sizes = sized(kind)
+    table = sizes["decoder"] if kind == "t5gemma" else sizes
+    for key in table.keys() - {"ffn_hidden_size"}:  # Falcon's has a default
+        number = table.pop(key)
+        with pytest.raises(jf.ConfigError, match=f"{key}=null is not supported"):
+            FAMILY[kind].read(HFConfig(sizes, NAMES), next(iter(FAMILY[kind].architectures)))
+        table[key] = number
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -270,7 +296,7 @@ def test_no_model_type_of_transformers_is_read_as_the_class_of_another_one():
 
 
 def test_a_t5_that_is_not_scaled_is_tied_where_no_other_output_layer_is_stored():
-    keys = dict(tie_word_embeddings=False)
+    keys = sized("t5", tie_word_embeddings=False)
     for names, tied in (((), True), (NAMES, False)):
         config = FAMILY["t5"].read(HFConfig(keys, names), "T5ForConditionalGeneration")
         assert (config.tied_head, config.logit_scale) == (tied, "none")

@@ -101,14 +101,20 @@ def test_an_option_is_computed_as_the_reference_does(family, changes, tmp_path):
     assert_close(our_logits(jf.load(tmp_path), batch), logits(model, batch), batch)
 
 
+GPT2_SIZES = ("n_embd", "n_layer", "n_head")
+LLAMA_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
 @pytest.mark.parametrize("name", ACT2FN)
 def test_an_activation_is_the_references_or_refused_by_name(name):
     gpt2, llama = ARCHITECTURES["GPT2LMHeadModel"], ARCHITECTURES["LlamaForCausalLM"]
     x = np.linspace(-4, 4, 81, dtype=np.float32)
     reference = ACT2FN[name]
+    sizes = dict.fromkeys(("vocab_size", *GPT2_SIZES, *LLAMA_SIZES), 2)
+    sizes |= {"n_embd": 8, "hidden_size": 8}
     for family, key in ((gpt2, "activation_function"), (llama, "hidden_act")):
         try:
-            config = family.read(HFConfig({key: name}), next(iter(family.architectures)))
+            config = family.read(HFConfig(sizes | {key: name}), next(iter(family.architectures)))
         except jf.ConfigError as error:
             assert f'{key}="{name}"' in str(error)
             continue

@@ -118,8 +118,11 @@ def test_phi3_is_written_with_the_three_keys_of_older_files_and_read_from_them(o
     """transformers 4 refuses a rope_scaling of Phi-3 with any other key."""
     family = ARCHITECTURES["Phi3ForCausalLM"]
     file = dict(
+        vocab_size=8,
         hidden_size=192,
+        num_hidden_layers=1,
         num_attention_heads=2,
+        intermediate_size=8,
         max_position_embeddings=131072,
         original_max_position_embeddings=4096,
         rope_scaling=dict(type=older, short_factor=SHORT, long_factor=LONG),
