@@ -6,7 +6,7 @@ from jaxformer.config.run import DataConfig
 from jaxformer.data.rows import BestFit, NumpyBatch, RowFormat, TextRows, numbered, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, Tokenizer
-from jaxformer.tokenizer.frame import closed
+from jaxformer.tokenizer.tokenizer import closed
 
 # Of the tokens that are chosen, the fraction that is masked, and the fraction that is masked or
 # replaced by any other.

@@ -15,7 +15,7 @@ from jaxformer.data.rows import NumpyBatch, RowFormat, Rows, numbered, padded, s
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.chat import ChatTemplate, Marked, UnboundedTemplate, template_fingerprint
-from jaxformer.tokenizer.frame import Frame, closed
+from jaxformer.tokenizer.tokenizer import Frame, closed
 
 # The segments of packed examples, and the array whose tokens they number.
 SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}

@@ -1,14 +1,19 @@
 """The architectures of Hugging Face that are read and written, and which one a model is."""
 
 import contextlib
+import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jaxformer.arrays.params import map_specs, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of
-from jaxformer.interop.config_equivalence import differences, is_same_function
 from jaxformer.interop.encoder_decoders import (
     BART,
     M2M100,
@@ -38,6 +43,7 @@ from jaxformer.interop.encoders import (
 )
 from jaxformer.interop.experts import DEEPSEEK_V3, EXPERT_FAMILIES
 from jaxformer.interop.family import Family
+from jaxformer.interop.fields import with_factors
 from jaxformer.interop.gpt import BLOOM, FALCON, GPT2, GPT_NEO, GPT_NEOX, GPTJ, MPT, OPT
 from jaxformer.interop.llama import (
     COHERE,
@@ -59,6 +65,8 @@ from jaxformer.interop.llama import (
     STABLELM,
     STARCODER2,
 )
+from jaxformer.models.transformer import forward
+from jaxformer.models.transformer import specs as model_specs
 
 # The first that is exactly a config is written, so the plainer ones come first: DistilBERT is a
 # BERT without token types.
@@ -122,6 +130,17 @@ HF_FAMILIES: tuple[Family, ...] = (
 ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}
 BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
 OBSTACLES_SHOWN = 6
+# Settings of configs that are compared: how a model is computed and trained, whatever it computes.
+NEUTRAL: Mapping[str, Any] = {
+    "dropout": 0.0,
+    "attention_dropout": "auto",
+    "init": "gpt2",
+    "dtype": "float32",
+    "layer_loop": "scan",  # which is traced once, however many layers there are
+    "remat": "none",
+    "attention_kernel": "xla",
+    "expert_kernel": "xla",
+}
 
 
 def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
@@ -150,6 +169,60 @@ def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, 
             " edited."
         )
     return ARCHITECTURES[name], name
+
+
+@functools.lru_cache(maxsize=8)
+def _program(config: ModelConfig, length: int) -> str:
+    """Return the text of the programs of the logits, of rows of two tokens and of `length`: windows
+    show in long ones, and LongRoPE has other factors in short ones."""
+    specs = model_specs(config)
+    params = map_specs(lambda path, spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
+    texts = []
+    for tokens in (2, length):
+        ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+        inputs = {"segment_ids": ids}
+        if config.family == "encoder_decoder":
+            inputs |= {"source": ids, "source_segment_ids": ids}
+        lowered = jax.jit(forward, static_argnums=1).lower(params, config, ids, **inputs)
+        texts.append(lowered.as_text())
+    return "".join(texts)
+
+
+def is_same_function(config: ModelConfig, other: ModelConfig) -> bool:
+    """Return whether JAX makes the same program of the logits of two configs, so that no list has
+    to say which fields matter beside which others. That takes a tenth of a second, and ten where
+    there are hundreds of experts."""
+    length = config.max_length
+    sides = [dataclasses.replace(with_factors(side), **NEUTRAL) for side in (config, other)]
+    if sides[0] == sides[1]:
+        return True
+    tables = [rows(model_specs(side)) for side in sides]
+    shapes = [{path: spec.shape for path, spec in table.items()} for table in tables]
+    return shapes[0] == shapes[1] and _program(sides[0], length) == _program(sides[1], length)
+
+
+def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:
+    """Return the fields in which a config is another function than that of a config.json, as
+    "model.activation='relu2' (there 'swiglu')": those that alone make another one, or all where it
+    takes several."""
+    if is_same_function(config, stated):
+        return []
+    told = {}
+    alone = []
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        there = getattr(stated, entry.name)
+        if value == there:
+            continue
+        told[entry.name] = f"model.{entry.name}={value!r} (there {there!r})"
+        try:
+            changed = dataclasses.replace(config, **{entry.name: there})
+            is_neutral = is_same_function(config, changed)
+        except ConfigError:  # it is no model
+            is_neutral = False
+        if not is_neutral:
+            alone.append(entry.name)
+    return [told[name] for name in alone or told]
 
 
 def architecture_of(config: ModelConfig, architecture: str | None = None) -> tuple[Family, str]:

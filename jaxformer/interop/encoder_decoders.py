@@ -381,7 +381,8 @@ class BothStacks(KeyMapping):
     """
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        encoder, decoder = ENCODER.read(hf), DECODER.read(hf)
+        encoder = ENCODER.read(hf)
+        decoder = DECODER.read(hf)
         for side in (encoder, decoder):
             side.pop("rope_window_theta", None)  # both kinds of layers have one base
         depths = encoder.pop("n_layers"), decoder.pop("n_layers")

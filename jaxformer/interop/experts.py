@@ -331,10 +331,8 @@ class LatentHeads(KeyMapping):
     """The widths of a head without and with rotation; `qk_head_dim` and `head_dim` follow."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        nope, rotated = (
-            hf.number("qk_nope_head_dim", UNROTATED),
-            hf.number("qk_rope_head_dim", ROTATED),
-        )
+        nope = hf.number("qk_nope_head_dim", UNROTATED)
+        rotated = hf.number("qk_rope_head_dim", ROTATED)
         for key, following in (("qk_head_dim", nope + rotated), ("head_dim", rotated)):
             hf.only(key, (following, None))
         return {"head_dim": nope + rotated, "rope_head_dim": rotated}
@@ -353,7 +351,8 @@ class LatentRope(Rope):
         number = entry.get("mscale_all_dim")
         if not number or rotation.get("rope_scaling") != "yarn":
             return rotation
-        factor, width = rotation["rope_factor"], LatentHeads().read(hf)["head_dim"]
+        factor = rotation["rope_factor"]
+        width = LatentHeads().read(hf)["head_dim"]
         return rotation | {"attention_scale": width**-0.5 * _mscale(number, factor) ** 2}
 
     def write(self, config: ModelConfig) -> Keys:
@@ -361,7 +360,8 @@ class LatentRope(Rope):
         root = math.sqrt(config.attention_scale * config.head_width**0.5)
         if config.rope_scaling == "yarn" and abs(root - 1) > 1e-8:
             log = 0.1 * math.log(config.rope_factor)
-            of_all, of_rotated = (root - 1) / log, (root * config.rope_scale - 1) / log
+            of_all = (root - 1) / log
+            of_rotated = (root * config.rope_scale - 1) / log
             short = float(f"{of_all:.7g}")
             scale = config.head_width**-0.5 * _mscale(short, config.rope_factor) ** 2
             if np.float32(scale) == np.float32(config.attention_scale):

@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.interop.config_equivalence import with_factors
-from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping, tied
+from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping, tied, with_factors
 from jaxformer.interop.hf_config import QUANTIZATION, REQUIRED, HFConfig, quantization_of
 from jaxformer.interop.tensor_files import TensorFiles
 from jaxformer.interop.tensor_table import Tensor, TensorRow, paths_without_tensor, tensors
@@ -148,7 +147,8 @@ def decoder_like(
     begin with, and `head`. `base` is the class without a head, "" where it is not read, by default
     `name` + "Model". `is_tied` is the default of tie_word_embeddings; `others` are as in `Family`.
     """
-    first, last = TensorRow(embedding, "embed.tokens"), TensorRow(head, "head.weight")
+    first = TensorRow(embedding, "embed.tokens")
+    last = TensorRow(head, "head.weight")
     base = f"{name}Model" if base is None else base
     return Family(
         model_type,

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.variants import BIASED
 from jaxformer.interop.hf_config import HFConfig
+from jaxformer.layers.head import total_divisor
 from jaxformer.layers.pattern import layer_configs
 
 ConfigFields = dict[str, Any]  # of ModelConfig
@@ -56,6 +57,18 @@ FOLLOWING = {
     "rope_attention_factor": "rope_scale",
     "rope_fast": "fast_rotations",
 }
+
+
+def with_factors(config: ModelConfig) -> ModelConfig:
+    """Return the config with the factors of its scores and logits as numbers, those that follow
+    from muP too."""
+    return dataclasses.replace(
+        config,
+        attention_scale=config.score_scale or config.head_width**-0.5,
+        logit_divisor=total_divisor(config),
+        parametrization="standard",
+        mup_base="",
+    )
 
 
 def value_of(config: ModelConfig, field: str) -> Any:
@@ -243,7 +256,8 @@ class Dropout(IgnoredKeys):
     are not read: a run sets its own rates."""
 
     def write(self, config: ModelConfig) -> Keys:
-        of_weights, others = config.attention_dropout_rate, config.dropout
+        of_weights = config.attention_dropout_rate
+        others = config.dropout
         return {key: of_weights if key in OF_WEIGHTS else others for key in self.keys.split()}
 
 
@@ -353,7 +367,8 @@ class KeyTable(KeyMapping):
         return {self.hf: table}
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -427,7 +442,8 @@ class RotatedLayers(Windows):
         return windows | {"position_pattern": letters(rotated, "p", "n")}
 
     def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
-        every, flags = hf.whole("no_rope_layer_interval", 4), hf.get("no_rope_layers")
+        every = hf.whole("no_rope_layer_interval", 4)
+        flags = hf.get("no_rope_layers")
         if flags is None:
             return [(i + 1) % every != 0 for i in range(layers)]
         is_list = isinstance(flags, list) and len(flags) >= layers

@@ -41,7 +41,8 @@ GGUF_TYPES = [
 LONGEST_ARRAY = 1 << 24  # entries of metadata: no vocabulary has as many
 # What is raised by values of a wrong type or size in a stranger's file.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-GGUF_EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
+GGUF_EMBEDDING = "token_embd.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 
 # Metadata below the name of the architecture, and their keys in a config.json.
 DECODER_KEYS = {
@@ -180,7 +181,8 @@ class GgufFiles(TensorFiles):
                         )
                 return super()._get_field_parts(orig_offs, raw_type)
 
-        self.directory, self.listing = path, path.name
+        self.directory = path
+        self.listing = path.name
         try:
             with np.errstate(over="ignore"):  # of a sum of offsets
                 reader = BoundedReader(path)
@@ -253,7 +255,8 @@ class GgufFiles(TensorFiles):
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         from gguf.quants import dequantize
 
-        tensor, shape = self._tensors[name], self.entries[name].shape
+        tensor = self._tensors[name]
+        shape = self.entries[name].shape
         is_permuted = self._row.permuted and (".q_proj." in name or ".k_proj." in name)
         data = tensor.data[self._order(name, shape)[rows] if is_permuted else rows]
         if not len(data):
@@ -335,7 +338,8 @@ class GgufFiles(TensorFiles):
             width = values["head_dim"]
             exponents = np.arange(0, width, 2, dtype=np.float32) / width
             wavelengths = 2 * math.pi * values.get("rope_theta", 10_000.0) ** exponents
-            low, high = llama3["low_freq_factor"], llama3["high_freq_factor"]
+            low = llama3["low_freq_factor"]
+            high = llama3["high_freq_factor"]
             turns = llama3["original_max_position_embeddings"] / wavelengths
             smooth = np.clip((turns - low) / (high - low), 0, 1)
             expected = 1 / ((1 - smooth) / llama3["factor"] + smooth)

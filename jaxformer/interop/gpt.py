@@ -216,7 +216,8 @@ GPTJ = decoder_like(
     covers="one norm for attention and feed-forward; interleaved RoPE of part of a head",
 )
 
-GLOBAL, LOCAL = "global", "local"
+GLOBAL = "global"
+LOCAL = "local"
 
 
 class LocalLayers(KeyMapping):

@@ -33,7 +33,8 @@ from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.rope import ORIGINAL, Length, Rope, TemperedRope
 from jaxformer.interop.tensor_table import AS_STORED, TensorRow, block, norm, projections
 
-ATTENTION, FFN = frozenset({"qkv", "out"}), frozenset({"ffn"})
+ATTENTION = frozenset({"qkv", "out"})
+FFN = frozenset({"ffn"})
 LAYER = "model.layers.{}."
 
 # All but the norms of a layer, which the families place differently.

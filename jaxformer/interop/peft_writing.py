@@ -151,7 +151,8 @@ def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | Non
     """The adapter of a module, or of a parameter of all experts, from those of its leaves, of which
     some may have none; None where no leaf has one. Components that are zero in a and in b at the
     end are left out."""
-    experts, layer = tensor.experts or 1, tensor.entry[:1]
+    experts = tensor.experts or 1
+    layer = tensor.entry[:1]
     adapters: dict[int, tuple[np.ndarray, np.ndarray, float]] = {}
     ranks: dict[int, int] = {}
     for index, path in enumerate(tensor.paths):
@@ -179,7 +180,8 @@ def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | Non
         # a is [a_q a_k a_v] then, and each b lies in the rows of its own a.
         parts = [a[..., : ranks[index]] for index, (a, _, _) in adapters.items()]
         module_a = np.concatenate(parts, -1)
-    bs, row = [], 0
+    bs = []
+    row = 0
     for index, spec in enumerate(tensor.specs):
         module_b = np.zeros((experts, module_a.shape[-1], spec.fan_out), np.float32)
         if index in adapters:

@@ -22,6 +22,7 @@ from jaxformer.arrays.params import (
     Spec,
     Weight,
     check_params,
+    dotted,
     is_custom,
     map_specs,
     rows,
@@ -32,7 +33,6 @@ from jaxformer.config.format import human_count
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of, store_of, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture
-from jaxformer.interop.config_equivalence import standard_form
 from jaxformer.interop.family import Family
 from jaxformer.interop.gguf_files import GgufFiles, is_gguf
 from jaxformer.interop.hf_config import (
@@ -51,6 +51,9 @@ from jaxformer.interop.tensor_files import (
     write_tensors,
 )
 from jaxformer.interop.tensor_table import Tensor, leaf_reader, matched, tensor_of
+from jaxformer.layers.block import CROSS
+from jaxformer.layers.head import total_divisor
+from jaxformer.layers.norm import NORMS
 from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.transformer import without_objective
@@ -83,7 +86,8 @@ def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
     # Of a URL the weights are not copied for that.
     if weights or (store_of(directory).reads_in_place and has_tensors(directory)):
         return open_pretrained(directory).config
-    path, values = directory / "config.json", read_config_json(directory)
+    path = directory / "config.json"
+    values = read_config_json(directory)
     family, architecture = stated_architecture(path, values)
     names = names_in_index(directory)
     hf = HFConfig(values, None if names is None else family.named(names))
@@ -111,7 +115,8 @@ def load_pretrained(
             stacklevel=3,
         )
     plan = opened.family.tensors(opened.config)
-    read_leaf = leaf_reader(plan, opened.checked_names(plan), opened.files.read)
+    specs = model_specs(opened.config)
+    read_leaf = leaf_reader(plan, specs, opened.checked_names(plan), opened.files.read)
 
     def load_leaf(path: str, spec: Spec) -> Weight:
         sharding = placement(mesh, spec.shape, spec.axes)
@@ -135,7 +140,7 @@ def load_pretrained(
         quantized: CustomLeaf = quantized_leaf(path, array, spec, quantize)
         return jax.block_until_ready(quantized)
 
-    return map_specs(load_leaf, model_specs(opened.config))
+    return map_specs(load_leaf, specs)
 
 
 def _placed(
@@ -193,7 +198,8 @@ class Opened(NamedTuple):
     def checked_names(self, plan: list[Tensor]) -> dict[str, str]:
         """The name in the files of each tensor. ConfigError with all tensors that are missing,
         unexpected, or of another shape."""
-        family, files = self.family, self.files
+        family = self.family
+        files = self.files
         copies = family.copies(self.config)
         computed = family.computed(self.config)
         entries = files.entries
@@ -217,7 +223,8 @@ class Opened(NamedTuple):
                 )
         for copy in copies:
             if copy.checked and copy.name in names and copy.of in names:
-                name, of = names[copy.name], names[copy.of]
+                name = names[copy.name]
+                of = names[copy.of]
                 if not files.are_equal(name, of):
                     problems.append(
                         f"{name}: in {entries[name].file} not equal to {of}, its original"
@@ -398,3 +405,34 @@ def save_pretrained(
             keys["problem_type"] = problem_type
     write_text(directory / "config.json", json.dumps(keys, indent=2) + "\n")
     return files
+
+
+def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
+    """The standard model that computes the logits of one in muP, up to rounding.
+
+    The factor of the scores is in the queries, or in their norm, and the divisor of the logits of a
+    tied head is in an output matrix of its own. It is for inference and export: further training
+    would have other rates.
+    """
+    usual = config.attention_scale or config.head_width**-0.5
+    factor = (config.score_scale or usual) / usual
+    has_norm = config.query_key_norm != "none"
+    offset = 0 if config.query_key_norm == "layer" else NORMS[config.norm].offset
+
+    def scaled(path: Any, leaf: jax.Array) -> jax.Array:
+        parent, _, name = dotted(path).rpartition(".")
+        if parent.split(".")[-1] not in (config.mixer, CROSS):
+            return leaf
+        if name == "q_norm":
+            return factor * (offset + leaf) - offset
+        return factor * leaf if name in ("q", "q_bias") and not has_norm else leaf
+
+    if factor != 1:
+        params = jax.tree.map_with_path(scaled, params)
+    standard = dataclasses.replace(config, parametrization="standard", mup_base="")
+    divisor = total_divisor(config) / config.logit_divisor
+    if divisor != 1:
+        matrix = params["embed"]["tokens"] / divisor
+        params = {**params, "head": {**params.get("head", {}), "weight": matrix}}
+        standard = dataclasses.replace(standard, tied_head=False)
+    return params, standard

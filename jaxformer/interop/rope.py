@@ -53,7 +53,8 @@ class Rope(KeyMapping):
     otherwise: Mapping[str, Any] | None = None
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        parameters, scaling = hf.table("rope_parameters"), hf.table("rope_scaling")
+        parameters = hf.table("rope_parameters")
+        scaling = hf.table("rope_scaling")
         windowed: dict[str, Any] = {}
         if self.local:
             # Parameters by kind of layer; older files have one table for both kinds.
@@ -150,7 +151,8 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
     factor = float(hf.checked_number("rope_parameters.factor", factor))
     scaling: ConfigFields = {}
     for key, field in SCALING_KEYS[kind].items():
-        value, name = entry.get(key), f"rope_parameters.{key}"
+        value = entry.get(key)
+        name = f"rope_parameters.{key}"
         if value is None:
             continue
         if TYPES[field] is bool and not isinstance(value, bool):

@@ -96,7 +96,8 @@ class TensorFiles:
             with _opened(directory / shard) as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
                     tensor = file.get_slice(name)
-                    shape, dtype = tuple(tensor.get_shape()), str(tensor.get_dtype())
+                    shape = tuple(tensor.get_shape())
+                    dtype = str(tensor.get_dtype())
                     self.entries[name] = Entry(shard, shape, dtype)
                     places.add((name, shard))
         in_index = {*shard_of.items()} if is_sharded else places
@@ -287,7 +288,8 @@ def as_stored(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
 # is a sign and one of the values 0, 0.5, 1, 1.5, 2, 3, 4 and 6, so that bfloat16 has the product
 # exactly.
 
-BLOCKS, SCALES = "_blocks", "_scales"
+BLOCKS = "_blocks"
+SCALES = "_scales"
 BLOCK_BYTES = 16
 PACKED_DTYPES = {"U8": np.dtype("u1")}
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -266,21 +266,27 @@ LeafReader = Callable[[str, tuple[slice, ...], DTypeLike], np.ndarray]
 
 
 def leaf_reader(
-    plan: Iterable[Tensor], names: Mapping[str, str], read: Callable[[str, slice], np.ndarray]
+    plan: Iterable[Tensor],
+    specs: Specs,
+    names: Mapping[str, str],
+    read: Callable[[str, slice], np.ndarray],
 ) -> LeafReader:
-    """A function (path, index, dtype) that reads the numbers of a leaf which one device holds.
+    """Return a function (path, index, dtype) that reads the numbers of a leaf of `specs` which one
+    device holds.
 
     `names` maps tensors to their names in the files; `read` gives rows of a tensor by that name.
     Besides these numbers, memory holds one tensor of a layer, or of an expert, or as many rows of a
     table.
     """
-    # The tensor with an entry of a leaf, or with all experts of it; and the last one of a leaf.
+    table = spec_rows(specs)
+    # The tensor with an entry of a leaf, or with all experts of it; and the length of an entry's
+    # index, which is that of a layer and that of an expert.
     tensor_with: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-    last_tensor: dict[str, Tensor] = {}
+    depth_of: dict[str, int] = {}
     for tensor in plan:
         for path in tensor.paths:
             tensor_with[path, tensor.entry] = tensor
-            last_tensor[path] = max(tensor, last_tensor.get(path, tensor), key=lambda t: t.entry)
+            depth_of[path] = len(tensor.entry) + bool(tensor.experts)
 
     def read_entry(path: str, entry: tuple[int, ...]) -> np.ndarray:
         if tensor := tensor_with.get((path, entry)):
@@ -292,21 +298,19 @@ def leaf_reader(
         return tensor.transform.split(values, tensor.specs)[tensor.paths.index(path)]
 
     def read_leaf(path: str, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:
-        tensor = last_tensor[path]
-        spec = tensor.specs[tensor.paths.index(path)]
-        last = (*tensor.entry, tensor.experts - 1) if tensor.experts else tensor.entry
-        depth = len(last)
+        depth = depth_of[path]
+        # Of an axis [n] the numbers that are asked for.
+        asked = [range(n)[cut] for n, cut in zip(table[path].shape, index, strict=True)]
+        values = _empty([len(numbers) for numbers in asked], dtype)
         if depth:
             # A leaf [L, ...] or [L, E, ...], whose entries are read one after another.
-            numbers = [range(n + 1)[cut] for n, cut in zip(last, index[:depth], strict=True)]
-            shape = (*map(len, numbers), *_lengths(index[depth:], spec.shape))
-            values = _empty(shape, dtype)
-            rows_of_entries = values.reshape(math.prod(shape[:depth]), *shape[depth:])
-            for row, entry in zip(rows_of_entries, itertools.product(*numbers), strict=True):
+            rows_of_entries = values.reshape(math.prod(values.shape[:depth]), *values.shape[depth:])
+            entries = itertools.product(*asked[:depth])
+            for row, entry in zip(rows_of_entries, entries, strict=True):
                 row[...] = read_entry(path, entry)[index[depth:]]
             return values
-        values = _empty(_lengths(index, spec.shape), dtype)
-        if tensor.transform is SAME and len(spec.shape) == 2:
+        tensor = tensor_with[path, ()]
+        if tensor.transform is SAME and values.ndim == 2:
             # A table [rows, width], as of the embedding, is the largest leaf: of its tensor only
             # the rows that are asked for are read.
             values[...] = read(names[tensor.name], index[0])[:, index[1]]
@@ -315,10 +319,6 @@ def leaf_reader(
         return values
 
     return read_leaf
-
-
-def _lengths(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[int]:
-    return [len(range(*cut.indices(length))) for cut, length in zip(index, shape, strict=True)]
 
 
 def tensor_of(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
@@ -339,7 +339,8 @@ def matched(
 ) -> dict[str, str]:
     """The name in the files of each expected tensor: the same, or that of older files (without the
     prefix, or with other endings)."""
-    expected_names, name_in_file = {*expected}, {}
+    expected_names = {*expected}
+    name_in_file = {}
     for name in names:
         modern = name
         for pattern, new in renamed:

@@ -137,7 +137,8 @@ def from_files(file: Path) -> tokenizers.Tokenizer:
             )
     backend.add_special_tokens(names)
     if {"<s>", "</s>"} <= {*names}:
-        end, start = ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
+        end = ("</s>", vocab["</s>"])
+        start = ("<s>", vocab["<s>"])
         backend.post_processor = processors.RobertaProcessing(
             end, start, trim_offsets=True, add_prefix_space=space
         )

@@ -201,7 +201,9 @@ class ChatTemplate:
                 f"{where} needs jinja2 {'.'.join(map(str, OLDEST_JINJA))} or newer, and here it is"
                 f" {version or 'not installed'}: pip install 'jaxformer[chat]'."
             )
-        self.text, self.tokenizer, self.where = text, tokenizer, where
+        self.text = text
+        self.tokenizer = tokenizer
+        self.where = where
         # Marks that no text contains by chance: noncharacters of Unicode around random digits.
         digits = secrets.token_hex(8)
         self._marks = (f"\ufdd0{digits}\ufdd0", f"\ufdd1{digits}\ufdd1")
@@ -364,7 +366,9 @@ class ChatTemplate:
     def _without_marks(self, marked: str) -> Marked:
         """The text without its marks, and the spans of the generation blocks that are not empty."""
         begin_mark, end_mark = self._marks
-        text, begins, spans = "", list[int](), list[Span]()
+        text = ""
+        begins = list[int]()
+        spans = list[Span]()
         for piece in re.split(f"({begin_mark}|{end_mark})", marked):
             if piece == begin_mark:
                 begins.append(len(text))
@@ -421,7 +425,8 @@ def template_of(tokenizer: Tokenizer) -> tuple[str, str]:
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
     """The names of special tokens that a template reads, such as bos_token: those in the files and,
     for a class with default special tokens, the usual ones."""
-    settings, names = tokenizer.metadata.settings, dict[str, str]()
+    settings = tokenizer.metadata.settings
+    names = dict[str, str]()
     if settings.get("tokenizer_class") not in WITHOUT_DEFAULTS:
         for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
             token = tokenizer.special(role)

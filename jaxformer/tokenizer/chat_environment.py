@@ -62,7 +62,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         raise
     except Exception as error:  # from Python's parser, as for a number with too many digits
         return {"wrong": _message(error).partition(";")[0], "line": None}
-    rendering, texts = question["rendering"], list[str]()
+    rendering = question["rendering"]
+    texts = list[str]()
     if rendering is None:
         return {"blocks": has_blocks}
     for count, prompt in rendering["cuts"]:

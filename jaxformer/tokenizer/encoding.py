@@ -191,11 +191,13 @@ class Cuts:
     def parts(self, text: str) -> Iterator[str]:
         """The parts of a text, of about PART_CHARACTERS characters, and more only where it cannot
         be cut."""
-        start, reach = 0, PART_CHARACTERS
+        start = 0
+        reach = PART_CHARACTERS
         while self.pattern and start + 2 * reach < len(text):
             if cut := self._last(text, start + 1, start + reach):
                 yield text[start:cut]
-                start, reach = cut, PART_CHARACTERS
+                start = cut
+                reach = PART_CHARACTERS
             else:
                 reach *= 2
         yield text[start:]
@@ -225,7 +227,9 @@ class Encoder:
         self, backend: tokenizers.Tokenizer, split_names: bool, origin: str = "the tokenizer"
     ) -> None:
         backend.encode_special_tokens = True
-        self._backend, self._split_names, self._origin = backend, split_names, origin
+        self._backend = backend
+        self._split_names = split_names
+        self._origin = origin
 
     def spec(self) -> dict[str, Any]:
         """The tokenizer.json as an object."""

@@ -16,15 +16,20 @@ from jaxformer.tokenizer.pieces import BYTES, SPACE, without_panic
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 TokenizerValues = Mapping[str, Any]  # metadata without "tokenizer.ggml."
-TOKENIZER_KEYS, TEMPLATE_KEY = "tokenizer.ggml.", "tokenizer.chat_template"
+TOKENIZER_KEYS = "tokenizer.ggml."
+TEMPLATE_KEY = "tokenizer.chat_template"
 ARCHITECTURE_KEY = "general.architecture"
-CONTROL, USER_DEFINED = 3, 4  # values of token_type
+# Values of token_type.
+CONTROL = 3
+USER_DEFINED = 4
 GGUF_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 GEMMA_ARCHITECTURES = ("gemma", "gemma2", "gemma3")
 
-GPT2_WORDS, LLAMA3_WORDS = WORD_PATTERNS["gpt2"].words, WORD_PATTERNS["llama3"].words
+GPT2_WORDS = WORD_PATTERNS["gpt2"].words
+LLAMA3_WORDS = WORD_PATTERNS["llama3"].words
 QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-UPPER_CLASS, LOWER_CLASS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER_CLASS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER_CLASS = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER_CLASS}*{LOWER_CLASS}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER_CLASS}+{LOWER_CLASS}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -54,7 +59,8 @@ def read_gguf(
             for key, value in metadata.items()
             if key.startswith(TOKENIZER_KEYS)
         }
-        kind, tokens = values.get("model"), values.get("tokens")
+        kind = values.get("model")
+        tokens = values.get("tokens")
         if kind not in GGUF_KINDS:
             raise ConfigError(
                 f"{origin} has tokenizer.ggml.model={kind!r}; kinds that are read from GGUF are"
@@ -154,7 +160,8 @@ def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenize
 def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer:
     """A BPE over characters, with bytes for those that it lacks. The merges of Gemma are in the
     order of the tokens, and the others in that of the scores."""
-    is_gemma, tokens = values["architecture"] in GEMMA_ARCHITECTURES, [*values["tokens"]]
+    is_gemma = values["architecture"] in GEMMA_ARCHITECTURES
+    tokens = [*values["tokens"]]
     if is_gemma:
         # Runs of spaces, which such a file has as they are.
         tokens = [SPACE * len(token) if not token.strip(" ") else token for token in tokens]

@@ -68,6 +68,7 @@ def _made(
     specials: Sequence[str],
 ) -> Tokenizer:
     backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer, backend.decoder = words, decoder
+    backend.pre_tokenizer = words
+    backend.decoder = decoder
     backend.add_special_tokens([END_OF_TEXT, *specials])
     return Tokenizer(backend)

@@ -114,7 +114,8 @@ def character_groups(pieces: Sequence[bytes]) -> list[tuple[int, int, str]]:
     bytes in UTF-8; a run begins and ends between characters. Bytes that are not UTF-8 belong to no
     run.
     """
-    groups, first = [], 0
+    groups = []
+    first = 0
     while first < len(pieces):
         # One past the token that completes the characters that begin at `first`.
         end = first

@@ -1,4 +1,5 @@
-"""`Tokenizer`: a `tokenizers.Tokenizer` with what training and evaluation need."""
+"""`Tokenizer`: a `tokenizers.Tokenizer` with what training and evaluation need; and `Frame`, the
+special tokens around a text."""
 
 import functools
 import hashlib
@@ -7,7 +8,7 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -15,7 +16,6 @@ import tokenizers
 from jaxformer.files import ConfigError, located, store_of, write_text
 from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, gpt2_files
 from jaxformer.tokenizer.encoding import Encoder, pattern_of
-from jaxformer.tokenizer.frame import Frame
 from jaxformer.tokenizer.gguf_tokenizer import read_gguf
 from jaxformer.tokenizer.metadata import (
     ID_KEYS,
@@ -38,6 +38,72 @@ SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 # Values of model_type whose tokenizer.json may have been written with the pattern of Llama 3.
 MISTRAL_TYPES = ("mistral", "mistral3", "ministral", "ministral3", "pixtral", "voxtral")
+
+
+class Slot(NamedTuple):
+    """A special token, or None where the next text goes, and the token type."""
+
+    token: int | None
+    kind: int
+
+
+class Frame(NamedTuple):
+    """The special tokens and the texts, one or two, in their order."""
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def added(self) -> int:
+        """The number of special tokens."""
+        return sum(slot.token is not None for slot in self.slots)
+
+    def fill(self, texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of the special tokens and of the texts between them, and the type of each token:
+        both int32 [tokens]."""
+        remaining = iter(texts)
+        pieces = [
+            np.asarray(next(remaining) if slot.token is None else [slot.token], np.int32)
+            for slot in self.slots
+        ]
+        kinds = np.array([slot.kind for slot in self.slots], np.int32)
+        return np.concatenate(pieces), np.repeat(kinds, [len(piece) for piece in pieces])
+
+    @classmethod
+    def of(
+        cls, backend: tokenizers.Tokenizer, name: str, texts: int, origin: str
+    ) -> "Frame | None":
+        """The frame that the post-processor of a tokenizer.json puts around one text or two; None
+        where it adds nothing. `name` is a text that the backend can encode."""
+        if not backend.num_special_tokens_to_add(texts == 2):
+            return None
+        encoding = backend.encode(name, name if texts == 2 else None)
+        slots: list[Slot] = []
+        previous = None  # the index of the text of the previous token
+        for token, text, kind in zip(
+            encoding.ids, encoding.sequence_ids, encoding.type_ids, strict=True
+        ):
+            if text is None:
+                slots.append(Slot(token, kind))
+            elif text != previous:
+                slots.append(Slot(None, kind))
+            previous = text
+        order = [text for text in encoding.sequence_ids if text is not None]
+        text_slots = sum(slot.token is None for slot in slots)
+        if text_slots != texts or order != sorted(order):
+            raise ConfigError(
+                f"{origin}: its post_processor does not put each of {texts} texts once and in their"
+                " order: mend its template."
+            )
+        return cls(tuple(slots))
+
+
+def closed(start: list[int], stop: list[int], texts: int) -> Frame:
+    """The frame for a tokenizer without a template: `start`, then each text with `stop` after it.
+    The type of a token is the index of its text."""
+    slots = [Slot(token, 0) for token in start]
+    for kind in range(texts):
+        slots += [Slot(None, kind), *(Slot(token, kind) for token in stop)]
+    return Frame(tuple(slots))
 
 
 class Tokenizer:
@@ -276,7 +342,9 @@ class Tokenizer:
 
     @functools.cached_property
     def _template(self) -> tuple[list[int], list[int]]:
-        frame, before, after = self.frame(1), list[int](), list[int]()
+        frame = self.frame(1)
+        before = list[int]()
+        after = list[int]()
         side = before
         for slot in frame.slots if frame else ():
             if slot.token is None:  # where the text goes
@@ -398,7 +466,8 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A digest that is equal for tokenizers that agree in everything that affects training."""
         settings = json.dumps(self.encoder.spec(), sort_keys=True)
-        end, guess = self._roles.get("eos"), self._guessed.get("eos")
+        end = self._roles.get("eos")
+        guess = self._guessed.get("eos")
         ends = [end, self._roles.get("start", end), self.forced_token]
         changed_ends = "" if ends == [guess, guess, None] else json.dumps(ends)
         return hashlib.blake2b((settings + changed_ends).encode(), digest_size=16).hexdigest()

@@ -133,13 +133,15 @@ def in_batches(
     items: Iterable[Sized], size: Callable[[Sized], int], enough: int
 ) -> Iterator[list[Sized]]:
     """The items in lists, each of at least `enough` in size, but for the last one."""
-    batch, total = [], 0
+    batch = []
+    total = 0
     for item in items:
         batch.append(item)
         total += size(item)
         if total >= enough:
             yield batch
-            batch, total = [], 0
+            batch = []
+            total = 0
     if batch:
         yield batch
 

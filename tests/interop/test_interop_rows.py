@@ -16,8 +16,13 @@ from transformers.models.auto import configuration_auto
 import jaxformer as jf
 from jaxformer.arrays.params import rows
 from jaxformer.interop import tensor_table
-from jaxformer.interop.architectures import ARCHITECTURES, BASES, HF_FAMILIES, stated_architecture
-from jaxformer.interop.config_equivalence import differences
+from jaxformer.interop.architectures import (
+    ARCHITECTURES,
+    BASES,
+    HF_FAMILIES,
+    differences,
+    stated_architecture,
+)
 from jaxformer.interop.fields import FULL, SLIDING, USUAL_KEYS
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
 from jaxformer.interop.pretrained import open_pretrained
@@ -389,7 +394,7 @@ def drawn(config):
     }
 
 
-def reader(plan, stored):
+def reader(plan, config, stored):
     """What reads a part of a leaf, and the list of the (tensor, size) that it reads for it."""
     asked = []
 
@@ -397,7 +402,8 @@ def reader(plan, stored):
         asked.append((name, stored[name][rows].size))
         return stored[name][rows]
 
-    return tensor_table.leaf_reader(plan, {name: name for name in stored}, read_rows), asked
+    names = {name: name for name in stored}
+    return tensor_table.leaf_reader(plan, specs(config), names, read_rows), asked
 
 
 CUTS = [slice(None), slice(2, 6), slice(3, 4)]
@@ -411,7 +417,7 @@ def test_a_part_of_a_leaf_is_that_part_of_its_tensors():
     leaves = drawn(config)
     plan = FAMILY["bert"].tensors(config)
     stored = {tensor.name: tensor_table.tensor_of(tensor, leaves) for tensor in plan}
-    part, asked = reader(plan, stored)
+    part, asked = reader(plan, config, stored)
     assert not tensor_table.paths_without_tensor(plan, specs(config))
     for path, leaf in leaves.items():
         whole = [slice(None)] * (leaf.ndim - 1)
@@ -446,7 +452,7 @@ def test_a_part_of_the_experts_is_that_part_of_their_tensors(kind):
     assert {name: tensor.shape for name, tensor in stored.items()} == {
         tensor.name: tensor.shape for tensor in plan
     }
-    part, asked = reader(plan, stored)
+    part, asked = reader(plan, config, stored)
     for path, leaf in leaves.items():
         for index in itertools.product([slice(None), slice(1, 3)], repeat=min(2, leaf.ndim)):
             asked.clear()

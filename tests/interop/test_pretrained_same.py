@@ -4,7 +4,7 @@ refuse."""
 import pytest
 
 import jaxformer as jf
-from jaxformer.interop.config_equivalence import differences
+from jaxformer.interop.architectures import differences
 
 DECODER = dict(vocab_size=9, d_model=4, n_layers=2, n_heads=1, d_ff=4)
 ENCODER = DECODER | dict(n_layers=1, max_length=3, family="encoder", norm="layer", token_types=2)

@@ -16,7 +16,7 @@ import jaxformer as jf
 from jaxformer.arrays.params import map_specs, rows
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
-from jaxformer.interop.config_equivalence import standard_form
+from jaxformer.interop.pretrained import standard_form
 from jaxformer.models.transformer import specs
 from jaxformer.training.optimizers.run_optimizer import make_optimizer, width_factors
 
