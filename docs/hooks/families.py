@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.interop.architectures import HF_FAMILIES
+from jaxformer.interop.experts import DenseLayers
 from jaxformer.interop.family import Family
-from jaxformer.interop.fields import SIZES, USUAL_KEYS
-from jaxformer.interop.hf_config import HFConfig
+from jaxformer.interop.fields import Constant
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "hugging_face.md"
-# What every config.json says, in numbers that no family refuses.
-NUMBERS = {"vocab_size": 64, "d_model": 4096, "n_layers": 24, "n_heads": 64, "d_ff": 64}
 START, END = "<!-- families: python docs/hooks/families.py -->\n", "<!-- end of families -->\n"
 HEADER = (
     "| family | kind | read and written | supported beyond the basic model | tests (models) |\n"
@@ -35,17 +33,15 @@ def variants_of(family: Family) -> list[str]:
 
 
 def kind_of(family: Family) -> str:
-    """The kind of model that a family is with the values that its keys have by default."""
-    sizes: dict[str, Any] = {
-        hf: NUMBERS[field] for hf, field in USUAL_KEYS.items() if field in NUMBERS
-    }
-    sizes |= {"encoder_layers": NUMBERS["n_layers"]}
-    # T5Gemma has a table for each stack.
-    stack = {hf: sizes[hf] for hf in SIZES.split()}
-    values = sizes | {"encoder": stack, "decoder": stack}
-    config = family.read(HFConfig(values, set()), next(iter(family.architectures)))
-    kind = config.family.replace("_", "-")
-    return f"{kind} with experts" if config.feed_forward == "experts" else kind
+    """The kind of model that a family is, by the fields that are the same in all its models."""
+    constants: dict[str, Any] = {}
+    for row in family.fields:
+        constants |= row.fields if isinstance(row, Constant) else {}
+    kind = str(constants.get("family", "decoder")).replace("_", "-")
+    has_experts = constants.get("feed_forward") == "experts"
+    if has_experts or any(isinstance(row, DenseLayers) for row in family.fields):
+        return f"{kind} with experts"
+    return kind
 
 
 def row_of(family: Family) -> str:

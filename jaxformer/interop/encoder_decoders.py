@@ -29,7 +29,7 @@ from jaxformer.interop.fields import (
     tied,
 )
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.llama import GEMMA2_CAPS, GEMMA2_SIZES, GEMMA_BLOCK
+from jaxformer.interop.llama import GEMMA2_CAPS, GEMMA_BLOCK, SIZES_OF_ALL
 from jaxformer.interop.rope import Rope
 from jaxformer.interop.tensor_table import AS_ROW, LINEAR, TensorRow, block, norm, projections
 
@@ -362,7 +362,7 @@ UMT5, UMT5_ENCODER = t5_like(
 
 # The keys of one stack, in a table of its own; dropout and ties are those of the model.
 STACK_KEYS = (
-    *(row for row in GEMMA2_SIZES if not isinstance(row, Dropout)),
+    *(row for row in SIZES_OF_ALL if not isinstance(row, Dropout)),
     *GEMMA_BLOCK,
     *GEMMA2_CAPS,
     Rope(),

@@ -39,6 +39,7 @@ from jaxformer.interop.llama import (
     RMS,
     ROWS,
     SILU,
+    SIZES_OF_ALL,
     USUAL,
     sizes,
 )
@@ -139,9 +140,9 @@ def routed(
     )
 
 
-def expert_sizes(without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
+def expert_sizes(without: str = "") -> tuple[KeyMapping, ...]:
     """The keys of `sizes`, but intermediate_size is the width of an expert."""
-    usual = sizes(f"intermediate_size {without}", **default)
+    usual = sizes(f"intermediate_size {without}")
     return (*usual, Key("intermediate_size", "expert_ff", needed=True))
 
 
@@ -153,7 +154,7 @@ MIXTRAL = decoder_like(
     "Mixtral",
     one_each("block_sparse_moe", "w1", "w3", "w2"),
     (
-        *expert_sizes(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5),
+        *expert_sizes(),
         *routed(("num_local_experts", 8), 2),
         RMS,
         SILU,
@@ -172,7 +173,7 @@ QWEN3_MOE = decoder_like(
     "Qwen3Moe",
     QWEN_ROWS,
     (
-        *sizes(num_key_value_heads=4, max_position_embeddings=32768),
+        *SIZES_OF_ALL,
         Key("moe_intermediate_size", "expert_ff", 768),
         *routed(("num_experts", 128), 8),
         SparseLayers(),
@@ -194,7 +195,7 @@ OLMOE = decoder_like(
     QWEN_ROWS,
     (
         # The width of a head follows from the two others.
-        *expert_sizes("head_dim", max_position_embeddings=4096, rms_norm_eps=1e-5),
+        *expert_sizes("head_dim"),
         *routed(("num_experts", 64), 8, loss=0.01, query_key_norm="width"),
         RENORMALIZED,
         *USUAL,
@@ -260,24 +261,12 @@ GPT_OSS = decoder_like(
         TensorRow(MLP + "experts.down_proj_bias", f"{EXPERT_BLOCKS}down_bias", SAME),
     ),
     (
-        *expert_sizes(
-            num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5
-        ),
+        *expert_sizes(),
         *routed(("num_local_experts", 128), 4, router_bias="learned", attention_sinks=True),
         Constant(activation="swiglu_clamped"),
         *fixed(hidden_act="silu", swiglu_limit=7.0, swiglu_alpha=1.702),
         RMS,
-        Rope(
-            theta=("rope_theta", 150_000.0),
-            otherwise={
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        ),
+        Rope(theta=("rope_theta", 150_000.0), needed=True),
         Windows(every=2, default_window=128),
         Biases({"attention_bias": (ATTENTION, True)}, always=FFN),
         # Of the published files, which transformers does not read.
@@ -417,12 +406,12 @@ DEEPSEEK_V3 = decoder_like(
     deepseek_rows,
     (
         Constant(mixer="latent"),
-        *keys(SIZES, rms_norm_eps=1e-6),
+        *keys(f"{SIZES} rms_norm_eps"),
         AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", checked=True),
         Key("kv_lora_rank", "kv_rank", 512),
         OptionalKey("q_lora_rank", "query_rank", 1536),
         Key("v_head_dim", "value_dim", 128),
-        Length(4096),
+        Length(),
         Dropout("attention_dropout"),
         LatentHeads(),
         DenseLayers(

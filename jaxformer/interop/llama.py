@@ -2,7 +2,6 @@
 Ministral, Ministral 3, SmolLM3, Granite, StableLM, Starcoder2, Phi-3, Qwen, OLMo 2 and 3, and
 Gemma, whose norms multiply by 1 + weight."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxformer.config.model import ModelConfig
@@ -50,22 +49,19 @@ ROWS = (
     *block(LAYER, attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
 )
 
-# The defaults of Llama.
-DEFAULTS: Mapping[str, float | None] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-}
 
-
-def sizes(without: str = "", /, **default: float) -> tuple[KeyMapping, ...]:
-    """The keys of all these families but those of `without`, separated by spaces; `default` has a
-    family's own defaults."""
-    length = default.pop("max_position_embeddings", 2048)
+def sizes(without: str = "") -> tuple[KeyMapping, ...]:
+    """Return the keys of all these families but those of `without`, separated by spaces."""
+    sizes_of_all = (
+        *keys(f"{SIZES} rms_norm_eps", num_key_value_heads=None, head_dim=None),
+        Length(),
+        Dropout("attention_dropout"),
+    )
     left_out = without.split()
-    needed = " ".join(hf for hf in SIZES.split() if hf not in left_out)
-    defaults = {hf: n for hf, n in {**DEFAULTS, **default}.items() if hf not in left_out}
-    return (*keys(needed, **defaults), Length(int(length)), Dropout("attention_dropout"))
+    return tuple(row for row in sizes_of_all if getattr(row, "hf", "") not in left_out)
+
+
+SIZES_OF_ALL = sizes()
 
 
 SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
@@ -77,7 +73,7 @@ LLAMA = decoder_like(
     "llama",
     "Llama",
     ROWS,
-    (*sizes(), DivisibleHeads(), *USUAL, BIAS_FLAGS),
+    (*SIZES_OF_ALL, DivisibleHeads(), *USUAL, BIAS_FLAGS),
     covers="RoPE default, linear, dynamic, YaRN and llama3; biases by flag; explicit head widths",
 )
 
@@ -92,24 +88,23 @@ GRANITE = decoder_like(
     "granite",
     "Granite",
     ROWS,
-    (*sizes(), *MULTIPLIERS, *USUAL, BIAS_FLAGS),
+    (*SIZES_OF_ALL, *MULTIPLIERS, *USUAL, BIAS_FLAGS),
     covers="multipliers; biases by flag",
 )
 
 # Mistral (arXiv:2310.06825): a window in every layer. Ministral: in those of layer_types.
-MISTRAL_SIZES = sizes(num_key_value_heads=8, max_position_embeddings=131072)
 MISTRAL = decoder_like(
     "mistral",
     "Mistral",
     ROWS,
-    (*MISTRAL_SIZES, *USUAL, Windows(kinds=False)),
+    (*SIZES_OF_ALL, *USUAL, Windows(kinds=False)),
     covers="windows; explicit head widths",
 )
 MINISTRAL = decoder_like(
     "ministral",
     "Ministral",
     ROWS,
-    (*MISTRAL_SIZES, *USUAL, Windows()),
+    (*SIZES_OF_ALL, *USUAL, Windows()),
     covers="windows by layer; explicit head widths",
 )
 
@@ -119,24 +114,10 @@ MINISTRAL3 = decoder_like(
     "Ministral3",
     ROWS,
     (
-        *sizes(
-            num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5
-        ),
+        *SIZES_OF_ALL,
         RMS,
         SILU,
-        TemperedRope(
-            otherwise={
-                "rope_type": "yarn",
-                "rope_theta": 1_000_000.0,
-                "factor": 16.0,
-                "original_max_position_embeddings": 16384,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            }
-        ),
+        TemperedRope(needed=True),
         Windows(kinds=False, default_window=None),
     ),
     covers="the text model: scores that grow with the position; YaRN; windows",
@@ -156,7 +137,7 @@ STABLELM = decoder_like(
     ),
     (
         # The width of a head follows from the two others.
-        *sizes("head_dim rms_norm_eps", num_key_value_heads=32, max_position_embeddings=4096),
+        *sizes("head_dim rms_norm_eps"),
         *keys(layer_norm_eps=1e-5),
         Dropout("hidden_dropout"),
         DivisibleHeads(),
@@ -185,7 +166,7 @@ STARCODER2 = decoder_like(
         *block(LAYER, up="mlp.c_fc", down="mlp.c_proj"),
     ),
     (
-        *sizes("rms_norm_eps", num_key_value_heads=2, max_position_embeddings=4096),
+        *sizes("rms_norm_eps"),
         *keys(norm_epsilon=1e-5),
         Dropout("residual_dropout embedding_dropout"),
         LAYER_NORM,
@@ -215,7 +196,7 @@ PHI3 = decoder_like(
     ),
     (
         # The width of a head follows from the two others.
-        *sizes("head_dim", max_position_embeddings=4096, rms_norm_eps=1e-5),
+        *sizes("head_dim"),
         Dropout("resid_pdrop embd_pdrop"),
         IgnoredKeys("full_attn_mod interpolate_factor"),
         RMS,
@@ -232,21 +213,20 @@ PHI3 = decoder_like(
 
 # Qwen 2 (arXiv:2407.10671), with biases of queries, keys and values, and Qwen 3 (arXiv:2505.09388),
 # with their norms.
-QWEN_SIZES = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 QWEN = (*USUAL, Windows(switch=True))
 HEAD_NORM = Constant(query_key_norm="head")
 QWEN2 = decoder_like(
     "qwen2",
     "Qwen2",
     ROWS,
-    (*sizes(**QWEN_SIZES), *QWEN, Constant(bias="qkv")),
+    (*SIZES_OF_ALL, *QWEN, Constant(bias="qkv")),
     covers="biases of queries, keys and values; windows by layer",
 )
 QWEN3 = decoder_like(
     "qwen3",
     "Qwen3",
     ROWS,
-    (*sizes(**QWEN_SIZES, head_dim=128), *QWEN, HEAD_NORM, ATTENTION_BIAS),
+    (*SIZES_OF_ALL, *QWEN, HEAD_NORM, ATTENTION_BIAS),
     covers="query-key norms by head; windows by layer; biases by flag",
 )
 
@@ -256,7 +236,7 @@ SMOLLM3 = decoder_like(
     "SmolLM3",
     ROWS,
     (
-        *sizes(num_key_value_heads=4, max_position_embeddings=32768),
+        *SIZES_OF_ALL,
         RMS,
         SILU,
         Rope(theta=("rope_theta", 2_000_000.0)),
@@ -280,7 +260,7 @@ OLMO2_ROWS = (
     ),
 )
 OLMO2_KEYS = (
-    *sizes(rms_norm_eps=1e-5),
+    *SIZES_OF_ALL,
     Constant(norm="rms", norm_placement="output", query_key_norm="width"),
     SILU,
     ATTENTION_BIAS,
@@ -337,11 +317,8 @@ def _inverse(number: float) -> float:
 
 
 # Command R (Cohere 2024): attention and feed-forward read the same norm.
-COHERE_SIZES = sizes(
-    # The width of a head follows from the two others.
-    "head_dim rms_norm_eps",
-    max_position_embeddings=8192,
-)
+# The width of a head follows from the two others.
+COHERE_SIZES = sizes("head_dim rms_norm_eps")
 COHERE = decoder_like(
     "cohere",
     "Cohere",
@@ -385,12 +362,7 @@ GLM4 = decoder_like(
         ),
     ),
     (
-        *sizes(
-            num_key_value_heads=2,
-            head_dim=128,
-            max_position_embeddings=131072,
-            rms_norm_eps=1.5625e-7,
-        ),
+        *SIZES_OF_ALL,
         RMS,
         Constant(norm_placement="sandwich"),
         SILU,
@@ -409,7 +381,7 @@ GEMMA1 = decoder_like(
     "Gemma",
     ROWS,
     (
-        *sizes(num_key_value_heads=16, head_dim=256, max_position_embeddings=8192),
+        *SIZES_OF_ALL,
         Constant(norm="rms1p", embedding_scale="sqrt"),
         # In files "gelu" stands for the approximation that the models were trained with.
         Choice(
@@ -427,7 +399,6 @@ GEMMA1 = decoder_like(
 
 # Gemma 2 (arXiv:2408.00118) and the text model of Gemma 3 (arXiv:2503.19786): norms before and
 # after each sublayer.
-GEMMA_HEADS = {"num_key_value_heads": 4, "head_dim": 256}
 GEMMA_ROWS = (
     *TRUNK,
     *block(
@@ -447,7 +418,6 @@ GEMMA_BLOCK = (
     Scale("query_pre_attn_scalar", 256),
 )
 GEMMA = (*GEMMA_BLOCK, ONE_SIDED)
-GEMMA2_SIZES = sizes(max_position_embeddings=8192, **GEMMA_HEADS)
 GEMMA2_CAPS = (
     OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
     OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
@@ -457,7 +427,7 @@ GEMMA2 = decoder_like(
     "gemma2",
     "Gemma2",
     GEMMA_ROWS,
-    (*GEMMA2_SIZES, *GEMMA, *GEMMA2_CAPS, Rope(), Windows(every=2)),
+    (*SIZES_OF_ALL, *GEMMA, *GEMMA2_CAPS, Rope(), Windows(every=2)),
     is_tied=True,
     covers="windows in every other layer; soft caps; norms before and after each sublayer",
 )
@@ -466,7 +436,7 @@ GEMMA3 = decoder_like(
     "Gemma3",
     GEMMA_ROWS,
     (
-        *sizes(max_position_embeddings=131072, **GEMMA_HEADS),
+        *SIZES_OF_ALL,
         *GEMMA,
         HEAD_NORM,
         # transformers does not apply it.

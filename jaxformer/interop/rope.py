@@ -3,7 +3,6 @@ before. The older keys are written, since every reader takes them."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ class Rope(KeyMapping):
     does not say: the base, the rotated part of a head, and the base of layers with a window.
     `original` is (key, default) of the length before scaling where it is beside rope_parameters.
     `kinds` are the scalings: LongRoPE is Phi-3's, and other readers of Llama do not know it.
-    `otherwise` is the scaling of a file that states none. Where `local` is `theta`, only
+    `needed`: every file states it, and which of all scalings. Where `local` is `theta`, only
     rope_parameters tells the two bases apart."""
 
     theta: tuple[str, float] = ("rope_theta", 10_000.0)
@@ -50,7 +49,7 @@ class Rope(KeyMapping):
     local: tuple[str, float] | None = None
     original: tuple[str, int] | None = None
     kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
-    otherwise: Mapping[str, Any] | None = None
+    needed: bool = False
 
     def read(self, hf: HFConfig) -> ConfigFields:
         parameters = hf.table("rope_parameters")
@@ -63,7 +62,9 @@ class Rope(KeyMapping):
         # As transformers does: rope_scaling replaces rope_parameters, theta included. Where layers
         # of two kinds have bases of their own, it is added to the parameters of one kind.
         stated = {**parameters, **scaling} if self.local else scaling or parameters
-        entry = dict(stated or self.otherwise or {})
+        if self.needed and not stated:
+            raise hf.unsupported("rope_parameters", None, [{"rope_type": "default"}])
+        entry = dict(stated)
         if self.original:
             entry[ORIGINAL] = hf.number(*self.original)
         rotation: ConfigFields = {
@@ -79,7 +80,7 @@ class Rope(KeyMapping):
         return rotation | _scaling(hf, entry, self.kinds)
 
     def write(self, config: ModelConfig) -> Keys:
-        unscaled = {"rope_type": "default"} if self.otherwise else None
+        unscaled = {"rope_type": "default"} if self.needed else None
         keys: Keys = {self.theta[0]: config.rope_theta, "rope_scaling": unscaled}
         if self.fraction:
             keys[self.fraction[0]] = config.rope_fraction
@@ -188,7 +189,7 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
 class Length(KeyMapping):
     """The maximum length; config.json has the length before dynamic scaling."""
 
-    default: int = 2048
+    default: int | None = None
 
     def read(self, hf: HFConfig) -> ConfigFields:
         return {"max_length": hf.number("max_position_embeddings", self.default)}
@@ -207,7 +208,7 @@ class TemperedRope(Rope):
     No reader of this family knows older keys."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        entry = hf.table("rope_parameters") or dict(self.otherwise or {})
+        entry = dict(hf.table("rope_parameters"))
         slope = hf.checked_number(f"rope_parameters.{TEMPERATURE}", entry.pop(TEMPERATURE, None))
         original = hf.checked_number(f"rope_parameters.{ORIGINAL}", entry.get(ORIGINAL))
         entry.pop("max_position_embeddings", None)  # repeats the key of the model

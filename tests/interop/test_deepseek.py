@@ -29,6 +29,7 @@ PUBLISHED = {
     "num_attention_heads": 128,
     "num_hidden_layers": 61,
     "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-6,
     "rope_scaling": {
         "beta_fast": 32,
         "beta_slow": 1,

@@ -123,6 +123,7 @@ def test_phi3_is_written_with_the_three_keys_of_older_files_and_read_from_them(o
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=8,
+        rms_norm_eps=1e-5,
         max_position_embeddings=131072,
         original_max_position_embeddings=4096,
         rope_scaling=dict(type=older, short_factor=SHORT, long_factor=LONG),
