@@ -144,7 +144,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 
 def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
-    """The architecture as which a model is read, from the keys of its config.json."""
+    """Return the architecture as which a model is read, from the keys of its config.json."""
     model_type = values.get("model_type")
     stated = values.get("architectures") or []
     of_type = [name for name, family in ARCHITECTURES.items() if family.model_type == model_type]
@@ -226,8 +226,8 @@ def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:
 
 
 def architecture_of(config: ModelConfig, architecture: str | None = None) -> tuple[Family, str]:
-    """The first architecture that is exactly this config, or the one named: by what its config.json
-    says when it is read again."""
+    """Return the first architecture that is exactly this config, or the one named: by what its
+    config.json says when it is read again."""
     if architecture is not None and architecture not in ARCHITECTURES:
         raise ConfigError(
             f"architecture={architecture!r} is not one of {', '.join(ARCHITECTURES)}."

@@ -40,7 +40,7 @@ STACKS = ("encoder", "decoder")
 
 
 def bart_stack(side: str, stack: str) -> tuple[TensorRow, ...]:
-    """The rows of one stack; `stack` begins its paths in the params."""
+    """Return the rows of one stack; `stack` begins its paths in the params."""
     layer = f"model.{side}.layers.{{}}."
     return (
         *projections(layer + "self_attn", "out_proj", f"{stack}blocks.attention"),
@@ -88,7 +88,7 @@ def bart_like(
     head_bias: bool = True,
     **others: Any,
 ) -> Family:
-    """A family with the tensors of BART, and the keys `more` beside those of all.
+    """Return a family with the tensors of BART, and the keys `more` beside those of all.
 
     Its class is `name` + `model`, with `head_bias` a bias of the logits. `norms` are before the
     sublayers and at the end of each stack ("pre"), or after the sums ("post"). `activation` and
@@ -160,7 +160,7 @@ MARIAN = bart_like(
 
 
 def sinusoid_tables(config: ModelConfig) -> dict[str, np.ndarray]:
-    """The tables of positions that Pegasus stores, [T, D] for each stack."""
+    """Return the tables of positions that Pegasus stores, [T, D] for each stack."""
     width = config.d_model
     frequencies = 10_000.0 ** -(2 * np.arange(-(-width // 2)) / width)
     angle = np.arange(config.max_length)[:, None] * frequencies
@@ -260,7 +260,7 @@ def t5_shared_fields(activation: str) -> tuple[KeyMapping, ...]:
 
 
 def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...]:
-    """The rows of one stack; `stack` begins its paths in the params."""
+    """Return the rows of one stack; `stack` begins its paths in the params."""
     layer = f"{side}.block.{{}}.layer."
     ffn = "1" if side == "encoder" else "2"
     up = "wi_1" if config.gated else "wi"
@@ -295,8 +295,8 @@ EMBEDDING_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embe
 def t5_like(
     model_type: str, name: str, mappings: Sequence[KeyMapping], covers: str, has_scale: bool = True
 ) -> tuple[Family, Family]:
-    """A family of encoder-decoders with the tensors of T5, and its encoder alone, also out of the
-    files of both stacks. `name` begins its classes; `covers` is as in `Family`."""
+    """Return a family of encoder-decoders with the tensors of T5, and its encoder alone, also out
+    of the files of both stacks. `name` begins its classes; `covers` is as in `Family`."""
     both_stacks = (
         Constant(family="encoder_decoder"),
         Key("num_layers", "n_encoder_layers", needed=True),
@@ -414,7 +414,7 @@ class BothStacks(KeyMapping):
 
 
 def t5gemma_stack(side: str, stack: str) -> tuple[TensorRow, ...]:
-    """The rows of one stack; `stack` begins its paths in the params."""
+    """Return the rows of one stack; `stack` begins its paths in the params."""
     layer = f"model.{side}.layers.{{}}."
     return (
         TensorRow(f"model.{side}.embed_tokens.weight", f"{stack}embed.tokens"),

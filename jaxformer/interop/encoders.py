@@ -68,8 +68,8 @@ class MaskedHead(NamedTuple):
         )
 
     def copies(self, config: ModelConfig, embedding: str) -> tuple[Copy, ...]:
-        """A tied output layer may be stored again; the bias of an untied one has a second name
-        that is not read."""
+        """Return what files may hold twice: a tied output layer, and the bias of an untied one,
+        whose second name is not read."""
         if config.output != "masked":
             return ()
         biases: tuple[Copy, ...] = ()
@@ -85,8 +85,8 @@ class MaskedHead(NamedTuple):
 def rows_by_head(
     base: str, trunk: tuple[TensorRow, ...], heads: Heads, masked: MaskedHead | None = None
 ) -> Callable[[ModelConfig], tuple[TensorRow, ...]]:
-    """The rows of a trunk and of the head of a config. The names below `base` are those of a class
-    with a head; without one they are as in the base model."""
+    """Return the rows of a trunk and of the head of a config. The names below `base` are those of a
+    class with a head; without one they are as in the base model."""
 
     def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         is_dense = config.output == "tags" and config.class_head == "dense"
@@ -106,7 +106,7 @@ CLASS_LAYERS = (*linear("classifier.dense", "pooler.dense"), *output("classifier
 
 
 def classes_of(name: str) -> dict[str, ConfigFields]:
-    """The classes that all these families have; `name` begins their names."""
+    """Return the classes that all these families have; `name` begins their names."""
     return {
         f"{name}ForMaskedLM": {"head": "masked"},
         f"{name}ForSequenceClassification": {"head": "classes"},
@@ -126,9 +126,9 @@ def encoder_like(
     dropout: str = "hidden_dropout_prob attention_probs_dropout_prob",
     **others: Any,
 ) -> Family:
-    """A family of encoders whose names begin with `base` where there is a head. The first row of
-    `trunk` is the table of tokens. `heads` are the rows beside those of `masked`, `dropout` the
-    keys of rates, and `others` fields of `Family`."""
+    """Return a family of encoders whose names begin with `base` where there is a head. The first
+    row of `trunk` is the table of tokens. `heads` are the rows beside those of `masked`, `dropout`
+    the keys of rates, and `others` fields of `Family`."""
     return Family(
         model_type,
         architectures,
@@ -148,7 +148,7 @@ LENGTH = keys(max_position_embeddings=512)
 
 
 def embeddings(base: str) -> tuple[TensorRow, ...]:
-    """The tables below `base` and their norm."""
+    """Return the tables below `base` and their norm."""
     return (
         TensorRow(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
         TensorRow(f"{base}.embeddings.position_embeddings.weight", "embed.positions"),
@@ -170,7 +170,7 @@ BERT_LAYER = {
 
 
 def bert_trunk(base: str, **names: str) -> tuple[TensorRow, ...]:
-    """The embeddings and layers below `base`, with the `names` that are not BERT's."""
+    """Return the embeddings and layers below `base`, with the `names` that are not BERT's."""
     layer = base + ".encoder.layer.{}."
     return *embeddings(base), *block(layer, **{**BERT_LAYER, **names})
 
@@ -231,7 +231,8 @@ ROBERTA_MASKED = MaskedHead(
 
 
 def roberta_heads(base: str) -> Heads:
-    """The head of classes has a layer of its own; with any other, files may have a pooler."""
+    """Return the rows of the heads: that of classes has a layer of its own; with any other, files
+    may have a pooler."""
     pooler = linear(f"{base}.pooler.dense", "pooler.dense")
     return {
         "masked": pooler,
@@ -242,7 +243,7 @@ def roberta_heads(base: str) -> Heads:
 
 
 def roberta_like(model_type: str, name: str) -> Family:
-    """A family with the tensors of RoBERTa; `name` begins the names of its classes."""
+    """Return a family with the tensors of RoBERTa; `name` begins the names of its classes."""
     return encoder_like(
         model_type,
         classes_of(name),

@@ -70,8 +70,8 @@ ROUTED_TRUNK = (*ROWS, *norm(LAYER + "post_attention_layernorm", "blocks.experts
 
 
 def one_each(prefix: str, gate: str, up: str, down: str) -> tuple[TensorRow, ...]:
-    """The trunk and the rows of a family with a tensor for each expert, whose matrices have these
-    names below `prefix`."""
+    """Return the trunk and the rows of a family with a tensor for each expert, whose matrices have
+    these names below `prefix`."""
     return (
         *ROUTED_TRUNK,
         TensorRow(f"{LAYER}{prefix}.gate.weight", f"{EXPERT_BLOCKS}router", LINEAR),
@@ -127,8 +127,8 @@ class SparseLayers(KeyMapping):
 def routed(
     number: tuple[str, int], chosen: int, loss: float = 0.001, **constants: object
 ) -> tuple[KeyMapping, ...]:
-    """The keys of the experts: `number` is the key of their number and its default, `chosen` the
-    default of those of a token and `loss` of the weight of the balance loss."""
+    """Return the keys of the experts: `number` is the key of their number and its default, `chosen`
+    the default of those of a token and `loss` of the weight of the balance loss."""
     names = {"num_experts", "num_local_experts"} - {number[0]}
     return (
         # transformers has no z-loss in these models.
@@ -141,7 +141,7 @@ def routed(
 
 
 def expert_sizes(without: str = "") -> tuple[KeyMapping, ...]:
-    """The keys of `sizes`, but intermediate_size is the width of an expert."""
+    """Return the keys of `sizes`, but intermediate_size is the width of an expert."""
     usual = sizes(f"intermediate_size {without}")
     return (*usual, Key("intermediate_size", "expert_ff", needed=True))
 
@@ -311,7 +311,7 @@ DEEPSEEK_ROWS = (
 
 
 def deepseek_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    """The tensors, of which that of the queries has another name without a query rank."""
+    """Return the tensors, of which that of the queries has another name without a query rank."""
     name = "q_b_proj" if config.query_rank else "q_proj"
     return (*DEEPSEEK_ROWS, *linear(f"{LAYER}self_attn.{name}", f"{LATENT_BLOCKS}q"))
 

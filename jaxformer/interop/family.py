@@ -33,7 +33,8 @@ Copies = Callable[[ModelConfig], tuple[Copy, ...]]
 
 
 def tied_copy(head: str, embedding: str, *others: str) -> Copies:
-    """The output layer of a tied model, which files may hold, and other names of the embedding."""
+    """Return the output layer of a tied model, which files may hold, and other names of the
+    embedding."""
     always = tuple(Copy(name, embedding) for name in others)
     tied = (*always, Copy(head, embedding, unties=True))
     return lambda config: tied if config.tied_head else always
@@ -71,7 +72,7 @@ class Family:
     covers: str = ""
 
     def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
-        """The config of a config.json."""
+        """Return the config of a config.json."""
         for key, allowed in REQUIRED.items():
             is_read = key == QUANTIZATION and quantization_of(hf.values) in self.packed
             if key in hf.values and not is_read:
@@ -86,15 +87,15 @@ class Family:
         return ModelConfig(**config_fields)
 
     def files(self, directory: Path, values: Mapping[str, Any]) -> TensorFiles:
-        """The tensors of a directory whose config.json has these keys."""
+        """Return the tensors of a directory whose config.json has these keys."""
         return self.packed.get(quantization_of(values), TensorFiles)(directory)
 
     def keys(self) -> dict[str, str]:
-        """The key of each field that has one key."""
+        """Return the key of each field that has one key."""
         return {row.field: row.hf for row in self.fields if isinstance(row, (Key, Choice))}
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
-        """The keys of a config."""
+        """Return the keys of a config."""
         complete = with_factors(config)
         keys = {"architectures": [architecture], "model_type": self.model_type}
         for row in self.fields:
@@ -121,7 +122,7 @@ class Family:
         return tensors(self.rows(config), model_specs(config))
 
     def modules(self, config: ModelConfig) -> list[Tensor]:
-        """The tensors by their names in the class of transformers."""
+        """Return the tensors by their names in the class of transformers."""
         return tensors((self.module_rows or self.rows)(config), model_specs(config))
 
 
@@ -141,7 +142,7 @@ def decoder_like(
     ignored: tuple[str, ...] = (INV_FREQ,),
     **others: Any,
 ) -> Family:
-    """A family of decoders, whose class is `name` + `model`.
+    """Return a family of decoders, whose class is `name` + `model`.
 
     `rows` are all but those of the tensors `embedding`, whose first part all names of the base
     begin with, and `head`. `base` is the class without a head, "" where it is not read, by default

@@ -23,7 +23,7 @@ TYPES = {entry.name: type(entry.default) for entry in dataclasses.fields(ModelCo
 
 
 def by_hf_name(names: Mapping[str, str]) -> dict[str, str]:
-    """The value here of each name in transformers, from the names of each value here."""
+    """Return the value here of each name in transformers, from the names of each value here."""
     return {hf: value for value, group in names.items() for hf in group.split()}
 
 
@@ -294,8 +294,8 @@ class Biases(KeyMapping):
 
 
 def tied(default: bool) -> Choice:
-    """Whether the output layer is the embedding. Where a file has both and they differ, they are
-    read as untied, as in transformers 5."""
+    """Return whether the output layer is the embedding. Where a file has both and they differ, they
+    are read as untied, as in transformers 5."""
     return Choice("tie_word_embeddings", "tied_head", {True: True, False: False}, default)
 
 
@@ -405,12 +405,12 @@ class Windows(KeyMapping):
         return {"window": window, "window_pattern": letters(is_full, "f", "w")}
 
     def window(self, hf: HFConfig) -> int:
-        """The width of the window; 0 where no layer has one."""
+        """Return the width of the window; 0 where no layer has one."""
         width: int = hf.get("sliding_window", self.default_window) or 0
         return 0 if self.switch and not hf.flag("use_sliding_window", False) else width
 
     def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
-        """Which layers have no window where layer_types does not say it."""
+        """Return which layers have no window where layer_types does not say it."""
         every = hf.number(self.period, self.every) if self.period else self.every
         first = hf.number("max_window_layers", 28) if self.switch else 0
         return [i < first or bool(every and (i + 1) % every == 0) for i in range(layers)]

@@ -385,7 +385,7 @@ FALCON_NORMS = {
 
 
 def falcon_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    """The tensors of a Falcon with the norms of this config."""
+    """Return the tensors of a Falcon with the norms of this config."""
     attention, ffn = FALCON_NORMS[config.residual]
     ffn_norm = norm(H_LAYER + ffn, "blocks.ffn_norm") if ffn else ()
     return *FALCON_TRUNK, *norm(H_LAYER + attention, "blocks.attention_norm"), *ffn_norm

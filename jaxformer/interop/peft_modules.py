@@ -85,8 +85,8 @@ class Layout:
         return ""
 
     def saved_modules(self, leaves: Mapping[str, Weight], learned: tuple[str, ...]) -> set[str]:
-        """The modules that are saved whole: those of the branches in `learned`, and what peft takes
-        for the head of a classifier."""
+        """Return the modules that are saved whole: those of the branches in `learned`, and what
+        peft takes for the head of a classifier."""
         modules = set()
         head = {n: t for n, t in self.tensors.items() if n.split(".")[0] in HEAD_MODULES}
         # A head with an adapter has not learned itself.
@@ -118,13 +118,13 @@ class Layout:
 
 
 def is_in(name: str, modules: Collection[str]) -> bool:
-    """Whether a tensor is one of a module."""
+    """Return whether a tensor is one of a module."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
 def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:
-    """The modules of the architecture that is exactly `config`, or of the one named; a decoder with
-    a class head is one of transformers' ...ForSequenceClassification."""
+    """Return the modules of the architecture that is exactly `config`, or of the one named; a
+    decoder with a class head is one of transformers' ...ForSequenceClassification."""
     has_score = (config.family, config.output) == ("decoder", "classes")
     if has_score:
         if config.logit_soft_cap or config.pooled != "last":
@@ -176,8 +176,8 @@ def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:
 
 
 def parameter_modules(parameters: Sequence[str], adapted: Collection[str]) -> dict[str, str]:
-    """The module of each adapted parameter as peft's files name it. A module is wrapped once for
-    each of its parameters, of which the first is innermost."""
+    """Return the module of each adapted parameter as peft's files name it. A module is wrapped once
+    for each of its parameters, of which the first is innermost."""
     names = {}
     for index, name in enumerate(parameters):
         module = name.rpartition(".")[0]
@@ -194,15 +194,15 @@ def _in_class(name: str) -> str:
 
 
 def matrix_names(tensor: Tensor) -> tuple[str, str]:
-    """The ends of the names of an adapter's two matrices."""
+    """Return the ends of the names of an adapter's two matrices."""
     if tensor.specs[0].lookup:
         return "lora_embedding_A", "lora_embedding_B"
     return "lora_A.weight", "lora_B.weight"
 
 
 def matrix_shapes(tensor: Tensor, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shapes of an adapter's two matrices: [R, inputs] and [outputs, R], of E experts [E R,
-    inputs] and [outputs, R E]."""
+    """Return the shapes of an adapter's two matrices: [R, inputs] and [outputs, R], of E experts [E
+    R, inputs] and [outputs, R E]."""
     outputs = sum(spec.fan_out for spec in tensor.specs)
     width = rank * (tensor.experts or 1)
     return (width, tensor.specs[0].fan_in), (outputs, width)
@@ -243,8 +243,8 @@ def join_matrices(
 
 
 def _order(tensor: Tensor) -> Transform:
-    """How the rows [outputs, R] of lora_B are ordered: as those of the module's weight. peft has
-    this shape also over weights that are stored as [inputs, outputs], and over embeddings."""
+    """Return how the rows [outputs, R] of lora_B are ordered: as those of the module's weight. peft
+    has this shape also over weights that are stored as [inputs, outputs], and over embeddings."""
     if tensor.transform is INTERLEAVED:
         return IN_TURN
     return LINEAR if tensor.transform in (SAME, CONV) else tensor.transform

@@ -69,7 +69,7 @@ class StoredAdapter:
 
 
 def stored_in(directory: Path) -> StoredAdapter:
-    """The adapter of a peft directory."""
+    """Return the adapter of a peft directory."""
     directory = copied_model(directory, ADAPTER_WEIGHTS)
     stored = StoredAdapter(read_settings(directory), TensorFiles(directory, ADAPTER_WEIGHTS))
     for name in stored.files.entries:
@@ -171,8 +171,8 @@ PutLeaf = Callable[[Spec, np.ndarray], jax.Array]  # onto the devices of the par
 
 
 def adapted_config(directory: Path, config: ModelConfig) -> ModelConfig:
-    """The config of a model with an adapter: that of its base, or with the head of classes or tags
-    that the adapter brings."""
+    """Return the config of a model with an adapter: that of its base, or with the head of classes
+    or tags that the adapter brings."""
     settings = read_settings(directory)
     head = TASKS_WITH_HEAD.get(settings.task_type or "")
     if head is None or config.output == head:
@@ -274,7 +274,7 @@ def _with_saved(
     config: ModelConfig,
     put: PutLeaf,
 ) -> dict[str, Any]:
-    """The leaves of the base by path, replaced or joined by those that the adapter has saved
+    """Return the leaves of the base by path, replaced or joined by those that the adapter has saved
     whole."""
     table = rows(model_specs(config))
     new: dict[str, np.ndarray] = {}
@@ -310,8 +310,8 @@ def _with_saved(
 
 
 def learned_of(directory: Path, config: ModelConfig) -> tuple[str, ...]:
-    """The branches of the params of a model that its adapter has saved whole, beside those that it
-    adapts."""
+    """Return the branches of the params of a model that its adapter has saved whole, beside those
+    that it adapts."""
     modules, saved = fitted(stored_in(directory), layout_of(config))
     adapted = {path for module in modules for path in module.tensor.paths}
     paths = [path for tensor, _ in saved for path in tensor.paths if path not in adapted]

@@ -148,9 +148,9 @@ def save_adapter(
 
 
 def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | None:
-    """The adapter of a module, or of a parameter of all experts, from those of its leaves, of which
-    some may have none; None where no leaf has one. Components that are zero in a and in b at the
-    end are left out."""
+    """Return the adapter of a module, or of a parameter of all experts, from those of its leaves,
+    of which some may have none; None where no leaf has one. Components that are zero in a and in b
+    at the end are left out."""
     experts = tensor.experts or 1
     layer = tensor.entry[:1]
     adapters: dict[int, tuple[np.ndarray, np.ndarray, float]] = {}
@@ -202,7 +202,7 @@ def _settings(
     parameters: Mapping[str, PeftModule],
     saved_modules: Collection[str],
 ) -> dict[str, Any]:
-    """What adapter_config.json says, but for the base and the dropout."""
+    """Return what adapter_config.json says, but for the base and the dropout."""
     adapted = {**modules, **parameters}
     # The most frequent ones are the default, and the others are patterns.
     rank = Counter(module.rank for module in adapted.values()).most_common(1)[0][0]

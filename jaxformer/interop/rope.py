@@ -126,15 +126,15 @@ class Rope(KeyMapping):
 def _stated(
     hf: HFConfig, entry: dict[str, Any], name: str, instead: tuple[str, float] | None
 ) -> float:
-    """The number of an entry of rope_parameters; where there is none, that of the key `instead`,
-    which has a default, or 1."""
+    """Return the number of an entry of rope_parameters; where there is none, that of the key
+    `instead`, which has a default, or 1."""
     if entry.get(name) is not None:
         return float(hf.checked_number(f"rope_parameters.{name}", entry[name]))
     return float(hf.number(*instead)) if instead else 1.0
 
 
 def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> ConfigFields:
-    """The fields of a scaling; none where it changes nothing."""
+    """Return the fields of a scaling; none where it changes nothing."""
     kind = entry.get("rope_type", entry.get("type", "default")) or "default"
     kind = "longrope" if kind == "su" else kind  # as in older files
     if kind not in allowed:

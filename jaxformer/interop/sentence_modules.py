@@ -24,9 +24,9 @@ ADVICE = "compute the vectors with sentence-transformers, or remove modules.json
 
 
 def stated_pooling(directory: Path) -> Pooling:
-    """The `model.pooling` that the modules of a directory ask for, "auto" where it has none. Raises
-    ConfigError for a module, a pooling, a prompt, or a change of the texts or of the vectors that
-    jaxformer does not follow."""
+    """Return the `model.pooling` that the modules of a directory ask for, "auto" where it has none.
+    Raises ConfigError for a module, a pooling, a prompt, or a change of the texts or of the vectors
+    that jaxformer does not follow."""
     path = directory / LISTING
     if not path.is_file():
         return "auto"
@@ -84,9 +84,9 @@ def stated_pooling(directory: Path) -> Pooling:
 
 
 def stated_length(directory: Path, settings: Mapping[str, Any]) -> float | None:
-    """The number of tokens at which sentence-transformers cuts a text, as its settings for texts
-    or else those of the tokenizer say; None where they say nothing. Raises ConfigError where that
-    is no number."""
+    """Return the number of tokens at which sentence-transformers cuts a text, as its settings for
+    texts or else those of the tokenizer say; None where they say nothing. Raises ConfigError where
+    that is no number."""
     stated = [
         (path, "max_seq_length", read_object(path, ADVICE).get("max_seq_length"))
         for path in sorted(directory.glob(TEXT_SETTINGS))

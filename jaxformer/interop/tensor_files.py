@@ -110,11 +110,11 @@ class TensorFiles:
             )
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """A tensor in the dtype of its file, or consecutive rows of its first axis."""
+        """Return a tensor in the dtype of its file, or consecutive rows of its first axis."""
         return self.read_entry(name, self.entries[name], rows, DTYPES)
 
     def are_equal(self, a: str, b: str) -> bool:
-        """Whether two tensors are equal; a piece of each is in memory at a time."""
+        """Return whether two tensors are equal; a piece of each is in memory at a time."""
         shape = self.entries[a].shape
         if shape != self.entries[b].shape:
             return False
@@ -158,7 +158,8 @@ def copied_model(directory: Path, only: str = "") -> Path:
 
 
 def has_tensors(directory: Path) -> bool:
-    """Whether the files of weights of a model directory are there, and not only their index."""
+    """Return whether the files of weights of a model directory are there, and not only their
+    index."""
     index = directory / INDEX
     if (directory / SINGLE).is_file() or not index.is_file():
         files = [*directory.glob("*.safetensors")]
@@ -168,13 +169,13 @@ def has_tensors(directory: Path) -> bool:
 
 
 def names_in_index(directory: Path) -> list[str] | None:
-    """The names of the tensors by the index of a model directory, None where it has none."""
+    """Return the names of the tensors by the index of a model directory, None where it has none."""
     index = directory / INDEX
     return [*_read_index(index)] if index.is_file() else None
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The shard of each tensor."""
+    """Return the shard of each tensor."""
     shard_of = read_object(path, "download it again").get("weight_map")
     if not isinstance(shard_of, dict) or not all(isinstance(f, str) for f in shard_of.values()):
         raise ConfigError(
@@ -190,7 +191,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[safe_open]:
-    """A file of the safetensors library, whose errors become ConfigErrors."""
+    """Yield a file of the safetensors library, whose errors become ConfigErrors."""
     resolved_file(path, "download it again")  # the library would wait for a pipe
     try:
         with safe_open(path, "numpy", backend="pread") as file:
@@ -269,8 +270,8 @@ def write_tensors(
 
 
 def as_stored(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A tensor contiguous and in the dtype of its file. ConfigError for a finite value that the
-    dtype cannot express."""
+    """Return a tensor contiguous and in the dtype of its file. ConfigError for a finite value that
+    the dtype cannot express."""
     try:
         with np.errstate(over="raise"):
             return value.astype(dtype, order="C", copy=False)

@@ -29,7 +29,7 @@ class Transform(NamedTuple):
 
 
 def _flat_shape(specs: LayerSpecs) -> tuple[int, ...]:
-    """The shape of a table, or of a vector with its axes flattened."""
+    """Return the shape of a table, or of a vector with its axes flattened."""
     return specs[0].shape if specs[0].is_matrix else (math.prod(specs[0].shape),)
 
 
@@ -43,9 +43,9 @@ def _reshaped(shape: Callable[[LayerSpecs], tuple[int, ...]]) -> Transform:
 
 
 def _rows_of_leaves(groups: Callable[[Spec], int]) -> Transform:
-    """The matrices [out, in] of one leaf, or of several below one another: first the rows of each
-    in the first group, then of each in the second, and so on. `groups` is their number, from the
-    last leaf. Leaves [I..., O...] have the same inputs; biases have none."""
+    """Return the matrices [out, in] of one leaf, or of several below one another: first the rows of
+    each in the first group, then of each in the second, and so on. `groups` is their number, from
+    the last leaf. Leaves [I..., O...] have the same inputs; biases have none."""
 
     def shape(specs: LayerSpecs) -> tuple[int, ...]:
         outputs = sum(map(_outputs, specs))
@@ -75,7 +75,7 @@ def _outputs(spec: Spec) -> int:
 
 
 def _transposed(transform: Transform) -> Transform:
-    """The same as [in, out]; biases are as they were."""
+    """Return the same as [in, out]; biases are as they were."""
     return Transform(
         lambda specs: transform.shape(specs)[::-1],
         lambda tensor, specs: transform.split(tensor.T, specs),
@@ -118,7 +118,7 @@ class TensorRow(NamedTuple):
 def linear(
     hf: str, leaves: str | tuple[str, ...], transform: Transform = LINEAR
 ) -> tuple[TensorRow, ...]:
-    """The weight of a linear layer and its bias, or of queries, keys and values in one."""
+    """Return the weight of a linear layer and its bias, or of queries, keys and values in one."""
     weight = TensorRow(f"{hf}.weight", leaves, transform)
     if isinstance(leaves, str):
         return weight, TensorRow(f"{hf}.bias", f"{leaves}_bias")
@@ -129,20 +129,20 @@ def linear(
 def projections(
     hf: str, out: str, path: str = "blocks.attention", end: str = "_proj"
 ) -> tuple[TensorRow, ...]:
-    """The matrices of an attention below `hf`, each by itself: q, k and v with this `end`, and
-    `out`."""
+    """Return the matrices of an attention below `hf`, each by itself: q, k and v with this `end`,
+    and `out`."""
     names = {f"q{end}": "q", f"k{end}": "k", f"v{end}": "v", out: "out"}
     pairs = [linear(f"{hf}.{name}", f"{path}.{leaf}") for name, leaf in names.items()]
     return tuple(itertools.chain.from_iterable(pairs))
 
 
 def output(hf: str, path: str) -> tuple[TensorRow, ...]:
-    """The weight [out, in] of an output layer, which is stored as it is, and its bias."""
+    """Return the weight [out, in] of an output layer, which is stored as it is, and its bias."""
     return TensorRow(f"{hf}.weight", f"{path}.weight"), TensorRow(f"{hf}.bias", f"{path}.bias")
 
 
 def norm(hf: str, path: str) -> tuple[TensorRow, ...]:
-    """The scale of a norm and its bias."""
+    """Return the scale of a norm and its bias."""
     return TensorRow(f"{hf}.weight", f"{path}.scale"), TensorRow(f"{hf}.bias", f"{path}.bias")
 
 
@@ -153,8 +153,8 @@ FUSED_LEAVES = {"qkv": QKV, "gate_up": ("blocks.ffn.gate", "blocks.ffn.up")}
 def block(
     prefix: str, transform: Transform = LINEAR, stack: str = "", /, **modules: str
 ) -> tuple[TensorRow, ...]:
-    """The rows of a layer: the name below `prefix` of the module of each leaf of attention and
-    feed-forward (q, k, v, out, gate, up, down; qkv and gate_up are several in one), and of each
+    """Return the rows of a layer: the name below `prefix` of the module of each leaf of attention
+    and feed-forward (q, k, v, out, gate, up, down; qkv and gate_up are several in one), and of each
     norm. `stack` begins the paths of the encoder of two stacks."""
     pairs = []
     for leaf, name in modules.items():
@@ -194,7 +194,7 @@ class Tensor:
         return bool(self.experts) or len(self.entry) > 1
 
     def leaves_of(self, values: np.ndarray) -> Arrays:
-        """The values of its leaves, with the axis of its experts if it has one."""
+        """Return the values of its leaves, with the axis of its experts if it has one."""
         if not self.experts:
             return self.transform.split(values, self.specs)
         experts = [self.transform.split(value, self.specs) for value in values]
@@ -202,7 +202,7 @@ class Tensor:
 
 
 def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
-    """All tensors of a model; rows whose leaves the model does not have are left out."""
+    """Return all tensors of a model; rows whose leaves the model does not have are left out."""
     table = spec_rows(specs)
     plan: list[Tensor] = []
     for row in rows:
@@ -248,13 +248,14 @@ def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
 
 
 def paths_without_tensor(plan: Iterable[Tensor], specs: Specs) -> list[str]:
-    """The leaves that no tensor of a plan holds."""
+    """Return the leaves that no tensor of a plan holds."""
     with_tensor = {path for tensor in plan for path in tensor.paths}
     return [path for path in spec_rows(specs) if path not in with_tensor]
 
 
 def _empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-    """An empty array that begins at a multiple of 64 bytes: JAX on a CPU uses it without a copy."""
+    """Return an empty array that begins at a multiple of 64 bytes: JAX on a CPU uses it without a
+    copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
     begin = -raw.ctypes.data % 64
@@ -322,7 +323,8 @@ def leaf_reader(
 
 
 def tensor_of(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
-    """The tensor for the files, from the leaves by path; only its entry is copied to the host."""
+    """Return the tensor for the files, from the leaves by path; only its entry is copied to the
+    host."""
     arrays = []
     for path in tensor.paths:
         leaf = leaves[path]
@@ -337,8 +339,8 @@ def tensor_of(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
 def matched(
     names: Iterable[str], expected: Iterable[str], prefix: str, renamed: Sequence[tuple[str, str]]
 ) -> dict[str, str]:
-    """The name in the files of each expected tensor: the same, or that of older files (without the
-    prefix, or with other endings)."""
+    """Return the name in the files of each expected tensor: the same, or that of older files
+    (without the prefix, or with other endings)."""
     expected_names = {*expected}
     name_in_file = {}
     for name in names:

@@ -39,8 +39,8 @@ def byte_level_bpe(
     special_tokens: Sequence[str] = (),
     pattern: str = "gpt2",
 ) -> tokenizers.Tokenizer:
-    """A tokenizer of the tokenizers library with these ids; special tokens that the vocabulary
-    lacks follow its last id."""
+    """Return a tokenizer of the tokenizers library with these ids; special tokens that the
+    vocabulary lacks follow its last id."""
     check_pattern(pattern)
     check_special_tokens(special_tokens)
     ids = {entry: index for index, entry in vocab.items()}
@@ -81,8 +81,8 @@ def byte_level_bpe(
 
 
 def gpt2_files(file: Path) -> tuple[dict[str, int], tuple[str, ...], bool] | None:
-    """The vocabulary of a vocab.json, the special tokens of the model's family, and whether a text
-    begins with a space; None where `from_files` does not read it.
+    """Return the vocabulary of a vocab.json, the special tokens of the model's family, and whether
+    a text begins with a space; None where `from_files` does not read it.
 
     tokenizer_config.json or config.json gives the family; without them it is RoBERTa where the
     vocabulary holds all of its special tokens, else GPT-2."""
@@ -105,8 +105,8 @@ def gpt2_files(file: Path) -> tuple[dict[str, int], tuple[str, ...], bool] | Non
 
 
 def from_files(file: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a vocab.json and the merges.txt beside it, with the special tokens and the
-    template that transformers adds for the model's family."""
+    """Return the tokenizer of a vocab.json and the merges.txt beside it, with the special tokens
+    and the template that transformers adds for the model's family."""
     files = gpt2_files(file)
     if files is None:
         raise missing(file.with_name(TOKENIZER_FILE))
@@ -146,8 +146,8 @@ def from_files(file: Path) -> tokenizers.Tokenizer:
 
 
 def split_into_words(pattern: str, single_digits: bool = False) -> pre_tokenizers.PreTokenizer:
-    """The pre-tokenizer of the words of a regular expression, in bytes; with `single_digits` each
-    digit is a word."""
+    """Return the pre-tokenizer of the words of a regular expression, in bytes; with `single_digits`
+    each digit is a word."""
     is_gpt2 = pattern == WORD_PATTERNS["gpt2"].words
     steps: list[pre_tokenizers.PreTokenizer] = []
     if single_digits:
@@ -164,8 +164,8 @@ def byte_level_backend(
     words: pre_tokenizers.PreTokenizer,
     ignore_merges: bool = False,
 ) -> tokenizers.Tokenizer:
-    """A tokenizer of these tables; with `ignore_merges` a word that is a token is one, whatever its
-    merges."""
+    """Return a tokenizer of these tables; with `ignore_merges` a word that is a token is one,
+    whatever its merges."""
     model = models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = words

@@ -70,8 +70,8 @@ RENDERER = BoundedProcess("jaxformer.tokenizer.chat_environment", "answer")
 
 
 def checked_messages(value: Any) -> list[Message]:
-    """The messages of a conversation, each of which has a role and a text. Keys whose value is null
-    are left out, since Parquet and Arrow cannot tell them from missing ones.
+    """Return the messages of a conversation, each of which has a role and a text. Keys whose value
+    is null are left out, since Parquet and Arrow cannot tell them from missing ones.
 
     A message with tool_calls may lack its content."""
     if not isinstance(value, list | tuple):
@@ -103,7 +103,7 @@ def checked_messages(value: Any) -> list[Message]:
 
 
 def learned_turns(messages: list[Message]) -> list[int]:
-    """The indices of the assistant's messages that are learned: all but those that a key of
+    """Return the indices of the assistant's messages that are learned: all but those that a key of
     `LEARNED` or `NOT_LEARNED` excludes. Raises ConfigError where there are none, for other values
     of such a key, and for another key that seems to be one."""
     turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
@@ -136,13 +136,13 @@ def learned_turns(messages: list[Message]) -> list[int]:
 
 
 def rendered_message(message: Message) -> Message:
-    """A message as a template reads it."""
+    """Return a message as a template reads it."""
     left_out = (*LEARNED, *NOT_LEARNED, TOOLS)
     return {key: value for key, value in message.items() if key not in left_out}
 
 
 def with_tools(message: Message, beside: Mapping[str, Any]) -> Message:
-    """The first message of a conversation, with the tools that its record has `beside` the
+    """Return the first message of a conversation, with the tools that its record has `beside` the
     messages: a list of objects, or its JSON. Raises ConfigError for something else."""
     for key in NOT_RENDERED:
         if beside.get(key):
@@ -161,8 +161,8 @@ def with_tools(message: Message, beside: Mapping[str, Any]) -> Message:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the keys of its objects that are null, which Parquet and Arrow give to the
-    objects that lack a key of others."""
+    """Return a value without the keys of its objects that are null, which Parquet and Arrow give to
+    the objects that lack a key of others."""
     if isinstance(value, Mapping):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):
@@ -219,12 +219,13 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, today: bool = False) -> "ChatTemplate":
-        """The template with which a tokenizer was read, or that `set_chat_template` set."""
+        """Return the template with which a tokenizer was read, or that `set_chat_template` set."""
         text, where = template_of(tokenizer)
         return cls(text, tokenizer, where, today)
 
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation, and which of them are learned: those of the assistant's turns.
+        """Return the ids of a conversation, and which of them are learned: those of the assistant's
+        turns.
 
         With generation blocks these are the tokens inside them. Otherwise a turn is what the
         template adds to the prompt for it, up to the special token that ends it. A token that also
@@ -232,12 +233,12 @@ class ChatTemplate:
         return self.encode_marked([self.marked(messages)])[0]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids after which the assistant writes its answer to a conversation."""
+        """Return the ids after which the assistant writes its answer to a conversation."""
         text = self.render(checked_messages(messages), True)
         return [*self.tokenizer.encoder.rows([text], True)[0].tolist()]
 
     def encode_marked(self, conversations: Sequence[Marked]) -> list[tuple[list[int], list[bool]]]:
-        """The result of `encode` for each result of `marked`, computed on all cores."""
+        """Return the result of `encode` for each result of `marked`, computed on all cores."""
         texts = [text for text, _ in conversations]
         try:
             encodings = without_panic(self._aligned.encode_batch, texts, add_special_tokens=False)
@@ -254,7 +255,7 @@ class ChatTemplate:
         return encoded
 
     def marked(self, messages: Sequence[Message]) -> Marked:
-        """The text of a conversation, and the spans of it that are learned."""
+        """Return the text of a conversation, and the spans of it that are learned."""
         checked = checked_messages(messages)
         turns = learned_turns(checked)
         cuts = [(len(checked), False)]
@@ -296,21 +297,23 @@ class ChatTemplate:
         return text, spans
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The text of messages, with the beginning of an answer if `add_generation_prompt`."""
+        """Return the text of messages, with the beginning of an answer if
+        `add_generation_prompt`."""
         text = self._texts(messages, [(len(messages), add_generation_prompt)])[0]
         return self._without_marks(text)[0]
 
     def end_of_turn(self, messages: Sequence[Message]) -> int | None:
-        """The special token with which the template ends an answer to `messages`; None where no
-        special token follows its content."""
+        """Return the special token with which the template ends an answer to `messages`; None where
+        no special token follows its content."""
         text = self.render([*messages, {"role": ASSISTANT, "content": PROBE}])
         after = text.rpartition(PROBE)[2].lstrip()
         name = next((name for name in self._added if after.startswith(name)), None)
         return None if name is None else self._added[name]
 
     def warnings(self) -> list[str]:
-        """A warning where the learned text of an answer has no special token after its content: the
-        consequence and the remedy; empty where the template refuses the conversation for it."""
+        """Return a warning where the learned text of an answer has no special token after its
+        content: the consequence and the remedy; empty where the template refuses the conversation
+        for it."""
         messages = [{"role": role, "content": PROBE} for role in ("user", ASSISTANT)]
         try:
             text, spans = self.marked(messages)
@@ -327,7 +330,7 @@ class ChatTemplate:
         ]
 
     def _ask(self, when: str, rendering: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer of `chat_environment`; `rendering` are the messages, names and cuts."""
+        """Return the answer of `chat_environment`; `rendering` are the messages, names and cuts."""
         question = {
             "template": self.text,
             "marks": self._marks,
@@ -345,7 +348,7 @@ class ChatTemplate:
             ) from None
 
     def _texts(self, messages: Sequence[Message], cuts: Sequence[tuple[int, bool]]) -> list[str]:
-        """The text, with marks, of each cut: so many of the messages, and whether with the
+        """Return the text, with marks, of each cut: so many of the messages, and whether with the
         beginning of an answer."""
         rendering = {
             "messages": [*map(rendered_message, messages)],
@@ -364,7 +367,8 @@ class ChatTemplate:
         raise ConfigError(f"{self.where} refuses the messages: {answer['refused']}{turn}")
 
     def _without_marks(self, marked: str) -> Marked:
-        """The text without its marks, and the spans of the generation blocks that are not empty."""
+        """Return the text without its marks, and the spans of the generation blocks that are not
+        empty."""
         begin_mark, end_mark = self._marks
         text = ""
         begins = list[int]()
@@ -399,8 +403,8 @@ class ChatTemplate:
 
 
 def template_of(tokenizer: Tokenizer) -> tuple[str, str]:
-    """The template with which a tokenizer was read or that was set, and its name for messages. As
-    in transformers, chat_template.jinja comes before tokenizer_config.json."""
+    """Return the template with which a tokenizer was read or that was set, and its name for
+    messages. As in transformers, chat_template.jinja comes before tokenizer_config.json."""
     if tokenizer.metadata.template is not None:
         return tokenizer.metadata.template, tokenizer.metadata.template_name
     value = tokenizer.metadata.settings.get("chat_template")
@@ -423,8 +427,8 @@ def template_of(tokenizer: Tokenizer) -> tuple[str, str]:
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The names of special tokens that a template reads, such as bos_token: those in the files and,
-    for a class with default special tokens, the usual ones."""
+    """Return the names of special tokens that a template reads, such as bos_token: those in the
+    files and, for a class with default special tokens, the usual ones."""
     settings = tokenizer.metadata.settings
     names = dict[str, str]()
     if settings.get("tokenizer_class") not in WITHOUT_DEFAULTS:
@@ -453,8 +457,8 @@ def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
 
 
 def template_fingerprint(tokenizer: Tokenizer) -> str:
-    """A digest of the template of a tokenizer, the special tokens and the format: equal digests
-    give equal ids with a tokenizer. Empty where it has no template."""
+    """Return a digest of the template of a tokenizer, the special tokens and the format: equal
+    digests give equal ids with a tokenizer. Empty where it has no template."""
     try:
         text, _ = template_of(tokenizer)
     except ConfigError:

@@ -92,8 +92,8 @@ def _message(error: Exception) -> str:
 
 @functools.lru_cache(maxsize=16)
 def compiled(text: str, marks: tuple[str, str], day: str | None) -> tuple[jinja2.Template, bool]:
-    """The template of a text, and whether it has generation blocks. strftime_now shows `day`, None
-    for today. Raises jinja2.TemplateSyntaxError."""
+    """Return the template of a text, and whether it has generation blocks. strftime_now shows
+    `day`, None for today. Raises jinja2.TemplateSyntaxError."""
 
     def strftime_now(format: str) -> str:
         now = datetime.datetime.fromisoformat(day) if day else datetime.datetime.now()

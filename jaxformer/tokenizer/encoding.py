@@ -62,7 +62,7 @@ class Fast:
 
     @classmethod
     def of(cls, spec: dict[str, Any], backend: tokenizers.Tokenizer) -> "Fast | None":
-        """The encoder for a tokenizer.json; None where its ids could differ.
+        """Return the encoder for a tokenizer.json; None where its ids could differ.
 
         tiktoken merges two pieces if together they are the bytes of a token, BPE only the two that
         the merge of this token names. Both give the same ids where BPE encodes the bytes of each
@@ -117,7 +117,7 @@ class Fast:
         return fast if fast.encode(probe, False).tolist() == expected else None
 
     def encode(self, text: str, names_are_tokens: bool) -> np.ndarray:
-        """The ids of a text of at most MOST_CHARACTERS characters: uint32."""
+        """Return the ids of a text of at most MOST_CHARACTERS characters: uint32."""
         if not names_are_tokens or not self._names:
             return self._core.encode_to_numpy(text, disallowed_special=())
         # Split by a group, a text gives plain text at even indices and names at odd ones.
@@ -129,8 +129,8 @@ class Fast:
 
 
 def pattern_of(spec: dict[str, Any]) -> str | None:
-    """The name of the entry of `WORD_PATTERNS` by which a byte-level tokenizer.json splits text;
-    None for another pattern."""
+    """Return the name of the entry of `WORD_PATTERNS` by which a byte-level tokenizer.json splits
+    text; None for another pattern."""
     words = spec["pre_tokenizer"] or {}
     if words.get("type") == "ByteLevel":
         return "gpt2" if words["use_regex"] and not words["add_prefix_space"] else None
@@ -157,8 +157,9 @@ class Cuts:
 
     @classmethod
     def of(cls, spec: dict[str, Any], names_are_tokens: bool) -> "Cuts":
-        """The cuts for a tokenizer.json; without a pattern where it may read more than a word at a
-        time. `names_are_tokens` says that names of special tokens in a text are these tokens."""
+        """Return the cuts for a tokenizer.json; without a pattern where it may read more than a
+        word at a time. `names_are_tokens` says that names of special tokens in a text are these
+        tokens."""
         pattern = pattern_of(spec)
         if spec["normalizer"] is not None or not pattern:
             return cls("")
@@ -170,7 +171,8 @@ class Cuts:
         return cls(WORD_PATTERNS[pattern].cuts, tuple(names))
 
     def blocks(self, chunks: Iterable[str]) -> Iterator[str]:
-        """The parts of a text that comes in chunks of any size, in the memory of a few parts."""
+        """Yield the parts of a text that comes in chunks of any size, in the memory of a few
+        parts."""
         pending = ""
         enough = 2 * PART_CHARACTERS
         for chunk in chunks:
@@ -189,8 +191,8 @@ class Cuts:
         yield from self.parts(pending)
 
     def parts(self, text: str) -> Iterator[str]:
-        """The parts of a text, of about PART_CHARACTERS characters, and more only where it cannot
-        be cut."""
+        """Yield the parts of a text, of about PART_CHARACTERS characters, and more only where it
+        cannot be cut."""
         start = 0
         reach = PART_CHARACTERS
         while self.pattern and start + 2 * reach < len(text):
@@ -203,7 +205,7 @@ class Cuts:
         yield text[start:]
 
     def _last(self, text: str, start: int, stop: int) -> int | None:
-        """The last position to cut between `start` and `stop`; None where there is none."""
+        """Return the last position to cut between `start` and `stop`; None where there is none."""
         while (cut := last_cut(text, self.pattern, start, stop)) is not None:
             # In or next to a name, or it may be once more text follows.
             if not any(
@@ -232,7 +234,7 @@ class Encoder:
         self._origin = origin
 
     def spec(self) -> dict[str, Any]:
-        """The tokenizer.json as an object."""
+        """Return the tokenizer.json as an object."""
         return json.loads(self._backend.to_str())  # type: ignore[no-any-return]
 
     @functools.cached_property
@@ -244,7 +246,7 @@ class Encoder:
         return backend
 
     def rows(self, texts: Sequence[str], reads_names: bool) -> list[np.ndarray]:
-        """The ids of each text: uint32."""
+        """Return the ids of each text: uint32."""
         # One text starts no threads: where memory is short, a thread may never begin to run.
         parallel = len(texts) > 1
         if max(map(len, texts), default=0) <= 2 * PART_CHARACTERS:
@@ -256,8 +258,8 @@ class Encoder:
         return [np.concatenate([*itertools.islice(rows, len(parts))]) for parts in split_texts]
 
     def stream(self, chunks: Iterable[str], reads_names: bool) -> Iterator[np.ndarray]:
-        """The ids of a text that comes in chunks of any size, part after part, in the memory of a
-        few parts. A file is read in blocks rather than lines, which may be long."""
+        """Yield the ids of a text that comes in chunks of any size, part after part, in the memory
+        of a few parts. A file is read in blocks rather than lines, which may be long."""
         if hasattr(chunks, "read"):
             chunks = iter(functools.partial(chunks.read, 2 * PART_CHARACTERS), "")
         blocks = self._cuts[reads_names].blocks(chunks)
@@ -303,7 +305,7 @@ class Encoder:
             raise self.unencodable(texts, error) from None
 
     def unencodable(self, texts: Sequence[str], error: Exception) -> ConfigError:
-        """The ConfigError for an error of the library on these texts."""
+        """Return the ConfigError for an error of the library on these texts."""
         characters = sorted({*"".join(texts)})
         surrogate = next((char for char in characters if "\ud800" <= char <= "\udfff"), None)
         if surrogate is not None:

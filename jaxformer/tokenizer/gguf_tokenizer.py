@@ -51,8 +51,8 @@ PATTERN_OF_PRE = {
 def read_gguf(
     metadata: Mapping[str, Any], origin: str
 ) -> tuple[tokenizers.Tokenizer, TokenizerMetadata]:
-    """The tokenizer in the metadata of a GGUF file, and what the files beside a tokenizer.json
-    would say of it; `origin` names the file in messages."""
+    """Return the tokenizer in the metadata of a GGUF file, and what the files beside a
+    tokenizer.json would say of it; `origin` names the file in messages."""
     try:
         values = {
             key.removeprefix(TOKENIZER_KEYS): value
@@ -134,8 +134,8 @@ def read_gguf(
 
 
 def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer:
-    """A byte-level BPE. A token with a character that stands for no byte is one of text, unless it
-    is a special one."""
+    """Return a byte-level BPE. A token with a character that stands for no byte is one of text,
+    unless it is a special one."""
     spelling = {byte: character for character, byte in BYTES.items()}
     vocab = {}
     for index, token in enumerate(values["tokens"]):
@@ -158,8 +158,8 @@ def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenize
 
 
 def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer:
-    """A BPE over characters, with bytes for those that it lacks. The merges of Gemma are in the
-    order of the tokens, and the others in that of the scores."""
+    """Return a BPE over characters, with bytes for those that it lacks. The merges of Gemma are in
+    the order of the tokens, and the others in that of the scores."""
     is_gemma = values["architecture"] in GEMMA_ARCHITECTURES
     tokens = [*values["tokens"]]
     if is_gemma:

@@ -21,8 +21,8 @@ from jaxformer.tokenizer.words import BLOCK_CHARACTERS
 def train_bpe_tokenizer(
     texts: Iterable[str], vocab_size: int, specials: Sequence[str] = (), pattern: str = "gpt2"
 ) -> Tokenizer:
-    """A byte-level BPE of texts; no word extends from one text into the next. Ids are the end token
-    (0), `specials`, the 256 bytes, and the merges.
+    """Return a byte-level BPE of texts; no word extends from one text into the next. Ids are the
+    end token (0), `specials`, the 256 bytes, and the merges.
 
     Texts that are too small for `vocab_size` entries give fewer."""
     if vocab_size < 257 + len(specials):
@@ -41,15 +41,15 @@ def _in_blocks(text: str) -> Iterator[str]:
 
 
 def byte_tokenizer(specials: Sequence[str] = ()) -> Tokenizer:
-    """A token for each byte of UTF-8, whose id is the byte; then the end token, 256, and
-    `specials`."""
+    """Return a tokenizer with a token for each byte of UTF-8, whose id is the byte; then the end
+    token, 256, and `specials`."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return _made(models.BPE(vocab=BYTES, merges=[]), words, decoders.ByteLevel(), specials)
 
 
 def character_tokenizer(texts: Iterable[str], specials: Sequence[str] = ()) -> Tokenizer:
-    """A token for each character of the texts, in the order of code points; then the end token and
-    `specials`."""
+    """Return a tokenizer with a token for each character of the texts, in the order of code points;
+    then the end token and `specials`."""
     alphabet: set[str] = set()
     for text in texts:
         alphabet.update(text)

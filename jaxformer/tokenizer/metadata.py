@@ -195,16 +195,16 @@ class TokenizerMetadata:
             _write_json(folder / IDS_FILE, read_optional(folder / IDS_FILE) | entries, follow)
 
     def cleans(self, backend: tokenizers.Tokenizer) -> bool:
-        """Whether decoded text loses the spaces before punctuation. With BPE it keeps them, since
-        they are those of the text."""
+        """Return whether decoded text loses the spaces before punctuation. With BPE it keeps them,
+        since they are those of the text."""
         bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         cleans_up = bool(self.settings.get("clean_up_tokenization_spaces"))
         return cleans_up and (type(backend.model).__name__ != "BPE" or bool(self.settings.get(bpe)))
 
 
 def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
-    """The constraints of a model's directory on generated text, and their file: as in transformers,
-    generation_config.json, or config.json where that does not exist."""
+    """Return the constraints of a model's directory on generated text, and their file: as in
+    transformers, generation_config.json, or config.json where that does not exist."""
     file = folder / IDS_FILE
     file = file if file.exists() else folder / "config.json"
     values = read_optional(file)
@@ -219,7 +219,7 @@ def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
 
 
 def guessed_roles(vocab: dict[str, int]) -> dict[str, int]:
-    """The ids of the roles that follow from the names of tokens."""
+    """Return the ids of the roles that follow from the names of tokens."""
     guessed: dict[str, int] = {}
     for role, names in ROLES.items():
         for name in names:
@@ -229,7 +229,7 @@ def guessed_roles(vocab: dict[str, int]) -> dict[str, int]:
 
 
 def read_optional(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file."""
+    """Return the object in a JSON file; empty where there is no file."""
     return read_object(path) if path.exists() else {}
 
 
@@ -238,7 +238,7 @@ def _write_json(path: Path, values: dict[str, Any], follow: bool) -> None:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The tokenizer file of a path, which is that file or its directory."""
+    """Return the tokenizer file of a path, which is that file or its directory."""
     if not path.is_dir():
         return path
     files = path / TOKENIZER_FILE, path / VOCABULARY_FILE
@@ -246,7 +246,7 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json."""
+    """Return the tokenizer of a tokenizer.json."""
     if not file.exists():
         raise missing(file)
     remedy = "set tokenizer.path to a tokenizer.json"
@@ -268,7 +268,7 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
 
 
 def missing(file: Path) -> ConfigError:
-    """The error for a tokenizer.json that does not exist."""
+    """Return the error for a tokenizer.json that does not exist."""
     others = sorted({path.name for pattern in OTHER_FILES for path in file.parent.glob(pattern)})
     if not others:
         return ConfigError(
@@ -360,8 +360,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: P
 
 
 def _typed(value: Any) -> Any:
-    """A value in which tokens that are objects have their type, which tokenizer_config.json states
-    and special_tokens_map.json does not."""
+    """Return a value in which tokens that are objects have their type, which tokenizer_config.json
+    states and special_tokens_map.json does not."""
     if isinstance(value, list):
         return [_typed(entry) for entry in value]
     is_token = isinstance(value, dict) and "content" in value

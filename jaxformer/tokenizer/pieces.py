@@ -67,7 +67,8 @@ class Spelling:
         )
 
     def raw(self, token: str) -> bytes:
-        """The bytes of a token, with the space before it and without the mark of a continuation."""
+        """Return the bytes of a token, with the space before it and without the mark of a
+        continuation."""
         if token in self.added:
             return token.encode()
         if self.byte_level and BYTES.keys() >= {*token}:
@@ -78,12 +79,12 @@ class Spelling:
         return text.removeprefix(self.continuation).encode()
 
     def size(self, token: str) -> int:
-        """The number of bytes of text that a token stands for, 0 for a special token."""
+        """Return the number of bytes of text that a token stands for, 0 for a special token."""
         return 0 if self.added.get(token) else len(self.raw(token))
 
     def edges(self, token: str) -> tuple[bool, bool]:
-        """Whether a token begins inside a word, and whether it ends inside one; neither for a
-        special token."""
+        """Return whether a token begins inside a word, and whether it ends inside one; neither for
+        a special token."""
         if self.added.get(token):
             return False, False
         if self.continuation:
@@ -93,13 +94,14 @@ class Spelling:
         return (self._inside(text[0]), self._inside(text[-1])) if text else (False, False)
 
     def _inside(self, character: str) -> bool:
-        """Whether a character belongs to a word. A single byte beyond ASCII counts as a letter."""
+        """Return whether a character belongs to a word. A single byte beyond ASCII counts as a
+        letter."""
         is_byte = character > "\x7f" if self.byte_level else "\udc80" <= character <= "\udcff"
         return is_byte or character.isalnum() or character == "_"
 
 
 def _strings(value: Any) -> set[str]:
-    """All strings among the values of a JSON value."""
+    """Return all strings among the values of a JSON value."""
     if isinstance(value, str):
         return {value}
     if isinstance(value, dict):
@@ -137,7 +139,7 @@ def character_groups(pieces: Sequence[bytes]) -> list[tuple[int, int, str]]:
 
 
 def without_panic(call: Callable[..., ResultT], *arguments: Any, **keywords: Any) -> ResultT:
-    """The result of a call into a Rust library, whose panic becomes a RuntimeError."""
+    """Return the result of a call into a Rust library, whose panic becomes a RuntimeError."""
     try:
         return call(*arguments, **keywords)
     except BaseException as error:

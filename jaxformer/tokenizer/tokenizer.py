@@ -58,8 +58,8 @@ class Frame(NamedTuple):
         return sum(slot.token is not None for slot in self.slots)
 
     def fill(self, texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of the special tokens and of the texts between them, and the type of each token:
-        both int32 [tokens]."""
+        """Return the ids of the special tokens and of the texts between them, and the type of each
+        token: both int32 [tokens]."""
         remaining = iter(texts)
         pieces = [
             np.asarray(next(remaining) if slot.token is None else [slot.token], np.int32)
@@ -72,8 +72,8 @@ class Frame(NamedTuple):
     def of(
         cls, backend: tokenizers.Tokenizer, name: str, texts: int, origin: str
     ) -> "Frame | None":
-        """The frame that the post-processor of a tokenizer.json puts around one text or two; None
-        where it adds nothing. `name` is a text that the backend can encode."""
+        """Return the frame that the post-processor of a tokenizer.json puts around one text or two;
+        None where it adds nothing. `name` is a text that the backend can encode."""
         if not backend.num_special_tokens_to_add(texts == 2):
             return None
         encoding = backend.encode(name, name if texts == 2 else None)
@@ -98,8 +98,8 @@ class Frame(NamedTuple):
 
 
 def closed(start: list[int], stop: list[int], texts: int) -> Frame:
-    """The frame for a tokenizer without a template: `start`, then each text with `stop` after it.
-    The type of a token is the index of its text."""
+    """Return the frame for a tokenizer without a template: `start`, then each text with `stop`
+    after it. The type of a token is the index of its text."""
     slots = [Slot(token, 0) for token in start]
     for kind in range(texts):
         slots += [Slot(None, kind), *(Slot(token, kind) for token in stop)]
@@ -185,8 +185,8 @@ class Tokenizer:
         special_tokens: Sequence[str] | None = (),
         pattern: str = "gpt2",
     ) -> "Tokenizer":
-        """A byte-level BPE of a vocabulary and merges, as `train_bpe` returns them; `pattern` names
-        how text is split into words (gpt2, llama3).
+        """Return a byte-level BPE of a vocabulary and merges, as `train_bpe` returns them;
+        `pattern` names how text is split into words (gpt2, llama3).
 
         Special tokens that the vocabulary lacks follow its last id. Of overlapping names in a text
         the longest is taken."""
@@ -233,20 +233,23 @@ class Tokenizer:
 
     @classmethod
     def of_gguf(cls, metadata: Mapping[str, Any], origin: str) -> "Tokenizer":
-        """The tokenizer in the metadata of a GGUF file; `origin` names the file in messages."""
+        """Return the tokenizer in the metadata of a GGUF file; `origin` names the file in
+        messages."""
         backend, metadata_of_files = read_gguf(metadata, origin)
         return cls(backend, origin, metadata_of_files)
 
     @classmethod
     def find(cls, folder: Path) -> "Tokenizer | None":
-        """The tokenizer in a model's directory; None where it has none of a supported kind."""
+        """Return the tokenizer in a model's directory; None where it has none of a supported
+        kind."""
         file = tokenizer_file(folder)
         if not file.is_file() or (file.name != TOKENIZER_FILE and gpt2_files(file) is None):
             return None
         return cls.load(file)
 
     def with_special_tokens(self, names: Sequence[str]) -> "Tokenizer":
-        """The tokenizer with special tokens behind its last id; those that it has keep theirs."""
+        """Return the tokenizer with special tokens behind its last id; those that it has keep
+        theirs."""
         missing_names = [name for name in names if name not in self._vocab]
         if not missing_names:
             return self
@@ -255,7 +258,7 @@ class Tokenizer:
         return Tokenizer(backend, self.origin, self.metadata, self._reads_names)
 
     def id_of(self, name: str) -> int | None:
-        """The id of the token with this name in the vocabulary; None where there is none."""
+        """Return the id of the token with this name in the vocabulary; None where there is none."""
         return self._vocab.get(name)
 
     def save(self, path: str | Path, max_length: int | None = None, follow: bool = True) -> None:
@@ -311,7 +314,8 @@ class Tokenizer:
     def encode_iterable(
         self, iterable: Iterable[str], special_tokens: bool | None = None
     ) -> Iterator[int]:
-        """The ids that `encode` gives for the joined strings of an iterable, such as an open file.
+        """Yield the ids that `encode` gives for the joined strings of an iterable, such as an open
+        file.
 
         It takes little memory where text is split as by GPT-2 or Llama 3. Other tokenizers, such as
         SentencePiece's, need all of the text at once.
@@ -323,7 +327,7 @@ class Tokenizer:
         yield from self.suffix if reads_names else ()
 
     def decode(self, ids: IdSequence, skip_special_tokens: bool | None = None) -> str:
-        """The text of token ids; bytes that are not UTF-8 become replacement characters."""
+        """Return the text of token ids; bytes that are not UTF-8 become replacement characters."""
         skip = not self._reads_names if skip_special_tokens is None else skip_special_tokens
         text = str(self._backend.decode([int(token) for token in ids], skip_special_tokens=skip))
         for spaced in SPACED if self._cleans else ():
@@ -354,8 +358,8 @@ class Tokenizer:
         return before, after
 
     def frame(self, texts: int) -> Frame | None:
-        """The frame that the template puts around one text, or around two that are read together;
-        None where it adds nothing."""
+        """Return the frame that the template puts around one text, or around two that are read
+        together; None where it adds nothing."""
         if texts not in self._frames:
             # A text that can be encoded with every vocabulary, as far as possible.
             name = self._backend.id_to_token(self._roles["eos"]) if "eos" in self._roles else None
@@ -370,30 +374,32 @@ class Tokenizer:
         return self._frames[texts]
 
     def as_prompt(self, ids: IdSequence) -> list[int]:
-        """The tokens of a text as the prompt of a decoder."""
+        """Return the tokens of a text as the prompt of a decoder."""
         return [*self.prefix, *map(int, ids)]
 
     def as_source(self, ids: IdSequence) -> list[int]:
-        """The tokens of a text as the source of an encoder-decoder: in the template, and an end
-        token last where the template has none behind a text (mBART's has a language there)."""
+        """Return the tokens of a text as the source of an encoder-decoder: in the template, and an
+        end token last where the template has none behind a text (mBART's has a language there)."""
         end = [] if self.end_token in self.suffix else [self.end_token]
         return [*self.prefix, *map(int, ids), *self.suffix, *end]
 
     def as_target(self, ids: IdSequence) -> list[int]:
-        """The tokens of a text as the decoder of an encoder-decoder reads it: after the start token
-        and any forced token. Its targets lack the start token, and have the end token."""
+        """Return the tokens of a text as the decoder of an encoder-decoder reads it: after the
+        start token and any forced token. Its targets lack the start token, and have the end
+        token."""
         forced = [] if self.forced_token is None else [self.forced_token]
         return [self.start_token, *forced, *map(int, ids)]
 
     def shown(self, token: int) -> str:
-        """A token by itself; bytes that are not UTF-8 as \\xNN, an id without a token as <id>."""
+        """Return a token by itself; bytes that are not UTF-8 as \\xNN, an id without a token as
+        <id>."""
         name = self._backend.id_to_token(token)
         if name is None or self._spelling.continuation:
             return f"<{token}>" if name is None else name
         return self.raw(token).decode("utf-8", "backslashreplace")
 
     def raw(self, token: int) -> bytes:
-        """The bytes of a token, with the space before it; none for an id without a token."""
+        """Return the bytes of a token, with the space before it; none for an id without a token."""
         name = self._backend.id_to_token(token)
         return b"" if name is None else self._spelling.raw(name)
 
@@ -402,13 +408,13 @@ class Tokenizer:
         return Spelling.of(self.encoder.spec())
 
     def special(self, role: str) -> int | None:
-        """The id of the token with a role of `ROLES` (bos, eos, pad, unk, cls, sep, mask); None
-        where there is none."""
+        """Return the id of the token with a role of `ROLES` (bos, eos, pad, unk, cls, sep, mask);
+        None where there is none."""
         return self._roles.get(role)
 
     def ids(self) -> dict[str, int | list[int]]:
-        """The ids of special tokens by their keys in a Hugging Face config.json; several end tokens
-        are a list."""
+        """Return the ids of special tokens by their keys in a Hugging Face config.json; several end
+        tokens are a list."""
         ids_by_role: dict[str, Any] = {**self._roles}
         if "eos" in ids_by_role:
             ends = [*self.end_tokens]
@@ -416,18 +422,18 @@ class Tokenizer:
         return {key: ids_by_role[role] for key, role in ID_KEYS.items() if role in ids_by_role}
 
     def sentinels(self) -> list[int]:
-        """The ids of <extra_id_0>, <extra_id_1> and so on (T5, arXiv:1910.10683)."""
+        """Return the ids of <extra_id_0>, <extra_id_1> and so on (T5, arXiv:1910.10683)."""
         names = map("<extra_id_{}>".format, itertools.count())
         return [self._vocab[name] for name in itertools.takewhile(self._vocab.__contains__, names)]
 
     def ordinary(self) -> np.ndarray:
-        """The ids of all tokens that are not special, ascending: int32."""
+        """Return the ids of all tokens that are not special, ascending: int32."""
         special = self._spelling.added
         ids = {index for token, index in self._vocab.items() if not special.get(token)}
         return np.array(sorted(ids), np.int32)
 
     def word_edges(self) -> np.ndarray:
-        """Whether each token begins inside a word, and whether it ends inside one: bool
+        """Return whether each token begins inside a word, and whether it ends inside one: bool
         [vocab_size, 2].
 
         A word is a run of letters and digits with the white space before it. Two tokens belong to
@@ -446,15 +452,16 @@ class Tokenizer:
         return sizes
 
     def spelled_space(self) -> tuple[int, ...]:
-        """The ids of the three tokens of a byte that spell a space, where the vocabulary has no
-        token for SentencePiece's mark of it; else empty. They stand for one byte together."""
+        """Return the ids of the three tokens of a byte that spell a space, where the vocabulary has
+        no token for SentencePiece's mark of it; else empty. They stand for one byte together."""
         names = [f"<0x{byte:02X}>" for byte in SPACE.encode()]
         if not self._spelling.spaced or SPACE in self._vocab or not {*names} <= self._vocab.keys():
             return ()
         return tuple(self._vocab[name] for name in names)
 
     def has_space_before(self) -> bool:
-        """Whether a text gets a space before it, as by SentencePiece, which the text has not."""
+        """Return whether a text gets a space before it, as by SentencePiece, which the text has
+        not."""
         if not self._spelling.spaced:
             return False
         try:
@@ -464,7 +471,8 @@ class Tokenizer:
         return self.shown(first[0]).startswith(" ") or tuple(first[:3]) == self.spelled_space()
 
     def fingerprint(self) -> str:
-        """A digest that is equal for tokenizers that agree in everything that affects training."""
+        """Return a digest that is equal for tokenizers that agree in everything that affects
+        training."""
         settings = json.dumps(self.encoder.spec(), sort_keys=True)
         end = self._roles.get("eos")
         guess = self._guessed.get("eos")

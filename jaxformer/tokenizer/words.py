@@ -54,7 +54,7 @@ ASCII = {r"\p{L}\p{N}]": "A-Za-z0-9]", r"\p{L}": "[A-Za-z]", r"\p{N}": "[0-9]"}
 
 
 def split_words(text: str, pattern: str) -> list[str]:
-    """The words of a text; joined, they are the text."""
+    """Return the words of a text; joined, they are the text."""
     return _finder(pattern, text.isascii())(text)
 
 
@@ -71,7 +71,7 @@ def _finder(pattern: str, ascii_only: bool) -> Callable[[str], list[str]]:
 
 
 def segments(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) -> Iterator[str]:
-    """The text between special tokens, from a text that comes in blocks.
+    """Yield the text between special tokens, from a text that comes in blocks.
 
     Of special tokens that begin at the same character the longest is taken. Long segments are cut
     where no word changes, so that little text is in memory at a time.
@@ -100,8 +100,8 @@ def segments(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str)
 
 
 def last_cut(text: str, cuts: str, start: int, stop: int) -> int | None:
-    """The last position between `start` and `stop` that the expression `cuts` matches; None where
-    there is none."""
+    """Return the last position between `start` and `stop` that the expression `cuts` matches; None
+    where there is none."""
     import regex  # its start takes 25 ms, and short texts are not cut
 
     # (?r) searches from the end. A look-behind sees what is before `pos`; a look-ahead does not see
@@ -111,8 +111,8 @@ def last_cut(text: str, cuts: str, start: int, stop: int) -> int | None:
 
 
 def count_words(texts: Iterable[str], pattern: str, processes: int | None = None) -> Counter[str]:
-    """How often each word occurs in the texts. None for `processes` takes one per core where that
-    is faster."""
+    """Return how often each word occurs in the texts. None for `processes` takes one per core where
+    that is faster."""
     blocks = in_batches(texts, len, BLOCK_CHARACTERS)
     first = list(itertools.islice(blocks, FEW_BLOCKS))
     if processes is None and len(first) < FEW_BLOCKS:
@@ -132,7 +132,7 @@ def count_words(texts: Iterable[str], pattern: str, processes: int | None = None
 def in_batches(
     items: Iterable[Sized], size: Callable[[Sized], int], enough: int
 ) -> Iterator[list[Sized]]:
-    """The items in lists, each of at least `enough` in size, but for the last one."""
+    """Yield the items in lists, each of at least `enough` in size, but for the last one."""
     batch = []
     total = 0
     for item in items:
@@ -156,8 +156,8 @@ def _count(block: list[str], pattern: str) -> Counter[str]:
 def _counts_of_workers(
     blocks: Iterable[list[str]], pattern: str, processes: int
 ) -> Iterator[dict[str, int]]:
-    """The counts of each block, in order. A worker gets a block when it has finished the last one,
-    so that memory does not grow with the text."""
+    """Yield the counts of each block, in order. A worker gets a block when it has finished the last
+    one, so that memory does not grow with the text."""
     command = [sys.executable, "-P", __file__, pattern]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     # In a session of their own, the workers get no interrupt from the terminal.
