@@ -99,8 +99,10 @@ def bart_like(
     keys_of_all = (
         Constant(family="encoder_decoder", norm="layer", bias="all"),
         Constant(norm_placement=norms, embedding_norm=normed_embedding),
-        *keys("vocab_size d_model decoder_layers encoder_ffn_dim encoder_attention_heads"),
-        *keys(max_position_embeddings=1024),
+        *keys(
+            "vocab_size d_model decoder_layers encoder_ffn_dim encoder_attention_heads"
+            " max_position_embeddings"
+        ),
         Key("encoder_layers", "n_encoder_layers", needed=True),
         # Sizes that config.json has for each stack, and that have to be equal here.
         AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", checked=True),

@@ -144,7 +144,7 @@ BERT_KEYS = (
     *keys(SIZES, type_vocab_size=2, layer_norm_eps=1e-12),
     *fixed(position_embedding_type="absolute"),
 )
-LENGTH = keys(max_position_embeddings=512)
+LENGTH = keys("max_position_embeddings")
 
 
 def embeddings(base: str) -> tuple[TensorRow, ...]:
@@ -273,8 +273,7 @@ DISTILBERT = encoder_like(
     "distilbert",
     (
         Constant(norm_eps=1e-12, pooler_activation="relu"),
-        *keys("vocab_size dim n_layers n_heads hidden_dim"),
-        *LENGTH,
+        *keys("vocab_size dim n_layers n_heads hidden_dim max_position_embeddings"),
         Choice("activation", "activation", PLAIN, "gelu"),
         # The positions are stored, also where they began as sinusoids.
         IgnoredKeys("sinusoidal_pos_embds qa_dropout seq_classif_dropout tie_weights_"),
@@ -554,7 +553,7 @@ MODERNBERT = encoder_like(
             pooler_activation="gelu",
         ),
         DivisibleHeads(),
-        *keys(SIZES, norm_eps=1e-5),
+        *keys(f"{SIZES} norm_eps"),
         Length(8192),
         Rope(
             theta=("global_rope_theta", 160_000.0),
@@ -726,7 +725,7 @@ CLIP_TEXT = Family(
     (
         Constant(norm="layer", bias="all", positions="learned", pooling="last"),
         DivisibleHeads(),
-        *keys(SIZES, max_position_embeddings=77, layer_norm_eps=1e-5),
+        *keys(f"{SIZES} max_position_embeddings layer_norm_eps"),
         ProjectionWidth("projection_dim", "projection_width", 512),
         Choice("hidden_act", "activation", PLAIN, "quick_gelu"),
         Dropout("attention_dropout"),

@@ -10,6 +10,7 @@ import numpy as np
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop.family import INV_FREQ, decoder_like
 from jaxformer.interop.fields import (
+    FLAG,
     SIZES,
     AliasKey,
     Biases,
@@ -90,13 +91,10 @@ class BalanceLoss(KeyMapping):
     routed to, and so is as many times that of `router_balance_loss`."""
 
     default: float
-    chosen: int
 
     def read(self, hf: HFConfig) -> ConfigFields:
         weight = hf.number("router_aux_loss_coef", self.default)
-        return {
-            "router_balance_loss": float(weight) * hf.number("num_experts_per_tok", self.chosen)
-        }
+        return {"router_balance_loss": float(weight) * hf.number("num_experts_per_tok")}
 
     def write(self, config: ModelConfig) -> Keys:
         weight = config.router_balance_loss / config.experts_per_token
@@ -124,18 +122,16 @@ class SparseLayers(KeyMapping):
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def routed(
-    number: tuple[str, int], chosen: int, loss: float = 0.001, **constants: object
-) -> tuple[KeyMapping, ...]:
-    """Return the keys of the experts: `number` is the key of their number and its default, `chosen`
-    the default of those of a token and `loss` of the weight of the balance loss."""
-    names = {"num_experts", "num_local_experts"} - {number[0]}
+def routed(number: str, loss: float = 0.001, **constants: object) -> tuple[KeyMapping, ...]:
+    """Return the keys of the experts: `number` is the key of their number, and `loss` the default
+    of the weight of the balance loss."""
+    names = {"num_experts", "num_local_experts"} - {number}
     return (
         # transformers has no z-loss in these models.
         Constant(feed_forward="experts", router_z_loss=0.0, **constants),
-        Key(number[0], "n_experts", number[1], instead=names.pop()),
-        Key("num_experts_per_tok", "experts_per_token", chosen),
-        BalanceLoss(loss, chosen),
+        Key(number, "n_experts", instead=names.pop(), needed=True),
+        Key("num_experts_per_tok", "experts_per_token", needed=True),
+        BalanceLoss(loss),
         IgnoredKeys("output_router_logits"),
     )
 
@@ -146,7 +142,7 @@ def expert_sizes(without: str = "") -> tuple[KeyMapping, ...]:
     return (*usual, Key("intermediate_size", "expert_ff", needed=True))
 
 
-RENORMALIZED = Choice("norm_topk_prob", "router_renormalize", {True: True, False: False}, False)
+RENORMALIZED = Choice("norm_topk_prob", "router_renormalize", FLAG, False)
 
 # Mixtral (arXiv:2401.04088).
 MIXTRAL = decoder_like(
@@ -155,7 +151,7 @@ MIXTRAL = decoder_like(
     one_each("block_sparse_moe", "w1", "w3", "w2"),
     (
         *expert_sizes(),
-        *routed(("num_local_experts", 8), 2),
+        *routed("num_local_experts"),
         RMS,
         SILU,
         Rope(theta=("rope_theta", 1_000_000.0)),
@@ -175,7 +171,7 @@ QWEN3_MOE = decoder_like(
     (
         *SIZES_OF_ALL,
         Key("moe_intermediate_size", "expert_ff", 768),
-        *routed(("num_experts", 128), 8),
+        *routed("num_experts"),
         SparseLayers(),
         RENORMALIZED,
         HEAD_NORM,
@@ -196,7 +192,7 @@ OLMOE = decoder_like(
     (
         # The width of a head follows from the two others.
         *expert_sizes("head_dim"),
-        *routed(("num_experts", 64), 8, loss=0.01, query_key_norm="width"),
+        *routed("num_experts", loss=0.01, query_key_norm="width"),
         RENORMALIZED,
         *USUAL,
         *fixed(clip_qkv=None),
@@ -215,13 +211,7 @@ GRANITE_ROWS = (
     TensorRow(SPARSE + "input_linear.weight", GATE_UP, LINEAR),
     TensorRow(SPARSE + "output_linear.weight", f"{EXPERT_BLOCKS}down", LINEAR),
 )
-GRANITE_KEYS = (
-    *expert_sizes(),
-    *routed(("num_local_experts", 8), 2),
-    *MULTIPLIERS,
-    *USUAL,
-    ATTENTION_BIAS,
-)
+GRANITE_KEYS = (*expert_sizes(), *routed("num_local_experts"), *MULTIPLIERS, *USUAL, ATTENTION_BIAS)
 GRANITE_MOE = decoder_like(
     "granitemoe",
     "GraniteMoe",
@@ -262,7 +252,7 @@ GPT_OSS = decoder_like(
     ),
     (
         *expert_sizes(),
-        *routed(("num_local_experts", 128), 4, router_bias="learned", attention_sinks=True),
+        *routed("num_local_experts", router_bias="learned", attention_sinks=True),
         Constant(activation="swiglu_clamped"),
         *fixed(hidden_act="silu", swiglu_limit=7.0, swiglu_alpha=1.702),
         RMS,
@@ -281,9 +271,6 @@ EXPERT_FAMILIES = (MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, G
 
 # DeepSeek-V3 (arXiv:2412.19437): latent attention, and experts behind some dense layers.
 
-# The defaults of DeepseekV3Config.
-UNROTATED = 128
-ROTATED = 64
 LATENT_BLOCKS = "blocks.latent."
 
 DEEPSEEK_ROWS = (
@@ -320,8 +307,8 @@ class LatentHeads(KeyMapping):
     """The widths of a head without and with rotation; `qk_head_dim` and `head_dim` follow."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        nope = hf.number("qk_nope_head_dim", UNROTATED)
-        rotated = hf.number("qk_rope_head_dim", ROTATED)
+        nope = hf.number("qk_nope_head_dim")
+        rotated = hf.number("qk_rope_head_dim")
         for key, following in (("qk_head_dim", nope + rotated), ("head_dim", rotated)):
             hf.only(key, (following, None))
         return {"head_dim": nope + rotated, "rope_head_dim": rotated}
@@ -423,7 +410,7 @@ DEEPSEEK_V3 = decoder_like(
                 SharedExperts(),
                 Key("n_group", "router_groups", 8),
                 Key("topk_group", "router_top_groups", 4),
-                Choice("norm_topk_prob", "router_renormalize", {True: True, False: False}, True),
+                Choice("norm_topk_prob", "router_renormalize", FLAG, True),
                 Key("routed_scaling_factor", "router_scale", 2.5),
             )
         ),

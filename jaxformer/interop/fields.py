@@ -293,10 +293,13 @@ class Biases(KeyMapping):
         return {key: parts <= config.biased for key, (parts, _) in self.flags.items()}
 
 
+FLAG = {True: True, False: False}
+
+
 def tied(default: bool) -> Choice:
     """Return whether the output layer is the embedding. Where a file has both and they differ, they
     are read as untied, as in transformers 5."""
-    return Choice("tie_word_embeddings", "tied_head", {True: True, False: False}, default)
+    return Choice("tie_word_embeddings", "tied_head", FLAG, default)
 
 
 class DivisibleHeads(KeyMapping):
@@ -333,10 +336,9 @@ class Scale(KeyMapping):
     """A whole number n; attention scores are multiplied by 1 / sqrt(n)."""
 
     hf: str
-    default: float
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        return {"attention_scale": hf.positive(self.hf, self.default) ** -0.5}
+        return {"attention_scale": hf.positive(self.hf) ** -0.5}
 
     def write(self, config: ModelConfig) -> Keys:
         return {self.hf: round(config.attention_scale**-2)}

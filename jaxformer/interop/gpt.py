@@ -61,12 +61,7 @@ GPT2 = decoder_like(
     ),
     (
         Constant(norm="layer", bias="all", positions="learned"),
-        *keys(
-            "vocab_size n_embd n_layer n_head",
-            n_positions=1024,
-            n_inner=None,
-            layer_norm_epsilon=1e-5,
-        ),
+        *keys("vocab_size n_positions n_embd n_layer n_head layer_norm_epsilon", n_inner=None),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
         Choice("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
         *fixed(scale_attn_by_inverse_layer_idx=False),
@@ -167,10 +162,9 @@ class RotaryWidth(KeyMapping):
     """The number of dimensions of a head that RoPE rotates."""
 
     hf: str
-    default: int
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        rotated = hf.number(self.hf, self.default)
+        rotated = hf.number(self.hf)
         head_width = hf.number("n_embd") // hf.positive("n_head")
         if not 0 < rotated <= head_width or int(head_width * (rotated / head_width)) != rotated:
             raise hf.unsupported(self.hf, rotated, [f"an even number up to {head_width}"])
@@ -195,13 +189,8 @@ GPTJ = decoder_like(
     (
         Constant(norm="layer", bias="ffn_norm", residual="parallel_shared", head_bias=True),
         Constant(positions="rope", rope_pairing="interleaved", rope_theta=10_000.0),
-        *keys(
-            "vocab_size n_embd n_layer n_head",
-            n_positions=2048,
-            n_inner=None,
-            layer_norm_epsilon=1e-5,
-        ),
-        RotaryWidth("rotary_dim", 64),
+        *keys("vocab_size n_positions n_embd n_layer n_head layer_norm_epsilon", n_inner=None),
+        RotaryWidth("rotary_dim"),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
         *fixed(scale_attn_weights=True),
         Dropout("resid_pdrop embd_pdrop attn_pdrop"),
@@ -267,10 +256,9 @@ GPT_NEO = decoder_like(
     (
         Constant(norm="layer", bias="all_but_qkv", positions="learned", attention_scale=1.0),
         *keys(
-            "vocab_size hidden_size num_layers num_heads",
-            max_position_embeddings=2048,
+            "vocab_size max_position_embeddings hidden_size num_layers num_heads"
+            " layer_norm_epsilon",
             intermediate_size=None,
-            layer_norm_epsilon=1e-5,
         ),
         LocalLayers(),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
@@ -306,7 +294,10 @@ OPT = decoder_like(
     ),
     (
         Constant(norm="layer", norm_eps=1e-5, positions="learned", position_offset=2),
-        *keys(SIZES.replace("intermediate_size", "ffn_dim"), max_position_embeddings=2048),
+        *keys(
+            "vocab_size max_position_embeddings hidden_size num_hidden_layers num_attention_heads"
+            " ffn_dim"
+        ),
         Choice("activation_function", "activation", PLAIN, "relu"),
         Choice("do_layer_norm_before", "norm_placement", {True: "pre", False: "post"}, True),
         Biases(

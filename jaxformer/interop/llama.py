@@ -415,7 +415,7 @@ GEMMA_BLOCK = (
     Choice("hidden_activation", "activation", GATED_NAMES, "gelu_pytorch_tanh"),
     IgnoredKeys("hidden_act"),
     ATTENTION_BIAS,
-    Scale("query_pre_attn_scalar", 256),
+    Scale("query_pre_attn_scalar"),
 )
 GEMMA = (*GEMMA_BLOCK, ONE_SIDED)
 GEMMA2_CAPS = (

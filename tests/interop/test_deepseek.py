@@ -29,6 +29,8 @@ PUBLISHED = {
     "num_attention_heads": 128,
     "num_hidden_layers": 61,
     "num_nextn_predict_layers": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
     "rms_norm_eps": 1e-6,
     "rope_scaling": {
         "beta_fast": 32,

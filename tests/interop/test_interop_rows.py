@@ -23,7 +23,8 @@ from jaxformer.interop.architectures import (
     differences,
     stated_architecture,
 )
-from jaxformer.interop.fields import FULL, SLIDING, USUAL_KEYS
+from jaxformer.interop.encoder_decoders import DECODER
+from jaxformer.interop.fields import FULL, SLIDING, Key
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
 from jaxformer.interop.pretrained import open_pretrained
 from jaxformer.models.transformer import specs
@@ -40,21 +41,30 @@ def stated(kind, **keys):
     return json.loads(CLASSES[kind].from_dict(keys).to_json_string(use_diff=False))
 
 
-# Keys that transformers writes of every model with them, and that are read from its files alone.
-SIZES = ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "n_kv_heads", "head_dim")
-STATED = {"encoder_layers", "max_position_embeddings", "rms_norm_eps", "rope_parameters"}
+def needed(kind):
+    """The keys that a file of a family has to have, as transformers writes them."""
+    listed = DECODER.rows if kind == "t5gemma" else FAMILY[kind].fields
+    return {row.hf for row in listed if isinstance(row, Key) and row.needed}
+
+
+# Keys beside these without which a default config is not that of a file.
+STATED = {"num_key_value_heads", "head_dim", "encoder_layers", "max_position_embeddings"}
+STATED |= {"num_experts", "num_local_experts", "query_pre_attn_scalar", "rotary_dim"}
+STATED |= {"qk_nope_head_dim", "qk_rope_head_dim"}
 
 
 def sized(kind, **keys):
     """The keys, and what else a file has to have, as of transformers' default config."""
-    needed = {hf for hf, field in USUAL_KEYS.items() if field in SIZES} | STATED
-    if kind not in ("gpt_oss", "ministral3"):
-        needed -= {"rope_parameters"}
-    values = stated(kind)
-    sizes = {key: value for key, value in values.items() if key in needed and value is not None}
+    wanted = needed(kind) | STATED
+    if kind in ("gpt_oss", "ministral3"):
+        wanted |= {"rope_parameters"}
+
+    def of(values):
+        return {key: values[key] for key in wanted & values.keys() if values[key] is not None}
+
+    sizes = of(stated(kind))
     for stack in ("encoder", "decoder") if kind == "t5gemma" else ():
-        in_table = {key: value for key, value in values[stack].items() if key in needed}
-        sizes[stack] = in_table | keys.pop(stack, {})
+        sizes[stack] = of(stated(kind)[stack]) | keys.pop(stack, {})
     return sizes | keys
 
 
@@ -78,17 +88,10 @@ def test_a_config_of_sizes_alone_is_the_references_default_config(kind):
 def test_a_size_that_a_config_lacks_is_asked_for_by_name(kind):
     sizes = sized(kind)
     table = sizes["decoder"] if kind == "t5gemma" else sizes
-    # Those of older files, of other classes, and where the others say it.
-    optional = {
-        "ffn_hidden_size",
-        "d_kv",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-    }
-    for key in table.keys() - optional:
+    older = {"num_experts", "num_local_experts", "num_decoder_layers"}  # which others stand for
+    for key in needed(kind) - older:
         number = table.pop(key)
-        with pytest.raises(jf.ConfigError, match=f"{key}(.llama_4_scaling_beta)?=null is not"):
+        with pytest.raises(jf.ConfigError, match=f"{key}=null is not"):
             FAMILY[kind].read(HFConfig(sizes, NAMES), next(iter(FAMILY[kind].architectures)))
         table[key] = number
 

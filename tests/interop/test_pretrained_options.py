@@ -111,7 +111,8 @@ def test_an_activation_is_the_references_or_refused_by_name(name):
     x = np.linspace(-4, 4, 81, dtype=np.float32)
     reference = ACT2FN[name]
     sizes = dict.fromkeys(("vocab_size", *GPT2_SIZES, *LLAMA_SIZES), 2)
-    sizes |= {"n_embd": 8, "hidden_size": 8, "max_position_embeddings": 8, "rms_norm_eps": 1e-6}
+    sizes |= {"n_embd": 8, "hidden_size": 8, "max_position_embeddings": 8, "n_positions": 8}
+    sizes |= {"rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-6}
     for family, key in ((gpt2, "activation_function"), (llama, "hidden_act")):
         try:
             config = family.read(HFConfig(sizes | {key: name}), next(iter(family.architectures)))
