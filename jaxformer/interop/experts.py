@@ -3,9 +3,6 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop.family import INV_FREQ, decoder_like
@@ -329,27 +326,20 @@ class LatentRope(Rope):
             return rotation
         factor = rotation["rope_factor"]
         width = LatentHeads().read(hf)["head_dim"]
-        return rotation | {"attention_scale": width**-0.5 * _mscale(number, factor) ** 2}
+        scale = 1 + 0.1 * float(number) * math.log(factor)
+        return rotation | {"attention_scale": width**-0.5 * scale**2}
 
     def write(self, config: ModelConfig) -> Keys:
         keys = super().write(config)
         root = math.sqrt(config.attention_scale * config.head_width**0.5)
         if config.rope_scaling == "yarn" and abs(root - 1) > 1e-8:
             log = 0.1 * math.log(config.rope_factor)
-            of_all = (root - 1) / log
-            of_rotated = (root * config.rope_scale - 1) / log
-            short = float(f"{of_all:.7g}")
-            scale = config.head_width**-0.5 * _mscale(short, config.rope_factor) ** 2
-            if np.float32(scale) == np.float32(config.attention_scale):
-                of_all = short
             # Readers but transformers do not know attention_factor here.
-            mscales = {"mscale": float(f"{of_rotated:.7g}"), "mscale_all_dim": of_all}
-            keys["rope_scaling"] = keys["rope_scaling"] | mscales
+            mscales = {"mscale": root * config.rope_scale, "mscale_all_dim": root}
+            for key, scale in mscales.items():
+                # Without the last digits, which are of rounding: 1.0 is written as that.
+                keys["rope_scaling"][key] = float(f"{(scale - 1) / log:.12g}")
         return keys
-
-
-def _mscale(number: Any, factor: float) -> float:
-    return 1 + 0.1 * float(number) * math.log(factor)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -302,18 +302,10 @@ class LogitFactor(KeyMapping):
     default: float
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        return {"logit_divisor": _inverse(hf.positive(self.hf, self.default))}
+        return {"logit_divisor": 1 / hf.positive(self.hf, self.default)}
 
     def write(self, config: ModelConfig) -> Keys:
-        exact = 1 / config.logit_divisor
-        # The inverse of 0.1 is no binary number, and its inverse is to be 0.1 again.
-        rounded = float(f"{exact:.12g}")
-        return {self.hf: rounded if _inverse(rounded) == config.logit_divisor else exact}
-
-
-def _inverse(number: float) -> float:
-    """1 / number to 15 digits, so that 49 is the inverse of 1 / 49."""
-    return float(f"{1 / number:.15g}")
+        return {self.hf: 1 / config.logit_divisor}
 
 
 # Command R (Cohere 2024): attention and feed-forward read the same norm.
