@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from jaxformer.arrays.params import map_specs, rows
 from jaxformer.config.model import ModelConfig
@@ -183,7 +185,9 @@ def _program(config: ModelConfig, length: int) -> str:
         inputs = {"segment_ids": ids}
         if config.family == "encoder_decoder":
             inputs |= {"source": ids, "source_segment_ids": ids}
-        lowered = jax.jit(forward, static_argnums=1).lower(params, config, ids, **inputs)
+        # Of no mesh, whichever the caller has set.
+        with jax.set_mesh(Mesh(np.empty((), object), ())):
+            lowered = jax.jit(forward, static_argnums=1).lower(params, config, ids, **inputs)
         texts.append(lowered.as_text())
     return "".join(texts)
 

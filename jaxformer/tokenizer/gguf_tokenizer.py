@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.byte_level import byte_level_backend, split_into_words
-from jaxformer.tokenizer.metadata import TokenizerMetadata
+from jaxformer.tokenizer.metadata import TokenizerMetadata, spell_spaces
 from jaxformer.tokenizer.pieces import BYTES, SPACE, without_panic
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
@@ -193,16 +193,10 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
             unk_token=None if unknown is None else tokens[unknown],
         )
     )
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    spell_spaces(backend, not is_gemma and bool(values.get("add_space_prefix", True)))
     if is_gemma:
         backend.normalizer = normalizers.Replace(" ", SPACE)
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    else:
-        begins_with_space = bool(values.get("add_space_prefix", True))
-        scheme = "first" if begins_with_space else "never"
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
-        steps += [decoders.Strip(" ", 1, 0)] * begins_with_space
-    backend.decoder = decoders.Sequence(steps)
     return backend
 
 

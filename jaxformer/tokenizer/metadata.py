@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers
 
 from jaxformer.files import ConfigError, read_object, read_text, write_text
-from jaxformer.tokenizer.pieces import without_panic
+from jaxformer.tokenizer.pieces import SPACE, without_panic
 
 TOKENIZER_FILE = "tokenizer.json"
 VOCABULARY_FILE = "vocab.json"
@@ -298,10 +298,7 @@ def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any], name:
     is_sentencepiece = getattr(backend.model, "byte_fallback", False)
     if name == "LlamaTokenizer" and is_sentencepiece and not begins_with_space:
         backend.normalizer = None
-        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", "never", split=False)
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
+        spell_spaces(backend, begins_with_space=False)
     if "llama" in name.lower():
         return
     step = backend.pre_tokenizer
@@ -311,6 +308,16 @@ def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any], name:
     for part in steps:
         if isinstance(part, pre_tokenizers.ByteLevel):
             part.add_prefix_space = bool(begins_with_space)
+
+
+def spell_spaces(backend: tokenizers.Tokenizer, begins_with_space: bool) -> None:
+    """Make a backend spell spaces as SentencePiece does, with one before a text or without."""
+    scheme = "first" if begins_with_space else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if begins_with_space:
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: Path) -> None:

@@ -1,6 +1,9 @@
 """When two configs are the same function: what an export may leave out, and what it has to
 refuse."""
 
+import dataclasses
+
+import jax
 import pytest
 
 import jaxformer as jf
@@ -75,3 +78,11 @@ def test_settings_that_change_no_logit_keep_no_model_from_being_written(settings
 def test_settings_that_change_logits_are_named(settings, change):
     told = differences(jf.ModelConfig(**settings | change), jf.ModelConfig(**settings))
     assert {f"model.{name}" for name in change} <= {said.partition("=")[0] for said in told}
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_two_configs_are_the_same_function_whatever_mesh_is_set(explicit):
+    config = jf.ModelConfig(**DECODER)
+    with jax.set_mesh(jf.make_mesh(explicit=explicit)):
+        assert differences(config, dataclasses.replace(config, n_kv_heads=1)) == []
+    assert differences(config, dataclasses.replace(config, head_dim=4)) == []
