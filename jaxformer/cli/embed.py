@@ -16,7 +16,7 @@ from jaxformer.generation.prompts import padded, rounded
 from jaxformer.interop.sentence_modules import LISTING, stated_length
 from jaxformer.models.text_vectors import embed
 from jaxformer.runs.objectives import row_format
-from jaxformer.tokenizer.frame import closed
+from jaxformer.tokenizer.tokenizer import closed
 
 ROWS = 32  # texts that are read at once
 

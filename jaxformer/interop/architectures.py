@@ -133,7 +133,7 @@ ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.archi
 BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
 OBSTACLES_SHOWN = 6
 # Settings of configs that are compared: how a model is computed and trained, whatever it computes.
-NEUTRAL: Mapping[str, Any] = {
+COMPUTATION: Mapping[str, Any] = {
     "dropout": 0.0,
     "attention_dropout": "auto",
     "init": "gpt2",
@@ -197,7 +197,7 @@ def is_same_function(config: ModelConfig, other: ModelConfig) -> bool:
     to say which fields matter beside which others. That takes a tenth of a second, and ten where
     there are hundreds of experts."""
     length = config.max_length
-    sides = [dataclasses.replace(with_factors(side), **NEUTRAL) for side in (config, other)]
+    sides = [dataclasses.replace(with_factors(side), **COMPUTATION) for side in (config, other)]
     if sides[0] == sides[1]:
         return True
     tables = [rows(model_specs(side)) for side in sides]

@@ -140,11 +140,11 @@ def encoder_like(
     )
 
 
-BERT_KEYS = (
+BERT_SIZES = (
     *keys(SIZES, type_vocab_size=2, layer_norm_eps=1e-12),
     *fixed(position_embedding_type="absolute"),
 )
-LENGTH = keys("max_position_embeddings")
+BERT_LENGTH = keys("max_position_embeddings")
 
 
 def embeddings(base: str) -> tuple[TensorRow, ...]:
@@ -188,8 +188,8 @@ BERT = encoder_like(
     {"BertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Bert")},
     "bert",
     (
-        *BERT_KEYS,
-        *LENGTH,
+        *BERT_SIZES,
+        *BERT_LENGTH,
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Present("bert.pooler.dense.weight", "pooler", WITH_POOLER),
         Present("cls.seq_relationship.weight", "next_sentence", ("BertForPreTraining",)),
@@ -249,7 +249,7 @@ def roberta_like(model_type: str, name: str) -> Family:
         classes_of(name),
         "roberta",
         (
-            *BERT_KEYS,
+            *BERT_SIZES,
             OffsetPositions(),
             *ALWAYS_GELU,
             Present("roberta.pooler.dense.weight", "pooler", (f"{name}Model",)),
@@ -335,8 +335,8 @@ ALBERT = encoder_like(
     {"AlbertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Albert")},
     "albert",
     (
-        *BERT_KEYS,
-        *LENGTH,
+        *BERT_SIZES,
+        *BERT_LENGTH,
         NarrowEmbedding("embedding_size", "embedding_width", 128),
         LayerGroups("num_hidden_groups", "layer_groups", 1),
         *fixed(inner_group_num=1),
@@ -385,8 +385,8 @@ ELECTRA = encoder_like(
     },
     "electra",
     (
-        *BERT_KEYS,
-        *LENGTH,
+        *BERT_SIZES,
+        *BERT_LENGTH,
         Key("embedding_size", "embedding_width", 128),
         *ALWAYS_GELU,
         Constant(pooler_activation="gelu"),
