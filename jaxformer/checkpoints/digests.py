@@ -117,8 +117,7 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
     Raises Altered where the digests themselves were altered or are missing, and OSError where a
     file exists and cannot be read, which says nothing about its bytes.
     """
-    # A version has what is a file, and no pipe, whose reading may never end.
-    if store_of(checkpoint / FILES).version() is None:
+    if is_missing(checkpoint / FILES):
         raise Altered(f"{FILES} is missing")
     content = (checkpoint / FILES).read_bytes()
     try:
@@ -134,7 +133,7 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
 
     def is_altered(name: str) -> bool:
         path = checkpoint / name
-        return store_of(path).version() is None or file_digest(path) != table[name]
+        return is_missing(path) or file_digest(path) != table[name]
 
     names: Sequence[str] = sorted(table)[process::count]
     with ThreadPoolExecutor(READERS) as pool:
@@ -144,6 +143,12 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
 
 def _checksum(table: Mapping[str, FileDigest]) -> str:
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+
+def is_missing(path: Path) -> bool:
+    """Tell whether there is no file to read: nothing, or a pipe or a device, whose reading may
+    never end. A folder fails to be read, which says nothing about the bytes that were saved."""
+    return store_of(path).version() is None and not path.is_dir()
 
 
 def as_words(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

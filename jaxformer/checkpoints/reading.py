@@ -23,7 +23,14 @@ import orbax.checkpoint as ocp
 
 from jaxformer.arrays.params import dotted
 from jaxformer.checkpoints.buckets import MARKER, orbax_path, steps_among
-from jaxformer.checkpoints.digests import Altered, altered_files, as_texts, digest_on_host, digests
+from jaxformer.checkpoints.digests import (
+    Altered,
+    altered_files,
+    as_texts,
+    digest_on_host,
+    digests,
+    is_missing,
+)
 from jaxformer.cluster.processes import together
 from jaxformer.files import ConfigError, first_of, store_of
 
@@ -232,7 +239,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     Raises Altered where it is not what was written, and ConfigError for another format.
     """
     file = checkpoint / "manifest/metadata"
-    if file.exists() and store_of(file).version() is None:
+    if file.exists() and is_missing(file):
         raise Altered("metadata is no regular file")
     saved = json.loads(file.read_bytes())
     if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):

@@ -14,7 +14,7 @@ from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig, flat, from_json, suggestion
 from jaxformer.config.settings import VOLATILE, choices, step_range
-from jaxformer.files import ConfigError, is_remote, located, read_text
+from jaxformer.files import ConfigError, located, read_text, store_of
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 
@@ -85,8 +85,8 @@ def read_config(path: str | Path) -> RunConfig:
     file, _, name = str(path).rpartition(":")
     # The path has no colon, or a colon that is part of it.
     source = located(path)
-    if name.isidentifier() and not source.exists():
-        source = located(file)
+    if file and name.isidentifier() and not source.exists():
+        source = source.with_name(Path(file).name)
     else:
         file = str(path)
         name = ""
@@ -97,7 +97,7 @@ def read_config(path: str | Path) -> RunConfig:
         )
     if source.suffix == ".json":
         return from_json(read_text(source), str(source))
-    if source.suffix != ".py" or is_remote(file):
+    if source.suffix != ".py" or not store_of(source).reads_in_place:
         raise ConfigError(f"config {file} must be a Python file (.py) or the config.json of a run.")
     sys.path.insert(0, str(source.parent))
     try:

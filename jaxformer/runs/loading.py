@@ -414,8 +414,9 @@ def base_directory(
     paths = [str(base)] if base is not None else stated
     paths = list(dict.fromkeys(filter(None, paths)))
     for path in paths:
-        if located(path).exists():
-            return located(path)
+        directory = located(path)
+        if directory.exists():
+            return directory
     raise ConfigError(
         f"{run_dir} holds an adapter, and the model below it is not at {' and '.join(paths)}: put"
         " it there, or name its directory, as in jf.load(path, base=DIRECTORY)."
