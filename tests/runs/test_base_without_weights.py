@@ -24,6 +24,7 @@ SIZES = {
     "num_attention_heads": 2,
     "vocab_size": 300,
     "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
 }
 Capture = pytest.CaptureFixture[str]
 
