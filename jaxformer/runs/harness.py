@@ -29,7 +29,7 @@ from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cluster.signals import current
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.train import Weights
-from jaxformer.files import ConfigError, located
+from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import full_batch, padded, rounded
 from jaxformer.generation.refill import refill
 from jaxformer.generation.sampling import Sampling
@@ -39,6 +39,7 @@ from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import context_of, hidden
 from jaxformer.runs.loading import Loaded, load
+from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer.chat import (
     PROBE,
@@ -493,10 +494,10 @@ class JaxformerLM(HarnessModel):
                 " dtype and add_bos_token."
             )
         settings: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
-        place = located(path)
-        model = load(place, step, weights=weights, **settings)
+        files = ModelFiles(path)
+        model = load(files, step, weights=weights, **settings)
         if model.tokenizer is None:
-            raise missing(place / TOKENIZER_FILE)
+            raise missing(files.path / TOKENIZER_FILE)
         config = dataclasses.replace(model.config, **settings)
         super().__init__(dataclasses.replace(model, config=config), str(path), **arguments)
 
