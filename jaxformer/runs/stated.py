@@ -2,9 +2,9 @@
 exclude tokens or decide where a text ends."""
 
 import math
-import os
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxformer.files import ConfigError, located
@@ -12,7 +12,7 @@ from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import PENALTIES, RULES_NOT_TAKEN, read_optional, stored_rules
 
 
-def writing_rules(model: Tokenizer | str | os.PathLike[str]) -> dict[str, Any]:
+def writing_rules(model: Tokenizer | str | Path) -> dict[str, Any]:
     """The rules on the texts of a model that its files state, as keywords of `jf.generate` and of
     `jf.beam_search`; `model` is its tokenizer, or its directory where that has no tokenizer.json.
 
@@ -29,7 +29,7 @@ def writing_rules(model: Tokenizer | str | os.PathLike[str]) -> dict[str, Any]:
         forced = model.forced_token is not None
         rules = text_rules(metadata.rules, ends, forced, metadata.rules_file)
         return {"end_token": ends, "vocab_size": model.vocab_size} | rules
-    stored, file = stored_rules(located(os.path.expanduser(model)))
+    stored, file = stored_rules(located(model))
     values = read_optional(file)
     ends = _ids(values, "eos_token_id", str(file))
     forced = values.get("forced_bos_token_id") is not None
