@@ -1,6 +1,7 @@
 """The weights as the decode loop reads them, computed once for the same params."""
 
 import functools
+import math
 import weakref
 from typing import Any
 
@@ -12,8 +13,9 @@ from flax import struct
 from jaxformer.adapters.output_major_codes import Int8Head, OutputMajorNF4
 from jaxformer.adapters.quantized import Int8Weight, NF4Weight
 from jaxformer.arrays.params import Params, RowGroups, contract, dotted, is_custom, lookup, rows
-from jaxformer.arrays.sharding import Axes, explicit_axes, platform
+from jaxformer.arrays.sharding import Axes, explicit_axes, free_axes, platform
 from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.layers.head import matrix_path
 from jaxformer.models.stack import compute_dtype, layer_order, loops_when_cached, stacks_of
 from jaxformer.models.transformer import specs
@@ -68,8 +70,15 @@ def prepared(params: Params, config: ModelConfig) -> Params:
     can read them: that compiles sooner, and takes longer for each token.
 
     The last result is cached for the next call with the same arrays, until one of these is freed.
-    Under a transform of JAX nothing is cached.
+    Under a transform of JAX nothing is cached. Raises ConfigError on a mesh of several devices with
+    explicit axes, on which nothing is decoded.
     """
+    if explicit_axes() and math.prod(free_axes().values()) > 1:
+        raise ConfigError(
+            "the mesh in force has explicit axes, as jax.make_mesh makes them by default, and texts"
+            " are written on meshes with automatic ones: make it by jf.make_mesh, or with"
+            " axis_types=(jax.sharding.AxisType.Auto,) * N for its N axes."
+        )
     if _is_looped(params, config) and not _has_turned_head(params, config):
         return params
     return _CACHE.weights(params, config)

@@ -184,3 +184,14 @@ def test_weights_that_are_not_numbers_write_no_text():
     broken = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
     with pytest.raises(jf.ConfigError, match="the logits after the prompt are NaN"):
         jf.generate(broken, config, prompt, max_new_tokens=4, temperature=0)
+
+
+def test_a_mesh_with_explicit_axes_is_refused_by_name():
+    config = jf.ModelConfig(vocab_size=VOCABULARY, d_model=8, n_layers=1, n_heads=2)
+    params = jf.init(config, jax.random.key(0))
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(jf.ConfigError, match=r"explicit axes, .* make it by jf\.make_mesh"),
+    ):
+        jf.generate(params, config, np.ones((2, 4), int), 2, temperature=0)
