@@ -194,4 +194,4 @@ def test_a_mesh_with_explicit_axes_is_refused_by_name():
         jax.sharding.use_abstract_mesh(mesh),
         pytest.raises(jf.ConfigError, match=r"explicit axes, .* make it by jf\.make_mesh"),
     ):
-        jf.generate(params, config, np.ones((2, 4), int), 2, temperature=0)
+        prepared(params, config)
