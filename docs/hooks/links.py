@@ -23,7 +23,8 @@ MADE = {
 }
 ORIGINS = {page: origin for origin, page in MADE.items()}
 FENCED = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^()\s]+)\)")
+# A link may have a title, which is shown where the pointer is on it.
+LINK = re.compile(r'(!?)\[([^\[\]]*)\]\(([^()\s]+)( "[^"]*")?\)')
 TEST_COMMENT = re.compile(r"[ \t]*<!-- docs-test: .*?-->", re.DOTALL)
 
 
@@ -46,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _link(found: re.Match[str], page: str) -> str:
-    image, text, target = found.groups()
+    image, text, target, title = found.groups(default="")
     path, mark, anchor = target.partition("#")
     if not path or ":" in path:  # within the page, or to another host
         return found[0]
@@ -59,7 +60,7 @@ def _link(found: re.Match[str], page: str) -> str:
         return found[0]  # which the strict build refuses
     base = repository()
     kind = "tree" if (ROOT / named).is_dir() else "blob"
-    return f"[{text}]({base}/{kind}/{_commit()}/{named}{mark}{anchor})" if base else text
+    return f"[{text}]({base}/{kind}/{_commit()}/{named}{mark}{anchor}{title})" if base else text
 
 
 def repository() -> str:

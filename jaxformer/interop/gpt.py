@@ -422,7 +422,8 @@ class SoftmaxScale(KeyMapping):
         return {"attention_scale": float(hf.positive("softmax_scale", 0))}
 
     def write(self, config: ModelConfig) -> Keys:
-        return {"softmax_scale": config.attention_scale}
+        is_usual = config.attention_scale == config.head_width**-0.5
+        return {"softmax_scale": None if is_usual else config.attention_scale}
 
 
 # MPT (MosaicML 2023). transformers computes all as one kind: with ALiBi, without biases, with a

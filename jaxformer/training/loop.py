@@ -86,10 +86,10 @@ def fit(
       state: from `init_state`.
       batches: `batches[k]` is the batch of step k, counted from 0: a pytree of arrays whose first
           axis is the rows of this process. An `iterate(start)` method, where there is one, gives
-          them in order, prepared ahead. An object with a method `rows(step, state)` is asked
-          between two steps for the batch of the next one, counted from 0, and may read the state,
-          whose arrays it must not keep. A plain iterable is taken too, where nothing has to be
-          resumed.
+          them in order, prepared ahead. An object that has a method `rows(step, state)`
+          instead is asked between two steps for the batch of the next one, counted from 0, and may
+          read the state, whose arrays it must not keep. A plain iterable is taken too, where
+          nothing has to be resumed.
       steps: optimizer steps of the whole run, those before a resume counted in.
       evaluate: params -> {name: number}, called at the end and each `evaluate_every` steps (0: at
           the end alone), with the average of the weights where the optimizer keeps one
@@ -210,13 +210,13 @@ def _placed(
 ) -> Callable[[int, TrainState], Batch]:
     """Return a function of a step and the state before it to the batch of that step, placed on the
     devices. It is called for the steps from `first` on in their order."""
-    if hasattr(batches, "rows"):
-        return lambda step, state: place_batch(batches.rows(step, state), mesh)
     iterator: Iterator[Batch]
     if hasattr(batches, "iterate"):
         iterator = batches.iterate(first)
     elif hasattr(batches, "__getitem__"):
         iterator = (batches[step] for step in itertools.count(first))
+    elif hasattr(batches, "rows"):
+        return lambda step, state: place_batch(batches.rows(step, state), mesh)
     elif not isinstance(batches, Iterable):
         raise ConfigError(
             f"batches of type {type(batches).__name__} give no batch: let batches[k] be that of"
