@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import regex
-
 from jaxformer.files import ConfigError, is_remote, located, read_object, store_of
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -86,6 +84,8 @@ class PeftSettings:
     def scale(self, module: str, rank: int) -> float:
         """alpha / rank, or alpha / sqrt(rank) where the adapter is rank-stabilized
         (arXiv:2312.03732). A key of alpha_pattern is a regular expression of a module's end."""
+        import regex  # its start takes 20 ms, and only an adapter needs it
+
         alpha = self.lora_alpha
         for key, value in self.alpha_pattern.items():
             try:
