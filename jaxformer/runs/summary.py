@@ -7,6 +7,7 @@ import jax
 from jaxformer.arrays.mesh import bytes_of_device
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.train import TrainConfig
+from jaxformer.data.batches import Batches
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.mixture import Mixture
 from jaxformer.data.store import GrowingStore, TokenStore
@@ -76,9 +77,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     named = " and ".join(f"{name}={rate:g}" for name, rate in rates.items() if rate)
     if named and not setup.objective.dropout:
         lines["dropout"] = f"none: data.objective={setup.task.name} does not apply {named}"
-    lines |= data_lines(
-        setup.corpus, train, run.data.bos, setup.batches.examples, setup.tokens_per_step
-    )
+    lines |= data_lines(setup.corpus, setup.batches, train, run.data.bos, setup.tokens_per_step)
     return lines | {"run directory": run.run.dir}
 
 
@@ -102,9 +101,10 @@ def peak_text(platform: str, flops: float | None) -> str:
 
 
 def data_lines(
-    corpus: Corpus, settings: TrainConfig, bos: str, examples: int, tokens_per_step: int
+    corpus: Corpus, batches: Batches, settings: TrainConfig, bos: str, tokens_per_step: int
 ) -> dict[str, str | list[str]]:
-    """What is said of the data of a run, of `examples` rows an epoch."""
+    """What is said of the data of a run. Of a text that is still tokenized neither its tokens nor
+    its rows are asked for, which would wait for all of it."""
     train = corpus.train
     validation = corpus.validation
     held_out = f"{human_count(validation.tokens)} held out" if validation else "none held out"
@@ -136,7 +136,7 @@ def data_lines(
         return lines
     rate = train.bytes / max(train.tokens, 1)
     lines["tokenizer"] = f"{entries}, {rate:.2f} bytes per token"
-    epoch = examples / settings.batch_size
+    epoch = batches.examples / settings.batch_size
     lines["one epoch"] = (
         f"{epoch:,.1f} steps of {human_count(tokens_per_step)} tokens; the run is"
         f" {settings.steps / epoch:.2f} epochs"

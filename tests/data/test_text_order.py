@@ -1,6 +1,7 @@
 """Rows in the order of the text (data.order=text): a function of the step, and read while the text
 is tokenized."""
 
+import dataclasses
 import functools
 import threading
 from pathlib import Path
@@ -12,11 +13,14 @@ from corpora import prepare
 from stored import BYTES, assert_shared, data, rows_of, same, stored
 
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig, to_json
+from jaxformer.config.train import TrainConfig
 from jaxformer.data import Batches, RowBlocks, TokenStore
 from jaxformer.data import store as store_files
 from jaxformer.files import ConfigError
 from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.run_evaluation import _on_text
+from jaxformer.runs.setup import make_setup
+from jaxformer.runs.summary import summary
 
 IN_ORDER = data(8, order="text")
 
@@ -83,6 +87,17 @@ def test_batches_begin_while_the_text_is_tokenized_and_are_those_of_the_whole_te
     assert same(first, whole[0]) and batches.steps_per_epoch == whole.steps_per_epoch
     for step in range(2 * whole.steps_per_epoch):
         assert same(batches[step], whole[step])
+
+
+@pytest.mark.timeout(120)
+def test_a_run_says_what_it_does_while_its_text_is_tokenized(
+    slow: threading.Event, tmp_path: Path
+) -> None:
+    run = dataclasses.replace(run_of(tmp_path, "text"), train=TrainConfig(batch_size=4))
+    setup = make_setup(run, lambda line: None)
+    assert "tokens in the making" in summary(setup)["data"]
+    slow.set()
+    assert setup.corpus.train.tokens
 
 
 def test_what_stops_the_making_is_raised_by_the_next_read(
