@@ -109,11 +109,11 @@ def attention(
     params: Params,
     config: ModelConfig,
     x: Float[Array, "B T D"],
-    seen: tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]],
+    keys_values: tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]],
     call: Call,
     name: str = "attention",
 ) -> tuple[Float[Array, "B T D"], Captures]:
-    """Attention to the keys and values in `seen` under the mask of the call: [B, T, D] ->
+    """Attention to the keys and values in `keys_values` under the mask of the call: [B, T, D] ->
     [B, T, D].
 
     The second result has the weights before dropout, [B, N, T, S], under `name`_weights if the
@@ -125,17 +125,17 @@ def attention(
         q = rotate(config, q, mask.queries.positions, mask.queries.segments)
         q = tempered(config, q, mask.queries.positions)
     if mask.leading:
-        k, v = seen
-        seen = _with_leading(params["prefix_k"], k), _with_leading(params["prefix_v"], v)
+        k, v = keys_values
+        keys_values = _with_leading(params["prefix_k"], k), _with_leading(params["prefix_v"], v)
     relative_rows = mask.scoring.relative_rows
     if mask.relative and relative_rows is not None:
         # Queries and keys that the layer makes of the rows of relative positions [1, R, D].
         rows_q = linear("BTD,DNH->BTNH", params, "q", relative_rows)
         rows_k = linear("BTD,DNH->BTNH", params, "k", relative_rows)
         rows = (_normed(params, config, "q", rows_q), _normed(params, config, "k", rows_k))
-        bias = disentangled_bias(config, (q, seen[0]), rows, mask)
+        bias = disentangled_bias(config, (q, keys_values[0]), rows, mask)
         call = call._replace(mask=mask._replace(scoring=mask.scoring._replace(bias=bias)))
-    out, captures = attended(params, config, q, seen, call, name)
+    out, captures = attended(params, config, q, keys_values, call, name)
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", "sequence", None)), captures
 
 
@@ -143,7 +143,7 @@ def attended(
     params: Params,
     config: ModelConfig,
     q: Float[Array, "B T N H"],
-    seen: tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]],
+    keys_values: tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]],
     call: Call,
     name: str = "attention",
 ) -> tuple[Float[Array, "B T N W"], Captures]:
@@ -157,11 +157,11 @@ def attended(
     weights_name = f"{name}_weights"
     captures: Captures = {}
     if call.request.wants(weights_name):
-        weights = attention_weights(q, seen[0], mask)
+        weights = attention_weights(q, keys_values[0], mask)
         weights, captures = call.request.apply(weights_name, weights)
-        out = weighted_values(dropout(weights, *dropped), seen[1])
+        out = weighted_values(dropout(weights, *dropped), keys_values[1])
     else:
-        out = attend(config.attention_kernel, q, *seen, mask)
+        out = attend(config.attention_kernel, q, *keys_values, mask)
     return out, captures
 
 
@@ -176,15 +176,15 @@ def _with_leading(leading: jax.Array, x: jax.Array) -> jax.Array:
 def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     """Each token attends to its own sequence, and with a cache also to the tokens in the cache."""
     cache = call.cache
-    seen = keys_and_values(params, config, x, call.mask.queries)
+    keys_values = keys_and_values(params, config, x, call.mask.queries)
     if cache is not None:
-        cache, seen = cache.write(seen)
+        cache, keys_values = cache.write(keys_values)
     scoring = call.mask.scoring
     if "relative_bias" in params:
         bias = score_bias(params["relative_bias"], config, call.mask)
         scoring = scoring._replace(bias=bias)
     call = call._replace(mask=call.mask._replace(window=config.window, scoring=scoring))
-    out, weights = attention(params, config, x, seen, call)
+    out, weights = attention(params, config, x, keys_values, call)
     return Output(out, cache, Aux(captures=weights))
 
 
@@ -195,13 +195,13 @@ def cross_attention(params: Params, config: ModelConfig, x: jax.Array, call: Cal
     assert call.source is not None
     cache = call.cache
     if call.source.x is not None:
-        seen = keys_and_values(params, config, call.source.x, None)
-        cache = None if cache is None else cache._replace(source=seen)
+        keys_values = keys_and_values(params, config, call.source.x, None)
+        cache = None if cache is None else cache._replace(source=keys_values)
     else:
         assert cache is not None and cache.source is not None
-        seen = cache.source
+        keys_values = cache.source
     call = call._replace(mask=call.source.mask)
-    out, weights = attention(params, config, x, seen, call, "cross")
+    out, weights = attention(params, config, x, keys_values, call, "cross")
     return Output(out, cache, Aux(captures=weights))
 
 

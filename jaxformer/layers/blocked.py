@@ -109,8 +109,10 @@ def _blocks(
         stop = min(start + size, length)
         end = min(stop + static.leading, keys) if skips else keys
         queries = _part(layouts.queries, start, stop)
-        seen = _part(layouts.keys, 0, end - static.leading)
-        mask = AttentionMask(queries, seen, static.causal, static.window, leading=static.leading)
+        keys_layout = _part(layouts.keys, 0, end - static.leading)
+        mask = AttentionMask(
+            queries, keys_layout, static.causal, static.window, leading=static.leading
+        )
         allowed = visible(mask)
         if allowed is None:
             allowed = jnp.ones((1, stop - start, end), bool)
@@ -151,11 +153,11 @@ def scores_of(
     return (scores if bias is None else scores + bias), bent
 
 
-def _bias_of_block(extra: Extra, key_heads: int, rows: slice, seen: slice) -> jax.Array | None:
-    """Return the bias of a block, [B or 1, N, T, S] -> [B or 1, K, G, rows, seen]."""
+def _bias_of_block(extra: Extra, key_heads: int, rows: slice, columns: slice) -> jax.Array | None:
+    """Return the bias of a block, [B or 1, N, T, S] -> [B or 1, K, G, rows, columns]."""
     if extra.bias is None:
         return None
-    bias = extra.bias[..., rows, seen]
+    bias = extra.bias[..., rows, columns]
     return bias.reshape(bias.shape[0], key_heads, -1, *bias.shape[2:])
 
 
@@ -188,10 +190,10 @@ def _forward(
         sinks = sinks.reshape(k.shape[2], -1, 1, 1)
     outs = []
     log_sums = []
-    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], layouts, static):
-        bias = _bias_of_block(extra, k.shape[2], rows, seen)
+    for rows, columns, mask in _blocks(q.shape[1], k.shape[1], layouts, static):
+        bias = _bias_of_block(extra, k.shape[2], rows, columns)
         scores, _ = scores_of(
-            queries[..., rows, :], keys[..., seen, :], static.scale, static.soft_cap, bias
+            queries[..., rows, :], keys[..., columns, :], static.scale, static.soft_cap, bias
         )
         # Subtracting the maximum of a row keeps exp finite; a fully masked row has no weights, and
         # its total is kept above 0 so that it gives 0 / tiny = 0.
@@ -206,7 +208,7 @@ def _forward(
         # The total is that of the weights before dropout.
         total = jnp.maximum(total, least)
         weights = dropped(weights, static.dropout, _key_of_block(key, rows))
-        outs.append(grouped_product("BKGTS,BKSH->BKGTH", weights, values[..., seen, :]) / total)
+        outs.append(grouped_product("BKGTS,BKSH->BKGTH", weights, values[..., columns, :]) / total)
         log_sums.append(top + jnp.log(total))  # [B, K, G, rows, 1]
     out = heads_last(jnp.concatenate(outs, axis=-2)).astype(q.dtype)
     # The name lets a policy of `model.remat` save them instead of running the kernel twice.
@@ -238,19 +240,19 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     d_bias = []
     d_keys = jnp.zeros(keys.shape, jnp.float32)
     d_values = jnp.zeros(values.shape, jnp.float32)
-    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], layouts, static):
+    for rows, columns, mask in _blocks(q.shape[1], k.shape[1], layouts, static):
         qs = queries[..., rows, :]
         ds = d_outs[..., rows, :]
-        ks = keys[..., seen, :]
-        vs = values[..., seen, :]
-        bias = _bias_of_block(extra, k.shape[2], rows, seen)
+        ks = keys[..., columns, :]
+        vs = values[..., columns, :]
+        bias = _bias_of_block(extra, k.shape[2], rows, columns)
         scores, bent = scores_of(qs, ks, static.scale, static.soft_cap, bias)
         weights = jnp.where(mask, jnp.exp(scores - log_sums[..., rows, :]), 0)
         drop = functools.partial(dropped, rate=static.dropout, key=_key_of_block(key, rows))
         d_weights = drop(grouped_product("BKGTH,BKSH->BKGTS", ds, vs))
         d_scores = weights * (d_weights - inner[..., rows, :])
         # Keys beyond this block's end have no gradient from it: zeros up to S.
-        beyond = keys.shape[2] - seen.stop
+        beyond = keys.shape[2] - columns.stop
         if bias is not None:
             # A bias [1, ...] is shared by all rows, so its gradient is the sum over them.
             shared = len(bias) == 1

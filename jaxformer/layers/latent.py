@@ -149,12 +149,12 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
         q, rotated = jnp.split(q, [config.head_width - config.rope_head_dim], axis=-1)
         absorbed = contract("BTNH,CNH->BTNC", q, params["k"])
         q = jnp.concatenate([absorbed, rotated], axis=-1)
-        seen = tokens, tokens[..., : config.kv_rank]
-        out, captures = attended(params, config, q, seen, call)
+        keys_values = tokens, tokens[..., : config.kv_rank]
+        out, captures = attended(params, config, q, keys_values, call)
         out = contract("BTNC,CNH->BTNH", out, params["v"])
     else:
-        seen = expanded(params, config, tokens)
-        out, captures = attended(params, config, q, seen, call)
+        keys_values = expanded(params, config, tokens)
+        out, captures = attended(params, config, q, keys_values, call)
     out = linear("BTNH,NHD->BTD", params, "out", out, to=RESIDUAL_AXES)
     return Output(out, cache, Aux(captures=captures))
 
