@@ -35,7 +35,7 @@ from jaxformer.files import ConfigError
 from jaxformer.layers import pallas
 from jaxformer.layers.kernels import KERNELS
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
-from jaxformer.tools.plan.compiled import TPU_AXES, parse_target
+from jaxformer.tools.plan_compiled import TPU_AXES, parse_target
 
 NAME = "attention_blocks"
 LENGTHS = (1024, 2048, 4096, 8192)

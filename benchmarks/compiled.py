@@ -35,13 +35,13 @@ from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.runs.config import load_config
 from jaxformer.runs.resolve import resolve_without_data
-from jaxformer.tools.plan.compiled import (
+from jaxformer.tools.plan_compiled import (
     compile_for_target,
     compiled_report,
     model_flops,
     parse_target,
 )
-from jaxformer.tools.plan.memory import planned_run
+from jaxformer.tools.plan_memory import planned_run
 
 CONFIGS = HERE.parent / "configs"
 HEADER = ["step", "target", "temporaries", "peak", "traffic", "at least", "MFU at most"]

@@ -28,7 +28,7 @@ from jaxformer.files import ConfigError
 from jaxformer.generation.decode import Sampling, _prefill, decode
 from jaxformer.generation.weights import prepared
 from jaxformer.runs.config import load_config
-from jaxformer.tools.plan.compiled import parse_target
+from jaxformer.tools.plan_compiled import parse_target
 
 CONFIG = Path(__file__).parents[1] / "configs" / "llama3_8b.py"
 KINDS = ("bfloat16", "int8", "nf4")

@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.layers.grouped import GROUPED_KERNELS, GroupedRows
-from jaxformer.tools.plan.compiled import parse_target
+from jaxformer.tools.plan_compiled import parse_target
 
 NAME = "grouped"
 

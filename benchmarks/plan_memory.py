@@ -28,9 +28,9 @@ from jaxformer.arrays.hardware import DEVICES, GIB
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.files import ConfigError
 from jaxformer.runs.resolve import resolve_without_data
-from jaxformer.tools.plan.compiled import compile_for_target, compiled_report, parse_target
-from jaxformer.tools.plan.memory import PlannedRun, planned_run
-from jaxformer.tools.plan.plan import make_plan
+from jaxformer.tools.plan import make_plan
+from jaxformer.tools.plan_compiled import compile_for_target, compiled_report, parse_target
+from jaxformer.tools.plan_memory import PlannedRun, planned_run
 
 HEADER = ["step", "target", "settings", "compiled", "planned", "error"]
 NAME = "plan_memory"

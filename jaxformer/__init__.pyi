@@ -29,11 +29,10 @@ from .runs.objectives import loss_of
 from .runs.stated import writing_rules
 from .runs.train_run import Result, train
 from .tools.inspect import attention_maps, attention_masks, inspect, logit_lens
-from .training.loop import Diverged, Interrupted, SkipSteps, fit
-from .training.profile import Profile
+from .training.loop import Diverged, Interrupted, SkipSteps, fit, make_evaluate
+from .training.program import Profile
 from .training.state import TrainState, init_state
 from .training.step import make_step
-from .training.totals import make_evaluate
 
 __all__ = [
     "Checkpoints",

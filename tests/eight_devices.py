@@ -20,8 +20,7 @@ from jaxformer.losses import cross_entropy as losses
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.transformer import specs as specs_of
 from jaxformer.runs.resolve import run_specs
-from jaxformer.training.optimizers.ema import with_average
-from jaxformer.training.optimizers.run_optimizer import make_optimizer
+from jaxformer.training.optimizers.run_optimizer import make_optimizer, with_average
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.state import abstract_state, init_state
 

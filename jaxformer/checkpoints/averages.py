@@ -10,8 +10,8 @@ from jaxformer.arrays.params import Params, dotted
 
 
 class AverageState(NamedTuple):
-    """The state of `training.optimizers.ema.average_of_weights`: the number of steps done (int32),
-    and the `average` of the leaves that learn, float32."""
+    """The state of `average_of_weights` of `training.optimizers.run_optimizer`: the number of steps
+    done (int32), and the `average` of the leaves that learn, float32."""
 
     steps: jax.Array
     average: Params

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer.cli.arguments import CompareArguments, check_output
+from jaxformer.cli.runs import ListedRun, runs_below
 from jaxformer.config.config_file import read_config
 from jaxformer.config.format import escaped
 from jaxformer.config.run import flat
@@ -16,7 +17,6 @@ from jaxformer.report.banner import aligned
 from jaxformer.report.metrics import read_metrics
 from jaxformer.report.plot import draw_curve, panels
 from jaxformer.runs.directory import RunDirectory
-from jaxformer.tools.listing import ListedRun, runs_below
 
 SHOWN_FIGURES = ("steps", "loss", "best validation loss", "tokens/s")
 LOSSES = {"val_loss": "validation loss", "loss": "training loss"}

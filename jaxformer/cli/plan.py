@@ -12,9 +12,9 @@ from jaxformer.arrays.hardware import name_of
 from jaxformer.cli.arguments import PlanArguments
 from jaxformer.config.run import RunConfig
 from jaxformer.runs.model_files import ModelFiles
-from jaxformer.tools.plan.compiled import compiled_report, parse_target
-from jaxformer.tools.plan.memory import planned_run
-from jaxformer.tools.plan.plan import make_plan, plan_numbers, plan_text
+from jaxformer.tools.plan import make_plan, plan_numbers, plan_text
+from jaxformer.tools.plan_compiled import compiled_report, parse_target
+from jaxformer.tools.plan_memory import planned_run
 
 
 def run(args: PlanArguments, config: RunConfig) -> int:

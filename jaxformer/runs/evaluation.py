@@ -13,8 +13,8 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import Log
 from jaxformer.runs.objectives import OBJECTIVES, loss_of, task_of
+from jaxformer.training.loop import make_totals
 from jaxformer.training.step import Batch, Sums
-from jaxformer.training.totals import make_totals
 
 Evaluation = dict[str, float]
 # Shows the progress of an evaluation: takes its batches and their number, and yields the batches.

@@ -32,8 +32,7 @@ from jaxformer.runs.objectives import (
     task_of,
 )
 from jaxformer.runs.selection import microbatches_of, with_kernel
-from jaxformer.training.optimizers.ema import with_average
-from jaxformer.training.optimizers.run_optimizer import make_optimizer
+from jaxformer.training.optimizers.run_optimizer import make_optimizer, with_average
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.program import Step
 from jaxformer.training.spikes import skip_spikes

@@ -45,7 +45,7 @@ from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import batches_of, checkpoints_of, first_state, recovered
 from jaxformer.runs.summary import summary
 from jaxformer.training.loop import BAD_STEPS, Advance, Diverged, Hook, Interrupted, SkipSteps, fit
-from jaxformer.training.program import Metrics, Step
+from jaxformer.training.program import Metrics, Profile, Step
 from jaxformer.training.spikes import SpikeLimit
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch
@@ -266,8 +266,6 @@ def traced(steps: str, folder: Path, step: CountedStep) -> Iterator[Advance]:
     if not steps:
         yield step
         return
-    from jaxformer.training.profile import Profile
-
     local = store_of(folder).output_folder()
     profile = Profile(step, steps, local.path)
     try:

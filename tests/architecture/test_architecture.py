@@ -127,7 +127,6 @@ def test_training_starts_without_what_only_its_end_or_other_commands_need() -> N
         "report.plot",
         "runs.closing",
         "runs.init_from",
-        "training.profile",
     )
     assert not {name for name in seen if name.startswith(tuple(f"jaxformer.{n}" for n in later))}
 

@@ -19,8 +19,8 @@ from jaxformer.config.run import DataConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.runs.objectives import OBJECTIVES, objective_specs
 from jaxformer.runs.resolve import run_specs
-from jaxformer.tools.plan.memory import planned_run
-from jaxformer.tools.plan.plan import make_plan
+from jaxformer.tools.plan import make_plan
+from jaxformer.tools.plan_memory import planned_run
 
 PATH = f"objective.{NAME}.weight"
 CHANGES = PLAIN | {

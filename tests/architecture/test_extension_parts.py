@@ -18,8 +18,8 @@ from jaxformer.layers.block import MIXERS
 from jaxformer.layers.embed import EMBEDDINGS
 from jaxformer.models.cost import parameter_count, score_flops
 from jaxformer.tools.model_shapes import formula_of, shapes_of
-from jaxformer.tools.plan.memory import PlannedRun, planned_run
-from jaxformer.tools.plan.plan import make_plan
+from jaxformer.tools.plan import make_plan
+from jaxformer.tools.plan_memory import PlannedRun, planned_run
 
 every_part = pytest.mark.parametrize("own", [own_sublayer, own_embedding], ids=lambda m: m.__name__)
 

@@ -10,7 +10,7 @@ from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.train import MeshConfig, TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.exchange import exchange_of
-from jaxformer.tools.plan.memory import planned_run
+from jaxformer.tools.plan_memory import planned_run
 
 GROUP = pytest.mark.xdist_group("context devices")
 

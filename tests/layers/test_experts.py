@@ -22,7 +22,7 @@ from jaxformer.layers.masks import AttentionMask, layout_of
 from jaxformer.layers.output import Aux
 from jaxformer.layers.sublayer import Call
 from jaxformer.runs.objectives import loss_of
-from jaxformer.tools.plan.memory import planned_run
+from jaxformer.tools.plan_memory import planned_run
 
 SPARSE = ("loop", "ragged")
 # Segments of two rows: packed, and padded.

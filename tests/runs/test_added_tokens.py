@@ -15,7 +15,7 @@ from jaxformer.arrays.params import rows
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cli import main
 from jaxformer.runs.config import load_config
-from jaxformer.tools.plan.memory import planned_run
+from jaxformer.tools.plan_memory import planned_run
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("<|im_start|>", "<|im_end|>")

@@ -27,8 +27,8 @@ from jaxformer.config.run import RunConfig
 from jaxformer.report import read_metrics
 from jaxformer.runs.config import load_config
 from jaxformer.runs.run_evaluation import evaluate_run
-from jaxformer.tools.plan.memory import planned_run
-from jaxformer.tools.plan.plan import make_plan
+from jaxformer.tools.plan import make_plan
+from jaxformer.tools.plan_memory import planned_run
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.cost import parameter_count
 from jaxformer.runs.resolve import resolve_without_data
-from jaxformer.tools.plan import compiled
-from jaxformer.tools.plan.compiled import (
+from jaxformer.tools import plan_compiled as compiled
+from jaxformer.tools.plan_compiled import (
     COLLECTIVE,
     GPU_MODELS,
     CompiledReport,

@@ -25,21 +25,21 @@ from jaxformer.config.config_file import read_config
 from jaxformer.config.run import RunConfig
 from jaxformer.models.cost import activation_bytes, flops_per_token, parameter_count
 from jaxformer.runs.selection import CPU_ACTIVATIONS
-from jaxformer.tools.plan.memory import (
-    PlannedRun,
-    activations,
-    bias_bytes,
-    memory_plan,
-    planned_run,
-    replanned,
-)
-from jaxformer.tools.plan.plan import (
+from jaxformer.tools.plan import (
     Plan,
     link_bytes,
     make_plan,
     parameters_by_part,
     plan_numbers,
     plan_text,
+)
+from jaxformer.tools.plan_memory import (
+    PlannedRun,
+    activations,
+    bias_bytes,
+    memory_plan,
+    planned_run,
+    replanned,
 )
 from jaxformer.training.optimizers.run_optimizer import make_optimizer
 from jaxformer.training.optimizers.schedules import make_schedule

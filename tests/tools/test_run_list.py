@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from jaxformer.cli import main
+from jaxformer.cli.runs import ListedRun, runs_below
 from jaxformer.config.run import RunConfig, RunSettings, to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.report.metrics import MetricsLog
-from jaxformer.tools.listing import ListedRun, runs_below
 
 
 def made(folder: Path, steps: int, lines: list[dict[str, Any]]) -> Path:

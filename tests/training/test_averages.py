@@ -21,7 +21,7 @@ from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError
 from jaxformer.runs.loading import SavedWeights, reader_of
 from jaxformer.runs.run_evaluation import evaluate_run
-from jaxformer.training.optimizers.ema import with_average
+from jaxformer.training.optimizers.run_optimizer import with_average
 
 STEPS = 8
 CHANGES = PLAIN | {

@@ -8,7 +8,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
-from jaxformer.tools.plan.memory import abstract_mesh
+from jaxformer.tools.plan_memory import abstract_mesh
 from jaxformer.training import compiler_options as options
 from jaxformer.training.compiler_options import compiler_options, refuses
 

@@ -11,7 +11,7 @@ from spike_devices import RULE, SPIKES, Batches, loss, nats_by_row, params_of, t
 
 import jaxformer as jf
 from jaxformer.checkpoints.averages import evaluation_weights
-from jaxformer.training.optimizers.ema import with_average
+from jaxformer.training.optimizers.run_optimizer import with_average
 from jaxformer.training.spikes import SpikeLimit, SpikeState, skip_spikes
 from jaxformer.training.step import make_step
 

@@ -1,7 +1,7 @@
 """The real train step of a run, compiled by the real compiler for devices that are not attached,
 TPU and GPU topologies by name, and what that compiler says of it.
 
-The work is done in a process of its own, `python -m jaxformer.tools.plan.compiled`: libtpu reads
+The work is done in a process of its own, `python -m jaxformer.tools.plan_compiled`: libtpu reads
 its environment when it is loaded, a compiler may end its process, and both write their warnings to
 standard error.
 """
@@ -32,7 +32,7 @@ from jaxformer.config.run import RunConfig, from_json, to_json
 from jaxformer.files import ConfigError, write_text
 from jaxformer.models.cost import flops_per_token
 from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data
-from jaxformer.tools.plan.memory import capacity_of
+from jaxformer.tools.plan_memory import capacity_of
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Of the process that compiles: no device, the compiler's defaults and warnings, and no program from
@@ -328,9 +328,9 @@ def compiled_report(
     target = parse_target(target) if isinstance(target, str) else target
     require_compiler(target.platform)
     request = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
-    command = [sys.executable, "-m", "jaxformer.tools.plan.compiled"]
+    command = [sys.executable, "-m", "jaxformer.tools.plan_compiled"]
     environment = os.environ | ENVIRONMENT
-    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         command, input=json.dumps(request), capture_output=True, text=True, env=environment

@@ -16,7 +16,7 @@ from jaxformer.models.cost import count_text, score_flops, visible_pairs
 from jaxformer.report import banner, human_bytes, human_time
 from jaxformer.report.banner import INDENT, aligned
 from jaxformer.runs.summary import model_text
-from jaxformer.tools.plan.memory import (
+from jaxformer.tools.plan_memory import (
     REFERENCE,
     MemoryPlan,
     PlannedRun,
