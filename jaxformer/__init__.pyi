@@ -25,8 +25,8 @@ from .models.text_vectors import embed
 from .models.transformer import forward, init, specs
 from .runs.config import load_config
 from .runs.loading import Loaded, load
+from .runs.model_files import writing_rules
 from .runs.objectives import loss_of
-from .runs.stated import writing_rules
 from .runs.train_run import Result, train
 from .tools.inspect import attention_maps, attention_masks, inspect, logit_lens
 from .training.loop import Diverged, Interrupted, SkipSteps, fit, make_evaluate

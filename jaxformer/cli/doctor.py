@@ -27,10 +27,9 @@ from jaxformer.report.banner import WIDTH
 from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.kernel_check import with_proven_kernel
-from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state
-from jaxformer.runs.train_run import compile_step
+from jaxformer.runs.train_run import as_logged, compile_step
 from jaxformer.training.state import TrainState
 
 VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

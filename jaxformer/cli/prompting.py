@@ -16,9 +16,8 @@ from jaxformer.data.templates import ClassTemplate, TagTemplate, Template
 from jaxformer.files import ConfigError
 from jaxformer.models.transformer import context_of
 from jaxformer.runs.loading import Loaded, load
-from jaxformer.runs.model_files import ModelFiles
+from jaxformer.runs.model_files import ModelFiles, writing_rules
 from jaxformer.runs.objectives import row_format
-from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import ROLES, TOKENIZER_FILE, missing
 from jaxformer.training.compiler_options import keep_compiled

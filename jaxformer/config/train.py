@@ -92,7 +92,7 @@ class TrainConfig(Section):
 
     @property
     def n_microbatches(self) -> int:
-        """The number of microbatches; 1 for an "auto" that `runs/selection.py` has not resolved."""
+        """The number of microbatches; 1 for an "auto" that `runs/resolve.py` has not resolved."""
         return 1 if self.microbatches == "auto" else self.microbatches
 
     def conflicts(self) -> list[str]:

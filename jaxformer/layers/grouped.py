@@ -4,7 +4,7 @@ Every kernel maps rows x [M, A] sorted by group, matrices w [E, A, B] and the si
 groups to [M, B]. `xla` is the reference, for every transform and device, with the work of all
 experts for all rows; the others have gradients of their own, and no forward-mode derivative. The
 rows after the last group belong to none: every kernel gives 0 for them, whatever they contain.
-`runs/selection.py` selects a kernel for a training run.
+`runs/resolve.py` selects a kernel for a training run.
 """
 
 import functools

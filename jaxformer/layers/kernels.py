@@ -1,7 +1,7 @@
 """The attention kernels: a table of implementations of attention, and what each cannot do.
 
 Every kernel maps q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] and an `AttentionMask` to [B, T, N,
-W]; `xla` is the reference, in plain jax.numpy, for every transform and device. `runs/selection.py`
+W]; `xla` is the reference, in plain jax.numpy, for every transform and device. `runs/resolve.py`
 selects one for a training run.
 """
 

@@ -15,8 +15,8 @@ from jaxformer.report import banner, human_time
 from jaxformer.report.banner import framed, result_lines
 from jaxformer.report.plot import plot_losses
 from jaxformer.runs.evaluation import Evaluation
+from jaxformer.runs.model_files import writing_rules
 from jaxformer.runs.setup import RunSetup
-from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
 
 # The command that is suggested at the end for heads that do not write text, with its prompt.

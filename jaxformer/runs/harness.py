@@ -39,8 +39,7 @@ from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import context_of, hidden
 from jaxformer.runs.loading import Loaded, load
-from jaxformer.runs.model_files import ModelFiles
-from jaxformer.runs.stated import writing_rules
+from jaxformer.runs.model_files import ModelFiles, writing_rules
 from jaxformer.tokenizer.chat import (
     PROBE,
     ChatTemplate,

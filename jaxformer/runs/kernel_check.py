@@ -21,8 +21,7 @@ from jaxformer.layers.dot_product import plain
 from jaxformer.layers.grouped import GroupedRows
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
-from jaxformer.runs.resolve import Resolved
-from jaxformer.runs.selection import with_kernel
+from jaxformer.runs.resolve import Resolved, with_kernel
 from jaxformer.training.compiler_options import compiler_options
 from jaxformer.training.state import on_mesh
 

@@ -28,12 +28,11 @@ from jaxformer.runs.evaluation import (
     make_evaluation,
     unwatched,
 )
+from jaxformer.runs.init_from import Reference
 from jaxformer.runs.loading import Reading, load, require_exclusive
-from jaxformer.runs.model_files import ModelFiles
+from jaxformer.runs.model_files import ModelFiles, writing_rules
 from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
-from jaxformer.runs.reference import Reference
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options
-from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
 
 

@@ -39,10 +39,9 @@ from jaxformer.training.compiler_options import keep_compiled
 from jaxformer.training.state import TrainState, merged, split_frozen
 
 if TYPE_CHECKING:
-    from jaxformer.runs.init_from import WarmStart
+    from jaxformer.runs.evaluation import Tasks
+    from jaxformer.runs.init_from import Reference, WarmStart
     from jaxformer.runs.model_files import ModelFiles
-    from jaxformer.runs.reference import Reference
-    from jaxformer.runs.task_evaluation import Tasks
 
 
 class Base(NamedTuple):
@@ -121,7 +120,7 @@ class RunSetup(Resolved):
         if not self.has_reference or self.init_from is None:
             return None
         # Imported here, because only such an objective reads the model that it starts from.
-        from jaxformer.runs.reference import Reference
+        from jaxformer.runs.init_from import Reference
 
         return Reference(self.init_from, self.model, self.directory.reference, self.mesh)
 
@@ -132,7 +131,7 @@ class RunSetup(Resolved):
         if not self.has_reference:
             return batch
         # Imported here, because only preferences need it.
-        from jaxformer.runs.reference import with_reference
+        from jaxformer.runs.init_from import with_reference
 
         return with_reference(batch, self.run.train.batch_size, self.mesh)
 
@@ -208,7 +207,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     segments = most_segments(corpus) if "segment_ids" in batches[0] else 0
     added = range(0)
     if base and run.tokenizer.added:
-        from jaxformer.runs.added_tokens import added_ids
+        from jaxformer.runs.loading import added_ids
 
         added = added_ids(run.tokenizer, corpus.tokenizer)
     resolved = resolve(run, mesh, segments, base.learned if base else (), added)
@@ -217,7 +216,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     tasks = None
     if run.train.eval_tasks:
         # Imported here, because it reads tasks by an optional package.
-        from jaxformer.runs.task_evaluation import Tasks
+        from jaxformer.runs.evaluation import Tasks
 
         tasks = Tasks(run.train.eval_tasks, resolved.model, corpus.tokenizer)
     # The directory belongs to this config and this data.

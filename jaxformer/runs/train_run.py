@@ -5,11 +5,11 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,7 +17,7 @@ from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import platform
 from jaxformer.checkpoints.averages import evaluation_weights
-from jaxformer.checkpoints.digests import digests
+from jaxformer.checkpoints.digests import as_texts, combined, digests
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.launch import finish, joined
@@ -40,13 +40,21 @@ from jaxformer.runs.evaluation import (
     unwatched,
 )
 from jaxformer.runs.kernel_check import with_proven_kernel
-from jaxformer.runs.metric_logger import MetricLogger, is_due, is_logged, logged_before
 from jaxformer.runs.setup import RunSetup, make_setup
-from jaxformer.runs.states import batches_of, checkpoints_of, first_state, recovered
+from jaxformer.runs.states import batch_text, batches_of, checkpoints_of, first_state, recovered
 from jaxformer.runs.summary import summary
-from jaxformer.training.loop import BAD_STEPS, Advance, Diverged, Hook, Interrupted, SkipSteps, fit
+from jaxformer.training.loop import (
+    BAD_STEPS,
+    Advance,
+    Diverged,
+    Hook,
+    Interrupted,
+    SkipSteps,
+    fit,
+    is_finite,
+)
 from jaxformer.training.program import Metrics, Profile, Step
-from jaxformer.training.spikes import SpikeLimit
+from jaxformer.training.spikes import SUCCESSIVE_SPIKES, SpikeLimit, is_spike, spike_text
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch
 
@@ -62,6 +70,8 @@ PROCESS_SETTINGS = {
 }
 # What is said where a signal ends a command that has nothing to save.
 PREPARING = "before a step was made, so nothing was to be saved; the same command starts again."
+SKIPPED_STEPS = "skipped_steps"
+SPIKE_LIMITS = ("loss_limit", "grad_norm_limit")
 
 
 @dataclass(frozen=True)
@@ -225,6 +235,20 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
         return setup, state, program.result()
 
 
+def compile_step(step: Step, target: TrainState, batch: Any, log: Log) -> Any:
+    """The step compiled ahead of time for a state as shapes and a batch, so that the memory that it
+    needs is logged before it runs."""
+    begin = time.perf_counter()
+    with memory_of("compiling the step"):
+        compiled = step.lower(target, batch).compile()
+    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+    log(
+        f"Compiled the step in {human_time(time.perf_counter() - begin)}; it needs"
+        f" {human_bytes(temporary)} per device besides its state."
+    )
+    return compiled
+
+
 class CountedStep:
     """The compiled step, which counts the steps that are done; `fit` calls it.
 
@@ -294,7 +318,7 @@ def _steps(
     )
     batches = batches_of(directory, setup.batches)
     if setup.reference:
-        from jaxformer.runs.reference import ScoredBatches
+        from jaxformer.runs.init_from import ScoredBatches
 
         batches = ScoredBatches(setup.reference, batches)
     hooks = list[Hook]()
@@ -351,18 +375,124 @@ def _steps(
     return state, logger.evaluation if logger else {}
 
 
-def compile_step(step: Step, target: TrainState, batch: Any, log: Log) -> Any:
-    """The step compiled ahead of time for a state as shapes and a batch, so that the memory that it
-    needs is logged before it runs."""
-    begin = time.perf_counter()
-    with memory_of("compiling the step"):
-        compiled = step.lower(target, batch).compile()
-    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
-    log(
-        f"Compiled the step in {human_time(time.perf_counter() - begin)}; it needs"
-        f" {human_bytes(temporary)} per device besides its state."
-    )
-    return compiled
+class Logged(NamedTuple):
+    """What a run logged up to a step: the last evaluation after that step ({} without one), and
+    the number of steps that it skipped."""
+
+    evaluation: Evaluation
+    skipped: int
+
+
+def logged_before(directory: RunDirectory, step: int) -> Logged:
+    """What metrics.jsonl says of a run that continues after `step`."""
+    evaluation: Evaluation = {}
+    skipped = 0
+    if not step or not directory.metrics.is_file():
+        return Logged(evaluation, skipped)
+    for line in read_metrics(directory.path):
+        if line["step"] <= step:
+            skipped = max(skipped, line.get(SKIPPED_STEPS, 0))
+        has_results = "val_loss" in line or any(name.startswith("tasks/") for name in line)
+        if has_results and line["step"] == step:
+            evaluation = line
+    return Logged(evaluation, skipped)
+
+
+def is_due(step: int, every: int, steps: int) -> bool:
+    """Whether a run of `steps` is evaluated after a step: each `every` steps, and at the end."""
+    return (step > 0 and every > 0 and step % every == 0) or step == steps
+
+
+def is_logged(step: int, train: TrainConfig) -> bool:
+    """Whether a finite step gets a line of metrics.jsonl."""
+    return step == 1 or step % train.log_every == 0 or step == train.steps
+
+
+class MetricLogger:
+    """Called with the metrics of each step and of each evaluation; `evaluation` is the last one.
+
+    The metrics of some steps have the digests of the state after it under `STATE`.
+    """
+
+    def __init__(
+        self, setup: RunSetup, first: int, log: MetricsLog, progress: ProgressBar, before: Logged
+    ) -> None:
+        self.setup = setup
+        self.log = log
+        self.progress = progress
+        self.evaluation = before.evaluation
+        self._skipped = before.skipped
+        # The step of the last line, and the seconds of the steps since.
+        self._logged_to = first
+        self._seconds = 0.0
+        self._sums: Mapping[str, Any] | None = None
+
+    def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        metrics = dict(metrics)
+        if STATE in metrics or "step_seconds" in metrics:
+            self._sums = metrics.pop(STATE, None)
+        if "step_seconds" not in metrics:
+            self.evaluation = metrics
+            self.log.log(step, metrics, self._state())
+            self.progress.update(step, metrics)
+            return
+        self._seconds += metrics["step_seconds"]
+        skipped = not is_finite(metrics)
+        if skipped:
+            self._skipped += 1
+            self.progress.log(
+                f"WARNING: step {step} is not finite and was skipped ({self._skipped} of at most"
+                f" {BAD_STEPS}): loss {float(metrics['loss'])}, gradient norm"
+                f" {float(metrics['grad_norm'])}; {self._batch(step)}."
+            )
+        if is_spike(metrics):
+            self.progress.log(
+                f"WARNING: step {step} is a spike and was skipped"
+                f" ({int(metrics[SUCCESSIVE_SPIKES])} in a row, at most {BAD_STEPS}):"
+                f" {spike_text(metrics)};"
+                f" {self._batch(step)}."
+            )
+        if not (skipped or is_spike(metrics) or is_logged(step, self.setup.run.train)):
+            self.progress.update(step)
+            return
+        values = as_logged(jax.device_get(metrics))
+        del values["step_seconds"]
+        # Without a limit, as before half of the first window, there is nothing to log.
+        for name in SPIKE_LIMITS:
+            if values.get(name) == math.inf:
+                del values[name]
+        seconds = max(self._seconds, 1e-9)
+        tokens = (step - self._logged_to) * self.setup.tokens_per_step
+        values["tokens"] = step * self.setup.tokens_per_step
+        values["tokens_per_second"] = tokens / seconds
+        if self._skipped:
+            values[SKIPPED_STEPS] = self._skipped
+        if self.setup.peak is not None:
+            flops = tokens * self.setup.flops_per_token
+            values["mfu"] = flops / seconds / (self.setup.peak * self.setup.mesh.size)
+        self._logged_to = step
+        self._seconds = 0.0
+        self.log.log(step, values, self._state())
+        self.progress.update(step, values)
+
+    def _batch(self, step: int) -> str:
+        return batch_text(self.setup.batches, self.setup.directory, step)
+
+    def _state(self) -> str:
+        """The fingerprint of the newest state that metrics came with; empty without digests."""
+        return "" if self._sums is None else combined(as_texts(self._sums))
+
+
+def as_logged(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a step under the names of metrics.jsonl, where "loss" is in nats, and
+    "objective" is what is minimized, if that is another quantity."""
+    values = {name: float(value) for name, value in metrics.items()}
+    for name in [name for name in values if name.startswith("share/") and not values[name]]:
+        # No row of the batch is of this source.
+        del values[name.replace("share/", "loss/", 1)]
+    if "nats" in values:
+        values |= {"loss": values.pop("nats"), "objective": values["loss"]}
+    return values
 
 
 def _print(text: str) -> None:

@@ -51,11 +51,10 @@ from jaxformer.report.metrics import (
 )
 from jaxformer.runs.config import looked_at
 from jaxformer.runs.directory import RunDirectory, identity_of
-from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import batches_of, first_state
-from jaxformer.runs.train_run import compile_step
+from jaxformer.runs.train_run import as_logged, compile_step
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.training.state import TrainState, on_mesh
 

@@ -18,8 +18,8 @@ from jaxformer.files import ConfigError
 from jaxformer.report import MetricsLog, read_metrics
 from jaxformer.report.plot import plot_losses
 from jaxformer.runs.directory import RunDirectory
-from jaxformer.runs.metric_logger import logged_before
 from jaxformer.runs.states import read_rollbacks
+from jaxformer.runs.train_run import logged_before
 from jaxformer.tokenizer import byte_tokenizer
 from jaxformer.tokenizer.chat import ChatTemplate
 

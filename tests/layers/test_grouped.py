@@ -15,7 +15,7 @@ from jaxformer.files import ConfigError
 from jaxformer.layers import grouped_pallas
 from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS, GroupedRows
 from jaxformer.runs.kernel_check import uneven_sizes
-from jaxformer.runs.selection import kernel_of_experts
+from jaxformer.runs.resolve import kernel_of_experts
 
 H100 = (9, 0)
 # Rows, depth, width, and the sizes of groups: odd ones, empty groups first, last and between, rows

@@ -19,8 +19,7 @@ from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.kernels import KERNELS, Case, attend, plain
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
 from jaxformer.runs.kernel_check import check_attention, checked_lengths, with_proven_kernel
-from jaxformer.runs.resolve import resolve_without_data
-from jaxformer.runs.selection import attention_kernel
+from jaxformer.runs.resolve import attention_kernel, resolve_without_data
 
 
 def arrays(*shapes, seed=0):

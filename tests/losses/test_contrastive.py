@@ -92,7 +92,7 @@ def test_a_row_is_two_texts_in_their_own_frames_cut_and_padded():
 
 
 def test_auto_microbatches_are_one_whatever_the_memory(monkeypatch):
-    monkeypatch.setattr("jaxformer.runs.selection.CPU_ACTIVATIONS", 1.0)
+    monkeypatch.setattr("jaxformer.runs.resolve.CPU_ACTIVATIONS", 1.0)
     for objective, head, expected in (("contrastive", "none", 1), ("mlm", "auto", 16)):
         model_of = model("llama", family="encoder", head=head)
         run = RunConfig(model=model_of, data=DataConfig(objective=objective, sequence_length=16))

@@ -17,7 +17,7 @@ import jaxformer as jf
 from jaxformer.layers import kernels
 from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.models.virtual import prefix_of
-from jaxformer.runs.selection import attention_kernel
+from jaxformer.runs.resolve import attention_kernel
 
 
 def gradients(params, config, batch):

@@ -17,8 +17,7 @@ from jaxformer.config.run import DataConfig, RunConfig, RunSettings
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.cost import activation_bytes
-from jaxformer.runs.resolve import resolve, resolve_without_data
-from jaxformer.runs.selection import CPU_ACTIVATIONS
+from jaxformer.runs.resolve import CPU_ACTIVATIONS, resolve, resolve_without_data
 from jaxformer.runs.setup import make_setup
 
 SIZES = dict(d_model=16, n_layers=2, n_heads=2, max_length=32, layer_loop="scan")
@@ -96,7 +95,7 @@ def test_a_batch_is_split_on_a_cpu_only_where_its_activations_take_more_than_4_g
     assert 1e9 <= CPU_ACTIVATIONS <= 8e9 and selected(2**18) > 1
     model = replace(run_of().model, attention_kernel="blocked")
     four_rows = 4 * activation_bytes(model, 256)
-    monkeypatch.setattr("jaxformer.runs.selection.CPU_ACTIVATIONS", four_rows)
+    monkeypatch.setattr("jaxformer.runs.resolve.CPU_ACTIVATIONS", four_rows)
     # Of 7 rows there are 7 microbatches or 1.
     assert [selected(batch) for batch in (1, 3, 4, 7, 8, 12, 16)] == [1, 1, 1, 7, 2, 3, 4]
     assert selected(16, microbatches=1) == 1 and selected(16, microbatches=16) == 16
@@ -105,7 +104,5 @@ def test_a_batch_is_split_on_a_cpu_only_where_its_activations_take_more_than_4_g
     assert selected(16, on("gpu")) == selected(16, on("tpu")) == 1
     # Of a pair both sequences count.
     pairs = replace(run_of(objective="dpo"), train=TrainConfig(batch_size=64))
-    monkeypatch.setattr(
-        "jaxformer.runs.selection.CPU_ACTIVATIONS", 32 * activation_bytes(model, 32)
-    )
+    monkeypatch.setattr("jaxformer.runs.resolve.CPU_ACTIVATIONS", 32 * activation_bytes(model, 32))
     assert resolve(pairs, make_mesh(), 0).run.train.n_microbatches == 4

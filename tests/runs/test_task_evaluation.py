@@ -14,7 +14,7 @@ from several import SMALL, finished, launch_all
 import jaxformer as jf
 from jaxformer.config.config_file import check
 from jaxformer.config.train import TrainConfig
-from jaxformer.runs.task_evaluation import Tasks
+from jaxformer.runs.evaluation import Tasks
 from jaxformer.tokenizer.makers import train_bpe_tokenizer
 
 pytestmark = pytest.mark.xdist_group("lm_eval")

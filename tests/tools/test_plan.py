@@ -24,7 +24,7 @@ from jaxformer.cli import main
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import RunConfig
 from jaxformer.models.cost import activation_bytes, flops_per_token, parameter_count
-from jaxformer.runs.selection import CPU_ACTIVATIONS
+from jaxformer.runs.resolve import CPU_ACTIVATIONS
 from jaxformer.tools.plan import (
     Plan,
     link_bytes,
