@@ -2,8 +2,10 @@
 is not read is refused by name."""
 
 import math
+import mmap
 import struct
 import sys
+import time
 import tracemalloc
 
 import numpy as np
@@ -21,7 +23,7 @@ gguf = pytest.importorskip("gguf")  # of an extra
 from gguf_models import tiny, written  # noqa: E402
 from pretrained_tokenizers import HARD  # noqa: E402
 
-from jaxformer.interop.gguf_files import GGUF_TYPES, GgufFiles  # noqa: E402
+from jaxformer.interop.gguf_files import GGUF_TYPES, GgufFiles, Head  # noqa: E402
 from jaxformer.report import read_metrics  # noqa: E402
 from jaxformer.tokenizer import Tokenizer  # noqa: E402
 from jaxformer.tokenizer.pieces import BYTES  # noqa: E402
@@ -177,6 +179,9 @@ def test_a_file_is_converted_to_a_directory_that_transformers_and_commands_read(
     path = written(tmp_path / "m.gguf", "llama", made("llama, tied"), {"token_embd.weight": "Q8_0"})
     assert main(["convert", str(path), str(tmp_path / "out"), "--verify"]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
+    (tmp_path / "any file").touch()  # has the mode that the umask gives
+    files = [*(tmp_path / "out").iterdir(), tmp_path / "any file"]
+    assert len({file.stat().st_mode for file in files}) == 1
     ours, tokenizer = jf.load(path).tokenizer, tf.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in HARD:
         assert ours.encode(text, special_tokens=True) == tokenizer.encode(text), text
@@ -289,6 +294,17 @@ def test_a_file_that_states_more_than_it_holds_is_refused_at_once(content, tmp_p
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(jf.ConfigError, match=r"m\.gguf is not a valid GGUF file"):
         jf.load(tmp_path / "m.gguf")
+
+
+def test_a_vocabulary_is_read_at_once(tmp_path):
+    words = b"".join(struct.pack("<Q3s", 3, b"abc") for _ in range(200_000))
+    content = header(("x", array_of(8, 200_000, words)), ("y", array_of(6, 2, bytes(8))))
+    (tmp_path / "m.gguf").write_bytes(content)
+    before = time.process_time()
+    with (tmp_path / "m.gguf").open("rb") as file:
+        head = Head(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    assert time.process_time() - before < 2  # the package's reader takes about 8 s
+    assert head.metadata == {"x": ["abc"] * 200_000, "y": [0.0, 0.0]}
 
 
 @pytest.mark.parametrize(
