@@ -171,7 +171,8 @@ class TokenizerConfig(Section):
     """Rule by which a trained BPE splits text into words: gpt2, or llama3 (numbers in groups of 3
     digits)."""
     training_bytes: Annotated[int, Bounds(1, most=2**53)] = 20_000_000
-    """Number of bytes of data.train, evenly spread, on which the BPE is trained."""
+    """Number of bytes of data.train on which the BPE is trained: evenly spread, but its first ones
+    where data.order=text reads the text while it trains."""
 
     @property
     def added(self) -> tuple[str, ...]:

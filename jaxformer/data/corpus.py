@@ -2,8 +2,9 @@
 
 import functools
 import itertools
+import json
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,15 +12,16 @@ from typing import NamedTuple, get_args
 
 from jaxformer.config.run import DataConfig, TokenizerConfig, named_sources
 from jaxformer.config.settings import Log
-from jaxformer.data.documents import PIECE_CHARACTERS, Piece, fingerprint
+from jaxformer.data.documents import PIECE_CHARACTERS, Piece, fingerprint, joint_fingerprint
 from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.ids import open_or_index
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.records import Fields
 from jaxformer.data.rows import Rows
-from jaxformer.data.source import Source, file_groups, find_source, scan
+from jaxformer.data.source import Scan, Source, changed, file_groups, find_source, sample, scan
 from jaxformer.data.splits import SideName, Split
 from jaxformer.data.store import (
+    MANIFEST,
     GrowingStore,
     ProgressNotes,
     TokenStore,
@@ -30,7 +32,7 @@ from jaxformer.data.store import (
 )
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows, Template
-from jaxformer.files import ConfigError, located, store_of
+from jaxformer.files import ConfigError, located, read_object, store_of, write_text
 from jaxformer.tokenizer import (
     Tokenizer,
     byte_tokenizer,
@@ -133,13 +135,13 @@ def prepare(
                 store.fetch()
                 text = split.of(store)
                 # The number of tokens would wait for all of them.
-                tokens = "tokens in the making"
+                counts = "tokens in the making"
                 if not isinstance(text, GrowingStore):
-                    tokens = f"{text.tokens:,} tokens"
+                    counts = f"{text.tokens:,} tokens, {text.documents:,} documents"
                 about = "about " if text.is_cut else ""
                 log(
-                    f"{split.name}: {tokens}, {text.documents:,} documents,"
-                    f" {about}{megabytes(text.bytes)} of text of {spec} ({split.rule()})"
+                    f"{split.name}: {counts}, {about}{megabytes(text.bytes)} of text of {spec}"
+                    f" ({split.rule()})"
                 )
                 made.append((spec, task.rows(text, how, task.format, tokenizer)))
         if len(made) > 1:
@@ -160,10 +162,11 @@ def tokenize(
     wait: bool = True,
 ) -> Tokenized:
     """Make or find the tokenizer and the stores of a run. Every text is read once before, so that
-    errors show before any work, and a text that is on both sides is tokenized once.
+    errors show before any work, and a text that is on both sides is tokenized once. One text that
+    is trained on as a whole, in its order, is read and tokenized later.
 
-    ConfigError for data that cannot be used; `vocab_size` is as in `prepare`. Without `wait` a
-    whole text for training may be in the making when this returns.
+    ConfigError for data that cannot be used; `vocab_size` is as in `prepare`. Without `wait` such a
+    text may be in the making when this returns.
     """
     # 1. Find the files, and read each once, unless an earlier start has.
     sources: dict[SideName, list[Source]] = {"train": [], "validation": []}
@@ -176,12 +179,17 @@ def tokenize(
     tokenizer = given_tokenizer(settings, task.specials)
     # The ids of a file say nothing without the tokenizer that made them.
     of_ids = tokenizer if settings.path else None
-    sides: dict[SideName, list[Split]] = {}
+    fraction = 0.0 if data.validation else data.validation_fraction
+    in_order = data.order == "text" and not fraction and len(sources["train"]) == 1
+    sides: dict[SideName, list[Split]] = {"train": [], "validation": []}
     for side in SIDES:
-        scans = [scan(source, cache / "scans", log, of_ids) for source in sources[side]]
-        sides[side] = [*map(Split, sources[side], scans)]
-    fraction = data.validation_fraction
-    if fraction and not data.validation:
+        for source in sources[side]:
+            if side == "train" and in_order and source.on_disk and not source.of_ids:
+                whole = sample(source, cache / "scans")
+            else:
+                whole = scan(source, cache / "scans", log, of_ids)
+            sides[side].append(Split(source, whole))
+    if fraction:
         for side in reversed(SIDES):
             sides[side] = [replace(each, side=side, fraction=fraction) for each in sides["train"]]
     # 2. Take or make the tokenizer, which has to fit the objective and the model.
@@ -211,9 +219,8 @@ def tokenize(
                 if split.source not in texts:
                     beginning = task.beginning(data.bos, tokenizer)
                     grows = not wait and (side, split.side) == ("train", "all")
-                    texts[split.source] = text_store(
-                        split, cache / "stores", tokenizer, beginning, log, grows
-                    )
+                    grows = grows and not split.source.of_ids
+                    texts[split.source] = text_store(split, cache, tokenizer, beginning, log, grows)
                 parts[side].append(Part(split, texts[split.source]))
                 continue
             made_by = (tokenizer.fingerprint(), task.name, *template.recipe)
@@ -295,9 +302,11 @@ def made_tokenizer(
 
 
 def spread(split: Split, limit: int) -> Iterator[str]:
-    """Yield pieces of a split's text, evenly over all of it, of at most `limit` bytes together."""
+    """Yield pieces of a split's text, evenly over all of it, of at most `limit` bytes together; of
+    a text that is read while a run trains, its beginning."""
     # Small parts from everywhere, since a text may be sorted: its first 20 MB may be one language.
-    rate = min(1.0, limit / max(1, split.bytes))
+    # A run that reads a text in its order needs one that is not.
+    rate = 1.0 if split.scan.is_sampled else min(1.0, limit / max(1, split.bytes))
     seen = 0
     used = 0
     group = PIECE_CHARACTERS * 2 if rate == 1 else SAMPLE_CHARACTERS
@@ -306,6 +315,8 @@ def spread(split: Split, limit: int) -> Iterator[str]:
             text = piece.text[start : start + group]
             size = len(text.encode())
             seen += size
+            if split.scan.is_sampled and seen > limit:
+                return
             # A piece is taken where fewer bytes were than the rate gives up to its end.
             if used + size <= min(limit, seen * rate):
                 used += size
@@ -314,54 +325,57 @@ def spread(split: Split, limit: int) -> Iterator[str]:
 
 def text_store(
     text: Split,
-    folder: Path,
+    cache: Path,
     tokenizer: Tokenizer,
     beginning: tuple[int, ...],
     log: Log,
     grows: bool,
 ) -> TokenStore:
-    """Return the tokens of the whole text of a split in a directory of stores, made where there are
+    """Return the tokens of the whole text of a split, made in the stores of a cache where there are
     none, by a thread where the store `grows`; each document begins with the tokens `beginning`.
     Files of token ids stay as they are."""
     source = text.source
-    parts = text.scan.parts
     groups = file_groups(source)
+    count = len(groups)
     # A store has the same name for equal text, tokenizer and tokens with which documents begin.
     made_by: list[object] = [tokenizer.fingerprint()]
     if beginning and not source.of_ids:
         made_by.append([*beginning])
-    directories = [folder / fingerprint(FORMAT, part.content, *made_by) for part in parts]
-    count = len(groups)
 
-    def check(index: int, documents: int, size: int) -> None:
-        if (documents, size) != (parts[index].documents, parts[index].bytes):
-            store_of(directories[index]).remove_folder()
-            raise ConfigError(
-                f"{groups[index]}: its files changed while they were read: run again when they no"
-                " longer change."
-            )
+    def directories_of(parts: Sequence[Scan]) -> list[Path]:
+        return [cache / "stores" / fingerprint(FORMAT, part.content, *made_by) for part in parts]
 
-    if source.of_ids:
-        of_files = []
-        for index, group in enumerate(groups):
-            store = open_or_index(group.files[0], tokenizer, directories[index], log)
-            check(index, store.documents, store.bytes)
-            of_files.append(store)
-        return TokenStore.joined(of_files)
-    with ThreadPoolExecutor(STORES_TOGETHER) as threads:
-        opened = enumerate(threads.map(TokenStore.open, directories))
-    # By the numbers of the groups; what an earlier start or another task has made is taken.
-    stores = {index: store for index, store in opened if store}
-    missing = [index for index in range(count) if index not in stores]
-    size = sum(parts[index].bytes for index in missing)
-    if missing:
+    def make(tell: Callable[[list[Path]], None] = lambda directories: None) -> TokenStore:
+        parts = text.scan.parts or scan(source, cache / "scans", log).parts
+        if text.scan.is_sampled:
+            check_samples(text, parts, cache / "scans")
+        directories = directories_of(parts)
+        tell(directories)
+
+        def check(index: int, documents: int, size: int) -> None:
+            if (documents, size) != (parts[index].documents, parts[index].bytes):
+                store_of(directories[index]).remove_folder()
+                raise changed(groups[index])
+
+        if source.of_ids:
+            of_files = []
+            for index, group in enumerate(groups):
+                store = open_or_index(group.files[0], tokenizer, directories[index], log)
+                check(index, store.documents, store.bytes)
+                of_files.append(store)
+            return TokenStore.joined(of_files)
+        with ThreadPoolExecutor(STORES_TOGETHER) as threads:
+            opened = enumerate(threads.map(TokenStore.open, directories))
+        # By the numbers of the groups; what an earlier start or another task has made is taken.
+        stores = {index: store for index, store in opened if store}
+        missing = [index for index in range(count) if index not in stores]
+        if not missing:
+            and_more = f" and {count - 1:,} more" if count > 1 else ""
+            log(f"{source}: reusing {directories[0]}{and_more}")
+            return TokenStore.joined([stores[index] for index in range(count)])
+        size = sum(parts[index].bytes for index in missing)
         of_all = f", {len(missing)} of {count} parts" if count > 1 else ""
         log(f"{source}: tokenizing {megabytes(size)}{of_all}")
-    else:
-        and_more = f" and {count - 1:,} more" if count > 1 else ""
-        log(f"{source}: reusing {directories[0]}{and_more}")
-
-    def make() -> TokenStore:
         progress = ProgressNotes(log, size)
         began = time.perf_counter()
         for index in missing:
@@ -373,18 +387,36 @@ def text_store(
                 beginning,
                 functools.partial(check, index),
             )
-        if missing:
-            log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
+        log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
         return TokenStore.joined([stores[index] for index in range(count)])
 
-    if not (missing and grows):
-        return make()
-    # What the first steps read, so that they need not wait for the first shard.
-    head = stores.get(0) or head_of(groups[0].pieces(), tokenizer, beginning)
-    growing = GrowingStore(head, directories, make)
-    growing.documents = text.scan.documents
-    growing.bytes = text.scan.bytes
-    return growing
+    directories = directories_of(text.scan.parts)
+    is_made = directories and all((each / MANIFEST).exists() for each in directories)
+    if not grows or is_made:
+        store = make()
+    else:
+        # What the first steps read, so that they need not wait for the first shard.
+        store = GrowingStore(head_of(groups[0].pieces(), tokenizer, beginning), make)
+        store.documents = text.scan.documents
+        store.bytes = text.scan.bytes
+    # Of samples the run is known by their digest, whenever the rest is read.
+    names = directories_of([text.scan] if text.scan.is_sampled else text.scan.parts)
+    store.fingerprint = joint_fingerprint([directory.name for directory in names])
+    return store
+
+
+def check_samples(text: Split, parts: Sequence[Scan], cache: Path) -> None:
+    """Refuse a text that is another than the one that had these samples when it was read first;
+    `parts` are the scans of all of it."""
+    content = {"content": [part.content for part in parts]}
+    record = cache / f"{text.scan.content}.json"
+    if not record.exists():
+        write_text(record, json.dumps(content))
+    elif read_object(record) != content:
+        raise ConfigError(
+            f"{text.source} was altered, in places by which it is not known, since a run began to"
+            f" read it: restore it; or remove {record} if no such run is to be continued."
+        )
 
 
 def megabytes(size: int) -> str:

@@ -51,7 +51,7 @@ from jaxformer.data.store import (
     require_counts,
 )
 from jaxformer.files import ConfigError, located, read_object, store_of, write_text
-from jaxformer.files.stores import Matches, ObjectVersion, local_copies
+from jaxformer.files.stores import Matches, ObjectVersion, OnDisk, local_copies
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import in_batches
 
@@ -72,6 +72,11 @@ NOT_TEXT = re.compile(r"\.(json|csv|arrow|feather|zip|tar|tgz|bz2|xz|7z|npz|pt|p
 # Files are scanned and tokenized in groups: as many neighbors as have this many bytes together, at
 # least one.
 GROUP_BYTES = 64 << 20
+
+# What a text is known by before it is read: 4 KB at each of 256 places, 1 MB in all. More would
+# cost a start on a disk that is slow to seek; a change between the places shows when it is read.
+SAMPLES = 256
+SAMPLE_BYTES = 1 << 12
 
 HUB = "datasets:"
 # The running Python's own modules, without its tests and installed packages.
@@ -133,6 +138,10 @@ class Source:
     @property
     def of_ids(self) -> bool:
         return bool(self.files) and self.files[0].format == "ids"
+
+    @property
+    def on_disk(self) -> bool:
+        return all(isinstance(file.path, Path) for file in self.files)
 
     def part(self, files: Iterable[SourceFile]) -> "Source":
         """Return the source with some of its files, whose documents keep their names."""
@@ -376,6 +385,8 @@ class Scan:
     """A digest of all text of a source, wherever it is and however it is compressed, and its size.
 
     `skipped` is what was left out; `parts` are the scans of its file groups, none for a group.
+    Where only samples were read (`is_sampled`), `content` is a digest of them, and as long as the
+    rest is not read there are no parts and no documents, and `bytes` are those of the files.
     """
 
     content: str
@@ -383,6 +394,7 @@ class Scan:
     bytes: int
     skipped: Skipped = field(default_factory=Skipped)
     parts: tuple["Scan", ...] = ()
+    is_sampled: bool = False
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> "Scan":
@@ -448,6 +460,29 @@ def scan(
     return text_scan
 
 
+def sample(source: Source, cache: Path) -> Scan:
+    """Return the scan of a text on the disk that is read while a run trains: known by the names
+    and sizes of its files and the bytes at `SAMPLES` places, so by all of it up to 1 MB."""
+    digest = hashlib.blake2b(json.dumps([source.fields, source.policy]).encode(), digest_size=16)
+    size = sum(file.size for file in source.files)
+    for file in source.files:
+        digest.update(f"{file.name} {file.size} ".encode())
+        try:
+            with open(file.path, "rb") as opened:
+                for place in range(0, file.size, max(SAMPLE_BYTES, size // SAMPLES)):
+                    opened.seek(place)
+                    digest.update(opened.read(SAMPLE_BYTES))
+        except OSError as error:
+            raise unreadable(file.path, error) from None
+    content = digest.hexdigest()
+    # What an earlier start has read.
+    with contextlib.suppress(*WRONG_RECORD):
+        records = [cache / f"{group.signature()}.json" for group in file_groups(source)]
+        whole = Scan.joined([Scan.read(read_object(record)) for record in records])
+        return replace(whole, content=content, is_sampled=True)
+    return Scan(content, 0, size, is_sampled=True)
+
+
 def scan_group(group: Source, cache: Path, log: Log, tokenizer: Tokenizer | None) -> Scan:
     """Return the scan of a file group, which is read where `cache` has none of it."""
     name = group.signature()
@@ -468,8 +503,19 @@ def scan_group(group: Source, cache: Path, log: Log, tokenizer: Tokenizer | None
         made = Scan(array.content(), len(sizes), int(sizes.sum()))
     else:
         made = scan_text(group, log)
+        for file in group.files if group.on_disk else ():
+            versions = map(OnDisk.version, map(OnDisk, (file.path, *file.beside)))
+            if (*filter(None, versions),) != file.versions:
+                raise changed(group)
     write_text(record, json.dumps(asdict(made)))
     return made
+
+
+def changed(group: Source) -> ConfigError:
+    """Return the error for files that were written to while they were read."""
+    return ConfigError(
+        f"{group}: its files changed while they were read: run again when they no longer change."
+    )
 
 
 def scan_text(group: Source, log: Log) -> Scan:

@@ -379,49 +379,62 @@ class TokenStore:
 
 
 class GrowingStore(TokenStore):
-    """The tokens of a text while a thread makes them, shard by shard in `directories`: what is read
-    is waited for, and so are all tokens by what depends on their number. The `head` is a store of
-    the first of them, which is there.
+    """The tokens of a text while a thread makes them, shard by shard: what is read is waited for,
+    and so are all tokens by what depends on their number. The `head` is a store of the first of
+    them, which is there. `build` makes the rest, after it has told the directories of the stores.
 
     Another process may be the one that makes them. What stops the thread is raised by the next
     read.
     """
 
     def __init__(
-        self, head: TokenStore, directories: Sequence[Path], build: Callable[[], object]
+        self, head: TokenStore, build: Callable[[Callable[[list[Path]], None]], object]
     ) -> None:
-        name = joint_fingerprint([directory.name for directory in directories])
-        super().__init__([], head._dtype, name, head.beginning)
+        super().__init__([], head._dtype, "", head.beginning)
         self._head = head
-        self._directories = [*directories]
+        # None as long as they are not known.
+        self._directories: list[Path] | None = None
         self._taken = 0  # shards of the first of the directories that are left
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
         def work() -> None:
             try:
-                build()
+                build(self._expect)
             except Exception as error:
                 self._error = error
 
         # A run that ends before does not wait for it; the next one goes on from its last shard.
-        threading.Thread(target=work, daemon=True).start()
+        self._thread = threading.Thread(target=work, daemon=True)
+
+    def _expect(self, directories: list[Path]) -> None:
+        self._directories = [*directories]
+
+    def _is_in_head(self, stop: int) -> bool:
+        # The thread takes all cores, and would double the time of imports and compilation before
+        # the first step. So it begins when a part of the head is read, and ends its first shard
+        # before the rest is.
+        with self._lock:
+            if stop > self._head.tokens // HEAD_PARTS and self._thread.ident is None:
+                self._thread.start()
+        return stop <= self._head.tokens
 
     def held(self, stop: int) -> int:
-        if stop <= self._head.tokens:
+        if self._is_in_head(stop):
             return stop
         with self._lock:
-            while self._starts[-1] < stop and self._directories:
+            while self._starts[-1] < stop and self._directories != []:
                 if self._error:
                     raise self._error
                 # The files say how far the work is, whichever process does it.
-                directory = self._directories[0]
                 shards: list[Shard] = []
-                if store := TokenStore.open(directory):
+                if not self._directories:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+                elif store := TokenStore.open(self._directories[0]):
                     shards = store._shards[self._taken :]
                     self._directories.pop(0)
                     self._taken = 0
-                elif shard := Shard.finished(directory, self._taken):
+                elif shard := Shard.finished(self._directories[0], self._taken):
                     shards = [shard]
                     self._taken += 1
                 else:
@@ -433,7 +446,7 @@ class GrowingStore(TokenStore):
         return super().held(stop)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int, int]]:
-        if stop <= self._head.tokens:
+        if self._is_in_head(stop):
             return self._head._spans(start, stop)
         return super()._spans(start, stop)
 
@@ -443,6 +456,7 @@ class GrowingStore(TokenStore):
 
 SHARD_CHARACTERS = 64 << 20
 HEAD_CHARACTERS = 4 << 20  # 0.2 s on two cores, where a shard takes 3 s
+HEAD_PARTS = 8  # of which the first is read before a thread makes what follows the head
 BATCH_CHARACTERS = 1 << 21  # enough to keep all cores encoding
 SECONDS_BETWEEN_NOTES = 5.0
 SECONDS_BETWEEN_LOOKS = 0.05  # for a shard that another thread or process makes

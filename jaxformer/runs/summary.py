@@ -110,12 +110,10 @@ def data_lines(
     held_out = f"{human_count(validation.tokens)} held out" if validation else "none held out"
     stores = [rows.store for _, rows in train.sources("")]
     in_making = any(isinstance(store, GrowingStore) for store in stores)
-    tokens = "tokens in the making" if in_making else f"{human_count(train.tokens)} tokens"
-    lines: dict[str, str | list[str]] = {
-        "data": (
-            f"{corpus.task.name}: {tokens} to train on ({train.documents:,} documents), {held_out}"
-        )
-    }
+    on = "tokens in the making to train on"
+    if not in_making:
+        on = f"{human_count(train.tokens)} tokens to train on ({train.documents:,} documents)"
+    lines: dict[str, str | list[str]] = {"data": f"{corpus.task.name}: {on}, {held_out}"}
     beginning = stores[0].beginning if isinstance(stores[0], TokenStore) else ()
     if beginning:
         shown = " ".join(map(corpus.tokenizer.shown, beginning))

@@ -66,6 +66,14 @@ def test_ids_give_the_batches_of_their_text(
     assert_same_batches(prepare(own), prepare(run), run.data)
 
 
+def test_ids_are_read_in_their_order(made: Path, tmp_path: Path) -> None:
+    whole = {"validation_fraction": 0.0, "order": "text"}
+    text = run_of(made, made / "many.txt", tmp_path / "text", **whole)
+    own = run_of(made, made / "many.npy", tmp_path / "ids", **whole)
+    found, expected = (Batches(prepare(run).train, run.data, 4, 7) for run in (own, text))
+    assert all(same(found[step], expected[step]) for step in range(expected.steps_per_epoch))
+
+
 def test_ids_are_mapped_where_they_lie(made: Path, tmp_path: Path) -> None:
     for name in ("one", "many"):
         prepare(run_of(made, made / f"{name}.npy", tmp_path))
