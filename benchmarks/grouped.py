@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.layers.grouped import GROUPED_KERNELS, GroupedRows
+from jaxformer.layers.kernels import Needs, missing
 from jaxformer.tools.plan_compiled import parse_target
 
 NAME = "grouped"
@@ -89,7 +90,8 @@ def compile_table(targets: Sequence[str], asked: Sequence[str]) -> None:
     rows = []
     for target in targets:
         platform = parse_target(target).platform
-        able = [name for name in GROUPED_KERNELS if platform in GROUPED_KERNELS[name].platforms]
+        needs = Needs(platform)
+        able = [name for name in GROUPED_KERNELS if not missing(GROUPED_KERNELS[name].lacks, needs)]
         for kernel in asked or able:
             counts = compiled_counts(target, kernel)
             ratio = counts.flops / sparse_flops(COMPILED)

@@ -15,7 +15,7 @@ import jaxformer as jf
 from jaxformer.arrays.params import map_specs, ones
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.head import head
-from jaxformer.layers.kernels import KERNELS, Case
+from jaxformer.layers.kernels import KERNELS, Needs, missing
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.inputs import Inputs, inputs_of
 from jaxformer.models.transformer import hidden, specs
@@ -124,7 +124,7 @@ def fits(choice):
         # Without norms the logits are 1e5, of which a cap leaves the rounding alone.
         return False
     kernel = "xla" if config.attention_kernel == "auto" else config.attention_kernel
-    return not KERNELS[kernel].refuses(Case("cpu", "float32", 16, 3, config))
+    return not missing(KERNELS[kernel].lacks, Needs.of_run(config, "cpu", "float32", 16, 3))
 
 
 IN_ATTENTION = {"positions", "heads", "window", "scores", "query_key_norm", "kernel"}

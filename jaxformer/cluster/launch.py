@@ -18,12 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jax
-from jax._src.lib import utils  # JAX has no public name for the level of its libraries
 
 from jaxformer.arrays.out_of_memory import is_out_of_memory
+from jaxformer.arrays.private_jax import private
 from jaxformer.cluster import processes
 from jaxformer.cluster.processes import BEATS, LOST, LostProcess, Place, exchange, here, together
 from jaxformer.cluster.signals import STOPPING, Stopped, current, name_of
@@ -31,9 +31,6 @@ from jaxformer.config.format import escaped
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
 from jaxformer.files import ConfigError
-
-if TYPE_CHECKING:
-    from jax._src.clusters import ClusterEnv
 
 SERVICE_SECONDS = 60  # for JAX's own service, once all have come
 # Seconds of silence after which JAX's service takes a process for lost: about the largest number
@@ -154,9 +151,8 @@ def find_process(settings: LaunchConfig, log: Log) -> RunProcess:
 
 def _launched(settings: LaunchConfig) -> tuple[str, RunProcess]:
     """The name of the launcher, and the process that it says this is; ("", ALONE) for none."""
-    from jax._src import clusters
-
-    kinds: dict[str, type[ClusterEnv]] = {}
+    clusters = private("clusters", "the start of several processes")
+    kinds: dict[str, Any] = {}
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         kinds["Open MPI"] = clusters.OmpiCluster
     # A shell of salloc has the variables of all tasks of the job, but not that of the step.
@@ -564,7 +560,8 @@ class RollCall:
         # silence of 500,000 years. It then ends all processes, unless it may go on without those
         # that it takes for lost.
         jax.config.update("jax_enable_recoverability", True)
-        utils.absl_set_min_log_level(ERROR)  # it warns of that setting
+        set_log_level = private("lib.utils.absl_set_min_log_level", "a run of several processes")
+        set_log_level(ERROR)  # it warns of that setting
         try:
             jax.distributed.initialize(
                 self.coordinator,
@@ -583,7 +580,7 @@ class RollCall:
                 " program."
             ) from error
         finally:
-            utils.absl_set_min_log_level(int(os.environ.get("TF_CPP_MIN_LOG_LEVEL") or WARNING))
+            set_log_level(int(os.environ.get("TF_CPP_MIN_LOG_LEVEL") or WARNING))
         libc = ctypes.CDLL(None)
 
         def on_abort(_: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxformer.arrays.private_jax import private
 from jaxformer.cluster.signals import current
 from jaxformer.files import ConfigError, first_of
 
@@ -137,9 +138,8 @@ def read_key(key: str) -> str:
 
 def client() -> Any:
     """The key-value store of this process's connection to the coordinator."""
-    from jax._src import distributed  # JAX has no public name for it; Orbax takes it there too
-
-    return distributed.global_state.client
+    # Orbax takes it from there too.
+    return private("distributed.global_state", "a run of several processes").client
 
 
 class StopAgreement:

@@ -43,6 +43,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxformer.arrays.private_jax import private
 from jaxformer.layers.masks import AttentionMask, sees_any, segment_ids
 
 # The first and the last version of JAX whose function for packed rows is known.
@@ -56,8 +57,9 @@ def _entry() -> Callable[..., Any] | None:
     """JAX's function that takes offsets; None in a version in which it may be a different one."""
     if not KNOWN[0] <= jax.__version_info__[:2] <= KNOWN[1]:
         return None
-    from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
-
+    dot_product_attention: Callable[..., Any] = private(
+        "cudnn.fused_attention_stablehlo.dot_product_attention", "cuDNN attention of packed rows"
+    )
     parameters = inspect.signature(dot_product_attention).parameters
     needed = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "sliding_window_length")
     return dot_product_attention if all(name in parameters for name in needed) else None
@@ -138,8 +140,6 @@ def _packed(
 ) -> jax.Array:
     """Attention within each segment of packed rows: [B, T, N, H], two of [B, S, K, H] ->
     [B, T, N, H]."""
-    from jax._src.cudnn.fused_attention_stablehlo import MaskType
-
     # In older versions the offsets of keys are computed with the number of query heads.
     if jax.__version_info__[:2] < GROUPED:
         groups = q.shape[2] // k.shape[2]
@@ -163,12 +163,13 @@ def _packed(
         # The function takes one offset more than there are segments: [B, segments + 1].
         segments[f"{name}_offsets"] = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
     entry: Any = _entry()
+    masks = private("cudnn.fused_attention_stablehlo.MaskType", "cuDNN attention of packed rows")
     return entry(  # type: ignore[no-any-return]
         q,
         k,
         v,
         scale=scale,
-        mask_type=MaskType.PADDING_CAUSAL if mask.causal else MaskType.PADDING,
+        mask_type=masks.PADDING_CAUSAL if mask.causal else masks.PADDING,
         sliding_window_length=mask.window or None,
         **segments,
     )

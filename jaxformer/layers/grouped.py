@@ -24,23 +24,13 @@ Outer = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class GroupedRow(NamedTuple):
-    """A kernel: its product and that of the gradients of its matrices, its description, the
-    platforms that it runs on, and the least compute capability of an NVIDIA GPU that it takes."""
+    """A kernel: its product and that of the gradients of its matrices, its description, and the
+    features that it lacks, by their names in `kernels.features`."""
 
     product: Product
     outer: Outer
     what: str
-    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
-    capability: tuple[int, ...] = (0, 0)
-
-    def refuses(self, platform: str, capability: tuple[int, ...]) -> str:
-        """Return why the kernel cannot run on a device; empty if it can."""
-        if platform not in self.platforms:
-            return f"it needs a {' or '.join(self.platforms)}, and this device is a {platform}"
-        if platform == "gpu" and capability < self.capability:
-            least, actual = (".".join(map(str, pair)) for pair in (self.capability, capability))
-            return f"it needs compute capability {least}, and this device has {actual}"
-        return ""
+    lacks: frozenset[str] = frozenset()
 
 
 def _dense(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:

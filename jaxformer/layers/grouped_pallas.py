@@ -251,5 +251,7 @@ def gpu_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     return dw
 
 
-MEGABLOX = GroupedRow(tpu_product, tpu_outer, "Pallas megablox", ("tpu",))
-TRITON = GroupedRow(gpu_product, gpu_outer, "Pallas kernels by Triton", ("gpu",), (8, 0))
+MEGABLOX = GroupedRow(tpu_product, tpu_outer, "Pallas megablox", frozenset({"off tpu"}))
+TRITON = GroupedRow(
+    gpu_product, gpu_outer, "Pallas kernels by Triton", frozenset({"off gpu", "before Ampere"})
+)

@@ -6,7 +6,7 @@ microbatches."""
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -461,22 +461,22 @@ def with_kernel(
             capability = tuple(int(number) for number in stated.split("."))
         elif name:
             capability = DEVICES[name].capability
-    case = kernels.Case(
+    needs = kernels.Needs.of_run(
+        model,
         on,
         dtype,
         length,
         segments,
-        model,
         capability=capability,
         leading=prefix,
         exchange=exchange,
         context=mesh.shape["context"],
     )
     kernel: Any
-    kernel, reason = attention_kernel(model.attention_kernel, case, failed)
+    kernel, reason = attention_kernel(model.attention_kernel, needs, failed)
     expert_kernel: Any = model.expert_kernel
     if model.feed_forward == "experts":
-        expert_kernel, grouped = kernel_of_experts(expert_kernel, on, capability, failed_experts)
+        expert_kernel, grouped = kernel_of_experts(expert_kernel, needs, failed_experts)
         reason = f"{reason}; experts: {grouped}"
     selected = dataclasses.replace(
         model,
@@ -490,54 +490,52 @@ def with_kernel(
 
 
 def attention_kernel(
-    asked: str, case: kernels.Case, failed: Mapping[str, str] = {}
+    setting: str, needs: kernels.Needs, failed: Mapping[str, str] = {}
 ) -> tuple[str, str]:
-    """The name of the attention kernel for a training run, and a text that names and explains the
-    choice. `failed` has kernels that "auto" passes over, and why."""
-    if case.platform == "cpu" and case.model.attention_dropout_rate:
+    """Return the name of the attention kernel for a training run, and a text that names and
+    explains the choice. `failed` has kernels that "auto" passes over, and why."""
+    if needs.platform == "cpu" and needs.dropout:
         reason = "on a CPU the dropout of attention weights is that of plain attention"
         failed = {"blocked": reason, **failed}
-    order = kernels.PREFERRED.get(case.platform, ("xla",))
-    rows = kernels.KERNELS
-    setting = f"model.attention_kernel={asked!r}"
-    return _chosen(setting, asked, rows, order, lambda name: rows[name].refuses(case), failed)
+    order = kernels.PREFERRED.get(needs.platform, ("xla",))
+    return _chosen("model.attention_kernel", setting, kernels.KERNELS, order, needs, failed)
 
 
 def kernel_of_experts(
-    asked: str, on: str, capability: tuple[int, ...], failed: Mapping[str, str] = {}
+    setting: str, needs: kernels.Needs, failed: Mapping[str, str] = {}
 ) -> tuple[str, str]:
-    """As `attention_kernel`, for the kernel of experts on a platform."""
-    rows, order = GROUPED_KERNELS, PREFERRED_KERNELS[on]
-
-    def refuses(name: str) -> str:
-        return rows[name].refuses(on, capability)
-
-    return _chosen(f"model.expert_kernel={asked!r}", asked, rows, order, refuses, failed)
+    """Return the kernel of experts as `attention_kernel` does that of attention."""
+    order = PREFERRED_KERNELS[needs.platform]
+    return _chosen("model.expert_kernel", setting, GROUPED_KERNELS, order, needs, failed)
 
 
 def _chosen(
+    name: str,
     setting: str,
-    asked: str,
     rows: Mapping[str, Any],
     order: Sequence[str],
-    refuses: Callable[[str], str],
+    needs: kernels.Needs,
     failed: Mapping[str, str],
 ) -> tuple[str, str]:
-    if asked != "auto":
-        reason = refuses(asked)
+    def refuses(kernel: str) -> str:
+        return kernels.missing(rows[kernel].lacks, needs)
+
+    if setting != "auto":
+        reason = refuses(setting)
         if reason:
-            able = ["auto", *(name for name in rows if not refuses(name))]
+            able = ["auto", *(kernel for kernel in rows if not refuses(kernel))]
             raise ConfigError(
-                f"{setting} cannot run here: {reason}. Choose {' or '.join(map(repr, able))}."
+                f"{name}={setting!r} cannot run here: {reason}."
+                f" Choose {' or '.join(map(repr, able))}."
             )
-        return asked, f"{asked} ({rows[asked].what}), as asked"
+        return setting, f"{setting} ({rows[setting].what}), as asked"
     passed = ""
-    for name in order:
-        reason = failed.get(name) or refuses(name)
+    for kernel in order:
+        reason = failed.get(kernel) or refuses(kernel)
         if not reason:
-            return name, f"{name} ({rows[name].what}){passed}"
-        passed += f"; not {name}: {reason}"
-    raise ConfigError(f"{setting}: no kernel runs here{passed}.")
+            return kernel, f"{kernel} ({rows[kernel].what}){passed}"
+        passed += f"; not {kernel}: {reason}"
+    raise ConfigError(f"{name}='auto': no kernel runs here{passed}.")
 
 
 def microbatches_of(train: TrainConfig, row_bytes: float, mesh: AnyMesh) -> int:

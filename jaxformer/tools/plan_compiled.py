@@ -28,6 +28,7 @@ from jax.experimental import topologies
 
 from jaxformer.arrays.hardware import GIB, Device, device_named
 from jaxformer.arrays.mesh import bytes_of_device, mesh_of
+from jaxformer.arrays.private_jax import private
 from jaxformer.config.run import RunConfig, from_json, to_json
 from jaxformer.files import ConfigError, write_text
 from jaxformer.models.cost import flops_per_token
@@ -234,8 +235,6 @@ def cudnn_of(target: Target) -> Iterator[None]:
         return
     from unittest import mock
 
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
     def numbers(capability: str) -> tuple[int, ...]:
         return tuple(int(digits) for digits in capability.split("."))
 
@@ -245,6 +244,7 @@ def cudnn_of(target: Target) -> Iterator[None]:
         "check_compute_capability": lambda asked: capability >= numbers(asked),
         "is_cuda_compute_capability_equal": lambda asked: capability == numbers(asked),
     }
+    fused = private("cudnn.fused_attention_stablehlo", "plan --compile for a GPU")
     with mock.patch.multiple(fused, **answers):
         yield
 

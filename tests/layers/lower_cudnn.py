@@ -32,10 +32,10 @@ from jaxformer.arrays.mesh import make_mesh  # noqa: E402
 from jaxformer.layers.dot_product import plain  # noqa: E402
 from jaxformer.layers.kernels import KERNELS, attend  # noqa: E402
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of  # noqa: E402
-from jaxformer.runs import resolve, selection  # noqa: E402
+from jaxformer.runs import resolve  # noqa: E402
 from jaxformer.training.state import on_mesh  # noqa: E402
 
-selection.name_of = lambda kind: "h100"
+resolve.name_of = lambda kind: "h100"
 
 
 def mesh_named(name: str) -> Mesh:

@@ -14,10 +14,10 @@ from products import fewest, slow_but
 from jaxformer.files import ConfigError
 from jaxformer.layers import grouped_pallas
 from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS, GroupedRows
+from jaxformer.layers.kernels import Needs, missing
 from jaxformer.runs.kernel_check import uneven_sizes
 from jaxformer.runs.resolve import kernel_of_experts
 
-H100 = (9, 0)
 # Rows, depth, width, and the sizes of groups: odd ones, empty groups first, last and between, rows
 # of no group, one group, fewer rows than a tile, no row in a group, more groups than rows, and
 # groups that begin and end within tiles of 128 rows.
@@ -165,30 +165,30 @@ def test_a_kernel_lowers_for_its_platform(kernel, target, call, device):
 
 def test_auto_takes_the_first_kernel_that_runs_and_says_why_not_another():
     every = {
-        platform: kernel_of_experts("auto", platform, H100)[0] for platform in PREFERRED_KERNELS
+        platform: kernel_of_experts("auto", Needs(platform))[0] for platform in PREFERRED_KERNELS
     }
     assert every == {"cpu": "loop", "gpu": "gpu", "tpu": "tpu"}
-    name, text = kernel_of_experts("auto", "gpu", (7, 5))
+    name, text = kernel_of_experts("auto", Needs("gpu", (7, 5)))
     assert name == "loop"
     assert text.endswith("; not gpu: it needs compute capability 8.0, and this device has 7.5")
     failed = {"tpu": "its check failed", "ragged": "so did its"}
-    name, text = kernel_of_experts("auto", "tpu", H100, failed)
+    name, text = kernel_of_experts("auto", Needs("tpu"), failed)
     assert name == "loop"
     assert text.endswith("; not tpu: its check failed; not ragged: so did its")
     failed = dict.fromkeys(GROUPED_KERNELS, "failed")
     with pytest.raises(ConfigError, match=r"expert_kernel.*no kernel runs here"):
-        kernel_of_experts("auto", "cpu", H100, failed)
-    assert kernel_of_experts("auto", "cpu", H100, {"loop": "failed"})[0] == "xla"
+        kernel_of_experts("auto", Needs("cpu"), failed)
+    assert kernel_of_experts("auto", Needs("cpu"), {"loop": "failed"})[0] == "xla"
 
 
 def test_a_kernel_of_another_platform_is_one_message():
     with pytest.raises(ConfigError) as caught:
-        kernel_of_experts("tpu", "cpu", H100)
+        kernel_of_experts("tpu", Needs("cpu"))
     assert str(caught.value) == (
-        "model.expert_kernel='tpu' cannot run here: it needs a tpu, and this device is a cpu."
+        "model.expert_kernel='tpu' cannot run here: it needs a TPU, and this device is a cpu."
         " Choose 'auto' or 'xla' or 'loop' or 'ragged'."
     )
-    assert kernel_of_experts("ragged", "cpu", H100) == (
+    assert kernel_of_experts("ragged", Needs("cpu")) == (
         "ragged",
         "ragged (XLA's ragged product), as asked",
     )
@@ -196,7 +196,7 @@ def test_a_kernel_of_another_platform_is_one_message():
 
 def test_every_platform_prefers_rows_of_the_table_that_it_can_run():
     for platform, names in PREFERRED_KERNELS.items():
-        assert all(platform in GROUPED_KERNELS[name].platforms for name in names)
+        assert not any(missing(GROUPED_KERNELS[name].lacks, Needs(platform)) for name in names)
 
 
 def test_sizes_of_the_check_are_uneven_with_an_empty_group_and_rows_of_none():

@@ -16,7 +16,8 @@ import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.layers import cudnn, kernels
 from jaxformer.layers.blocked import blocked_attention
-from jaxformer.layers.kernels import KERNELS, Case, attend, plain
+from jaxformer.layers.grouped import GROUPED_KERNELS
+from jaxformer.layers.kernels import KERNELS, Needs, attend, plain
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
 from jaxformer.runs.kernel_check import check_attention, checked_lengths, with_proven_kernel
 from jaxformer.runs.resolve import attention_kernel, resolve_without_data
@@ -203,7 +204,7 @@ def test_cudnn_reads_narrow_values_as_wide_as_its_keys(monkeypatch):
 
 def case(platform="gpu", dtype="bfloat16", length=1024, segments=0, capability=(9, 0), **changes):
     config = model("llama", **({"head_dim": 64} | changes))
-    return Case(platform, dtype, length, segments, config, capability)
+    return Needs.of_run(config, platform, dtype, length, segments, capability)
 
 
 ENCODER = {"family": "encoder"}
@@ -344,8 +345,12 @@ def test_a_call_that_a_kernel_cannot_serve_goes_the_plain_way(kernel, call, monk
     assert attend(kernel, *arrays(*[(1, 128, 2, 8)] * 3), mask) == (kernel in served)
 
 
-def test_a_kernel_lacks_features_that_are_known():
-    known = kernels.features_of(
+def test_a_kernel_lacks_features_that_are_known(monkeypatch):
+    monkeypatch.setattr(kernels, "lacks_packed_rows", lambda: "of another version")
+    everything = Needs(
+        capability=(7, 0),
+        dtype="float32",
+        head_width=300,
         lengths=(1, 1),
         exchanges=("gather", "none"),
         context=2,
@@ -353,15 +358,20 @@ def test_a_kernel_lacks_features_that_are_known():
         causal=False,
         window=1,
         leading=1,
-        has_dropout=True,
-        is_biased=True,
-        has_soft_cap=True,
-        has_sinks=True,
-        own_positions=True,
-        has_wide_values=True,
+        dropout=True,
+        bias=True,
+        soft_cap=True,
+        sinks=True,
+        positions=True,
+        wide_values=True,
     )
-    lacked = frozenset.union(*(row.lacks for row in KERNELS.values()))
-    assert lacked == known.keys()
+    known = {
+        name
+        for platform in ("gpu", "tpu")
+        for name, _ in kernels.features(everything._replace(platform=platform))
+    }
+    rows = [table[name] for table in (KERNELS, GROUPED_KERNELS) for name in table]
+    assert known == frozenset.union(*(row.lacks for row in rows))
 
 
 def test_plain_attention_in_16_bits_has_no_float32_product_forward_or_backward():

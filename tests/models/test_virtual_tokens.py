@@ -224,7 +224,8 @@ def test_attention_maps_show_virtual_tokens_first():
 
 
 def test_the_kernel_of_a_run_takes_a_prefix_or_says_why_not():
-    case = kernels.Case("gpu", "bfloat16", 128, 0, jf.ModelConfig(d_model=64, n_heads=1), leading=4)
+    config = jf.ModelConfig(d_model=64, n_heads=1)
+    case = kernels.Needs.of_run(config, "gpu", "bfloat16", 128, 0, leading=4)
     name, reason = attention_kernel("auto", case)
     assert name == "blocked" and "not cudnn: it has no keys that all segments see" in reason
     assert attention_kernel("auto", case._replace(leading=0))[0] == "cudnn"
