@@ -115,7 +115,7 @@ def measured(name: str) -> dict[str, float]:
 def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
     """A table of cells: blue where nothing moves, red where the other document is read."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 0.36 * len(rows) + 0.9), dpi=160, facecolor="white")
+        figure = Figure(figsize=(8, 0.36 * len(rows) + 1.1), dpi=240, facecolor="white")
         axes = figure.subplots()
         axes.set_axis_off()
         cells = axes.table(
@@ -130,7 +130,12 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
             cell.set_edgecolor("white")
             is_value = number > 0 and column >= 0
             cell.get_text().set_color("white" if is_value else INK)
-        axes.set_title("What one document of a packed row moves in the next one", color=INK)
+        axes.set_title(
+            "What one document of a packed row moves in the next one,\n"
+            "in standard deviations of the logits",
+            color=INK,
+            fontsize=10,
+        )
         figure.tight_layout()
         figure.savefig(path)
 

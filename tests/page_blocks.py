@@ -21,13 +21,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FENCE = re.compile(r"^```([\w.-]*)[^\n]*\n(.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!-- docs-test: (\w+)(?::?\s+(.*?))?\s*-->", re.DOTALL)
 COMMANDS = ("", "sh", "bash", "console")  # languages of blocks of command lines
-PROGRAMS = ("python", "jaxformer", "pip", "pytest", "bash", "mkdocs")
+# Programs that read a table of pyproject.toml.
+CHECKS = {"ruff": "ruff", "mypy": "mypy", "lint-imports": "importlinter"}
+PROGRAMS = ("python", "jaxformer", "pip", "pytest", "bash", "mkdocs", *CHECKS)
 ACTIONS = ("skip", "file", "run", "setup")
 
 

@@ -16,9 +16,12 @@ from jaxformer.interop.fields import Constant
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "hugging_face.md"
 START, END = "<!-- families: python docs/hooks/families.py -->\n", "<!-- end of families -->\n"
+# What packages of the index ship, read and compared by tests/real, by the class that it is.
+SHIPPED = {"LlamaForCausalLM": "SmolLM2-135M-Instruct", "BertModel": "all-MiniLM-L6-v2"}
 HEADER = (
-    "| family | kind | read and written | supported beyond the basic model | tests (models) |\n"
-    "|---|---|---|---|---|\n"
+    "| family | kind | read and written | supported beyond the basic model | tests (models) |"
+    " real weights |\n"
+    "|---|---|---|---|---|---|\n"
 )
 
 
@@ -50,7 +53,8 @@ def row_of(family: Family) -> str:
     names += f"; read as these: {read_only}" if read_only else ""
     variants = variants_of(family)
     tests = f"`{variants[0]}` ({len(variants)})"
-    cells = [f"`{family.model_type}`", kind_of(family), names, family.covers, tests]
+    shipped = ", ".join(SHIPPED[name] for name in family.architectures if name in SHIPPED)
+    cells = [f"`{family.model_type}`", kind_of(family), names, family.covers, tests, shipped]
     return f"| {' | '.join(cells)} |\n"
 
 

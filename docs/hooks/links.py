@@ -25,6 +25,8 @@ ORIGINS = {page: origin for origin, page in MADE.items()}
 FENCED = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 # A link may have a title, which is shown where the pointer is on it.
 LINK = re.compile(r'(!?)\[([^\[\]]*)\]\(([^()\s]+)( "[^"]*")?\)')
+# Pictures that are links, in a line of their own: they are for the front page of a repository.
+BADGE = re.compile(r"^\[!\[.*\]\(.*\)\n", re.MULTILINE)
 TEST_COMMENT = re.compile(r"[ \t]*<!-- docs-test: .*?-->", re.DOTALL)
 
 
@@ -41,7 +43,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     source = page.file.src_uri
     parts = FENCED.split(markdown)
     for i in range(0, len(parts), 2):
-        text = TEST_COMMENT.sub("", parts[i])
+        text = BADGE.sub("", TEST_COMMENT.sub("", parts[i]))
         parts[i] = LINK.sub(lambda found: _link(found, source), text)
     return "".join(parts)
 

@@ -5,12 +5,14 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from jaxformer.config.model import ModelConfig
+from jaxformer.interop.architectures import HF_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "jaxformer").rglob("*.py"))
@@ -54,7 +56,10 @@ def modules_after(code: str) -> list[str]:
     return found
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.py"))
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -85,12 +90,33 @@ def test_pytest_alone_runs_the_tests_of_the_claims_of_the_readme() -> None:
             assert not re.search(r"mark\.(slow|docs|compile|real)\b", mark), (path, name, mark)
 
 
-def test_the_readme_links_to_every_page() -> None:
-    linked = {
-        (ROOT / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", PAGES[0].read_text())
+def test_badges_and_the_citation_say_what_the_project_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    badges = {path.stem: path.read_text() for path in (ROOT / "docs/badges").iterdir()}
+    assert f"{project['requires-python'].removeprefix('>=')}+" in badges["python"]
+    (jax,) = [wanted for wanted in project["dependencies"] if wanted.startswith("jax>")]
+    first, below = re.fullmatch(r"jax>=([\d.]+),<0\.(\d+)", jax).groups()
+    assert f"{first} to 0.{int(below) - 1}" in badges["jax"]
+    assert f"{len(HF_FAMILIES)} families" in badges["families"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def pages_linked(path: str) -> set[Path]:
+    page = ROOT / path
+    return {
+        (page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)", page.read_text())
     }
+
+
+def test_the_readme_links_to_every_page() -> None:
+    linked = pages_linked("README.md")
     # Those in folders of docs/ are found by the navigation of the site, in which each has to be.
     assert {page for page in PAGES[1:] if page.parent in (ROOT, ROOT / "docs")} <= linked
+
+
+def test_the_list_for_programs_has_every_page() -> None:
+    listed = pages_linked("docs/llms.txt")
+    assert {page for page in PAGES if page.name != "AGENTS.md"} <= listed  # which leads to the list
 
 
 @every_page

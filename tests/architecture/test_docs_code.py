@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_blocks import PAGES, ROOT, Block, blocks_of, command_lines
+from page_blocks import CHECKS, PAGES, ROOT, Block, blocks_of, command_lines
 from tiny_run import SETTINGS, write_text
 
 import jaxformer as jf
@@ -149,6 +149,8 @@ def check_line(words: Sequence[str], place: str) -> None:
         assert named <= set(PROJECT["project"]["optional-dependencies"]), place
     elif words[0] == "mkdocs":
         assert words[1] in ("build", "serve"), place
+    elif words[0] in CHECKS:
+        assert CHECKS[words[0]] in PROJECT["tool"], place
     elif words[0] == "pytest":
         markers = {m.partition(":")[0] for m in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
         asked = {mark for a, mark in pairwise(words) if a == "-m"}

@@ -110,6 +110,12 @@ def test_every_link_within_the_site_leads_to_a_page_and_an_id(site: Path) -> Non
     assert not lost
 
 
+def test_the_list_for_programs_leads_to_the_pages_as_text(site: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (site / "llms.txt").read_text(encoding="utf-8"))
+    assert links and not [link for link in links if not (site / link).is_file()]
+    assert "| `run.dir`" in (site / "reference/settings.md").read_text(encoding="utf-8")
+
+
 def test_formulas_of_notebooks_are_shown_without_a_script(site: Path) -> None:
     code = re.compile(r"<(style|script|pre|code)\b.*?</\1>", re.DOTALL)
     pages = [
