@@ -99,19 +99,9 @@ class RunDirectory:
         return store_of(self.path).is_locked()
 
     @contextlib.contextmanager
-    def opened(self, run: RunConfig) -> Iterator[bool]:
-        """Locks the directory for a run while the context lasts, and yields whether it was begun
-        already. Raises ConfigError if it was begun with another config."""
-        with self.lock(run.run.restart):
-            # What a run holds that is begun anew is moved away, by the first process for all.
-            if not run.run.restart:
-                self.check_config(run)
-            yield self.config.is_file()
-
-    @contextlib.contextmanager
     def lock(self, restart: bool) -> Iterator[None]:
-        """Creates the directory where it is missing, and locks it; with `restart` what it holds is
-        moved away. One that is still empty afterwards is removed.
+        """Creates the directory where it is missing, and locks it while the context lasts; with
+        `restart` what it holds is moved away. One that is still empty afterwards is removed.
 
         Of several processes of one run, the first one locks it for all.
         """
@@ -146,8 +136,9 @@ class RunDirectory:
             )
 
     def check_config(self, run: RunConfig) -> None:
-        """Raises ConfigError, naming the fields, if the directory was begun with another config."""
-        if not self.config.is_file():
+        """Raises ConfigError, naming the fields, if the directory was begun with another config,
+        and does not begin anew."""
+        if run.run.restart or not self.config.is_file():
             return
         written, model = self.read_run(), run.model
         # Sizes that come from the data, which is not read yet.

@@ -15,10 +15,8 @@ import jax.numpy as jnp
 from jaxformer import data
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import RunConfig
-from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError
-from jaxformer.runs.objectives import OBJECTIVES, loss_of, task_of
+from jaxformer.runs.objectives import OBJECTIVES, loss_of
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.training.loop import make_totals
 from jaxformer.training.state import mesh_of, on_mesh
@@ -101,25 +99,6 @@ def bytes_of_targets(corpus: data.Corpus) -> CountBytes | None:
         return total
 
     return count
-
-
-def corpus_of(
-    run: RunConfig,
-    labels: tuple[str, ...] = (),
-    new_labels: bool = False,
-    log: Log = lambda line: None,
-) -> data.Corpus:
-    """The data of a run as rows. `labels` and `new_labels` are those of `data.ModelLabels`, and the
-    errors those of `data.prepare`."""
-    return data.prepare(
-        run.data,
-        run.tokenizer,
-        task_of(run.model, run.data),
-        seed=run.run.seed,
-        vocab_size=run.model.vocab_size,
-        model_labels=data.ModelLabels(labels, new_labels),
-        log=log,
-    )
 
 
 class Tasks:

@@ -13,29 +13,29 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxformer.adapters.adapted_params import filled
 from jaxformer.arrays.mesh import AnyMesh, batch_sharding, place_array, place_batch, placement
-from jaxformer.arrays.params import Params, Spec, init_params, is_custom, map_specs, rows
+from jaxformer.arrays.params import Params, Spec, Specs, init_params, is_custom, map_specs, rows
 from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
-from jaxformer.config.adapter import AdapterConfig
+from jaxformer.config.adapter import AdapterConfig, Quantization
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import RunConfig, TokenizerConfig
+from jaxformer.config.run import RunSettings, TokenizerConfig
 from jaxformer.config.variants import SECOND_HEADS
 from jaxformer.data.batches import BatchesByStep
 from jaxformer.files import ConfigError, read_object, write_text
 from jaxformer.losses.pairs import REFERENCE_ARRAYS, reference_log_probs
-from jaxformer.models.adapt import quantization_of
 from jaxformer.models.transformer import OF_OBJECTIVE, check_model
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.upcycling import dense_of, is_upcycled, upcycle
 from jaxformer.runs.config import OWN
-from jaxformer.runs.directory import OtherData
-from jaxformer.runs.loading import load_base, new_rows_of, with_new_rows
+from jaxformer.runs.directory import OtherData, RunDirectory
+from jaxformer.runs.loading import fingerprint_below, load_base
 from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.objectives import objective_specs
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.training.compiler_options import compiler_options
-from jaxformer.training.state import on_mesh
+from jaxformer.training.state import TrainState, merged, on_mesh, split_frozen
 
 # The branches of the params that may be new, or left behind.
 HEAD_BRANCHES = ("head", "pooler", *SECOND_HEADS, OF_OBJECTIVE)
@@ -102,18 +102,22 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
     )
 
 
-def settle_over(base: ModelFiles, run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the settings of a run over the model of run.init_from before its data is read, with
-    the tokenizer of that model, and the labels that its classes begin with. Of a run that was begun
-    these are its own."""
-    origin = base.or_begun(run.run)
+def settled_over(
+    base: ModelFiles,
+    settings: RunSettings,
+    model: ModelConfig,
+    adapter: AdapterConfig,
+    tokenizer: TokenizerConfig,
+) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...]]:
+    """Return the model and the tokenizer of a run over the model of run.init_from before its data
+    is read, and the labels that its classes begin with. The tokenizer and the labels are those of
+    the base, and of a run that was begun its own."""
+    origin = base.or_begun(settings)
     if origin is base:
-        check_base(run.model, run.adapter, base)
-    model, tokenizer = with_vocabulary_of(base, origin, run.model, run.tokenizer)
-    labels = tuple[str, ...]()
-    if model.output in ("classes", "tags") and origin.config.output == model.output:
-        labels = origin.labels
-    return dataclasses.replace(run, model=model, tokenizer=tokenizer), labels
+        check_base(model, adapter, base)
+    model, tokenizer = with_vocabulary_of(base, origin, model, tokenizer)
+    has_labels = model.output in ("classes", "tags") and origin.config.output == model.output
+    return model, tokenizer, origin.labels if has_labels else ()
 
 
 def with_vocabulary_of(
@@ -148,48 +152,74 @@ def trunk_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class WarmStart(NamedTuple):
-    """Parameters on their mesh, and the paths of those that the model of run.init_from has not.
-    `upcycled` and `added` are sentences about experts that are copies of its feed-forward, and
-    about the rows of added tokens, if any."""
+    """What a run takes from the model of run.init_from: parameters on their mesh, the paths of
+    those among them that this model has not, and a sentence about both."""
 
     params: Params
     new: list[str]
-    upcycled: str = ""
-    added: str = ""
+    sentence: str
 
-    def sentence(self, base: str) -> str:
-        copied = len(jax.tree.leaves(self.params)) - len(self.new)
-        line = f"{copied} tensors are those of {base}; new: {', '.join(self.new) or 'none'}."
-        return " ".join(filter(None, (line, self.upcycled, self.added)))
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The branches (a new head) that learn with an adapter over the others."""
+        return tuple(dict.fromkeys(path.partition(".")[0] for path in self.new))
+
+    def record(self, files: ModelFiles, directory: RunDirectory) -> dict[str, Any]:
+        """What data.json says of the model below an adapter, read from `files`. Raises ConfigError
+        where the run in this directory was begun over another one."""
+        base_fingerprint = fingerprint_below(self.params, self.learned)
+        before = directory.record().get("base")
+        if before not in (None, base_fingerprint):
+            raise ConfigError(
+                f"run.init_from={str(files)!r} is not the model that the adapter in"
+                f" {directory} was begun with: its fingerprint is {base_fingerprint}, and data.json"
+                f" has {before}. Restore that model there, or choose another run.dir."
+            )
+        base_path = str(files.path.absolute())
+        return {"base": base_fingerprint, "base_path": base_path, "learned": [*self.learned]}
+
+    def adapted(self, specs: Specs, target: TrainState, seed: int) -> Params:
+        """The params of the model with its adapter before the first step, placed as those of the
+        state `target`. Those of the base that learn are copied, because a step donates its
+        state."""
+        params = jax.tree.map(
+            lambda leaf, target_leaf: place_array(leaf, target_leaf.sharding),
+            filled(specs, self.params, jax.random.key(seed)),
+            target.params,
+        )
+        learned, still = split_frozen(params, target.frozen)
+        return merged(jax.tree.map(jnp.copy, learned), still, target.frozen)
 
 
 def warm_start(
-    run: RunConfig, files: ModelFiles, mesh: Mesh | None = None, labels: tuple[str, ...] = ()
+    files: ModelFiles,
+    model: ModelConfig,
+    *,
+    objective: str = "auto",
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    quantize: Quantization | None = None,
+    labels: tuple[str, ...] = (),
+    added: range = range(0),
 ) -> WarmStart:
-    """Return the parameters of the model of run.init_from that fit the model of a run, and new
-    ones, drawn from its seed, for heads that differ.
+    """Return the parameters of the model of run.init_from that fit `model`, and new ones, drawn
+    from a seed, for heads that differ and for what the objective brings.
 
     An adapter there is merged first, which a prompt or a prefix cannot be. A head of classes is
-    used only for the same `labels`. Experts are copies of a dense feed-forward there.
+    used only for the same `labels`. Experts are copies of a dense feed-forward there. The `added`
+    tokens have new rows.
     """
-    base = load_base(files, mesh, quantization_of(run.adapter))
-    added = ""
-    if run.tokenizer.added:
-        tokenizer = Tokenizer.load(run.tokenizer.path)
-        new_rows = new_rows_of(run.tokenizer, tokenizer, run.model.vocab_size)
-        params = with_new_rows(base.params, base.config, new_rows, mesh)
-        config = dataclasses.replace(base.config, vocab_size=new_rows.vocab_size)
-        base, added = dataclasses.replace(base, params=params, config=config), new_rows.sentence
-    table = model_specs(run.model) | objective_specs(run.data.objective, run.model)
+    base = load_base(files, mesh, quantize, added, model.vocab_size)
+    table = model_specs(model) | objective_specs(objective, model)
     params, routers = base.params, set[str]()
-    is_dense = is_upcycled(run.model, base.config)
-    if is_dense and trunk_of(dense_of(run.model)) == trunk_of(base.config):
-        params = upcycle(params, run.model, lambda spec: placement(mesh, spec.shape, spec.axes))
-        routers = {path for path in rows(model_specs(run.model)) if ".experts.router" in path}
+    is_dense = is_upcycled(model, base.config)
+    if is_dense and trunk_of(dense_of(model)) == trunk_of(base.config):
+        params = upcycle(params, model, lambda spec: placement(mesh, spec.shape, spec.axes))
+        routers = {path for path in rows(model_specs(model)) if ".experts.router" in path}
     # A quantized leaf is one.
     base_leaves, specs = flat_leaves(params, is_leaf=is_custom), rows(table)
     before = base.labels
-    same_head = base.config.output == run.model.output and labels[: len(before)] == before
+    same_head = base.config.output == model.output and labels[: len(before)] == before
     new = list[str]()
     for path, spec in specs.items():
         in_head = path.partition(".")[0] == "head"
@@ -210,7 +240,7 @@ def warm_start(
         shardings = {
             path: placement(mesh, spec.shape, spec.axes) for path, spec in drawn_specs.items()
         }
-        key = jax.random.key(run.run.seed)
+        key = jax.random.key(seed)
         drawn = jax.jit(lambda: init_params(drawn_specs, key), out_shardings=shardings)()
 
     def leaf(path: str, spec: Spec) -> Any:
@@ -221,13 +251,19 @@ def warm_start(
             else place_array(value, placement(mesh, spec.shape, spec.axes))
         )
 
-    upcycled = ""
+    copied = len(specs) - len(new)
+    sentence = f"{copied} tensors are those of {files}; new: {', '.join(new) or 'none'}."
     if routers:
-        upcycled = (
-            f"Upcycled: the {run.model.n_experts} experts of a layer are copies of its dense"
+        sentence += (
+            f" Upcycled: the {model.n_experts} experts of a layer are copies of its dense"
             " feed-forward."
         )
-    return WarmStart(map_specs(leaf, table), new, upcycled, added)
+    if added:
+        sentence += (
+            f" Rows {added.start} to {added.stop - 1} are those of added tokens: the mean of"
+            " others."
+        )
+    return WarmStart(map_specs(leaf, table), new, sentence)
 
 
 def with_reference(batch: dict[str, Any], pairs: int, mesh: AnyMesh) -> dict[str, Any]:

@@ -185,13 +185,11 @@ def _load_run(
             f" quantize={quantize!r}."
         )
     base_dir = base_directory(run_dir, run.run.init_from, record, base)
-    loaded_base = load_base(ModelFiles(base_dir), mesh, kind)
-    below, added = loaded_base.params, range(0)
+    added = range(0)
     if run.tokenizer.added:
         # The tokenizer of the run says which rows are those of the added tokens.
-        new = new_rows_of(run.tokenizer, Tokenizer.load(run_dir), run.model.vocab_size)
-        below = with_new_rows(below, loaded_base.config, new, mesh)
-        added = range(new.first, new.stop)
+        added = added_ids(run.tokenizer.added, tokenizer or Tokenizer.load(run_dir))
+    below = load_base(ModelFiles(base_dir), mesh, kind, added, run.model.vocab_size).params
     require_base(run_dir, base_dir, below, record)
     if kind is None and quantize is not None:
         below = quantize_params(below, quantize)
@@ -202,17 +200,28 @@ def _load_run(
 
 
 def load_base(
-    files: ModelFiles, mesh: Mesh | None = None, quantize: Quantization | None = None
+    files: ModelFiles,
+    mesh: Mesh | None = None,
+    quantize: Quantization | None = None,
+    added: range = range(0),
+    vocab_size: int = 0,
 ) -> Loaded:
-    """A model to start from: an adapter there is merged, and then the parameters are quantized."""
-    if not files.has_adapter:
-        return load(files, mesh=mesh, quantize=quantize)
-    from jaxformer.adapters.adapted_params import merge
+    """A model to start from: an adapter there is merged, then the parameters are quantized, and
+    there are rows for the tokens `added` to a vocabulary of `vocab_size`."""
+    if files.has_adapter:
+        from jaxformer.adapters.adapted_params import merge
 
-    loaded = load(files, mesh=mesh)
-    merged = merge(loaded.params)
-    params = quantize_params(merged, quantize) if quantize else merged
-    return dataclasses.replace(loaded, params=params)
+        loaded = load(files, mesh=mesh)
+        params = merge(loaded.params)
+        params = quantize_params(params, quantize) if quantize else params
+        loaded = dataclasses.replace(loaded, params=params)
+    else:
+        loaded = load(files, mesh=mesh, quantize=quantize)
+    if not added:
+        return loaded
+    config = dataclasses.replace(loaded.config, vocab_size=vocab_size)
+    params = with_new_rows(loaded.params, config, added, mesh)
+    return dataclasses.replace(loaded, params=params, config=config)
 
 
 def require_exclusive(model: Loaded, path: str | Path) -> None:
@@ -456,46 +465,24 @@ def require_tokenizer(
         )
 
 
-class NewRows(NamedTuple):
-    """The rows of added tokens: `first` to `stop` of `vocab_size`, the mean of those before
-    them."""
-
-    first: int
-    stop: int
-    vocab_size: int
-
-    @property
-    def sentence(self) -> str:
-        return (
-            f"Rows {self.first} to {self.stop - 1} are those of added tokens: the mean of others."
-        )
-
-
-def added_ids(settings: TokenizerConfig, tokenizer: Tokenizer) -> range:
-    """The ids of the tokens that the settings of a run add, whose tokenizer may have them or
-    not."""
-    names = settings.added
+def added_ids(names: tuple[str, ...], tokenizer: Tokenizer) -> range:
+    """The ids of the tokens that a run adds, whose tokenizer may have them or not."""
     grown = tokenizer.with_special_tokens(names)
     ids = [index for name in names if (index := grown.id_of(name)) is not None]
     return range(min(ids), max(ids) + 1) if ids else range(0)
 
 
-def new_rows_of(settings: TokenizerConfig, tokenizer: Tokenizer, vocab_size: int) -> NewRows:
-    """The rows that the settings of a run add, whose tokenizer may have them or not."""
-    ids = added_ids(settings, tokenizer)
-    return NewRows(ids.start, ids.stop, vocab_size)
-
-
 def with_new_rows(
-    params: Params, config: ModelConfig, new: NewRows, mesh: Mesh | None = None
+    params: Params, config: ModelConfig, added: range, mesh: Mesh | None = None
 ) -> Params:
     """The params of a model with the rows of added tokens, in every leaf with an axis "vocab": the
-    table of tokens, the output layer where it is another, and its bias.
+    table of tokens, the output layer where it is another, and its bias. `config` has the vocabulary
+    with them; each new row is the mean of those before them.
 
     Rows that only fill the old table up keep their values, unless an added token takes them. Sums
     are float64 on the host, so that a laptop finds the rows of any mesh. Host memory: one table.
     """
-    grown_table = rows(model_specs(dataclasses.replace(config, vocab_size=new.vocab_size)))
+    grown_table = rows(model_specs(config))
 
     def leaf_of(path: str, leaf: Any) -> Any:
         spec = grown_table.get(path)
@@ -507,15 +494,15 @@ def with_new_rows(
             leaf = jax.jit(lambda array: array, out_shardings=everywhere)(leaf).addressable_data(0)
         axis = spec.axes.index("vocab")
         table = np.moveaxis(np.asarray(leaf), axis, 0)
-        old = table[: new.first]
+        old = table[: added.start]
         # Blocks, so that float64 takes little memory.
         mean = sum(
             old[start : start + BLOCK_ROWS].astype(np.float64).sum(axis=0)
             for start in range(0, len(old), BLOCK_ROWS)
         ) / len(old)
-        grown = np.zeros((new.vocab_size, *table.shape[1:]), leaf.dtype)
+        grown = np.zeros((config.vocab_size, *table.shape[1:]), leaf.dtype)
         grown[: len(table)] = table
-        grown[new.first : new.stop] = mean
+        grown[added.start : added.stop] = mean
         grown = np.ascontiguousarray(np.moveaxis(grown, 0, axis))
         return place_array(grown, placement(mesh, spec.shape, spec.axes))
 

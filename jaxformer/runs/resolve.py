@@ -1,14 +1,13 @@
-"""One pass over the settings of a run: `settle` before its data is read, `resolve` after. What
-these return has every setting as the value that it is, and the functions below take values. What
-"auto" stands for depends on the devices: kernels, the dtype, the loop over the layers and the
-microbatches."""
+"""The settings of a run on its devices: `resolve` makes every setting the value that it is, and the
+functions below take values. What "auto" stands for depends on the devices: kernels, the dtype, the
+loop over the layers and the microbatches."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import optax
@@ -26,7 +25,6 @@ from jaxformer.arrays.mesh import (
 from jaxformer.arrays.params import Specs
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.adapter import AdapterConfig
-from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.train import TrainConfig
@@ -40,23 +38,13 @@ from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS
 from jaxformer.models.cost import activation_bytes, flops_per_token
 from jaxformer.models.stack import compute_dtype, layer_loop_of
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.runs.objectives import (
-    OBJECTIVES,
-    Objective,
-    loss_of,
-    objective_of,
-    objective_specs,
-    task_of,
-)
+from jaxformer.runs.objectives import OBJECTIVES, Objective, loss_of, objective_specs, task_of
 from jaxformer.training.optimizers.run_optimizer import make_optimizer, with_average
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.program import Step
 from jaxformer.training.spikes import skip_spikes
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, make_step
-
-if TYPE_CHECKING:
-    from jaxformer.runs.model_files import ModelFiles
 
 # The settings of train that losses take as options; a loss may lack one that is at its default.
 LOSS_SETTINGS = ("label_smoothing", "z_loss", "logits_dtype")
@@ -81,7 +69,6 @@ class Resolved:
       mesh: its devices, which need not be attached.
       task: how its rows are made.
       kernel: a sentence about the attention kernel, which `kernel_check` proves.
-      specs: its table of parameters. With an adapter, only this and `learned` are trainable in it.
       learned: the branches of the model below an adapter that learn with it.
       added: the ids of the tokens that the run adds, whose rows learn with an adapter.
       sources: the names of the sources of its text, where there are several and the loss tells them
@@ -94,9 +81,6 @@ class Resolved:
     mesh: AnyMesh
     task: Task
     kernel: str
-    specs: Specs
-    schedule: optax.Schedule
-    optimizer: optax.GradientTransformation
     learned: tuple[str, ...] = ()
     added: range = range(0)
     sources: tuple[str, ...] = ()
@@ -138,6 +122,26 @@ class Resolved:
     @property
     def tokens_per_step(self) -> int:
         return self.sequences * self.length
+
+    @functools.cached_property
+    def specs(self) -> Specs:
+        """Its table of parameters. With an adapter only this, `learned` and `added` are trainable
+        in it."""
+        return run_specs(
+            self.task.name, self.asked.model, self.asked.adapter, self.learned, self.added
+        )
+
+    @functools.cached_property
+    def schedule(self) -> optax.Schedule:
+        """The learning rate by step."""
+        return make_schedule(self.run.optimizer, self.run.train.steps)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        train = self.run.train
+        rule = make_optimizer(self.run.optimizer, self.schedule, self.specs, self.run.run.seed)
+        rule = with_average(rule, train.ema, train.average_from)
+        return skip_spikes(rule, train.spike_factor) if train.spike_factor else rule
 
     @functools.cached_property
     def counted_specs(self) -> Specs:
@@ -200,22 +204,6 @@ class Resolved:
         )
 
 
-def settle(run: RunConfig, base: "ModelFiles | None") -> tuple[RunConfig, tuple[str, ...]]:
-    """The settings of a run before its data is read, and the labels that its classes begin with.
-
-    The tokenizer and the labels are those of `base`, the model of run.init_from, if there is one.
-    """
-    check(run)
-    labels = tuple[str, ...]()
-    if base:
-        # Imported here, because it reads models of every format.
-        from jaxformer.runs.init_from import settle_over
-
-        run, labels = settle_over(base, run)
-    check_start(objective_of(run.model, run.data), run.adapter, run.run.init_from)
-    return run, labels
-
-
 def with_sizes(
     model: ModelConfig, vocab_size: int, labels: tuple[str, ...], origin: str
 ) -> ModelConfig:
@@ -260,7 +248,7 @@ def resolve(
     """A run whose sizes are known, on the devices of a mesh.
 
     Args:
-      run: the settings, from `settle` and `with_sizes`.
+      run: the settings, with the sizes of `with_sizes`.
       mesh: devices, maybe of a topology, or an AbstractMesh with an `abstract_device`.
       segments: the highest segment id of its rows, 0 if they have none.
       learned: the branches of the model below an adapter that learn with it.
@@ -285,21 +273,12 @@ def resolve(
         # Each row is compared with those of its microbatch, so their number is no matter of memory.
         pieces = run.train.n_microbatches
     train = dataclasses.replace(run.train, microbatches=pieces)
-    specs = run_specs(task.name, run.model, run.adapter, learned, added)
-    schedule = make_schedule(run.optimizer, run.train.steps)
-    optimizer = make_optimizer(run.optimizer, schedule, specs, run.run.seed)
-    optimizer = with_average(optimizer, train.ema, train.average_from)
-    if train.spike_factor:
-        optimizer = skip_spikes(optimizer, train.spike_factor)
     return Resolved(
         run=dataclasses.replace(run, model=model, train=train),
         asked=run,
         mesh=mesh,
         task=task,
         kernel=kernel,
-        specs=specs,
-        schedule=schedule,
-        optimizer=optimizer,
         learned=learned,
         added=added,
     )
@@ -321,8 +300,7 @@ def resolve_without_data(
 
         base = ModelFiles(run.run.init_from)
         model, tokenizer = with_vocabulary_of(base, base.or_begun(run.run), model, tokenizer)
-        if run.adapter.kind != "none":
-            added = added_ids(tokenizer, Tokenizer.load(tokenizer.path))
+        added = added_ids(tokenizer.added, Tokenizer.load(tokenizer.path))
     model, notes = with_assumed_sizes(model)
     run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
     task = task_of(model, run.data)

@@ -24,7 +24,6 @@ from jaxformer.runs.evaluation import (
     Evaluation,
     Watch,
     bytes_of_targets,
-    corpus_of,
     make_evaluation,
     unwatched,
 )
@@ -62,15 +61,23 @@ def evaluate_run(
     base = init_from if init_from and files.has_adapter else None
     model = load(files, step, base=base, **reading)
     require_exclusive(model, path)
-    corpus = corpus_of(run, model.labels)
+    task = task_of(run.model, run.data)
+    corpus = data.prepare(
+        run.data,
+        run.tokenizer,
+        task,
+        seed=run.run.seed,
+        vocab_size=run.model.vocab_size,
+        model_labels=data.ModelLabels(model.labels),
+    )
     if corpus.validation is None or model.tokenizer is None:
         raise _nothing_held_out(path)
     rows = run.train.batch_size // run.train.n_microbatches
     heldout = data.evaluation_batches(corpus.validation, run.data, rows)
     batches: Iterable[Any] = watch(heldout, len(heldout))
-    row = OBJECTIVES[corpus.task.name]
+    row = OBJECTIVES[task.name]
     if keeps_start(row, run.adapter):
-        check_start(corpus.task.name, run.adapter, run.run.init_from)
+        check_start(task.name, run.adapter, run.run.init_from)
         record = RunDirectory(files.path).reference
         reference = Reference(ModelFiles(run.run.init_from), model.config, record)
         batches = map(reference, batches)
@@ -80,7 +87,7 @@ def evaluate_run(
         segments = corpus.validation.most_segments() or 0
         config = dataclasses.replace(config, max_segments=segments)
     options = preference_options(row, run.train, run.adapter)
-    evaluate = make_evaluation(corpus.task.name, config, bytes_of_targets(corpus), options)
+    evaluate = make_evaluation(task.name, config, bytes_of_targets(corpus), options)
     return evaluate(model.params, batches)
 
 
@@ -106,15 +113,17 @@ def translate_run(
     with the keywords `search` of `beam_search`."""
     files = ModelFiles(path)
     run = _on_text(files, validation, train, init_from, cache_dir=cache_dir)
-    objective = objective_of(run.model, run.data)
-    if objective != "seq2seq":
+    task = task_of(run.model, run.data)
+    if task.name != "seq2seq":
         raise ConfigError(
-            f"{path} was trained with data.objective={objective}, but translation needs a model"
+            f"{path} was trained with data.objective={task.name}, but translation needs a model"
             " trained with seq2seq."
         )
     base = init_from if init_from and files.has_adapter else None
     model = load(files, step, base=base, **reading)
-    records = [piece.record for piece in corpus_of(run).validation_records()]
+    size = run.model.vocab_size
+    corpus = data.prepare(run.data, run.tokenizer, task, seed=run.run.seed, vocab_size=size)
+    records = [piece.record for piece in corpus.validation_records()]
     if not records or model.tokenizer is None:
         raise _nothing_held_out(path)
     sources, references = ([str(record[side]) for record in records] for side in (0, 1))

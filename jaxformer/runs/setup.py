@@ -1,91 +1,37 @@
 """All that a run needs before its first step: its settings resolved, its data, and the model below
 an adapter."""
 
-import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxformer import data
-from jaxformer.adapters.adapted_params import base_paths, filled, over_base
+from jaxformer.adapters.adapted_params import base_paths, over_base
 from jaxformer.arrays.hardware import peak_flops
-from jaxformer.arrays.mesh import (
-    check_batch_size,
-    check_split,
-    held_blocks,
-    mesh_of,
-    place_array,
-    place_batch,
-)
-from jaxformer.arrays.params import Params, Specs
+from jaxformer.arrays.mesh import check_batch_size, check_split, held_blocks, mesh_of, place_batch
 from jaxformer.arrays.sharding import platform
+from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.rows import Rows
-from jaxformer.files import ConfigError
 from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.directory import RunDirectory, identity_of
-from jaxformer.runs.evaluation import corpus_of
-from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes
+from jaxformer.runs.evaluation import Tasks
+from jaxformer.runs.objectives import task_of
+from jaxformer.runs.resolve import Resolved, check_start, resolve, with_sizes
 from jaxformer.tokenizer.chat import template_fingerprint
 from jaxformer.training.compiler_options import keep_compiled
-from jaxformer.training.state import TrainState, merged, split_frozen
+from jaxformer.training.state import TrainState
 
 if TYPE_CHECKING:
-    from jaxformer.runs.evaluation import Tasks
     from jaxformer.runs.init_from import Reference, WarmStart
     from jaxformer.runs.model_files import ModelFiles
-
-
-class Base(NamedTuple):
-    """The model below an adapter: its parameters on the mesh, and the branches among them (a new
-    head) that learn with the adapter. `record` is what data.json says of it."""
-
-    params: Params
-    learned: tuple[str, ...]
-    record: dict[str, Any]
-    sentence: str
-
-    def first_params(self, specs: Specs, target: TrainState, seed: int) -> Params:
-        """The params of the adapted model before the first step, placed as those of the state
-        `target`. Those of the base that learn are copied, because a step donates its state."""
-        params = jax.tree.map(
-            lambda leaf, target_leaf: place_array(leaf, target_leaf.sharding),
-            filled(specs, self.params, jax.random.key(seed)),
-            target.params,
-        )
-        learned, still = split_frozen(params, target.frozen)
-        return merged(jax.tree.map(jnp.copy, learned), still, target.frozen)
-
-    def below(self, specs: Specs, target: TrainState) -> TrainState:
-        """`target`, a state as shapes, with the arrays of the base in place of its leaves."""
-        return replace(target, params=over_base(specs, target.params, self.params))
-
-
-def base_below(start: "WarmStart", files: "ModelFiles", directory: RunDirectory) -> Base:
-    """The model of run.init_from, below the adapter of a run."""
-    # Imported here, because only such a run has a model to read.
-    from jaxformer.runs.loading import fingerprint_below
-
-    learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
-    base_fingerprint = fingerprint_below(start.params, learned)
-    before = directory.record().get("base")
-    if before not in (None, base_fingerprint):
-        raise ConfigError(
-            f"run.init_from={str(files)!r} is not the model that the adapter in"
-            f" {directory} was begun with: its fingerprint is {base_fingerprint}, and data.json"
-            f" has {before}. Restore that model there, or choose another run.dir."
-        )
-    base_path = str(files.path.absolute())
-    record = {"base": base_fingerprint, "base_path": base_path, "learned": list(learned)}
-    return Base(start.params, learned, record, start.sentence(str(files)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +44,8 @@ class RunSetup(Resolved):
       undivided: the lines of `check_split`.
       record: a fingerprint of its data, which data.json holds.
       init_from: the files of the model of run.init_from.
-      base: the model below an adapter.
+      start: reads the parameters that it gives to the run.
+      base: these parameters below an adapter.
       tasks: those of train.eval_tasks.
     """
 
@@ -111,8 +58,9 @@ class RunSetup(Resolved):
     undivided: list[str]
     record: dict[str, Any]
     init_from: "ModelFiles | None" = None
-    base: Base | None = None
-    tasks: "Tasks | None" = None
+    start: "Callable[[], WarmStart] | None" = None
+    base: "WarmStart | None" = None
+    tasks: Tasks | None = None
 
     @functools.cached_property
     def reference(self) -> "Reference | None":
@@ -155,7 +103,10 @@ class RunSetup(Resolved):
     @property
     def target_over_base(self) -> TrainState:
         """`target`, in which the leaves below an adapter are arrays."""
-        return self.target if self.base is None else self.base.below(self.specs, self.target)
+        if self.base is None:
+            return self.target
+        target = self.target
+        return replace(target, params=over_base(self.specs, target.params, self.base.params))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -170,54 +121,74 @@ class RunSetup(Resolved):
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
     """Prepares what comes before the first step: the base, the tokenizer and the data, and every
     setting as the value that it is. Writes nothing."""
+    check(run)
     directory = RunDirectory(run.run.dir)
     # The base, which gives the tokenizer and the labels where the run was not begun before.
-    init_from = None
+    init_from, labels = None, tuple[str, ...]()
     if run.run.init_from:
         # Imported here, because it reads models of every format.
+        from jaxformer.runs.init_from import settled_over
         from jaxformer.runs.model_files import ModelFiles
 
         init_from = ModelFiles(run.run.init_from)
-    run, labels = settle(run, init_from)
+        model, tokenizer, labels = settled_over(
+            init_from, run.run, run.model, run.adapter, run.tokenizer
+        )
+        run = replace(run, model=model, tokenizer=tokenizer)
+    task = task_of(run.model, run.data)
+    check_start(task.name, run.adapter, run.run.init_from)
     # The devices are checked before the data is read, which may take long.
     mesh = mesh_of(run.mesh.sizes)
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))
     # The data, which gives the sizes of the vocabulary and of the head.
-    corpus = corpus_of(run, labels, new_labels=True, log=log)
+    corpus = data.prepare(
+        run.data,
+        run.tokenizer,
+        task,
+        seed=run.run.seed,
+        vocab_size=run.model.vocab_size,
+        model_labels=data.ModelLabels(labels, may_grow=True),
+        log=log,
+    )
     if run.run.sample_tokens:
         # A prompt that cannot be encoded raises now rather than at the end.
         corpus.tokenizer.encode(run.run.sample_prompt)
-    origin = "the data and of run.init_from" if run.run.init_from else "the data"
+    origin = "the data and of run.init_from" if init_from else "the data"
     model = with_sizes(run.model, corpus.tokenizer.vocab_size, corpus.labels, origin)
-    run = dataclasses.replace(run, model=model)
+    run = replace(run, model=model)
     size, blocks = run.train.batch_size, data.RowBlocks(*held_blocks(mesh))
     batches = data.Batches(corpus.train, run.data, size, run.run.seed, blocks)
     heldout = None
     if corpus.validation:
         heldout = data.evaluation_batches(corpus.validation, run.data, size, blocks)
-    # The model below an adapter, and the values of the settings.
-    base = None
-    if run.adapter.kind != "none" and init_from:
-        # Imported here, because runs without an adapter do not need it.
+    # The parameters of the base; those below an adapter are read now, and others if the run begins.
+    start, base, added = None, None, range(0)
+    if init_from:
+        from jaxformer.models.adapt import quantization_of
         from jaxformer.runs.init_from import warm_start
-
-        start = warm_start(run, init_from, mesh, corpus.labels)
-        base = base_below(start, init_from, directory)
-    segments = most_segments(corpus) if "segment_ids" in batches[0] else 0
-    added = range(0)
-    if base and run.tokenizer.added:
         from jaxformer.runs.loading import added_ids
 
-        added = added_ids(run.tokenizer, corpus.tokenizer)
+        added = added_ids(run.tokenizer.added, corpus.tokenizer)
+        start = functools.partial(
+            warm_start,
+            init_from,
+            model,
+            objective=run.data.objective,
+            seed=run.run.seed,
+            mesh=mesh,
+            quantize=quantization_of(run.adapter),
+            labels=corpus.labels,
+            added=added,
+        )
+        base = start() if run.adapter.kind != "none" else None
+    # The values of the settings.
+    segments = most_segments(corpus) if "segment_ids" in batches[0] else 0
     resolved = resolve(run, mesh, segments, base.learned if base else (), added)
     sources = source_names(corpus.train) if resolved.objective.loss is head_loss else ()
-    resolved = dataclasses.replace(resolved, sources=sources)
+    resolved = replace(resolved, sources=sources)
     tasks = None
     if run.train.eval_tasks:
-        # Imported here, because it reads tasks by an optional package.
-        from jaxformer.runs.evaluation import Tasks
-
         tasks = Tasks(run.train.eval_tasks, resolved.model, corpus.tokenizer)
     # The directory belongs to this config and this data.
     fingerprints = {"tokenizer": corpus.tokenizer.fingerprint(), "train": corpus.train.fingerprint}
@@ -226,7 +197,8 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     if run.data.messages_field:
         # Their template is part of the data.
         fingerprints["chat_template"] = template_fingerprint(corpus.tokenizer)
-    record = directory.check_data(fingerprints, corpus.labels, base.record if base else {})
+    base_record = base.record(init_from, directory) if base and init_from else {}
+    record = directory.check_data(fingerprints, corpus.labels, base_record)
     directory.check_config(run)
     return RunSetup(
         **resolved.fields(),
@@ -238,6 +210,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         undivided=check_split(resolved.specs, mesh),
         record=record,
         init_from=init_from,
+        start=start,
         base=base,
         tasks=tasks,
     )

@@ -53,20 +53,17 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
 def first_state(setup: RunSetup, log: Log) -> TrainState:
     """The state before the first step: drawn from the seed, or with run.init_from the parameters
     of that model."""
-    run, seed, target = setup.run, setup.run.run.seed, setup.target
+    seed, target = setup.run.run.seed, setup.target
     with memory_of("the initial state"):
-        if setup.init_from is None:
+        if setup.start is None:
             state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=seed)
-        elif setup.base is not None:
-            log(setup.base.sentence)
-            params = setup.base.first_params(setup.specs, target, seed)
-            state = state_of(params, setup.optimizer, target)
         else:
-            from jaxformer.runs.init_from import warm_start
-
-            start = warm_start(run, setup.init_from, setup.mesh, setup.corpus.labels)
-            log(start.sentence(str(setup.init_from)))
-            state = state_of(start.params, setup.optimizer, target)
+            start = setup.base or setup.start()
+            log(start.sentence)
+            params = start.params
+            if setup.base is not None:
+                params = start.adapted(setup.specs, target, seed)
+            state = state_of(params, setup.optimizer, target)
         return jax.block_until_ready(state)  # type: ignore[no-any-return]
 
 

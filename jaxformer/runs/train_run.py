@@ -124,7 +124,9 @@ def _train(run: RunConfig, begin: float) -> Result:
         # The directory, which one run at a time holds. Nothing is written before its settings fit.
         def open_directory() -> bool:
             chosen_tracker(run.run.tracker)
-            return stack.enter_context(directory.opened(run))
+            stack.enter_context(directory.lock(run.run.restart))
+            directory.check_config(run)
+            return directory.config.is_file()
 
         begun = together(open_directory)
         # The base, the tokenizer, the data, and every setting as the value that it is.

@@ -149,13 +149,13 @@ def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_
         model=dataclasses.replace(old, head="classes", pooler=False),
     )
     drawn, before = jf.init(run.model, jax.random.key(run.run.seed)), jf.load(origin).params
-    start = warm_start(run, ModelFiles(run.run.init_from))
+    start = warm_start(ModelFiles(run.run.init_from), run.model, seed=run.run.seed)
     np.testing.assert_allclose(start.params["head"]["weight"], drawn["head"]["weight"], rtol=1e-6)
     assert np.array_equal(start.params["pooler"]["dense"], before["pooler"]["dense"])
-    assert start.sentence("there").endswith("new: head.weight, head.bias.")
+    assert start.sentence.endswith("new: head.weight, head.bias.")
     labels = jf.load(origin).labels
     for order, new in ((labels, []), (labels[::-1], ["head.weight", "head.bias"])):
-        same = warm_start(dataclasses.replace(run, model=old), ModelFiles(origin), labels=order)
+        same = warm_start(ModelFiles(origin), old, labels=order)
         assert same.new == new
         assert jax.tree.all(jax.tree.map(np.array_equal, same.params, before)) == (new == [])
 
@@ -167,7 +167,7 @@ def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
     place = written(tmp_path / "old", old)
     new = dataclasses.replace(old, head="tags", n_classes=2, next_sentence=False)
     run = RunConfig(run=RunSettings(init_from=str(place)), model=new)
-    start = warm_start(run, ModelFiles(run.run.init_from))
+    start = warm_start(ModelFiles(run.run.init_from), run.model)
     assert "pooler" not in start.params and "next_sentence" not in start.params
     assert start.new == ["head.weight", "head.bias"]
     assert np.array_equal(start.params["embed"]["tokens"], jf.load(place).params["embed"]["tokens"])

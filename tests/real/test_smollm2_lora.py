@@ -13,8 +13,9 @@ from smollm2 import HOME, MARKS, converted
 import jaxformer as jf
 from jaxformer import data
 from jaxformer.cli import main
-from jaxformer.runs.evaluation import corpus_of, make_evaluation
+from jaxformer.runs.evaluation import make_evaluation
 from jaxformer.runs.model_files import ModelFiles
+from jaxformer.runs.objectives import task_of
 
 pytestmark = MARKS
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,9 @@ def trained() -> Path:
 def test_chats_are_learned_and_the_merged_model_is_that_of_transformers():
     path = trained()
     model, run = jf.load(path), ModelFiles(path).run
-    batches = list(data.evaluation_batches(corpus_of(run).validation, run.data, 2))
+    task = task_of(run.model, run.data)
+    corpus = data.prepare(run.data, run.tokenizer, task, seed=run.run.seed)
+    batches = list(data.evaluation_batches(corpus.validation, run.data, 2))
     evaluate = make_evaluation("sft", model.config)
     before = evaluate(jf.without_adapters(model.params), batches)["val_loss"]
     after = evaluate(model.params, batches)["val_loss"]

@@ -76,13 +76,17 @@ def checked(run):
     check_base(run.model, run.adapter, ModelFiles(run.run.init_from))
 
 
+def begun(run, mesh=None):
+    return warm_start(ModelFiles(run.run.init_from), run.model, seed=run.run.seed, mesh=mesh)
+
+
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "decoder", "encoder_decoder"))
 def test_the_upcycled_model_computes_at_first_what_the_dense_one_does(family, tmp_path):
     config, choice = dense(family), CHOICES[family]
     model = dataclasses.replace(config, **EXPERTS, **choice)
     run = beginning(written(tmp_path / "base", config), model)
     checked(run)
-    start = warm_start(run, ModelFiles(run.run.init_from))
+    start = begun(run)
     np.testing.assert_allclose(
         logits(start.params, model), logits(moved(config), config), rtol=1e-5, atol=1e-5
     )
@@ -94,7 +98,7 @@ def test_the_upcycled_model_computes_at_first_what_the_dense_one_does(family, tm
         for name in path.split("."):
             value, expected = value[name], expected[name]
         np.testing.assert_allclose(value, expected, rtol=1e-6)
-    assert UPCYCLED_TEXT in start.sentence("base")
+    assert UPCYCLED_TEXT in start.sentence
 
 
 @pytest.mark.slow
@@ -105,7 +109,7 @@ def test_a_hugging_face_directory_is_upcycled_onto_a_mesh(tmp_path):
     devices = np.array(jax.devices()[:1]).reshape((1,) * len(MESH_AXES))
     mesh = Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     run = beginning(tmp_path / "base", model)
-    start = warm_start(run, ModelFiles(run.run.init_from), mesh)
+    start = begun(run, mesh)
     assert jax.tree.leaves(start.params)[0].sharding.mesh == mesh
     expected = logits(moved(config), config)
     np.testing.assert_allclose(logits(start.params, model), expected, rtol=1e-5, atol=1e-5)
@@ -130,7 +134,7 @@ def test_experts_that_cannot_be_copies_are_refused_by_name(tmp_path):
         # The weights themselves may have changed since.
         if changes:
             with pytest.raises(jf.ConfigError, match="does not fit this model outside of its head"):
-                warm_start(run, ModelFiles(run.run.init_from))
+                begun(run)
     base = dataclasses.replace(config, **EXPERTS)
     origin = written(tmp_path / "experts", base)
     with pytest.raises(jf.ConfigError, match=r"model\.n_experts=8, but it is 4 in the base"):
