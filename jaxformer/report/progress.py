@@ -1,21 +1,22 @@
 """Live progress of a run: a bar on a terminal, plain lines elsewhere."""
 
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TextIO, TypeVar
 
 from jaxformer.config.format import escaped, human_time
 
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.table import Table
 
 BatchT = TypeVar("BatchT")
 
 LINE_SECONDS = 2.0
 EVALUATION_SECONDS = 5.0
 REDRAWS_PER_SECOND = 4
-NARROW, NARROWER = 76, 64
 
 
 class Evaluated(NamedTuple):
@@ -27,7 +28,7 @@ class Evaluated(NamedTuple):
     began: float
 
     def time_left(self) -> str:
-        """The time left at the mean pace so far; empty before the first batch is done."""
+        """Return the time left at the mean pace so far; empty before the first batch is done."""
         if not self.done:
             return ""
         pace = (time.monotonic() - self.began) / self.done
@@ -61,13 +62,18 @@ class ProgressBar:
 
     def __enter__(self) -> Self:
         if self._mode == "auto":
-            from rich.console import Console
-
             # The dumb terminals of editors cannot redraw a line.
-            can_redraw = self.stream.isatty() and not Console().is_dumb_terminal
+            can_redraw = self.stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
             self._mode = "bar" if can_redraw else "lines"
         if self._mode == "bar":
-            self._live = _live(self)
+            from rich.console import Console  # lines do not need it
+            from rich.live import Live
+
+            self._live = Live(
+                console=Console(force_terminal=True, file=self.stream),
+                get_renderable=self._drawn,
+                refresh_per_second=REDRAWS_PER_SECOND,
+            )
             self._live.start()
         return self
 
@@ -81,7 +87,7 @@ class ProgressBar:
             self._live = None
 
     def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Marks `step` steps as done; `metrics` are the numbers of a logged step or of an
+        """Mark `step` steps as done; `metrics` are the numbers of a logged step or of an
         evaluation, on the host.
 
         The time left is estimated from the first update on, so that compilation does not count.
@@ -97,7 +103,7 @@ class ProgressBar:
                 self.log(self.line(metrics))
 
     def log(self, text: str) -> None:
-        """Prints a line above the bar, or among the lines; characters that the output cannot encode
+        """Print a line above the bar, or among the lines; characters that the output cannot encode
         become `?`."""
         text = escaped(text)
         if self._live is not None:
@@ -108,8 +114,8 @@ class ProgressBar:
         print(shown, file=self.stream, flush=True)
 
     def evaluation(self, batches: Iterable[BatchT], total: int) -> Iterator[BatchT]:
-        """The batches of an evaluation, as they are read. The bar counts them; in "lines" mode
-        there is a line every `EVALUATION_SECONDS`."""
+        """Yield the batches of an evaluation, as they are read. The bar counts them; in "lines"
+        mode there is a line every `EVALUATION_SECONDS`."""
         began = logged = time.monotonic()
         try:
             for number, batch in enumerate(batches):
@@ -122,7 +128,8 @@ class ProgressBar:
             self.evaluated = None
 
     def seconds_left(self) -> float:
-        """Time to the last step at the mean pace since the first update; NaN before the second."""
+        """Return the time to the last step at the mean pace since the first update; NaN before the
+        second."""
         if self._first is None or self.step <= self._first[0]:
             return float("nan")
         first, start = self._first
@@ -130,72 +137,60 @@ class ProgressBar:
         return pace * max(self.total - self.step, 0)
 
     def line(self, metrics: Mapping[str, Any]) -> str:
-        """One plain line about a logged step or an evaluation."""
+        """Return one plain line about a logged step or an evaluation."""
         fields = [f"step {self.step:>{len(str(self.total))}}/{self.total}"]
-        fields += [text(metrics[name]) for name, text in LINE_PARTS.items() if name in metrics]
-        fields += [
-            f"{name.removeprefix('tasks/')} {value:.4f}"
-            for name, value in metrics.items()
-            if name.startswith("tasks/")
-        ]
+        fields += _parts(metrics)
+        for name, value in metrics.items():
+            if name.startswith("tasks/"):
+                fields.append(f"{name.removeprefix('tasks/')} {value:.4f}")
         if "loss" in metrics and self.step < self.total and self.seconds_left() >= 0:
             fields.append(f"{human_time(self.seconds_left())} left")
-        return "  ".join(filter(None, fields))
+        return "  ".join(fields)
 
     def status(self) -> str:
-        """The text at the end of the bar: the time left, or why there is none."""
+        """Return the text at the end of the bar: the time left, or why there is none."""
         if self._first is None:
             return "compiling"
         return "done" if self.step >= self.total else f"{human_time(self.seconds_left())} left"
 
+    def _drawn(self) -> "Table":
+        """Return the bar. It is composed when it is drawn, so that a step costs nothing."""
+        from rich.progress_bar import ProgressBar as Bar
+        from rich.table import Table
 
-LINE_PARTS: dict[str, Callable[[Any], str]] = {
-    "loss": lambda value: f"loss {value:.4f}",
-    "val_loss": lambda value: f"validation loss {value:.4f}",
-    "val_bits_per_byte": lambda value: f"{value:.3f} bits per byte",
-    "val_accuracy": lambda value: f"accuracy {value:.2%}",
-    **dict.fromkeys(("reward_margin", "val_reward_margin"), lambda value: f"margin {value:.4f}"),
-    **dict.fromkeys(("reward_accuracy", "val_reward_accuracy"), lambda value: f"{value:.1%} right"),
-    "learning_rate": lambda value: f"lr {value:.2e}",
-    "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
-    "mfu": lambda value: f"MFU {value:.1%}" if value > 0 else "",
-}
-
-
-def _live(progress: ProgressBar) -> "Live":
-    """The bar. It is composed when it is drawn, so that a step costs nothing."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.progress_bar import ProgressBar as Bar
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(force_terminal=True, file=progress.stream)
-
-    def metric(name: str, style: str, narrowest: int = 0) -> Text:
-        shown = name in progress.shown and console.width >= narrowest
-        text = LINE_PARTS[name](progress.shown[name]) if shown else ""
-        return Text(text, style, no_wrap=True)
-
-    def draw() -> Table:
-        total, step, evaluated = progress.total, progress.step, progress.evaluated
         row = Table.grid(padding=(0, 1), expand=True)
-        if evaluated is not None:
-            row.add_row(
-                Text(f"evaluation {evaluated.done}/{evaluated.total}", "bold", no_wrap=True),
-                Bar(evaluated.total, evaluated.done, complete_style="magenta"),
-                Text(evaluated.time_left(), no_wrap=True),
-            )
-        if evaluated is not None or not total:
-            return row
-        row.add_row(
-            Text(f"step {step}/{total}", "bold", no_wrap=True),
-            Bar(total, step, complete_style="cyan", finished_style="green"),
-            metric("loss", "bold"),
-            metric("tokens_per_second", "cyan", narrowest=NARROWER),
-            metric("mfu", "cyan", narrowest=NARROW),
-            Text(progress.status(), no_wrap=True),
-        )
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        if self.evaluated is not None:
+            done, total, _ = self.evaluated
+            bar = Bar(total, done, complete_style="magenta")
+            row.add_row(f"evaluation {done}/{total}", bar, self.evaluated.time_left())
+        elif self.total:
+            bar = Bar(self.total, self.step, complete_style="cyan", finished_style="green")
+            numbers = [*_parts(self.shown, BAR_PARTS), self.status()]
+            row.add_row(f"step {self.step}/{self.total}", bar, "  ".join(numbers))
         return row
 
-    return Live(console=console, get_renderable=draw, refresh_per_second=REDRAWS_PER_SECOND)
+
+# How a line writes a number of metrics.jsonl, in this order.
+LINE_PARTS = {
+    "loss": "loss {:.4f}",
+    "val_loss": "validation loss {:.4f}",
+    "val_bits_per_byte": "{:.3f} bits per byte",
+    "val_accuracy": "accuracy {:.2%}",
+    "reward_margin": "margin {:.4f}",
+    "val_reward_margin": "margin {:.4f}",
+    "reward_accuracy": "{:.1%} right",
+    "val_reward_accuracy": "{:.1%} right",
+    "learning_rate": "lr {:.2e}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+}
+BAR_PARTS = ("loss", "tokens_per_second", "mfu")
+
+
+def _parts(metrics: Mapping[str, Any], names: Iterable[str] = LINE_PARTS) -> list[str]:
+    """Return the numbers of these names as text; an MFU of 0 is one that is not known."""
+    known = [name for name in names if name in metrics and (name != "mfu" or metrics[name] > 0)]
+    return [LINE_PARTS[name].format(metrics[name]) for name in known]

@@ -15,7 +15,7 @@ from jaxformer.models.cost import count_text
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.compiler_options import compiler_options
-from jaxformer.training.optimizers.groups import decay_groups, group_lines
+from jaxformer.training.optimizers.groups import group_sizes
 from jaxformer.training.optimizers.run_optimizer import unread
 from jaxformer.training.optimizers.schedules import schedule_text
 from jaxformer.training.state import split_frozen
@@ -45,12 +45,11 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         parameters += f", of which {human_count(size)} learn"
     lines["model"] = model_text(model, parameters)
     lines["learning rate"] = schedule_text(optimizer, train.steps)
-    lines["weight decay"] = "; ".join(
-        f"{name}: {tensors} tensors, {human_count(size)} parameters"
-        for name, (tensors, size) in decay_groups(optimizer, setup.specs).items()
-    )
-    if groups := group_lines(optimizer, setup.specs):
-        lines["groups"] = groups
+    lines["weights"] = [
+        f"{group.pattern}: {len(sizes)} tensors, {human_count(sum(sizes))} parameters, learning"
+        f" rate x {group.rate:g}, weight decay x {group.decay:g}"
+        for group, sizes in group_sizes(optimizer, setup.specs).items()
+    ]
     if ignored := unread(optimizer):
         lines["no effect"] = f"{', '.join(ignored)}: not read by {optimizer.name}"
     if train.ema:

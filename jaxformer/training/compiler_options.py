@@ -62,7 +62,7 @@ def refuses(mesh: AnyMesh | None, name: str, value: int | str) -> bool:
 
 
 def keep_compiled(folder: str, named: bool = False) -> None:
-    """Turns on JAX's persistent compilation cache, unless the process has one already or `folder`
+    """Turn on JAX's persistent compilation cache, unless the process has one already or `folder`
     is empty. With `named` the names of scopes are part of the key of a program, so that one from
     the cache has the scopes of this code."""
     if named:

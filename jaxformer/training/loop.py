@@ -16,7 +16,7 @@ from jaxformer.arrays.mesh import AnyMesh, place_batch
 from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.processes import StopAgreement
-from jaxformer.cluster.signals import Stopped, current, watched
+from jaxformer.cluster.signals import Stopped, StopRequest, current, watched
 from jaxformer.files import ConfigError
 from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState, learning, mesh_of, on_mesh
@@ -77,7 +77,7 @@ def fit(
     checkpoints: Checkpoints | None = None,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
-    """Trains until `steps` optimizer steps are done, and returns the last state; the state given is
+    """Train until `steps` optimizer steps are done, and return the last state; the state given is
     donated.
 
     Args:
@@ -119,87 +119,58 @@ def fit(
     batch_of = _placed(batches, first, steps, mesh)
     reader = _Reader(first, hooks)
     metrics: Metrics = {}
+    request: StopRequest | None = None
     with contextlib.ExitStack() as stack:
-        saving = _Saving(checkpoints, stack, steps)
+        if checkpoints is not None:
+            # Signals are only noted until the last save is on the disk. Without checkpoints there
+            # is nothing to save, and a signal ends the run at once.
+            request = stack.enter_context(watched())
+            stack.enter_context(request.hold())
+            if jax.process_count() > 1:
+                request.agree = StopAgreement(steps)
+                stack.callback(setattr, request, "agree", None)
+            stack.callback(checkpoints.wait)
         batch = batch_of(first, state)
         for number in range(first + 1, steps + 1):
             previous = metrics
             state, metrics = step(state, batch)
+            # While the device computes this step, the host reads the one before and prepares the
+            # batch of the next: metrics come one step late, and the device does not wait.
             reader.read(number - 1, state, previous)
             last = number == steps
             if not last:
                 batch = batch_of(number, state)
             result: Mapping[str, float] = {}
-            stop = saving.asked_to_stop(number)
+            stop = request is not None and request.asked(number)
             if evaluate and not stop and (last or _due(number, evaluate_every)):
                 reader.read(number, state, metrics)
-                with reader.paused(), saving.abandoned_on_signal():
-                    result = evaluate(evaluation_weights(state.params, state.optimizer))
-                    reader.tell(number, state, result)
-                stop = saving.abandoned
-            if last or stop or saving.is_due(number):
+                with reader.paused():
+                    try:
+                        result = evaluate(evaluation_weights(state.params, state.optimizer))
+                        reader.tell(number, state, result)
+                    except Stopped:
+                        # Between two batches: the state is saved, and the evaluation is not.
+                        if request is None:
+                            raise
+                        stop = True
+            is_due = checkpoints is not None and _due(number, checkpoints.every)
+            if last or stop or is_due:
                 reader.read(number, state, metrics)
                 require_finite_params(state, number)
-                with reader.paused():
-                    saving.save(state, number, result)
+                if checkpoints is not None:
+                    with reader.paused():
+                        checkpoints.save(state, number, result)
             if stop:
-                raise saving.interrupted(number)
-        saving.finish()
+                assert checkpoints is not None and request is not None
+                raise Interrupted(
+                    f"stopped by {request.name} after step {number} and saved; the same command"
+                    f" continues {checkpoints.directory}.",
+                    request.signal or SIGINT,
+                )
+        if checkpoints is not None and request is not None:
+            checkpoints.wait()
+            request.heed()  # a signal may have come meanwhile
     return state
-
-
-class _Saving:
-    """The saves of a run, at their steps and after a signal; without checkpoints there are none.
-    Signals are noted until `stack` ends, which waits for the last save."""
-
-    def __init__(
-        self, checkpoints: Checkpoints | None, stack: contextlib.ExitStack, steps: int
-    ) -> None:
-        self._checkpoints = checkpoints
-        self.abandoned = False
-        if checkpoints is not None:
-            self._request = stack.enter_context(watched())
-            stack.enter_context(self._request.hold())
-            if jax.process_count() > 1:
-                self._request.agree = StopAgreement(steps)
-                stack.callback(setattr, self._request, "agree", None)
-            stack.callback(checkpoints.wait)
-
-    def asked_to_stop(self, step: int) -> bool:
-        """Return whether to save and stop after a step; asked once a step."""
-        return self._checkpoints is not None and self._request.asked(step)
-
-    def is_due(self, step: int) -> bool:
-        return self._checkpoints is not None and _due(step, self._checkpoints.every)
-
-    def save(self, state: TrainState, step: int, evaluation: Mapping[str, float]) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.save(state, step, evaluation)
-
-    def finish(self) -> None:
-        """Waits for the last save, and raises Stopped where a signal came meanwhile."""
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
-            self._request.heed()
-
-    @contextlib.contextmanager
-    def abandoned_on_signal(self) -> Iterator[None]:
-        """For an evaluation, which a signal ends between two batches: `abandoned` is then True."""
-        try:
-            yield
-        except Stopped:
-            if self._checkpoints is None:
-                raise
-            self.abandoned = True
-
-    def interrupted(self, step: int) -> Interrupted:
-        """Raised once the state is saved."""
-        assert self._checkpoints is not None
-        return Interrupted(
-            f"stopped by {self._request.name} after step {step} and saved; the same command"
-            f" continues {self._checkpoints.directory}.",
-            self._request.signal or SIGINT,
-        )
 
 
 def _placed(
@@ -306,16 +277,16 @@ DIVERGED_ADVICE = (
 
 def require_finite_params(state: TrainState, step: int) -> None:
     """Raises Diverged where a parameter that learns is not finite."""
-    if not bool(_all_finite(jax.tree.leaves(learning(state.params, state.frozen)))):
+    if not _all_finite(learning(state.params, state.frozen)):
         raise Diverged(
             f"step {step}: its parameters are not finite. {DIVERGED_ADVICE}", step, state
         )
 
 
 @jax.jit
-def _all_finite(leaves: list[jax.Array]) -> jax.Array:
-    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all()
+def _all_finite(params: Any) -> jax.Array:
+    # Integers are finite too.
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
 
 
 def _due(step: int, every: int) -> bool:

@@ -50,7 +50,7 @@ class Step:
         learn."""
         return Step(functools.partial(self._advance, observe=observe))
 
-    def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> "LoweredStep":
+    def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> "StagedStep":
         """Return the step lowered ahead of time, for arrays or `jax.ShapeDtypeStruct`s with their
         shardings; on an abstract mesh for the platform of its devices."""
         mesh = mesh_of(state)
@@ -58,7 +58,7 @@ class Step:
             lowering_platforms = (PLATFORMS[platform(mesh)],)
         with on_mesh(mesh):
             traced = self._program(state).trace(*_moving_and_still(state), batch)
-            return LoweredStep(traced.lower(lowering_platforms=lowering_platforms))
+            return StagedStep(traced.lower(lowering_platforms=lowering_platforms))
 
     def _program(self, state: TrainState) -> Any:
         leaves, structure = jax.tree.flatten(state)
@@ -81,34 +81,23 @@ class Step:
         return self._programs[key]
 
 
-class LoweredStep:
-    """A step lowered for one shape of its arguments; `as_text`, `compiler_ir` and `cost_analysis`
-    are those of its `jax.stages.Lowered`."""
+class StagedStep:
+    """A step that was lowered or compiled for one shape of its arguments, with all methods of its
+    `jax.stages.Lowered` or `Compiled`, such as `as_text`; compiled, it is called as a `Step` is."""
 
-    def __init__(self, program: jax.stages.Lowered) -> None:
-        self._program = program
-        self.as_text = program.as_text
-        self.compiler_ir = program.compiler_ir
-        self.cost_analysis = program.cost_analysis
+    def __init__(self, stage: Any) -> None:
+        self._stage = stage
 
-    def compile(self, compiler_options: dict[str, Any] | None = None) -> "CompiledStep":
-        """Return the step compiled, with these options of XLA besides those of a step."""
-        return CompiledStep(self._program.compile(compiler_options))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
 
-
-class CompiledStep:
-    """(state, batch) -> (state, metrics), as `Step`, compiled for one shape of these; `as_text`,
-    `memory_analysis` and `cost_analysis` are those of its `jax.stages.Compiled`."""
-
-    def __init__(self, program: Any) -> None:
-        # A `jax.stages.Compiled`.
-        self._program = program
-        self.as_text = program.as_text
-        self.memory_analysis = program.memory_analysis
-        self.cost_analysis = program.cost_analysis
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> "StagedStep":
+        """Return the lowered step compiled, with these options of XLA besides those of a step."""
+        return StagedStep(self._stage.compile(compiler_options))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        return _called(self._program, state, batch)
+        """Return what `Step` returns, by the compiled program."""
+        return _called(self._stage, state, batch)
 
 
 def _called(program: Any, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

@@ -71,11 +71,11 @@ def init_state(
     def copy(learned: Params) -> TrainState:
         return _first(jax.tree.map(jnp.array, learned), optimizer, frozen)
 
-    if all(isinstance(leaf, Spec) for leaf in jax.tree.leaves(tree)):  # a table
-        table_shardings = None if mesh is None else state_shardings(tree, optimizer, mesh, frozen)
-        program = jax.jit(draw, out_shardings=table_shardings, compiler_options=options)
-        return program()  # type: ignore[no-any-return]
     shardings = state_shardings(tree, optimizer, mesh, frozen)
+    if all(isinstance(leaf, Spec) for leaf in jax.tree.leaves(tree)):  # a table
+        placed = None if mesh is None else shardings
+        program = jax.jit(draw, out_shardings=placed, compiler_options=options)
+        return program()  # type: ignore[no-any-return]
     learned, still = split_frozen(tree, frozen)
     short = {jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(learned)} & {*HALF}
     if short:
@@ -119,7 +119,7 @@ def state_of(
 def abstract_state(
     tree: Any, optimizer: optax.GradientTransformation, mesh: AnyMesh | None = None
 ) -> TrainState:
-    """`init_state` as shapes, dtypes and shardings, with no array made."""
+    """Return `init_state` as shapes, dtypes and shardings, with no array made."""
     frozen = frozen_paths(tree, None)
     return jax.tree.map(  # type: ignore[no-any-return]
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -162,8 +162,8 @@ def _is_frozen(node: Any) -> bool:
 
 
 def split_frozen(params: Params, frozen: tuple[str, ...]) -> tuple[Params, Params]:
-    """`params` with None for the leaves that do not learn, and `params` with None for those that
-    do; `merged` combines both."""
+    """Return `params` with None for the leaves that do not learn, and `params` with None for those
+    that do; `merged` combines both."""
     if not frozen:
         return params, {}
     leaves, structure = jax.tree.flatten_with_path(params)
@@ -178,12 +178,12 @@ def split_frozen(params: Params, frozen: tuple[str, ...]) -> tuple[Params, Param
 
 
 def learning(params: Params, frozen: tuple[str, ...]) -> Params:
-    """`params` with None for the leaves that do not learn, which optax then does not see."""
+    """Return `params` with None for the leaves that do not learn, which optax then does not see."""
     return split_frozen(params, frozen)[0]
 
 
 def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
-    """`params` with the leaves that learn taken from `learned`, of which the others are None."""
+    """Return `params` with the leaves that learn taken from `learned`, whose others are None."""
     if not frozen:
         return learned
     return jax.tree.map(  # type: ignore[no-any-return]
@@ -195,9 +195,9 @@ def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
 
 
 def updated_if(applied: jax.Array, new: Any, old: Any) -> Any:
-    """`new`, in the dtypes of `old`, if the update of a step is applied, else `old`: by a select,
-    which is fused with the update and needs no copy; on a CPU by a branch, which copies, because a
-    select would change how the update is rounded there."""
+    """Return `new`, in the dtypes of `old`, if the update of a step is applied, else `old`: by a
+    select, which is fused with the update and needs no copy; on a CPU by a branch, which copies,
+    because a select would change how the update is rounded there."""
     # Gradients are float32, and so are moments that an optimizer makes from them, though those of
     # bfloat16 parameters began as bfloat16.
     new = jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), new, old)

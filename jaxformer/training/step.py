@@ -118,7 +118,8 @@ def make_step(
         metrics = {**means, "grad_norm": norm}
         if hasattr(moments, "metrics"):
             metrics |= moments.metrics()
-        metrics |= {name: schedule(state.step) for name, schedule in (schedules or {}).items()}
+        if schedules is not None:
+            metrics |= {name: schedule(state.step) for name, schedule in schedules.items()}
         if observe is not None:
             metrics |= observe(state.step, grads, updates)
         after = replace(state, step=state.step + 1, params=params, optimizer=moments)
@@ -158,8 +159,8 @@ def gradients(
     microbatches: int,
     rowwise: bool = False,
 ) -> tuple[Params, dict[str, jax.Array]]:
-    """(gradient of the mean loss, means of all entries), summed over microbatches as (sum, weight)
-    and divided once."""
+    """Return (gradient of the mean loss, means of all entries), summed over microbatches as (sum,
+    weight) and divided once."""
 
     # Traced once, for the shapes of its result and for the loop over microbatches.
     @functools.partial(jax.jit, inline=True)
@@ -195,7 +196,13 @@ def gradients(
     if microbatches == 1:
         grads, sums = sums_of(state.params, batch, jax.random.fold_in(key, 0))
     else:
-        _require_divisible(batch, microbatches)
+        for path, array in jax.tree.leaves_with_path(batch):
+            if array.ndim == 0 or array.shape[0] % microbatches:
+                raise ConfigError(
+                    f"batch{jax.tree_util.keystr(path)} of shape {list(array.shape)} does not"
+                    f" divide into microbatches={microbatches}: the first axis of every array of a"
+                    " batch is its rows, a multiple of that."
+                )
         run = accumulated
         replicas = free_axes().get(REPLICA, 1)
         if rowwise and replicas > 1 and not explicit_axes():
@@ -214,38 +221,23 @@ def gradients(
 
 def checked_sums(sums: Any) -> ScalarSums:
     """Return the result of a loss as float32 scalars."""
-    if not isinstance(sums, Mapping) or "loss" not in sums:
-        returned = f"keys {sorted(sums)}" if isinstance(sums, Mapping) else type(sums).__name__
+    returned: Any = type(sums).__name__
+    is_right = False
+    if isinstance(sums, Mapping):
+        returned = {name: jax.tree.map(jnp.shape, entry) for name, entry in sums.items()}
+        pairs = all(shapes in (((), ()), [(), ()]) for shapes in returned.values())
+        is_right = pairs and "loss" in returned
+    if not is_right:
         raise ConfigError(
-            f"the loss returned {returned}, and must return {{'loss': (sum, weight), ...}}, each a"
-            " scalar."
+            f"the loss returned {returned} (shapes), and must return {{'loss': (sum, weight),"
+            " ...}, each a scalar: sum over the examples."
         )
-    scalars: ScalarSums = {}
-    for name, entry in sums.items():
-        is_sequence = isinstance(entry, (tuple, list))
-        shapes = [list(jnp.shape(number)) for number in entry] if is_sequence else None
-        if shapes != [[], []]:
-            raise ConfigError(
-                f"the loss returned {name!r} as {shapes if is_sequence else type(entry).__name__},"
-                " and must return {'loss': (sum, weight), ...}, each a scalar: sum over the"
-                " examples."
-            )
-        total, weight = entry
-        scalars[name] = jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32)
-    return scalars
+    return {
+        name: (jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32))
+        for name, (total, weight) in sums.items()
+    }
 
 
 def _divisor(weight: jax.Array) -> jax.Array:
     """Return the weight, or 1 where it is 0, so that a batch with only padding has a loss of 0."""
     return jnp.where(weight > 0, weight, 1)
-
-
-def _require_divisible(batch: Any, microbatches: int) -> None:
-    """Raises ConfigError for an array whose rows the microbatches do not divide."""
-    for path, array in jax.tree.leaves_with_path(batch):
-        if array.ndim == 0 or array.shape[0] % microbatches:
-            raise ConfigError(
-                f"batch{jax.tree_util.keystr(path)} of shape {list(array.shape)} does not divide"
-                f" into microbatches={microbatches}: the first axis of every array of a batch is"
-                " its rows, a multiple of that."
-            )

@@ -19,7 +19,7 @@ from jaxformer.config.config_file import check
 from jaxformer.config.run import RunConfig
 from jaxformer.config.train import OptimizerConfig, TrainConfig
 from jaxformer.models import transformer
-from jaxformer.training.optimizers.groups import decay_groups, leaf_groups
+from jaxformer.training.optimizers.groups import group_sizes, leaf_groups
 from jaxformer.training.optimizers.run_optimizer import OPTIMIZERS, make_optimizer
 from jaxformer.training.optimizers.schedules import SCHEDULES, make_schedule, schedule_text
 from jaxformer.training.state import TrainState, init_state, state_shardings
@@ -136,10 +136,10 @@ def test_only_matrices_decay_by_default_and_the_groups_count_every_parameter():
     matrices = ("q", "k", "v", "out", "up", "down", "tokens", "positions")
     for path, spec in rows(specs).items():
         assert spec.is_matrix == (path.split(".")[-1] in matrices), path
-    groups = decay_groups(OptimizerConfig(), specs)
+    groups = group_sizes(OptimizerConfig(), specs)
     leaves = rows(specs).values()
-    assert sum(size for _, size in groups.values()) == sum(math.prod(x.shape) for x in leaves)
-    assert sum(count for count, _ in groups.values()) == len(leaves)
+    assert sum(map(sum, groups.values())) == sum(math.prod(x.shape) for x in leaves)
+    assert sum(map(len, groups.values())) == len(leaves)
 
 
 def test_the_docs_have_a_row_for_each_schedule():

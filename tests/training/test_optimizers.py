@@ -1,7 +1,5 @@
 """The rules of updates against their formulas in NumPy; groups of leaves, and kinds of decay."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,7 @@ import jaxformer as jf
 from jaxformer.arrays.params import Spec, normal, ones, rows
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
-from jaxformer.training.optimizers.groups import decay_groups, group_lines, leaf_groups
+from jaxformer.training.optimizers.groups import Group, group_sizes, leaf_groups
 from jaxformer.training.optimizers.run_optimizer import OPTIMIZERS, make_optimizer, unread
 from jaxformer.training.optimizers.schedules import make_schedule
 from jaxformer.training.optimizers.update_rule import UpdateRule
@@ -312,19 +310,25 @@ def test_the_groups_name_kinds_names_and_patterns_of_paths():
     attention = factors["blocks"]["attention"]
     assert attention["q"].rate == 2 and attention["q"].decay == 1 and attention["q_bias"].decay == 0
     assert factors["blocks"]["ffn"]["up"].decay == 3 and factors["blocks"]["ffn"]["down"].decay == 1
-    lines = group_lines(config, specs)
-    assert len(lines) == 5 and lines[0].startswith("lookup: 2 tensors, ") and "x 0.3" in lines[0]
-    counted = sum(int(re.search(r", ([\d,]+) par", line)[1].replace(",", "")) for line in lines)
+    groups = group_sizes(config, specs)
+    assert len(groups[Group("lookup", rate=0.3)]) == 2
+    assert {group.pattern for group in groups} == {
+        "lookup",
+        "norm",
+        "attention",
+        "*.up",
+        "all others",
+    }
+    counted = sum(map(sum, groups.values()))
     assert counted == sum(np.prod(spec.shape) for spec in rows(specs).values())
-    assert group_lines(OptimizerConfig(), specs) == []
 
 
 def test_a_group_without_decay_is_in_the_mask_and_in_the_counts():
     specs = jf.specs(model("gpt2"))
     config = OptimizerConfig(groups="lookup: decay 0")
     assert not leaf_groups(config, specs)["embed"]["tokens"].decay
-    fewer = decay_groups(OptimizerConfig(), specs)["decayed"][0]
-    assert decay_groups(config, specs)["decayed"][0] == fewer - 2
+    fewer = len(group_sizes(OptimizerConfig(), specs)[Group()])
+    assert len(group_sizes(config, specs)[Group()]) == fewer - 2
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def is_factored(spec: Spec) -> bool:
 
 
 def _adafactor(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """The direction g / sqrt(v), clipped for each leaf of a layer and an expert, at the schedule's
-    own rate. v of a matrix is row x column / mean(row), with the means over inputs and outputs by
-    the names of the axes, so that it is the same however the layers are stacked."""
+    """Return the direction g / sqrt(v), clipped for each leaf of a layer and an expert, at the
+    schedule's own rate. v of a matrix is row x column / mean(row), with the means over inputs and
+    outputs by the names of the axes, so that it is the same however the layers are stacked."""
 
     def zeros(spec: Spec, leaf: jax.Array) -> Any:
         if not is_factored(spec):

@@ -108,8 +108,8 @@ def restored(state: Any) -> Any:
 
 
 def _bfloat16(key: jax.Array, moment: jax.Array, spec: Spec, has_sign: bool) -> jax.Array:
-    """Rounded up or down, to each with the probability that keeps its mean: 16 random bits are
-    added to the float32 before its lower 16 bits are cut."""
+    """Round up or down, to each with the probability that keeps its mean: 16 random bits are added
+    to the float32 before its lower 16 bits are cut."""
     noise = jax.random.bits(key, moment.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(moment.astype(jnp.float32), jnp.uint32)
     upper = ((bits + noise) >> 16).astype(jnp.uint16)

@@ -93,7 +93,7 @@ def scale_by_normuon(config: OptimizerConfig, specs: Specs) -> optax.GradientTra
         return NorMuonState(optax.tree.zeros_like(params), map_arrays(of_neurons, specs, params))
 
     def of_neurons(spec: Spec, parameter: jax.Array) -> NamedAxes:
-        """v of a leaf, whose axes of inputs have length 1."""
+        """Return v of a leaf, whose axes of inputs have length 1."""
         inputs = axes_of(spec).left
         shape = [1 if i in inputs else length for i, length in enumerate(parameter.shape)]
         axes = tuple(None if i in inputs else axis for i, axis in enumerate(spec.axes))
@@ -127,8 +127,8 @@ def scale_by_normuon(config: OptimizerConfig, specs: Specs) -> optax.GradientTra
 
 
 def newton_schulz(matrices: jax.Array) -> jax.Array:
-    """Each of [matrices, inputs, outputs] with its singular values near 1: five iterations of
-    a x + b x^3 + c x^5 on them, which begin with a Frobenius norm of 1."""
+    """Return each of [matrices, inputs, outputs] with its singular values near 1: five iterations
+    of a x + b x^3 + c x^5 on them, which begin with a Frobenius norm of 1."""
     a, b, c = COEFFICIENTS
     # The products below are of the shorter side: a wide matrix costs less than a tall one.
     is_tall = matrices.shape[1] > matrices.shape[2]

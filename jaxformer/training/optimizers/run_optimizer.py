@@ -93,11 +93,9 @@ def unread(config: OptimizerConfig) -> list[str]:
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, specs: Specs, seed: int = 0
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, the update rule, weight decay, and the learning rate with the factor
-    of each leaf; leaves with a `Spec.sign_rate` move by that against the sign of their gradient.
-
-    `seed` is that of the rounding of optimizer.moments.
-    """
+    """Return clipping by global norm, the update rule, weight decay, and the learning rate with the
+    factor of each leaf; leaves with a `Spec.sign_rate` move by that against the sign of their
+    gradient. `seed` is that of the rounding of optimizer.moments."""
     row = OPTIMIZERS[config.name]
     factors = leaf_groups(config, specs)
     # Gradients are smaller by the growth of the width, and so is eps (arXiv:2505.01618, table 1).
@@ -158,7 +156,7 @@ def width_factors(config: OptimizerConfig, specs: Specs) -> dict[str, Any]:
 
 
 def weight_decay(config: OptimizerConfig, factors: Any) -> optax.GradientTransformation:
-    """Adds the decay of every leaf to its update, before the learning rate multiplies both
+    """Add the decay of every leaf to its update, before the learning rate multiplies both
     (arXiv:1711.05101). `factors` are those of `leaf_groups`."""
 
     def add(group: Group, update: jax.Array, parameter: jax.Array) -> jax.Array:

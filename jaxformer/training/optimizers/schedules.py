@@ -12,8 +12,8 @@ from jaxformer.config.train import OptimizerConfig, Schedule
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step, from 0: linear warm-up from zero, then `config.schedule` until
-    `decay_steps` (default `steps`), as the table of docs/training.md says."""
+    """Return the learning rate by step, from 0: linear warm-up from zero, then `config.schedule`
+    until `decay_steps` (default `steps`), as the table of docs/training.md says."""
     end = config.decay_steps or steps
     peak = config.learning_rate
     warmup = config.warmup_steps
@@ -42,19 +42,9 @@ def schedule_text(config: OptimizerConfig, steps: int) -> str:
     return f"{rise}, then {config.schedule}; {last:.3g} in the last step"
 
 
-def _linear(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    peak = config.learning_rate
-    return optax.linear_schedule(peak, config.final_fraction * peak, steps)
-
-
-def _cosine(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    peak = config.learning_rate
-    return optax.cosine_decay_schedule(peak, steps, alpha=config.final_fraction)
-
-
 def _wsd(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Warm-up, stable, decay: the peak until the last `wsd_decay_fraction` of the steps, then
-    linear (arXiv:2404.06395). The last step has the final rate."""
+    """Return warm-up, stable, decay: the peak until the last `wsd_decay_fraction` of the steps,
+    then linear (arXiv:2404.06395). The last step has the final rate."""
     decay = max(round(config.wsd_decay_fraction * steps), 1)
     # The last step with the peak, counted from the end of the warm-up.
     begin = steps - decay - 1
@@ -69,7 +59,8 @@ def _wsd(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def _inverse_sqrt(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """peak * sqrt(w / (w + step)) with w warm-up steps: the peak at the end of the warm-up."""
+    """Return peak * sqrt(w / (w + step)) with w warm-up steps: the peak at the end of the
+    warm-up."""
     w = max(config.warmup_steps, 1)
     return lambda step: config.learning_rate * jnp.sqrt(w / (w + step))
 
@@ -78,8 +69,12 @@ SCHEDULES: Table[Callable[[OptimizerConfig, int], optax.Schedule]] = Table(
     Schedule,
     {
         "constant": lambda c, steps: optax.constant_schedule(c.learning_rate),
-        "linear": _linear,
-        "cosine": _cosine,
+        "linear": lambda c, steps: optax.linear_schedule(
+            c.learning_rate, c.final_fraction * c.learning_rate, steps
+        ),
+        "cosine": lambda c, steps: optax.cosine_decay_schedule(
+            c.learning_rate, steps, alpha=c.final_fraction
+        ),
         "wsd": _wsd,
         "inverse_sqrt": _inverse_sqrt,
     },

@@ -25,12 +25,12 @@ class SoapState(NamedTuple):
     steps: jax.Array
     mu: Any
     nu: Any
-    factors: tuple[Any, Any]
-    bases: tuple[Any, Any]
+    factors: tuple[Any, ...]
+    bases: tuple[Any, ...]
 
 
 def _soap(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """SOAP on matrices, embeddings among them; Adam on norms and biases."""
+    """Return SOAP on matrices, embeddings among them; Adam on norms and biases."""
     rules = {"soap": scale_by_soap(c, specs), "adam": optax.scale_by_adam(c.b1, c.b2, c.eps)}
     return optax.partition(
         rules, map_specs(lambda _, spec: "soap" if spec.is_matrix else "adam", specs)
@@ -45,7 +45,7 @@ SQUARES = ("bmn,bkn->bmk", "bmn,bmk->bnk")
 
 
 def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Adam in the eigenbasis Q of the means L of G G^T and R of G^T G, for each matrix.
+    """Return Adam in the eigenbasis Q of the means L of G G^T and R of G^T G, for each matrix.
 
     G' = Q_L^T G Q_R, M = b1 M + (1 - b1) G, V = b2 V + (1 - b2) G'^2, and the direction is
     Q_L (M' / (sqrt(V) + eps)) Q_R^T with M' = Q_L^T M Q_R, both without their bias. Then L and R
@@ -57,7 +57,7 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
     eps = config.eps
 
     def zeros(spec: Spec, side: int) -> NamedAxes | None:
-        """Zeros for a factor [batch, *side, length], divided along the axes it belongs to."""
+        """Return zeros for a factor [batch, *side, length], divided along its own axes."""
         length = math.prod(spec.shape[i] for i in matrix_axes(spec)[side])
         if length > config.soap_max_side:
             return None
@@ -66,14 +66,19 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
         return NamedAxes(jnp.zeros(shape), (*(spec.axes[i] for i in axes), None))
 
     def init(params: Any) -> SoapState:
-        mu, nu = (optax.tree.zeros_like(params) for _ in range(2))
-        # Arrays of their own for the bases, because a step donates all of them. The sides of
-        # `MatrixAxes` are its entries 1 and 2.
+        # Arrays of their own for all, because a step donates them. The sides of `MatrixAxes` are
+        # its entries 1 and 2.
         left, right, left_basis, right_basis = (
             map_arrays(lambda spec, _, side=side: zeros(spec, side), specs, params)
             for side in (1, 2, 1, 2)
         )
-        return SoapState(jnp.int32(0), mu, nu, (left, right), (left_basis, right_basis))
+        return SoapState(
+            jnp.int32(0),
+            mu=optax.tree.zeros_like(params),
+            nu=optax.tree.zeros_like(params),
+            factors=(left, right),
+            bases=(left_basis, right_basis),
+        )
 
     def next_factor(
         equation: str, spec: Spec, gradient: jax.Array, factor: NamedAxes | None
@@ -114,22 +119,15 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
         # Adam in the eigenbasis, then back.
         directions = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), means, squares)
         directions = map_arrays(_rotated(INVERSE_ROTATION), specs, directions, *state.bases)
-        factors = list[Any]()
-        bases = list[Any]()
-        for equation, before, basis in zip(SQUARES, state.factors, state.bases, strict=True):
+        factors: list[Any] = []
+        bases: list[Any] = []
+        for equation, factor, basis in zip(SQUARES, state.factors, state.bases, strict=True):
             of_side = functools.partial(next_factor, equation)
-            factor = map_arrays(of_side, specs, updates, before)
-            of_side = functools.partial(next_basis, steps)
-            factors.append(factor)
-            bases.append(map_arrays(of_side, specs, updates, factor, basis))
-        after = SoapState(
-            optax.safe_increment(steps),
-            mu,
-            nu,
-            factors=(factors[0], factors[1]),
-            bases=(bases[0], bases[1]),
-        )
-        return directions, after
+            factors.append(map_arrays(of_side, specs, updates, factor))
+            of_basis = functools.partial(next_basis, steps)
+            bases.append(map_arrays(of_basis, specs, updates, factors[-1], basis))
+        steps = optax.safe_increment(steps)
+        return directions, SoapState(steps, mu, nu, tuple(factors), tuple(bases))
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 

@@ -48,9 +48,9 @@ ADAM = MappingProxyType({"mu": True, "nu": False})
 
 
 def map_arrays(f: Callable[..., Any], table: Any, *trees: Any) -> Any:
-    """`f(row, *arrays)` of every leaf: its row in a table of the parameters, and its array in each
-    of the trees. Where the first tree has no array, as for leaves that do not learn, that stays.
-    """
+    """Return `f(row, *arrays)` of every leaf: its row in a table of the parameters, and its array
+    in each of the trees. Where the first tree has no array, as for leaves that do not learn, that
+    stays."""
 
     def apply(row: Any, *nodes: Any) -> Any:
         return f(row, *nodes) if hasattr(nodes[0], "dtype") else nodes[0]
@@ -73,7 +73,7 @@ class MatrixAxes(NamedTuple):
         return ordered.reshape(-1, inputs, outputs)
 
     def leaf(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Matrices as the leaf of this shape."""
+        """Return matrices as the leaf of this shape."""
         order = self.batch + self.left + self.right
         ordered = matrices.reshape([shape[i] for i in order])
         return ordered.transpose(sorted(range(len(order)), key=lambda i: order[i]))
