@@ -23,30 +23,30 @@ class AverageKind(NamedTuple):
     Attributes:
       leaves: its field with an array for each leaf that learns.
       scalar: its field with a number.
-      formula: (weight, array, number) -> the averaged leaf. None: the array is the average.
+      formula: (weight, array, number) -> the averaged leaf.
     """
 
     leaves: str
     scalar: str
-    formula: Callable[[Any, Any, Any], Any] | None = None
+    formula: Callable[[Any, Any, Any], Any]
 
 
 @jax.jit
 def _schedule_free(weight: jax.Array, z: jax.Array, b1: jax.Array) -> jax.Array:
-    """x of y = (1 - b1) z + b1 x (arXiv:2405.15682, equation 3): the weights, y, are where the
-    gradient is taken, and x is their average."""
+    """Return x of y = (1 - b1) z + b1 x (arXiv:2405.15682, equation 3): the weights, y, are where
+    the gradient is taken, and x is their average."""
     return (weight - (1.0 - b1) * z) / b1
 
 
 AVERAGES = (
-    AverageKind("average", "steps"),  # AverageState
+    AverageKind("average", "steps", lambda weight, average, steps: average),  # AverageState
     AverageKind("z", "b1", _schedule_free),  # optax.contrib.ScheduleFreeState
 )
 
 
 def evaluation_weights(params: Params, optimizer_state: Any) -> Params:
-    """The weights to evaluate, to sample from and to publish: the average that the state of the
-    optimizer holds, or else `params` themselves.
+    """Return the weights to evaluate, to sample from and to publish: the average that the state of
+    the optimizer holds, or else `params` themselves.
 
     With `train.ema` that is its average; of schedule-free optimizers it is x (arXiv:2405.15682).
     Leaves that do not learn are those of `params`. Every leaf has the dtype and the sharding of the
@@ -68,19 +68,18 @@ def _averaged(params: Params, averages: dict[str, tuple[Any, Any]], kind: Averag
         if dotted(path) not in averages:
             return weight
         leaf, scalar = averages[dotted(path)]
-        average = leaf if kind.formula is None else kind.formula(weight, leaf, scalar)
-        return average.astype(weight.dtype)
+        return kind.formula(weight, leaf, scalar).astype(weight.dtype)
 
     return jax.tree.map_with_path(leaf_of, params)
 
 
 def keeps_average(optimizer_state: Any) -> bool:
-    """Whether the state of an optimizer holds an average of the weights."""
+    """Tell whether the state of an optimizer holds an average of the weights."""
     return any(any(True for _ in _states(optimizer_state, kind)) for kind in AVERAGES)
 
 
 def _states(optimizer_state: Any, kind: AverageKind) -> Iterator[Any]:
-    """The nodes of an optimizer's state that are of a kind."""
+    """Return the nodes of an optimizer's state that are of a kind."""
 
     def is_of_kind(node: Any) -> bool:
         return {kind.leaves, kind.scalar} <= {*getattr(node, "_fields", ())}

@@ -90,7 +90,7 @@ def _prepare_orbax() -> None:
 
 
 def _with_s3_driver(spec: Any) -> Any:
-    """A specification of TensorStore with its driver of `s3://` in place of that of `gs://`.
+    """Return a specification of TensorStore with its driver of `s3://` in place of that of `gs://`.
 
     TensorStore reads no endpoint from the environment, and looks for files of credentials where
     those of the environment would do, with a message for each that is missing.

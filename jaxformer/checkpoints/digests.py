@@ -14,7 +14,7 @@ changed bits lie within 32 bits, and else with a probability of 1 - 2^-32.
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,8 +40,8 @@ class Altered(ValueError):
 
 
 def digests(leaves: Mapping[str, Array]) -> dict[str, jax.Array]:
-    """The digest of each array as uint32 [2], computed on the devices of the array. Returns before
-    they are done."""
+    """Return the digest of each array as uint32 [2], computed on the devices of the array. Returns
+    before they are done."""
     groups: dict[Any, dict[str, Any]] = {}
     for path, leaf in leaves.items():
         sharding = getattr(leaf, "sharding", None)
@@ -54,29 +54,30 @@ def digests(leaves: Mapping[str, Array]) -> dict[str, jax.Array]:
 
 
 def as_text(digest: Array) -> str:
-    """A digest, uint32 [2], as 16 hexadecimal digits."""
+    """Return a digest, uint32 [2], as 16 hexadecimal digits."""
     first, second = np.asarray(digest).tolist()
     return f"{first:08x}{second:08x}"
 
 
 def fingerprint(leaves: Mapping[str, Array]) -> str:
-    """16 hexadecimal digits of all arrays of a model, by path, whatever devices hold them."""
+    """Return 16 hexadecimal digits of all arrays of a model, by path, whatever devices hold
+    them."""
     return combined(as_texts(digests(leaves)))
 
 
 def as_texts(sums: Mapping[str, Array]) -> dict[str, str]:
-    """The digests of arrays, uint32 [2] each, as texts."""
+    """Return the digests of arrays, uint32 [2] each, as texts."""
     return {path: as_text(digest) for path, digest in jax.device_get(sums).items()}
 
 
 def combined(texts: Mapping[str, str]) -> str:
-    """`fingerprint` from the texts of the digests."""
+    """Return `fingerprint` from the texts of the digests."""
     lines = [f"{path} {texts[path]}" for path in sorted(texts)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def digest_on_host(array: np.ndarray[Any, Any]) -> str:
-    """The digest of an array in this process's memory, computed by NumPy."""
+    """Return the digest of an array in this process's memory, computed by NumPy."""
     words = as_words(array).reshape(-1)
     sums = np.zeros(2, WORD)
     for begin in range(0, words.size, 1 << 16):
@@ -101,18 +102,17 @@ def write_file_digests(checkpoint: Path) -> None:
     """Write the digests of all files in the FOLDERS of a checkpoint to its FILES."""
     names: list[str] = []
     for folder in FOLDERS:
-        below = store_of(checkpoint / folder).names_below()
-        names += [f"{folder}/{name}" for name in below]
+        names += [f"{folder}/{name}" for name in store_of(checkpoint / folder).names_below()]
     with ThreadPoolExecutor(READERS) as pool:
         sums = pool.map(lambda name: file_digest(checkpoint / name), names)
     table = dict(sorted(zip(names, sums, strict=True)))
-    content = {"files": table, "sha256": _checksum(table)}
+    content = {"files": table, "sha256": checksum(table)}
     (checkpoint / FILES).write_text(json.dumps(content), encoding="utf-8")
 
 
 def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[str]:
-    """The files of a checkpoint whose bytes are not those that were saved, as paths relative to it.
-    Each of `count` processes compares its own share.
+    """Return the files of a checkpoint whose bytes are not those that were saved, as paths relative
+    to it. Each of `count` processes compares its own share.
 
     Raises Altered where the digests themselves were altered or are missing, and OSError where a
     file exists and cannot be read, which says nothing about its bytes.
@@ -123,26 +123,27 @@ def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[st
     try:
         saved = json.loads(content)
         table: dict[str, FileDigest] = saved["files"]
-        is_intact = saved["sha256"] == _checksum(table)
-        inside = all(name.split("/")[0] in FOLDERS and ".." not in name for name in table)
+        is_intact = saved["sha256"] == checksum(table)
+        # A name that leads elsewhere would have another file read.
+        is_intact &= all(name.split("/")[0] in FOLDERS and ".." not in name for name in table)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         is_intact = False
-        inside = False
-    if not (is_intact and inside):
+    if not is_intact:
         raise Altered(f"{FILES} is not what was saved")
 
     def is_altered(name: str) -> bool:
         path = checkpoint / name
         return is_missing(path) or file_digest(path) != table[name]
 
-    names: Sequence[str] = sorted(table)[process::count]
+    names = sorted(table)[process::count]
     with ThreadPoolExecutor(READERS) as pool:
         answers = pool.map(is_altered, names)
     return [name for name, altered in zip(names, answers, strict=True) if altered]
 
 
-def _checksum(table: Mapping[str, FileDigest]) -> str:
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+def checksum(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of what JSON holds, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def is_missing(path: Path) -> bool:
@@ -152,7 +153,8 @@ def is_missing(path: Path) -> bool:
 
 
 def as_words(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The bits of a NumPy array: one word for each element, two for an element of 64 bits."""
+    """Return the bits of a NumPy array: one word for each element, two for an element of 64
+    bits."""
     array = np.ascontiguousarray(array)
     if array.dtype == bool or array.dtype.itemsize not in (1, 2, 4, 8):
         return array.astype(WORD)
@@ -168,12 +170,15 @@ def _of_table(leaves: dict[str, Any]) -> dict[str, jax.Array]:
 
 @jax.jit
 def _digest(leaf: jax.Array) -> jax.Array:
-    """Traced once for all leaves of one shape."""
+    """Compute the digest of a leaf; traced once for all leaves of one shape."""
     words = _words(leaf)
-    index, stride = jnp.zeros(words.shape, WORD), 1
+    # The flat index of each word, which no sharding changes.
+    index = jnp.zeros(words.shape, WORD)
+    stride = 1
     for axis in reversed(range(words.ndim)):
         position = jax.lax.broadcasted_iota(WORD, words.shape, axis)
-        index, stride = index + position * WORD(stride % 2**32), stride * words.shape[axis]
+        index += position * WORD(stride % 2**32)
+        stride *= words.shape[axis]
     zero = WORD(0)
     # One reduction for both sums, which XLA would compile as two programs.
     sums = jax.lax.reduce(
@@ -186,7 +191,7 @@ def _digest(leaf: jax.Array) -> jax.Array:
 
 
 def _words(leaf: jax.Array) -> jax.Array:
-    """Does the same as `as_words` on a device. The words of a PRNG key are its data, those of a
+    """Do the same as `as_words` on a device. The words of a PRNG key are its data, those of a
     complex number its real and its imaginary part."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -200,7 +205,7 @@ def _words(leaf: jax.Array) -> jax.Array:
 
 
 def _mixed(words: Any, index: Any) -> tuple[Any, Any]:
-    """Two bijections of a word for each index."""
+    """Return two bijections of a word for each index."""
     mixed = words ^ index * WORD(0x9E3779B1)
     mixed = (mixed ^ mixed >> WORD(16)) * WORD(0x7FEB352D)
     mixed = (mixed ^ mixed >> WORD(15)) * WORD(0x846CA68B)

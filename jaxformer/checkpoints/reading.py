@@ -6,7 +6,6 @@ these files.
 """
 
 import functools
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -27,6 +26,7 @@ from jaxformer.checkpoints.digests import (
     Altered,
     altered_files,
     as_texts,
+    checksum,
     digest_on_host,
     digests,
     is_missing,
@@ -56,8 +56,8 @@ class Damaged(Exception):
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions of Python, jaxformer, JAX and Orbax, and the devices, as a checkpoint records
-    them; empty for a package that is not installed, as jaxformer in a checkout."""
+    """Return the versions of Python, jaxformer, JAX and Orbax, and the devices, as a checkpoint
+    records them; empty for a package that is not installed, as jaxformer in a checkout."""
 
     def version_of(name: str) -> str:
         try:
@@ -78,7 +78,8 @@ def versions() -> dict[str, str]:
 
 
 def flat_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """`{"params.blocks.attention.q": leaf, ...}`: names that do not depend on the containers."""
+    """Return `{"params.blocks.attention.q": leaf, ...}`: names that do not depend on the
+    containers."""
     return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)}
 
 
@@ -87,8 +88,8 @@ def shapes_of(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def manifest_of(leaves: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a state, with the digests of its arrays; `run` identifies the run that saves
-    it."""
+    """Return the manifest of a state, with the digests of its arrays; `run` identifies the run that
+    saves it."""
     texts = as_texts(digests(leaves))
     table = {path: [*row, texts[path]] for path, row in shapes_of(leaves).items()}
     manifest = {
@@ -97,12 +98,7 @@ def manifest_of(leaves: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, 
         "versions": versions(),
         "leaves": table,
     }
-    return manifest | {"sha256": _checksum(manifest)}
-
-
-def _checksum(manifest: Mapping[str, Any]) -> str:
-    content = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return manifest | {"sha256": checksum(manifest)}
 
 
 def read_checkpoint(
@@ -113,7 +109,7 @@ def read_checkpoint(
     *,
     run: Mapping[str, Any] | None = None,
 ) -> dict[str, jax.Array]:
-    """Reads leaves from the checkpoint of `step`, after a comparison with its manifest, and
+    """Read leaves from the checkpoint of `step`, after a comparison with its manifest, and
     verifies them by their digests.
 
     `targets` gives the shape, dtype and sharding of each leaf, by its dotted path; with `exact` the
@@ -129,7 +125,10 @@ def read_checkpoint(
     for _ in range(2):
         try:
             # One process may find damage where another finds none.
-            leaves, manifest = read() if alone else together(lambda: read(share), Altered)
+            if alone:
+                leaves, manifest = read()
+            else:
+                leaves, manifest = together(lambda: read(share), Altered)
             _require_digests(manifest, as_texts(digests(leaves)))
             return leaves
         except Altered as error:
@@ -138,8 +137,8 @@ def read_checkpoint(
 
 
 def saved_shapes(folder: Path, step: int) -> dict[str, list[Any]]:
-    """[shape, dtype, digest] of each leaf in the checkpoint of `step`, by its dotted path. Raises
-    Damaged and ConfigError as `read_checkpoint` does."""
+    """Return [shape, dtype, digest] of each leaf in the checkpoint of `step`, by its dotted path.
+    Raises Damaged and ConfigError as `read_checkpoint` does."""
     checkpoint = folder / str(step)
     try:
         return read_manifest(checkpoint)["leaves"]
@@ -159,8 +158,8 @@ def _read_files(
     run: Mapping[str, Any],
     share: tuple[int, int] = (0, 1),
 ) -> tuple[dict[str, jax.Array], Manifest]:
-    """The leaves, of which each process holds what its devices do, and the manifest. Raises Altered
-    for any damage.
+    """Return the leaves, of which each process holds what its devices do, and the manifest. Raises
+    Altered for any damage.
 
     With `exact`, the bytes of the files are compared too; `share` is the index of this process and
     the number of processes that divide this work.
@@ -188,8 +187,8 @@ def _read_files(
 
 
 def failure_of(checkpoint: Path, error: Exception) -> Altered | ConfigError:
-    """The error of a read in one sentence: Altered where the digests of its files show that the
-    checkpoint is damaged, else ConfigError."""
+    """Return the error of a read in one sentence: Altered where the digests of its files show that
+    the checkpoint is damaged, else ConfigError."""
     if isinstance(error, Altered):
         return error
     try:
@@ -209,7 +208,8 @@ def failure_of(checkpoint: Path, error: Exception) -> Altered | ConfigError:
 
 
 def in_short(error: BaseException) -> str:
-    """The message of an error in one line; the reason of those of TensorStore is at their end."""
+    """Return the message of an error in one line; the reason of those of TensorStore is at their
+    end."""
     cause = error.__cause__ or error  # Orbax puts a long message around that of TensorStore
     name = "" if isinstance(cause, Altered) else f"{type(cause).__name__}: "
     text = " ".join(str(cause).split()).partition(" [tensorstore_spec")[0]
@@ -219,7 +219,7 @@ def in_short(error: BaseException) -> str:
 
 
 def _restored(checkpoint: Path, targets: Any, kinds: Any, partial: bool) -> dict[str, Any]:
-    """The leaves of `targets`, each restored as `kinds` says, without waiting for the other
+    """Return the leaves of `targets`, each restored as `kinds` says, without waiting for the other
     processes of a run. With `partial` the checkpoint may hold others."""
     index = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
@@ -234,7 +234,7 @@ def _restored(checkpoint: Path, targets: Any, kinds: Any, partial: bool) -> dict
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint, which Orbax has written as JSON.
+    """Return the manifest of a checkpoint, which Orbax has written as JSON.
 
     Raises Altered where it is not what was written, and ConfigError for another format.
     """
@@ -242,7 +242,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if file.exists() and is_missing(file):
         raise Altered("metadata is no regular file")
     saved = json.loads(file.read_bytes())
-    if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):
+    if not isinstance(saved, dict) or saved.pop("sha256", "") != checksum(saved):
         raise Altered("the manifest is not what was saved")
     number = saved["format"]
     if number != MANIFEST_FORMAT:
@@ -262,7 +262,7 @@ def _require_digests(manifest: Manifest, sums: Mapping[str, str]) -> None:
 
 
 def read_back(checkpoint: Path) -> None:
-    """Reads a checkpoint that was just saved back into the memory of this process, the smallest
+    """Read a checkpoint that was just saved back into the memory of this process, the smallest
     arrays first and up to READ_BACK bytes, and verifies them. Raises Altered, or what Orbax
     raises."""
     manifest = read_manifest(checkpoint)
@@ -271,7 +271,8 @@ def read_back(checkpoint: Path) -> None:
         for path, row in manifest["leaves"].items()
         if not row[1].startswith("key<")
     }
-    budget, targets = READ_BACK, {}
+    budget = READ_BACK
+    targets = {}
     for path, shape in sorted(shapes.items(), key=lambda entry: math.prod(entry[1].shape)):
         budget -= math.prod(shape.shape) * shape.dtype.itemsize
         if budget >= 0:
@@ -288,18 +289,18 @@ def _require_match(
     exact: bool,
     run: Mapping[str, Any],
 ) -> None:
-    """Raises ConfigError where a checkpoint is of another run, or its shapes and dtypes are not the
+    """Raise ConfigError where a checkpoint is of another run, or its shapes and dtypes are not the
     expected ones."""
     saved = manifest["leaves"]
     problems = [f"{path}: not in the checkpoint" for path in shapes if path not in saved]
     if exact:
         problems += [f"{path}: only in the checkpoint" for path in saved if path not in shapes]
-    for path, expected in shapes.items():
-        stored = saved.get(path, expected)
-        if stored[:2] != expected:
+    for path, (shape, dtype) in shapes.items():
+        stored_shape, stored_dtype, *_ = saved.get(path, (shape, dtype))
+        if (stored_shape, stored_dtype) != (shape, dtype):
             problems.append(
-                f"{path}: {stored[1]}{stored[0]} in the checkpoint, {expected[1]}{expected[0]} in"
-                " the model"
+                f"{path}: {stored_dtype}{stored_shape} in the checkpoint, {dtype}{shape} in the"
+                " model"
             )
     if problems:
         raise ConfigError(

@@ -111,11 +111,12 @@ class Checkpoints:
                     self._manager.close()
 
     def wait(self) -> None:
-        """Waits until all saves are on the disk. Raises NotSaved where one failed.
+        """Wait until all saves are on the disk. Raises NotSaved where one failed.
 
         The first save is read back, up to `READ_BACK` bytes.
         """
-        step, self._saving = self._saving, None
+        step = self._saving
+        self._saving = None
         if step is None or self._manager is None:
             return
         checkpoint = self.folder / str(step)
@@ -126,11 +127,11 @@ class Checkpoints:
                 self._read_back = True
 
     def steps(self) -> list[int]:
-        """Steps of the finished checkpoints, ascending."""
+        """Return steps of the finished checkpoints, ascending."""
         return saved_steps(self.directory)
 
     def save(self, state: Any, step: int, evaluation: Mapping[str, Any] | None = None) -> None:
-        """Copies the state to the host and returns; a thread writes it. A step that is already
+        """Copy the state to the host and return; a thread writes it. A step that is already
         saved is not written again.
 
         `evaluation` has the metrics of an evaluation of this state, if there was one; the best
@@ -143,10 +144,11 @@ class Checkpoints:
         if self._manager is None:
             with store_of(self.folder).store_errors("written"):
                 self._manager = make_manager(self.folder, *self._retention)
-        leaves, metrics = flat_leaves(state), None
+        leaves = flat_leaves(state)
         leaves = {path: leaf for path, leaf in leaves.items() if path not in self._without}
-        if self._retention[2] and "val_loss" in (evaluation or {}):
-            metrics = {"val_loss": float(evaluation["val_loss"])}  # type: ignore[index]
+        metrics = None
+        if self._retention[2] and evaluation and "val_loss" in evaluation:
+            metrics = {"val_loss": float(evaluation["val_loss"])}
         self.before_save()
         with _as_not_saved(self.folder / str(step)):
             manifest = ocp.args.JsonSave(manifest_of(leaves, self._run))
@@ -155,8 +157,8 @@ class Checkpoints:
             self._manager.save(step, args=args, metrics=metrics)
 
     def newest(self, state: StateT, log: Callable[[str], None] = warnings.warn) -> StateT:
-        """The newest checkpoint that can be read, with the shardings of `state`, if it is of a
-        later step; else `state` itself.
+        """Return the newest checkpoint that can be read, with the shardings of `state`, if it is of
+        a later step; else `state` itself.
 
         The arrays of `state` are freed before those of the checkpoint are read. Raises ConfigError
         as `restore` does.
@@ -177,8 +179,8 @@ class Checkpoints:
         return restored
 
     def restore(self, target: TargetT, log: Callable[[str], None]) -> TargetT | None:
-        """The newest checkpoint that can be read, with the shardings of `target`; None if there are
-        no checkpoints. The leaves that are not saved are those of `target`.
+        """Return the newest checkpoint that can be read, with the shardings of `target`; None if
+        there are no checkpoints. The leaves that are not saved are those of `target`.
 
         Once an earlier one was read, damaged checkpoints are renamed and get a file that says why;
         none is deleted. Raises ConfigError if a checkpoint is of another run, model or optimizer,
@@ -218,7 +220,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _as_not_saved(checkpoint: Path) -> Iterator[None]:
-    """Converts the errors of a save to NotSaved, in one sentence."""
+    """Convert the errors of a save to NotSaved, in one sentence."""
     try:
         yield
     except ConfigError:
@@ -240,7 +242,8 @@ class DurableDraft(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """
 
     async def finalize(self) -> None:
-        draft, target = Path(self.get()), Path(self.get_final())
+        draft = Path(self.get())
+        target = Path(self.get_final())
         if target.name.isdecimal():  # a checkpoint, rather than one of the folders in it
             write_file_digests(draft)
         sync(draft, *draft.rglob("*"))
@@ -260,8 +263,9 @@ class MarkedDraft(ocp.path.atomicity.CommitFileTemporaryPath):
 
 
 def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.CheckpointManager:
-    """Orbax's manager, which keeps the `newest` checkpoints, those whose step is a multiple of
-    `each`, and the `best` by their validation loss; it deletes others once a newer one is complete.
+    """Return Orbax's manager, which keeps the `newest` checkpoints, those whose step is a multiple
+    of `each`, and the `best` by their validation loss; it deletes others once a newer one is
+    complete.
 
     It removes what an earlier process left of an unfinished save. Make it only to save: a reader of
     the directory would remove what another process is writing.
@@ -299,6 +303,7 @@ class _Manager(ocp.CheckpointManager):
 
 
 def _validation_loss(metrics: Mapping[str, Any]) -> float:
-    """The loss by which the best checkpoints are chosen; infinity where it is missing or NaN."""
+    """Return the loss by which the best checkpoints are chosen; infinity where it is missing or
+    NaN."""
     loss = metrics.get("val_loss")
     return loss if isinstance(loss, float | int) and not math.isnan(loss) else math.inf

@@ -47,7 +47,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status."""
+    """Run a command and return its exit status."""
     open_closed_streams()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] in (["-h"], ["--help"]):
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reported(error: BaseException) -> int:
-    """Prints an error that no command foresaw. The exit status: 2 for one of the operating system
+    """Print an error that no command foresaw. The exit status: 2 for one of the operating system
     about a file, or of a store, with one line, else 1."""
     message = escaped(" ".join(str(error).split()))[:SHOWN_CHARACTERS]
     if isinstance(error, OSError) and (error.filename or error.errno in NO_ROOM):
@@ -123,7 +123,7 @@ def _reported(error: BaseException) -> int:
 
 
 def keep_memory() -> None:
-    """Makes glibc's malloc keep freed memory for the next training step, which otherwise spends its
+    """Make glibc's malloc keep freed memory for the next training step, which otherwise spends its
     time on page faults. On two cores of an AMD EPYC with AVX-512 the small step of
     benchmarks/train_cpu.py is 1.32 times as fast in 1 microbatch (1.12 to 1.48, 12 samples in
     turn), and 1.03 times in 4 (0.99 to 1.17, 14 samples).
@@ -147,7 +147,7 @@ def keep_memory() -> None:
 
 
 def open_closed_streams() -> None:
-    """Opens the null device for each standard stream that was closed when the command started.
+    """Open the null device for each standard stream that was closed when the command started.
 
     Python has None for such a stream, and the next file that is opened would get its number, and
     with it whatever a library prints.
@@ -174,5 +174,5 @@ def _usage() -> str:
 
 
 def _note(message: Warning | str, *where: object, **more: object) -> None:
-    """Prints a warning without the line of code that raised it."""
+    """Print a warning without the line of code that raised it."""
     print(f"note: {escaped(str(message))}", file=sys.stderr)

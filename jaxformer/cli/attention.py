@@ -96,8 +96,8 @@ def run(args: AttentionArguments) -> int:
 def _inputs(
     model: Model, args: AttentionArguments
 ) -> tuple[dict[str, np.ndarray], list[list[BeamCandidate]]]:
-    """What the model reads [T], by the names of `jf.forward`, and the beams that wrote the target.
-    Raises ConfigError for more than a page shows."""
+    """Return what the model reads [T], by the names of `jf.forward`, and the beams that wrote the
+    target. Raises ConfigError for more than a page shows."""
     config = model.config
     limit = min(MAX_TOKENS, model.context())
     if (args.target is not None or args.beams) and config.family != "encoder_decoder":
@@ -153,13 +153,14 @@ def _inputs(
 
 
 def _likeliest(logits: jax.Array) -> Sequence[jax.Array]:
-    """The probabilities [T, k] of the likeliest entries of logits [T, V], and these entries."""
+    """Return the probabilities [T, k] of the likeliest entries of logits [T, V], and these
+    entries."""
     probabilities = jax.nn.softmax(logits, axis=-1)
     return jax.lax.top_k(probabilities, min(SHOWN_PER_STEP, probabilities.shape[-1]))
 
 
 def _choices(model: Model, probabilities: np.ndarray, entries: np.ndarray) -> list[Choices]:
-    """The texts of entries of the logits [T, k], which are tokens or classes, each with its
+    """Return the texts of entries of the logits [T, k], which are tokens or classes, each with its
     probability."""
     over_tokens = model.config.output in ("language", "masked")
     text = model.tokenizer.shown if over_tokens else model.labels.__getitem__
@@ -171,8 +172,8 @@ def _choices(model: Model, probabilities: np.ndarray, entries: np.ndarray) -> li
 
 
 def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[dict[str, Any]]:
-    """The sublayers of a forward pass of one row in the order of computation, from the rows of
-    `jaxformer shapes`, as `attention_page` takes them; none, with a note, for a model whose axes
+    """Return the sublayers of a forward pass of one row in the order of computation, from the rows
+    of `jaxformer shapes`, as `attention_page` takes them; none, with a note, for a model whose axes
     have no names."""
     try:
         rows = shapes_of(config, 1, length, source_length)
@@ -208,7 +209,7 @@ def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[
 
 
 def _axes(symbols: Sequence[str], shapes: Sequence[Shape]) -> list[list[tuple[str, int]]]:
-    """The symbol and the size of each axis of each array, from texts such as "[B, T, D]"."""
+    """Return the symbol and the size of each axis of each array, from texts such as "[B, T, D]"."""
     arrays = []
     for text, shape in zip(symbols, shapes, strict=True):
         arrays.append(list(zip(text.strip("[]").split(", "), shape, strict=True)))
@@ -221,8 +222,8 @@ def _axes(symbols: Sequence[str], shapes: Sequence[Shape]) -> list[list[tuple[st
 def lens_of(
     model: Model, rows: dict[str, np.ndarray], layers: Sequence[int]
 ) -> list[list[Choices]]:
-    """The most probable texts by the output of each layer of the last stack, for each token; none
-    for a model without logits of each token."""
+    """Return the most probable texts by the output of each layer of the last stack, for each token;
+    none for a model without logits of each token."""
     config = model.config
     length = rows["tokens"].shape[1]
     if config.output in ("classes", "projection", "none"):
@@ -252,8 +253,8 @@ def lens_of(
 def beam_candidates(
     model: Model, steps: BeamSteps, best: Sequence[int]
 ) -> list[list[BeamCandidate]]:
-    """The candidates of each step of the search whose best text has the tokens `best`, likeliest
-    first; of many, the first and those that lead to the best text."""
+    """Return the candidates of each step of the search whose best text has the tokens `best`,
+    likeliest first; of many, the first and those that lead to the best text."""
     steps = jax.tree.map(np.asarray, steps)
     live: list[list[int]] = [[]] * steps.chosen.shape[-1]
     candidates = []

@@ -74,7 +74,8 @@ def run(args: CompareArguments) -> int:
 
 
 def _mean(figures: Sequence[float | None], style: str) -> str:
-    """The mean over the runs that have a figure and, where they differ, the lowest and highest."""
+    """Return the mean over the runs that have a figure and, where they differ, the lowest and
+    highest."""
     values = [value for value in figures if value is not None]
     if not values:
         return ""
@@ -85,8 +86,8 @@ def _mean(figures: Sequence[float | None], style: str) -> str:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
-    """The runs in directories and below them, each once, and a note on each run that cannot be
-    read, or has logged no loss."""
+    """Return the runs in directories and below them, each once, and a note on each run that cannot
+    be read, or has logged no loss."""
     runs = list[ComparedRun]()
     notes = list[str]()
     read = set[Path]()
@@ -123,7 +124,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
 
 
 def configurations(runs: Iterable[ComparedRun]) -> list[Configuration]:
-    """Runs grouped by everything but their seeds, in the order of the first of each."""
+    """Group runs by everything but their seeds, in the order of the first of each."""
     groups: dict[str, list[ComparedRun]] = {}
     for run in runs:
         groups.setdefault(repr(sorted(run.settings.items())), []).append(run)

@@ -107,7 +107,7 @@ def _write_adapter(model: Loaded, source: ModelFiles, args: ConvertArguments, fo
 
 
 def _verified(model: Loaded, args: ConvertArguments, directory: Path) -> int:
-    """Prints how far both models differ, and returns the exit status: 1 if float32 logits differ by
+    """Print how far both models differ, and return the exit status: 1 if float32 logits differ by
     more than rounding."""
     difference = compare(directory, model.params, model.config)
     relative = difference.largest / difference.deviation

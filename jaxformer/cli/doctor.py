@@ -77,7 +77,8 @@ def run(args: DoctorArguments, config: RunConfig) -> int:
 
 
 def examine(run: RunConfig) -> Iterator[Finding]:
-    """The findings of all checks of a run, in order. Checks that need what failed are left out."""
+    """Yield the findings of all checks of a run, in order. Checks that need what failed are left
+    out."""
     yield versions()
     yield devices()
     yield from directories(run.run, run.data.cache_dir)
@@ -111,7 +112,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
 
 
 def versions() -> Finding:
-    """The versions of the libraries, and whether the plugins for GPUs have that of jax."""
+    """Return the versions of the libraries, and whether the plugins for GPUs have that of jax."""
     numbers = dict[str, str]()
     for name in (*VERSIONED, *PLUGINS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -126,7 +127,7 @@ def versions() -> Finding:
 
 
 def devices() -> Finding:
-    """The devices, and whether this machine has accelerators that JAX does not use."""
+    """Return the devices, and whether this machine has accelerators that JAX does not use."""
     first, count = jax.devices()[0], jax.device_count()
     text = f"{count} x {first.device_kind} ({first.platform})"
     if first.platform == "cpu":
@@ -143,7 +144,7 @@ def devices() -> Finding:
 
 
 def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
-    """Whether the run can write where it has to, its tracker included."""
+    """Tell whether the run can write where it has to, its tracker included."""
     try:
         chosen_tracker(settings.tracker)
     except ConfigError as error:
@@ -170,7 +171,7 @@ def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
 
 
 def disk(target: TrainState, run_dir: Path, count: int) -> Finding:
-    """Whether `count` checkpoints of a state, those that are kept and the one that is being
+    """Tell whether `count` checkpoints of a state, those that are kept and the one that is being
     written, fit the disk of a run directory."""
     leaves = jax.tree.leaves(target)
     state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
@@ -188,7 +189,7 @@ def disk(target: TrainState, run_dir: Path, count: int) -> Finding:
 
 
 def dry_run(setup: RunSetup) -> Iterator[Finding]:
-    """Compiles the first step and runs it twice."""
+    """Compile the first step and run it twice."""
     lines: list[str] = []
     try:
         program = compile_step(setup.step, setup.target, setup.first_batch, lines.append)

@@ -22,7 +22,7 @@ ROWS = 32  # texts that are read at once
 
 
 def run(args: EmbedArguments) -> int:
-    """Prints {"text": ..., "vector": [...]} for the prompt, or for each line of standard input. A
+    """Print {"text": ..., "vector": [...]} for the prompt, or for each line of standard input. A
     text is framed as a text of the objective contrastive is, and cut where its rows, the tokenizer
     or sentence-transformers cut it."""
     model = open_model(args)

@@ -13,7 +13,7 @@ MODEL = "jaxformer.runs.harness:JaxformerLM"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Registers the model and runs the harness's command line."""
+    """Register the model and run the harness's command line."""
     try:
         # The harness registers its own models only while there are no others.
         import lm_eval.models  # noqa: F401

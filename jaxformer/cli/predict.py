@@ -31,7 +31,7 @@ def run(args: PredictArguments) -> int:
 
 
 def _fill(model: Model, args: PredictArguments) -> None:
-    """Prints the most likely tokens for each [MASK] of the prompt."""
+    """Print the most likely tokens for each [MASK] of the prompt."""
     row = row_of(model, args.prompt, args.pair)
     masked = np.flatnonzero(row["tokens"] == model.tokenizer.special("mask"))
     if not masked.size:
@@ -43,7 +43,7 @@ def _fill(model: Model, args: PredictArguments) -> None:
 
 
 def _classify(model: Model, args: PredictArguments) -> None:
-    """Prints the most likely classes of the prompt, as the text-classification pipeline of
+    """Print the most likely classes of the prompt, as the text-classification pipeline of
     transformers does: of several that exclude each other, or each for itself, or numbers."""
     logits = _logits(model, row_of(model, args.prompt, args.pair))
     if model.problem_type == "regression":
@@ -57,7 +57,7 @@ def _classify(model: Model, args: PredictArguments) -> None:
 
 
 def _tag(model: Model, args: PredictArguments) -> None:
-    """Prints each word of the prompt with its most likely tag."""
+    """Print each word of the prompt with its most likely tag."""
     words, encoded_words, row = words_of(model, args.prompt)
     tags = _logits(model, row)[row["weights"] > 0].argmax(-1)
     labels = ["(the tokenizer makes no token of it)"] * len(words)
@@ -67,7 +67,7 @@ def _tag(model: Model, args: PredictArguments) -> None:
 
 
 def _logits(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
-    """The logits at each token [T, V], or for the row [C]."""
+    """Return the logits at each token [T, V], or for the row [C]."""
     types = row["token_types"][None] if "token_types" in row else None
     logits = jax.jit(forward, static_argnums=1)(
         model.params, model.config, row["tokens"][None], token_types=types

@@ -37,21 +37,21 @@ class Model(Loaded):
         return tuple(dict.fromkeys([*self.tokenizer.end_tokens, *self.stops]))
 
     def before_end(self, tokens: Iterable[int]) -> list[int]:
-        """The tokens before the first end token."""
+        """Return the tokens before the first end token."""
         end_tokens = self.end_tokens
         return list(itertools.takewhile(lambda token: token not in end_tokens, tokens))
 
     def writing_rules(self) -> dict[str, Any]:
-        """The rules on the texts that it writes, as keywords of `jf.generate`."""
+        """Return the rules on the texts that it writes, as keywords of `jf.generate`."""
         return writing_rules(self.tokenizer) | {"end_token": self.end_tokens}
 
     def context(self, source: bool = False) -> int:
-        """The largest number of tokens that it reads, or of tokens of a source."""
+        """Return the largest number of tokens that it reads, or of tokens of a source."""
         return context_of(self.params, self.config, source)
 
 
 def open_model(args: ModelArguments) -> Model:
-    """The model that a command names, with its tokenizer."""
+    """Return the model that a command names, with its tokenizer."""
     keep_compiled(RunSettings().compilation_cache)
     files = ModelFiles(args.path)
     loaded = load(files, args.step, quantize=args.quantize, weights=args.weights)
@@ -67,8 +67,8 @@ def open_model(args: ModelArguments) -> Model:
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a prompt, in which [MASK] and <extra_id_0> and so on stand for these special
-    tokens if the tokenizer has them.
+    """Return the tokens of a prompt, in which [MASK] and <extra_id_0> and so on stand for these
+    special tokens if the tokenizer has them.
 
     Where tokens include the space before a word, a masked word includes its space as well.
     """
@@ -89,8 +89,8 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens as `Tokenizer.decode` gives it, but with the names of sentinels, which
-    say where each span of text belongs."""
+    """Return the text of tokens as `Tokenizer.decode` gives it, but with the names of sentinels,
+    which say where each span of text belongs."""
     sentinels = {*tokenizer.sentinels()}
     texts: list[str] = []
     for are_sentinels, group in itertools.groupby(tokens, sentinels.__contains__):
@@ -100,8 +100,8 @@ def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 
 def start_of(model: Model, text: str) -> tuple[list[int], list[int]]:
-    """The tokens that a model continues, and the source that an encoder-decoder reads (empty for a
-    decoder)."""
+    """Return the tokens that a model continues, and the source that an encoder-decoder reads (empty
+    for a decoder)."""
     tokenizer = model.tokenizer
     ids = tokens_of(tokenizer, text)
     if model.config.family == "encoder_decoder":
@@ -110,7 +110,7 @@ def start_of(model: Model, text: str) -> tuple[list[int], list[int]]:
 
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
-    """The row of one text or two as in training: tokens [T] between [CLS] and [SEP], and
+    """Return the row of one text or two as in training: tokens [T] between [CLS] and [SEP], and
     token_types [T] if the model has them."""
     texts = [text, pair] if pair else [text]
     ids = [tokens_of(model.tokenizer, each) for each in texts]
@@ -119,8 +119,9 @@ def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
 
 
 def words_of(model: Model, text: str) -> tuple[list[str], list[int], dict[str, np.ndarray]]:
-    """The words of a text; the indices of those that the tokenizer makes tokens of (of U+200B it
-    may make none); and their row, in which weights [T] are 1 on the first token of each of these.
+    """Return the words of a text; the indices of those that the tokenizer makes tokens of (of
+    U+200B it may make none); and their row, in which weights [T] are 1 on the first token of each
+    of these.
     """
     words = text.split()
     template = TagTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
@@ -131,7 +132,7 @@ def words_of(model: Model, text: str) -> tuple[list[str], list[int], dict[str, n
 
 
 def _row(template: Template, example: list[Sequence[int]]) -> dict[str, np.ndarray]:
-    """The row of one encoded example, whose first sequence are the tokens of its text."""
+    """Return the row of one encoded example, whose first sequence are the tokens of its text."""
     lengths = np.array([[len(sequence) for sequence in example]])
     size = int(template.sizes(lengths)[0, 0])
     check_size(size if len(example[0]) else 0, template.length, "into a row of its training")
@@ -139,7 +140,7 @@ def _row(template: Template, example: list[Sequence[int]]) -> dict[str, np.ndarr
 
 
 def typed_lines() -> Iterator[str]:
-    """The lines of standard input that are not blank."""
+    """Yield the lines of standard input that are not blank."""
     is_terminal = sys.stdin.isatty()
     any_line = False
     while True:
@@ -159,7 +160,7 @@ def typed_lines() -> Iterator[str]:
 
 
 def check_size(size: int, limit: int, where: str) -> None:
-    """Raises ConfigError for a prompt of no tokens, or of more than `limit`, which fit `where`."""
+    """Raise ConfigError for a prompt of no tokens, or of more than `limit`, which fit `where`."""
     if not size:
         raise ConfigError("the prompt is empty: give --prompt some text.")
     if size > limit:

@@ -74,8 +74,9 @@ class ListedRun(NamedTuple):
 
 
 def runs_below(folder: Path) -> Iterator[ListedRun | ConfigError]:
-    """The runs in a directory and those below it, by their paths; for one that cannot be read, the
-    reason. Links are not followed. Raises ConfigError where there is no such directory."""
+    """Yield the runs in a directory and those below it, by their paths; for one that cannot be
+    read, the reason. Links are not followed. Raises ConfigError where there is no such
+    directory."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a directory: give the one that your runs are in.")
     for run_dir in _directories(folder):
@@ -86,7 +87,7 @@ def runs_below(folder: Path) -> Iterator[ListedRun | ConfigError]:
 
 
 def _directories(folder: Path) -> Iterator[Path]:
-    """Those of runs; what cannot be listed is left out."""
+    """Yield those of runs; what cannot be listed is left out."""
     try:
         entries = sorted(folder.iterdir(), key=str)
     except OSError:
@@ -100,7 +101,7 @@ def _directories(folder: Path) -> Iterator[Path]:
 
 
 def listed(run_dir: Path) -> ListedRun:
-    """What the files of a run say. Raises ConfigError where they cannot be read."""
+    """Return what the files of a run say. Raises ConfigError where they cannot be read."""
     directory = RunDirectory(run_dir)
     steps = read_config(directory.config).train.steps
     log = directory.metrics

@@ -88,7 +88,7 @@ def _train(args: TrainTokenizerArguments) -> int:
 
 
 def _size(path: Path) -> int:
-    """The bytes of a file of text; 0 for a pipe, whose size is not known."""
+    """Return the bytes of a file of text; 0 for a pipe, whose size is not known."""
     return path.stat().st_size if path.is_file() else 0
 
 

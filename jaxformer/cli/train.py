@@ -42,7 +42,7 @@ def run(_: TrainArguments, config: RunConfig) -> int:
 
 
 def advice(error: RunOutOfMemory) -> str:
-    """What is printed below the message: the remedies, and what they mean for the
+    """Return what is printed below the message: the remedies, and what they mean for the
     run directory."""
     setup = error.setup
     run_dir = setup.run.run.dir
@@ -88,7 +88,7 @@ def advice(error: RunOutOfMemory) -> str:
 
 
 def require_files() -> None:
-    """Raises the number of files that this process may open to what the machine allows. Raises
+    """Raise the number of files that this process may open to what the machine allows. Raises
     ConfigError where training would run out of them at its first checkpoint."""
     try:
         import resource
@@ -132,7 +132,7 @@ class LastingStream:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """Redirects the stream to the null device, and says so on standard error."""
+        """Redirect the stream to the null device, and say so on standard error."""
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), self._stream.fileno())
         print(

@@ -28,7 +28,7 @@ REST = "steps done again"
 
 
 def run(args: VerifyArguments) -> int:
-    """Prints each statement as soon as there is one. The exit status is 1 if something is not as it
+    """Print each statement as soon as there is one. The exit status is 1 if something is not as it
     was."""
     if args.steps < 0:
         raise ConfigError(f"--steps {args.steps}: give a number of steps, at least 0.")
@@ -52,8 +52,8 @@ def run(args: VerifyArguments) -> int:
 def verify(
     path: Path, *, steps: int = 5, mesh: Mapping[str, int] | None = None, **named: Any
 ) -> Iterator[Statement]:
-    """What is found of the run directory `path`, in the order in which it is found out: its files;
-    then `steps` of its steps, done again; then the probes. Writes nothing there.
+    """Yield what is found of the run directory `path`, in the order in which it is found out: its
+    files; then `steps` of its steps, done again; then the probes. Writes nothing there.
 
     With 0 steps, or where a file was altered, only the files are read. `mesh` are sizes of axes of
     the mesh in place of those of the run; `cache_dir`, `train`, `validation` and `init_from` are

@@ -71,7 +71,7 @@ class TokenRows(NamedTuple):
     weights: jax.Array
 
     def tiles(self, tile: int) -> "TokenRows":
-        """[B, T, ...] to [tiles, B, tile, ...], padded with zeros; their weight is 0."""
+        """Return [B, T, ...] as [tiles, B, tile, ...], padded with zeros; their weight is 0."""
 
         def split(a: jax.Array) -> jax.Array:
             padded = jnp.pad(a, ((0, 0), (0, -a.shape[1] % tile)) + ((0, 0),) * (a.ndim - 2))
@@ -102,8 +102,8 @@ def cross_entropy(
     nats_by_row: bool = False,
     **extras: float,
 ) -> ObjectiveAndNats:
-    """Weighted sums over the tokens (objective, nats): [B, T, D], [V, D], int [B, T], float32
-    [B, T] -> two float32 scalars; with `nats_by_row` nats are those of each row, [B].
+    """Return weighted sums over the tokens (objective, nats): [B, T, D], [V, D], int [B, T],
+    float32 [B, T] -> two float32 scalars; with `nats_by_row` nats are those of each row, [B].
 
     nats = sum w (lse - logit_y), with lse = log sum exp of the logits x head^T + bias, has no
     gradient. The objective has `label_smoothing` e in its targets, (1 - e) onehot + e / V
@@ -145,9 +145,9 @@ def row_nats(
 
 
 def tile_length(rows: int, length: int, vocab: int) -> int:
-    """Positions of a sequence to compute at a time, in tiles of nearly equal length; 0 for few
-    logits, which are computed at once, and differentiable in every way. Where the mesh divides the
-    positions, they are those of one device."""
+    """Return positions of a sequence to compute at a time, in tiles of nearly equal length; 0 for
+    few logits, which are computed at once, and differentiable in every way. Where the mesh divides
+    the positions, they are those of one device."""
     sizes = free_axes()
     split = _split_positions(length, sizes)
     length = length // split
@@ -165,7 +165,7 @@ def tile_length(rows: int, length: int, vocab: int) -> int:
 def _sums(
     rows: TokenRows, head: Weight, bias: HeadBias, extras: Extras, tile: int | None, by_row: ByRow
 ) -> ObjectiveAndNats:
-    """(objective, nats): each a scalar, or [B] by row."""
+    """Return (objective, nats): each a scalar, or [B] by row."""
     length = rows.targets.shape[1]
     if tile is None:
         tile = tile_length(len(rows.x), length, head.shape[0])
@@ -331,7 +331,8 @@ def _split_positions(length: int, sizes: Mapping[str, int]) -> int:
 def _by_device(
     run: Callable[..., Any], rows: TokenRows, head: Weight, bias: HeadBias, by_row: ByRow
 ) -> Any:
-    """`run(rows, head, bias)` -> (sums, gradients), by each device for the tokens that it has.
+    """Return `run(rows, head, bias)` -> (sums, gradients), by each device for the tokens that it
+    has.
 
     In this way the head is gathered once, and its gradients are summed over the devices once, not
     in every tile.
@@ -402,8 +403,8 @@ def _columns_of_sum(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Ar
 
 
 def ring_sum(x: jax.Array, axes: Any, devices: int, direction: int) -> jax.Array:
-    """`jax.lax.psum_scatter` of the columns of x [V, D] to the next device (1) or to the one before
-    (-1). A sum visits all devices, the one that keeps it last."""
+    """Return `jax.lax.psum_scatter` of the columns of x [V, D] to the next device (1) or to the one
+    before (-1). A sum visits all devices, the one that keeps it last."""
     width = x.shape[1] // devices
     index = jax.lax.axis_index(axes)
     ring = [(i, (i + direction) % devices) for i in range(devices)]

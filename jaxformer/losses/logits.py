@@ -31,7 +31,7 @@ class Extras(NamedTuple):
 
 
 def extras_of(label_smoothing: float = 0.0, z_loss: float = 0.0, soft_cap: float = 0.0) -> Extras:
-    """Extras with numbers of any type as floats, which can be compared and hashed."""
+    """Return extras with numbers of any type as floats, which can be compared and hashed."""
     return Extras(float(label_smoothing), float(z_loss), float(soft_cap))
 
 
@@ -91,8 +91,8 @@ def gathered(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def top_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(top, sum exp(l - top)) [..., 1] of logits l [..., V] with top their largest, in two passes,
-    which support gradients of every mode."""
+    """Return (top, sum exp(l - top)) [..., 1] of logits l [..., V] with top their largest, in two
+    passes, which support gradients of every mode."""
     # Subtracting the largest logit of a token keeps exp finite; it cancels in lse, so it needs no
     # gradient.
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -100,8 +100,8 @@ def top_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def top_and_total_at_once(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `top_and_total`, in one pass without a derivative: pieces of the vocabulary have (top,
-    total), and two of them have the larger top and the sum of their totals relative to it
+    """Compute `top_and_total` in one pass without a derivative: pieces of the vocabulary have
+    (top, total), and two of them have the larger top and the sum of their totals relative to it
     (arXiv:1805.02867)."""
     lowest = jnp.finfo(logits.dtype).min
 
@@ -135,8 +135,8 @@ DIFFERENTIABLE = Passes()
 
 
 def _is_target(targets: jax.Array, vocab: int) -> jax.Array:
-    """bool [..., V], by comparison: a gather from a vocabulary that is sharded over devices would
-    need communication."""
+    """Return bool [..., V], by comparison: a gather from a vocabulary that is sharded over devices
+    would need communication."""
     return targets[..., None] == jnp.arange(vocab)
 
 
@@ -158,8 +158,8 @@ def sums_of_logits(
     passes: Passes = DIFFERENTIABLE,
     by_row: ByRow = TOTALS,
 ) -> tuple[jax.Array, jax.Array, Softmax]:
-    """(objective, nats, what `logits_gradient` needs) of logits [..., V], targets and weights
-    [...]: each of the two a scalar, or by row [B] of logits [B, T, V]."""
+    """Return (objective, nats, what `logits_gradient` needs) of logits [..., V], targets and
+    weights [...]: each of the two a scalar, or by row [B] of logits [B, T, V]."""
     if extras.soft_cap:
         logits = extras.soft_cap * jnp.tanh(logits / extras.soft_cap)
     top, total = passes.totals(logits)
@@ -183,7 +183,7 @@ def sums_of_logits(
 def logits_gradient(
     softmax: Softmax, targets: jax.Array, weights: jax.Array, extras: Extras
 ) -> jax.Array:
-    """d objective / d logits [..., V] before the cap, float32.
+    """Return d objective / d logits [..., V] before the cap, float32.
 
     The derivative of lse is p, that of z lse^2 is 2 z lse p, and that of the targets' terms is the
     smoothed onehot.

@@ -110,7 +110,8 @@ def dpo_loss(
     beta: float = 0.1,
     reference_of: ReferenceOf | None = None,
 ) -> Sums:
-    """Direct preference optimization (arXiv:2305.18290, eq. 7), a sum over pairs.
+    """Return the loss of direct preference optimization (arXiv:2305.18290, eq. 7), a sum over
+    pairs.
 
     loss = -log sigmoid(beta (h_chosen - h_rejected)), h = log pi(y|x) - log pi_ref(y|x), each a sum
     over the tokens of a completion. The reference is that of the arrays of `reference_log_probs` in
@@ -131,8 +132,8 @@ def ipo_loss(
     beta: float = 0.1,
     reference_of: ReferenceOf | None = None,
 ) -> Sums:
-    """Identity preference optimization (arXiv:2310.12036, eq. 17, whose tau is beta), a sum over
-    pairs.
+    """Return the loss of identity preference optimization (arXiv:2310.12036, eq. 17, whose tau is
+    beta), a sum over pairs.
 
     loss = (h_chosen - h_rejected - 1 / (2 beta))^2, h = (log pi(y|x) - log pi_ref(y|x)) / |y|. As
     in TRL, h is a mean over the tokens of a completion, not a sum; the authors of IPO confirmed
@@ -153,8 +154,8 @@ def orpo_loss(
     *,
     beta: float = 0.1,
 ) -> Sums:
-    """Odds ratio preference optimization (arXiv:2403.07691, eq. 6, whose lambda is beta), a sum
-    over pairs, without a reference.
+    """Return the loss of odds ratio preference optimization (arXiv:2403.07691, eq. 6, whose lambda
+    is beta), a sum over pairs, without a reference.
 
     loss = -log P(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected)), with log P the
     mean log-probability of the tokens of a completion and odds = P / (1 - P). The first term is of
@@ -174,8 +175,8 @@ def simpo_loss(
     beta: float = 2.0,
     margin: float = TrainConfig.preference_margin,
 ) -> Sums:
-    """Simple preference optimization (arXiv:2405.14734, eq. 6), a sum over pairs, without a
-    reference.
+    """Return the loss of simple preference optimization (arXiv:2405.14734, eq. 6), a sum over
+    pairs, without a reference.
 
     loss = -log sigmoid(beta (m_chosen - m_rejected) - gamma), with m the mean log-probability of
     the tokens of a completion and gamma = `margin` beta the target margin of the rewards beta m.
@@ -186,7 +187,7 @@ def simpo_loss(
 
 
 def log_odds(log_probs: jax.Array) -> jax.Array:
-    """log(p / (1 - p)) of log p < 0, of any shape, finite for p = 1 too."""
+    """Return log(p / (1 - p)) of log p < 0, of any shape, finite for p = 1 too."""
     log_p = jnp.minimum(log_probs, CERTAIN)
     # log(1 - p) by whichever of the two functions is free of cancellation. The other one reads the
     # limit, so that its gradient is finite.
@@ -198,7 +199,7 @@ def log_odds(log_probs: jax.Array) -> jax.Array:
 
 
 def _margin(values: jax.Array) -> jax.Array:
-    """Chosen minus rejected: [B, 2] -> [B]."""
+    """Return chosen minus rejected: [B, 2] -> [B]."""
     return values[:, 0] - values[:, 1]
 
 
@@ -263,8 +264,8 @@ def contrastive_loss(
     *,
     temperature: float = TrainConfig.contrastive_temperature,
 ) -> Sums:
-    """InfoNCE with in-batch negatives, in both directions, a sum over pairs (arXiv:1908.10084,
-    arXiv:2212.03533).
+    """Return InfoNCE with in-batch negatives, in both directions, a sum over pairs
+    (arXiv:1908.10084, arXiv:2212.03533).
 
     With a_i and p_i the vectors of length 1 of `jf.embed`, s_ij = a_i . p_j / temperature, and
     loss_i = -(log softmax_j(s_ij)_i + log softmax_j(s_ji)_i) / 2. Negatives are those of the batch

@@ -20,8 +20,8 @@ RESULTS = {
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Rows of cells as lines with aligned columns; the columns numbered in `right` are aligned to
-    the right."""
+    """Return rows of cells as lines with aligned columns; the columns numbered in `right` are
+    aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -33,8 +33,8 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def banner(summary: Mapping[str, str | Sequence[str]], title: str = "jaxformer") -> str:
-    """A title and two aligned columns, names and values; a value of several lines stays in its
-    column."""
+    """Return a title and two aligned columns, names and values; a value of several lines stays in
+    its column."""
     margin = max((len(name) for name in summary), default=0)
     width = WIDTH - margin - 2 * len(INDENT)
     lines = [title]
@@ -50,7 +50,7 @@ def banner(summary: Mapping[str, str | Sequence[str]], title: str = "jaxformer")
 
 
 def framed(text: str) -> str:
-    """A text of a model behind a bar, in lines that fit the width."""
+    """Return a text of a model behind a bar, in lines that fit the width."""
     lines = []
     for row in printable(text).strip("\n").split("\n"):
         for line in textwrap.wrap(row, WIDTH - 4, drop_whitespace=False) or [""]:
@@ -59,7 +59,7 @@ def framed(text: str) -> str:
 
 
 def result_lines(metrics: Mapping[str, float]) -> dict[str, str]:
-    """What an evaluation found, by what it is; empty where it has no loss."""
+    """Return what an evaluation found, by what it is; empty where it has no loss."""
     if "val_loss" not in metrics:
         return {}
     loss = metrics["val_loss"]

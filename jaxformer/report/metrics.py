@@ -24,7 +24,9 @@ FILE = "metrics.jsonl"
 LARGEST_STEP = 2**53  # up to here a float64 holds every integer
 LARGEST_NUMBER = sys.float_info.max
 NON_FINITE = ("nan", "inf", "-inf")
-STATE, BEFORE = "state", "before"  # the two texts of a line
+# The two texts of a line.
+STATE = "state"
+BEFORE = "before"
 DIGITS = {STATE: 16, BEFORE: 32}  # hexadecimal
 
 
@@ -69,57 +71,67 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         began = time.monotonic() if began is None else began
         self.path = run_dir / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        remaining = list[LoggedLine]()
+        remaining: list[LoggedLine] = []
+        if resume_step and self.path.exists():
+            lines = logged_lines(self.path)
+            remaining = [line for line in lines if line.entry["step"] <= resume_step]
+        # A symbolic link may lead nowhere.
         if lexists(self.path):
-            # A symbolic link may lead nowhere.
-            lines = logged_lines(self.path) if self.path.exists() else ()
-            remaining = [line for line in lines if 0 < resume_step >= line.entry["step"]]
             with replacing(self.path, follow=False) as file:
                 file.writelines(line.raw + b"\n" for line in remaining)
-        seconds = [line.entry.get("seconds", 0.0) for line in remaining]
-        self._zero = began - max(seconds, default=0.0)
+        fault = ""
+        last: Mapping[str, Any] = {"step": 0}
         self._before = first_digest(identity or {})
-        faults = list[str]()
-        for number, line in enumerate(remaining, start=1):
-            is_known = BEFORE in line.entry and (number > 1 or identity is not None)
-            if is_known and line.entry[BEFORE] != self._before:
-                faults.append(f"line {number} does not follow from what is before it")
-            self._before = line_digest(line.raw)
-        last = remaining[-1].entry["step"] if remaining else 0
-        if resume_step and last < due:
-            faults.append(f"the last line is of step {last}, and step {due} was logged")
-        if faults:
+        for number, (raw, last) in enumerate(remaining, start=1):
+            # Without an identity the first digest is that of nothing known.
+            follows = last.get(BEFORE, self._before) == self._before
+            if not follows and (number > 1 or identity is not None):
+                fault = fault or f"line {number} does not follow from what is before it"
+            self._before = line_digest(raw)
+        self._zero = began - last.get("seconds", 0.0)
+        if resume_step and last["step"] < due:
+            fault = fault or f"the last line is of step {last['step']}, and step {due} was logged"
+        if fault:
             warnings.warn(
-                f"{self.path}: {faults[0]}, so lines were removed or altered, or are of another"
-                " run. The run goes on, and `jaxformer verify` says the same of it.",
+                f"{self.path}: {fault}, so lines were removed or altered, or are of another run."
+                " The run goes on, and `jaxformer verify` says the same of it.",
                 stacklevel=2,
             )
         try:
             self._file = store_of(self.path).append()
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written ({error.strerror}).") from error
-        self._unwritten, self._missing = bytearray(), list[int]()
+        self._unwritten = bytearray()
+        self._missing: list[int] = []
         if tracker is None:
             tracker = chosen_tracker("auto")(run_dir, resume_step, {})
         self._tracker = tracker
 
     def log(self, step: int, values: Mapping[str, SupportsFloat], state: str = "") -> None:
-        """Writes one line; `values` are numbers or scalar arrays. `state` is the fingerprint of the
+        """Write one line; `values` are numbers or scalar arrays. `state` is the fingerprint of the
         state after the step, 16 hexadecimal digits, if the line has one.
 
         JSON has no NaN: a value that is not finite is written as null, and its name under
         "non_finite" with "nan", "inf" or "-inf", from which `read_metrics` restores it.
         """
-        numbers: dict[str, float] = {}
+        line: dict[str, Any] = {"step": int(step)}
+        finite: dict[str, float] = {}
+        odd: dict[str, str] = {}
         for name, value in values.items():
             number = value.item() if hasattr(value, "item") else value
-            numbers[name] = number if isinstance(number, (int, float)) else float(number)
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        odd = {name: str(value) for name, value in numbers.items() if name not in finite}
-        line: dict[str, Any] = {"step": int(step)} | numbers | dict.fromkeys(odd)
+            if not isinstance(number, int):  # bfloat16 is no float of Python
+                number = float(number)
+            if math.isfinite(number):
+                finite[name] = line[name] = number
+            else:
+                odd[name] = str(number)
+                line[name] = None
         line["seconds"] = round(time.monotonic() - self._zero, 3)
-        line |= {"non_finite": odd} if odd else {}
-        line |= ({STATE: state} if state else {}) | {BEFORE: self._before}
+        if odd:
+            line["non_finite"] = odd
+        if state:
+            line[STATE] = state
+        line[BEFORE] = self._before
         raw = json.dumps(line, allow_nan=False).encode()
         self._before = line_digest(raw)
         self._unwritten += raw + b"\n"
@@ -134,7 +146,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             self._tracker.log(int(step), finite)
 
     def _write(self) -> str:
-        """Writes all lines that are not written yet. Returns the reason where that fails, else an
+        """Write all lines that are not written yet. Return the reason where that fails, else an
         empty string."""
         try:
             while self._unwritten:  # a full disk may take only a prefix
@@ -159,34 +171,35 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Every line of a run's metrics.jsonl, oldest first, without a last line that is still being
-    written. Raises ConfigError for a file that is missing, and for a line that `MetricsLog` does
-    not write."""
+    """Return every line of a run's metrics.jsonl, oldest first, without a last line that is still
+    being written. Raises ConfigError for a file that is missing, and for a line that `MetricsLog`
+    does not write."""
     path = run_dir / FILE
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist: {run_dir} is not a run directory, or nothing was logged in it"
             " yet."
         )
-    entries = [line.entry for line in logged_lines(path)]
-    return [
-        entry | {name: float(text) for name, text in entry.pop("non_finite", {}).items()}
-        for entry in entries
-    ]
+    entries = []
+    for _, entry in logged_lines(path):
+        for name, text in entry.pop("non_finite", {}).items():
+            entry[name] = float(text)
+        entries.append(entry)
+    return entries
 
 
 def line_digest(raw: bytes) -> str:
-    """32 hexadecimal digits of the SHA-256 of a line, without its line feed."""
+    """Return 32 hexadecimal digits of the SHA-256 of a line, without its line feed."""
     return hashlib.sha256(raw).hexdigest()[: DIGITS[BEFORE]]
 
 
 def first_digest(identity: Mapping[str, Any]) -> str:
-    """What stands for the digest of a line before the first one."""
+    """Return what stands for the digest of a line before the first one."""
     return line_digest(json.dumps(dict(identity), sort_keys=True).encode())
 
 
 def logged_lines(path: Path) -> Iterator[LoggedLine]:
-    """The lines of a metrics.jsonl, without a last one that is still being written. Raises
+    """Yield the lines of a metrics.jsonl, without a last one that is still being written. Raises
     ConfigError for a line that `MetricsLog` does not write."""
     lines = read_file(path).removesuffix(b"\n").split(b"\n")
     for number, raw in enumerate(lines, start=1):
@@ -205,7 +218,7 @@ def logged_lines(path: Path) -> Iterator[LoggedLine]:
 
 
 def _is_line(entry: Any) -> bool:
-    """Whether `MetricsLog` may have written a line."""
+    """Tell whether `MetricsLog` may have written a line."""
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         return False
     odd = entry.get("non_finite", {})

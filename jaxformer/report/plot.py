@@ -13,7 +13,10 @@ from jaxformer.report.metrics import read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLUE, RED, INK, FAINT = "#2f6db5", "#c8502b", "#33373d", "#d9dce1"
+BLUE = "#2f6db5"
+RED = "#c8502b"
+INK = "#33373d"
+FAINT = "#d9dce1"
 LARGEST_DRAWN = 1e300
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
@@ -32,7 +35,7 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_losses(run_dir: Path) -> Path:
-    """Draws training loss, validation loss and learning rate over tokens into loss.png."""
+    """Draw training loss, validation loss and learning rate over tokens into loss.png."""
     lines = read_metrics(run_dir)
     if not any("loss" in line or "val_loss" in line for line in lines):
         raise ConfigError(
@@ -60,8 +63,8 @@ def plot_losses(run_dir: Path) -> Path:
 def panels(
     path: Path, size: tuple[float, float], heights: tuple[float, float]
 ) -> Iterator[tuple["Axes", "Axes"]]:
-    """Two panels, one above the other over the same tokens, which are written as a PNG at the end
-    of the block."""
+    """Yield two panels, one above the other over the same tokens, which are written as a PNG at the
+    end of the block."""
     import matplotlib  # takes 0.2 s, and a run needs it once, at its end
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -80,7 +83,7 @@ def panels(
 def draw_curve(
     axes: "Axes", lines: list[dict[str, Any]], name: str, label: str, color: str
 ) -> None:
-    """Draws a quantity of metrics.jsonl over tokens, or over steps where no line has tokens: of
+    """Draw a quantity of metrics.jsonl over tokens, or over steps where no line has tokens: of
     more than a hundred values the smoothed curve over a faint one. The last value is in the
     legend."""
     # Lines of evaluations have a step and no tokens, of which every step has as many.
@@ -102,13 +105,14 @@ def draw_curve(
 
 
 def column(lines: list[dict[str, Any]], name: str) -> np.ndarray:
-    """A quantity of lines of metrics.jsonl, float64 [lines], NaN where a line does not have it."""
+    """Return a quantity of lines of metrics.jsonl, float64 [lines], NaN where a line does not have
+    it."""
     return np.array([line.get(name, np.nan) for line in lines], dtype=np.float64)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """The median of each value with its neighbors, a hundredth of them to each side, [points]: a
-    single spike does not bend it."""
+    """Return the median of each value with its neighbors, a hundredth of them to each side,
+    [points]: a single spike does not bend it."""
     reach = max(len(values) // 100, 2)
     padded = np.pad(values, reach, mode="edge")
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
@@ -116,7 +120,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def limits(losses: np.ndarray) -> tuple[float, float]:
-    """The lowest and highest loss to show: all but the highest fiftieth, with a margin."""
+    """Return the lowest and highest loss to show: all but the highest fiftieth, with a margin."""
     losses = np.clip(losses[np.isfinite(losses)], -LARGEST_DRAWN, LARGEST_DRAWN)
     if not len(losses):
         return 0.0, 1.0

@@ -2,9 +2,7 @@
 
 import functools
 import importlib.util
-import json
 import os
-import secrets
 import sys
 import uuid
 import warnings
@@ -14,9 +12,8 @@ from typing import Any, Protocol
 
 from jaxformer.config.run import TrackerName
 from jaxformer.config.settings import Table
-from jaxformer.files import ConfigError, read_object, store_of, write_text
+from jaxformer.files import ConfigError, store_of
 
-TRACKED = "tracker.json"  # of a run directory: the ids of the run by service
 PROJECT = "jaxformer"
 
 
@@ -66,8 +63,8 @@ class TensorBoard:
             self._fail(error.strerror or str(error))
 
     def _is_written(self) -> bool:
-        """Whether the thread of tensorboardX that writes the events is alive: a full disk ends it,
-        and then closing the board would wait for ever."""
+        """Tell whether the thread of tensorboardX that writes the events is alive: a full disk ends
+        it, and then closing the board would wait for ever."""
         worker = getattr(self._board.file_writer.event_writer, "_worker", None)
         if worker is None or worker.is_alive():
             return True
@@ -102,8 +99,8 @@ class HostedTracker:
     """Logs to Weights & Biases (`wandb`) or to `trackio`, which take the same calls, in the project
     that WANDB_PROJECT or TRACKIO_PROJECT names, or in "jaxformer".
 
-    A run that resumes continues the one that it began there, by the id in tracker.json. The failure
-    of a service never ends a run: there is one warning, and metrics.jsonl has every number. Raises
+    A run that resumes continues the one that it began there, by its `run_id`. The failure of a
+    service never ends a run: there is one warning, and metrics.jsonl has every number. Raises
     ConfigError only where a run begins and the service refuses it, as without a login.
     """
 
@@ -113,13 +110,7 @@ class HostedTracker:
         self.name = name
         self._run: Any = None
         self._local = store_of(run_dir).output_folder()
-        # The id of a run at a service is drawn at random for a new run.
-        path = run_dir / TRACKED
-        identities = read_object(path) if path.exists() else {}
-        if not isinstance(identities.get(name), str):
-            identities[name] = secrets.token_hex(4)
-            write_text(path, json.dumps(identities) + "\n", follow=False)
-        identity = str(identities[name])
+        identity = settings["run_id"]
         title = run_dir.resolve().name
         arguments: dict[str, Any] = {
             "project": os.environ.get(f"{name.upper()}_PROJECT") or PROJECT,
@@ -156,7 +147,7 @@ class HostedTracker:
             warnings.warn(str(error), stacklevel=2)
 
     def _try(self, call: Callable[[Any], None]) -> None:
-        """Makes a call; after the first one that fails, no more are made."""
+        """Make a call; after the first one that fails, no more are made."""
         if self._run is None:
             return
         try:
@@ -171,7 +162,7 @@ class HostedTracker:
 
 
 # Starts a tracker from the run directory, the step after which the run continues, and the settings
-# of the run by dotted names. Raises ConfigError where it cannot be started.
+# of the run by dotted names, with its `run_id`. Raises ConfigError where it cannot be started.
 Start = Callable[[Path, int, Mapping[str, Any]], Tracker]
 
 
@@ -190,7 +181,8 @@ TRACKER_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": 
 
 
 def chosen_tracker(name: str) -> Start:
-    """The row that `run.tracker` selects: for "auto", TensorBoard where it is installed, else none.
+    """Return the row that `run.tracker` selects: for "auto", TensorBoard where it is installed,
+    else none.
 
     Raises ConfigError where the package of a tracker is not installed.
     """
@@ -211,8 +203,8 @@ def _is_installed(name: str) -> bool:
 
 
 def _summary_writer() -> Any:
-    """The SummaryWriter of tensorboardX, which is imported as if PyTorch were not installed: it
-    would import PyTorch only for names of types, which takes seconds."""
+    """Return the SummaryWriter of tensorboardX, which is imported as if PyTorch were not installed:
+    it would import PyTorch only for names of types, which takes seconds."""
     hides_torch = "torch" not in sys.modules
     if hides_torch:
         sys.modules["torch"] = None  # type: ignore[assignment]

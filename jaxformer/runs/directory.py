@@ -41,7 +41,6 @@ FILES_OF_A_RUN = (
     "rollbacks.json",
     "reference.json",
     "loss.png",
-    "tracker.json",
     *DIRECTORIES,
 )
 

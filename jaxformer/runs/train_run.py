@@ -347,7 +347,8 @@ def _steps(
 
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
-            tracker = chosen_tracker(run.tracker)(directory.path, first, flat(setup.run))
+            named = flat(setup.run) | {"run_id": setup.record["run_id"]}
+            tracker = chosen_tracker(run.tracker)(directory.path, first, named)
             progress = stack.enter_context(ProgressBar(settings.steps, first, run.progress))
             due = first - first % settings.log_every or min(first, 1)
             metrics_log = MetricsLog(directory.path, first, began, tracker, setup.identity, due)

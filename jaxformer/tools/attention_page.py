@@ -33,7 +33,8 @@ Choices = Sequence[tuple[str, float]]  # texts with their probabilities, likelie
 
 
 def visible(token: str) -> str:
-    """A token's text with its white space shown as `·`, `↵` or `⇥`, and `∅` for no text at all."""
+    """Return a token's text with its white space shown as `·`, `↵` or `⇥`, and `∅` for no text at
+    all."""
     shown = ""
     for char in token:
         if char in VISIBLE or char.isspace():
@@ -73,8 +74,8 @@ def attention_page(
     beams: Sequence[Sequence[BeamCandidate]] = (),
     lens: Sequence[Sequence[Choices]] = (),
 ) -> str:
-    """A self-contained HTML page that shows the attention of one example, head by head and step by
-    step. Save it as UTF-8. What is left out is not shown.
+    """Return a self-contained HTML page that shows the attention of one example, head by head and
+    step by step. Save it as UTF-8. What is left out is not shown.
 
     Args:
       maps: any of "encoder" [L, N, S, S], "decoder" [L, N, T, T] and "cross" [L, N, T, S]: layer,
@@ -160,7 +161,7 @@ def attention_page(
     folder = files("jaxformer.tools").joinpath("pages")
 
     def filled(slot: re.Match[str]) -> str:
-        """The data, or the file of this name, such as a script."""
+        """Return the data, or the file of this name, such as a script."""
         return content if slot[1] == "data" else folder.joinpath(slot[1]).read_text("utf-8")
 
     return re.sub("{{(.+?)}}", filled, folder.joinpath("attention.html").read_text("utf-8"))
@@ -171,7 +172,7 @@ def _base64(array: np.ndarray) -> str:
 
 
 def _packed_choices(choices: Choices) -> list[tuple[str, float]]:
-    """Texts and probabilities for the page. Raises ConfigError for one not within 0 to 1."""
+    """Return texts and probabilities for the page. Raises ConfigError for one not within 0 to 1."""
     if not all(0 <= probability <= 1.01 for _, probability in choices):
         raise ConfigError(
             "candidates hold a probability that is not within 0 to 1: pass (text, probability)"

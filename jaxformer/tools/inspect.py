@@ -83,7 +83,8 @@ def attention_maps(
     layers: Sequence[int] | None = None,
     **inputs: Any,
 ) -> AttentionMaps:
-    """The attention weights of all layers, or of those in `layers`, and the logits of `jf.forward`.
+    """Return the attention weights of all layers, or of those in `layers`, and the logits of
+    `jf.forward`.
 
     `inputs` are the keywords of `jf.forward`: `source` [B, S] for an encoder-decoder. Raises
     ConfigError for a layer that no stack has.
@@ -116,8 +117,8 @@ def attention_maps(
 def attention_masks(
     config: ModelConfig, tokens: Any, layers: Sequence[int] | None = None, **inputs: Any
 ) -> dict[str, jax.Array]:
-    """Which keys each query may attend to, by the kinds of `attention_maps` that the model has:
-    bool [L, B, queries, keys].
+    """Return which keys each query may attend to, by the kinds of `attention_maps` that the model
+    has: bool [L, B, queries, keys].
 
     A key is hidden where it is padding or of another segment, comes after the query in a decoder,
     or is outside the window of the layer. `layers` and `inputs` are those of `attention_maps`;
@@ -153,8 +154,8 @@ def attention_masks(
 
 
 def logit_lens(params: Params, config: ModelConfig, residual: Any) -> jax.Array:
-    """The logits of a layer's residual stream [B, T, D], as if it were that of the last layer: the
-    final norm and the head, float32 [B, T, V] (nostalgebraist 2020; Belrose et al. 2023,
+    """Return the logits of a layer's residual stream [B, T, D], as if it were that of the last
+    layer: the final norm and the head, float32 [B, T, V] (nostalgebraist 2020; Belrose et al. 2023,
     arXiv:2303.08112).
 
     `residual` is that of `inspect` with capture="residual"; that of the last layer gives the logits

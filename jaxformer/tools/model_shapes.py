@@ -97,7 +97,7 @@ class ShapeRow(NamedTuple):
 def shapes_of(
     config: ModelConfig, batch_size: int, length: int, source_length: int = 0
 ) -> list[ShapeRow]:
-    """The rows of a forward pass of `batch_size` rows of `length` tokens, with sources of
+    """Return the rows of a forward pass of `batch_size` rows of `length` tokens, with sources of
     `source_length` tokens (0: as many), in the order of computation. Layers of equal shapes are one
     row. Parameters that no sublayer reads, such as the biases of T5's positions or a second head,
     are in a last row "other"."""
@@ -142,7 +142,7 @@ def shapes_of(
 
 
 def formula_of(config: ModelConfig, name: str) -> tuple[str, ...]:
-    """The lines of the formula of a sublayer named as in the rows of `shapes_of`
+    """Return the lines of the formula of a sublayer named as in the rows of `shapes_of`
     ("decoder.0.attention"); none for a name that has none.
 
     Rows of x are tokens: x W is the product of the rows with a matrix, and + b a bias. The last
@@ -170,7 +170,7 @@ def formula_of(config: ModelConfig, name: str) -> tuple[str, ...]:
 def model_rows(
     config: ModelConfig, batch_size: int, length: int, source_length: int
 ) -> list[ShapeRow]:
-    """The rows of a model, without symbols."""
+    """Return the rows of a model, without symbols."""
     batch = {"tokens": jax.ShapeDtypeStruct((batch_size, length), jnp.int32)}
     if config.family == "encoder_decoder":
         batch["source"] = jax.ShapeDtypeStruct((batch_size, source_length), jnp.int32)
@@ -212,8 +212,8 @@ def model_rows(
 
 
 def _layer_rows(stack: Stack, x: Shape, layers_in_group: int) -> Iterator[ShapeRow]:
-    """The rows of the layers of a stack; equal layers in a row are one. Layers are numbered by the
-    group whose parameters they read, and the first of a group counts these."""
+    """Yield the rows of the layers of a stack; equal layers in a row are one. Layers are numbered
+    by the group whose parameters they read, and the first of a group counts these."""
     source = (x[0], stack.source, x[2])
 
     def kind_of(number: int) -> tuple[ModelConfig, bool]:
@@ -248,14 +248,14 @@ def _sublayer(
     branch: Specs,
     products: list[ShapeRow],
 ) -> list[ShapeRow]:
-    """A sublayer with its number of parameters and the FLOPs of its products, and these."""
+    """Return a sublayer with its number of parameters and the FLOPs of its products, and these."""
     flops = sum(product.flops for product in products)
     return [ShapeRow(name, reads, makes, count(branch), flops), *products]
 
 
 def _products(branch: Specs, name: str, x: Shape, source: Shape, last: str = "") -> list[ShapeRow]:
-    """The products of x [B, T, D], or of a source [B, S, D], with the matrices of a sublayer, and
-    that with the matrix `last` after all others."""
+    """Return the products of x [B, T, D], or of a source [B, S, D], with the matrices of a
+    sublayer, and that with the matrix `last` after all others."""
     table = rows(branch)
     products = []
     for path in sorted(table, key=lambda path: path == last):
@@ -283,8 +283,8 @@ def _products(branch: Specs, name: str, x: Shape, source: Shape, last: str = "")
 def _without_weight(
     sublayer: Sublayer, layer: ModelConfig, stack: Stack, name: str, x: Shape
 ) -> list[ShapeRow]:
-    """The products of a sublayer that no parameter has. Those of attention are of queries with the
-    rows of relative positions and with keys, and of the weights with values."""
+    """Return the products of a sublayer that no parameter has. Those of attention are of queries
+    with the rows of relative positions and with keys, and of the weights with values."""
     batch_size, queries, _ = x
     keys = stack.keys(sublayer)
     total = round(batch_size * queries * sublayer.scores(layer, keys))

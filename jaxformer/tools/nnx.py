@@ -35,5 +35,5 @@ class Transformer(nnx.Module):
         )  # type: ignore[no-any-return]
 
     def __call__(self, tokens: Any, **inputs: Any) -> jax.Array:
-        """Logits; `inputs` are the keywords of `jf.forward`."""
+        """Return the logits; `inputs` are the keywords of `jf.forward`."""
         return forward(self.params, self.config, tokens, **inputs)

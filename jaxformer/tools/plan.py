@@ -84,7 +84,8 @@ class Bound(NamedTuple):
 
 
 def skipped_flops(planned: PlannedRun) -> float:
-    """FLOPs a token of the masked scores of self-attention that a fused kernel does not compute."""
+    """Return FLOPs a token of the masked scores of self-attention that a fused kernel does not
+    compute."""
     kernel = planned.model.attention_kernel
     if kernel in ("auto", "xla"):
         return 0.0
@@ -100,8 +101,8 @@ def skipped_flops(planned: PlannedRun) -> float:
 
 
 def repeated_flops(planned: PlannedRun) -> float:
-    """FLOPs a token of the products that the backward pass computes again: those that it reads and
-    that are not stored."""
+    """Return FLOPs a token of the products that the backward pass computes again: those that it
+    reads and that are not stored."""
     model = planned.model
     again = recomputed_names(planned)
     share = planned.source_length / planned.length
@@ -119,7 +120,7 @@ def repeated_flops(planned: PlannedRun) -> float:
 
 
 def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
-    """The least bytes that a step moves between a device and its memory.
+    """Return the least bytes that a step moves between a device and its memory.
 
     The state is read and written once, and so is each gradient; a reference is read once. In every
     microbatch the matrices are read in the forward and in the backward pass, and what is stored is
@@ -134,8 +135,8 @@ def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
 
 
 def link_bytes(planned: PlannedRun) -> float:
-    """The least bytes that a device sends in a step, as in rings (Patarasuk and Yuan 2009): the
-    weights that fsdp and context divide are gathered in the forward and in the backward pass of
+    """Return the least bytes that a device sends in a step, as in rings (Patarasuk and Yuan 2009):
+    the weights that fsdp and context divide are gathered in the forward and in the backward pass of
     every microbatch, and their gradients are scattered; the gradients are summed over data; and the
     output and the gradient of each sublayer over tensor. What context and expert exchange besides
     is not counted."""
@@ -181,7 +182,8 @@ class Plan:
 
 
 def make_plan(planned: PlannedRun) -> Plan:
-    """The plan of a run. No array is made, and nothing is traced but the optimizer's state."""
+    """Return the plan of a run. No array is made, and nothing is traced but the optimizer's
+    state."""
     memory = memory_plan(planned)
     tokens = planned.tokens_per_step
     flops = Products(
@@ -210,8 +212,8 @@ def make_plan(planned: PlannedRun) -> Plan:
 
 
 def smallest_changes(planned: PlannedRun) -> list[Change]:
-    """Up to `MOST_CHANGES` changes with which the run fits, those of one setting before those of
-    several; of each combination of settings only the smallest. Empty where none fits."""
+    """Return up to `MOST_CHANGES` changes with which the run fits, those of one setting before
+    those of several; of each combination of settings only the smallest. Empty where none fits."""
     train = planned.run.train
     model = planned.model
     devices = planned.size("data", "fsdp", CONTEXT)
@@ -252,12 +254,12 @@ def smallest_changes(planned: PlannedRun) -> list[Change]:
 
 
 def _more(number: int, whole: int) -> list[int]:
-    """The divisors of `whole` that are larger than a number."""
+    """Return the divisors of `whole` that are larger than a number."""
     return [n for n in range(number + 1, whole + 1) if whole % n == 0]
 
 
 def plan_text(plan: Plan, title: str) -> str:
-    """The plan as text."""
+    """Return the plan as text."""
     parts = parameters_by_part(plan.planned)
     flops = plan.products
     total = sum(parts.values())
@@ -355,8 +357,8 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
 
 
 def parameters_by_part(planned: PlannedRun) -> dict[str, int]:
-    """The number of parameters of each part of the model: embed, attention, cross, ffn, norms,
-    head and so on; an encoder-decoder's encoder apart."""
+    """Return the number of parameters of each part of the model: embed, attention, cross, ffn,
+    norms, head and so on; an encoder-decoder's encoder apart."""
     parts: dict[str, int] = {}
     for path, spec in rows(planned.specs).items():
         names = path.split(".")
@@ -369,7 +371,7 @@ def parameters_by_part(planned: PlannedRun) -> dict[str, int]:
 
 
 def memory_text(plan: Plan) -> str:
-    """What a device holds at its largest moment, and whether that fits."""
+    """Return what a device holds at its largest moment, and whether that fits."""
     memory = plan.memory
     lines = [*memory.held, *memory.stages[memory.largest]]
     table = [(line.name, human_bytes(line.bytes), str(line.certainty)) for line in lines]
@@ -386,12 +388,12 @@ def memory_text(plan: Plan) -> str:
 
 
 def _titled(title: str, table: Sequence[Sequence[str]], right: Collection[int] = (1,)) -> str:
-    """A title and aligned columns, those numbered in `right` to the right."""
+    """Return a title and aligned columns, those numbered in `right` to the right."""
     return "\n".join([title, *(f"{INDENT}{line}" for line in aligned(table, right))])
 
 
 def plan_numbers(plan: Plan) -> dict[str, Any]:
-    """The plan as a dict for JSON: bytes, FLOPs and seconds, None where unknown."""
+    """Return the plan as a dict for JSON: bytes, FLOPs and seconds, None where unknown."""
     planned = plan.planned
     memory = plan.memory
     changes = None if plan.changes is None else [change._asdict() for change in plan.changes]

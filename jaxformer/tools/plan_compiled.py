@@ -88,7 +88,7 @@ class GpuModel:
     shared: int
 
     def config_text(self, device: Device) -> str:
-        """A GpuTargetConfigProto as text."""
+        """Return a GpuTargetConfigProto as text."""
         major, minor = device.capability
         return f"""
             gpu_device_info {{
@@ -169,7 +169,7 @@ class Target:
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
     def devices(self) -> list[jax.Device]:
-        """The devices of the topology, which programs can be compiled for and not run on."""
+        """Return the devices of the topology, which programs can be compiled for and not run on."""
         require_compiler(self.platform)
         try:
             if self.platform == "gpu":
@@ -193,7 +193,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """The target that "v5e:4x4" or "h100:1x8" names."""
+    """Return the target that "v5e:4x4" or "h100:1x8" names."""
     kind, _, shape = text.partition(":")
     axes = 2 if kind in GPU_MODELS else TPU_AXES.get(kind, 0)
     sizes = shape.split("x")
@@ -208,7 +208,7 @@ def parse_target(text: str) -> Target:
 
 
 def require_compiler(platform: str) -> None:
-    """Raises ConfigError unless the wheel with the compiler for a platform is installed."""
+    """Raise ConfigError unless the wheel with the compiler for a platform is installed."""
     wheels = {"gpu": ("jax_plugins.xla_cuda12", "plan-gpu"), "tpu": ("libtpu", "plan-tpu")}
     module, extra = wheels[platform]
     try:
@@ -224,7 +224,7 @@ def require_compiler(platform: str) -> None:
 
 @contextlib.contextmanager
 def cudnn_of(target: Target) -> Iterator[None]:
-    """States for the target what JAX reads of an attached GPU when cuDNN attention is lowered: the
+    """State for the target what JAX reads of an attached GPU when cuDNN attention is lowered: the
     version of cuDNN, and the device's compute capability.
 
     JAX has no public way to state them, so three private functions are replaced meanwhile. This
@@ -285,7 +285,7 @@ class CompiledReport:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The report for a terminal."""
+        """Return the report for a terminal."""
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         on = f"{self.target} ({self.device_kind}, mesh {shape})"
         lines = [f"compiled for {on}: {self.dtype}, attention {self.kernel}"]
@@ -317,7 +317,7 @@ class CompiledReport:
 def compiled_report(
     run: RunConfig, target: str | Target, packed: bool | None = None, *, hlo: str | Path = ""
 ) -> CompiledReport:
-    """Compiles the train step of a run for a target, in a process of its own.
+    """Compile the train step of a run for a target, in a process of its own.
 
     Args:
       run: the settings; the mesh is run.mesh over the devices of the target.
@@ -349,7 +349,7 @@ def compiled_report(
 def compile_for_target(
     resolved: Resolved, batch: AbstractBatch, device: Device, target: str, hlo: str | Path = ""
 ) -> CompiledReport:
-    """Compiles the step of a run, whose devices are of the kind `device`; the report calls them
+    """Compile the step of a run, whose devices are of the kind `device`; the report calls them
     `target`."""
     mesh: Any = resolved.mesh
     found: dict[str, Any] = {}
@@ -390,7 +390,7 @@ def compile_for_target(
 
 
 def memory_of(stats: Any) -> dict[str, int]:
-    """The bytes of a device in the answer of `memory_analysis()`, as in `CompiledReport`."""
+    """Return the bytes of a device in the answer of `memory_analysis()`, as in `CompiledReport`."""
     argument = stats.argument_size_in_bytes
     output = stats.output_size_in_bytes
     alias = stats.alias_size_in_bytes
@@ -412,8 +412,8 @@ def memory_of(stats: Any) -> dict[str, int]:
 
 
 def model_flops(resolved: Resolved) -> float:
-    """FLOPs of the model in the program of a step over all devices, as MFU counts them: without the
-    forward pass of a reference that scores batches in a program of its own."""
+    """Return FLOPs of the model in the program of a step over all devices, as MFU counts them:
+    without the forward pass of a reference that scores batches in a program of its own."""
     per_token = flops_per_token(
         resolved.model,
         resolved.length,
@@ -425,8 +425,8 @@ def model_flops(resolved: Resolved) -> float:
 
 
 def too_large(error: Exception) -> tuple[int, int]:
-    """(bytes needed, bytes available) from the message of a compiler that refused a program. Raises
-    the error where it says something else."""
+    """Return (bytes needed, bytes available) from the message of a compiler that refused a program.
+    Raises the error where it says something else."""
     match = TOO_LARGE.search(str(error))
     if match is None:
         raise error
@@ -436,7 +436,7 @@ def too_large(error: Exception) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Reads what to compile from standard input, and writes the report as one line of JSON."""
+    """Read what to compile from standard input, and write the report as one line of JSON."""
     request = json.loads(sys.stdin.read())
     try:
         run = from_json(request["run"], "the settings to compile")

@@ -90,7 +90,7 @@ class PlannedRun(Resolved):
         return "segment_ids" in self.batch
 
     def size(self, *axes: str) -> int:
-        """The number of devices along axes of the mesh."""
+        """Return the number of devices along axes of the mesh."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
@@ -99,12 +99,12 @@ class PlannedRun(Resolved):
         return self.size(*PARAMETERS["embed"])
 
     def held_elements(self, spec: Spec) -> int:
-        """Elements of a parameter that a device holds."""
+        """Return elements of a parameter that a device holds."""
         sharding = parameter_sharding(self.mesh, spec.shape, spec.axes)
         return math.prod(sharding.shard_shape(spec.shape))
 
     def gathered_elements(self, spec: Spec) -> float:
-        """Elements of a parameter on a device that has gathered it over fsdp and context."""
+        """Return elements of a parameter on a device that has gathered it over fsdp and context."""
         placed = partition(spec.shape, spec.axes, NOT_GATHERED, self.mesh.shape)
         return math.prod(spec.shape) / self.size(*(axis for axis in placed if axis))
 
@@ -114,7 +114,7 @@ class PlannedRun(Resolved):
         return self.size(CONTEXT)
 
     def positions(self, length: int) -> int:
-        """Tokens of a row of `length` on a device."""
+        """Return the tokens of a row of `length` on a device."""
         return length // self.context
 
     @property
@@ -146,7 +146,8 @@ class PlannedRun(Resolved):
         return stacks(self.model, self.length, self.source_length)
 
     def sizes(self, length: int) -> Sizes:
-        """A microbatch on one device: its tokens of rows of `length`, which read each other."""
+        """Return a microbatch on one device: its tokens of rows of `length`, which read each
+        other."""
         return Sizes(
             self.rows,
             self.positions(length),
@@ -160,13 +161,13 @@ class PlannedRun(Resolved):
         )
 
     def arrays(self, layer: ModelConfig, stack: Stack) -> list[StoredArray]:
-        """All arrays of a layer that its backward pass reads, stored or computed again."""
+        """Return all arrays of a layer that its backward pass reads, stored or computed again."""
         return block_arrays(layer, stack, self.sizes(stack.tokens))
 
 
 def abstract_mesh(count: int, sizes: Mapping[str, int], name: str) -> AbstractMesh:
-    """A mesh of `count` devices of a row of `hardware.DEVICES`, which need not be attached, with
-    axes of these sizes."""
+    """Return a mesh of `count` devices of a row of `hardware.DEVICES`, which need not be attached,
+    with axes of these sizes."""
     device = device_named(name)
     shape = mesh_shape(count, sizes, name)
     abstract = AbstractDevice(name, num_cores=device.cores, platform=device.platform)
@@ -177,7 +178,7 @@ def abstract_mesh(count: int, sizes: Mapping[str, int], name: str) -> AbstractMe
 def planned_run(
     run: RunConfig, device_name: str, devices: int = 0, packed: bool | None = None
 ) -> PlannedRun:
-    """A run on `devices` of a kind of `hardware.DEVICES`.
+    """Return a run on `devices` of a kind of `hardware.DEVICES`.
 
     Args:
       run: its settings.
@@ -206,8 +207,8 @@ def planned_run(
 
 
 def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
-    """The same devices with other values of some settings, by their dotted names: of the mesh,
-    microbatches, remat or the loop of layers. Other axes of the mesh take their devices from
+    """Return the same devices with other values of some settings, by their dotted names: of the
+    mesh, microbatches, remat or the loop of layers. Other axes of the mesh take their devices from
     mesh.data."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
@@ -277,7 +278,7 @@ class MemoryPlan(NamedTuple):
 
 
 def memory_plan(planned: PlannedRun) -> MemoryPlan:
-    """The memory of one device in a step of the run.
+    """Return the memory of one device in a step of the run.
 
     The stages are the largest moments of a step: the loss, after the forward pass; the backward
     pass of each stack, after which its activations are freed; and the update.
@@ -339,7 +340,8 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
 
 
 def is_stored(planned: PlannedRun, layer: ModelConfig, name: str) -> bool:
-    """Whether an array of a layer is stored for its backward pass, and not computed again there."""
+    """Tell whether an array of a layer is stored for its backward pass, and not computed again
+    there."""
     if layer.remat == "none" and planned.device.platform == "cpu":
         return True
     products = PRODUCTS if layer.remat == "dots" else ()
@@ -349,7 +351,7 @@ def is_stored(planned: PlannedRun, layer: ModelConfig, name: str) -> bool:
 
 
 def recomputed_names(planned: PlannedRun) -> set[str]:
-    """The names of the arrays that the backward pass of the last stack computes again."""
+    """Return the names of the arrays that the backward pass of the last stack computes again."""
     arrays = planned.arrays(planned.model, planned.stacks[-1])
     return {array.name for array in arrays if not is_stored(planned, planned.model, array.name)}
 
@@ -366,7 +368,8 @@ class StackActivations(NamedTuple):
 
 
 def activations(planned: PlannedRun) -> list[StackActivations]:
-    """What each stack of a model stores for one microbatch, in the order of the forward pass."""
+    """Return what each stack of a model stores for one microbatch, in the order of the forward
+    pass."""
     found = []
     for stack in planned.stacks:
         stored = recomputed = working = 0.0
@@ -384,8 +387,8 @@ def activations(planned: PlannedRun) -> list[StackActivations]:
 def backward_bytes(
     planned: PlannedRun, layer: ModelConfig, arrays: list[StoredArray], stack: Stack
 ) -> float:
-    """The gradients that are alive at once in the backward pass of a layer: those of the arrays of
-    one sublayer, and two residual streams."""
+    """Return the gradients that are alive at once in the backward pass of a layer: those of the
+    arrays of one sublayer, and two residual streams."""
     sizes: defaultdict[str, float] = defaultdict(float)
     for array in arrays:
         sizes[array.name] += array.bytes
@@ -399,8 +402,8 @@ def backward_bytes(
 
 
 def scores_bytes(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> float:
-    """Bytes of the scores, float32, that blocked and ring attention have at a time; 0 for other
-    kernels."""
+    """Return bytes of the scores, float32, that blocked and ring attention have at a time; 0 for
+    other kernels."""
     keys = max(stack.tokens, stack.source)
     heads = planned.sizes(keys).share(layer.n_heads)
     if layer.attention_kernel == "ring":
@@ -414,8 +417,8 @@ def scores_bytes(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> float
 
 
 def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
-    """Bytes of the biases of scores that a stack has for all its rows, and of their gradients: one
-    for all layers, or one for each."""
+    """Return bytes of the biases of scores that a stack has for all its rows, and of their
+    gradients: one for all layers, or one for each."""
     model = planned.model
     if model.positions not in BIASED_SCORES:
         return 0.0, 0.0
@@ -427,7 +430,7 @@ def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
 
 
 def edge_bytes(planned: PlannedRun) -> float:
-    """What is stored before the first layer and after the last one."""
+    """Return what is stored before the first layer and after the last one."""
     model = planned.model
     numbers = planned.dtype_bytes
     tokens = planned.rows * planned.positions(planned.length)
@@ -447,7 +450,8 @@ def edge_bytes(planned: PlannedRun) -> float:
 
 
 def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
-    """(bytes of the logits of a tile and of their gradient, bytes of all tiles together besides).
+    """Return (bytes of the logits of a tile and of their gradient, bytes of all tiles together
+    besides).
 
     `tile` is the number of positions of a device in each row that are computed at a time. The
     logits have train.logits_dtype, their gradient has the compute dtype; the gradient of the matrix
@@ -471,14 +475,14 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
 
 
 def gradient_bytes(planned: PlannedRun) -> float:
-    """Bytes of the gradients: float32, of the leaves that learn, placed as these."""
+    """Return bytes of the gradients: float32, of the leaves that learn, placed as these."""
     learned = learning(planned.state.params, planned.state.frozen)
     return float(bytes_of_device(learned))
 
 
 def matrix_elements(planned: PlannedRun, gathered: bool = False) -> float:
-    """Elements on a device of the matrices that products read: as it holds them, or gathered over
-    fsdp and context."""
+    """Return elements on a device of the matrices that products read: as it holds them, or gathered
+    over fsdp and context."""
     elements = planned.gathered_elements if gathered else planned.held_elements
     return sum(
         elements(spec)
@@ -488,8 +492,8 @@ def matrix_elements(planned: PlannedRun, gathered: bool = False) -> float:
 
 
 def layer_elements(planned: PlannedRun, of_experts: bool = False) -> float:
-    """Elements on a device of the matrices of the largest layer, gathered over fsdp and context:
-    those of its experts, or all others."""
+    """Return elements on a device of the matrices of the largest layer, gathered over fsdp and
+    context: those of its experts, or all others."""
     sizes: dict[str, float] = {}
     for path, spec in rows(planned.specs).items():
         if not spec.is_matrix or not spec.is_stacked or ("experts" in spec.axes) != of_experts:
@@ -501,7 +505,7 @@ def layer_elements(planned: PlannedRun, of_experts: bool = False) -> float:
 
 
 def tile_length(planned: PlannedRun) -> int:
-    """Positions of each row whose logits are computed at a time."""
+    """Return positions of each row whose logits are computed at a time."""
     of_microbatch = planned.sequences // planned.run.train.n_microbatches
     with jax.sharding.use_abstract_mesh(planned.mesh):
         tile = cross_entropy.tile_length(of_microbatch, planned.length, planned.outputs)
@@ -509,7 +513,7 @@ def tile_length(planned: PlannedRun) -> int:
 
 
 def capacity_of(device: Device) -> float | None:
-    """Bytes of a device that a program can use; None if they are unknown."""
+    """Return bytes of a device that a program can use; None if they are unknown."""
     if device.memory is None:
         return None
     if device.platform != "gpu":

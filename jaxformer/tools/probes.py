@@ -60,14 +60,15 @@ class Evidence:
         return self.again.setup
 
     def rows(self, wanted: int) -> dict[str, np.ndarray]:
-        """About the first `wanted` rows of the batch, as many on each device, at least one."""
+        """Return about the first `wanted` rows of the batch, as many on each device, at least
+        one."""
         devices = batch_devices(self.setup.mesh)
         count = max(wanted // devices, 1) * devices
         return {name: array[:count] for name, array in self.batch.items()}
 
 
 def probed(evidence: Evidence) -> Iterator[Statement]:
-    """A statement of each probe that says something of the run."""
+    """Yield a statement of each probe that says something of the run."""
     for name, probe in PROBES.items():
         try:
             with memory_of(f"the probe {name}"):
@@ -96,7 +97,7 @@ class Sequences:
 
 
 def _texts_apart(evidence: Evidence) -> Found:
-    """No text reads another text of its row, nor another row, nor padding."""
+    """Tell whether no text reads another text of its row, nor another row, nor padding."""
     if evidence.setup.model.expert_capacity:
         return "unknown", "the texts of a row share what model.expert_capacity leaves them."
     rows = _sequences(evidence)
@@ -122,7 +123,7 @@ def _texts_apart(evidence: Evidence) -> Found:
 
 
 def _future_apart(evidence: Evidence) -> Found:
-    """No token of a decoder reads a later one."""
+    """Tell whether no token of a decoder reads a later one."""
     if evidence.setup.model.family == "encoder":
         return None
     rows = _sequences(evidence)
@@ -155,8 +156,8 @@ def _sequences(evidence: Evidence) -> Sequences:
 
 
 def _leaks(evidence: Evidence, rows: Sequences, masks: list[ProbeMask], what: str) -> Found:
-    """The largest gradient by what the masks forbid, which has to be exactly 0, and by what they
-    allow, which must not be, or nothing is shown."""
+    """Return the largest gradient by what the masks forbid, which has to be exactly 0, and by what
+    they allow, which must not be, or nothing is shown."""
     setup = evidence.setup
     if setup.model.embedding != "tokens":
         name = setup.model.embedding
@@ -180,8 +181,8 @@ def _leaks(evidence: Evidence, rows: Sequences, masks: list[ProbeMask], what: st
 def _gradients_by_inputs(
     config: ModelConfig, params: Params, batch: Batch, masks: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest gradient of the outputs, weighted at random, by the inputs that a mask forbids,
-    and by all others.
+    """Return the largest gradient of the outputs, weighted at random, by the inputs that a mask
+    forbids, and by all others.
 
     The tables of tokens are replaced by one that has a row for each token of the batch and of its
     source, [B T + B S, D], whose gradient is that of the inputs, behind every adapter.
@@ -229,7 +230,7 @@ def _gradients_by_inputs(
 
 
 def _accumulation(evidence: Evidence) -> Found:
-    """A batch in two microbatches has the gradient of the batch in one."""
+    """Tell whether a batch in two microbatches has the gradient of the batch in one."""
     setup = evidence.setup
     devices = batch_devices(setup.mesh)
     # As many rows as a microbatch of the run, which fit its memory, but two on each device.
@@ -249,7 +250,7 @@ def _accumulation(evidence: Evidence) -> Found:
 
 
 def _one_device(evidence: Evidence) -> Found:
-    """The mesh computes the gradient that one of its devices does."""
+    """Tell whether the mesh computes the gradient that one of its devices does."""
     setup = evidence.setup
     if setup.mesh.size == 1:
         return None
@@ -272,7 +273,7 @@ def _one_device(evidence: Evidence) -> Found:
 
 
 def _comparable(loss: Loss) -> Loss:
-    """The loss without dropout and without that of the router, which is one of all rows of a
+    """Return the loss without dropout and without that of the router, which is one of all rows of a
     microbatch: what is a sum over rows."""
 
     def alone(params: Any, batch: Batch, key: jax.Array | None) -> Sums:
@@ -287,7 +288,7 @@ def _comparable(loss: Loss) -> Loss:
 
 
 def _gradient(evidence: Evidence, batch: Batch, pieces: int) -> Any:
-    """The gradient of the mean loss of a batch on the mesh, in so many microbatches."""
+    """Return the gradient of the mean loss of a batch on the mesh, in so many microbatches."""
     setup = evidence.setup
     loss = _comparable(setup.loss)
 
@@ -299,7 +300,7 @@ def _gradient(evidence: Evidence, batch: Batch, pieces: int) -> Any:
 
 
 def _equal_to_rounding(evidence: Evidence, a: Any, b: Any, what: str) -> Found:
-    """Whether the leaves of two gradients differ by no more than rounding explains."""
+    """Tell whether the leaves of two gradients differ by no more than rounding explains."""
 
     @jax.jit
     def norms(a: Any, b: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
@@ -325,7 +326,7 @@ def _equal_to_rounding(evidence: Evidence, a: Any, b: Any, what: str) -> Found:
 
 
 def _resumed_step(evidence: Evidence) -> Found:
-    """The next step is, to the bit, that of the state after it was saved and read."""
+    """Tell whether the next step is, to the bit, that of the state after it was saved and read."""
     again = evidence.again
     setup = evidence.setup
     number = int(evidence.state.step)

@@ -101,8 +101,8 @@ class RunFiles:
 
 
 def read_run(path: Path) -> RunFiles:
-    """The files of a run. Raises ConfigError for a folder that is no run, for a run that a process
-    is still writing, and for one whose lines are no chain."""
+    """Return the files of a run. Raises ConfigError for a folder that is no run, for a run that a
+    process is still writing, and for one whose lines are no chain."""
     # Orbax takes no relative path.
     directory = RunDirectory(path.absolute())
     needed = (directory.config, directory.data, directory.metrics)
@@ -134,9 +134,9 @@ def read_run(path: Path) -> RunFiles:
 
 
 def compared_files(files: RunFiles) -> Iterator[Statement]:
-    """All that can be said without the data of the run: whether each line has the digest of the one
-    before it, the first that of the run; whether tokenizer.json holds the tokenizer that the run
-    was begun with; and the checkpoints."""
+    """Yield all that can be said without the data of the run: whether each line has the digest of
+    the one before it, the first that of the run; whether tokenizer.json holds the tokenizer that
+    the run was begun with; and the checkpoints."""
     before = first_digest(files.identity)
     broken = []
     for number, line in enumerate(files.lines, start=1):
@@ -171,8 +171,8 @@ def compared_files(files: RunFiles) -> Iterator[Statement]:
 
 
 def compared_checkpoint(files: RunFiles, step: int) -> Statement:
-    """Whether a checkpoint has the bytes that were saved, is of this run and step, and holds the
-    state that its line in metrics.jsonl has."""
+    """Tell whether a checkpoint has the bytes that were saved, is of this run and step, and holds
+    the state that its line in metrics.jsonl has."""
     subject = f"checkpoint {step}"
     folder = files.directory.checkpoints / str(step)
     try:
@@ -204,11 +204,11 @@ def compared_checkpoint(files: RunFiles, step: int) -> Statement:
 
 
 def quiet(line: str) -> None:
-    """Drops a line that a run would print: here everything is said in statements."""
+    """Drop a line that a run would print: here everything is said in statements."""
 
 
 def setup_of_run(path: Path, mesh: Mapping[str, int] | None = None, **named: Any) -> RunSetup:
-    """The setup of the run directory `path`, which is only read.
+    """Return the setup of the run directory `path`, which is only read.
 
     `mesh` are sizes of axes of the mesh in place of those of the run; `cache_dir`, `train`,
     `validation` and `init_from` are those of `looked_at`. Raises ConfigError where `path` is no run
@@ -236,8 +236,8 @@ class StepsAgain:
         self.logged = {line["step"]: line for line in lines if "loss" in line}
 
     def is_of_this_machine(self, step: int) -> bool:
-        """Whether the process that logged a step ran on the devices, mesh and versions of this one,
-        by the next checkpoint, which it saved."""
+        """Tell whether the process that logged a step ran on the devices, mesh and versions of this
+        one, by the next checkpoint, which it saved."""
         after = [saved for saved in self.starts if saved >= step]
         is_same_mesh = self.mesh_of_run == self.setup.run.mesh
         if not after or not is_same_mesh or platform(self.setup.mesh) == "gpu":
@@ -246,7 +246,7 @@ class StepsAgain:
         return manifest["versions"] == versions()
 
     def newest(self, step: int) -> TrainState:
-        """The newest saved state from before a step, or the first state of the run. Raises
+        """Return the newest saved state from before a step, or the first state of the run. Raises
         ConfigError for a checkpoint that cannot be read."""
         setup = self.setup
         saved = max(start for start in self.starts if start < step)
@@ -264,21 +264,22 @@ class StepsAgain:
         return state
 
     def advance(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
-        """The state after the next step, and its figures; `state` is donated."""
+        """Return the state after the next step, and its figures; `state` is donated."""
         batch = self.setup.placed(self.batches[int(state.step)])
         state, metrics = self.program(state, batch)
         return state, as_logged(jax.device_get(metrics))
 
     def figures_of(self, state: TrainState, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """The figures of a step, with the fingerprint of what checkpoints hold of its state."""
+        """Return the figures of a step, with the fingerprint of what checkpoints hold of its
+        state."""
         unsaved = self.setup.unsaved
         leaves = {path: leaf for path, leaf in flat_leaves(state).items() if path not in unsaved}
         return {**metrics, STATE: fingerprint(leaves)}
 
     def drawn(self, count: int) -> list[int]:
-        """So many logged steps, ascending: that of the newest checkpoint, where at most `FEW` steps
-        lead to it, and others that are drawn from twice as many, those nearest behind a checkpoint
-        or the beginning, since all steps in between have to be done again."""
+        """Draw so many logged steps, ascending: that of the newest checkpoint, where at most `FEW`
+        steps lead to it, and others that are drawn from twice as many, those nearest behind a
+        checkpoint or the beginning, since all steps in between have to be done again."""
 
         def distance(step: int) -> int:
             return min(step - start for start in self.starts if start < step)
@@ -293,7 +294,7 @@ class StepsAgain:
         return sorted(drawn)
 
     def statements(self, steps: Sequence[int]) -> Iterator[Statement]:
-        """Does logged steps again, in ascending order, each from its newest earlier checkpoint, or
+        """Do logged steps again, in ascending order, each from its newest earlier checkpoint, or
         from the step before it where that is newer."""
         state: TrainState | None = None
         begun = 0
@@ -322,9 +323,9 @@ class StepsAgain:
 def compared(
     now: Mapping[str, Any], logged: Mapping[str, Any], bound: float, exact: bool = False
 ) -> tuple[Verdict, str]:
-    """How figures compare with those of a line that has them, and a phrase about each. Differences
-    of up to `bound` are rounding, but where the state is that of the log to the bit every figure
-    has to be. Where `exact`, another state is NO."""
+    """Return how figures compare with those of a line that has them, and a phrase about each.
+    Differences of up to `bound` are rounding, but where the state is that of the log to the bit
+    every figure has to be. Where `exact`, another state is NO."""
     names: dict[Verdict, list[str]] = {"equal": [], "equal to rounding": [], "NO": []}
     has_same_state = STATE in now and now[STATE] == logged.get(STATE)
     for name in now:

@@ -224,7 +224,7 @@ class _Reader:
         self._since = time.perf_counter()
 
     def read(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Waits for a step, once. Raises Diverged where it is not finite and no hook skips it."""
+        """Wait for a step, once. Raises Diverged where it is not finite and no hook skips it."""
         if step <= self._read_to:
             return
         self._read_to = step
@@ -245,7 +245,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The time in this context does not count as time of a step."""
+        """Leave the time in this context out of that of a step."""
         begin = time.perf_counter()
         yield
         self._since += time.perf_counter() - begin
@@ -276,7 +276,7 @@ DIVERGED_ADVICE = (
 
 
 def require_finite_params(state: TrainState, step: int) -> None:
-    """Raises Diverged where a parameter that learns is not finite."""
+    """Raise Diverged where a parameter that learns is not finite."""
     if not _all_finite(learning(state.params, state.frozen)):
         raise Diverged(
             f"step {step}: its parameters are not finite. {DIVERGED_ADVICE}", step, state
@@ -312,10 +312,10 @@ class SkipSteps:
         self.skipped = skipped
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
-        """Does nothing: only steps that are not finite matter."""
+        """Do nothing: only steps that are not finite matter."""
 
     def skips(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> bool:
-        """Counts a step that is not finite."""
+        """Count a step that is not finite."""
         if self.skipped >= self.limit:
             raise diverged(
                 step,

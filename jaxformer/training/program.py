@@ -163,7 +163,7 @@ class Profile:
         return state, metrics
 
     def close(self) -> None:
-        """Ends a trace that is running. After `fit` a call is needed only if that ended or failed
+        """End a trace that is running. After `fit` a call is needed only if that ended or failed
         before the last step to trace."""
         if self._running:
             self._running = False

@@ -50,7 +50,7 @@ class SpikeState(NamedTuple):
 def skip_spikes(
     optimizer: optax.GradientTransformation, factor: float = 10.0, window: int = 128
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, which a step with a spike leaves as it is; its update is then zero.
+    """Return `optimizer`, which a step with a spike leaves as it is; its update is then zero.
 
     A step is a spike if its loss, or the Euclidean norm of its gradient, is above median + `factor`
     * deviation of that of the last `window` steps that were no spikes. The deviation is 1.4826
@@ -129,7 +129,7 @@ class SpikeLimit:
         self.limit = limit
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
-        """Reads the count of a step."""
+        """Read the count of a step."""
         if not is_spike(metrics) or float(metrics[SUCCESSIVE_SPIKES]) <= self.limit:
             return
         before = f", and {self.limit} steps in a row were skipped before" if self.limit else ""

@@ -267,7 +267,7 @@ def mesh_of(state: Any) -> AnyMesh | None:
 
 
 def on_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Puts a mesh in force, if there is one: of devices, or abstract to compile for others."""
+    """Put a mesh in force, if there is one: of devices, or abstract to compile for others."""
     if mesh is None:
         return contextlib.nullcontext()
     if isinstance(mesh, AbstractMesh):

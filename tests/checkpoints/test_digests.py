@@ -21,11 +21,12 @@ from jaxformer.checkpoints.digests import (
     Altered,
     altered_files,
     as_text,
+    checksum,
     digest_on_host,
     digests,
     write_file_digests,
 )
-from jaxformer.checkpoints.reading import _checksum, failure_of, read_back
+from jaxformer.checkpoints.reading import failure_of, read_back
 from jaxformer.checkpoints.saving import Checkpoints, NotSaved
 from jaxformer.files import ConfigError
 
@@ -151,8 +152,8 @@ def test_a_checkpoint_of_another_format_is_refused_by_name(number: int, tmp_path
         checkpoints.save(state, 1)
     path = tmp_path / "checkpoints/1/manifest/metadata"
     manifest = json.loads(path.read_text()) | {"format": number}
-    manifest["sha256"] = _checksum(manifest)
-    path.write_text(json.dumps(manifest))
+    del manifest["sha256"]
+    path.write_text(json.dumps(manifest | {"sha256": checksum(manifest)}))
     refused = pytest.raises(ConfigError, match=f"a manifest of format {number}, .* reads format 3")
     with refused, Checkpoints(tmp_path) as checkpoints:
         checkpoints.restore(state, print)

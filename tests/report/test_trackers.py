@@ -24,7 +24,7 @@ LINES = {1: 5.0, 2: 4.0}
 def logged(
     name: str, folder: Path, resume_step: int = 0, lines: Mapping[int, float] = LINES
 ) -> None:
-    tracker = chosen_tracker(name)(folder, resume_step, SETTINGS)
+    tracker = chosen_tracker(name)(folder, resume_step, SETTINGS | {"run_id": folder.name})
     with MetricsLog(folder, resume_step, tracker=tracker) as log:
         for step, loss in lines.items():
             log.log(step, {"loss": loss, "grad_norm": float("nan")})
@@ -72,7 +72,8 @@ def test_a_run_that_resumes_is_the_same_run_of_the_service(
     assert [value for name, value in service.calls if name == "log"] == [(1, 5.0), (2, 4.0), (3, 3)]
     first, again = (value for name, value in service.calls if name == "init")
     assert first == again and first["resume"] == "allow" and first["project"] == "jaxformer"
-    assert first["config"] == {"train.steps": 4, "model.pattern": "('a', 'b')"}
+    settings = {"train.steps": 4, "model.pattern": "('a', 'b')"}
+    assert first["config"] == settings | {"run_id": tmp_path.name}
     logged("wandb", tmp_path / "other")
     assert service.calls[-4][1]["id"] != first["id"]
 
@@ -146,8 +147,7 @@ def test_trackio_takes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("trackio")
     logged("trackio", tmp_path / "own")
     logged("trackio", tmp_path / "own", 2, {3: 3.0})
-    identity = json.loads((tmp_path / "own" / "tracker.json").read_text())["trackio"]
-    query = ["metric", "--project", "jaxformer", "--run", f"own-{identity}", "--metric", "loss"]
+    query = ["metric", "--project", "jaxformer", "--run", "own-own", "--metric", "loss"]
     command = [sys.executable, "-m", "trackio.cli", "get", *query, "--json"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     metric = json.loads(output)

@@ -30,7 +30,7 @@ ITERATIONS = 5
 
 
 def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Muon on the blocks' matrices, a layer, a product and an expert at a time, and with
+    """Return Muon on the blocks' matrices, a layer, a product and an expert at a time, and with
     optimizer.muon_unit head a head at a time; Adam on embeddings, output layer, norms and biases.
 
     Updates are scaled to the RMS that Adam's have, so one learning rate and decay serve both
@@ -61,7 +61,7 @@ def _axes(config: OptimizerConfig, spec: Spec) -> MatrixAxes | None:
 
 
 def _normuon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """NorMuon on the leaves that Muon takes, Adam on all others."""
+    """Return NorMuon on the leaves that Muon takes, Adam on all others."""
 
     def label(_: str, spec: Spec) -> str:
         return "adam" if _axes(c, spec) is None else "normuon"
@@ -78,7 +78,8 @@ class NorMuonState(NamedTuple):
 
 
 def scale_by_normuon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Muon whose directions are normalized by the mean square of each neuron (arXiv:2510.05491).
+    """Return Muon whose directions are normalized by the mean square of each neuron
+    (arXiv:2510.05491).
 
     With the gradient G [inputs, outputs] and Newton-Schulz NS:
     M = b1 M + (1 - b1) G, O = NS(M), v = b2 v + (1 - b2) mean(O^2 over inputs),

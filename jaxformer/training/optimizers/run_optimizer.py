@@ -29,8 +29,9 @@ from jaxformer.training.optimizers.update_rule import ADAM, UpdateRule, map_arra
 def _schedule_free(
     c: OptimizerConfig, schedule: optax.Schedule, base: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Schedule-free learning (arXiv:2405.15682). The parameters of the train state are y; the state
-    of the optimizer holds z and b1, and the weights to evaluate are x = (y - (1 - b1) z) / b1.
+    """Return schedule-free learning (arXiv:2405.15682). The parameters of the train state are y;
+    the state of the optimizer holds z and b1, and the weights to evaluate are x = (y - (1 - b1) z)
+    / b1.
 
     The average takes the place of Adam's first moment.
     z -= r (g / sqrt(v) + d y), x = (1 - c) x + c z, y = (1 - b1) z + b1 x, with c = r^2 / sum r^2,

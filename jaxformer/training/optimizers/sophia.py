@@ -28,7 +28,7 @@ class SophiaState(NamedTuple):
 
 
 def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationExtraArgs:
-    """m = b1 m + (1 - b1) g; every tenth step, from the first on,
+    """Return the rule m = b1 m + (1 - b1) g; every tenth step, from the first on,
     h = b2 h + (1 - b2) s * (H s) with signs s drawn at random and the Hessian H of the loss of the
     batch (Hutchinson's estimate); and the direction is m / max(gamma h, eps), clipped to [-1, 1].
 
