@@ -16,8 +16,17 @@ from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError, located, store_of
 from jaxformer.runs.config import parse_arguments
 
-# Options of `sample` of which one alone can be used.
-APART = (("--prompts", "--chat"), ("--prompts", "--beams"), ("--prompts", "--n"), ("--chat", "--n"))
+# Options of `sample` of which one alone can be used. A beam search draws nothing.
+APART = (
+    ("prompts", "chat"),
+    ("prompts", "beams"),
+    ("prompts", "n"),
+    ("chat", "n"),
+    ("beams", "temperature"),
+    ("beams", "top_k"),
+    ("beams", "top_p"),
+    ("beams", "min_p"),
+)
 QUANTIZATIONS = "{" + ",".join(choices(Quantization)) + "}"
 ConfigArgumentsT = TypeVar("ConfigArgumentsT", bound="ConfigArguments")
 RunPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -110,14 +119,16 @@ class SampleArguments(ModelArguments):
     """With --chat: the message of the system before the conversation."""
     max_new_tokens: int = 256
     """Maximum number of new tokens."""
-    temperature: float = 0.8
-    """Sampling temperature; 0 is greedy."""
-    top_k: int = 50
+    temperature: OptionalFloat = None
+    """Sampling temperature; 0 is greedy. Where neither the command nor the model states one: 0.7,
+    and with --chat greedy."""
+    top_k: OptionalInt = None
     """Sample from the k most likely tokens; 0 samples from all."""
-    top_p: float = 1.0
+    top_p: OptionalFloat = None
     """Sample from the most likely tokens whose probabilities add up to this."""
     min_p: OptionalFloat = None
-    """Sample from tokens with at least this share of the largest probability."""
+    """Sample from tokens with at least this share of the largest probability. Where neither the
+    command nor the model states this, top_k or top_p: 0.05."""
     repetition_penalty: OptionalFloat = None
     """Divide the logits of tokens of the text and the prompt by this, where they are above 0, and
     multiply them with it below 0."""
@@ -136,15 +147,13 @@ class SampleArguments(ModelArguments):
 
     def check(self) -> None:
         """Raises ConfigError for values that are out of range or do not go together."""
-        used = {
-            "--prompts": self.prompts is not None,
-            "--chat": self.chat,
-            "--beams": self.beams != 0,
-            "--n": self.n != 1,
-        }
-        for first, second in APART:
-            if used[first] and used[second]:
-                raise ConfigError(f"{first} and {second} do not go together: use one of them.")
+        for pair in APART:
+            unused = [
+                getattr(self, name) in (None, 0, getattr(SampleArguments, name)) for name in pair
+            ]
+            if not any(unused):
+                first, second = pair
+                raise ConfigError(f"--{first} and --{second} do not go together: use one of them.")
         if self.system and not self.chat:
             raise ConfigError("--system is a message of a conversation: add --chat.")
         for name in ("n", "rows", "max_new_tokens"):

@@ -4,7 +4,7 @@ it; or the texts of many prompts of a file."""
 import json
 import secrets
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,9 @@ from jaxformer.files import ConfigError, parse_object, read_text
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.decode import stream_tokens
 from jaxformer.generation.refill import refill
+from jaxformer.generation.sampling import Sampling
 from jaxformer.generation.stop_strings import StopStrings, before_stop, stream_before_stop
+from jaxformer.generation.token_rules import rules_of
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.chat import ASSISTANT, ChatTemplate
 
@@ -27,6 +29,10 @@ PROMPTS_ADVICE = 'give a text file with a prompt a line, or .jsonl with {"prompt
 # The most new tokens for which the layers are a loop: each token takes 7 to 16 ms more than with
 # unrolled layers, which take 2 s longer to compile (GPT-2 124M and SmolLM2-135M, two cores).
 SHORT_TEXT = 64
+FILTERS = ("top_k", "top_p", "min_p")
+# The options that are rules of a text.
+SHOWN = ("temperature", *FILTERS, "repetition_penalty", "no_repeat_ngram_size")
+Rules = dict[str, Any]
 
 
 def run(args: SampleArguments) -> int:
@@ -41,14 +47,16 @@ def run(args: SampleArguments) -> int:
         )
     if args.chat and family != "decoder":
         raise ConfigError(f"--chat is for a decoder, and {args.path} has model.family={family!r}.")
+    is_typed = args.chat or args.prompts is not None
+    if not is_typed and args.prompt is None and family != "decoder":
+        raise ConfigError(f"{args.path} is a model that needs a text: give one with --prompt.")
+    rules = _rules(model, args)
     if args.prompts is not None:
-        _write_prompts(model, args, args.prompts)
+        _write_prompts(model, args, rules, args.prompts)
         return 0
     if args.chat:
-        _converse(model, args)
+        _converse(model, args, rules)
         return 0
-    if args.prompt is None and family != "decoder":
-        raise ConfigError(f"{args.path} is a model that needs a text: give one with --prompt.")
     start, source = start_of(model, args.prompt or "")
     if args.prompt is None:
         start = start or [model.tokenizer.end_token]
@@ -56,26 +64,81 @@ def run(args: SampleArguments) -> int:
     beginning = "" if source else args.prompt or ""
     if args.n == 1:
         print(beginning, end="")
-        _print_growing(model, args, start, source)
+        _print_growing(model, args, rules, start, source)
         return 0
-    rows = np.concatenate([*_pieces(model, args, start, source)], axis=1)
+    rows = np.concatenate([*_pieces(model, args, rules, start, source)], axis=1)
     for number, row in enumerate(rows.tolist(), 1):
         print(f"--- {number} of {args.n}")
         print(beginning + _text_after(model, args, start, row))
     return 0
 
 
-def _rules(args: SampleArguments) -> dict[str, Any]:
-    """The settings of the command, as keywords of `beam_search` or of the other decoders."""
-    rules: dict[str, Any] = {}
-    for name in ("min_p", "repetition_penalty", "no_repeat_ngram_size"):
-        if getattr(args, name) is not None:
-            rules[name] = getattr(args, name)
+def _rules(model: Model, args: SampleArguments) -> Rules:
+    """Return the rules of a text, as keywords of `beam_search` or of the other decoders, and say on
+    standard error which hold and whose they are: those of the command, before those that the
+    model's generation_config.json states, before these defaults."""
+    rules = model.writing_rules()
+    file = model.tokenizer.metadata.rules_file
+    commanded = {name: getattr(args, name) for name in SHOWN if getattr(args, name) is not None}
+    stated = {name: rules[name] for name in SHOWN if name in rules}
+    defaults: dict[str, Any] = {}
     if args.beams:
-        return rules | {"beams": args.beams, "keep": args.n, "length_penalty": args.length_penalty}
-    rules |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    rules["key"] = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
-    return rules
+        commanded = {"beams": args.beams} | commanded
+        commanded.pop("temperature", None)  # 0, which a search is
+        rules |= {"keep": args.n, "length_penalty": args.length_penalty}
+    else:
+        stated = _drawing(model.tokenizer.metadata.rules, file, commanded) | stated
+        # Temperature 1 without a filter writes nonsense of a small model. A model with a chat
+        # template was tuned to answer, and its likeliest answer is the safest.
+        defaults["temperature"] = 0.7
+        if not any(name in commanded or name in stated for name in FILTERS):
+            defaults["min_p"] = 0.05
+            if args.chat:
+                defaults["temperature"] = 0.0
+        rules["key"] = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
+    holding = defaults | stated | commanded
+    if holding.get("temperature") == 0:
+        # Filters change nothing then, and without them all greedy texts share a program.
+        holding = {name: value for name, value in holding.items() if name not in FILTERS}
+    said: dict[str, list[str]] = {}
+    for name, value in holding.items():
+        owner = Path(file).name if name in stated else "default"
+        if name in commanded:
+            owner = "command line"
+        is_greedy = name == "temperature" and value == 0
+        said.setdefault(owner, []).append("greedy" if is_greedy else f"{name} {value}")
+    shown = [f"{', '.join(settings)}: {owner}" for owner, settings in said.items()]
+    print("; ".join(shown), file=sys.stderr)
+    return rules | holding
+
+
+def _drawing(stored: Mapping[str, Any], file: str, commanded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model's file says of how a token is drawn and the command does not. A value
+    that cannot be is refused by name."""
+    stated = {}
+    for name in ("temperature", *FILTERS):
+        values = rules_of(Sampling)[name].values
+        if name in stored and name not in commanded:
+            if not values.allowed(stored[name]):
+                raise ConfigError(
+                    f"{file}: {name} is {str(stored[name])[:80]}, and must be {values.words}:"
+                    f" correct it, or state --{name}."
+                )
+            stated[name] = stored[name]
+    if "temperature" in commanded:
+        return stated
+    draws = stored.get("do_sample")
+    if not isinstance(draws, bool | None):
+        raise ConfigError(
+            f"{file}: do_sample is {str(draws)[:80]}, and must be true or false: correct it, or"
+            " state --temperature."
+        )
+    if draws is False and not any(name in commanded for name in FILTERS):
+        stated["temperature"] = 0.0
+    elif draws or stated:
+        # As in transformers, where a file that says how to draw states no temperature.
+        stated.setdefault("temperature", 1.0)
+    return stated
 
 
 def _check_prompt(model: Model, start: list[int], source: list[int]) -> None:
@@ -94,11 +157,11 @@ def _text_after(model: Model, args: SampleArguments, start: list[int], made: lis
 
 
 def _pieces(
-    model: Model, args: SampleArguments, start: list[int], source: list[int]
+    model: Model, args: SampleArguments, rules: Rules, start: list[int], source: list[int]
 ) -> Iterator[np.ndarray]:
     """New tokens [texts, length], in pieces as they are made."""
     count = min(args.max_new_tokens, model.context() - len(start))
-    rules = model.writing_rules() | _rules(args)
+    rules = rules | {"end_token": model.end_tokens}
     if args.beams:
         if source:
             rules["source"] = [source]
@@ -119,13 +182,15 @@ def _pieces(
     )
 
 
-def _print_growing(model: Model, args: SampleArguments, start: list[int], source: list[int]) -> str:
+def _print_growing(
+    model: Model, args: SampleArguments, rules: Rules, start: list[int], source: list[int]
+) -> str:
     """Prints what the model writes after `start` as it is made, and returns it."""
     made: list[int] = []
 
     def before_end() -> Iterator[list[int]]:
         """The pieces up to the first end token, which `made` has too."""
-        for piece in _pieces(model, args, start, source):  # [1, n]
+        for piece in _pieces(model, args, rules, start, source):  # [1, n]
             tokens = piece[0].tolist()
             made.extend(tokens)
             yield model.before_end(tokens)
@@ -168,7 +233,7 @@ def growing_text(
     yield text_of(tokenizer, tokens)[len(shown) :]
 
 
-def _converse(model: Model, args: SampleArguments) -> None:
+def _converse(model: Model, args: SampleArguments, rules: Rules) -> None:
     """Answers the prompt, or without one every line of standard input, with the turns before it. An
     answer ends with the special token with which the chat template of the tokenizer ends a turn."""
     template = ChatTemplate.of(model.tokenizer, today=True)
@@ -188,11 +253,11 @@ def _converse(model: Model, args: SampleArguments) -> None:
                 file=sys.stderr,
             )
         stops = () if end is None else (end,)
-        answer = _print_growing(replace(model, stops=stops), args, start, [])
+        answer = _print_growing(replace(model, stops=stops), args, rules, start, [])
         messages.append({"role": ASSISTANT, "content": answer.strip()})
 
 
-def _write_prompts(model: Model, args: SampleArguments, path: Path) -> None:
+def _write_prompts(model: Model, args: SampleArguments, rules: Rules, path: Path) -> None:
     """Prints {"prompt": ..., "text": ...} for each prompt of a file, in its order.
 
     Where a text ends, the next prompt takes its row. A sampled text depends on the seed, its prompt
@@ -215,7 +280,6 @@ def _write_prompts(model: Model, args: SampleArguments, path: Path) -> None:
         _check_prompt(model, start, source)
         starts.append(start)
         sources.append(source)
-    rules = model.writing_rules() | _rules(args)
     stops = StopStrings(args.stop_strings, model.tokenizer)
     texts = refill(
         model.params,

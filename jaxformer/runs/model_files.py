@@ -176,7 +176,9 @@ def writing_rules(model: Tokenizer | str | Path) -> dict[str, Any]:
     These are end_token, vocab_size (of a tokenizer) and what generation_config.json states of
     suppress_tokens (with the bad_words_ids of one token), bad_words (the longer ones),
     begin_suppress_tokens, min_length, min_new_tokens, no_repeat_ngram_size, forced_eos_token_id and
-    repetition_penalty. Without that file those of config.json hold, as in transformers. A
+    repetition_penalty. How a token is drawn (do_sample, temperature, top_k, top_p, min_p) is not
+    among them: beams have no such rules, and `jaxformer sample` reads them itself. Without that
+    file those of config.json hold, as in transformers. A
     forced_bos_token_id belongs to the prompt of an encoder-decoder, behind the start token, where
     `Tokenizer.as_target` has it. Raises ConfigError for a rule that is not supported
     (encoder_no_repeat_ngram_size, sequence_bias and others) or is malformed.

@@ -78,6 +78,8 @@ RULES_NOT_TAKEN = (
     "watermarking_config",
 )
 PENALTIES = ("encoder_repetition_penalty",)
+# Those that say how a token is drawn, which `jaxformer sample` follows.
+DRAWING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
 
 # Classes that read tokenizer.json as it is.
 GENERIC_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
@@ -98,9 +100,9 @@ class TokenizerMetadata:
 
     `settings` is tokenizer_config.json. `named_ids` has the ids of the roles for which it names a
     token, `ids` those of the roles for which the files of the model give an id, and `ends` all ids
-    of tokens that end a text by these files. `rules` are the constraints of `rules_file` on
-    generated text. `template` is the text of chat_template.jinja, and `template_name` its path, or
-    another name for messages.
+    of tokens that end a text by these files. `rules` are what `rules_file` says of generated text
+    (`stored_rules`). `template` is the text of chat_template.jinja, and `template_name` its path,
+    or another name for messages.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -203,17 +205,19 @@ class TokenizerMetadata:
 
 
 def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
-    """Return the constraints of a model's directory on generated text, and their file: as in
-    transformers, generation_config.json, or config.json where that does not exist."""
+    """Return the constraints of a model's directory on generated text with the keys of `DRAWING`,
+    and their file: as in transformers, generation_config.json, or config.json where that does not
+    exist."""
     file = folder / IDS_FILE
     file = file if file.exists() else folder / "config.json"
     values = read_optional(file)
-    keys = (*RULES_TAKEN, *RULES_NOT_TAKEN, *PENALTIES)
+    keys = (*RULES_TAKEN, *RULES_NOT_TAKEN, *PENALTIES, *DRAWING)
     # Values that constrain nothing.
     neutral: dict[str, tuple[Any, ...]] = dict.fromkeys(keys, (None, 0, [], {}))
     factors = ("repetition_penalty", "guidance_scale", "typical_p", *PENALTIES)
     neutral |= dict.fromkeys(factors, (None, 1))
     neutral |= {"forced_eos_token_id": (None, [])}
+    neutral |= dict.fromkeys(DRAWING, (None,))  # false and 0 are greedy
     stored = {key: values.get(key) for key in keys}
     return {key: value for key, value in stored.items() if value not in neutral[key]}, file
 
