@@ -18,6 +18,7 @@ from shapes import strong
 import jaxformer as jf
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cli import main
+from jaxformer.config.run import to_json
 from jaxformer.runs.directory import RunDirectory
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer, train_bpe_tokenizer
 from jaxformer.training.state import TrainState
@@ -60,7 +61,7 @@ def write_run(folder: Path, name: str, tokenizer: Tokenizer = TOKENIZER) -> Path
     labels = LABELS if config.n_classes else ()
     directory = RunDirectory(run.run.dir)
     record = directory.check_data({"tokenizer": tokenizer.fingerprint()}, labels, {})
-    directory.claim(run, tokenizer, record)
+    directory.claim(to_json(run), tokenizer, record)
     params = strong(jf.init(config, jax.random.key(0)), size=0.3)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(TrainState(jnp.int32(1), params, {}), 1)

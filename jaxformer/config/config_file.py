@@ -1,6 +1,5 @@
 """Configs from files, from the command line, and back from a run directory."""
 
-import dataclasses
 import importlib.util
 import re
 import sys
@@ -8,12 +7,12 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig, flat, from_json, suggestion
-from jaxformer.config.settings import VOLATILE, choices, step_range
+from jaxformer.config.settings import choices, step_range
 from jaxformer.files import ConfigError, located, read_text, store_of
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
@@ -206,15 +205,3 @@ def _virtual_problems(
                 f" learned positions of model.max_length={model.max_length}: set it to at most"
                 f" {model.max_length - adapter.tokens}, or use fewer virtual tokens."
             )
-
-
-def differences(written: RunConfig, asked: RunConfig) -> list[str]:
-    """A line for each field that changes the numbers of a run and differs between the two."""
-    lines = []
-    for entry in dataclasses.fields(RunConfig):
-        before, now = getattr(written, entry.name), getattr(asked, entry.name)
-        for name, hint in get_type_hints(type(now), include_extras=True).items():
-            old, new = getattr(before, name), getattr(now, name)
-            if old != new and VOLATILE not in getattr(hint, "__metadata__", ()):
-                lines.append(f"{entry.name}.{name}: {old!r} in the directory, {new!r} now")
-    return lines

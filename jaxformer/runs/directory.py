@@ -8,13 +8,13 @@ import reprlib
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 
 from jaxformer.checkpoints.buckets import require_savable
-from jaxformer.config.config_file import differences
-from jaxformer.config.run import RunConfig, from_json, to_json
+from jaxformer.config.run import RunConfig, from_json
+from jaxformer.config.settings import VOLATILE
 from jaxformer.files import (
     ConfigError,
     first_of,
@@ -146,11 +146,21 @@ class RunDirectory:
             vocab_size=model.vocab_size or written.model.vocab_size,
             n_classes=model.n_classes or written.model.n_classes,
         )
-        changed = differences(written, dataclasses.replace(run, model=filled))
+        now = dataclasses.replace(run, model=filled)
+        changed = list[str]()
+        for entry in dataclasses.fields(RunConfig):
+            old_section = getattr(written, entry.name)
+            section = getattr(now, entry.name)
+            for name, hint in get_type_hints(type(section), include_extras=True).items():
+                old = getattr(old_section, name)
+                new = getattr(section, name)
+                # A volatile setting does not change the numbers of a run.
+                if old != new and VOLATILE not in getattr(hint, "__metadata__", ()):
+                    changed.append(f"{entry.name}.{name}: {old!r} in the directory, {new!r} now")
         # Its value may change, but not whether the optimizer keeps a window of losses.
-        before, now = written.train.spike_factor, run.train.spike_factor
-        if (before == 0) != (now == 0):
-            changed.append(f"train.spike_factor: {before!r} in the directory, {now!r} now")
+        before, after = written.train.spike_factor, run.train.spike_factor
+        if (before == 0) != (after == 0):
+            changed.append(f"train.spike_factor: {before!r} in the directory, {after!r} now")
         if changed:
             fields = "\n  ".join(changed)
             raise ConfigError(
@@ -188,14 +198,12 @@ class RunDirectory:
             )
         return now | run_entries
 
-    def claim(self, run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
-        """Writes config.json, tokenizer.json and data.json, which holds `record`, from
-        `check_data`. The directory belongs to the run from here on."""
+    def claim(self, config: str, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
+        """Writes config.json, with the text `config`, tokenizer.json and data.json, which holds
+        `record`, from `check_data`. The directory belongs to the run from here on."""
         if jax.process_index():
             return
-        settings = dataclasses.replace(run.run, restart=False)
         tokenizer.save(self.tokenizer, follow=False)
-        config = to_json(dataclasses.replace(run, run=settings))
         write_text(self.config, config, follow=False)
         write_text(self.data, json.dumps(record, indent=2) + "\n", follow=False)
 

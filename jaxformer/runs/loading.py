@@ -32,7 +32,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import ObjectiveName, RunSettings, TokenizerConfig, to_json
 from jaxformer.config.settings import imported_table
 from jaxformer.config.train import Weights
-from jaxformer.files import ConfigError, is_remote, located, write_text
+from jaxformer.files import ConfigError, is_remote, write_text
 from jaxformer.interop.hf_config import check_dtype
 from jaxformer.interop.peft_config import base_of
 from jaxformer.models.quantize import check_quantization, is_quantized, quantized_leaf
@@ -184,19 +184,25 @@ def _load_run(
             f"{run_dir} has an adapter over a base in {run.adapter.base}: leave out"
             f" quantize={quantize!r}."
         )
-    base_dir = base_directory(run_dir, run.run.init_from, record, base)
+    base_files = base_below(run_dir, run.run.init_from, record, base)
     added = range(0)
     if run.tokenizer.added:
         # The tokenizer of the run says which rows are those of the added tokens.
         added = added_ids(run.tokenizer.added, tokenizer or Tokenizer.load(run_dir))
-    below = load_base(ModelFiles(base_dir), mesh, kind, added, run.model.vocab_size).params
-    require_base(run_dir, base_dir, below, record)
+    below = load_base(base_files, mesh, kind, added, run.model.vocab_size).params
+    learned = tuple(record.get("learned", ()))
+    base_fingerprint = fingerprint_below(below, learned)
+    if base_fingerprint != record.get("base", base_fingerprint):
+        raise ConfigError(
+            f"{base_files} is not the model that the adapter in {run_dir} was trained on: its"
+            f" fingerprint is {base_fingerprint}, and data.json has {record['base']}. Restore that"
+            " model, or name the directory that holds it, as in jf.load(path, base=DIRECTORY)."
+        )
     if kind is None and quantize is not None:
         below = quantize_params(below, quantize)
-    learned = tuple(record.get("learned", ()))
     table = adapted_table(run.model, run.adapter, learned, added) | brought
     params, step = adapted_params_of_run(saved, table, below, mesh, dtype)
-    return Loaded(params, run.model, tokenizer, labels, base_dir, learned, step)
+    return Loaded(params, run.model, tokenizer, labels, base_files.path, learned, step)
 
 
 def load_base(
@@ -414,34 +420,23 @@ def no_average(path: Path) -> str:
     )
 
 
-def base_directory(
+def base_below(
     run_dir: Path, init_from: str, record: Mapping[str, Any], base: str | Path | None
-) -> Path:
-    """The directory of the model below the adapter of a run: `base`, or where the run found it."""
+) -> ModelFiles:
+    """The model below the adapter of a run: that at `base`, or where the run found it."""
     # A record is no setting: it has no URL but that of the setting, and may be a stranger's.
     recorded = record.get("base_path", "")
     stated = [init_from, "" if is_remote(recorded) else recorded]
     paths = [str(base)] if base is not None else stated
     paths = list(dict.fromkeys(filter(None, paths)))
     for path in paths:
-        directory = located(path)
-        if directory.exists():
-            return directory
+        files = ModelFiles(path)
+        if files.path.exists():
+            return files
     raise ConfigError(
         f"{run_dir} holds an adapter, and the model below it is not at {' and '.join(paths)}: put"
         " it there, or name its directory, as in jf.load(path, base=DIRECTORY)."
     )
-
-
-def require_base(run_dir: Path, base_dir: Path, below: Params, record: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a model is not the one that the adapter of a run was trained on."""
-    base_fingerprint = fingerprint_below(below, record.get("learned", ()))
-    if base_fingerprint != record.get("base", base_fingerprint):
-        raise ConfigError(
-            f"{base_dir} is not the model that the adapter in {run_dir} was trained on: its"
-            f" fingerprint is {base_fingerprint}, and data.json has {record['base']}. Restore that"
-            " model, or name the directory that holds it, as in jf.load(path, base=DIRECTORY)."
-        )
 
 
 def fingerprint_below(params: Params, learned: Collection[str]) -> str:

@@ -188,7 +188,7 @@ def writing_rules(model: Tokenizer | str | Path) -> dict[str, Any]:
         forced = model.forced_token is not None
         rules = text_rules(metadata.rules, ends, forced, metadata.rules_file)
         return {"end_token": ends, "vocab_size": model.vocab_size} | rules
-    stored, file = stored_rules(located(model))
+    stored, file = stored_rules(ModelFiles(model).path)
     values = read_optional(file)
     ends = _ids(values, "eos_token_id", str(file))
     forced = values.get("forced_bos_token_id") is not None

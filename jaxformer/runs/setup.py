@@ -15,7 +15,7 @@ from jaxformer.arrays.mesh import check_batch_size, check_split, held_blocks, me
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import RunConfig
+from jaxformer.config.run import RunConfig, to_json
 from jaxformer.config.settings import Log
 from jaxformer.data.rows import Rows
 from jaxformer.layers.kernels import MOST_SEGMENTS
@@ -107,6 +107,12 @@ class RunSetup(Resolved):
             return self.target
         target = self.target
         return replace(target, params=over_base(self.specs, target.params, self.base.params))
+
+    @property
+    def config_json(self) -> str:
+        """The text of config.json: the settings asked for, which begin nothing anew."""
+        settings = replace(self.asked.run, restart=False)
+        return to_json(replace(self.asked, run=settings))
 
     @property
     def identity(self) -> dict[str, Any]:

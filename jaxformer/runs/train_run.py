@@ -136,7 +136,7 @@ def _train(run: RunConfig, begin: float) -> Result:
             try:
                 # The state and the step.
                 setup, state, program = _begin(setup, checkpoints, log)
-                directory.claim(setup.asked, setup.corpus.tokenizer, setup.record)
+                directory.claim(setup.config_json, setup.corpus.tokenizer, setup.record)
                 if setup.reference and program is not None:
                     setup.reference.keep()
                 # The loop, which goes on from a checkpoint after a bad step.

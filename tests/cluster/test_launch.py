@@ -24,10 +24,10 @@ from jaxformer.checkpoints.saving import NotSaved
 from jaxformer.cluster import launch, processes, signals
 from jaxformer.cluster.launch import Channel, RollCall, RunProcess, find_process, may_come
 from jaxformer.cluster.processes import LostProcess
-from jaxformer.config.config_file import differences
-from jaxformer.config.run import RunConfig, flat
+from jaxformer.config.run import RunConfig, flat, to_json
 from jaxformer.config.train import LaunchConfig
 from jaxformer.files import ConfigError
+from jaxformer.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 SLURM = {
@@ -120,9 +120,10 @@ def test_what_contradicts_itself_is_one_message(case: str) -> None:
         detect(environment, **settings)
 
 
-def test_a_launch_is_no_fact_of_a_run() -> None:
-    asked = RunConfig(launch=LaunchConfig(coordinator="a:1", process=1, processes=2, timeout=9.0))
-    assert differences(RunConfig(), asked) == []
+def test_a_launch_is_no_fact_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(to_json(RunConfig()))
+    launch = LaunchConfig(coordinator="a:1", process=1, processes=2, timeout=9.0)
+    RunDirectory(tmp_path).check_config(RunConfig(launch=launch))
 
 
 def test_a_process_that_counts_others_is_refused_and_the_missing_one_named() -> None:
