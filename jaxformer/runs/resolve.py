@@ -238,21 +238,13 @@ def with_assumed_sizes(model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]
     return dataclasses.replace(model, n_classes=ASSUMED_CLASSES), (note,)
 
 
-def resolve(
-    run: RunConfig,
-    mesh: AnyMesh,
-    segments: int,
-    learned: tuple[str, ...] = (),
-    added: range = range(0),
-) -> Resolved:
+def resolve(run: RunConfig, mesh: AnyMesh, segments: int) -> Resolved:
     """A run whose sizes are known, on the devices of a mesh.
 
     Args:
       run: the settings, with the sizes of `with_sizes`.
       mesh: devices, maybe of a topology, or an AbstractMesh with an `abstract_device`.
       segments: the highest segment id of its rows, 0 if they have none.
-      learned: the branches of the model below an adapter that learn with it.
-      added: the ids of the tokens that the run adds, whose rows learn with an adapter.
 
     Raises:
       ConfigError: for settings that a run refuses: rows that the mesh does not divide, a kernel
@@ -279,8 +271,6 @@ def resolve(
         mesh=mesh,
         task=task,
         kernel=kernel,
-        learned=learned,
-        added=added,
     )
 
 
@@ -322,13 +312,13 @@ def resolve_without_data(
         packs = run.data.packing != "stream" or (task.template is not None and task.template.packs)
         padded = task.name != "causal" and not packs
         segments = 1 if padded else model.max_segments or ASSUMED_SEGMENTS
-    resolved = resolve(run, mesh, segments, added=added)
+    resolved = resolve(run, mesh, segments)
     if resolved.has_reference:
         # Imported here, because only preferences need it.
         from jaxformer.runs.init_from import with_reference
 
         batch = with_reference(batch, run.train.batch_size, mesh)
-    return dataclasses.replace(resolved, notes=notes), batch
+    return dataclasses.replace(resolved, added=added, notes=notes), batch
 
 
 def run_specs(

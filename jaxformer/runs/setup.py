@@ -2,8 +2,7 @@
 an adapter."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
@@ -44,8 +43,7 @@ class RunSetup(Resolved):
       undivided: the lines of `check_split`.
       record: a fingerprint of its data, which data.json holds.
       init_from: the files of the model of run.init_from.
-      start: reads the parameters that it gives to the run.
-      base: these parameters below an adapter.
+      base: the parameters that it gives to a run with an adapter.
       tasks: those of train.eval_tasks.
     """
 
@@ -56,11 +54,28 @@ class RunSetup(Resolved):
     heldout: data.EvaluationBatches | None
     peak: float | None
     undivided: list[str]
-    record: dict[str, Any]
+    record: dict[str, Any] = field(default_factory=dict)
     init_from: "ModelFiles | None" = None
-    start: "Callable[[], WarmStart] | None" = None
     base: "WarmStart | None" = None
     tasks: Tasks | None = None
+
+    def warm_start(self) -> "WarmStart":
+        """The parameters that the model of run.init_from gives to the run, read from its files."""
+        # Imported here, because only a run with run.init_from reads a model.
+        from jaxformer.models.adapt import quantization_of
+        from jaxformer.runs.init_from import warm_start
+
+        assert self.init_from is not None
+        return warm_start(
+            self.init_from,
+            self.asked.model,
+            objective=self.task.name,
+            seed=self.run.run.seed,
+            mesh=self.mesh,
+            quantize=quantization_of(self.run.adapter),
+            labels=self.corpus.labels,
+            added=self.added,
+        )
 
     @functools.cached_property
     def reference(self) -> "Reference | None":
@@ -109,6 +124,17 @@ class RunSetup(Resolved):
         return replace(target, params=over_base(self.specs, target.params, self.base.params))
 
     @property
+    def fingerprints(self) -> dict[str, str]:
+        """Those of the tokenizer and of each split, and of the template of conversations."""
+        corpus = self.corpus
+        names = {"tokenizer": corpus.tokenizer.fingerprint(), "train": corpus.train.fingerprint}
+        if corpus.validation:
+            names["validation"] = corpus.validation.fingerprint
+        if self.run.data.messages_field:
+            names["chat_template"] = template_fingerprint(corpus.tokenizer)
+        return names
+
+    @property
     def config_json(self) -> str:
         """The text of config.json: the settings asked for, which begin nothing anew."""
         settings = replace(self.asked.run, restart=False)
@@ -134,6 +160,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     if run.run.init_from:
         # Imported here, because it reads models of every format.
         from jaxformer.runs.init_from import settled_over
+        from jaxformer.runs.loading import added_ids
         from jaxformer.runs.model_files import ModelFiles
 
         init_from = ModelFiles(run.run.init_from)
@@ -168,45 +195,18 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     heldout = None
     if corpus.validation:
         heldout = data.evaluation_batches(corpus.validation, run.data, size, blocks)
-    # The parameters of the base; those below an adapter are read now, and others if the run begins.
-    start, base, added = None, None, range(0)
-    if init_from:
-        from jaxformer.models.adapt import quantization_of
-        from jaxformer.runs.init_from import warm_start
-        from jaxformer.runs.loading import added_ids
-
-        added = added_ids(run.tokenizer.added, corpus.tokenizer)
-        start = functools.partial(
-            warm_start,
-            init_from,
-            model,
-            objective=run.data.objective,
-            seed=run.run.seed,
-            mesh=mesh,
-            quantize=quantization_of(run.adapter),
-            labels=corpus.labels,
-            added=added,
-        )
-        base = start() if run.adapter.kind != "none" else None
     # The values of the settings.
     segments = most_segments(corpus) if "segment_ids" in batches[0] else 0
-    resolved = resolve(run, mesh, segments, base.learned if base else (), added)
-    sources = source_names(corpus.train) if resolved.objective.loss is head_loss else ()
-    resolved = replace(resolved, sources=sources)
+    resolved = resolve(run, mesh, segments)
+    if init_from:
+        added = added_ids(run.tokenizer.added, corpus.tokenizer)
+        resolved = replace(resolved, added=added)
+    if resolved.objective.loss is head_loss:
+        resolved = replace(resolved, sources=source_names(corpus.train))
     tasks = None
     if run.train.eval_tasks:
         tasks = Tasks(run.train.eval_tasks, resolved.model, corpus.tokenizer)
-    # The directory belongs to this config and this data.
-    fingerprints = {"tokenizer": corpus.tokenizer.fingerprint(), "train": corpus.train.fingerprint}
-    if corpus.validation:
-        fingerprints["validation"] = corpus.validation.fingerprint
-    if run.data.messages_field:
-        # Their template is part of the data.
-        fingerprints["chat_template"] = template_fingerprint(corpus.tokenizer)
-    base_record = base.record(init_from, directory) if base and init_from else {}
-    record = directory.check_data(fingerprints, corpus.labels, base_record)
-    directory.check_config(run)
-    return RunSetup(
+    setup = RunSetup(
         **resolved.fields(),
         directory=directory,
         corpus=corpus,
@@ -214,12 +214,18 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         heldout=heldout,
         peak=published_peak(resolved.model, mesh),
         undivided=check_split(resolved.specs, mesh),
-        record=record,
         init_from=init_from,
-        start=start,
-        base=base,
         tasks=tasks,
     )
+    # The directory belongs to this config and this data, and its adapter to this base.
+    base_record: dict[str, Any] = {}
+    if init_from and run.adapter.kind != "none":
+        base = setup.warm_start()
+        setup = replace(setup, base=base, learned=base.learned)
+        base_record = base.record(init_from, directory)
+    record = directory.check_data(setup.fingerprints, corpus.labels, base_record)
+    directory.check_config(run)
+    return replace(setup, record=record)
 
 
 def source_names(rows: Rows) -> tuple[str, ...]:

@@ -55,10 +55,10 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
     of that model."""
     seed, target = setup.run.run.seed, setup.target
     with memory_of("the initial state"):
-        if setup.start is None:
+        if setup.init_from is None:
             state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=seed)
         else:
-            start = setup.base or setup.start()
+            start = setup.base or setup.warm_start()
             log(start.sentence)
             params = start.params
             if setup.base is not None:

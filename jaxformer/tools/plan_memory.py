@@ -220,7 +220,7 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
         check_split(planned.specs, mesh)
         asked = dataclasses.replace(planned.asked, mesh=sizes)
         segments = planned.model.max_segments
-        resolved = resolve(asked, mesh, segments, planned.learned, planned.added)
+        resolved = dataclasses.replace(resolve(asked, mesh, segments), added=planned.added)
         sharding = batch_sharding(mesh)
         batch = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
