@@ -27,6 +27,7 @@ from jaxformer.report.banner import WIDTH
 from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.kernel_check import with_proven_kernel
+from jaxformer.runs.objectives import with_chats
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import as_logged, compile_step
@@ -82,6 +83,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
     yield versions()
     yield devices()
     yield from directories(run.run, run.data.cache_dir)
+    run = dataclasses.replace(run, data=with_chats(run.model, run.data))
     try:
         RunDirectory(run.run.dir).check_config(run)
         setup = make_setup(run, lambda line: None)

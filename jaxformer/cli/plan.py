@@ -12,6 +12,7 @@ from jaxformer.arrays.hardware import name_of
 from jaxformer.cli.arguments import PlanArguments
 from jaxformer.config.run import RunConfig
 from jaxformer.runs.model_files import ModelFiles
+from jaxformer.runs.objectives import with_chats
 from jaxformer.tools.plan import make_plan, plan_numbers, plan_text
 from jaxformer.tools.plan_compiled import compiled_report, parse_target
 from jaxformer.tools.plan_memory import planned_run
@@ -30,6 +31,7 @@ def run(args: PlanArguments, config: RunConfig) -> int:
         name = name_of(jax.devices()[0].device_kind) or "cpu"
         if not devices and name != "cpu" and not math.prod(config.mesh.sizes.values()):
             devices = jax.device_count()
+    config = replace(config, data=with_chats(config.model, config.data))
     planned = planned_run(config, name, devices)
     base = ModelFiles(config.run.init_from)
     is_new = config.run.init_from and base.or_begun(config.run) is base

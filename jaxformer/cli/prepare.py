@@ -8,7 +8,7 @@ from jaxformer.config.run import RunConfig
 from jaxformer.data.corpus import tokenize
 from jaxformer.runs.init_from import with_vocabulary_of
 from jaxformer.runs.model_files import ModelFiles
-from jaxformer.runs.objectives import task_of
+from jaxformer.runs.objectives import task_of, with_chats
 
 
 def run(args: PrepareArguments, config: RunConfig) -> int:
@@ -17,13 +17,14 @@ def run(args: PrepareArguments, config: RunConfig) -> int:
         origin = base.or_begun(config.run)
         model, tokenizer = with_vocabulary_of(base, origin, config.model, config.tokenizer)
         config = dataclasses.replace(config, model=model, tokenizer=tokenizer)
-    task = task_of(config.model, config.data)
-    size = config.model.vocab_size
 
     def log(line: str) -> None:
         print(escaped(line), flush=True)
 
-    tokenized = tokenize(config.data, config.tokenizer, task, vocab_size=size, log=log)
+    data = with_chats(config.model, config.data, log=log)
+    task = task_of(config.model, data)
+    size = config.model.vocab_size
+    tokenized = tokenize(data, config.tokenizer, task, vocab_size=size, log=log)
     # A text of which a part is held out is on both sides.
     texts = {split.source: store for parts in tokenized.parts.values() for split, store in parts}
     for source, store in texts.items() if tokenized.template is None else ():

@@ -106,7 +106,8 @@ class DataConfig(Section):
     order; text reads them as the text has them, and trains while it is tokenized; random draws
     windows that begin anywhere in the text, independently of each other."""
     objective: ObjectiveName = "auto"
-    """Training objective; auto selects the first that model.family and model.head can learn."""
+    """Training objective; auto selects the first that model.family and model.head can learn, and
+    sft for records that are chats."""
     source_length: Natural = 0
     """Length of the source of an encoder-decoder in tokens; 0 uses data.sequence_length."""
     text_field: str = "text"
@@ -123,7 +124,8 @@ class DataConfig(Section):
     """Field of a text's class, or of the list of tags of its words."""
     messages_field: str = ""
     """Field of a conversation, a list of messages with role and content, that the objective sft
-    reads in place of source and target; empty if there is none."""
+    reads in place of source and target; several are joined by +, as in prompt+completion. Empty if
+    there is none."""
     cut: Literal["prompt", "end"] = "prompt"
     """What an example of sft that is longer than a row loses: prompt cuts the beginning of its
     prompt, down to half a row, and then the end; end cuts the end alone, and so, after a long

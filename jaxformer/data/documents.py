@@ -56,7 +56,8 @@ class Piece(NamedTuple):
 
 
 class Skipped(dict[str, tuple[int, str]]):
-    """What one reading skipped: for each reason the number of times, and the first location."""
+    """What one reading skipped or changed: for each reason the number of times, and the first
+    location."""
 
     def add(self, reason: str, location: str, count: int = 1) -> None:
         earlier_count, first_location = self.get(reason, (0, location))
@@ -88,11 +89,12 @@ class RecordError(Exception):
 @dataclass
 class ErrorHandler:
     """Applies data.malformed during one reading of a source; `location` is the file and the line
-    of the record that was read last."""
+    of the record that was read last, and `row` all of its fields."""
 
     policy: Malformed = "refuse"
     skipped: Skipped = field(default_factory=Skipped)
     location: str = ""
+    row: object = None
 
     def malformed(self, error: RecordError) -> None:
         """Stop at the record that was read last, or count it."""

@@ -44,16 +44,25 @@ EXPECTED: dict[Kind, str] = {
 }
 ROWS_AT_ONCE = 256
 
+# Names of roles, and those by which templates know them.
+CHAT_ROLES = {"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "developer": "system"}
+
 
 class RecordField(NamedTuple):
     """A field of a record: the setting that names it, its name, and what it holds.
 
-    `setting` is empty for a field that an objective reads and no setting names.
+    `setting` is empty for a field that an objective reads and no setting names. The name of
+    messages may join several fields, as in "prompt+completion".
     """
 
     setting: str
     name: str
     kind: Kind
+
+    @property
+    def columns(self) -> list[str]:
+        """The names that the record has for it."""
+        return self.name.split("+") if self.kind == "messages" else [self.name]
 
     def __str__(self) -> str:
         return f"{self.kind} ({f'{self.setting}={self.name}' if self.setting else self.name})"
@@ -145,7 +154,8 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
         raise ConfigError(
             f"{path} needs pyarrow, which is not installed: pip install 'jaxformer[parquet]'."
         ) from None
-    wanted = [field.name for field in fields]
+    # Without fields every column.
+    wanted = [name for field in fields for name in field.columns]
     if any(field.kind in ("messages", "prompt") for field in fields):
         wanted += ["tools", *NOT_RENDERED]
     try:
@@ -160,9 +170,11 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
                 data = stack.enter_context(store_of(path).readable())
                 parquet = stack.enter_context(ParquetFile(data))
                 present = parquet.schema_arrow.names
-                batches = parquet.iter_batches(ROWS_AT_ONCE, columns=wanted, use_threads=False)
+                batches = parquet.iter_batches(
+                    ROWS_AT_ONCE, columns=wanted or None, use_threads=False
+                )
             _require_columns(present, fields, str(path))
-            names = [name for name in wanted if name in present]
+            names = [name for name in wanted or present if name in present]
             rows = (row for batch in batches for row in batch.select(names).to_pylist())
             yield from _checked(enumerate(rows, 1), dict, fields, handler, f"{path}, row")
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
@@ -185,8 +197,10 @@ def _checked(
     for number, row in rows:
         handler.location = f"{where} {number}"
         try:
-            entries = parse(row)
-            record: Record = tuple(_value(_require(entries, field), field) for field in fields)
+            handler.row = parse(row)
+            record: Record = tuple(
+                _value(_require(handler.row, field), field, handler) for field in fields
+            )
             counts = {
                 field.name: len(value)
                 for field, value in zip(fields, record, strict=True)
@@ -197,7 +211,7 @@ def _checked(
                 raise RecordError(
                     "another number of tags than words", f"{numbers}. Give one for each."
                 )
-            if fields[0].kind == "prompt":
+            if fields and fields[0].kind == "prompt":
                 record = one_pair(*record)
         except RecordError as error:
             handler.malformed(error)
@@ -220,7 +234,8 @@ def _require_columns(names: Iterable[str], fields: Fields, where: str) -> None:
 def _require(row: object, field: RecordField) -> dict[str, object]:
     """Return a row that has a field, which a prompt may lack: conversations may begin with
     theirs."""
-    if isinstance(row, dict) and (field.name in row or field.kind == "prompt"):
+    ends = {field.columns[0], field.columns[-1]}
+    if isinstance(row, dict) and (ends <= {*row} or field.kind == "prompt"):
         return row
     shown = "the record is no object"
     if isinstance(row, dict):
@@ -232,10 +247,22 @@ def _require(row: object, field: RecordField) -> dict[str, object]:
     )
 
 
-def _value(row: dict[str, object], field: RecordField) -> Value:
-    if field.name not in row:
+def _value(row: dict[str, Any], field: RecordField, handler: ErrorHandler) -> Value:
+    if field.kind == "prompt" and field.name not in row:
         return ()
-    entry = row[field.name]
+    *before, entry = [row.get(name) for name in field.columns]
+    if before:
+        # An input of Alpaca may be empty, and a prompt missing.
+        entries = [*filter(None, before), entry]
+        if all(isinstance(each, str) for each in entries):
+            question = {"role": "user", "content": "\n\n".join(entries[:-1])}
+            entry = [question, {"role": ASSISTANT, "content": entry}]
+        elif all(isinstance(each, list) for each in entries):
+            entry = [*itertools.chain(*entries)]
+        else:
+            raise RecordError(f"{field.name} of several kinds", "give texts or lists of messages.")
+    if field.kind in ("messages", "prompt", "completion") and isinstance(entry, list):
+        entry = [_renamed(message, handler) for message in entry]
     value = _converted(entry, field.kind, row)
     if value is None:
         content = "null" if entry is None else type(entry).__name__
@@ -252,6 +279,19 @@ def _value(row: dict[str, object], field: RecordField) -> Value:
             f"{error}; write the character whole.",
         ) from None
     return value
+
+
+def _renamed(message: object, handler: ErrorHandler) -> object:
+    """Return a message of ShareGPT as one of OpenAI, with the role by which templates know it."""
+    if not isinstance(message, dict):
+        return message
+    if "role" not in message and "from" in message:
+        message = {"role": message["from"], "content": message.get("value")}
+    role = message.get("role")
+    if known := CHAT_ROLES.get(str(role)):
+        handler.skipped.add(f"role {role!r}, read as {known!r}", handler.location)
+        message = message | {"role": known}
+    return message
 
 
 def _converted(value: Any, kind: Kind, row: Mapping[str, Any] = {}) -> Value | None:

@@ -173,6 +173,13 @@ class Source:
             text = "\n".join(readable(record[field], kinds[field]) for field in shown)
             yield Piece(text, file.document(index), True, record, handler.location)
 
+    def first_row(self) -> object:
+        """Return the first of some records with all of its fields."""
+        file = self.files[0]
+        handler = ErrorHandler(self.policy)
+        next(RECORDS[file.format](file, (), handler), None)
+        return handler.row
+
     def signature(self) -> str:
         """Return a digest of the paths, sizes and modification times of the files, which are not
         read; of those in a store, of their URLs, sizes and versions."""

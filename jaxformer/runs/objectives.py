@@ -1,6 +1,8 @@
 """Objectives: the models that can learn each, what it reads, how its rows are made, and its
 loss."""
 
+import contextlib
+import dataclasses
 import functools
 import inspect
 import pkgutil
@@ -11,11 +13,12 @@ import jax
 
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import DataConfig, ObjectiveName, PreferenceObjective
-from jaxformer.config.settings import Table
+from jaxformer.config.run import DataConfig, ObjectiveName, PreferenceObjective, named_sources
+from jaxformer.config.settings import Log, Table
 from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.records import RecordField
 from jaxformer.data.rows import RowFormat
+from jaxformer.data.source import STDLIB, find_source
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.task import (
     MakeRows,
@@ -198,6 +201,11 @@ OBJECTIVES: Table[Objective] = Table(
 )
 
 
+# The fields of conversations, of which `auto` takes the first that a record has: of OpenAI's form,
+# ShareGPT's, TRL's and Alpaca's.
+CHAT_FIELDS = ("messages", "conversations", "prompt+completion", "instruction+input+output")
+
+
 def objective_of(model: ModelConfig, data: DataConfig) -> str:
     """The objective of a run, `auto` resolved."""
     family, head, asked = model.family, model.output, data.objective
@@ -260,6 +268,35 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
             f" a row of data.objective={name} takes at least {row.shortest} tokens."
         )
     return name
+
+
+def with_chats(
+    model: ModelConfig, data: DataConfig, setting: str = "train", log: Log = lambda line: None
+) -> DataConfig:
+    """Return the settings that read conversations, or prompts and completions, where data.objective
+    is auto and the first record of `data.train` or `data.validation` is one; else `data` itself."""
+    spec = next(iter(named_sources(getattr(data, setting))), STDLIB)
+    if data.objective != "auto" or "sft" not in _fitting(model) or spec == STDLIB:
+        return data
+    row: object = None
+    # What cannot be read is refused where it is read.
+    with contextlib.suppress(ConfigError):
+        row = find_source(spec, f"data.{setting}", (), data.malformed).first_row()
+    # A text beside messages is learned, and pairs of answers need an objective of their own.
+    if not isinstance(row, dict) or data.text_field in row or "rejected" in row:
+        return data
+    for name in CHAT_FIELDS:
+        columns = name.split("+")
+        if columns[0] in row and columns[-1] in row:
+            break
+    else:
+        return data
+    settings = {"messages_field": name}
+    if isinstance(row.get("prompt"), str) and "completion" in row:
+        settings = {"source_field": "prompt", "target_field": "completion"}
+    shown = ", ".join(f"data.{key}={value}" for key, value in settings.items())
+    log(f"data.{setting}={spec}: records are read as data.objective=sft, {shown}")
+    return dataclasses.replace(data, objective="sft", **settings)  # type: ignore[arg-type]
 
 
 def _fitting(model: ModelConfig) -> list[str]:

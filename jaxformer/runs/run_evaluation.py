@@ -30,7 +30,7 @@ from jaxformer.runs.evaluation import (
 from jaxformer.runs.init_from import Reference
 from jaxformer.runs.loading import Reading, load, require_exclusive
 from jaxformer.runs.model_files import ModelFiles, writing_rules
-from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
+from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of, with_chats
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options
 from jaxformer.tokenizer import Tokenizer
 
@@ -168,6 +168,8 @@ def _on_text(
     settings = run.data
     if objective != "auto":
         settings = dataclasses.replace(settings, objective=objective)
+    if text and not is_trained:
+        settings = with_chats(run.model, settings, "validation")
     if text:
         data.find_texts(settings, "data.validation", task_of(run.model, settings).fields)
         # Rows to train on are not read, whatever their order: no thread makes their tokens.

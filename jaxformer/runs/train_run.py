@@ -40,6 +40,7 @@ from jaxformer.runs.evaluation import (
     unwatched,
 )
 from jaxformer.runs.kernel_check import with_proven_kernel
+from jaxformer.runs.objectives import with_chats
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import batch_text, batches_of, checkpoints_of, first_state, recovered
 from jaxformer.runs.summary import summary
@@ -121,6 +122,8 @@ def _train(run: RunConfig, begin: float) -> Result:
     log: Log = _ignore if run.run.progress == "none" else _print
     directory = RunDirectory(run.run.dir)
     with contextlib.ExitStack() as stack, doing(PREPARING):
+        run = dataclasses.replace(run, data=with_chats(run.model, run.data, log=log))
+
         # The directory, which one run at a time holds. Nothing is written before its settings fit.
         def open_directory() -> bool:
             chosen_tracker(run.run.tracker)

@@ -1,6 +1,7 @@
 """Conversations as training data: every format gives the same, only the assistant's turns are
 learned, and a model that has learned them answers in `sample --chat`."""
 
+import dataclasses
 import gzip
 import io
 import json
@@ -23,6 +24,7 @@ from jaxformer.data.documents import Record
 from jaxformer.data.records import Fields, RecordField
 from jaxformer.data.source import find_source
 from jaxformer.files import ConfigError
+from jaxformer.runs.objectives import with_chats
 from jaxformer.tokenizer import ChatTemplate, Tokenizer, train_bpe_tokenizer
 from jaxformer.tokenizer.chat import template_fingerprint
 
@@ -165,7 +167,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
         r"line 2: messages .*: str \('hello'\) is no conversation: give a list",
     ),
     "no role": (
-        {"messages": [{"from": "human", "value": "a"}]},
+        {"messages": [{"speaker": "human", "value": "a"}]},
         r"line 2: .*: message 1 has no .role",
     ),
     "parts": (
@@ -178,6 +180,14 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "half a character": ({"messages": [USER, SAID | {"content": "\ud800"}]}, r"half a surrogate"),
 }
+
+
+def test_a_prompt_beside_an_answer_of_another_kind_is_refused(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": [USER], "completion": "b"}])
+    with pytest.raises(ConfigError, match=r"line 1: prompt\+completion of several kinds: give"):
+        prepare(run_of(tmp_path, path, messages_field="prompt+completion"))
 
 
 @pytest.mark.parametrize("case", FAULTS)
@@ -242,6 +252,92 @@ def turns(*texts: str, system: str = "") -> dict[str, Any]:
     return {"messages": [{"role": "system", "content": system}] * bool(system) + said}
 
 
+def share(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    return [{"from": names[each["role"]], "value": each["content"]} for each in messages]
+
+
+def renamed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = {"system": "developer", "user": "user", "assistant": "model"}
+    return [each | {"role": names[each["role"]]} for each in messages]
+
+
+TOLD = turns("cat\n\non a mat", "sat")["messages"]
+IN_TEXT = {"source_field": "prompt", "target_field": "completion"}
+FORMS: dict[str, tuple[Any, dict[str, str]]] = {
+    "messages": (lambda chat: {"messages": chat}, {"messages_field": "messages"}),
+    "other roles": (lambda chat: {"messages": renamed(chat)}, {"messages_field": "messages"}),
+    "ShareGPT": (
+        lambda chat: {"conversations": share(chat), "system": ""},
+        {"messages_field": "conversations"},
+    ),
+    "TRL": (
+        lambda chat: {"prompt": chat[:-1], "completion": chat[-1:]},
+        {"messages_field": "prompt+completion"},
+    ),
+    "Alpaca": (
+        lambda chat: {"instruction": "cat", "input": "on a mat", "output": "sat"},
+        {"messages_field": "instruction+input+output"},
+    ),
+    "TRL of texts": (lambda chat: {"prompt": "cat", "completion": " sat"}, IN_TEXT),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_chat_of_any_form_is_recognized(
+    form: str, suffix: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    write, expected = FORMS[form]
+    chats = [TOLD] if form == "Alpaca" else [turns("cat", "sat", system="S")["messages"], TOLD]
+    records = [write(chat) for chat in chats]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    if suffix == "parquet":
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.Table.from_pylist(records), path)
+    said: list[str] = []
+    run = run_of(tmp_path, path, objective="auto", messages_field="", validation_fraction=0)
+    run = dataclasses.replace(run, data=with_chats(run.model, run.data, log=said.append))
+    assert {name: getattr(run.data, name) for name in expected} == expected
+    fields = ", ".join(f"data.{name}={value}" for name, value in expected.items())
+    assert said == [f"data.train={path}: records are read as data.objective=sft, {fields}"]
+    found = prepare(run, said.append)
+    if form != "TRL of texts":
+        messages = write_lines(tmp_path / "b.jsonl", [{"messages": chat} for chat in chats])
+        assert segments(found) == segments(prepare(run_of(tmp_path, messages)))
+    mapped = [line.split(": ", 1)[1] for line in said if ": role " in line]
+    where = f"the first in {path}, {'line' if suffix == 'jsonl' else 'row'} 1"
+    names = {"ShareGPT": [("human", "user"), ("gpt", "assistant")]}
+    names["other roles"] = [("developer", "system"), ("model", "assistant")]
+    counts = {"developer": 1}
+    assert mapped == [
+        f"role {name!r}, read as {role!r}: {counts.get(name, 2)}, {where}"
+        for name, role in names.get(form, [])
+    ]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "a text wins", "messages": TOLD},
+        {"prompt": "a", "chosen": "b", "rejected": "c", "messages": TOLD},
+        {"question": "a", "answer": "b"},
+        [],
+    ],
+)
+def test_other_records_are_what_they_were(record: Any, tmp_path: Path) -> None:
+    run = run_of(tmp_path, tmp_path / "a.jsonl", objective="auto", messages_field="")
+    assert with_chats(run.model, run.data) == run.data  # there is no such file
+    write_lines(tmp_path / "a.jsonl", [record])
+    assert with_chats(run.model, run.data) == run.data
+    encoder = dataclasses.replace(run.model, family="encoder")
+    write_lines(tmp_path / "a.jsonl", [{"messages": TOLD}])
+    assert with_chats(encoder, run.data) == run.data
+
+
 LEARNED = [turns("go", "one", "go", "two"), turns("go", "loud", system="S")]
 
 
@@ -252,13 +348,12 @@ by_heart = pytest.mark.xdist_group("chat")  # one process makes the run for all 
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A run that has learned a few conversations by heart, and its command."""
     folder = tmp_path_factory.mktemp("trained")
-    path = write_lines(folder / "chats.jsonl", LEARNED * 8)
+    records = [{"conversations": share(record["messages"])} for record in LEARNED * 8]
+    path = write_lines(folder / "chats.jsonl", records)
     (folder / "chatml.jinja").write_text(CHATML)
     made = train_bpe_tokenizer(["one two loud go"] * 4, 262, ("<|im_start|>", "<|im_end|>"))
     made.save(folder / "made" / "tokenizer.json")
     changes = {
-        "data.objective": "sft",
-        "data.messages_field": "messages",
         "data.sequence_length": 64,
         "model.max_length": 96,
         "model.dropout": 0.0,
