@@ -88,18 +88,6 @@ class Search(TextRules):
         return divisor**self.length_penalty
 
 
-def searching(settings: dict[str, Any]) -> Search:
-    """Return the settings of a search."""
-    drawing = {"stop_strings", "tokenizer", *rules_of(Sampling)} - rules_of(Search).keys()
-    foreign = sorted(drawing & settings.keys())
-    if foreign:
-        raise ConfigError(
-            f"beam_search has no {', '.join(foreign)}: it compares the probabilities of whole texts"
-            " and draws nothing. Leave out these, or write with jf.generate."
-        )
-    return Search(**settings)
-
-
 class Beams(NamedTuple):
     """The best texts of each row, best first: tokens [B, keep, max_new_tokens] int32, scores [B,
     keep] float32, which are -inf where fewer texts were found."""
@@ -151,11 +139,13 @@ def beam_search(
     early_stopping."""
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
-    rules = searching(search)
-    key = jax.random.key(0)
-    sources = (source, source_segment_ids)
-    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources)
-    return _search(prepared(params, config), config, rules, max_new_tokens, stream)[0]
+    inputs = {
+        "segment_ids": segment_ids,
+        "source": source,
+        "source_segment_ids": source_segment_ids,
+    }
+    how = inputs | search
+    return beam_search_steps(params, config, prompt, max_new_tokens, record=False, **how)[0]
 
 
 def beam_search_steps(
@@ -164,15 +154,26 @@ def beam_search_steps(
     prompt: ArrayLike,
     max_new_tokens: int = 64,
     *,
+    segment_ids: ArrayLike | None = None,
     source: ArrayLike | None = None,
+    source_segment_ids: ArrayLike | None = None,
+    record: bool = True,
     **search: Any,
-) -> tuple[Beams, BeamSteps]:
-    """What `beam_search` returns for the same arguments, and what each of its steps chose from. All
-    prompts [B, T] have one length, and so have all sources [B, S]."""
-    rules = searching(search)
-    key = jax.random.key(0)
-    stream = start(params, config, prompt, max_new_tokens, key, None, (source, None))
-    return _search(prepared(params, config), config, rules, max_new_tokens, stream, record=True)
+) -> tuple[Beams, Any]:
+    """Return what `beam_search` returns for the same arguments, and the `BeamSteps` from which its
+    steps chose; None where these are not recorded."""
+    drawing = {"stop_strings", "tokenizer", *rules_of(Sampling)} - rules_of(Search).keys()
+    foreign = sorted(drawing & search.keys())
+    if foreign:
+        raise ConfigError(
+            f"beam_search has no {', '.join(foreign)}: it compares the probabilities of whole texts"
+            " and draws nothing. Leave out these, or write with jf.generate."
+        )
+    rules = Search(**search)
+    key = jax.random.key(0)  # of no draw
+    sources = (source, source_segment_ids)
+    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources)
+    return _search(prepared(params, config), config, rules, max_new_tokens, stream, record)
 
 
 class _Live(NamedTuple):
@@ -189,9 +190,9 @@ class _Live(NamedTuple):
 _Carry = tuple[jax.Array, _Live, Beams, Cache, jax.Array, BeamSteps | None]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), static_argnames="record")
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 5))
 def _search(
-    params: Params, config: ModelConfig, rules: Search, n: int, stream: Stream, record: bool = False
+    params: Params, config: ModelConfig, rules: Search, n: int, stream: Stream, record: bool
 ) -> tuple[Beams, Any]:
     """Return the best texts, and the steps if they are recorded."""
     batch = stream.logits.shape[0]

@@ -25,7 +25,7 @@ from jaxformer.generation.prompts import capacity, read_rows, rung
 from jaxformer.generation.sampling import Sampling, draw, sampling_key
 from jaxformer.generation.stop_strings import StopStrings, TokenBytes
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
-from jaxformer.generation.weights import has_int8, prepared
+from jaxformer.generation.weights import prepared
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.cache import Cache
 from jaxformer.layers.head import head
@@ -84,26 +84,20 @@ def generate(
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
     rules = Sampling(**sampling)
-    key = sampling_key(key, rules)
-    sources = (source, source_segment_ids)
+    texts: dict[str, Any] = {
+        "key": sampling_key(key, rules),
+        "n": n,
+        "segment_ids": segment_ids,
+        "sources": (source, source_segment_ids),
+    }
     if stop_strings:
-        pieces = stream_tokens(
-            params,
-            config,
-            prompt,
-            max_new_tokens,
-            key=key,
-            n=n,
-            segment_ids=segment_ids,
-            sources=sources,
-            stop_strings=stop_strings,
-            tokenizer=tokenizer,
-            **sampling,
-        )
-        made = np.concatenate([*pieces], axis=1)
+        # Python looks for them between pieces of a text.
+        how = texts | {"stop_strings": stop_strings, "tokenizer": tokenizer} | sampling
+        pieces = [*stream_tokens(params, config, prompt, max_new_tokens, **how)]
+        made = np.concatenate(pieces, axis=1)
         unused = max_new_tokens - made.shape[1]
         return jnp.pad(made, ((0, 0), (0, unused)), constant_values=filler(rules.end_token))
-    stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources, n)
+    stream = start(params, config, prompt, max_new_tokens, **texts)
     weights = prepared(params, config)
     return fitted(weights)(weights, config, rules, max_new_tokens, stream, True)[0]
 
@@ -275,8 +269,7 @@ def repeated(tree: Any, times: int) -> Any:
     return jax.tree.map(lambda a: jnp.repeat(a, times, axis=0) if a.ndim else a, tree)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 5), donate_argnums=4)
-def decode(
+def _decode(
     params: Params,
     config: ModelConfig,
     rules: Sampling,
@@ -297,25 +290,26 @@ def decode(
     return made, stream
 
 
+_program = functools.partial(jax.jit, _decode, static_argnums=(1, 2, 3, 5), donate_argnums=4)
+decode = _program()
+_decode_wide = _program(compiler_options={"xla_cpu_prefer_vector_width": 512})
+
+
 def fitted(weights: Params) -> Any:
     """Return `decode` as it is compiled for these weights. On a CPU loops over codes of int8 have
     vectors of 512 bits instead of the 256 that XLA prefers: a token of GPT-2 124M takes 0.9 and one
     of SmolLM2-135M 0.8 times as long (an AMD EPYC with AVX-512). With NF4, which looks values up,
     it would take 1.2 times as long."""
-    if platform() == "cpu" and has_int8(weights):
-        return _with_wide_vectors()
-    return decode
+    leaves = jax.tree.leaves(weights)
+    # Under a transform of JAX a program has no options of its own.
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if is_traced or platform() != "cpu" or all(leaf.dtype != jnp.int8 for leaf in leaves):
+        return decode
+    return _decode_wide
 
 
-@functools.cache
-def _with_wide_vectors() -> Any:
-    program: Any = decode
-    return jax.jit(
-        program.__wrapped__,
-        static_argnums=(1, 2, 3, 5),
-        donate_argnums=4,
-        compiler_options={"xla_cpu_prefer_vector_width": 512},
-    )
+# The state of the loop: the number of the step, the tokens of all steps and the stream.
+_Carry = tuple[jax.Array, jax.Array, Stream]
 
 
 def continued(
@@ -334,11 +328,11 @@ def continued(
     `made` has the tokens that stand where a row has ended. `drawn` gives the next token of each row
     [B] and the key after it, and `add` the texts with one more token [B]."""
 
-    def unfinished(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
+    def unfinished(carry: _Carry) -> jax.Array:
         i, _, stream = carry
         return (i < steps) & ~stream.done.all()
 
-    def step(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
+    def step(carry: _Carry) -> _Carry:
         i, made, stream = carry
         done = stream.done
         token, key = drawn(stream)

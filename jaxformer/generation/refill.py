@@ -29,7 +29,7 @@ from jaxformer.generation.prompts import EMPTY, capacity, padded, rung
 from jaxformer.generation.sampling import Sampling, draw, sampling_key
 from jaxformer.generation.text_so_far import TextSoFar
 from jaxformer.generation.weights import prepared
-from jaxformer.layers.cache import Cache, Slots, is_slots
+from jaxformer.layers.cache import Slots, is_slots
 
 CHUNK = 16  # tokens of each row between two looks at which texts have ended
 NO_TOKEN = -1  # in place of a token of a row whose text has ended
@@ -125,6 +125,7 @@ def _empty_rows(shapes: Stream, rows: int) -> Stream:
     """Rows without a text, of the shapes of a stream after the longest prompt."""
     stream = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     # The texts so far count their tokens each by itself.
+    # Three arrays, since the same one cannot be donated twice.
     counts = [jnp.zeros(rows, jnp.int32) for _ in ("begin", "count", "limit")]
     written = TextSoFar(stream.written.tokens[:, None], *counts)
     keys = jax.random.split(jax.random.key(0), rows)
@@ -144,35 +145,30 @@ def _with_prompt(stream: Stream, row: np.int32, prompt: Stream) -> Stream:
     # The newest token of the prompt comes into the newest slot of the rows.
     shift = stream.cache.length - prompt.cache.length
 
-    def put(old: jax.Array, new: jax.Array, in_slots: bool = False) -> jax.Array:
-        """Return `old` [B, ...] with `new` [...], which may be smaller, in the row; with `in_slots`
-        the first axis of `new` is that of the slots."""
-        space = zip(old.shape[1:], new.shape, strict=True)
-        new = jnp.pad(new, [(0, most - size) for most, size in space]) if new.ndim else new
+    def put(old: Any, new: Any) -> Any:
+        """Return `old` [B, ...] with `new` [1, ...], which may be smaller, in the row."""
+        if is_slots(old):
+            return Slots(put_numbers(old.array, new.array[0], in_slots=True))
+        return put_numbers(old, new[0])
+
+    def put_numbers(old: jax.Array, new: jax.Array, in_slots: bool = False) -> jax.Array:
+        if new.ndim:
+            space = zip(old.shape[1:], new.shape, strict=True)
+            new = jnp.pad(new, [(0, most - size) for most, size in space])
         return old.at[row].set(jnp.roll(new, shift, axis=0) if in_slots else new)
 
-    def put_kept(old: Any, new: Any) -> Any:
-        """What a layer keeps of the rows with that of the prompt, [B, ...] and [1, ...]."""
-        if is_slots(old):
-            return Slots(put(old.array, new.array[0], in_slots=True))
-        return put(old, new[0])
+    def arrays_of_rows(state: Stream) -> Stream:
+        """The state without the length, which all rows share; its layout has an entry a slot."""
+        layout = jax.tree.map(Slots, state.cache.layout)
+        return replace(state, cache=replace(state.cache, layout=layout, length=None))  # type: ignore[arg-type]
 
-    def others(state: Stream) -> tuple[Any, ...]:
-        cache = state.cache
-        return cache.sources, cache.source_layout, state.logits, state.position, state.done
-
-    layers = jax.tree.map(put_kept, stream.cache.layers, prompt.cache.layers, is_leaf=is_slots)
-    slots = jax.tree.map(
-        lambda old, new: put(old, new[0], in_slots=True), stream.cache.layout, prompt.cache.layout
-    )
-    sources, source_layout, logits, position, done = jax.tree.map(
-        lambda old, new: put(old, new[0]), others(stream), others(prompt)
-    )
-    cache = Cache(layers, slots, stream.cache.length, sources, source_layout)
-    key = stream.key.at[row].set(prompt.key)
     # The texts so far count their tokens each by itself.
-    written = jax.tree.map(put, stream.written, prompt.written)
-    return Stream(cache, logits, position, done, key, written)
+    key, written = jax.tree.map(lambda array: array[None], (prompt.key, prompt.written))
+    prompt = replace(prompt, key=key, written=written)
+    rows = jax.tree.map(put, arrays_of_rows(stream), arrays_of_rows(prompt), is_leaf=is_slots)
+    layout = jax.tree.map(lambda slots: slots.array, rows.cache.layout, is_leaf=is_slots)
+    cache = replace(rows.cache, layout=layout, length=stream.cache.length)
+    return replace(rows, cache=cache)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)

@@ -81,7 +81,22 @@ def prepared(params: Params, config: ModelConfig) -> Params:
         )
     if _is_looped(params, config) and not _has_turned_head(params, config):
         return params
-    return _CACHE.weights(params, config)
+    leaves, treedef = jax.tree.flatten(params)
+    if not all(isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) for a in leaves):
+        return _prepare(params, config)
+    # No other array has the address of one of these while the entry is there: it is cleared when
+    # the first of them is freed.
+    made_of = (treedef, config, *map(id, leaves))
+    if _LAST.get("made of") != made_of:
+        _LAST.clear()  # before new ones are made, so that there are never two
+        weights = _prepare(params, config)
+        sources = [weakref.ref(leaf, lambda _: _LAST.clear()) for leaf in leaves]
+        _LAST.update({"made of": made_of, "sources": sources, "weights": weights})
+    return _LAST["weights"]  # type: ignore[no-any-return]
+
+
+# The weights that were prepared last, what they were made of, and weak references to its arrays.
+_LAST: dict[str, Any] = {}
 
 
 def _is_looped(params: Params, config: ModelConfig) -> bool:
@@ -96,53 +111,6 @@ def _has_turned_head(params: Params, config: ModelConfig) -> bool:
     is_int8 = isinstance(params.get(branch, {}).get(name), Int8Weight)
     in_float32 = compute_dtype(config) == jnp.float32
     return is_int8 and in_float32 and platform() == "cpu" and not explicit_axes()
-
-
-def has_int8(weights: Params) -> bool:
-    """Return whether some weights are codes of int8; not under a transform of JAX, within which a
-    program has no options of its own."""
-    leaves = jax.tree.leaves(weights)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return False
-    return any(leaf.dtype == jnp.int8 for leaf in leaves)
-
-
-class _Cache:
-    """The weights that were prepared last, and weak references to the arrays they were made of."""
-
-    _sources: list[Any]
-    _made_of: Any
-    _weights: Params | None
-
-    def __init__(self) -> None:
-        self._forget()
-
-    def weights(self, params: Params, config: ModelConfig) -> Params:
-        """Return the cached weights where they are those of these arrays, else new ones."""
-        leaves, treedef = jax.tree.flatten(params)
-        if not all(isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) for a in leaves):
-            return _prepare(params, config)
-        weights = self._weights
-        if (
-            weights is not None
-            and self._made_of == (treedef, config)
-            and all(source() is leaf for source, leaf in zip(self._sources, leaves, strict=True))
-        ):
-            return weights
-        self._forget()  # before new ones are made, so that there are never two
-        weights = _prepare(params, config)
-        self._sources = [weakref.ref(leaf, self._forget) for leaf in leaves]
-        self._made_of = (treedef, config)
-        self._weights = weights
-        return weights
-
-    def _forget(self, _: Any = None) -> None:
-        self._sources = []
-        self._made_of = None
-        self._weights = None
-
-
-_CACHE = _Cache()
 
 
 def _prepare(params: Params, config: ModelConfig) -> Params:

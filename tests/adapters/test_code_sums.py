@@ -198,5 +198,5 @@ def test_generation_on_an_accelerator_writes_what_a_cpu_writes(kind, accelerator
     assert bool(turned) == (kind != "int8")
     monkeypatch.undo()
     jax.clear_caches()
-    weights._CACHE._forget()
+    weights._LAST.clear()
     np.testing.assert_array_equal(jf.generate(params, config, PROMPT, 8, temperature=0), written)
