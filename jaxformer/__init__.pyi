@@ -1,8 +1,7 @@
 from . import layers, tokenizer
-from .adapters.adapted_params import adapt_specs, adapter_mask, merge, without_adapters
+from .adapters.adapted_params import adapt_specs, adapter_mask
 from .adapters.lora import LoRA
 from .adapters.low_rank import keyed
-from .adapters.virtual_tokens import PrefixTuning, PromptTuning
 from .arrays.mesh import make_mesh
 from .arrays.out_of_memory import OutOfMemory
 from .checkpoints.saving import Checkpoints
@@ -19,10 +18,11 @@ from .interop.pretrained import save_pretrained
 from .layers.standalone import multi_head_attention, transformer_block
 from .losses.logits import softmax_cross_entropy
 from .losses.pairs import reference_log_probs
-from .models.adapt import adapt
+from .models.adapt import adapt, merge, without_adapters
 from .models.quantize import quantize
 from .models.text_vectors import embed
 from .models.transformer import forward, init, specs
+from .models.virtual import PrefixTuning, PromptTuning
 from .runs.config import load_config
 from .runs.loading import Loaded, load
 from .runs.model_files import writing_rules

@@ -1,5 +1,4 @@
-"""The table and the params of a model in which other leaves replace some weights: which leaves
-learn, their initial values, and the way back to plain params."""
+"""The table of a model in which other leaves replace some weights, and which leaves learn."""
 
 import fnmatch
 from collections.abc import Callable, Collection, Mapping
@@ -8,20 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxformer.adapters.low_rank import LowRank, is_adapted
-from jaxformer.adapters.virtual_tokens import first_virtual, has_virtual, without_virtual
-from jaxformer.arrays.params import (
-    CustomLeaf,
-    Params,
-    Spec,
-    Specs,
-    dotted,
-    init_params,
-    is_custom,
-    map_specs,
-    rows,
-    stack,
-)
+from jaxformer.adapters.low_rank import is_adapted
+from jaxformer.arrays.params import CustomLeaf, Params, Spec, Specs, dotted, map_specs, rows, stack
 from jaxformer.files import ConfigError
 
 MakeLeaf = Callable[[Spec], CustomLeaf | Spec]
@@ -71,30 +58,6 @@ def frozen_specs(
     return map_specs(frozen, specs)
 
 
-def filled(table: Specs, base: Params, key: jax.Array) -> Params:
-    """Return the params of an adapted table: the weights of `base`, and the initial values of an
-    adapter, which depend on the key and the path of each leaf alone (those of a prompt also on the
-    table of tokens)."""
-    if has_virtual(table):
-        virtual = first_virtual(table["virtual"], base, key)
-        return filled(without_virtual(table), base, key) | {"virtual": virtual}
-
-    def with_adapter(path: Any, entry: Any, weight: Any) -> Any:
-        if not isinstance(entry, LowRank):
-            return weight
-        # `init_params` folds the dotted path of each leaf into the key.
-        name = dotted(path)
-        factors = {f"{name}.a": entry.a, f"{name}.b": entry.b, f"{name}.scale": entry.scale}
-        a, b, scale = init_params(factors, key).values()
-        return replace(entry, weight=weight, a=a, b=b, scale=scale)
-
-    def is_row(node: Any) -> bool:
-        return isinstance(node, Spec) or is_custom(node)
-
-    params: Params = jax.tree.map_with_path(with_adapter, table, base, is_leaf=is_row)
-    return params
-
-
 def over_base(table: Specs, trained: Params, base: Params) -> Params:
     """Return the params of an adapted table: its frozen weights from `base`; what learns, and the
     constants of the adapters, from `trained`, whose weights are not read."""
@@ -135,35 +98,3 @@ def base_paths(table: Specs) -> list[str]:
         elif not node.trainable:
             paths.append(dotted(path))
     return paths
-
-
-def without_adapters(params: Params) -> Params:
-    """Return the params below the adapters, without virtual tokens: those of the base, which are
-    not copied."""
-
-    def below(node: Any) -> Any:
-        return node.weight if is_adapted(node) else node
-
-    params = without_virtual(params) if has_virtual(params) else params
-    base: Params = jax.tree.map(below, params, is_leaf=is_adapted)
-    return base
-
-
-def merge(params: Params) -> Params:
-    """Plain params that compute the same: to each adapted weight its product is added in float32,
-    and the sum has the dtype of the weight. Quantized weights are dequantized, with an adapter or
-    without one."""
-    if has_virtual(params):
-        raise ConfigError(
-            "the virtual tokens of prompt tuning and prefix tuning cannot be merged into weights:"
-            " use these params as they are, or the model below them, jf.without_adapters(params)."
-        )
-
-    def merged_weight(node: Any) -> Any:
-        if not is_adapted(node):
-            return node.array() if is_custom(node) else node
-        weight = node.weight.array() if is_custom(node.weight) else node.weight
-        return (weight.astype(node.scale.dtype) + node.product()).astype(weight.dtype)
-
-    merged: Params = jax.tree.map(merged_weight, params, is_leaf=is_custom)
-    return merged

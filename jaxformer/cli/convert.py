@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 
-from jaxformer.adapters.adapted_params import merge
 from jaxformer.adapters.low_rank import is_adapted
 from jaxformer.arrays.params import is_custom
 from jaxformer.cli.arguments import ConvertArguments
@@ -16,6 +15,7 @@ from jaxformer.files.stores import UNFINISHED
 from jaxformer.interop.logit_parity import compare, require_transformers
 from jaxformer.interop.peft_writing import save_adapter
 from jaxformer.interop.pretrained import save_pretrained
+from jaxformer.models.adapt import merge
 from jaxformer.report import human_count
 from jaxformer.runs.loading import Loaded, load, save_run
 from jaxformer.runs.model_files import ModelFiles

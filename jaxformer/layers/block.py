@@ -56,7 +56,8 @@ PLACEMENTS = {
 
 
 def shared_norm(config: ModelConfig) -> str:
-    """The name of the norm that all sublayers of a block read; empty where each has its own."""
+    """Return the name of the norm that all sublayers of a block read; empty where each has its
+    own."""
     return f"{config.mixer}_norm" if config.residual == "parallel_shared" else ""
 
 
@@ -86,14 +87,15 @@ def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -
 
 
 def normed_before(config: ModelConfig, name: str) -> bool:
-    """Whether a sublayer of a layer reads the residual stream behind a norm."""
+    """Return whether a sublayer of a layer reads the residual stream behind a norm."""
     is_unnormed = config.unnormed_layers > 0 and name == config.mixer
     return "before" in PLACEMENTS[config.norm_placement].norms and not is_unnormed
 
 
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
-    """The parameters of each sublayer by its name, and of its norms beside it."""
-    norms, shared = PLACEMENTS[config.norm_placement].norms, shared_norm(config)
+    """Return the rows of each sublayer by its name, and of its norms beside it."""
+    norms = PLACEMENTS[config.norm_placement].norms
+    shared = shared_norm(config)
     specs: Specs = {}
     for name, sublayer in sublayers_of(config, cross).items():
         is_shared = shared in ("", f"{name}_norm")
@@ -107,20 +109,25 @@ def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
 
 @jax.named_scope("layer")
 def block(params: Params, config: ModelConfig, x: Float[Array, "B T D"], call: Call) -> Output:
-    """[B, T, D] -> [B, T, D], with the layer's cache if the call has one.
+    """Apply one layer, [B, T, D] -> [B, T, D], with its cache if the call has one.
 
     Every sublayer returns an `Output`, whose `Aux` holds what the request captures.
     """
     sublayers = sublayers_of(config, cross=call.source is not None)
-    norms, shared = PLACEMENTS[config.norm_placement].norms, shared_norm(config)
-    source = norm(params[shared], config, x) if shared else x
+    norms = PLACEMENTS[config.norm_placement].norms
+
+    def normed(x: jax.Array, name: str) -> jax.Array:
+        return norm(params[name], config, x)
+
+    shared = shared_norm(config)
+    source = normed(x, shared) if shared else x
     inner_keys, outer_keys = _dropout_keys(call.key, sublayers)
     total = x
     auxes: list[Aux] = []
     for name, sublayer in sublayers.items():
         read = total if config.residual == "sequential" else source
         if normed_before(config, name) and not shared:
-            read = norm(params[f"{name}_norm"], config, read)
+            read = normed(read, f"{name}_norm")
         with jax.named_scope(name):
             call = call._replace(key=inner_keys[name])
             out, cache, aux = sublayer.apply(params[name], config, read, call)
@@ -128,12 +135,12 @@ def block(params: Params, config: ModelConfig, x: Float[Array, "B T D"], call: C
         out, captured = call.request.apply(sublayer.capture or name, out)
         auxes += [aux, Aux(captures=captured)]
         if "output" in norms:
-            out = norm(params[f"{name}_output_norm"], config, out)
+            out = normed(out, f"{name}_output_norm")
         if config.residual_multiplier != 1:
             out = out * config.residual_multiplier
         total = total + dropout(out, config.dropout, outer_keys[name])
         if "after" in norms:
-            total = norm(params[f"{name}_norm"], config, total)
+            total = normed(total, f"{name}_norm")
     total, captured = call.request.apply("residual", total)
     return Output(total, call.cache, merged([*auxes, Aux(captures=captured)]))
 
@@ -144,7 +151,7 @@ DropoutKeys = dict[str, jax.Array | None]
 def _dropout_keys(
     key: jax.Array | None, sublayers: dict[str, Sublayer]
 ) -> tuple[DropoutKeys, DropoutKeys]:
-    """A key for the inside of each sublayer that draws, and one for the output of each."""
+    """Return a key for the inside of each sublayer that draws, and one for the output of each."""
     inner: DropoutKeys = dict.fromkeys(sublayers)
     outer: DropoutKeys = dict.fromkeys(sublayers)
     if key is not None:

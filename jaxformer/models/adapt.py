@@ -1,19 +1,28 @@
-"""A model's params with an adapter, from those of the model and its config."""
+"""A model's params with an adapter, from those of the model and its config, and the way back."""
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 
-from jaxformer.adapters.adapted_params import MakeLeaf, adapt_specs, filled, frozen_specs
+from jaxformer.adapters.adapted_params import MakeLeaf, adapt_specs, frozen_specs
 from jaxformer.adapters.lora import LoRA, adapted_specs, targets_of
-from jaxformer.adapters.low_rank import learned_rows
-from jaxformer.adapters.virtual_tokens import PrefixTuning, PromptTuning, has_virtual, virtual_specs
-from jaxformer.arrays.params import Params, Specs, rows
+from jaxformer.adapters.low_rank import LowRank, is_adapted, learned_rows
+from jaxformer.arrays.params import Params, Spec, Specs, dotted, init_params, is_custom, rows
 from jaxformer.config.adapter import LORA_WORDS, AdapterConfig, Quantization
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import parsed_groups, parts_of
 from jaxformer.files import ConfigError
 from jaxformer.models.transformer import check_model, specs, without_objective
+from jaxformer.models.virtual import (
+    PrefixTuning,
+    PromptTuning,
+    first_virtual,
+    has_virtual,
+    virtual_specs,
+    without_virtual,
+)
 
 Adapter = LoRA | PromptTuning | PrefixTuning
 
@@ -54,6 +63,62 @@ def adapt(
         )
     below = without_objective(params)
     return params | filled(_table_with(config, adapter), below, key)
+
+
+def filled(table: Specs, base: Params, key: jax.Array) -> Params:
+    """Return the params of an adapted table: the weights of `base`, and the initial values of an
+    adapter, which depend on the key and the path of each leaf alone (those of a prompt also on the
+    table of tokens)."""
+    if has_virtual(table):
+        virtual = first_virtual(table["virtual"], base, key)
+        return filled(without_virtual(table), base, key) | {"virtual": virtual}
+
+    def with_adapter(path: Any, entry: Any, weight: Any) -> Any:
+        if not isinstance(entry, LowRank):
+            return weight
+        # `init_params` folds the dotted path of each leaf into the key.
+        name = dotted(path)
+        factors = {f"{name}.a": entry.a, f"{name}.b": entry.b, f"{name}.scale": entry.scale}
+        a, b, scale = init_params(factors, key).values()
+        return replace(entry, weight=weight, a=a, b=b, scale=scale)
+
+    def is_row(node: Any) -> bool:
+        return isinstance(node, Spec) or is_custom(node)
+
+    params: Params = jax.tree.map_with_path(with_adapter, table, base, is_leaf=is_row)
+    return params
+
+
+def without_adapters(params: Params) -> Params:
+    """Return the params below the adapters, without virtual tokens: those of the base, which are
+    not copied."""
+
+    def below(node: Any) -> Any:
+        return node.weight if is_adapted(node) else node
+
+    params = without_virtual(params) if has_virtual(params) else params
+    base: Params = jax.tree.map(below, params, is_leaf=is_adapted)
+    return base
+
+
+def merge(params: Params) -> Params:
+    """Plain params that compute the same: to each adapted weight its product is added in float32,
+    and the sum has the dtype of the weight. Quantized weights are dequantized, with an adapter or
+    without one."""
+    if has_virtual(params):
+        raise ConfigError(
+            "the virtual tokens of prompt tuning and prefix tuning cannot be merged into weights:"
+            " use these params as they are, or the model below them, jf.without_adapters(params)."
+        )
+
+    def merged_weight(node: Any) -> Any:
+        if not is_adapted(node):
+            return node.array() if is_custom(node) else node
+        weight = node.weight.array() if is_custom(node.weight) else node.weight
+        return (weight.astype(node.scale.dtype) + node.product()).astype(weight.dtype)
+
+    merged: Params = jax.tree.map(merged_weight, params, is_leaf=is_custom)
+    return merged
 
 
 def _table_with(

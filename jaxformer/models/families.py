@@ -44,7 +44,8 @@ def decoder_hidden(
     tokens."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     mask, cache = stack_mask(params["blocks"], inputs.layout, cache, causal)
-    x = embed(params["embed"], config, replace(inputs, layout=mask.queries), embed_key)
+    inputs = replace(inputs, layout=mask.queries)
+    x = embed(params["embed"], config, inputs, embed_key)
     call = Call(mask, key=layers_key, request=request.within(config.family))
     return run_stack(params, config, x, call, cache)
 
@@ -107,7 +108,8 @@ def encoder_decoder_hidden(
         encoder_aux = Aux()
         source_layout = cache.source_layout
     mask, cache = stack_mask(params["blocks"], inputs.layout, cache)
-    x = embed(params["embed"], config, replace(inputs, layout=mask.queries), embed_key)
+    inputs = replace(inputs, layout=mask.queries)
+    x = embed(params["embed"], config, inputs, embed_key)
     to_source = AttentionMask(mask.queries, source_layout, causal=False, relative=False)
     source = EncoderOutput(encoded, to_source)
     call = Call(mask, source=source, key=layers_key, request=request.within("decoder"))

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxformer.adapters.virtual_tokens import has_virtual, virtual_counts, virtual_rows
 from jaxformer.arrays.params import (
     Params,
     Spec,
@@ -30,7 +29,7 @@ from jaxformer.layers.head import HEADS, head
 from jaxformer.layers.output import NOTHING, Aux, Output, Request
 from jaxformer.models.families import MODEL_FAMILIES
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
-from jaxformer.models.virtual import with_virtual
+from jaxformer.models.virtual import has_virtual, virtual_counts, virtual_rows, with_virtual
 
 # The branch of the params with what the loss of an objective has beside the model.
 OF_OBJECTIVE = "objective"

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxformer.adapters.adapted_params import filled
 from jaxformer.arrays.mesh import AnyMesh, batch_sharding, place_array, place_batch, placement
 from jaxformer.arrays.params import Params, Spec, Specs, init_params, is_custom, map_specs, rows
 from jaxformer.checkpoints.digests import fingerprint
@@ -182,6 +181,9 @@ class WarmStart(NamedTuple):
         """The params of the model with its adapter before the first step, placed as those of the
         state `target`. Those of the base that learn are copied, because a step donates its
         state."""
+        # Imported here, because runs without an adapter do not need it.
+        from jaxformer.models.adapt import filled
+
         params = jax.tree.map(
             lambda leaf, target_leaf: place_array(leaf, target_leaf.sharding),
             filled(specs, self.params, jax.random.key(seed)),

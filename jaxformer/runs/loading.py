@@ -215,7 +215,7 @@ def load_base(
     """A model to start from: an adapter there is merged, then the parameters are quantized, and
     there are rows for the tokens `added` to a vocabulary of `vocab_size`."""
     if files.has_adapter:
-        from jaxformer.adapters.adapted_params import merge
+        from jaxformer.models.adapt import merge
 
         loaded = load(files, mesh=mesh)
         params = merge(loaded.params)

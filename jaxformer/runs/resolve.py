@@ -370,7 +370,7 @@ def preference_options(
         options["temperature"] = train.contrastive_temperature
     if objective.reference and adapter.kind != "none":
         # Imported here, because runs without an adapter do not need it.
-        from jaxformer.adapters.adapted_params import without_adapters
+        from jaxformer.models.adapt import without_adapters
 
         options["reference_of"] = without_adapters
     return options

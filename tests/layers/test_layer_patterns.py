@@ -13,13 +13,13 @@ from families import SIZES, alone, cached, params_of
 from products import slow_but
 
 import jaxformer as jf
-from jaxformer.adapters.virtual_tokens import PrefixTuning, virtual_specs
 from jaxformer.arrays.params import check_params, count, rows
 from jaxformer.layers import pattern
 from jaxformer.layers.pattern import layer_configs, repetition_of
 from jaxformer.models.cost import count_text, flops_per_token
 from jaxformer.models.stack import layers_of, stacked_as
 from jaxformer.models.transformer import specs
+from jaxformer.models.virtual import PrefixTuning, virtual_specs
 
 forward = jax.jit(jf.forward, static_argnums=1)
 
