@@ -74,7 +74,8 @@ class BoundedProcess:
 
     def close(self) -> None:
         """Ends the process; the next question starts another one."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             process.communicate()
@@ -110,7 +111,8 @@ def serve(answer_to: Callable[[Any], Any], seconds: float) -> None:
 
     limit("RLIMIT_CORE", 0)
     limit("RLIMIT_AS", MEMORY)
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    questions = sys.stdin.buffer
+    answers = sys.stdout.buffer
     sys.stdout = sys.stderr
     for line in questions:
         limit("RLIMIT_CPU", sum(os.times()[:2]) + seconds)

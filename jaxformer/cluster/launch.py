@@ -172,7 +172,8 @@ def _launched(settings: LaunchConfig) -> tuple[str, RunProcess]:
                 index, count, local_index = (int(os.environ[key]) for key in OPEN_MPI)
             elif cluster.is_env_present():
                 is_whole = True
-                index, count = cluster.get_process_id(), cluster.get_process_count()
+                index = cluster.get_process_id()
+                count = cluster.get_process_count()
                 local_index = cluster.get_local_process_id()
             else:
                 continue
@@ -270,7 +271,9 @@ class RollCall:
     """
 
     def __init__(self, index: int, count: int, coordinator: str, timeout: float) -> None:
-        self.index, self.count, self.coordinator = index, count, coordinator
+        self.index = index
+        self.count = count
+        self.coordinator = coordinator
         self.hosts = [""] * count
         self.lost = ""
         self.signal: int | None = None
@@ -367,7 +370,8 @@ class RollCall:
                 connection.close()
             else:
                 connection.settimeout(None)
-                self._channels[index], self.hosts[index] = channel, host
+                self._channels[index] = channel
+                self.hosts[index] = host
 
     def _join(self, timeout: float) -> None:
         """The others connect to process 0 and wait for its answer. Where the connection is closed
@@ -432,7 +436,8 @@ class RollCall:
 
     def _hear(self, index: int, number: int, name: str) -> None:
         """Notes how far a process says that it has come."""
-        known, now = self._places[index], self._beats
+        known = self._places[index]
+        now = self._beats
         came = known.came if number == known.number else now
         self._places[index] = Place(number, name, came, now)
 
@@ -462,7 +467,8 @@ class RollCall:
         front = max(place.number for place in places.values())
         texts = []
         for index, place in sorted(places.items()):
-            beats, is_silent = self._beats - place.came, self._beats - place.said >= BEATS
+            beats = self._beats - place.came
+            is_silent = self._beats - place.said >= BEATS
             if beats >= BEATS and (place.number < front or is_silent):
                 seconds = beats * processes.LONG_SECONDS / BEATS
                 texts.append(
@@ -482,7 +488,8 @@ class RollCall:
         with self._guard:
             if self._another_ended.is_set():
                 return
-            self.lost, self.signal = text, number
+            self.lost = text
+            self.signal = number
             self._another_ended.set()
         if self.index == 0:
             self._send(lost=text, signal=None if number is None else name_of(number))
@@ -633,7 +640,8 @@ def joined(
             call.initialize(process.devices, settings.timeout)
             describe(log)
             if request := current():
-                request.tell, request.waits = call.stopped, call.waits
+                request.tell = call.stopped
+                request.waits = call.waits
             yield
         except agreed:
             raise

@@ -151,9 +151,12 @@ class StopAgreement:
     """
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._prefix = steps, f"jaxformer/stop/{reached('the first step')}"
+        self._steps = steps
+        self._prefix = f"jaxformer/stop/{reached('the first step')}"
         self._agreed: tuple[int, int] | None = None  # the last step, and the signal
-        self._step, self._published, self._evaluations = 0, False, 0
+        self._step = 0
+        self._published = False
+        self._evaluations = 0
 
     def after(self, step: int, signal: int | None) -> int | None:
         """The signal by which the run stops after `step`, None where it does not. To be called once

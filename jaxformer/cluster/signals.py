@@ -46,7 +46,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.while_doing = ""
-        self._holds, self.imports, self.finished = 0, False, False
+        self._holds = 0
+        self.imports = False
+        self.finished = False
         self.agree: StopAgreement | None = None
         self.tell: Callable[[int], None] = lambda number: None
         self.waits: Callable[[], str] = lambda: ""
@@ -141,7 +143,8 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield _current or StopRequest()
         return
-    request, first = StopRequest(), 0.0
+    request = StopRequest()
+    first = 0.0
     previous: dict[int, Any] = {}
     for stopping in STOPPING:
         handler = signal.getsignal(stopping)
@@ -177,7 +180,8 @@ def doing(what: str) -> Iterator[None]:
     if _current is None:
         yield
         return
-    previous, _current.while_doing = _current.while_doing, what
+    previous = _current.while_doing
+    _current.while_doing = what
     try:
         yield
     except Stopped:
@@ -217,7 +221,8 @@ class _Watch:
     """A thread that Python's own handler wakes, whatever the main thread is doing."""
 
     def __init__(self, request: StopRequest, heeded: list[int]) -> None:
-        self._request, self._heeded = request, heeded
+        self._request = request
+        self._heeded = heeded
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

@@ -51,7 +51,8 @@ REASON_CHARACTERS = 300  # of the message of an error of a store
 # What stores call the version of an object, the surest first.
 VERSION_KEYS = ("generation", "ETag", "etag", "LastModified", "last_modified", "mtime", "created")
 
-VARIABLE, DEFAULT = "JAXFORMER_COPIES", "~/.cache/jaxformer/copies"
+VARIABLE = "JAXFORMER_COPIES"
+DEFAULT = "~/.cache/jaxformer/copies"
 RANGE_BYTES = 16 << 20  # that one request asks for
 SILENT_BYTES = 10**8  # copies of fewer bytes are made without a line
 
@@ -174,7 +175,8 @@ class StorePath(ProxyUPath):
     @_asks("written")
     def copy_from(self, source: "StorePath") -> None:
         """Copies an object, or all objects below a path, of the same store to this path."""
-        below, copies = source.path.rstrip("/"), self.path.rstrip("/")
+        below = source.path.rstrip("/")
+        copies = self.path.rstrip("/")
         for name in self.fs.find(source.path):
             self.fs.cp_file(name, copies + name.removeprefix(below))
 

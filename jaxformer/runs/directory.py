@@ -139,7 +139,8 @@ class RunDirectory:
         and does not begin anew."""
         if run.run.restart or not self.config.is_file():
             return
-        written, model = self.read_run(), run.model
+        written = self.read_run()
+        model = run.model
         # Sizes that come from the data, which is not read yet.
         filled = dataclasses.replace(
             model,
@@ -158,7 +159,8 @@ class RunDirectory:
                 if old != new and VOLATILE not in getattr(hint, "__metadata__", ()):
                     changed.append(f"{entry.name}.{name}: {old!r} in the directory, {new!r} now")
         # Its value may change, but not whether the optimizer keeps a window of losses.
-        before, after = written.train.spike_factor, run.train.spike_factor
+        before = written.train.spike_factor
+        after = run.train.spike_factor
         if (before == 0) != (after == 0):
             changed.append(f"train.spike_factor: {before!r} in the directory, {after!r} now")
         if changed:

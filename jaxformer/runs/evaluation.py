@@ -82,11 +82,14 @@ def bytes_of_targets(corpus: data.Corpus) -> CountBytes | None:
     if not corpus.task.every_token:
         return None
     tokenizer = corpus.tokenizer
-    sizes, space, end = tokenizer.token_bytes(), tokenizer.spelled_space(), tokenizer.end_token
+    sizes = tokenizer.token_bytes()
+    space = tokenizer.spelled_space()
+    end = tokenizer.end_token
     has_space_before = tokenizer.has_space_before()
 
     def count(batch: Batch) -> jax.Array:
-        targets, weights = batch["targets"], batch["weights"]
+        targets = batch["targets"]
+        weights = batch["weights"]
         total = (jnp.asarray(sizes)[targets] * weights).sum()
         if has_space_before:
             total -= ((targets == end) * weights).sum()

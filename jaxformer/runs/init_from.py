@@ -48,7 +48,8 @@ def check_base(model: ModelConfig, adapter: AdapterConfig, files: ModelFiles) ->
     longer context, another window), and is refused by name otherwise. Experts are copies of a dense
     feed-forward (`models/upcycling.py`).
     """
-    base, base_model = str(files), files.config
+    base = str(files)
+    base_model = files.config
     model = dataclasses.replace(model, vocab_size=model.vocab_size or base_model.vocab_size)
     if not is_upcycled(model, base_model):
         _check_trunk(model, base_model, base)
@@ -77,12 +78,15 @@ def check_base(model: ModelConfig, adapter: AdapterConfig, files: ModelFiles) ->
 def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None:
     """Raises ConfigError where a parameter outside of the heads has another shape than in the
     base."""
-    trunk, base_trunk = trunk_of(model), trunk_of(base_model)
+    trunk = trunk_of(model)
+    base_trunk = trunk_of(base_model)
     if trunk == base_trunk:
         return
     lines = []
     for entry in dataclasses.fields(model):
-        name, here, there = entry.name, getattr(model, entry.name), getattr(base_model, entry.name)
+        name = entry.name
+        here = getattr(model, entry.name)
+        there = getattr(base_model, entry.name)
         if name in OWN or here == there:
             continue
         changed: dict[str, Any] = {name: here}
@@ -91,7 +95,8 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
                 continue
         lines.append(f"model.{name}={here!r}, but it is {there!r} in the base")
     paths = [path for path in {**trunk, **base_trunk} if trunk.get(path) != base_trunk.get(path)]
-    shape, base_shape = trunk.get(paths[0], "missing"), base_trunk.get(paths[0], "missing")
+    shape = trunk.get(paths[0], "missing")
+    base_shape = base_trunk.get(paths[0], "missing")
     lines.append(f"so {paths[0]} is {shape} here, and {base_shape} in the base")
     reasons = "\n  ".join(lines)
     raise ConfigError(
@@ -213,13 +218,15 @@ def warm_start(
     """
     base = load_base(files, mesh, quantize, added, model.vocab_size)
     table = model_specs(model) | objective_specs(objective, model)
-    params, routers = base.params, set[str]()
+    params = base.params
+    routers = set[str]()
     is_dense = is_upcycled(model, base.config)
     if is_dense and trunk_of(dense_of(model)) == trunk_of(base.config):
         params = upcycle(params, model, lambda spec: placement(mesh, spec.shape, spec.axes))
         routers = {path for path in rows(model_specs(model)) if ".experts.router" in path}
     # A quantized leaf is one.
-    base_leaves, specs = flat_leaves(params, is_leaf=is_custom), rows(table)
+    base_leaves = flat_leaves(params, is_leaf=is_custom)
+    specs = rows(table)
     before = base.labels
     same_head = base.config.output == model.output and labels[: len(before)] == before
     new = list[str]()
@@ -289,7 +296,9 @@ class Reference:
     def __init__(
         self, start: ModelFiles, config: ModelConfig, record: Path, mesh: Mesh | None = None
     ) -> None:
-        self._start, self._config, self._mesh = start, config, mesh
+        self._start = start
+        self._config = config
+        self._mesh = mesh
         self._record = record
         self._loaded: tuple[Params, str] | None = None
 
@@ -336,7 +345,8 @@ class Reference:
 
     def __call__(self, batch: Any) -> Any:
         """A batch of pairs on the devices, with the log-probabilities of its completions."""
-        params, placed = self.load()[0], place_batch(batch, self._mesh)
+        params = self.load()[0]
+        placed = place_batch(batch, self._mesh)
         with on_mesh(self._mesh):
             return {**placed, **self._score(params, placed)}
 
@@ -345,7 +355,8 @@ class ScoredBatches:
     """`batches[step]` is that of the step, scored by a reference."""
 
     def __init__(self, reference: Reference, batches: BatchesByStep) -> None:
-        self._reference, self._batches = reference, batches
+        self._reference = reference
+        self._batches = batches
 
     def __getitem__(self, step: int) -> Any:
         return self._reference(self._batches[step])

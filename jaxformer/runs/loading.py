@@ -131,7 +131,9 @@ def _load_adapter(files: ModelFiles, base: Loaded, base_files: ModelFiles) -> Lo
     from jaxformer.interop.peft_reading import adapted_config, learned_of, read_adapter
 
     config = adapted_config(files.path, base.config)
-    params, labels, problem_type = base.params, base.labels, base.problem_type
+    params = base.params
+    labels = base.labels
+    problem_type = base.problem_type
     if config != base.config:
         # The adapter has a head of its own, whose classes it does not name.
         shared_names = model_specs(config).keys() - {"head"}
@@ -158,7 +160,9 @@ def _load_run(
     base: str | Path | None,
     weights: Weights,
 ) -> Loaded:
-    run, record, run_dir = files.run, files.record, files.path
+    run = files.run
+    record = files.record
+    run_dir = files.path
     tokenizer = Tokenizer.find(run_dir)
     require_tokenizer(run_dir, tokenizer, record)
     labels = tuple(record.get("labels", ()))
@@ -255,7 +259,8 @@ def save_run(target: Path, model: Loaded, origin: ModelFiles, run_dir: Path | No
     if model.labels:
         named = json.dumps({"labels": list(model.labels)}) + "\n"
         write_text(target / "data.json", named, follow=False)
-    settings, tokenizer = RunSettings(dir=str(run_dir)), TokenizerConfig(path=str(run_dir))
+    settings = RunSettings(dir=str(run_dir))
+    tokenizer = TokenizerConfig(path=str(run_dir))
     run = dataclasses.replace(origin.run, run=settings, tokenizer=tokenizer)
     write_text(target / "config.json", to_json(run), follow=False)
 
@@ -305,7 +310,8 @@ def adapted_params_of_run(
     from jaxformer.adapters.adapted_params import base_paths, over_base
 
     shapes = {"params": _shapes(table, mesh)}
-    leaf_shapes, unsaved = flat_leaves(shapes), {f"params.{path}" for path in base_paths(table)}
+    leaf_shapes = flat_leaves(shapes)
+    unsaved = {f"params.{path}" for path in base_paths(table)}
     learned = {path: shape for path, shape in leaf_shapes.items() if path not in unsaved}
     leaves, saved_step = _from_newest(saved, lambda read: read(learned))
     tree = jax.tree.unflatten(jax.tree.structure(shapes), (leaf_shapes | leaves).values())
@@ -329,7 +335,8 @@ def _from_newest(
 ) -> tuple[dict[str, Any], int]:
     """What `take` makes of the newest checkpoint that can be read, or of that of the step asked
     for, and its step."""
-    run_dir, step = saved.run_dir, saved.step
+    run_dir = saved.run_dir
+    step = saved.step
     steps = saved_steps(run_dir)
     if not steps or (step is not None and step not in steps):
         present = f"it holds steps {steps}" if steps else "training has not saved one yet"
@@ -383,7 +390,8 @@ def read_average(
     """The average of each leaf of `shapes`, as its dtype; a leaf that does not learn is itself.
     `read` reads leaves of a checkpoint, and `saved` has their [shape, dtype] by name."""
     names = {path: names_by_path.get(path.removeprefix("params.")) for path in shapes}
-    formula, wanted = kind.formula, dict[str, Any]()
+    formula = kind.formula
+    wanted = dict[str, Any]()
     for path, shape in shapes.items():
         pair = names[path]
         if pair is None:

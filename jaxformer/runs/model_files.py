@@ -184,7 +184,8 @@ def writing_rules(model: Tokenizer | str | Path) -> dict[str, Any]:
     (encoder_no_repeat_ngram_size, sequence_bias and others) or is malformed.
     """
     if isinstance(model, Tokenizer):
-        ends, metadata = model.end_tokens, model.metadata
+        ends = model.end_tokens
+        metadata = model.metadata
         forced = model.forced_token is not None
         rules = text_rules(metadata.rules, ends, forced, metadata.rules_file)
         return {"end_token": ends, "vocab_size": model.vocab_size} | rules

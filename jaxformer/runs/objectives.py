@@ -208,7 +208,9 @@ CHAT_FIELDS = ("messages", "conversations", "prompt+completion", "instruction+in
 
 def objective_of(model: ModelConfig, data: DataConfig) -> str:
     """The objective of a run, `auto` resolved."""
-    family, head, asked = model.family, model.output, data.objective
+    family = model.family
+    head = model.output
+    asked = data.objective
     fitting = _fitting(model)
     name = fitting[0] if asked == "auto" and fitting else asked
     if not fitting:

@@ -280,7 +280,9 @@ def resolve_without_data(
     """As `resolve`, for a run whose data is not read, with its global batch as shapes: what can be
     lowered or compiled for devices that are not here. `packed` says whether rows come with segment
     ids; None: as the run's objective and packing make them."""
-    model, tokenizer, added = run.model, run.tokenizer, range(0)
+    model = run.model
+    tokenizer = run.tokenizer
+    added = range(0)
     if tokenizer.added:
         # Imported here, because only such a run reads the tokenizer of its base.
         from jaxformer.runs.init_from import with_vocabulary_of

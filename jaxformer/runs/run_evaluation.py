@@ -194,7 +194,8 @@ def translate(
     source of its batch (rounded up), and ten more. `search` are keywords of `beam_search`, which
     replace those that the model's files say.
     """
-    start, target_context = tokenizer.as_target([]), context_of(params, config)
+    start = tokenizer.as_target([])
+    target_context = context_of(params, config)
     context = context_of(params, config, source=True)
     encoded = tokenizer.encode_batch(texts)
     source_limit = context - len(tokenizer.as_source([]))
@@ -206,7 +207,8 @@ def translate(
         )
     rules = {"keep": 1} | writing_rules(tokenizer) | search
     sources = [tokenizer.as_source(ids[:source_limit]) for ids in encoded]
-    targets, size = [""] * len(texts), min(batch_size, len(texts))
+    targets = [""] * len(texts)
+    size = min(batch_size, len(texts))
     order = sorted(range(len(texts)), key=lambda index: len(sources[index]))
     for first in range(0, len(texts), size or 1):
         batch = order[first : first + size]

@@ -156,7 +156,8 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     check(run)
     directory = RunDirectory(run.run.dir)
     # The base, which gives the tokenizer and the labels where the run was not begun before.
-    init_from, labels = None, tuple[str, ...]()
+    init_from = None
+    labels = tuple[str, ...]()
     if run.run.init_from:
         # Imported here, because it reads models of every format.
         from jaxformer.runs.init_from import settled_over
@@ -190,7 +191,8 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     origin = "the data and of run.init_from" if init_from else "the data"
     model = with_sizes(run.model, corpus.tokenizer.vocab_size, corpus.labels, origin)
     run = replace(run, model=model)
-    size, blocks = run.train.batch_size, data.RowBlocks(*held_blocks(mesh))
+    size = run.train.batch_size
+    blocks = data.RowBlocks(*held_blocks(mesh))
     batches = data.Batches(corpus.train, run.data, size, run.run.seed, blocks)
     heldout = None
     if corpus.validation:

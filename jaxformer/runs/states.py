@@ -42,7 +42,8 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
     )
     # The lines before a checkpoint are in the store when it is.
     checkpoints.before_save = store_of(setup.directory.path).flush_appended
-    saved, run = checkpoints.steps(), setup.run
+    saved = checkpoints.steps()
+    run = setup.run
     if saved:
         change = changed_schedule(setup.directory, run.optimizer, train.steps, saved[-1])
         if change:
@@ -53,7 +54,8 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
 def first_state(setup: RunSetup, log: Log) -> TrainState:
     """The state before the first step: drawn from the seed, or with run.init_from the parameters
     of that model."""
-    seed, target = setup.run.run.seed, setup.target
+    seed = setup.run.run.seed
+    target = setup.target
     with memory_of("the initial state"):
         if setup.init_from is None:
             state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=seed)
@@ -129,7 +131,8 @@ class ShiftedBatches:
     """The batches of a run with rollbacks: `batches[step]` is batch step + `shift`."""
 
     def __init__(self, batches: BatchesByStep, rollbacks: list[Rollback]) -> None:
-        self._batches, self._rollbacks = batches, rollbacks
+        self._batches = batches
+        self._rollbacks = rollbacks
 
     def __getitem__(self, step: int) -> NumpyBatch:
         batch: NumpyBatch = self._batches[step + shift(self._rollbacks, step)]
@@ -162,7 +165,8 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     """The state to train on from after a bad step, where train.on_bad_step is rollback: that of the
     newest checkpoint, or the first one, after the batch of the step was recorded as left out.
     `error.state` is freed. Otherwise, and after `BAD_STEPS` rollbacks, the error is raised."""
-    directory, why = setup.directory, ""
+    directory = setup.directory
+    why = ""
     rollbacks = read_rollbacks(directory)
     can_roll_back = setup.run.train.on_bad_step == "rollback"
     if not can_roll_back or len(rollbacks) >= BAD_STEPS:

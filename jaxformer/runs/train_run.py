@@ -95,7 +95,9 @@ class RunOutOfMemory(OutOfMemory):
 
     def __init__(self, error: OutOfMemory, setup: RunSetup, saved: int | None, begun: bool) -> None:
         super().__init__(error.place, error.text)
-        self.setup, self.saved, self.begun = setup, saved, begun
+        self.setup = setup
+        self.saved = saved
+        self.begun = begun
 
 
 def train(run: RunConfig) -> Result:
@@ -195,7 +197,8 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
     On a CPU the step compiles while the state is made; on another device before that, and after a
     check of its kernels, because its compiler may refuse one, and measures others on the device.
     """
-    run, saved = setup.run, checkpoints.steps() or [0]
+    run = setup.run
+    saved = checkpoints.steps() or [0]
     require_same({f"the checkpoints in {checkpoints.folder}": str(saved)})
     with ThreadPoolExecutor(1) as thread:
 
@@ -312,9 +315,12 @@ def _steps(
     `began` is the `time.monotonic()` from which the log counts its seconds. The evaluation of the
     first state, where it is due and was not made because a signal cut it short, is made first.
     """
-    settings, run, first = setup.run.train, setup.run.run, int(state.step)
+    settings = setup.run.train
+    run = setup.run.run
+    first = int(state.step)
     directory = setup.directory
-    heldout, tasks = setup.heldout, setup.tasks
+    heldout = setup.heldout
+    tasks = setup.tasks
     before = logged_before(directory, first)
     evaluate_every = settings.eval_every if heldout else settings.eval_tasks_every
     step = CountedStep(program, settings, evaluate_every, setup.unsaved, first)
