@@ -90,6 +90,7 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
         if name in OWN or here == there:
             continue
         changed: dict[str, Any] = {name: here}
+        # Only what changes a shape by itself is named: another window or rate is no conflict.
         with contextlib.suppress(ConfigError):  # which refuses the setting alone
             if trunk_of(dataclasses.replace(base_model, **changed)) == base_trunk:
                 continue
@@ -235,6 +236,8 @@ def warm_start(
         fits = path in base_leaves and base_leaves[path].shape == spec.shape
         if not fits or (in_head and not same_head):
             new.append(path)
+    # A parameter on one side alone, or of another shape, is allowed in a head only; the routers of
+    # experts are new too.
     unmatched = [*new, *(path for path in base_leaves if path not in specs)]
     may_be_new = {path for path in unmatched if path.partition(".")[0] in HEAD_BRANCHES} | routers
     misfits = [path for path in unmatched if path not in may_be_new]
@@ -250,6 +253,7 @@ def warm_start(
             path: placement(mesh, spec.shape, spec.axes) for path, spec in drawn_specs.items()
         }
         key = jax.random.key(seed)
+        # One program, whose results are where they belong: the host never has them.
         drawn = jax.jit(lambda: init_params(drawn_specs, key), out_shardings=shardings)()
 
     def leaf(path: str, spec: Spec) -> Any:

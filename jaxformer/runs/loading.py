@@ -205,7 +205,7 @@ def _load_run(
     if kind is None and quantize is not None:
         below = quantize_params(below, quantize)
     table = adapted_table(run.model, run.adapter, learned, added) | brought
-    params, step = adapted_params_of_run(saved, table, below, mesh, dtype)
+    params, step = params_of_run(saved, table, mesh, dtype, below=below)
     return Loaded(params, run.model, tokenizer, labels, base_files.path, learned, step)
 
 
@@ -276,11 +276,22 @@ class SavedWeights(NamedTuple):
 
 
 def params_of_run(
-    saved: SavedWeights, table: Specs, mesh: Mesh | None, dtype: str, quantize: Quantization | None
+    saved: SavedWeights,
+    table: Specs,
+    mesh: Mesh | None,
+    dtype: str,
+    quantize: Quantization | None = None,
+    below: Params | None = None,
 ) -> tuple[Params, int]:
-    """The parameters of a run without an adapter, as `jf.load` gives them, and their step."""
-    shapes = _shapes(table, mesh)
-    leaf_shapes = flat_leaves({"params": shapes})
+    """The parameters of a run, as `jf.load` gives them, and their step. A `table` with an adapter
+    is over the parameters `below`, which no checkpoint has."""
+    shapes = {"params": _shapes(table, mesh)}
+    leaf_shapes = flat_leaves(shapes)
+    unsaved = set[str]()
+    if below is not None:
+        from jaxformer.adapters.adapted_params import base_paths, over_base
+
+        unsaved = {f"params.{path}" for path in base_paths(table)}
     matrices = {
         f"params.{path}": spec
         for path, spec in rows(table).items()
@@ -290,38 +301,27 @@ def params_of_run(
     def typed(read: Read) -> dict[str, Any]:
         """The leaves as `dtype`; each of the matrices that are quantized is read by itself, after
         all others."""
-        together = {path: shape for path, shape in leaf_shapes.items() if path not in matrices}
+        apart = unsaved | matrices.keys()
+        together = {path: shape for path, shape in leaf_shapes.items() if path not in apart}
         leaves = {path: leaf.astype(dtype) for path, leaf in read(together).items()}
         for path, spec in matrices.items():
             weight = read({path: leaf_shapes[path]})[path].astype(dtype)
             leaf = quantized_leaf(path, weight, spec, quantize)  # type: ignore[arg-type]
+            # Waits, so that no two matrices are in memory unquantized.
             leaves[path] = jax.block_until_ready(leaf)
-        return {path: leaves[path] for path in leaf_shapes}
+        return leaves
 
     leaves, saved_step = _from_newest(saved, typed)
-    params: Params = jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))
-    return params, saved_step
-
-
-def adapted_params_of_run(
-    saved: SavedWeights, table: Specs, below: Params, mesh: Mesh | None, dtype: str
-) -> tuple[Params, int]:
-    """The parameters of a run with an adapter over those `below`, as `dtype`, and their step."""
-    from jaxformer.adapters.adapted_params import base_paths, over_base
-
-    shapes = {"params": _shapes(table, mesh)}
-    leaf_shapes = flat_leaves(shapes)
-    unsaved = {f"params.{path}" for path in base_paths(table)}
-    learned = {path: shape for path, shape in leaf_shapes.items() if path not in unsaved}
-    leaves, saved_step = _from_newest(saved, lambda read: read(learned))
-    tree = jax.tree.unflatten(jax.tree.structure(shapes), (leaf_shapes | leaves).values())
-    params: Params = over_base(table, tree["params"], below)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_custom)
+    ordered = [leaves.get(path, shape) for path, shape in leaf_shapes.items()]
+    params: Params = jax.tree.unflatten(jax.tree.structure(shapes), ordered)["params"]
+    if below is not None:
+        params = over_base(table, params, below)
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_custom)
     return params, saved_step
 
 
 def _shapes(table: Specs, mesh: Mesh | None) -> Any:
-    """Parameters as shapes, each with its sharding."""
+    """Parameters as shapes, each with its sharding, on which it is read directly."""
 
     def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
         sharding = placement(mesh, spec.shape, spec.axes)
@@ -342,6 +342,7 @@ def _from_newest(
         present = f"it holds steps {steps}" if steps else "training has not saved one yet"
         of_step = "" if step is None else f" of step {step}"
         raise ConfigError(f"{run_dir} has no checkpoint{of_step}: {present}.")
+    # A damaged checkpoint costs the steps since the one before it, and not the run.
     errors = []
     for candidate in [step] if step is not None else reversed(steps):
         try:
@@ -362,6 +363,7 @@ def reader_of(saved: SavedWeights, step: int) -> Read:
     read = functools.partial(read_checkpoint, folder, step, exact=False, run=saved.record)
     if saved.weights == "trained":
         return read
+    # Found by their names: the optimizer that made them is not built to read a model.
     leaves = saved_shapes(folder, step)
     for kind in AVERAGES:
         # Of each parameter that learns, by its dotted path: the names of its array and its number.
@@ -389,35 +391,33 @@ def read_average(
 ) -> dict[str, Any]:
     """The average of each leaf of `shapes`, as its dtype; a leaf that does not learn is itself.
     `read` reads leaves of a checkpoint, and `saved` has their [shape, dtype] by name."""
-    names = {path: names_by_path.get(path.removeprefix("params.")) for path in shapes}
-    formula = kind.formula
-    wanted = dict[str, Any]()
+    wanted = dict(shapes)
+    averages = dict[str, tuple[str, str]]()
     for path, shape in shapes.items():
-        pair = names[path]
+        pair = names_by_path.get(path.removeprefix("params."))
         if pair is None:
-            wanted[path] = shape
             continue
-        leaf_dtype = jnp.dtype(saved[pair[0]][1])
-        wanted[pair[0]] = jax.ShapeDtypeStruct(shape.shape, leaf_dtype, sharding=shape.sharding)
-        if formula is not None:
-            wanted[path] = shape
-            dtype = jnp.dtype(saved[pair[1]][1])
-            sharding = shape.sharding
-            if isinstance(sharding, NamedSharding):
-                sharding = replicated(sharding.mesh)
-            wanted[pair[1]] = jax.ShapeDtypeStruct((), dtype, sharding=sharding)
+        averages[path] = pair
+        name, scalar = pair
+        sharding = shape.sharding
+        # As the dtype in which it was saved, which may be more exact than that of the weight.
+        dtype = jnp.dtype(saved[name][1])
+        wanted[name] = jax.ShapeDtypeStruct(shape.shape, dtype, sharding=sharding)
+        if kind.formula is None:
+            # The average stands for the weight itself, which is not read.
+            del wanted[path]
+            continue
+        if isinstance(sharding, NamedSharding):
+            sharding = replicated(sharding.mesh)
+        dtype = jnp.dtype(saved[scalar][1])
+        wanted[scalar] = jax.ShapeDtypeStruct((), dtype, sharding=sharding)
     leaves = read(wanted)
-
-    def averaged(path: str, shape: Any) -> Any:
-        pair = names[path]
-        if pair is None:
-            return leaves[path]
-        leaf = leaves[pair[0]]
-        if formula is not None:
-            leaf = formula(leaves[path], leaf, leaves[pair[1]])
-        return leaf.astype(shape.dtype)
-
-    return {path: averaged(path, shape) for path, shape in shapes.items()}
+    for path, (name, scalar) in averages.items():
+        leaf = leaves[name]
+        if kind.formula is not None:
+            leaf = kind.formula(leaves[path], leaf, leaves[scalar])
+        leaves[path] = leaf.astype(shapes[path].dtype)
+    return {path: leaves[path] for path in shapes}
 
 
 def no_average(path: Path) -> str:

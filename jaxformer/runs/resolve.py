@@ -256,7 +256,9 @@ def resolve(run: RunConfig, mesh: AnyMesh, segments: int) -> Resolved:
     source_length = encoded_length(run.model, run.data, run.adapter, segments)
     model = run.model
     if not objective.dropout:
+        # Nothing below has to ask whether the objective applies the rates.
         model = dataclasses.replace(model, dropout=0.0, attention_dropout=0.0)
+    # The kernel serves rows of targets and of sources alike.
     length = math.gcd(run.data.sequence_length, source_length)
     model, kernel = with_kernel(model, run.adapter, length, segments, mesh)
     row_bytes = activation_bytes(model, run.data.sequence_length, source_length)
@@ -296,6 +298,7 @@ def resolve_without_data(
     model, notes = with_assumed_sizes(model)
     run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
     task = task_of(model, run.data)
+    # A row without text has the names, the shapes and the dtypes of any other.
     row = invented_row(task, run.data)
     for name, array in SEGMENTS.items():
         if packed is True and array in row:
@@ -313,6 +316,7 @@ def resolve_without_data(
     if "segment_ids" in batch:
         packs = run.data.packing != "stream" or (task.template is not None and task.template.packs)
         padded = task.name != "causal" and not packs
+        # A row that is only padded has one text; how many a packed one has, the data says.
         segments = 1 if padded else model.max_segments or ASSUMED_SEGMENTS
     resolved = resolve(run, mesh, segments)
     if resolved.has_reference:

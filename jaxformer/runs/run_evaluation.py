@@ -72,6 +72,7 @@ def evaluate_run(
     )
     if corpus.validation is None or model.tokenizer is None:
         raise _nothing_held_out(path)
+    # As many rows as training computes at a time, which fit its devices.
     rows = run.train.batch_size // run.train.n_microbatches
     heldout = data.evaluation_batches(corpus.validation, run.data, rows)
     batches: Iterable[Any] = watch(heldout, len(heldout))
@@ -209,6 +210,7 @@ def translate(
     sources = [tokenizer.as_source(ids[:source_limit]) for ids in encoded]
     targets = [""] * len(texts)
     size = min(batch_size, len(texts))
+    # Texts of a batch that are about as long waste little padding.
     order = sorted(range(len(texts)), key=lambda index: len(sources[index]))
     for first in range(0, len(texts), size or 1):
         batch = order[first : first + size]

@@ -142,6 +142,7 @@ class ShiftedBatches:
         """The batches from step `start` on, prepared ahead between two rollbacks."""
         later = sorted({rollback.at for rollback in self._rollbacks if rollback.at > start})
         firsts = [start, *later]
+        # Between two rollbacks the shift is the same.
         for first, stop in itertools.zip_longest(firsts, later):
             ahead = self._batches.iterate(first + shift(self._rollbacks, first))
             yield from itertools.islice(ahead, None if stop is None else stop - first)
@@ -166,10 +167,10 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     newest checkpoint, or the first one, after the batch of the step was recorded as left out.
     `error.state` is freed. Otherwise, and after `BAD_STEPS` rollbacks, the error is raised."""
     directory = setup.directory
-    why = ""
     rollbacks = read_rollbacks(directory)
     can_roll_back = setup.run.train.on_bad_step == "rollback"
     if not can_roll_back or len(rollbacks) >= BAD_STEPS:
+        why = ""
         if can_roll_back:
             why = f"\n  the run was rolled back {BAD_STEPS} times before, which is the limit"
         message = f"{error}\n  {batch_text(setup.batches, directory, error.step)}{why}"
@@ -178,11 +179,14 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     # Before it is written, and after the last save.
     name = directory.rollbacks.name
     require_same({name: str(rollbacks), "checkpoints": str(checkpoints.steps())})
+    # A device may have no memory for two states.
     jax.tree.map(lambda leaf: leaf.delete(), error.state)
     state: TrainState | None = checkpoints.restore(setup.target_over_base, log)
     if state is None:
         state = first_state(setup, log)
-    at, bad = int(state.step), error.step - 1  # counted from 0
+    # Steps are counted from 0 here. The batch after the bad one is the next.
+    at = int(state.step)
+    bad = error.step - 1
     skip = bad + shift(rollbacks, bad) + 1 - (at + shift(rollbacks, at))
     rollbacks.append(Rollback(at, skip))
 

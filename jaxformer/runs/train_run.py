@@ -344,12 +344,17 @@ def _steps(
     def evaluate(params: Params) -> Evaluation:
         """Reads all batches at the end, and train.eval_batches of them before. The tasks are asked
         at some of these steps."""
-        limit = 0 if step.done == settings.steps else settings.eval_batches
+        result: Evaluation = {}
         with memory_of(f"the evaluation after step {step.done}"):
-            count = min(limit or len(heldout or ()), len(heldout or ()))
-            read = watch(itertools.islice(heldout or (), count), count)
-            result = evaluation(params, map(setup.placed, read)) if heldout else {}
-            return result | (tasks(params) if tasks and asked(step.done) else {})
+            if heldout:
+                count = len(heldout)
+                if settings.eval_batches and step.done < settings.steps:
+                    count = min(settings.eval_batches, count)
+                read = watch(itertools.islice(heldout, count), count)
+                result = evaluation(params, map(setup.placed, read))
+            if tasks and asked(step.done):
+                result |= tasks(params)
+        return result
 
     def asked(number: int) -> bool:
         return tasks is not None and is_due(number, settings.eval_tasks_every, settings.steps)
@@ -399,6 +404,7 @@ def logged_before(directory: RunDirectory, step: int) -> Logged:
     """What metrics.jsonl says of a run that continues after `step`."""
     evaluation: Evaluation = {}
     skipped = 0
+    # A run that begins anew may have lines of one that was killed before its first checkpoint.
     if not step or not directory.metrics.is_file():
         return Logged(evaluation, skipped)
     for line in read_metrics(directory.path):
@@ -441,6 +447,7 @@ class MetricLogger:
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         metrics = dict(metrics)
+        # An evaluation without digests is of the same state as the step before it.
         if STATE in metrics or "step_seconds" in metrics:
             self._sums = metrics.pop(STATE, None)
         if "step_seconds" not in metrics:
@@ -473,7 +480,7 @@ class MetricLogger:
         for name in SPIKE_LIMITS:
             if values.get(name) == math.inf:
                 del values[name]
-        seconds = max(self._seconds, 1e-9)
+        seconds = max(self._seconds, 1e-9)  # the clock may not have moved
         tokens = (step - self._logged_to) * self.setup.tokens_per_step
         values["tokens"] = step * self.setup.tokens_per_step
         values["tokens_per_second"] = tokens / seconds
