@@ -34,8 +34,8 @@ Platforms = tuple[str, ...]
 
 
 def leading_inputs(equation: str) -> int:
-    """How many axes are contracted if these are last in x and first in the weight, as the two of
-    "BTNH,NHD->BTD"; else 0."""
+    """Return how many axes are contracted if these are last in x and first in the weight, as the
+    two of "BTNH,NHD->BTD"; else 0."""
     left, right, out = equation.replace("->", ",").split(",")
     inputs = sum(letter in right for letter in left)
     free = left[: len(left) - inputs]
@@ -80,8 +80,9 @@ def high_and_low(codes: jax.Array, axis: int) -> jax.Array:
 
 
 def looked_up(codes: jax.Array, values: np.ndarray) -> jax.Array:
-    """values[codes] for 16 values. A GPU and a TPU choose by one bit after the other, as part of
-    the loop that reads the codes; a table would be a gather, for which a TPU makes arrays."""
+    """Return values[codes] for 16 values. A GPU and a TPU choose by one bit after the other, as
+    part of the loop that reads the codes; a table would be a gather, for which a TPU makes
+    arrays."""
     if platform() == "cpu":
         return jnp.asarray(values)[codes]
     choices = [jnp.float32(value) for value in values]
@@ -93,7 +94,7 @@ def looked_up(codes: jax.Array, values: np.ndarray) -> jax.Array:
 
 
 def int8_sums(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """x [R, I] times codes [*I, *O] and a scale for each output: float32 [R, O]."""
+    """Multiply x [R, I] by codes [*I, *O] and a scale for each output: float32 [R, O]."""
     if platform() != "cpu" and x.dtype.itemsize == 2:
         # The codes are exact in 16 bits, and XLA converts them inside the kernels of products.
         matrix = codes.reshape(x.shape[1], -1).astype(x.dtype)
@@ -117,8 +118,8 @@ def int8_sums(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def nf4_sums(x: jax.Array, codes: jax.Array, maxima: jax.Array, values: np.ndarray) -> jax.Array:
-    """x [R, I] times the values of codes uint8 [I O / 64, 32], two outputs in each, and the maximum
-    of each block: float32 [R, O]."""
+    """Multiply x [R, I] by the values of codes uint8 [I O / 64, 32], two outputs in each, and the
+    maximum of each block: float32 [R, O]."""
     numbers = _written(x.astype(jnp.float32), SUMMED)  # two of [R, I / 16, 8]
     table = jnp.asarray(values)
     maxima = maxima.reshape(-1, 2, SUMMED, codes.size // x.shape[1] // NF4_BYTES, 1)

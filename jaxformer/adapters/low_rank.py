@@ -63,7 +63,7 @@ class LowRank:
 
     @property
     def layers(self) -> int | None:
-        """The length of the leading axis of a stack; None outside of one."""
+        """Return the length of the leading axis of a stack; None outside of one."""
         return self.scale.shape[0] if self.scale.ndim else None
 
     def contract(
@@ -75,7 +75,7 @@ class LowRank:
         dtype: Any,
         groups: RowGroups | None = None,
     ) -> jax.Array:
-        """As `params.contract` of the array that it stands for.
+        """Contract as `params.contract` does the array that this stands for.
 
         x is multiplied by one factor and the result by the other: R (I + O) multiplications a
         token, and no array, nor a gradient, of the size of the weight.
@@ -104,7 +104,8 @@ class LowRank:
         return contract(equation, x, self.weight, to=to, dtype=dtype, groups=groups) + update
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
-        """As `params.lookup` of the array that it stands for, without dropout, as in peft."""
+        """Look up as `params.lookup` does in the array that this stands for, without dropout, as in
+        peft."""
         narrow = lookup(self.a, index, (*to[:-1], None)) * self.scale  # [..., R]
         free = "XYZUVW"[: index.ndim]
         update = contract(f"{free}R,RD->{free}D", narrow, self.b.astype(narrow.dtype), to=to)
@@ -112,12 +113,13 @@ class LowRank:
         return rows + update.astype(rows.dtype)
 
     def astype(self, dtype: Any) -> "LowRank":
-        """Products in another dtype. The scale stays float32, and a quantized weight its codes."""
+        """Return the leaf whose products have another dtype. The scale stays float32, and a
+        quantized weight its codes."""
         factors = {"a": self.a.astype(dtype), "b": self.b.astype(dtype)}
         return replace(self, weight=self.weight.astype(dtype), **factors)
 
     def product(self) -> jax.Array:
-        """scale (a b), with the axes of the weight, in float32."""
+        """Return scale (a b), with the axes of the weight, in float32."""
 
         def of_matrix(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
             a = a.astype(jnp.float32)
@@ -139,8 +141,9 @@ def is_adapted(node: Any) -> TypeGuard[LowRank]:
 
 
 def keyed(params: Params, key: jax.Array | None) -> Params:
-    """`params` whose adapters drop out what they read, for one evaluation of a loss; the randomness
-    of an adapter depends on the key and its path alone. `params` themselves without a key.
+    """Return `params` whose adapters drop out what they read, for one evaluation of a loss; the
+    randomness of an adapter depends on the key and its path alone. `params` themselves without a
+    key.
 
     The loss of `jf.loss_of` does this; a loss of your own calls it first: `params =
     jf.keyed(params, key)`.
@@ -216,6 +219,6 @@ def learned_rows(spec: Spec, tokens: range) -> LowRank:
 
 
 def kaiming_uniform(key: jax.Array, spec: Spec) -> jax.Array:
-    """Uniform within 1/sqrt(inputs) of zero: kaiming_uniform(a=sqrt(5)) of PyTorch."""
+    """Draw uniformly within 1/sqrt(inputs) of zero: kaiming_uniform(a=sqrt(5)) of PyTorch."""
     bound = 1 / math.sqrt(spec.fan_in)
     return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)

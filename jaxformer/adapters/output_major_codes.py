@@ -41,8 +41,8 @@ class OutputMajorNF4(CodedWeight):
 
     @classmethod
     def of(cls, leaf: NF4Weight, inputs: int) -> "OutputMajorNF4 | NF4Weight":
-        """A weight of which the first `inputs` axes are contracted; itself where its outputs are no
-        number of blocks, or are split over devices by an explicit axis."""
+        """Return a weight of which the first `inputs` axes are contracted; itself where its outputs
+        are no number of blocks, or are split over devices by an explicit axis."""
         count = math.prod(leaf.size[:inputs])
         if leaf.shape != leaf.size or math.prod(leaf.size[inputs:]) % BLOCK or explicit_axes():
             return leaf
@@ -60,7 +60,7 @@ class OutputMajorNF4(CodedWeight):
         return NF4Weight(codes, self.maxima.T.ravel(), size=self.size, dtype=self.dtype).array()
 
     def sums(self, x: jax.Array) -> jax.Array:
-        """x [R, I] times the array as a matrix [I, O], float32."""
+        """Multiply x [R, I] by the array as a matrix [I, O], float32."""
         codes = high_and_low(self.codes[:, :, None], axis=2)  # [O / 64, 32, 2, I]
         values = looked_up(codes, NF4_VALUES)
         rows = x.astype(jnp.float32)

@@ -92,7 +92,7 @@ def nearest(x: jax.Array, values: np.ndarray) -> jax.Array:
 
 
 def in_blocks(flat: jax.Array, size: int) -> jax.Array:
-    """[..., m] -> [..., B, size], filled up with zeros."""
+    """Map [..., m] -> [..., B, size], filled up with zeros."""
     padding = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % size)]
     return jnp.pad(flat, padding).reshape(*flat.shape[:-1], -1, size)
 
@@ -128,11 +128,12 @@ class CodedWeight:
         raise NotImplementedError
 
     def sums(self, x: jax.Array) -> jax.Array:
-        """x [R, I] times the array as a matrix [I, O], from its codes, where `reads_codes`."""
+        """Multiply x [R, I] by the array as a matrix [I, O], from its codes, where
+        `reads_codes`."""
         raise NotImplementedError
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
-        """As `params.lookup` of the array."""
+        """Look up as `params.lookup` does in the array."""
         return lookup(self.array(), index, to)
 
     def astype(self, dtype: Any) -> Self:
@@ -148,10 +149,10 @@ class CodedWeight:
         dtype: Any,
         groups: RowGroups | None = None,
     ) -> jax.Array:
-        """As `params.contract` of the array, which is made again for the backward pass, once x is
-        there: the arrays of all layers are never in memory at once, nor is one made before a loop
-        over tokens. Few rows are multiplied from the codes where they are `read_on` the platform
-        (`code_sums.py`).
+        """Contract as `params.contract` does the array, which is made again for the backward pass,
+        once x is there: the arrays of all layers are never in memory at once, nor is one made
+        before a loop over tokens. Few rows are multiplied from the codes where they are `read_on`
+        the platform (`code_sums.py`).
 
         A CPU makes it once for both passes unless layers are scanned, since XLA drops the barrier
         there before it would matter.
@@ -209,7 +210,7 @@ class Int8Weight(CodedWeight):
         return int8_sums(x, self.codes, self.scale)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
-        """Rows of the array; only these are made."""
+        """Return rows of the array; only these are made."""
         codes = lookup(self.codes, index, to)  # [..., W]
         # A scale that a whole row shares has one column, [V, 1], which is not split.
         width = to[-1] if self.scale.shape[-1] > 1 else None
@@ -262,7 +263,7 @@ class NF4Weight(CodedWeight):
         return nf4_sums(x, self.codes, self.maxima(), NF4_VALUES)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
-        """Rows of the array; only these are made where each is a number of blocks."""
+        """Return rows of the array; only these are made where each is a number of blocks."""
         width = self.size[-1]
         if width % BLOCK or explicit_axes():
             return super().lookup(index, to)
@@ -294,15 +295,15 @@ def _from_codes_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _replicated(tree: TreeT) -> TreeT:
-    """A tree whose arrays every device has in full where axes are explicit, since an axis that is
-    split cannot be reshaped there; automatic axes can."""
+    """Return a tree whose arrays every device has in full where axes are explicit, since an axis
+    that is split cannot be reshaped there; automatic axes can."""
     if not explicit_axes():
         return tree
     return jax.tree.map(lambda array: jax.sharding.reshard(array, PartitionSpec()), tree)
 
 
 def _scaled(codes: jax.Array, scale: jax.Array, max_code: int = 1) -> jax.Array:
-    """codes * scale, float32, for codes of at most `max_code`; without a gradient.
+    """Return codes * scale, float32, for codes of at most `max_code`; without a gradient.
 
     The minimum changes no number. It keeps the compiler from joining the product and an addition
     after it in one rounding (a fused multiply-add), which gives other bits than the array.
@@ -312,14 +313,14 @@ def _scaled(codes: jax.Array, scale: jax.Array, max_code: int = 1) -> jax.Array:
 
 
 def _nf4_values(codes: jax.Array) -> jax.Array:
-    """uint8 [..., n / 2] -> float32 [..., n], two values for each."""
+    """Map uint8 [..., n / 2] -> float32 [..., n], two values for each."""
     pairs = high_and_low(codes[..., None], axis=codes.ndim)  # [..., n / 2, 2]
     return looked_up(pairs.reshape(*codes.shape[:-1], -1), NF4_VALUES)
 
 
 def to_int8(weight: jax.Array, spec: Spec) -> Int8Weight:
-    """A weight with the axes of its row, [*] floating-point, as round(weight / scale) with scale =
-    absmax / 127 of each output channel, half to even.
+    """Return a weight with the axes of its row, [*] floating-point, as round(weight / scale) with
+    scale = absmax / 127 of each output channel, half to even.
 
     Output channels are the axes that are not inputs, in a stack for each layer and of each expert;
     of a table that is looked up they are its rows.
@@ -339,8 +340,8 @@ def _shared_axes(spec: Spec) -> tuple[int, ...]:
 
 
 def to_nf4(weight: jax.Array, spec: Spec, double: bool = False) -> NF4Weight:
-    """A weight with the axes of its row, [*] floating-point, in blocks of NF4, of each layer and
-    each expert by itself.
+    """Return a weight with the axes of its row, [*] floating-point, in blocks of NF4, of each layer
+    and each expert by itself.
 
     Takes 0.5625 bytes a weight, or with `double` quantization 0.516: the absolute maxima, less
     their mean, are then 8-bit codes of the dynamic data type in blocks of 256.

@@ -41,7 +41,7 @@ class Device:
     capability: tuple[int, ...] = ()
 
     def peak(self, dtype: str) -> float | None:
-        """Peak FLOP/s of products in a dtype; None if unknown."""
+        """Return the peak FLOP/s of products in a dtype; None if unknown."""
         return self.float32 if dtype == "float32" else self.bfloat16
 
 
@@ -120,6 +120,6 @@ def name_of(kind: str) -> str | None:
 
 
 def peak_flops(kind: str, dtype: str) -> float | None:
-    """Published peak FLOP/s of a device by its `device_kind`; None if it is unknown."""
+    """Return the published peak FLOP/s of a device by its `device_kind`; None if it is unknown."""
     name = name_of(kind)
     return None if name is None else DEVICES[name].peak(dtype)

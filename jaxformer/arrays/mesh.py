@@ -49,7 +49,8 @@ def make_mesh(
 def mesh_of(
     sizes: Mapping[str, int], devices: Sequence[Any] | None = None, explicit: bool = False
 ) -> Mesh:
-    """As `make_mesh`, with the sizes by the names of the axes, as `MeshConfig.sizes` has them."""
+    """Make a mesh as `make_mesh` does, with the sizes by the names of the axes, as
+    `MeshConfig.sizes` has them."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(len(devices), sizes, devices[0].platform)
     kind = AxisType.Explicit if explicit else AxisType.Auto
@@ -71,7 +72,8 @@ def mesh_shape(devices: int, sizes: Mapping[str, int], platform: str) -> tuple[i
 
 
 def check_batch_size(mesh: AnyMesh, batch_size: int, microbatches: int = 1) -> None:
-    """ConfigError if a microbatch does not divide among the devices that hold different rows."""
+    """Raise ConfigError if a microbatch does not divide among the devices that hold different
+    rows."""
     rows = batch_size // microbatches
     split = batch_devices(mesh)
     if rows % split:
@@ -84,7 +86,7 @@ def check_batch_size(mesh: AnyMesh, batch_size: int, microbatches: int = 1) -> N
 
 
 def check_length(mesh: AnyMesh, length: int) -> None:
-    """ConfigError if the tokens of a row do not divide among the devices of mesh.context."""
+    """Raise ConfigError if the tokens of a row do not divide among the devices of mesh.context."""
     context = mesh.shape["context"]
     if length % context:
         raise ConfigError(
@@ -95,8 +97,8 @@ def check_length(mesh: AnyMesh, length: int) -> None:
 
 
 def check_experts(mesh: AnyMesh, experts: int) -> None:
-    """ConfigError if the experts of a model (0: it has none) do not divide among the devices of
-    mesh.expert."""
+    """Raise ConfigError if the experts of a model (0: it has none) do not divide among the devices
+    of mesh.expert."""
     devices = mesh.shape["expert"]
     if devices > 1 and not experts:
         raise ConfigError(
@@ -169,7 +171,8 @@ def parameter_sharding(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> Named
 
 
 def batch_sharding(mesh: AnyMesh) -> NamedSharding:
-    """Rows over the devices of the batch axes; the other axes of an array are not divided."""
+    """Divide rows over the devices of the batch axes; the other axes of an array are not
+    divided."""
     rows = batch_devices(mesh)
     return NamedSharding(mesh, partition((rows,), ("batch",), ACTIVATION_RULES, mesh.shape))
 
@@ -179,7 +182,7 @@ def replicated(mesh: AnyMesh) -> NamedSharding:
 
 
 def place_array(array: Any, where: Sharding) -> jax.Array:
-    """`array`, which is the same in every process, placed as `where` says.
+    """Return `array`, which is the same in every process, placed as `where` says.
 
     `jax.device_put` of jax 0.10 places an array of one process on the devices of several in such a
     way that its shards cannot be read, and so cannot be saved. Such an array is made by a callback.
@@ -192,8 +195,8 @@ def place_array(array: Any, where: Sharding) -> jax.Array:
 
 
 def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
-    """This process's rows of a batch (a pytree of arrays, rows first) as global arrays on the mesh,
-    or on the device.
+    """Place this process's rows of a batch (a pytree of arrays, rows first) as global arrays on
+    the mesh, or on the device.
 
     An array without axes is replicated. Raises ConfigError for rows that the devices do not divide.
     """
@@ -233,7 +236,7 @@ def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
 
 
 def bytes_of_device(tree: Any) -> int:
-    """Bytes of a pytree of arrays, or of their shapes and shardings, on one device."""
+    """Return the bytes of a pytree of arrays, or of their shapes and shardings, on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)
         for leaf in jax.tree.leaves(tree)
@@ -241,7 +244,8 @@ def bytes_of_device(tree: Any) -> int:
 
 
 def placement(mesh: AnyMesh | None, shape: Sequence[int], axes: Axes) -> Sharding:
-    """Where a parameter is read to: onto a mesh, or onto the first device of this process."""
+    """Return where a parameter is read to: onto a mesh, or onto the first device of this
+    process."""
     if mesh is None:
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return parameter_sharding(mesh, shape, axes)

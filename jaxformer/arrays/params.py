@@ -67,13 +67,13 @@ class Spec:
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """Those of its axes that count weights beside each other. What concerns a single weight,
-        such as its fan-in or its blocks of 4 bits, leaves them out."""
+        """Return those of its axes that count weights beside each other. What concerns a single
+        weight, such as its fan-in or its blocks of 4 bits, leaves them out."""
         return tuple(axis for axis in self.axes if axis in BATCH_AXES)
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it has a leading axis of layers."""
+        """Return whether it has a leading axis of layers."""
         return "layers" in self.batch
 
     @property
@@ -90,12 +90,13 @@ class Spec:
 
     @property
     def scale_fans(self) -> tuple[int, int]:
-        """The fan-in and fan-out by which an initializer scales."""
+        """Return the fan-in and fan-out by which an initializer scales."""
         return self.base_fans or (self.fan_in, self.fan_out)
 
     @property
     def growth(self) -> tuple[float, float]:
-        """How many times its fan-in and its fan-out are those of `base_fans`; 1 without them."""
+        """Return how many times its fan-in and its fan-out are those of `base_fans`; 1 without
+        them."""
         base_in, base_out = self.scale_fans
         return self.fan_in / base_in, self.fan_out / base_out
 
@@ -120,7 +121,7 @@ class RowGroups(Protocol):
     """Rows in groups, each of which is multiplied by a matrix of its own (`layers/grouped.py`)."""
 
     def product(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """x [M, D], w [E, D, F] -> [M, F]: the rows of group e times w[e]."""
+        """Map x [M, D], w [E, D, F] -> [M, F]: the rows of group e times w[e]."""
 
 
 @runtime_checkable
@@ -143,11 +144,12 @@ class CustomLeaf(Protocol):
         dtype: Any,
         groups: "RowGroups | None" = None,
     ) -> jax.Array:
-        """As `contract(equation, x, w)` of the array it stands for. Only in the place of the
-        weights of experts does it get `groups`, and a leaf for other weights need not take them."""
+        """Contract as `contract(equation, x, w)` does the array it stands for. Only in the place of
+        the weights of experts does it get `groups`, and a leaf for other weights need not take
+        them."""
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
-        """As `lookup(table, index, to)` of the array it stands for."""
+        """Look up as `lookup(table, index, to)` does in the array it stands for."""
 
     def astype(self, dtype: Any) -> "CustomLeaf": ...
 
@@ -193,7 +195,8 @@ def unstack(params: Params) -> list[Params]:
 
 
 def map_specs(f: Callable[[str, Spec], Any], specs: Specs) -> dict[str, Any]:
-    """`f(dotted path, spec)` of every row, in the nesting of the table and of its custom leaves."""
+    """Return `f(dotted path, spec)` of every row, in the nesting of the table and of its custom
+    leaves."""
 
     def apply(path: Any, spec: Spec) -> Any:
         return f(dotted(path), spec)
@@ -226,7 +229,8 @@ def unknown_target(
 
 
 def rows(specs: Specs, prefix: str = "") -> dict[str, Spec]:
-    """Dotted path to spec, in the order of the table; in a custom leaf, in that of its tree."""
+    """Return the specs by dotted path, in the order of the table; in a custom leaf, in that of its
+    tree."""
     specs_by_path: dict[str, Spec] = {}
     for name, entry in specs.items():
         path = prefix + name
@@ -245,7 +249,8 @@ def _is_spec(entry: Any) -> bool:
 
 
 def init_params(specs: Specs, key: jax.Array) -> Params:
-    """Initial values. A leaf's randomness depends on the key and the leaf's path alone."""
+    """Return the initial values. A leaf's randomness depends on the key and the leaf's path
+    alone."""
 
     def start(path: str, spec: Spec) -> jax.Array:
         leaf_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
@@ -259,7 +264,7 @@ def count(specs: Specs) -> int:
 
 
 def check_params(specs: Specs, params: Any) -> None:
-    """ConfigError naming every leaf that is missing, extra or of another shape.
+    """Raise ConfigError naming every leaf that is missing, extra or of another shape.
 
     A custom leaf counts by the shape that it stands for.
     """
@@ -278,7 +283,7 @@ def check_params(specs: Specs, params: Any) -> None:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Dotted path to shape of a table or of params; a custom leaf has one path."""
+    """Return the shapes by dotted path of a table or of params; a custom leaf has one path."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda node: _is_spec(node) or is_custom(node))
     return {dotted(path): tuple(np.shape(leaf)) for path, leaf in leaves}
 
@@ -292,7 +297,8 @@ def contract(
     dtype: Any = None,
     groups: RowGroups | None = None,
 ) -> jax.Array:
-    """`einsum(equation, x, w)` of an activation and a weight, e.g. "BTD,DNH->BTNH", in x's dtype.
+    """Return `einsum(equation, x, w)` of an activation and a weight, e.g. "BTD,DNH->BTNH", in x's
+    dtype.
 
     `to` names the axes of the result where its placement has to be said; `dtype` is that of the
     result (default: x's). A product of matrices (see `_product`) runs on flattened rows, because a

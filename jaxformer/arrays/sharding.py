@@ -134,7 +134,7 @@ def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
-    """`x` placed by the names of its axes on the mesh in force; `x` itself without one."""
+    """Return `x` placed by the names of its axes on the mesh in force; `x` itself without one."""
     if math.prod(free_axes().values()) == 1:
         return x
     sharding = activation(x.shape, axes)

@@ -83,8 +83,8 @@ def cross_attention_specs(config: ModelConfig) -> Specs:
 
 
 def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax.Array:
-    """Queries or keys [B, T, N, H] after their norm, per head or over the width N H of all heads
-    (arXiv:2010.04245)."""
+    """Return queries or keys [B, T, N, H] after their norm, per head or over the width N H of all
+    heads (arXiv:2010.04245)."""
     if config.query_key_norm == "none":
         return x
     if config.query_key_norm == "layer":
@@ -97,7 +97,7 @@ def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax
 def keys_and_values(
     params: Params, config: ModelConfig, x: Float[Array, "B S D"], layout: TokenLayout | None
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]]:
-    """[B, S, D] -> [B, S, K, H], [B, S, K, W]; RoPE is applied to keys if `layout` is given."""
+    """Map [B, S, D] -> [B, S, K, H], [B, S, K, W]; RoPE is applied to keys if `layout` is given."""
     k = _normed(params, config, "k", linear("BTD,DKH->BTKH", params, "k", x))
     v = linear("BTD,DKH->BTKH", params, "v", x)
     if layout is not None:
@@ -113,8 +113,8 @@ def attention(
     call: Call,
     name: str = "attention",
 ) -> tuple[Float[Array, "B T D"], Captures]:
-    """Attention to the keys and values in `keys_values` under the mask of the call: [B, T, D] ->
-    [B, T, D].
+    """Attend to the keys and values in `keys_values` under the mask of the call: [B, T, D] -> [B,
+    T, D].
 
     The second result has the weights before dropout, [B, N, T, S], under `name`_weights if the
     request wants them. With P leading keys they are [B, N, T, P + S].
@@ -147,7 +147,7 @@ def attended(
     call: Call,
     name: str = "attention",
 ) -> tuple[Float[Array, "B T N W"], Captures]:
-    """`attention` between its projections: queries [B, T, N, H] -> [B, T, N, W]."""
+    """Apply `attention` between its projections: queries [B, T, N, H] -> [B, T, N, W]."""
     mask = call.mask
     scale = config.score_scale
     soft_cap = config.attention_soft_cap
@@ -166,15 +166,16 @@ def attended(
 
 
 def _with_leading(leading: jax.Array, x: jax.Array) -> jax.Array:
-    """Keys [P, K, H] and [B, S, K, H] -> [B, P + S, K, H], the leading ones first in each row, and
-    values likewise."""
+    """Join keys [P, K, H] and [B, S, K, H] -> [B, P + S, K, H], the leading ones first in each
+    row, and values likewise."""
     rows = jnp.broadcast_to(leading.astype(x.dtype), (x.shape[0], *leading.shape))
     rows = constrain(rows, ("batch", "sequence", "kv_heads", None))
     return jnp.concatenate([rows, x], axis=1)
 
 
 def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
-    """Each token attends to its own sequence, and with a cache also to the tokens in the cache."""
+    """Let each token attend to its own sequence, and with a cache also to the tokens in the
+    cache."""
     cache = call.cache
     keys_values = keys_and_values(params, config, x, call.mask.queries)
     if cache is not None:
@@ -189,7 +190,7 @@ def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call
 
 
 def cross_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
-    """Each token attends to the encoder's output. A cache has its keys and values from the first
+    """Let each token attend to the encoder's output. A cache has its keys and values from the first
     call on."""
     # A layer with these parameters always has a source.
     assert call.source is not None
@@ -208,18 +209,20 @@ def cross_attention(params: Params, config: ModelConfig, x: jax.Array, call: Cal
 def start_keys_and_values(
     config: ModelConfig, batch: int, slots: int, dtype: DTypeLike
 ) -> tuple[Slots, Slots]:
-    """What attention keeps: the keys [B, S, K, H] and values [B, S, K, W] of all key heads."""
+    """Return what attention keeps: the keys [B, S, K, H] and values [B, S, K, W] of all key
+    heads."""
     keys = Slots.empty(batch, slots, config.kv_heads, config.head_width, dtype)
     return keys, Slots.empty(batch, slots, config.kv_heads, config.value_width, dtype)
 
 
 def score_flops(config: ModelConfig, keys: int | float) -> int | float:
-    """FLOPs per token of q k^T and of the product of the weights with the values."""
+    """Return FLOPs per token of q k^T and of the product of the weights with the values."""
     return 2 * config.n_heads * (config.head_width + config.value_width) * keys
 
 
 def _self_score_flops(config: ModelConfig, keys: int | float) -> int | float:
-    """`score_flops`, and those of queries and keys with the rows of disentangled positions."""
+    """Return `score_flops`, and those of queries and keys with the rows of disentangled
+    positions."""
     rows = 2 * config.relative_buckets if is_disentangled(config) else 0
     return score_flops(config, keys) + 2 * config.n_heads * 2 * config.head_width * rows
 

@@ -18,8 +18,8 @@ from jaxformer.layers.norm import norm, norm_specs
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """2^(-8i/N), i = 1 .. N (arXiv:2108.12409). If N is not a power of two: the slopes of the next
-    lower power P, then every other slope of 2P heads."""
+    """Return 2^(-8i/N), i = 1 .. N (arXiv:2108.12409). If N is not a power of two: the slopes of
+    the next lower power P, then every other slope of 2P heads."""
     power = 2 ** int(math.log2(n_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (n_heads - power), 2)]
@@ -28,8 +28,9 @@ def alibi_slopes(n_heads: int) -> list[float]:
 def relative_bucket(
     distance: Int[Array, "..."], both_ways: bool, buckets: int, far: int
 ) -> Int[Array, "..."]:
-    """T5's row of the bias table for key minus query position (arXiv:1910.10683): half of the rows
-    (of each side, if `both_ways`) are for single distances, the others grow by a ratio to `far`."""
+    """Return T5's row of the bias table for key minus query position (arXiv:1910.10683): half of
+    the rows (of each side, if `both_ways`) are for single distances, the others grow by a ratio to
+    `far`."""
     side = jnp.zeros_like(distance)
     if both_ways:
         buckets //= 2
@@ -42,7 +43,7 @@ def relative_bucket(
 
 
 def relative_bias_specs(config: ModelConfig) -> Specs:
-    """T5's table [buckets, N], of a stack or of a layer; ALiBi has nothing to learn."""
+    """Return T5's table [buckets, N], of a stack or of a layer; ALiBi has nothing to learn."""
     if config.positions != "t5":
         return {}
     shape = (config.relative_buckets, config.n_heads)
@@ -95,8 +96,8 @@ def stack_scoring(
 
 
 def log_bucket(distance: Int[Array, "..."], buckets: int, far: int) -> Int[Array, "..."]:
-    """DeBERTa's row of 2 `buckets` for query minus key position (arXiv:2111.09543, appendix A.5):
-    half of each side is for single distances, the others grow by a ratio to `far`."""
+    """Return DeBERTa's row of 2 `buckets` for query minus key position (arXiv:2111.09543, appendix
+    A.5): half of each side is for single distances, the others grow by a ratio to `far`."""
     middle = buckets // 2
     lengths = np.arange(2 * far, dtype=np.float32)
     with np.errstate(divide="ignore"):
@@ -114,8 +115,9 @@ def disentangled_bias(
     relative: tuple[Float[Array, "1 R N H"], Float[Array, "1 R K H"]],
     mask: AttentionMask,
 ) -> Float[Array, "B N T S"]:
-    """(q_t . k'_r + k_s . q'_r) times the scale of the scores, float32, where r is the row of the
-    distance of s from t, and q', k' are the queries and keys of the rows (arXiv:2006.03654)."""
+    """Return (q_t . k'_r + k_s . q'_r) times the scale of the scores, float32, where r is the row
+    of the distance of s from t, and q', k' are the queries and keys of the rows
+    (arXiv:2006.03654)."""
     q, k = content
     q_rows, k_rows = relative
     heads = (k.shape[2], q.shape[2] // k.shape[2])  # K, G

@@ -62,7 +62,8 @@ def shared_norm(config: ModelConfig) -> str:
 
 
 def sublayers_of(config: ModelConfig, cross: bool = False) -> dict[str, Sublayer]:
-    """The rows of a layer, in their order; with `cross` there is one that reads an encoder."""
+    """Return the rows of a layer, in their order; with `cross` there is one that reads an
+    encoder."""
     encoder_reader = {CROSS: CROSS_ATTENTION} if cross else {}
     return {
         config.mixer: MIXERS[config.mixer],
@@ -72,14 +73,15 @@ def sublayers_of(config: ModelConfig, cross: bool = False) -> dict[str, Sublayer
 
 
 def all_sublayers() -> dict[str, Sublayer]:
-    """The rows of every kind of layer by their names, which are those of their parameters."""
+    """Return the rows of every kind of layer by their names, which are those of their
+    parameters."""
     mixers = {name: MIXERS[name] for name in MIXERS}
     feed_forwards = {name: FEED_FORWARDS[name] for name in FEED_FORWARDS}
     return {**mixers, CROSS: CROSS_ATTENTION, **feed_forwards}
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -> Cache:
-    """A cache of all layers for `slots` tokens in each row, in `dtype`."""
+    """Return a cache of all layers for `slots` tokens in each row, in `dtype`."""
     layers = layer_configs(config, config.n_layers)
     kept = tuple(MIXERS[layer.mixer].start(layer, batch, slots, dtype) for layer in layers)
     blank = jnp.zeros((batch, slots), jnp.int32)

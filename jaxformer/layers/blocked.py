@@ -70,7 +70,7 @@ def blocked_attention(
     v: Float[Array, "B S K W"],
     mask: AttentionMask,
 ) -> Float[Array, "B T N W"]:
-    """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] ->
+    """Return softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] ->
     [B, T, N, W].
 
     Ordered tokens are compared by their index, and blocks above the diagonal are skipped. The
@@ -88,12 +88,12 @@ def blocked_attention(
 
 
 def query_groups(q: jax.Array, key_heads: int) -> jax.Array:
-    """[B, T, N, H] to [B, K, G, T, H]."""
+    """Map [B, T, N, H] to [B, K, G, T, H]."""
     return jnp.moveaxis(q.reshape(*q.shape[:2], key_heads, -1, q.shape[3]), 1, 3)
 
 
 def heads_last(x: jax.Array) -> jax.Array:
-    """[B, K, G, T, H] to [B, T, N, H]."""
+    """Map [B, K, G, T, H] to [B, T, N, H]."""
     b, k, g, t, h = x.shape
     return jnp.moveaxis(x, 3, 1).reshape(b, t, k * g, h)
 
@@ -101,7 +101,7 @@ def heads_last(x: jax.Array) -> jax.Array:
 def _blocks(
     length: int, keys: int, layouts: Layouts, static: Static
 ) -> Iterator[tuple[slice, slice, jax.Array]]:
-    """Slices of queries, slices of the keys they attend to, and the mask between them, bool
+    """Return slices of queries, slices of the keys they attend to, and the mask between them, bool
     [B or 1, 1, 1, queries, keys]."""
     skips = static.causal and layouts.queries.positions is None
     size = max(QUERY_BLOCK, -(-length // MOST_BLOCKS))

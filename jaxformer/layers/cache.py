@@ -31,7 +31,7 @@ class Slots:
 
     @classmethod
     def empty(cls, batch: int, slots: int, heads: int, width: int, dtype: DTypeLike) -> "Slots":
-        """Zeros, divided as the mesh in force divides slots."""
+        """Return zeros, divided as the mesh in force divides slots."""
         return cls(constrain(jnp.zeros((batch, slots, heads, width), dtype), SLOT_AXES))
 
     def write(self, new: jax.Array, at: jax.Array) -> "Slots":
@@ -97,7 +97,7 @@ class Cache:
 
     @property
     def can_rewind(self) -> bool:
-        """Whether tokens can be taken back: nothing is kept but entries of slots."""
+        """Return whether tokens can be taken back: nothing is kept but entries of slots."""
         return all(map(is_slots, jax.tree.leaves(self.layers, is_leaf=is_slots)))
 
     def rewind(self, tokens: jax.Array) -> "Cache":
@@ -117,5 +117,5 @@ class Cache:
 
 
 def _write(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-    """`old` [B, S, ...] with `new` [B, T, ...] at slots at .. at + T - 1."""
+    """Return `old` [B, S, ...] with `new` [B, T, ...] at slots at .. at + T - 1."""
     return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)

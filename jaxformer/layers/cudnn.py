@@ -54,7 +54,8 @@ GROUPED = (0, 12)
 
 @functools.cache
 def _entry() -> Callable[..., Any] | None:
-    """JAX's function that takes offsets; None in a version in which it may be a different one."""
+    """Return JAX's function that takes offsets; None in a version in which it may be a different
+    one."""
     if not KNOWN[0] <= jax.__version_info__[:2] <= KNOWN[1]:
         return None
     dot_product_attention: Callable[..., Any] = private(
@@ -77,7 +78,8 @@ def lacks_packed_rows() -> str:
 
 
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] -> [B, T, N, W], in 16 bits, W at most H."""
+    """Map q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] -> [B, T, N, W], in 16 bits, W at most
+    H."""
     width = q.shape[-1]
     value_width = v.shape[-1]
     if value_width == width:
@@ -91,7 +93,7 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
 def attention_of_one_width(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
 ) -> jax.Array:
-    """q [B, T, N, H], k [B, S, K, H], v [B, S, K, H] -> [B, T, N, H], in 16 bits.
+    """Map q [B, T, N, H], k [B, S, K, H], v [B, S, K, H] -> [B, T, N, H], in 16 bits.
 
     The bias of the scores, float32, is rounded to 16 bits: in bfloat16 by 2^-9 of itself at most,
     and a weight exp(s - b) beside the largest one by less than 2^-9 b exp(-b) < 0.001 for ALiBi's
@@ -138,8 +140,8 @@ def _within_bound(ids: jax.Array, mask: AttentionMask) -> jax.Array:
 def _packed(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, scale: float
 ) -> jax.Array:
-    """Attention within each segment of packed rows: [B, T, N, H], two of [B, S, K, H] ->
-    [B, T, N, H]."""
+    """Attend within each segment of packed rows: [B, T, N, H], two of [B, S, K, H] -> [B, T, N,
+    H]."""
     # In older versions the offsets of keys are computed with the number of query heads.
     if jax.__version_info__[:2] < GROUPED:
         groups = q.shape[2] // k.shape[2]

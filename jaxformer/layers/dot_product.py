@@ -22,7 +22,7 @@ def dot_product_attention(
     bias: Float[Array, "... N T S"] | None = None,
     sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "... T N W"]:
-    """softmax(q k^T / sqrt(H)) v, where `mask` has the keys that a query attends to.
+    """Return softmax(q k^T / sqrt(H)) v, where `mask` has the keys that a query attends to.
 
     N is a multiple of K: query heads share key heads in groups of N/K. The softmax is float32; a
     fully masked row gives 0. `scale` replaces 1/sqrt(H) unless it is 0; `soft_cap` c changes scores
@@ -61,7 +61,7 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, scoring: Scorin
 
 
 def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """[..., K, G, T, S], [..., S, K, W] -> [..., T, N, W]."""
+    """Map [..., K, G, T, S], [..., S, K, W] -> [..., T, N, W]."""
     weights = weights.astype(v.dtype)
     if weights.shape[-2] == 1:
         # One query, as in decoding. XLA for CPUs would transpose all values for the other equation.
@@ -72,7 +72,7 @@ def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """`dot_product_attention` under an `AttentionMask`."""
+    """Apply `dot_product_attention` under an `AttentionMask`."""
     return _values(dropout(_weights(q, k, visible(mask), mask.scoring), *mask.dropout), v)
 
 
@@ -83,13 +83,13 @@ def attention_weights(q: jax.Array, k: jax.Array, mask: AttentionMask) -> jax.Ar
 
 
 def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """`plain` from its weights on: [B, N, T, S], v [B, S, K, W] -> [B, T, N, W]."""
+    """Compute `plain` from its weights on: [B, N, T, S], v [B, S, K, W] -> [B, T, N, W]."""
     return _values(weights.reshape(weights.shape[0], v.shape[2], -1, *weights.shape[2:]), v)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def wide_product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """`einsum(equation, a, b)` in float32.
+    """Return `einsum(equation, a, b)` in float32.
 
     JAX would multiply the float32 gradient of the result with `a` and `b` in float32, which
     accelerators do several times slower.

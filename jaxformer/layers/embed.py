@@ -155,8 +155,8 @@ def added_specs(config: ModelConfig) -> Specs:
 def embed(
     params: Params, config: ModelConfig, inputs: Inputs, key: jax.Array | None = None
 ) -> Float[Array, "B T D"]:
-    """[B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. Dropout needs a
-    key."""
+    """Map [B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. Dropout
+    needs a key."""
     narrow = of_embeddings(config)
     x = EMBEDDINGS[config.embedding].apply(params, narrow, inputs)
     for row in added_embeddings(config):

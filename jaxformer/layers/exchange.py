@@ -55,7 +55,7 @@ def exchange_of(queries: int, heads: int, sizes: Mapping[str, int] | None = None
 
 
 def placed(run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """`run`, which the compiler can divide among devices."""
+    """Call `run`, which the compiler can divide among devices."""
     exchange = exchange_of(q.shape[1], q.shape[2])
     if exchange == "none":
         return run(q, k, v, mask)
@@ -74,9 +74,9 @@ def placed(run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
 def before_exchange(
     q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values by tokens, the heads of keys and values as many as an exchange
-    needs. They are placed before and after heads are repeated, or else the compiler would divide
-    the heads of weights, too, as those after the exchange."""
+    """Return queries, keys and values by tokens, the heads of keys and values as many as an
+    exchange needs. They are placed before and after heads are repeated, or else the compiler would
+    divide the heads of weights, too, as those after the exchange."""
     heads = activation(q.shape, DIVIDED_HEADS)[2]
     q, k, v = (constrain(x, DIVIDED_TOKENS) for x in (q, k, v))
     k, v = (constrain(repeated(x, heads), DIVIDED_TOKENS) for x in (k, v))
@@ -89,14 +89,16 @@ def devices_along(entry: tuple[str, ...] | str | None) -> int:
 
 
 def repeated(x: jax.Array, axes: tuple[str, ...] | str | None) -> jax.Array:
-    """Keys or values [B, S, K, W], their heads repeated until the devices along the axes that
-    divide the query heads divide them too: each device then has the key heads of its groups."""
+    """Return keys or values [B, S, K, W], their heads repeated until the devices along the axes
+    that divide the query heads divide them too: each device then has the key heads of its
+    groups."""
     devices = devices_along(axes)
     return jnp.repeat(x, devices // math.gcd(devices, x.shape[2]), axis=2)
 
 
 def _to_heads(x: jax.Array) -> jax.Array:
-    """Some tokens of each head [B, T / C, N, W] -> all tokens of some heads [B, T, N / C, W]."""
+    """Exchange some tokens of each head [B, T / C, N, W] -> all tokens of some heads [B, T, N / C,
+    W]."""
     return jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
 
 
@@ -115,8 +117,8 @@ def mask_of_device(
 def on_each_device(
     run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
 ) -> jax.Array:
-    """`run` on the rows and heads of each device of the mesh in force. Tokens are exchanged for
-    heads where the mesh divides them."""
+    """Call `run` on the rows and heads of each device of the mesh in force. Tokens are exchanged
+    for heads where the mesh divides them."""
     axes = free_axes()
     if jax.sharding.get_abstract_mesh().size == 1 or not axes:
         return run(q, k, v, mask)
@@ -185,8 +187,8 @@ def _rearranged(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arra
 
 
 def _destinations(devices: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(from, to) for the first piece of each device, which is piece 2 i of the row, and for its
-    second, 2 i + 1. Piece p goes to device p or 2 C - 1 - p."""
+    """Return (from, to) for the first piece of each device, which is piece 2 i of the row, and for
+    its second, 2 i + 1. Piece p goes to device p or 2 C - 1 - p."""
     first = [(i, min(2 * i, 2 * devices - 1 - 2 * i)) for i in range(devices)]
     second = [(i, min(2 * i + 1, 2 * devices - 2 - 2 * i)) for i in range(devices)]
     return first, second

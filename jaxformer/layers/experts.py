@@ -197,8 +197,8 @@ def _router_aux(
 
 
 def _added_bias(y: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
-    """Rows [M, F] plus the bias [E, F] of the expert of each, by a product, whose gradient adds in
-    one order. Rows without an expert, which may be anything, are 0."""
+    """Return rows [M, F] plus the bias [E, F] of the expert of each, by a product, whose gradient
+    adds in one order. Rows without an expert, which may be anything, are 0."""
     if bias is None:
         return y
     ends = jnp.cumsum(sizes)

@@ -20,7 +20,7 @@ from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
-    """x Phi(x), exact by the error function (arXiv:1606.08415)."""
+    """Return x Phi(x), exact by the error function (arXiv:1606.08415)."""
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
@@ -38,21 +38,22 @@ def _gelu_tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array,
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3) (arXiv:1606.08415).
-    The tanh is faster on a CPU; a GPU writes it and reads it again, and the sigmoid not: 4 of the
-    104 ms of a step of gpt2_124m on an H100, by the count of benchmarks/compiled.py."""
+    """Return x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    (arXiv:1606.08415). The tanh is faster on a CPU; a GPU writes it and reads it again, and the
+    sigmoid not: 4 of the 104 ms of a step of gpt2_124m on an H100, by the count of
+    benchmarks/compiled.py."""
     if platform() == "cpu":
         return jax.nn.gelu(x)
     return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
 
 
 def relu2(x: jax.Array) -> jax.Array:
-    """max(x, 0)^2 (arXiv:2109.08668)."""
+    """Return max(x, 0)^2 (arXiv:2109.08668)."""
     return jnp.square(jax.nn.relu(x))
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
-    """x sigmoid(1.702 x) (arXiv:1606.08415, CLIP's)."""
+    """Return x sigmoid(1.702 x) (arXiv:1606.08415, CLIP's)."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
@@ -60,7 +61,7 @@ CLAMP = 7.0  # of swiglu_clamped
 
 
 def clamped_swish(gate: jax.Array) -> jax.Array:
-    """g sigmoid(1.702 g), g = min(gate, 7) (gpt-oss, arXiv:2508.10925)."""
+    """Return g sigmoid(1.702 g), g = min(gate, 7) (gpt-oss, arXiv:2508.10925)."""
     gate = jnp.minimum(gate, CLAMP)
     return gate * jax.nn.sigmoid(1.702 * gate)
 
@@ -107,7 +108,7 @@ def swiglu(
     up: Float[Array, "D F"],
     down: Float[Array, "F D"],
 ) -> Float[Array, "... D"]:
-    """(silu(x gate) * (x up)) down: [..., D], [D, F], [D, F], [F, D] -> [..., D]
+    """Return (silu(x gate) * (x up)) down: [..., D], [D, F], [D, F], [F, D] -> [..., D]
     (arXiv:2002.05202)."""
     rows = x.reshape(-1, x.shape[-1])
     hidden = jax.nn.silu(contract("TD,DF->TF", rows, gate)) * contract("TD,DF->TF", rows, up)
@@ -129,14 +130,15 @@ def ffn_specs(config: ModelConfig) -> Specs:
 
 
 def ffn(params: Params, config: ModelConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """[B, T, D] -> [B, T, D]: down(act(up x)), or down(act(gate x) * up x)."""
+    """Map [B, T, D] -> [B, T, D]: down(act(up x)), or down(act(gate x) * up x)."""
     return captured_ffn(params, config, x, NOTHING)[0]
 
 
 def captured_ffn(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], request: Request
 ) -> tuple[Float[Array, "B T D"], Captures]:
-    """`ffn`, and the activations of its units [B, T, F] as "mlp_units" where they are asked for."""
+    """Return `ffn`, and the activations of its units [B, T, F] as "mlp_units" where they are asked
+    for."""
     up = linear("BTD,DF->BTF", params, "up", x)
     gate = linear("BTD,DF->BTF", params, "gate", x) if config.gated else None
     active, captures = request.apply("mlp_units", units(config, up, gate))

@@ -89,7 +89,7 @@ class BlocksOfRows(NamedTuple):
 
 
 def row_blocks(m: int, sizes: jax.Array, least: int = 8, most: int = 512) -> BlocksOfRows:
-    """Blocks of about the mean size of a group, of `least` to `most` rows."""
+    """Return blocks of about the mean size of a group, of `least` to `most` rows."""
     groups = len(sizes)
     # A power of two, as the kernels for GPUs need.
     rows = min(max(1 << (max(m // groups, 1) - 1).bit_length(), least), most)
@@ -191,7 +191,7 @@ class GroupedRows(NamedTuple):
     kernel: str
 
     def product(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """x [M, A], w [E, A, B] -> [M, B]: the rows of group e times w[e]."""
+        """Map x [M, A], w [E, A, B] -> [M, B]: the rows of group e times w[e]."""
         if self.kernel == "xla":
             return _dense(x, w, self.sizes)
         return _with_gradients("loop" if self.kernel == "auto" else self.kernel, x, w, self.sizes)

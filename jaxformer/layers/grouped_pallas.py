@@ -78,7 +78,7 @@ def _padded(x: jax.Array, rows: int) -> jax.Array:
 
 
 def tpu_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
-    """x [M, A], w [E, A, B] (transposed: [E, B, A]) -> [M, B], 0 in the rows of no group."""
+    """Map x [M, A], w [E, A, B] (transposed: [E, B, A]) -> [M, B], 0 in the rows of no group."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     width = w.shape[1 if transposed else 2]
@@ -97,7 +97,7 @@ def tpu_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) 
 
 
 def tpu_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
-    """x [M, A], dy [M, B] -> [E, A, B], 0 for a group without rows."""
+    """Map x [M, A], dy [M, B] -> [E, A, B], 0 for a group without rows."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     m, depth = x.shape
@@ -123,8 +123,8 @@ class _Tiles(NamedTuple):
 
 
 def _gpu_tiles(rows: int, depth: int, width: int, dtype: Any) -> _Tiles:
-    """Blocks that fit into 227 KiB of shared memory in three stages, and into the registers. They
-    are powers of two of at least 16, which matrix units take."""
+    """Return blocks that fit into 227 KiB of shared memory in three stages, and into the registers.
+    They are powers of two of at least 16, which matrix units take."""
 
     def fitting(size: int, most: int) -> int:
         return min(max(1 << (size - 1).bit_length(), 16), most)
@@ -165,7 +165,7 @@ def _store(ref: Any, start: tuple[Any, ...], values: jax.Array, end: Any) -> Non
 
 
 def gpu_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
-    """x [M, A], w [E, A, B] (transposed: [E, B, A]) -> [M, B].
+    """Map x [M, A], w [E, A, B] (transposed: [E, B, A]) -> [M, B].
 
     A program of the grid has a block of rows of one group, and stores those alone. The rows after
     the last group are group E, which has no matrix, and are 0.
@@ -213,7 +213,7 @@ def gpu_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) 
 
 
 def gpu_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
-    """x [M, A], dy [M, B] -> [E, A, B], 0 for a group without rows. A program of the grid has a
+    """Map x [M, A], dy [M, B] -> [E, A, B], 0 for a group without rows. A program of the grid has a
     block of one matrix, for which it reads all rows of the group, so that the order of the sum is
     always the same."""
     depth = x.shape[1]

@@ -66,7 +66,7 @@ def is_tied(config: ModelConfig) -> bool:
 
 
 def matrix_path(config: ModelConfig, name: str = "head") -> tuple[str, str]:
-    """Where the params have the matrix of the head, or of a second head by its name."""
+    """Return where the params have the matrix of the head, or of a second head by its name."""
     tied = name == "head" and is_tied(config)
     return ("embed", "tokens") if tied else (name, "weight")
 
@@ -136,8 +136,8 @@ def _projection_specs(config: ModelConfig) -> Specs:
 
 
 def pool(x: Float[Array, "B T D"], layout: TokenLayout, pooling: str) -> Float[Array, "B D"]:
-    """One vector per row, by a name of `POOLINGS`: that of its first token, of its last, or the
-    mean of all. Padding is none of them."""
+    """Return one vector per row, by a name of `POOLINGS`: that of its first token, of its last, or
+    the mean of all. Padding is none of them."""
     # A product with weights serves all poolings, and rows whose tokens a mesh divides.
     real = jnp.ones(x.shape[:2], bool) if layout.segments is None else layout.segments != 0
     weights = POOLINGS[pooling](real).astype(x.dtype)
@@ -158,13 +158,13 @@ POOLINGS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def pooled(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B 1 D"]:
-    """One vector per row, as model.pooling says, then the pooler if there is one."""
+    """Return one vector per row, as model.pooling says, then the pooler if there is one."""
     pooled_rows = pool(x, layout, config.pooled)[:, None]
     return _class_dense(params.get("pooler", {}), config, pooled_rows)
 
 
 def _class_dense(branch: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """[B, T, D] after the dense layer and the norm, as far as the branch has them."""
+    """Return [B, T, D] after the dense layer and the norm, as far as the branch has them."""
     if "dense" not in branch:
         return x
     x = ACTIVATIONS[config.pooler_activation](linear("BTD,DF->BTF", branch, "dense", x))
@@ -245,9 +245,9 @@ def readout(
 
 
 def total_divisor(config: ModelConfig) -> float:
-    """model.logit_divisor, and with a tied head the growth of the width over model.mup_base: the
-    table of tokens has the initial scale and the rate of an input there, so that its products with
-    rows are divided (arXiv:2203.03466, table 8). 1 divides nothing."""
+    """Return model.logit_divisor, and with a tied head the growth of the width over model.mup_base:
+    the table of tokens has the initial scale and the rate of an input there, so that its products
+    with rows are divided (arXiv:2203.03466, table 8). 1 divides nothing."""
     if not (config.mup_base and is_tied(config)):
         return config.logit_divisor
     return config.logit_divisor * config.embedded_width / config.base_model.embedded_width
@@ -272,7 +272,8 @@ def output_layer(
 def logits_of_rows(
     rows: jax.Array, matrix: Weight, bias: jax.Array | None = None, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """float32 rows matrix^T, rounded to `dtype`, + bias: [B, T, D], [V, D], [V] -> [B, T, V]."""
+    """Return float32: rows matrix^T, rounded to `dtype`, + bias: [B, T, D], [V, D], [V] -> [B, T,
+    V]."""
     axes = ("batch", "sequence", "vocab")
     logits = contract("BTD,VD->BTV", rows, matrix, to=axes, dtype=dtype).astype(jnp.float32)
     return logits if bias is None else logits + bias
@@ -282,7 +283,8 @@ def logits_of_rows(
 def head(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B Q V"]:
-    """float32 logits: [B, T, D] -> [B, T, V], or [B, 1, C] per row, or [B, T, D] without a head."""
+    """Return float32 logits: [B, T, D] -> [B, T, V], or [B, 1, C] per row, or [B, T, D] without a
+    head."""
     if config.output == "none":
         return x.astype(jnp.float32)
     y = readout(params, config, x, layout)

@@ -291,10 +291,9 @@ PREFERRED = {
 
 
 def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Attention by the named kernel ("auto": plain), on the devices of the mesh in force. A call
-    that this kernel does not serve is computed by the plain one: a kernel chosen for the batches of
-    a run is also called with a cache and with padded prompts.
-    """
+    """Attend by the named kernel ("auto": plain), on the devices of the mesh in force. A call that
+    this kernel does not serve is computed by the plain one: a kernel chosen for the batches of a
+    run is also called with a cache and with padded prompts."""
     row = KERNELS["xla" if kernel == "auto" else kernel]
     if not row.serves(mask, q.shape[2]):
         row = KERNELS["xla"]

@@ -102,7 +102,8 @@ def latent_queries(
 def latents(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B T 1 C+R"]:
-    """What the cache has of each token: its normed latent, and the rotated key of all heads."""
+    """Return what the cache has of each token: its normed latent, and the rotated key of all
+    heads."""
     latent = _normed_latent(params, config, "kv_down", x)
     key = linear("BTD,DH->BTH", params, "k_rope", x, to=RESIDUAL_AXES, point=POINT)
     key = rotate(config, key[:, :, None], layout.positions, layout.segments)
@@ -133,7 +134,8 @@ def absorbs(config: ModelConfig, queries: int, keys: int) -> bool:
 
 
 def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
-    """Each token attends to its own sequence, and with a cache also to the tokens in the cache."""
+    """Let each token attend to its own sequence, and with a cache also to the tokens in the
+    cache."""
     layout = call.mask.queries
     cache = call.cache
     q = latent_queries(params, config, x, layout)
@@ -160,7 +162,8 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
 
 
 def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
-    """Those of attention, and latents before and after their norms with the shared key."""
+    """Return the arrays of attention, and latents before and after their norms with the shared
+    key."""
     width = config.query_rank + config.kv_rank
     arrays = [
         StoredArray(POINT, sizes.tokens * (width + config.rope_head_dim) * sizes.number),

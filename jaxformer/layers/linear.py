@@ -27,7 +27,7 @@ class Initializers(NamedTuple):
 
 
 def truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
-    """N(0, 2 / (fan_in + fan_out)) cut at three sigma (Glorot and Bengio 2010)."""
+    """Draw from N(0, 2 / (fan_in + fan_out)) cut at three sigma (Glorot and Bengio 2010)."""
     std = math.sqrt(2 / sum(spec.scale_fans))
     return std * jax.random.truncated_normal(key, -3, 3, spec.shape)
 
@@ -37,7 +37,7 @@ def fan_in_normal(key: jax.Array, spec: Spec) -> jax.Array:
 
 
 def xavier_uniform(key: jax.Array, spec: Spec) -> jax.Array:
-    """Uniform within sqrt(6 / (fan_in + fan_out)) of zero (Glorot and Bengio 2010)."""
+    """Draw uniformly within sqrt(6 / (fan_in + fan_out)) of zero (Glorot and Bengio 2010)."""
     bound = math.sqrt(6 / sum(spec.scale_fans))
     return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)
 
@@ -47,20 +47,22 @@ def unit_truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _gpt2(config: ModelConfig) -> Initializers:
-    """N(0, 0.02), residual projections divided by sqrt(2 n_layers) (Radford et al. 2019)."""
+    """Draw from N(0, 0.02), residual projections divided by sqrt(2 n_layers) (Radford et al.
+    2019)."""
     residual = normal(0.02 / math.sqrt(2 * config.n_layers))
     return Initializers(normal(0.02), residual, normal(0.02), normal(0.02))
 
 
 def _truncated_normal(config: ModelConfig) -> Initializers:
-    """Variance 2 / (d_in + d_out) cut at three sigma; 1 for an embedding that is not tied."""
+    """Draw with variance 2 / (d_in + d_out) cut at three sigma; 1 for an embedding that is not
+    tied."""
     embedding = truncated_normal if config.tied_head else unit_truncated_normal
     return Initializers(truncated_normal, truncated_normal, embedding, embedding)
 
 
 def _xavier(config: ModelConfig) -> Initializers:
-    """Uniform of variance 2 / (d_in + d_out) (Glorot and Bengio 2010); embeddings N(0, 1 / d_model)
-    (arXiv:1706.03762).
+    """Draw uniformly with variance 2 / (d_in + d_out) (Glorot and Bengio 2010); embeddings N(0, 1 /
+    d_model) (arXiv:1706.03762).
 
     Learned positions start as sinusoids of that size: attention to a neighbor is then learned once
     for all positions, which takes small masked models very long otherwise.
@@ -73,7 +75,7 @@ def _xavier(config: ModelConfig) -> Initializers:
 
 
 def _fan_in(config: ModelConfig) -> Initializers:
-    """N(0, 1 / d_in), embeddings N(0, 1) (LeCun et al. 1998; T5's, arXiv:1910.10683)."""
+    """Draw from N(0, 1 / d_in), embeddings N(0, 1) (LeCun et al. 1998; T5's, arXiv:1910.10683)."""
     return Initializers(fan_in_normal, fan_in_normal, normal(1.0), normal(1.0))
 
 
@@ -86,17 +88,17 @@ INITIALIZERS: Table[Callable[[ModelConfig], Initializers]] = Table(
 def linear(
     equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None, point: str = ""
 ) -> jax.Array:
-    """`contract(equation, x, params[name])`, plus `params[name_bias]` where there is one. The
-    product is a point for `model.remat`, of that name if `point` is empty; to add the bias again
-    takes less time than to write the sum."""
+    """Return `contract(equation, x, params[name])`, plus `params[name_bias]` where there is one.
+    The product is a point for `model.remat`, of that name if `point` is empty; to add the bias
+    again takes less time than to write the sum."""
     y = checkpoint_name(contract(equation, x, params[name], to=to), point or name)
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(y.dtype)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """`x` with a fraction `rate` of its elements set to zero, and the others divided by 1 - rate.
-    Without a key it is `x` itself."""
+    """Return `x` with a fraction `rate` of its elements set to zero, and the others divided by 1 -
+    rate. Without a key it is `x` itself."""
     if key is None or rate == 0:
         return x
     remains = jax.random.bernoulli(key, 1 - rate, x.shape)

@@ -29,7 +29,8 @@ class TokenLayout:
     ordered: bool = struct.field(pytree_node=False, default=False)
 
     def after(self, tokens: int) -> "TokenLayout":
-        """The layout with each segment after so many tokens, which take its first positions."""
+        """Return the layout with each segment after so many tokens, which take its first
+        positions."""
         return replace(self, positions=self.positions + tokens) if tokens else self
 
 
@@ -72,7 +73,7 @@ class AttentionMask(NamedTuple):
 def layout_of(
     tokens: jax.Array, positions: jax.Array | None, segments: jax.Array | None
 ) -> TokenLayout:
-    """The layout of `tokens` [B, T]. Without `positions`, these count from the start of each
+    """Return the layout of `tokens` [B, T]. Without `positions`, these count from the start of each
     segment, and are 0 on padding."""
     if positions is not None:
         return TokenLayout(positions, segments)
@@ -86,9 +87,9 @@ def layout_of(
 
 
 def visible(mask: AttentionMask) -> jax.Array | None:
-    """bool [B, T, S]: each query sees the keys of its segment, without padding, up to its position
-    if causal, and within the window if there is one. With P leading keys it is [B, T, P + S]. None
-    means that all queries see all keys."""
+    """Return bool [B, T, S]: each query sees the keys of its segment, without padding, up to its
+    position if causal, and within the window if there is one. With P leading keys it is [B, T, P +
+    S]. None means that all queries see all keys."""
     queries, keys = mask.queries, mask.keys
     back = queries.positions[..., :, None] - keys.positions[..., None, :]
     allowed = back >= 0 if mask.causal else None
@@ -109,7 +110,7 @@ def visible(mask: AttentionMask) -> jax.Array | None:
 
 
 def segment_ids(mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
-    """The segments of queries [B, T] and keys [B, S], 1 where a side has none."""
+    """Return the segments of queries [B, T] and keys [B, S], 1 where a side has none."""
     queries, keys = (
         jnp.ones_like(side.positions) if side.segments is None else side.segments
         for side in (mask.queries, mask.keys)
@@ -118,7 +119,7 @@ def segment_ids(mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
 
 
 def sees_any(mask: AttentionMask) -> jax.Array:
-    """Whether a query attends to any key: bool [B, T].
+    """Return whether a query attends to any key: bool [B, T].
 
     In self-attention each token except padding sees itself; in cross-attention the segment of the
     other sequence may be empty.

@@ -17,7 +17,7 @@ from jaxformer.config.variants import Normalization
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float = 1e-5
 ) -> Float[Array, "... D"]:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis (arXiv:1910.07467)."""
+    """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (arXiv:1910.07467)."""
     return _normalized(x.astype(jnp.float32), scale, None, eps, False).astype(x.dtype)
 
 
@@ -27,8 +27,8 @@ def layer_norm(
     bias: Float[Array, "D"] | None = None,
     eps: float = 1e-5,
 ) -> Float[Array, "... D"]:
-    """(x - mean) / sqrt(var + eps) * scale + bias over the last axis (arXiv:1607.06450). The scale
-    is [D], or of each head [N, D]."""
+    """Return (x - mean) / sqrt(var + eps) * scale + bias over the last axis (arXiv:1607.06450). The
+    scale is [D], or of each head [N, D]."""
     return _normalized(x.astype(jnp.float32), scale, bias, eps, True).astype(x.dtype)
 
 
@@ -36,7 +36,7 @@ def layer_norm(
 def _normalized(
     x: jax.Array, scale: jax.Array, bias: jax.Array | None, eps: float, centered: bool
 ) -> jax.Array:
-    """(x - m) r scale + bias with m and r of `_mean_and_root`: [..., D] float32."""
+    """Return (x - m) r scale + bias with m and r of `_mean_and_root`: [..., D] float32."""
     mean, root = _mean_and_root(x, eps, centered)
     y = (x - mean) * root * scale
     return y if bias is None else y + bias
@@ -46,10 +46,11 @@ def _normalized(
 def _normalized_tangent(
     eps: float, centered: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """With y = (x - m) r, dy = r (dx - mean(dx) - y mean(y dx)), without mean(dx) where m is 0:
-    fewer arrays are kept for the backward pass than where each term is differentiated. Without the
-    barrier XLA computes m and r again in each kernel of a GPU, and writes y dy in float32: 4 of the
-    104 ms of a step of gpt2_124m on an H100, by the count of benchmarks/compiled.py."""
+    """Return the derivative: with y = (x - m) r, dy = r (dx - mean(dx) - y mean(y dx)), without
+    mean(dx) where m is 0: fewer arrays are kept for the backward pass than where each term is
+    differentiated. Without the barrier XLA computes m and r again in each kernel of a GPU, and
+    writes y dy in float32: 4 of the 104 ms of a step of gpt2_124m on an H100, by the count of
+    benchmarks/compiled.py."""
     x, scale, bias = primals
     d_x, d_scale, d_bias = tangents
     mean, root = _mean_and_root(x, eps, centered)
@@ -62,8 +63,8 @@ def _normalized_tangent(
 
 
 def _mean_and_root(x: jax.Array, eps: float, centered: bool) -> tuple[jax.Array | float, jax.Array]:
-    """(m, r = 1 / sqrt(mean((x - m)^2) + eps)) over the last axis, [..., 1]; m is the mean of x, or
-    0 unless `centered`."""
+    """Return (m, r = 1 / sqrt(mean((x - m)^2) + eps)) over the last axis, [..., 1]; m is the mean
+    of x, or 0 unless `centered`."""
     mean = jnp.mean(x, axis=-1, keepdims=True) if centered else 0.0
     return mean, jax.lax.rsqrt(jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True) + eps)
 

@@ -66,7 +66,7 @@ def merged(auxes: Iterable[Aux]) -> Aux:
 
 
 def _add(totals: AuxSums, sums: AuxSums) -> None:
-    """Adds the sums of one layer to the totals."""
+    """Add the sums of one layer to the totals."""
     for name, (value, weight) in sums.items():
         if name in totals:
             total, total_weight = totals[name]
@@ -110,8 +110,8 @@ class Request:
         return any(self._returns(self._full(what, layer)) for layer in self.layers)
 
     def apply(self, what: str, value: jax.Array) -> tuple[jax.Array, Captures]:
-        """`value` or what replaces it, and that value, or its summary, by the name `what`, if it is
-        captured."""
+        """Return `value` or what replaces it, and that value, or its summary, by the name `what`,
+        if it is captured."""
         for layer in self.layers:
             name = self._full(what, layer)
             if name in self.replace:

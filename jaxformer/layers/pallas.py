@@ -65,14 +65,14 @@ def _dividing(length: int, limit: int) -> int:
 
 
 def _padded(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with zeros at the end of an axis, up to a multiple of LANES."""
+    """Return `x` with zeros at the end of an axis, up to a multiple of LANES."""
     width = [(0, 0)] * x.ndim
     width[axis] = (0, -x.shape[axis] % LANES)
     return jnp.pad(x, width)
 
 
 def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] -> [B, T, N, W].
+    """Map q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] -> [B, T, N, W].
 
     Keys are read once for all query heads of their group, and blocks that the mask hides entirely
     are not computed. Rows may have any length: they are padded, and the padding is a segment of its
@@ -89,8 +89,8 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMa
 def splash_on_mesh(
     run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
 ) -> jax.Array:
-    """`splash_attention` on the devices of the mesh in force. Where the devices divide the tokens
-    but not the heads, each has its own queries and the keys of all tokens."""
+    """Apply `splash_attention` on the devices of the mesh in force. Where the devices divide the
+    tokens but not the heads, each has its own queries and the keys of all tokens."""
     if exchange_of(q.shape[1], q.shape[2]) != "gather":
         return on_each_device(run, q, k, v, mask)
     devices = free_axes()[CONTEXT]
@@ -137,7 +137,7 @@ def splash_on_mesh(
 
 
 def _scaled(q: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Queries times the scale, which the kernel does not have."""
+    """Return queries times the scale, which the kernel does not have."""
     scale = mask.scoring.scale or 1 / math.sqrt(q.shape[-1])
     return (q.astype(jnp.float32) * scale).astype(q.dtype)
 

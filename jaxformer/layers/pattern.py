@@ -18,7 +18,8 @@ UNSCALED = {"rope_window_theta": 0.0, "rope_scaling": "none", "rope_factor": 1.0
 
 
 def _windowed(config: ModelConfig) -> Mapping[str, Any]:
-    """RoPE with the base of the windows, if there is one, and then without scaling."""
+    """Return the settings of RoPE with the base of the windows, if there is one, and then without
+    scaling."""
     return {"rope_theta": config.rope_window_theta, **UNSCALED} if config.rope_window_theta else {}
 
 

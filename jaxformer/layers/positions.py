@@ -16,9 +16,9 @@ from jaxformer.config.variants import RopeScaling
 def sinusoids(
     positions: Int[Array, "... T"], width: int, order: str = "interleaved"
 ) -> Float[Array, "... T D"]:
-    """sin and cos of position / 10000^(2i/D), interleaved or with order "half" all sines first:
-    [..., T] -> [..., T, D] (arXiv:1706.03762). With "half_closed" the exponent is i / (D // 2 - 1),
-    so that the last frequency is 1/10000, and an odd D ends with a 0 (fairseq)."""
+    """Return sin and cos of position / 10000^(2i/D), interleaved or with order "half" all sines
+    first: [..., T] -> [..., T, D] (arXiv:1706.03762). With "half_closed" the exponent is i / (D //
+    2 - 1), so that the last frequency is 1/10000, and an odd D ends with a 0 (fairseq)."""
     is_closed = order == "half_closed"
     half = width // 2 if is_closed else -(-width // 2)
     index = jnp.arange(half, dtype=jnp.float32)
@@ -34,8 +34,8 @@ def sinusoids(
 
 
 def rope_frequencies(width: int, theta: Any = 10_000.0) -> Float[Array, "*each W"]:
-    """theta^(-2i/width), i < width/2: the angle by which each pair turns from one position to the
-    next. theta is a number, or an array [..., 1]."""
+    """Return theta^(-2i/width), i < width/2: the angle by which each pair turns from one position
+    to the next. theta is a number, or an array [..., 1]."""
     return theta ** (-2 * jnp.arange(-(-width // 2), dtype=jnp.float32) / width)
 
 
@@ -46,7 +46,8 @@ def rope(
     pairing: str = "half",
     frequencies: Float[Array, "*each W"] | None = None,
 ) -> Float[Array, "... T N H"]:
-    """Rotary position embedding (arXiv:2104.09864): [..., T, N, H], [..., T] -> [..., T, N, H].
+    """Apply rotary position embedding (arXiv:2104.09864): [..., T, N, H], [..., T] -> [..., T, N,
+    H].
 
     Pair i is rotated by `position * frequencies[..., i]`, by default theta^(-2i/H), in float32;
     frequencies are [W], or of each token [..., T, W].
@@ -81,13 +82,13 @@ def _plain(config: ModelConfig, positions: jax.Array, segments: Segments = None)
 
 
 def _linear(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    """All frequencies divided by the factor (arXiv:2306.15595)."""
+    """Return all frequencies divided by the factor (arXiv:2306.15595)."""
     return _plain(config, positions, segments) / config.rope_factor
 
 
 def _segment_lengths(positions: jax.Array, segments: Segments) -> jax.Array:
-    """[B, T, 1], or [B, 1, 1] without segments: the length of each token's segment up to its last
-    token in this call. Other segments of the row have no effect."""
+    """Return [B, T, 1], or [B, 1, 1] without segments: the length of each token's segment up to its
+    last token in this call. Other segments of the row have no effect."""
     if segments is None:
         last = positions.max(axis=-1, keepdims=True)  # [B, 1]
     else:
@@ -98,9 +99,9 @@ def _segment_lengths(positions: jax.Array, segments: Segments) -> jax.Array:
 
 
 def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    """[B, T, W], or [B, 1, W] without segments: the base is theta (s n / L - s + 1)^(W / (W - 2)),
-    with s the factor, L the original length, and n the length of the token's segment in this call,
-    at least L. Cached keys keep the base of the call in which they were computed."""
+    """Return [B, T, W], or [B, 1, W] without segments: the base is theta (s n / L - s + 1)^(W / (W
+    - 2)), with s the factor, L the original length, and n the length of the token's segment in this
+    call, at least L. Cached keys keep the base of the call in which they were computed."""
     original = config.original_length
     width = config.rotated_width
     s = config.rope_factor
@@ -110,9 +111,9 @@ def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = Non
 
 
 def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    """Frequencies with more than rope_fast rotations within the original length are unchanged,
-    those with fewer than rope_slow are divided by the factor, and between these two bounds both are
-    mixed, linearly in the index of the pair (arXiv:2309.00071)."""
+    """Return the frequencies: those with more than rope_fast rotations within the original length
+    are unchanged, those with fewer than rope_slow are divided by the factor, and between these two
+    bounds both are mixed, linearly in the index of the pair (arXiv:2309.00071)."""
     width = config.rotated_width
     original = config.original_length
     period = 2 * math.log(config.rope_theta)
@@ -133,7 +134,8 @@ def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) 
 
 
 def _llama3(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    """As YaRN's, but mixed linearly in the number of rotations (Llama 3.1, arXiv:2407.21783)."""
+    """Return frequencies as YaRN's, but mixed linearly in the number of rotations (Llama 3.1,
+    arXiv:2407.21783)."""
     plain = _plain(config, positions, segments)
     rotations = config.original_length * plain / (2 * math.pi)
     low = config.rope_slow
@@ -143,8 +145,8 @@ def _llama3(config: ModelConfig, positions: jax.Array, segments: Segments = None
 
 
 def _longrope(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    """[B, T, W], or [B, 1, W] without segments: each pair has a divisor of its frequency for tokens
-    of segments within the original length, and one for those of longer segments
+    """Return [B, T, W], or [B, 1, W] without segments: each pair has a divisor of its frequency for
+    tokens of segments within the original length, and one for those of longer segments
     (arXiv:2402.13753). The length is that in this call; cached keys keep the divisors of the call
     in which they were computed."""
     short, long = (jnp.array(factors, jnp.float32) for factors in config.rope_factors)
@@ -171,8 +173,8 @@ def rotate(
     positions: Int[Array, "B T"],
     segments: Segments = None,
 ) -> Float[Array, "B T N H"]:
-    """Queries or keys after RoPE, if the config has it: [B, T, N, H], [B, T] -> [B, T, N, H].
-    Without `segments` each row is one segment."""
+    """Return queries or keys after RoPE, if the config has it: [B, T, N, H], [B, T] -> [B, T, N,
+    H]. Without `segments` each row is one segment."""
     if config.positions != "rope":
         return x
     frequencies = FREQUENCIES[config.rope_scaling](config, positions, segments)
@@ -187,8 +189,8 @@ def rotate(
 def tempered(
     config: ModelConfig, q: Float[Array, "B T N H"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T N H"]:
-    """Queries times 1 + s ln(1 + floor(position / L)), with s model.attention_temperature and L the
-    original length of RoPE: [B, T, N, H], [B, T] -> [B, T, N, H]."""
+    """Return queries times 1 + s ln(1 + floor(position / L)), with s model.attention_temperature
+    and L the original length of RoPE: [B, T, N, H], [B, T] -> [B, T, N, H]."""
     if not config.attention_temperature:
         return q
     lengths = (positions // config.original_length).astype(jnp.float32)

@@ -81,8 +81,8 @@ class Running(NamedTuple):
 def around_ring(
     run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
 ) -> jax.Array:
-    """`run`, a function of the tokens of each device, on the mesh in force: [B, T, N, H],
-    [B, S, K, H], [B, S, K, W] -> [B, T, N, W]."""
+    """Call `run`, a function of the tokens of each device, on the mesh in force: [B, T, N, H], [B,
+    S, K, H], [B, S, K, W] -> [B, T, N, W]."""
     of_queries = activation(q.shape, DIVIDED_TOKENS)
     batch, tokens, heads, _ = of_queries
     k, v = (repeated(x, heads) for x in (k, v))
@@ -104,8 +104,8 @@ def around_ring(
 
 
 def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """softmax(q k^T / sqrt(H)) v of the queries of a device and the keys of all devices of the
-    ring, inside `jax.shard_map`: [B, T, N, H], [B, S, K, H], [B, S, K, W] -> [B, T, N, W]."""
+    """Return softmax(q k^T / sqrt(H)) v of the queries of a device and the keys of all devices of
+    the ring, inside `jax.shard_map`: [B, T, N, H], [B, S, K, H], [B, S, K, W] -> [B, T, N, W]."""
     scoring: Scoring = mask.scoring
     ring = Ring(
         jax.lax.axis_size(CONTEXT),
@@ -234,7 +234,8 @@ def _passed_on(tree: Any, ring: Ring) -> Any:
 
 
 def _allowed(block: Any, key_block: Any, ring: Ring) -> jax.Array:
-    """bool [B or 1, queries, keys]: what the queries of a block see of the keys of another."""
+    """Return bool [B or 1, queries, keys]: what the queries of a block see of the keys of
+    another."""
     allowed = visible(AttentionMask(block.layout, key_block.layout, ring.causal, ring.window))
     if allowed is not None:
         return allowed

@@ -28,7 +28,7 @@ def multi_head_attention(
     segment_ids: TokenNumbers = None,
     positions: TokenNumbers = None,
 ) -> Float[Array, "B T D"]:
-    """Self-attention with its four projections, without norm and residual: float [B, T, D] ->
+    """Apply self-attention with its four projections, without norm and residual: float [B, T, D] ->
     [B, T, D] in the dtype of `x`.
 
     `params` has q [D, N, H], k [D, K, H], v [D, K, W] and out [N, W, D] (`attention_specs`), with
@@ -55,8 +55,8 @@ def transformer_block(
     segment_ids: TokenNumbers = None,
     positions: TokenNumbers = None,
 ) -> Float[Array, "B T D"]:
-    """One block, attention and feed-forward with norms and residuals: float [B, T, D] -> [B, T, D]
-    in the dtype of `x`.
+    """Apply one block, attention and feed-forward with norms and residuals: float [B, T, D] -> [B,
+    T, D] in the dtype of `x`.
 
     With the norms before the sublayers, the default: y = x + attention(norm(x)), then
     y + ffn(norm(y)); `jaxformer.layers.block` has the other placements. `params` has attention,

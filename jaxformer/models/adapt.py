@@ -33,8 +33,8 @@ def adapt(
     adapter: Adapter | None = None,
     key: jax.Array | None = None,
 ) -> Params:
-    """`params` in which the weights that a `LoRA` names are its leaves, or with the virtual tokens
-    of a `PromptTuning` or a `PrefixTuning` beside them.
+    """Return `params` in which the weights that a `LoRA` names are its leaves, or with the virtual
+    tokens of a `PromptTuning` or a `PrefixTuning` beside them.
 
     Args:
       params: those of a model, whose arrays are not copied; leaves may be quantized, or be those
@@ -102,9 +102,9 @@ def without_adapters(params: Params) -> Params:
 
 
 def merge(params: Params) -> Params:
-    """Plain params that compute the same: to each adapted weight its product is added in float32,
-    and the sum has the dtype of the weight. Quantized weights are dequantized, with an adapter or
-    without one."""
+    """Return plain params that compute the same: to each adapted weight its product is added in
+    float32, and the sum has the dtype of the weight. Quantized weights are dequantized, with an
+    adapter or without one."""
     if has_virtual(params):
         raise ConfigError(
             "the virtual tokens of prompt tuning and prefix tuning cannot be merged into weights:"
@@ -193,8 +193,8 @@ def adapted_table(
 
 
 def quantization_of(settings: AdapterConfig) -> Quantization | None:
-    """How the base of an adapter is quantized, the matrices of its blocks alone, since rows of its
-    tables may learn; None where it is not."""
+    """Return how the base of an adapter is quantized, the matrices of its blocks alone, since rows
+    of its tables may learn; None where it is not."""
     if settings.base == "float32":
         return None
     return "int8_blocks" if settings.base == "int8" else settings.base

@@ -19,8 +19,8 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def count_text(table: Specs) -> str:
-    """How many parameters a table has, and how many of them compute a token where experts make
-    these fewer."""
+    """Return how many parameters a table has, and how many of them compute a token where experts
+    make these fewer."""
     text = f"{human_count(count(table))} parameters"
     active = sum(round(spec.active * math.prod(spec.shape)) for spec in rows(table).values())
     return text if active == count(table) else f"{text}, {human_count(active)} for a token"
@@ -59,9 +59,9 @@ def stacks(config: ModelConfig, length: int, source_length: int = 0) -> list[Sta
 
 
 def score_flops(config: ModelConfig, length: int, source_length: int = 0) -> float:
-    """FLOPs per token, forward and backward, of the products without a parameter: attention scores
-    and their products with the values, masked ones included. In an encoder-decoder the token is one
-    of the target, with its share of the source."""
+    """Return the FLOPs per token, forward and backward, of the products without a parameter:
+    attention scores and their products with the values, masked ones included. In an encoder-decoder
+    the token is one of the target, with its share of the source."""
     total = 0.0
     for stack in stacks(config, length, source_length):
         for layer in stack.layers:
@@ -78,10 +78,10 @@ def flops_per_token(
     table: Specs | None = None,
     reference: bool = False,
 ) -> int:
-    """FLOPs of a forward and backward pass per token of sequences of `length`: 6 for each parameter
-    of a matrix (4 where it does not learn, and so has no gradient), plus attention. `table` are the
-    parameters where they are not those of the config, as with an adapter. With a `reference`, which
-    has the parameters of the config, those of its forward pass too: 2 for each.
+    """Return the FLOPs of a forward and backward pass per token of sequences of `length`: 6 for
+    each parameter of a matrix (4 where it does not learn, and so has no gradient), plus attention.
+    `table` are the parameters where they are not those of the config, as with an adapter. With a
+    `reference`, which has the parameters of the config, those of its forward pass too: 2 for each.
 
     As in appendix B of PaLM (arXiv:2204.02311), lookups are free, and masked attention scores count
     too. In an encoder-decoder the token is one of the target, with its share of the source.
@@ -108,8 +108,8 @@ def flops_per_token(
 
 
 def block_arrays(layer: ModelConfig, stack: Stack, sizes: Sizes) -> list[StoredArray]:
-    """All arrays of a layer that its backward pass reads, stored or computed again; `sizes` are
-    those of the self-attention of its stack."""
+    """Return all arrays of a layer that its backward pass reads, stored or computed again; `sizes`
+    are those of the self-attention of its stack."""
     norms = PLACEMENTS[layer.norm_placement].norms
     sublayers = stack.sublayers(layer)
     wide = sizes.tokens * layer.d_model * sizes.number  # a residual stream
@@ -134,8 +134,8 @@ def block_arrays(layer: ModelConfig, stack: Stack, sizes: Sizes) -> list[StoredA
 
 
 def activation_bytes(config: ModelConfig, length: int, source_length: int = 0) -> float:
-    """Bytes of float32 arrays that the backward passes of all layers read for a row of `length`
-    tokens and a source of `source_length`, where none is computed again."""
+    """Return the bytes of float32 arrays that the backward passes of all layers read for a row of
+    `length` tokens and a source of `source_length`, where none is computed again."""
     return sum(
         array.bytes
         for stack in stacks(config, length, source_length)

@@ -23,7 +23,7 @@ from jaxformer.models.stack import run_stack, stack_mask, stack_specs
 
 
 def decoder_specs(config: ModelConfig) -> Specs:
-    """Rows named embed, blocks, final_norm and those of the head."""
+    """Return rows named embed, blocks, final_norm and those of the head."""
     return {
         "embed": embedding_specs(config) | added_specs(config),
         **stack_specs(config, config.n_layers),
@@ -51,8 +51,8 @@ def decoder_hidden(
 
 
 def encoder_decoder_specs(config: ModelConfig) -> Specs:
-    """Rows named embed (whose tokens serve both stacks, unless the encoder has its own), encoder,
-    and those of a decoder."""
+    """Return rows named embed (whose tokens serve both stacks, unless the encoder has its own),
+    encoder, and those of a decoder."""
     added = added_specs(config)
     tokens = embedding_specs(config)
     own = tokens if config.source_embedding == "separate" else {}

@@ -93,7 +93,7 @@ def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:
 def warn_of_padding(
     name: str, tokens: Any, segment_ids: Any, sides: str = "left right", level: int = 3
 ) -> None:
-    """Warns if one token id occurs in runs at one of the `sides` of rows [B, T] and nowhere else,
+    """Warn if one token id occurs in runs at one of the `sides` of rows [B, T] and nowhere else,
     and there are no segment ids, so that it is read as text. `name` is the argument of the rows,
     and `level` the stacklevel of the warning. Under a transform of JAX the values of the rows are
     not known, and there is no warning."""
@@ -119,8 +119,8 @@ def warn_of_padding(
 
 
 def warn_of_padded_batch(batch: Mapping[str, Any], family: str) -> None:
-    """`warn_of_padding` for a batch of a loss. Padding after the text of a decoder is harmless if
-    its weights are 0, because no token before it sees it, and gets no warning."""
+    """Apply `warn_of_padding` to a batch of a loss. Padding after the text of a decoder is harmless
+    if its weights are 0, because no token before it sees it, and gets no warning."""
     tokens = batch.get("tokens")
     weights = batch.get("weights")
     sides = "left right"

@@ -75,7 +75,7 @@ def quantize(params: Params, kind: str) -> Params:
 
 
 def check_quantization(kind: str) -> None:
-    """ConfigError for a kind of quantization that does not exist."""
+    """Raise ConfigError for a kind of quantization that does not exist."""
     if kind not in choices(Quantization):
         allowed = ", ".join(map(repr, choices(Quantization)))
         raise ConfigError(f"quantize={kind!r} is not one of {allowed}.")

@@ -46,8 +46,8 @@ def compute_dtype(config: ModelConfig, on: str = "") -> Any:
 
 
 def layer_loop_of(config: ModelConfig, on: str = "") -> Literal["unroll", "scan"]:
-    """`model.layer_loop`, "auto" resolved: by the deeper stack of an encoder-decoder, and by the
-    platform `on` if that is not the one of the mesh in force."""
+    """Return `model.layer_loop`, "auto" resolved: by the deeper stack of an encoder-decoder, and by
+    the platform `on` if that is not the one of the mesh in force."""
     if config.layer_loop != "auto":
         return config.layer_loop
     depth = max(config.n_layers, config.encoder_layers)
@@ -60,7 +60,8 @@ def layer_loop_of(config: ModelConfig, on: str = "") -> Literal["unroll", "scan"
 
 
 def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
-    """Rows named blocks (stacked by layer), and relative_bias and final_norm if there are any."""
+    """Return rows named blocks (stacked by layer), and relative_bias and final_norm if there are
+    any."""
     configs = layer_configs(config, layers)
     lead, period = repetition_of(configs)
     tables = [block_specs(layer_config, cross) for layer_config in configs[: lead + period]]
@@ -96,8 +97,9 @@ def stacks_of(blocks: Params) -> list[Params]:
 
 
 def layer_order(counts: list[int]) -> list[tuple[int, int]]:
-    """For each layer the number of its stacked tree and its index there, from the numbers of layers
-    of the trees. The trees of one layer before a longer one are the lead; the others take turns."""
+    """Return for each layer the number of its stacked tree and its index there, from the numbers of
+    layers of the trees. The trees of one layer before a longer one are the lead; the others take
+    turns."""
     depth = sum(counts)
     lead = next((p for p, count in enumerate(counts) if count > 1), 0)
     period = len(counts) - lead
@@ -115,7 +117,7 @@ def layers_of(blocks: Params | list[Params]) -> list[Params]:
 
 
 def stacked_as(blocks: Params, layers: list[Params]) -> Params:
-    """Trees of all layers, stacked as the params of blocks are."""
+    """Return trees of all layers, stacked as the params of blocks are."""
     counts = [_depth(stacked) for stacked in stacks_of(blocks)]
     members: list[list[Params]] = [[] for _ in counts]
     for layer, (p, _) in zip(layers, layer_order(counts), strict=True):
@@ -153,8 +155,8 @@ def run_stack(
     call: Call,
     cache: Cache | None = None,
 ) -> Output:
-    """[B, T, D] -> [B, T, D] in the compute dtype, with the mask and the cache of
-    `stack_mask`. All layers share the call."""
+    """Map [B, T, D] -> [B, T, D] in the compute dtype, with the mask and the cache of `stack_mask`.
+    All layers share the call."""
     x = x.astype(compute_dtype(config))
     scoring = stack_scoring(params, config, call.mask, x.dtype)
     call = call._replace(mask=call.mask._replace(scoring=scoring))
@@ -196,7 +198,8 @@ def _balanced_call(params: Params, config: ModelConfig, call: Call) -> Call | No
 
 
 def layer_of(config: ModelConfig, call: Call, scanned: bool = False) -> Any:
-    """A layer as a function of (x, params, its number), under the policy of `model.remat`."""
+    """Return a layer as a function of (x, params, its number), under the policy of
+    `model.remat`."""
 
     def run(x: jax.Array, params: Params, key: jax.Array | None, i: Any) -> Output:
         if i is not None:
@@ -245,8 +248,8 @@ def _run_layers(
     cache: Cache | None,
     scans: bool,
 ) -> Output:
-    """All layers in sequence. With `scans` the whole periods of their pattern are one loop, and the
-    layers before and behind them are unrolled."""
+    """Run all layers in sequence. With `scans` the whole periods of their pattern are one loop, and
+    the layers before and behind them are unrolled."""
     uses = config.layers_in_group
     if scans:
         stacks = stacks_of(blocks)  # type: ignore[arg-type]
@@ -298,7 +301,7 @@ def _run_layers(
         numbers = [range(p, end, period) for p in range(first, first + period)]
 
         def body(x: jax.Array, items: list[Any]) -> tuple[jax.Array, list[Any]]:
-            """One period, of each of whose layers `items` has params, number and cache."""
+            """Run one period, of each of whose layers `items` has params, number and cache."""
             results = []
             for layers, (params, i, layer_cache) in zip(numbers, items, strict=True):
                 params = _entry(blocks, i // uses) if params is None else params
@@ -333,5 +336,5 @@ def _run_layers(
 
 
 def _entry(stacked: Any, i: Any) -> Any:
-    """Entry `i` on the first axis of every leaf, or several."""
+    """Return entry `i` on the first axis of every leaf, or several."""
     return jax.tree.map(lambda leaf: leaf[i], stacked)

@@ -27,8 +27,8 @@ def embed(
     positions: OptionalTokens = None,
     token_types: OptionalTokens = None,
 ) -> Float[Array, "B D"]:
-    """A vector of each row: tokens [B, T] int -> [B, D] float32, of Euclidean length 1, or of any
-    length with normalize=False (Sentence-BERT, arXiv:1908.10084).
+    """Return a vector of each row: tokens [B, T] int -> [B, D] float32, of Euclidean length 1, or
+    of any length with normalize=False (Sentence-BERT, arXiv:1908.10084).
 
     `pooling` is the mean over the tokens of a row, its first token, or its last; "auto" is what
     model.pooling says, and the mean where that is "auto" too. What is pooled is the residual stream

@@ -112,7 +112,8 @@ def check_model(params: Params, config: ModelConfig) -> None:
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
-    """Initial parameters: a nested dict of float32 arrays; blocks have a leading layer axis."""
+    """Return the initial parameters: a nested dict of float32 arrays; blocks have a leading layer
+    axis."""
     return init_params(specs(config), key)
 
 
@@ -135,7 +136,7 @@ def hidden(
 
 
 def context_of(params: Params, config: ModelConfig, source: bool = False) -> int:
-    """How many tokens, or tokens of a source, a segment may have: model.max_length, less the
+    """Return how many tokens, or tokens of a source, a segment may have: model.max_length, less the
     virtual tokens before them where these take rows of a table of positions."""
     before = virtual_counts(params, config)[source] if config.embedded_positions == "learned" else 0
     return max(config.max_length - before, 0)
@@ -174,8 +175,8 @@ def forward(
     token_types: OptionalTokens = None,
     **arrays: jax.Array | np.ndarray,
 ) -> Float[Array, "B *_ V"]:
-    """Logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] with the head "classes", or the
-    residual stream [B, T, D] with the head "none".
+    """Return the logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] with the head "classes",
+    or the residual stream [B, T, D] with the head "none".
 
     `segment_ids` [B, T] int: tokens attend only within their own number, 0 is padding. `positions`
     [B, T] int default to counting from the start of each segment. An encoder-decoder takes the
@@ -191,7 +192,7 @@ def forward(
 def logits_of(
     params: Params, config: ModelConfig, batch: dict[str, Any], request: Request = NOTHING
 ) -> tuple[jax.Array, Aux]:
-    """`forward` on its inputs by name, with what the layers returned beside the logits."""
+    """Apply `forward` to its inputs by name, with what the layers returned beside the logits."""
     check_model(params, config)
     check_inputs(config, batch)
     inputs = inputs_of(batch)

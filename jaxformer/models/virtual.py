@@ -150,7 +150,7 @@ def first_virtual(table: Specs, base: Params, key: jax.Array) -> Params:
         tokens = (base["embed"] | of_source)["tokens"]
 
         def sampled(key: jax.Array, spec: Spec) -> jax.Array:
-            """[P, D]: rows of the table of tokens [V, D], drawn at random."""
+            """Return [P, D]: rows of the table of tokens [V, D], drawn at random."""
             ids = jax.random.randint(key, spec.shape[:1], 0, tokens.shape[0])
             return lookup(tokens, ids, (None, None))
 
@@ -243,7 +243,7 @@ def with_virtual(
     in_prompt = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), segments)  # [n P]
 
     def for_all_rows(values: jax.Array) -> jax.Array:
-        """[n P] -> [B, n P]"""
+        """Map [n P] -> [B, n P]"""
         repeated = jnp.broadcast_to(values, (rows, len(in_prompt)))
         return constrain(repeated, ("batch", "sequence"))
 
@@ -272,8 +272,8 @@ def with_virtual(
 
 
 def with_leading_keys(params: Params, config: ModelConfig, key: jax.Array | None = None) -> Params:
-    """Params without virtual tokens, in which each layer has their keys and values: those of a
-    prefix, or in a decoder of a prompt. A prompt of an encoder-decoder is left out."""
+    """Return params without virtual tokens, in which each layer has their keys and values: those of
+    a prefix, or in a decoder of a prompt. A prompt of an encoder-decoder is left out."""
     virtual = params["virtual"]
     params = without_virtual(params)
     if "prompt" in virtual and config.family != "encoder_decoder":
@@ -288,7 +288,7 @@ def with_leading_keys(params: Params, config: ModelConfig, key: jax.Array | None
 
 
 def _inserted(blocks: Params, prefix: Params) -> Params:
-    """Stacked blocks whose self-attention has its `prefix_k` and `prefix_v`."""
+    """Return stacked blocks whose self-attention has its `prefix_k` and `prefix_v`."""
     # A model with a pattern of layers has stacked blocks for each position of the pattern.
     if "attention" not in blocks:
         return {name: _inserted(stacked, prefix[name]) for name, stacked in blocks.items()}
@@ -334,13 +334,13 @@ class PromptedTable:
         return tuple(self.weight.shape)
 
     def lookup(self, index: jax.Array, to: Axes) -> jax.Array:
-        """As `params.lookup` of a table with both."""
+        """Look up as `params.lookup` does in a table with both."""
         token_rows = lookup(self.weight, jnp.maximum(index, 0), to)
         prompt_rows = lookup(self.prompt, jnp.minimum(index, -1) + len(self.prompt), to)
         return jnp.where(index[..., None] < 0, prompt_rows.astype(token_rows.dtype), token_rows)
 
     def contract(self, equation: str, x: jax.Array, **how: Any) -> jax.Array:
-        """As `params.contract` of the table of tokens."""
+        """Contract as `params.contract` does the table of tokens."""
         return contract(equation, x, self.weight, **how)
 
     def astype(self, dtype: Any) -> "PromptedTable":
