@@ -52,6 +52,7 @@ def evaluation_weights(params: Params, optimizer_state: Any) -> Params:
     Leaves that do not learn are those of `params`. Every leaf has the dtype and the sharding of the
     one in `params`; an average is not copied.
     """
+    # An optimizer keeps one average at most: `with_average` refuses a second.
     for kind in AVERAGES:
         averages = {
             dotted(path): (leaf, getattr(state, kind.scalar))

@@ -19,7 +19,7 @@ from jaxformer.files import ConfigError, store_of
 
 MARKER = "commit_success.txt"  # Orbax's name for it
 SCHEMES = ("gs", "s3")  # for which both epath and TensorStore have a driver
-DAMAGE = "damage.txt"  # says in a checkpoint that was set aside what is wrong with it
+DAMAGE_FILE = "damage.txt"  # says in a checkpoint that was set aside what is wrong with it
 
 
 def orbax_path(path: Path) -> Any:
@@ -32,13 +32,13 @@ def orbax_path(path: Path) -> Any:
 
 # With these characters in its path a checkpoint is saved but cannot be read: Orbax takes the path
 # for a glob pattern, and TensorStore a backslash for a slash.
-UNSAVABLE = "*?[\\"
+UNSAVABLE_CHARACTERS = "*?[\\"
 
 
 def require_savable(folder: Path) -> None:
     """Raise ConfigError for a path below which Orbax does not save checkpoints, or saves some that
     cannot be read."""
-    if marks := [mark for mark in UNSAVABLE if mark in str(folder)]:
+    if marks := [mark for mark in UNSAVABLE_CHARACTERS if mark in str(folder)]:
         raise ConfigError(
             f"{folder} has {' and '.join(marks)} in its path, and checkpoints saved there cannot be"
             " read again: choose a directory without any of *, ?, [ and \\ in its path."

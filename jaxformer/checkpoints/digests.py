@@ -46,6 +46,7 @@ def digests(leaves: Mapping[str, Array]) -> dict[str, jax.Array]:
     for path, leaf in leaves.items():
         sharding = getattr(leaf, "sharding", None)
         devices = None if sharding is None else frozenset(sharding.device_set)
+        # One program for the arrays of each set of devices: a jit takes no arrays of two.
         groups.setdefault(devices, {})[path] = leaf if sharding else as_words(np.asarray(leaf))
     sums: dict[str, jax.Array] = {}
     for group in groups.values():
@@ -80,6 +81,7 @@ def digest_on_host(array: np.ndarray[Any, Any]) -> str:
     """Return the digest of an array in this process's memory, computed by NumPy."""
     words = as_words(array).reshape(-1)
     sums = np.zeros(2, WORD)
+    # In pieces that fit the cache of a core.
     for begin in range(0, words.size, 1 << 16):
         piece = words[begin : begin + (1 << 16)]
         index = np.arange(begin, begin + piece.size, dtype=np.uint64).astype(WORD)
@@ -104,6 +106,7 @@ def write_file_digests(checkpoint: Path) -> None:
     for folder in FOLDERS:
         names += [f"{folder}/{name}" for name in store_of(checkpoint / folder).names_below()]
     with ThreadPoolExecutor(READERS) as pool:
+        # zlib releases the interpreter, and a bucket answers several requests at once.
         sums = pool.map(lambda name: file_digest(checkpoint / name), names)
     table = dict(sorted(zip(names, sums, strict=True)))
     content = {"files": table, "sha256": checksum(table)}

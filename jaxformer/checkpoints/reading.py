@@ -12,9 +12,9 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, cast
+from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 
 import jax
 import numpy as np
@@ -35,9 +35,9 @@ from jaxformer.cluster.processes import together
 from jaxformer.files import ConfigError, first_of, store_of
 
 MANIFEST_FORMAT = 3  # of the manifest; checkpoints of others are refused
-READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
+READ_BACK_BYTES = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
 
-
+TreeT = TypeVar("TreeT")
 TargetLeaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct  # shape, dtype and sharding of a leaf
 
 
@@ -65,6 +65,8 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             return ""
 
+    # Other versions and devices add up in another order: `verify` compares to the bit only where
+    # all of these are the same.
     names = ("jaxformer", "jax", "jaxlib", "orbax-checkpoint")
     device = jax.devices()[0]
     machine = [str(jax.device_count()), device.device_kind, os.environ.get("XLA_FLAGS", "")]
@@ -77,10 +79,15 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "devices": " ".join(machine)} | found
 
 
-def flat_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """Return `{"params.blocks.attention.q": leaf, ...}`: names that do not depend on the
-    containers."""
-    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)}
+def flat_leaves(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, *, without: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return `{"params.blocks.attention.q": leaf, ...}`, but for the paths `without`: names that do
+    not depend on the containers."""
+    leaves = {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)}
+    for path in without:
+        leaves.pop(path, None)
+    return leaves
 
 
 def shapes_of(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -122,6 +129,7 @@ def read_checkpoint(
     read = functools.partial(_read_files, checkpoint, targets, exact, run or {})
     alone = all(leaf.sharding.is_fully_addressable for leaf in targets.values())
     share = jax.process_index(), jax.process_count()
+    # A read that failed by chance, as over a network, succeeds the second time; damage does not go.
     for _ in range(2):
         try:
             # One process may find damage where another finds none.
@@ -134,6 +142,22 @@ def read_checkpoint(
         except Altered as error:
             cause = error
     raise Damaged(f"{checkpoint}: {in_short(cause)}") from cause
+
+
+def read_state(
+    folder: Path,
+    step: int,
+    target: TreeT,
+    *,
+    run: Mapping[str, Any] | None = None,
+    without: Collection[str] = (),
+) -> TreeT:
+    """Read a pytree from the checkpoint of `step`, with the shapes, dtypes and shardings of
+    `target`. The leaves at the paths `without` are those of `target`. Raises what `read_checkpoint`
+    does."""
+    read = read_checkpoint(folder, step, flat_leaves(target, without=without), run=run)
+    leaves = flat_leaves(target) | read
+    return jax.tree.unflatten(jax.tree.structure(target), leaves.values())  # type: ignore[no-any-return]
 
 
 def saved_shapes(folder: Path, step: int) -> dict[str, list[Any]]:
@@ -263,7 +287,7 @@ def _require_digests(manifest: Manifest, sums: Mapping[str, str]) -> None:
 
 def read_back(checkpoint: Path) -> None:
     """Read a checkpoint that was just saved back into the memory of this process, the smallest
-    arrays first and up to READ_BACK bytes, and verifies them. Raises Altered, or what Orbax
+    arrays first and up to READ_BACK_BYTES bytes, and verifies them. Raises Altered, or what Orbax
     raises."""
     manifest = read_manifest(checkpoint)
     shapes = {
@@ -271,7 +295,7 @@ def read_back(checkpoint: Path) -> None:
         for path, row in manifest["leaves"].items()
         if not row[1].startswith("key<")
     }
-    budget = READ_BACK
+    budget = READ_BACK_BYTES
     targets = {}
     for path, shape in sorted(shapes.items(), key=lambda entry: math.prod(entry[1].shape)):
         budget -= math.prod(shape.shape) * shape.dtype.itemsize
@@ -302,6 +326,7 @@ def _require_match(
                 f"{path}: {stored_dtype}{stored_shape} in the checkpoint, {dtype}{shape} in the"
                 " model"
             )
+    # Compared before anything is read: it takes no memory, and names every difference at once.
     if problems:
         raise ConfigError(
             f"the checkpoint {checkpoint} is of another model or optimizer; nothing was changed:"

@@ -19,7 +19,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxformer.arrays.params import dotted
 from jaxformer.checkpoints.buckets import (
-    DAMAGE,
+    DAMAGE_FILE,
     MARKER,
     orbax_path,
     remove_unfinished,
@@ -32,7 +32,7 @@ from jaxformer.checkpoints.reading import (
     in_short,
     manifest_of,
     read_back,
-    read_checkpoint,
+    read_state,
     saved_steps,
 )
 from jaxformer.cluster.processes import together
@@ -113,7 +113,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until all saves are on the disk. Raises NotSaved where one failed.
 
-        The first save is read back, up to `READ_BACK` bytes.
+        The first save is read back, up to `READ_BACK_BYTES` bytes.
         """
         step = self._saving
         self._saving = None
@@ -121,6 +121,7 @@ class Checkpoints:
             return
         checkpoint = self.folder / str(step)
         with _as_not_saved(checkpoint):
+            # The thread of Orbax keeps its error until it is waited for.
             self._manager.wait_until_finished()
             if jax.process_index() == 0 and not self._read_back:
                 read_back(checkpoint)
@@ -144,11 +145,11 @@ class Checkpoints:
         if self._manager is None:
             with store_of(self.folder).store_errors("written"):
                 self._manager = make_manager(self.folder, *self._retention)
-        leaves = flat_leaves(state)
-        leaves = {path: leaf for path, leaf in leaves.items() if path not in self._without}
+        leaves = flat_leaves(state, without=self._without)
         metrics = None
         if self._retention[2] and evaluation and "val_loss" in evaluation:
             metrics = {"val_loss": float(evaluation["val_loss"])}
+        # The manifest of a state names what it depends on, so that has to be on the disk first.
         self.before_save()
         with _as_not_saved(self.folder / str(step)):
             manifest = ocp.args.JsonSave(manifest_of(leaves, self._run))
@@ -169,6 +170,7 @@ class Checkpoints:
         def freed(path: Any, leaf: jax.Array) -> Any:
             if dotted(path) in self._without:
                 return leaf
+            # Or the state would be in memory twice while it is read.
             shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
             leaf.delete()
             return shape
@@ -187,11 +189,10 @@ class Checkpoints:
         if all are damaged, or if one cannot be read for another reason.
         """
         damaged: dict[int, str] = {}
-        current = flat_leaves(target)
-        saved = {path: leaf for path, leaf in current.items() if path not in self._without}
         for step in reversed(self.steps()):
             try:
-                leaves = read_checkpoint(self.folder, step, saved, run=self._run)
+                state = read_state(self.folder, step, target, run=self._run, without=self._without)
+            # Older checkpoints are there for this: hours of training are lost, and not all.
             except Damaged as error:
                 damaged[step] = str(error)
                 log(
@@ -202,14 +203,14 @@ class Checkpoints:
             if damaged and jax.process_index() == 0:
                 for number, reason in damaged.items():
                     checkpoint = store_of(self.folder / str(number))
-                    place = checkpoint.set_aside(f"damaged-{number}", DAMAGE, reason, MARKER)
+                    place = checkpoint.set_aside(f"damaged-{number}", DAMAGE_FILE, reason, MARKER)
                     log(
                         f"The checkpoint of step {number} was set aside as {place}; nothing in it"
                         " was changed."
                     )
                 if self._manager is not None:
                     self._manager.reload()
-            return jax.tree.unflatten(jax.tree.structure(target), (current | leaves).values())
+            return state
         if damaged:
             lines = "\n  ".join(damaged.values())
             raise ConfigError(

@@ -20,9 +20,9 @@ from jaxformer.config.format import escaped
 from jaxformer.files import ConfigError
 
 SHOWN_CHARACTERS = 300  # of the message of an error
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What XLA's messages say where a device has no memory left.
-NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory allocating")
+MEMORY_PHRASES = ("RESOURCE_EXHAUSTED", "Out of memory allocating")
 STORE_PACKAGES = ("aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "s3fs")
 
 # The arguments of each command, and what it does.
@@ -94,8 +94,8 @@ def _reported(error: BaseException) -> int:
     """Print an error that no command foresaw. The exit status: 2 for one of the operating system
     about a file, or of a store, with one line, else 1."""
     message = escaped(" ".join(str(error).split()))[:SHOWN_CHARACTERS]
-    if isinstance(error, OSError) and (error.filename or error.errno in NO_ROOM):
-        if error.errno in NO_ROOM:
+    if isinstance(error, OSError) and (error.filename or error.errno in FULL_DISK_ERRORS):
+        if error.errno in FULL_DISK_ERRORS:
             # What is left in the buffer would fail again at the end of the process.
             with contextlib.suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,7 +112,7 @@ def _reported(error: BaseException) -> int:
 
         print(f"error: a store could not be reached {escaped(explained(error))}.", file=sys.stderr)
         return 2
-    if isinstance(error, MemoryError) or any(words in message for words in NO_MEMORY):
+    if isinstance(error, MemoryError) or any(words in message for words in MEMORY_PHRASES):
         print(f"out of memory: {message}. Choose smaller sizes.", file=sys.stderr)
         return 1
     traceback.print_exception(error)

@@ -40,6 +40,7 @@ def run(args: AttentionArguments) -> int:
     check_output(args.output)
     model = open_model(args)
     inputs, beams = _inputs(model, args)
+    # One program for logits and maps: the weights are those of the very pass that made the logits.
     compute = jax.jit(attention_maps, static_argnums=1, static_argnames="layers")
     rows = {name: row[None] for name, row in inputs.items()}  # [1, T]
     attention = compute(model.params, model.config, layers=args.layers or None, **rows)
@@ -121,6 +122,7 @@ def _inputs(
         source_limit = min(MAX_TOKENS, model.context(source=True))
         check_size(len(source) + args.padding, source_limit, "on a page")
         rules = model.writing_rules() | {"source": [source]}
+        # As many tokens as the page has room for.
         count = limit - len(start)
         if args.target is not None:
             ids = tokens_of(model.tokenizer, args.target)
@@ -267,6 +269,7 @@ def beam_candidates(
         for index, text in enumerate(texts):
             log_probability = float(steps.log_probabilities[i, 0, index])
             score = float(steps.scores[i, 0, index])
+            # The text that won is shown even where it was far behind at first.
             leads = text == [*best[: i + 1]]
             if not np.isfinite(log_probability) or (len(shown) >= SHOWN_BEAMS and not leads):
                 continue

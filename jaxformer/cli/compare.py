@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer.cli.arguments import CompareArguments, check_output
-from jaxformer.cli.runs import ListedRun, runs_below
+from jaxformer.cli.runs import ListedRun, mean_text, runs_below
 from jaxformer.config.config_file import read_config
 from jaxformer.config.format import escaped
 from jaxformer.config.run import flat
@@ -51,10 +51,10 @@ def run(args: CompareArguments) -> int:
         listed = [run.listed for run in group.runs]
         cells = (
             escaped(group.name).replace("\n", "\\n"),
-            _mean([run.step for run in listed], ",.0f"),
-            _mean([run.loss for run in listed], ".4f"),
-            _mean([run.best for run in listed], ".4f"),
-            _mean([run.tokens_per_second for run in listed], ",.0f"),
+            mean_text([run.step for run in listed], ",.0f"),
+            mean_text([run.loss for run in listed], ".4f"),
+            mean_text([run.best for run in listed], ".4f"),
+            mean_text([run.tokens_per_second for run in listed], ",.0f"),
         )
         rows.append((*cells, *(escaped(str(value)) for value in group.differing.values())))
     # A panel for the validation and one for the training loss, over tokens, in which the runs of a
@@ -73,18 +73,6 @@ def run(args: CompareArguments) -> int:
     return 0
 
 
-def _mean(figures: Sequence[float | None], style: str) -> str:
-    """Return the mean over the runs that have a figure and, where they differ, the lowest and
-    highest."""
-    values = [value for value in figures if value is not None]
-    if not values:
-        return ""
-    mean = format(sum(values) / len(values), style)
-    if min(values) == max(values):
-        return mean
-    return f"{mean} ({format(min(values), style)} to {format(max(values), style)})"
-
-
 def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
     """Return the runs in directories and below them, each once, and a note on each run that cannot
     be read, or has logged no loss."""
@@ -95,6 +83,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
         if isinstance(run, ConfigError):
             notes.append(str(run))
             continue
+        # Named twice, or below two of the directories.
         if run.path.resolve() in read:
             continue
         read.add(run.path.resolve())
@@ -109,6 +98,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
         for name, value in read_object(directory.data).items():
             if name != "run_id":
                 settings[f"data.json: {name}"] = value
+        # Of a run that has just begun there are none.
         lines = read_metrics(run.path) if directory.metrics.exists() else []
         if any("loss" in line or "val_loss" in line for line in lines):
             runs.append(ComparedRun(run, settings, lines))
@@ -128,6 +118,7 @@ def configurations(runs: Iterable[ComparedRun]) -> list[Configuration]:
     groups: dict[str, list[ComparedRun]] = {}
     for run in runs:
         groups.setdefault(repr(sorted(run.settings.items())), []).append(run)
+    # By repr, so that True is not 1.
     settings = [members[0].settings for members in groups.values()]
     names = dict.fromkeys(itertools.chain.from_iterable(settings))
     differing = [name for name in names if len({repr(each.get(name)) for each in settings}) > 1]

@@ -20,7 +20,9 @@ from jaxformer.report import human_count
 from jaxformer.runs.loading import Loaded, load, save_run
 from jaxformer.runs.model_files import ModelFiles
 
-CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
+LARGEST_DIFFERENCE = (
+    2e-4  # largest float32 difference, relative to the standard deviation of the logits
+)
 
 
 def run(args: ConvertArguments) -> int:
@@ -32,6 +34,7 @@ def run(args: ConvertArguments) -> int:
     store_of(target / UNFINISHED).remove_folder()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not empty: choose a new directory.")
+    # A run becomes a Hugging Face model, and such a model a run: the source decides.
     to_run = source.kind == "pretrained"
     model = load(source, args.step, weights=args.weights)
     leaves = jax.tree.leaves(model.params, is_leaf=is_custom)
@@ -39,6 +42,7 @@ def run(args: ConvertArguments) -> int:
     if args.merge and not has_adapter:
         raise ConfigError(f"{args.source} has no adapter to merge: leave out --merge.")
     if args.merge:
+        # Quantized weights are written as what they stand for.
         below = [leaf.weight if is_adapted(leaf) else leaf for leaf in leaves]
         rounded = sum(math.prod(leaf.shape) for leaf in below if is_custom(leaf))
         if rounded:
@@ -115,11 +119,14 @@ def _verified(model: Loaded, args: ConvertArguments, directory: Path) -> int:
         f"largest logit difference {difference.largest:.3g}, {relative:.2g} of their standard"
         f" deviation {difference.deviation:.3g}"
     )
-    if relative <= CLOSE:
+    if relative <= LARGEST_DIFFERENCE:
         print("both models agree")
         return 0
     if args.dtype != "float32" and directory != args.source:
         print(f"the difference includes the rounding to {args.dtype}")
         return 0
-    print(f"NOT EQUAL: float32 should differ by at most {CLOSE:g} of the standard deviation")
+    print(
+        f"NOT EQUAL: float32 should differ by at most {LARGEST_DIFFERENCE:g} of the standard"
+        " deviation"
+    )
     return 1

@@ -85,6 +85,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
     yield from directories(run.run, run.data.cache_dir)
     run = dataclasses.replace(run, data=with_chats(run.model, run.data))
     try:
+        # What a start would refuse, before the data is read.
         RunDirectory(run.run.dir).check_config(run)
         setup = make_setup(run, lambda line: None)
     except ConfigError as error:
@@ -182,6 +183,7 @@ def disk(target: TrainState, run_dir: Path, count: int) -> Finding:
     if space is None:
         return Finding("ok", "disk space", f"{text}, in a store")
     folder, free = space
+    # Orbax deletes an old checkpoint once the new one is complete, so one more has to fit.
     needed = count * state_bytes
     text += f" need {human_bytes(needed)}, and {folder} has {human_bytes(free)} free"
     if needed <= free:
@@ -200,6 +202,7 @@ def dry_run(setup: RunSetup) -> Iterator[Finding]:
         with memory_of("the first step"):
             state, metrics = program(state, batch)
             first = as_logged(jax.device_get(metrics))
+            # The second call: the first one loads the program.
             start = time.perf_counter()
             _, metrics = program(state, batch)
             jax.block_until_ready(metrics)

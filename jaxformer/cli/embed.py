@@ -36,6 +36,7 @@ def run(args: EmbedArguments) -> int:
     first = settings.get("truncation_side") == "left"  # is cut, and not the end
 
     texts = typed_lines() if args.prompt is None else iter([args.prompt])
+    # Compiled once for each length, of which `rounded` makes few.
     vectors_of = jax.jit(functools.partial(embed, pooling=args.pooling), static_argnums=1)
     while batch := list(itertools.islice(texts, ROWS)):
         rows = []

@@ -41,6 +41,7 @@ def run(args: EvaluateArguments) -> int:
             lines = (" ".join(text.split()) + "\n" for text in outputs)
             write_text(args.output, "".join(lines))
             print(f"{args.output}: the translations, one per line")
+    # Both, because the loss that quantization costs is what one wants to know.
     for kind in (None, args.quantize) if args.quantize else (None,):
         with ProgressBar(0, stream=sys.stderr) as progress:
             metrics = evaluate_run(

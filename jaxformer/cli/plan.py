@@ -33,6 +33,7 @@ def run(args: PlanArguments, config: RunConfig) -> int:
             devices = jax.device_count()
     config = replace(config, data=with_chats(config.model, config.data))
     planned = planned_run(config, name, devices)
+    # config.json is enough for a plan.
     base = ModelFiles(config.run.init_from)
     is_new = config.run.init_from and base.or_begun(config.run) is base
     if is_new and base.lacks_weights:

@@ -37,6 +37,7 @@ def _fill(model: Model, args: PredictArguments) -> None:
     if not masked.size:
         raise ConfigError("the prompt has no [MASK]: write one in place of each token to predict.")
     texts = [repr(model.tokenizer.shown(token)) for token in range(model.tokenizer.vocab_size)]
+    # [masks, V]
     probabilities_at = jax.nn.softmax(_logits(model, row)[masked], axis=-1)
     for number, probabilities in enumerate(probabilities_at, 1):
         _print_likeliest(f"[MASK] {number}", texts, probabilities[: len(texts)])

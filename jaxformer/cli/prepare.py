@@ -12,6 +12,7 @@ from jaxformer.runs.objectives import task_of, with_chats
 
 
 def run(args: PrepareArguments, config: RunConfig) -> int:
+    # Tokens that a run adds to the vocabulary of its base change the ids of its data.
     if config.tokenizer.added:
         base = ModelFiles(config.run.init_from)
         origin = base.or_begun(config.run)

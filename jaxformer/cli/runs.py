@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -39,9 +39,9 @@ def run(args: RunsArguments) -> int:
                 escaped(str(path)).replace("\n", "\\n"),
                 run.state,
                 f"{run.step:,}/{run.steps:,}",
-                "" if run.loss is None else f"{run.loss:.4f}",
+                mean_text([run.loss], ".4f"),
                 "" if run.best is None else f"{run.best:.4f} at {run.best_step:,}",
-                "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+                mean_text([run.tokens_per_second], ",.0f"),
                 "" if run.idle is None else f"{human_time(run.idle)} ago",
             )
             lines.append(cells)
@@ -52,6 +52,18 @@ def run(args: RunsArguments) -> int:
         if isinstance(entry, ConfigError):
             print(f"note: {escaped(str(entry))}", file=sys.stderr)
     return 0
+
+
+def mean_text(figures: Sequence[float | None], style: str) -> str:
+    """Return the mean over the runs that have a figure and, where they differ, the lowest and
+    highest."""
+    values = [value for value in figures if value is not None]
+    if not values:
+        return ""
+    mean = format(sum(values) / len(values), style)
+    if len({*values}) == 1:  # NaN too
+        return mean
+    return f"{mean} ({format(min(values), style)} to {format(max(values), style)})"
 
 
 RUN_FILES = ("config.json", "data.json")  # what makes a directory that of a run
@@ -92,6 +104,7 @@ def _directories(folder: Path) -> Iterator[Path]:
         entries = sorted(folder.iterdir(), key=str)
     except OSError:
         return
+    # Nothing in a run is another run.
     if {*RUN_FILES} <= {entry.name for entry in entries}:
         yield folder
         return
@@ -107,6 +120,7 @@ def listed(run_dir: Path) -> ListedRun:
     log = directory.metrics
     lines = read_metrics(run_dir) if log.exists() else []
     step = max((line["step"] for line in lines), default=0)
+    # A loss that is not a number is not the best one.
     losses = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
     best: Mapping[str, Any] = min(losses, key=lambda line: line["val_loss"], default={})
     state: State = "done" if step >= steps else "stopped"

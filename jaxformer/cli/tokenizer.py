@@ -54,6 +54,7 @@ def _train(args: TrainTokenizerArguments) -> int:
         )
     began = time.perf_counter()
     field = RecordField("--text_field", args.text_field, "text")
+    # Before hours of reading: what is wrong with the output was said above.
     source = find_source(args.source, "SOURCE", (field,))
     file = source.files[0]
     texts: Iterable[Iterable[str]]
@@ -128,6 +129,7 @@ def _encode(args: EncodeArguments) -> int:
                 " UTF-8."
             ) from None
 
+    # Block by block: a text may be larger than memory.
     ids = tokenizer.encode_iterable(texts(), args.special_tokens)
     arrays = [np.zeros(0, tokenizer.dtype)]
     count = 0

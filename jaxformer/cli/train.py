@@ -48,6 +48,7 @@ def advice(error: RunOutOfMemory) -> str:
     run_dir = setup.run.run.dir
     train = setup.run.train
     devices = batch_devices(setup.mesh)
+    # Rows of a microbatch, over all devices.
     rows = train.batch_size // train.n_microbatches
     can_halve = rows % (2 * devices) == 0
     # A training step stores activations for its backward pass.

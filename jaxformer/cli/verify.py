@@ -24,7 +24,7 @@ LIMITS = (
     " again, and times: whoever trains all of it again with another program can write another"
     " chain."
 )
-REST = "steps done again"
+STEPS_SUBJECT = "steps done again"
 
 
 def run(args: VerifyArguments) -> int:
@@ -68,6 +68,8 @@ def verify(
         if mesh:
             raise
         obstacle = f"{error} State sizes that fit these devices, as in --mesh.fsdp 1."
+    # Files first, which takes seconds; a step that is done again from an altered checkpoint would
+    # say nothing.
     for statement in compared_files(files):
         if statement.verdict == "NO":
             obstacle = "files are not those of the run."
@@ -75,17 +77,18 @@ def verify(
     if not steps:
         return
     if obstacle:
-        yield Statement(REST, "unknown", f"none: {obstacle}")
+        yield Statement(STEPS_SUBJECT, "unknown", f"none: {obstacle}")
         return
     try:
         setup = setup_of_run(files.directory.path, mesh, **named)
         if setup.reference:
+            # The reference is read from the run's own start, as at a start of the run.
             setup.reference.load()
     except OtherData as error:
         yield Statement("data", "NO", str(error))
         return
     except ConfigError as error:
-        yield Statement(REST, "unknown", f"none, since the run cannot be set up: {error}")
+        yield Statement(STEPS_SUBJECT, "unknown", f"none, since the run cannot be set up: {error}")
         return
     yield Statement("data", "equal", "its fingerprints are those of data.json.")
     lines: list[str] = []
@@ -108,5 +111,6 @@ def verify(
     if again.starts[-1] and again.starts[-1] not in drawn:
         text = "the steps that lead to it were not done again: they are many, or it was not logged."
         yield Statement(f"checkpoint {again.starts[-1]}", "unknown", text)
+    # Probes look at the weights that somebody would use, the newest.
     state = again.newest(LARGEST_STEP)
     yield from probed(Evidence(again, state, again.batches[int(state.step)]))

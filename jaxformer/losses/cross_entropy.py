@@ -37,7 +37,7 @@ from jaxformer.arrays.sharding import (
 )
 from jaxformer.layers.head import logits_of_rows
 from jaxformer.losses.logits import (
-    DIFFERENTIABLE,
+    DIFFERENTIABLE_PASSES,
     TOTALS,
     ByRow,
     Extras,
@@ -114,6 +114,7 @@ def cross_entropy(
     "bfloat16" halves what is written and read, and rounds each logit by up to 1/512; all that
     follows is computed in float32.
     """
+    # Hashable numbers: they are static arguments of the derivative below.
     options = extras_of(**extras)._replace(logits_dtype=jnp.dtype(logits_dtype))
     rows = TokenRows(x, targets, weights)
     by_row = ByRow(False, nats_by_row)
@@ -152,6 +153,7 @@ def tile_length(rows: int, length: int, vocab: int) -> int:
     split = _split_positions(length, sizes)
     length = length // split
     devices = math.prod(sizes.values()) // split
+    # A few logits are worth no loop, whose gradient has no forward mode.
     if rows * length * vocab <= DENSE_LOGITS * devices:
         return 0
     rows_of_tile = min(TILE_ROWS.get(platform(), TILE_ROWS_ELSEWHERE), TILE_LOGITS // vocab)
@@ -192,6 +194,7 @@ def _tiled(
         objective, nats = (jnp.zeros(len(rows.x) if each else (), jnp.float32) for each in by_row)
         return jax.lax.scan(add, (objective, nats), rows.tiles(tile))[0], Gradients()
 
+    # Once, and not in each tile.
     cast = head.astype(rows.x.dtype)
     return _by_device(sums_of, rows, cast, bias, by_row)[0]  # type: ignore[no-any-return]
 
@@ -256,6 +259,7 @@ def _sums_and_gradients(
     def gradients_of(rows: TokenRows, head: Weight, bias: HeadBias) -> Any:
         local = jax.tree.map(lambda leaf, learns: None if learns is None else leaf, head, learning)
 
+        # [B, tile, D] -> logits and their gradient [B, tile, V], which live only within a tile.
         def add(totals: Any, piece: TokenRows) -> tuple[Any, jax.Array]:
             logits, pull = _logits_and_pull(piece.x, head, local, extras.logits_dtype)
             logits = logits if bias is None else logits + bias
@@ -271,6 +275,7 @@ def _sums_and_gradients(
         zeros = jax.tree.map(lambda a: jnp.zeros(jnp.shape(a), jnp.float32), (0, nats, local, bias))
         (*sums, d_head, d_bias), d_x = jax.lax.scan(add, zeros, rows.tiles(tile))
         batch, length, width = rows.x.shape
+        # The padding of the last tile is cut.
         d_x = jnp.moveaxis(d_x, 0, 1).reshape(batch, -1, width)[:, :length]
         return tuple(sums), Gradients(d_x, d_head, d_bias)
 
@@ -318,7 +323,7 @@ def _passes() -> Passes:
     logits."""
     sizes = free_axes()
     if explicit_axes() or any(sizes.get(name, 1) > 1 for name in PARAMETERS["vocab"]):
-        return DIFFERENTIABLE
+        return DIFFERENTIABLE_PASSES
     return Passes(gathered, top_and_total if platform() == "cpu" else top_and_total_at_once)
 
 
@@ -348,6 +353,7 @@ def _by_device(
     # The gradient of the matrix [V, D] is divided as the parameter is, along D.
     columns = tuple(axis for axis in axes if axis in PARAMETERS["embed"])
     shards = math.prod(sizes[name] for name in columns)
+    # Otherwise every device gets the whole gradient, by one all-reduce.
     fits = columns and not is_custom(head) and head.shape[1] % shards == 0
 
     def of_device(rows: TokenRows, head: Weight, bias: HeadBias) -> Any:

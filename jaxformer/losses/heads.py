@@ -54,15 +54,19 @@ def head_loss(
         soft_cap=config.logit_soft_cap,
         nats_by_row=bool(sources),
     )
+    # Tokens, or rows where a row has one class: what the step divides by.
     weight = weights.sum()
     sums_of_sources: dict[str, tuple[jax.Array, jax.Array]] = {}
     if sources:
         of_row = weights.sum(1)
+        # Two entries of a source, whose quotient is its mean loss; a batch without it has a weight
+        # of 0.
         for number, name in enumerate(sources):
             belongs = batch["source_ids"] == number
             share = jnp.where(belongs, of_row, 0).sum()
             sums_of_sources[f"loss/{name}"] = (jnp.where(belongs, nats, 0).sum(), share)
             sums_of_sources[f"share/{name}"] = (share, of_row.sum())
+        # [B] -> scalar: the rows of all sources together.
         nats = nats.sum()
     for name in config.second_heads:
         y = pooled(params, config, x, inputs.layout)

@@ -131,7 +131,7 @@ class Passes(NamedTuple):
 
 
 # In the ways that support a sharded vocabulary, and gradients of every mode.
-DIFFERENTIABLE = Passes()
+DIFFERENTIABLE_PASSES = Passes()
 
 
 def _is_target(targets: jax.Array, vocab: int) -> jax.Array:
@@ -155,7 +155,7 @@ def sums_of_logits(
     targets: jax.Array,
     weights: jax.Array,
     extras: Extras,
-    passes: Passes = DIFFERENTIABLE,
+    passes: Passes = DIFFERENTIABLE_PASSES,
     by_row: ByRow = TOTALS,
 ) -> tuple[jax.Array, jax.Array, Softmax]:
     """Return (objective, nats, what `logits_gradient` needs) of logits [..., V], targets and
@@ -165,6 +165,7 @@ def sums_of_logits(
     top, total = passes.totals(logits)
     log_total = jnp.log(total)
     lse = top + log_total
+    # [..., 1]
     nats = lse - passes.targets(logits, targets)
     objective = nats
     if extras.label_smoothing:
@@ -195,5 +196,6 @@ def logits_gradient(
     smoothed = onehot + weights * (smoothing / vocab)
     # The factor of the powers: that of p and 2 z lse p, divided by the sum of the powers.
     scale = weights * (1 + 2 * extras.z_loss * softmax.lse) * jnp.exp(-softmax.log_total)
+    # The powers again, and not stored: an exponential is cheaper than writing and reading [..., V].
     gradient = jnp.exp(softmax.logits - softmax.top) * scale - smoothed
     return gradient if softmax.cap_slope is None else gradient * softmax.cap_slope

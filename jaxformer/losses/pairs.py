@@ -34,7 +34,7 @@ from jaxformer.training.step import Batch, Sums
 # The arrays of a batch with the log-probabilities of the reference, [B] float32 each.
 REFERENCE_ARRAYS = ("reference_chosen", "reference_rejected")
 # Mean log-probabilities are cut off at this value, so that the odds of a certain text are finite.
-CERTAIN = -1e-6
+LARGEST_LOG_PROB = -1e-6
 
 ReferenceOf = Callable[[Params], Params]
 
@@ -62,6 +62,7 @@ def pairs_of(
     weights = jnp.asarray(batch["weights"])
     x, inputs, aux = _both_hidden(params, config, batch, key)
     rows, matrix, bias = output_layer(params, config, readout(params, config, x, inputs.layout))
+    # [2 B]: one number for each completion.
     nats = row_nats(
         rows,
         matrix,
@@ -141,6 +142,7 @@ def ipo_loss(
     """
     pairs, reference = _with_reference(params, config, batch, key, reference_of)
     ratios = pairs.log_probs - reference
+    # [B, 2]
     means = ratios / jnp.maximum(pairs.lengths, 1)
     losses = jnp.square(_margin(means) - 1 / (2 * beta))
     return _sums(pairs, losses, beta * ratios, reference)
@@ -188,7 +190,7 @@ def simpo_loss(
 
 def log_odds(log_probs: jax.Array) -> jax.Array:
     """Return log(p / (1 - p)) of log p < 0, of any shape, finite for p = 1 too."""
-    log_p = jnp.minimum(log_probs, CERTAIN)
+    log_p = jnp.minimum(log_probs, LARGEST_LOG_PROB)
     # log(1 - p) by whichever of the two functions is free of cancellation. The other one reads the
     # limit, so that its gradient is finite.
     limit = -math.log(2)
@@ -238,6 +240,7 @@ def _sums(
     With a reference, kl is the mean of log pi - log pi_ref over the tokens of chosen completions.
     It would be the KL divergence if the model had generated these, and may be negative.
     """
+    # [B]: a row that only fills a batch has no tokens.
     real = (pairs.lengths.max(axis=-1) > 0).astype(jnp.float32)
     count = real.sum()
     margin = _margin(rewards)
@@ -288,6 +291,7 @@ def contrastive_loss(
     positives = vectors[:, 1]
     matched = (anchors * positives).sum(axis=1) / temperature
     # Every device compares its anchors with the positives of all.
+    # [B, D] on every device: B x D numbers are sent, and no scores.
     gathered = constrain(positives, (None, None))
     scores = jnp.einsum("ID,JD->IJ", anchors, gathered, precision=jax.lax.Precision.HIGHEST)
     # Finite, so that a row of padding alone has a finite gradient.

@@ -77,6 +77,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             remaining = [line for line in lines if line.entry["step"] <= resume_step]
         # A symbolic link may lead nowhere.
         if lexists(self.path):
+            # All or nothing: a kill here leaves the former lines.
             with replacing(self.path, follow=False) as file:
                 file.writelines(line.raw + b"\n" for line in remaining)
         fault = ""
@@ -132,6 +133,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         if state:
             line[STATE] = state
         line[BEFORE] = self._before
+        # Kept in memory until the disk takes it, so that no line is lost to a full disk.
         raw = json.dumps(line, allow_nan=False).encode()
         self._before = line_digest(raw)
         self._unwritten += raw + b"\n"
@@ -206,6 +208,7 @@ def logged_lines(path: Path) -> Iterator[LoggedLine]:
         try:
             entry = json.loads(raw.decode("ascii", "replace"))
         except (ValueError, RecursionError):
+            # A kill may cut the last line alone, since each is written behind the one before.
             if number == len(lines):
                 return  # it is still being written
             entry = None
@@ -229,6 +232,7 @@ def _is_line(entry: Any) -> bool:
             digits = f"[0-9a-f]{{{DIGITS[name]}}}"
             is_right = isinstance(value, str) and bool(re.fullmatch(digits, value))
         elif value is None:
+            # JSON has no NaN: null stands for it, and non_finite says which.
             is_right = name in odd
         elif type(value) in (int, float):
             is_right = abs(value) <= LARGEST_NUMBER  # not of a NaN

@@ -89,6 +89,7 @@ def draw_curve(
     # Lines of evaluations have a step and no tokens, of which every step has as many.
     counted = [line["tokens"] / line["step"] for line in lines if line.get("tokens")]
     scale = counted[-1] if counted else 1.0
+    # [points]
     lines = [line for line in lines if name in line]
     values = column(lines, name)
     good = np.isfinite(values)

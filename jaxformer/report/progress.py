@@ -94,9 +94,11 @@ class ProgressBar:
         """
         now = time.monotonic()
         self.step = step
+        # Compilation is over by then, and would spoil the pace.
         self._first = self._first or (step, now)
         self.shown.update(metrics or {})
         if self._mode == "lines" and metrics:
+            # A log file of a long run stays readable; metrics.jsonl has every line.
             rare = "val_loss" in metrics or self.step >= self.total
             if rare or now - self._last_line >= LINE_SECONDS:
                 self._last_line = now

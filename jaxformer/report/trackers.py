@@ -120,11 +120,14 @@ class HostedTracker:
             },
             "resume": "allow",
         }
+        # Weights & Biases takes an id, and would put its files where the process runs.
         if name == "wandb":
             arguments |= {"id": identity, "name": title, "dir": str(self._local.path)}
         else:  # Trackio finds a run by its name
             arguments["name"] = f"{title}-{identity}"
         try:
+            # Whatever the service raises: its package is not ours, and a run is worth more than its
+            # page.
             self._run = importlib.import_module(name).init(**arguments)
         except Exception as error:
             problem = (

@@ -288,8 +288,7 @@ class CountedStep:
 
     def sums(self, state: TrainState) -> Metrics:
         """The digests of the leaves of a state that its checkpoints hold."""
-        leaves = flat_leaves(state)
-        return digests({path: leaf for path, leaf in leaves.items() if path not in self.unsaved})
+        return digests(flat_leaves(state, without=self.unsaved))
 
 
 @contextlib.contextmanager

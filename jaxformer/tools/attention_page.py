@@ -104,6 +104,7 @@ def attention_page(
         within 0 to 1.
     """
     kinds = [kind for kind in AXES if kind in maps]
+    # A browser takes seconds to open more.
     count = sum(np.size(maps[kind]) for kind in kinds)
     if count > MAX_WEIGHTS:
         raise ConfigError(
@@ -120,6 +121,7 @@ def attention_page(
                 f" {weights.max():g}: pass those after the softmax, from 0 to 1."
             )
         # In steps of 1/65535, as little-endian 16-bit integers.
+        # 16 bits are finer than a screen can show, and half of float32.
         steps = np.rint(np.minimum(weights, 1) * LEVELS).astype("<u2")
         query, key = AXES[kind]
         packed_maps[kind] = {

@@ -66,6 +66,7 @@ def inspect(
         def captures(params: Params) -> dict[str, jax.Array]:
             return logits_of(params, config, batch, Request(("*",)))[1].captures
 
+        # Their names alone, by a trace without arrays.
         names = sorted(jax.eval_shape(captures, params))
         raise ConfigError(
             f"this model has no {', '.join(map(repr, missing))}: names are stack.layer.what, here"
@@ -145,6 +146,7 @@ def attention_masks(
 
     masks = {}
     for kind, (mask, depth) in kinds.items():
+        # Layers differ in their windows alone, so a mask of each is enough.
         chosen = [i for i in range(depth) if layers is None or i in layers]
         configs = layer_configs(of_source(config) if kind == "encoder" else config, depth)
         windows = [0 if kind == "cross" else layer.window for layer in configs]
@@ -170,5 +172,6 @@ def logit_lens(params: Params, config: ModelConfig, residual: Any) -> jax.Array:
     x = jnp.asarray(residual)
     if config.norm_placement != "post":
         x = norm(params.get("final_norm", {}), config, x)
+    # [B, T]
     index = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
     return head(params, config, x, TokenLayout(index))

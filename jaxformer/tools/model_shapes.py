@@ -135,6 +135,7 @@ def shapes_of(
         axes = (", ".join(names.get(size, str(size)) for size in shape) for shape in shapes)
         return tuple(f"[{text}]" for text in axes)
 
+    # Both have the same rows: only sizes differ between the two configs.
     pairs = zip(numbers, symbolic, strict=True)
     return [
         row._replace(reads_symbols=named(s.reads), makes_symbols=named(s.makes)) for row, s in pairs
@@ -205,6 +206,7 @@ def model_rows(
     products = _products(matrices, "head", y, y, "weight")
     makes = products[-1].makes if products else (x,)
     found += _sublayer("head", (x,), makes, head, products)
+    # Nothing is left out silently: what no row has counted is a row of its own.
     remaining = count(table) - sum(row.times * row.parameters for row in found)
     if remaining:
         found.append(ShapeRow("other", (), (), remaining))
@@ -219,6 +221,7 @@ def _layer_rows(stack: Stack, x: Shape, layers_in_group: int) -> Iterator[ShapeR
     def kind_of(number: int) -> tuple[ModelConfig, bool]:
         return stack.layers[number], number % layers_in_group == 0
 
+    # A group of equal layers in a row is one row with their numbers.
     for (layer, is_first), members in itertools.groupby(range(len(stack.layers)), kind_of):
         layers = tuple(number // layers_in_group for number in members)
         is_after = "after" in PLACEMENTS[layer.norm_placement].norms
@@ -260,6 +263,7 @@ def _products(branch: Specs, name: str, x: Shape, source: Shape, last: str = "")
     products = []
     for path in sorted(table, key=lambda path: path == last):
         spec = table[path]
+        # A lookup reads rows and multiplies nothing.
         if not spec.is_matrix or spec.lookup:
             continue
         sizes = dict(zip(spec.axes, spec.shape, strict=True))
@@ -287,6 +291,7 @@ def _without_weight(
     with the rows of relative positions and with keys, and of the weights with values."""
     batch_size, queries, _ = x
     keys = stack.keys(sublayer)
+    # FLOPs of the products without a parameter, as the FLOPs of a step count them.
     total = round(batch_size * queries * sublayer.scores(layer, keys))
     if not total:
         return []

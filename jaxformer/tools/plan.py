@@ -31,17 +31,17 @@ from jaxformer.tools.plan_memory import (
 from jaxformer.training.compiler_options import compiler_options
 
 # Kernels that leave out the keys beyond a window; the others compute them and mask their scores.
-WINDOWED = ("cudnn", "tpu", "ring")
+WINDOWED_KERNELS = ("cudnn", "tpu", "ring")
 MOST_CHANGES = 4
 # Policies of model.remat from the one that recomputes least to the one that recomputes all.
-RECOMPUTING = ("none", "dots", "names", "full")
-WORDS = (
+REMAT_POLICIES = ("none", "dots", "names", "full")
+CERTAINTIES_TEXT = (
     "exact: follows from the settings; estimate: what a compiler is expected to need, which"
     " `--compile` asks it; bound: published peaks, with products, memory and links overlapped"
     " entirely. No speed is promised: a real step takes longer than its bound."
 )
 # How attention gets the keys and values of tokens that mesh.context has on other devices.
-EXCHANGE_WORDS = {
+EXCHANGE_TEXTS = {
     "heads": "devices of mesh.context exchange tokens for heads before attention, and back",
     "gather": "each device of mesh.context gathers the keys and values of all tokens",
     "ring": "keys and values pass around the devices of mesh.context",
@@ -92,10 +92,11 @@ def skipped_flops(planned: PlannedRun) -> float:
     total = 0.0
     for stack in planned.stacks:
         for layer in stack.layers:
-            window = layer.window if kernel in WINDOWED else 0
+            window = layer.window if kernel in WINDOWED_KERNELS else 0
             masked_pairs = stack.tokens**2 - visible_pairs(stack.tokens, window, stack.causal)
             for sublayer in stack.sublayers(layer).values():
                 if not sublayer.reads_source:
+                    # Forward once, backward twice: by the queries and by the keys.
                     total += 3 * sublayer.scores(layer, masked_pairs)
     return total / planned.length
 
@@ -112,6 +113,7 @@ def repeated_flops(planned: PlannedRun) -> float:
     for path, spec in rows(planned.specs).items():
         name = path.rpartition(".")[2]
         if spec.is_matrix and spec.is_stacked and name in again:
+            # 2 for each multiplication, of the share of experts that a token has.
             flops = 2 * spec.active * math.prod(spec.shape)
             total += flops * (share if spec.reads == "source" else 1)
     if "weights" in again:
@@ -186,6 +188,7 @@ def make_plan(planned: PlannedRun) -> Plan:
     state."""
     memory = memory_plan(planned)
     tokens = planned.tokens_per_step
+    # Of the whole step, so that figures do not depend on the mesh.
     flops = Products(
         planned.flops_per_token,
         model=planned.flops_per_token * tokens,
@@ -206,6 +209,7 @@ def make_plan(planned: PlannedRun) -> Plan:
     )
     mfu = None
     if least.seconds and peak:
+        # By the model's products, as MFU is defined: recomputed ones are no use to the model.
         mfu = flops.model / least.seconds / (peak * devices)
     changes = smallest_changes(planned) if memory.fits is False else None
     return Plan(planned, memory, flops, least, mfu, changes)
@@ -220,13 +224,14 @@ def smallest_changes(planned: PlannedRun) -> list[Change]:
     options: dict[str, list[Any]] = {
         "mesh.fsdp": _more(planned.size("fsdp"), devices),
         "train.microbatches": _more(train.n_microbatches, train.batch_size),
-        "model.remat": [*RECOMPUTING[RECOMPUTING.index(model.remat) + 1 :]],
+        "model.remat": [*REMAT_POLICIES[REMAT_POLICIES.index(model.remat) + 1 :]],
         "model.layer_loop": [loop for loop in ("unroll", "scan") if loop != model.layer_loop],
         # Divides the tokens of a row, and exchanges more than mesh.fsdp does.
         "mesh.context": _more(planned.context, devices),
     }
     # The run on each mesh, since the placement of its state takes longer than all else.
     placed: dict[tuple[Any, ...], PlannedRun] = {}
+    # One setting first: what a user has to change is as little as possible.
     for number in range(1, len(options) + 1):
         changes: list[Change] = []
         for names in itertools.combinations(options, number):
@@ -246,6 +251,7 @@ def smallest_changes(planned: PlannedRun) -> list[Change]:
                 except ConfigError:
                     continue
                 if memory.fits:
+                    # Values ascend, so the first that fits is the smallest change.
                     changes.append(Change(settings, memory.peak))
                     break
         if changes:
@@ -316,7 +322,7 @@ def plan_text(plan: Plan, title: str) -> str:
     elif plan.planned.device.platform != "cpu":
         none = {"a step": "no bound, because no peak of this device is published"}
         sections.append(banner(none, title))
-    sections.append(banner({"words": WORDS}, "How to read this"))
+    sections.append(banner({"words": CERTAINTIES_TEXT}, "How to read this"))
     return "\n\n".join(sections)
 
 
@@ -328,7 +334,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     mesh = ", ".join(f"{name} {size}" for name, size in planned.mesh.shape.items())
     source = f" and sources of {planned.source_length:,}" if planned.source_length else ""
     pairs = f", both of {run.train.batch_size:,} pairs" if planned.of_pairs else ""
-    exchange = [EXCHANGE_WORDS[planned.exchange]] if planned.context > 1 else []
+    exchange = [EXCHANGE_TEXTS[planned.exchange]] if planned.context > 1 else []
     tokens = f", {planned.positions(planned.length):,} tokens of each" if exchange else ""
     microbatches = "microbatch" if run.train.n_microbatches == 1 else "microbatches"
     figures = ""

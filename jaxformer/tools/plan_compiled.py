@@ -48,7 +48,9 @@ SIZE = r"([\d.]+)([KMGT]?)"
 # What XLA's compiler for TPUs says of a program that is too large.
 TOO_LARGE = re.compile(rf"Used {SIZE} of {SIZE} hbm|\({SIZE}\) exceeds available HBM \({SIZE}\)")
 # A warning or error that the compiler logs; the group is its text.
-LOGGED = re.compile(r"^[WE]\d{4} .*?\.cc:\d+\] (.*(?:remateriali|exceed|spill).*)$", re.MULTILINE)
+COMPILER_WARNING = re.compile(
+    r"^[WE]\d{4} .*?\.cc:\d+\] (.*(?:remateriali|exceed|spill).*)$", re.MULTILINE
+)
 # An instruction of an optimized program in which devices exchange arrays.
 COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|reduce-scatter|(?:ragged-)?all-to-all|collective-permute"
@@ -210,6 +212,7 @@ def parse_target(text: str) -> Target:
 def require_compiler(platform: str) -> None:
     """Raise ConfigError unless the wheel with the compiler for a platform is installed."""
     wheels = {"gpu": ("jax_plugins.xla_cuda12", "plan-gpu"), "tpu": ("libtpu", "plan-tpu")}
+    # Or JAX would say something of a missing backend, and not what to install.
     module, extra = wheels[platform]
     try:
         is_installed = importlib.util.find_spec(module) is not None
@@ -329,12 +332,14 @@ def compiled_report(
     require_compiler(target.platform)
     request = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
     command = [sys.executable, "-m", "jaxformer.tools.plan_compiled"]
+    # The process imports this very package, also from a checkout.
     environment = os.environ | ENVIRONMENT
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         command, input=json.dumps(request), capture_output=True, text=True, env=environment
     )
+    # Compilers may write to standard output as well: the answer is the last line.
     answer = done.stdout.strip().rpartition("\n")[2]
     if done.returncode or not answer.startswith("{"):
         tail = "\n".join(done.stderr.strip().splitlines()[-15:])
@@ -342,7 +347,7 @@ def compiled_report(
     record = json.loads(answer)
     if "error" in record:
         raise ConfigError(record["error"])
-    warnings = dict.fromkeys(LOGGED.findall(done.stderr))
+    warnings = dict.fromkeys(COMPILER_WARNING.findall(done.stderr))
     return CompiledReport(**(record | {"warnings": [*warnings]}))
 
 
@@ -359,6 +364,7 @@ def compile_for_target(
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
+        # The compilers of TPUs refuse a program that does not fit; those of GPUs compile it.
         needed, capacity = too_large(error)
     else:
         found["memory"] = memory_of(compiled.memory_analysis())

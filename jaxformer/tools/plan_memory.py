@@ -65,7 +65,7 @@ RING_ARRAYS = 3
 # What model.remat=dots stores besides.
 PRODUCTS = ("latent", "q", "k", "v", "out", "gate", "up", "down")
 # The rules of the axes of parameters that are not gathered for a product.
-NOT_GATHERED = {name: axes for name, axes in PARAMETERS.items() if name != "embed"}
+PRODUCT_RULES = {name: axes for name, axes in PARAMETERS.items() if name != "embed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class PlannedRun(Resolved):
 
     def gathered_elements(self, spec: Spec) -> float:
         """Return elements of a parameter on a device that has gathered it over fsdp and context."""
-        placed = partition(spec.shape, spec.axes, NOT_GATHERED, self.mesh.shape)
+        placed = partition(spec.shape, spec.axes, PRODUCT_RULES, self.mesh.shape)
         return math.prod(spec.shape) / self.size(*(axis for axis in placed if axis))
 
     @property
@@ -314,6 +314,7 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
         weights.append(MemoryLine("gradients of a layer's weights", gathered))
 
     of_stacks = activations(planned)
+    # From here on backward through the model: each stage frees what its stack has stored.
     stored = sum(stack.stored for stack in of_stacks) + edge_bytes(planned)
     tile, matrix = logits_bytes(planned, tile_length(planned))
     stages = {
@@ -373,10 +374,12 @@ def activations(planned: PlannedRun) -> list[StackActivations]:
     found = []
     for stack in planned.stacks:
         stored = recomputed = working = 0.0
+        # Equal layers store the same.
         for layer, count in Counter(stack.layers).items():
             arrays = planned.arrays(layer, stack)
             kept = sum(array.bytes for array in arrays if is_stored(planned, layer, array.name))
             stored += count * kept
+            # One layer at a time is computed again: the largest counts.
             recomputed = max(recomputed, sum(array.bytes for array in arrays) - kept)
             working = max(working, backward_bytes(planned, layer, arrays, stack))
         bias, slope = bias_bytes(planned, stack)
@@ -423,6 +426,7 @@ def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
     if model.positions not in BIASED_SCORES:
         return 0.0, 0.0
     heads = planned.sizes(stack.tokens).share(model.n_heads) / planned.context
+    # float32 [N, T, T]
     biases = 4 * heads * stack.tokens**2
     biases *= len(stack.layers) if has_layer_bias(model) else 1
     biases *= planned.rows if is_disentangled(model) else 1
@@ -463,6 +467,7 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
         return 0.0, 0.0
     share = planned.sizes(planned.length).share(planned.outputs)
     length = planned.positions(planned.length)
+    # A class is one of a row.
     positions = 1 if model.output == "classes" else min(tile, length)
     copies = LOGIT_COPIES.get(planned.device.platform, 1)
     stored = jnp.dtype(planned.run.train.logits_dtype).itemsize
@@ -483,6 +488,7 @@ def gradient_bytes(planned: PlannedRun) -> float:
 def matrix_elements(planned: PlannedRun, gathered: bool = False) -> float:
     """Return elements on a device of the matrices that products read: as it holds them, or gathered
     over fsdp and context."""
+    # Lookups are not multiplied, and so not cast or gathered.
     elements = planned.gathered_elements if gathered else planned.held_elements
     return sum(
         elements(spec)

@@ -40,7 +40,7 @@ CUTS = 4  # places in each of them behind which the future is looked for
 KERNEL_BLOCK = 128
 # Leaves with a smaller share of the norm of the whole gradient are compared with this share of it:
 # some, such as the bias of keys, have a gradient of rounding alone.
-NEGLIGIBLE = 1e-3
+NEGLIGIBLE_SHARE = 1e-3
 
 # A verdict and a sentence; None where a run has nothing that the probe is about.
 Found = tuple[Verdict, str] | None
@@ -131,7 +131,9 @@ def _future_apart(evidence: Evidence) -> Found:
     rng = np.random.default_rng(length)
     masks: list[ProbeMask] = []
     for attempt in range(CUTS):
+        # [B, 1]: the last token that each row may read.
         cuts = rng.integers(0, max(length - 1, 1), (count, 1))
+        # The edge of a block is always among them.
         if attempt == 0 and length > KERNEL_BLOCK:
             cuts[:] = KERNEL_BLOCK - 1
         earlier = np.arange(length) <= cuts
@@ -214,10 +216,13 @@ def _gradients_by_inputs(
             changed |= {"encoder": encoder | {"embed": embed}}
         return hidden(changed, config, ids).x.astype(jnp.float32)  # [B, T, D]
 
+    # A gradient that is exactly 0 proves more than equal outputs: it holds for every change of an
+    # input.
     x, back = jax.vjp(outputs, rows)
     weights = jax.random.normal(jax.random.key(0), x.shape)
     weights = constrain(jnp.where(masks["outputs"][..., None], weights, 0), WHOLE)
     (by_inputs,) = back(weights)
+    # Both in one program, so that the backward pass is made once.
     leaked = jnp.float32(0)
     read = jnp.float32(0)
     for gradient, mask in zip(by_inputs, forbidden, strict=True):
@@ -262,6 +267,8 @@ def _one_device(evidence: Evidence) -> Found:
         return jax.tree.map(lambda leaf: leaf.addressable_data(0), gathered)
 
     batch = setup.placed(evidence.rows(1))
+    # Both gradients on one device, or the norms of their difference would be computed by the mesh
+    # that is examined.
     divided = on_one(_gradient(evidence, batch, 1))
     params = on_one(evidence.state.params)
     lone = TrainState(jnp.int32(0), params, None, evidence.state.frozen)
@@ -311,8 +318,9 @@ def _equal_to_rounding(evidence: Evidence, a: Any, b: Any, what: str) -> Found:
         second = flat_leaves(b)
         return {path: (norm(first[path] - leaf), norm(leaf)) for path, leaf in second.items()}
 
+    # Only norms leave the device.
     found = np.array(list(jax.device_get(norms(a, b)).values()))  # [leaves, 2]
-    least = max(NEGLIGIBLE * float(np.linalg.norm(found[:, 1])), 1e-30)
+    least = max(NEGLIGIBLE_SHARE * float(np.linalg.norm(found[:, 1])), 1e-30)
     figure = float((found[:, 0] / np.maximum(found[:, 1], least)).max())
     setup = evidence.setup
     with on_mesh(setup.mesh):
@@ -336,6 +344,7 @@ def _resumed_step(evidence: Evidence) -> Found:
     ):
         checkpoints.save(evidence.state, number)
         checkpoints.wait()
+        # After the save: a step donates the state.
         expected = again.figures_of(*again.advance(evidence.state))
         restored = checkpoints.restore(setup.target_over_base, quiet)
         assert restored is not None  # it was saved

@@ -30,8 +30,8 @@ from jaxformer.checkpoints.reading import (
     Damaged,
     flat_leaves,
     read_back,
-    read_checkpoint,
     read_manifest,
+    read_state,
     saved_steps,
     versions,
 )
@@ -61,9 +61,9 @@ from jaxformer.training.state import TrainState, on_mesh
 # "equal" is to the bit; "unknown" is what could not be compared here.
 Verdict = Literal["equal", "equal to rounding", "NO", "unknown"]
 # Files of a run that nothing in it has a digest of.
-UNRECORDED = ("chat_template.jinja", "generation_config.json", "tokenizer_config.json")
-LISTED = 5  # problems of one kind
-FEW = 200  # steps that are done again for the newest checkpoint
+UNRECORDED_FILES = ("chat_template.jinja", "generation_config.json", "tokenizer_config.json")
+SHOWN_PROBLEMS = 5  # problems of one kind
+MOST_STEPS = 200  # steps that are done again for the newest checkpoint
 # The largest difference of a figure, relative to the logged one, that is called rounding, by the
 # dtype of the products.
 ROUNDING = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
@@ -117,6 +117,7 @@ def read_run(path: Path) -> RunFiles:
             f"{directory} is still being written by a run: verify it when the run has ended, or a"
             " copy of it now."
         )
+    # The last line counts only with its line feed: a kill may have cut it.
     content = directory.metrics.read_bytes()
     lines = list(logged_lines(directory.metrics))
     if not any(BEFORE in line.entry for line in lines):
@@ -137,6 +138,8 @@ def compared_files(files: RunFiles) -> Iterator[Statement]:
     """Yield all that can be said without the data of the run: whether each line has the digest of
     the one before it, the first that of the run; whether tokenizer.json holds the tokenizer that
     the run was begun with; and the checkpoints."""
+    # A line that was altered breaks the chain behind it too: `broken` has each line that does not
+    # follow from the one before as it is now.
     before = first_digest(files.identity)
     broken = []
     for number, line in enumerate(files.lines, start=1):
@@ -144,7 +147,7 @@ def compared_files(files: RunFiles) -> Iterator[Statement]:
             broken.append(number)
         before = line_digest(line.raw)
     if broken:
-        numbers = first_of([str(number) for number in broken], LISTED, ", ")
+        numbers = first_of([str(number) for number in broken], SHOWN_PROBLEMS, ", ")
         what = "what data.json and the seed say" if broken == [1] else "the line before"
         text = f"lines that do not follow from {what}: {numbers} (counted from 1)."
         yield Statement(FILE, "NO", text)
@@ -162,7 +165,7 @@ def compared_files(files: RunFiles) -> Iterator[Statement]:
     else:
         text = f"its fingerprint is {actual}, and that in data.json {recorded}."
         yield Statement(path.name, "equal" if actual == recorded else "NO", text)
-    unknown = [name for name in UNRECORDED if (files.directory.path / name).exists()]
+    unknown = [name for name in UNRECORDED_FILES if (files.directory.path / name).exists()]
     if unknown:
         text = "they decide what the model writes, and the run has no digest of them."
         yield Statement(", ".join(unknown), "unknown", text)
@@ -177,16 +180,19 @@ def compared_checkpoint(files: RunFiles, step: int) -> Statement:
     folder = files.directory.checkpoints / str(step)
     try:
         if altered := altered_files(folder):
-            names = first_of(altered, LISTED, ", ")
+            names = first_of(altered, SHOWN_PROBLEMS, ", ")
             return Statement(subject, "NO", f"files are not as they were saved: {names}.")
         manifest = read_manifest(folder)
         other = [key for key, one in files.identity.items() if manifest["run"].get(key) != one]
         if other:
-            names = first_of(other, LISTED, ", ")
+            names = first_of(other, SHOWN_PROBLEMS, ", ")
             return Statement(subject, "NO", f"it is of another run ({names} differ).")
+        # A folder may have been renamed: the state counts its steps itself.
         counter = manifest["leaves"].get("step", ["", "", ""])[2]
         if counter != digest_on_host(np.array(step, np.int32)):
             return Statement(subject, "NO", "it is of another step.")
+        # The digests of files say that the bytes are those that were written; this, that they are
+        # the arrays of the manifest.
         read_back(folder)
     except Altered as error:
         return Statement(subject, "NO", f"{error}.")
@@ -238,6 +244,7 @@ class StepsAgain:
     def is_of_this_machine(self, step: int) -> bool:
         """Tell whether the process that logged a step ran on the devices, mesh and versions of this
         one, by the next checkpoint, which it saved."""
+        # A line has no versions: the process that logged it saved the next checkpoint.
         after = [saved for saved in self.starts if saved >= step]
         is_same_mesh = self.mesh_of_run == self.setup.run.mesh
         if not after or not is_same_mesh or platform(self.setup.mesh) == "gpu":
@@ -245,23 +252,27 @@ class StepsAgain:
         manifest = read_manifest(self.directory.checkpoints / str(after[0]))
         return manifest["versions"] == versions()
 
+    def start_of(self, step: int) -> int:
+        """Return the newest saved step before a step; 0 is the beginning of the run."""
+        return max(start for start in self.starts if start < step)
+
     def newest(self, step: int) -> TrainState:
         """Return the newest saved state from before a step, or the first state of the run. Raises
         ConfigError for a checkpoint that cannot be read."""
         setup = self.setup
-        saved = max(start for start in self.starts if start < step)
+        saved = self.start_of(step)
         if not saved:
             return first_state(setup, quiet)
-        target = flat_leaves(setup.target_over_base)
-        targets = {path: leaf for path, leaf in target.items() if path not in setup.unsaved}
-        folder = self.directory.checkpoints
         try:
-            leaves = read_checkpoint(folder, saved, targets, run=setup.identity)
+            return read_state(
+                self.directory.checkpoints,
+                saved,
+                setup.target_over_base,
+                run=setup.identity,
+                without=setup.unsaved,
+            )
         except Damaged as error:
             raise ConfigError(f"the checkpoint of step {saved} cannot be read: {error}") from error
-        structure = jax.tree.structure(setup.target)
-        state: TrainState = jax.tree.unflatten(structure, (target | leaves).values())
-        return state
 
     def advance(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """Return the state after the next step, and its figures; `state` is donated."""
@@ -272,24 +283,19 @@ class StepsAgain:
     def figures_of(self, state: TrainState, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Return the figures of a step, with the fingerprint of what checkpoints hold of its
         state."""
-        unsaved = self.setup.unsaved
-        leaves = {path: leaf for path, leaf in flat_leaves(state).items() if path not in unsaved}
+        leaves = flat_leaves(state, without=self.setup.unsaved)
         return {**metrics, STATE: fingerprint(leaves)}
 
     def drawn(self, count: int) -> list[int]:
-        """Draw so many logged steps, ascending: that of the newest checkpoint, where at most `FEW`
-        steps lead to it, and others that are drawn from twice as many, those nearest behind a
-        checkpoint or the beginning, since all steps in between have to be done again."""
-
-        def distance(step: int) -> int:
-            return min(step - start for start in self.starts if start < step)
-
-        steps = sorted((step for step in self.logged if step), key=distance)
-        nearest = steps[: 2 * count]
+        """Draw so many logged steps, ascending: that of the newest checkpoint, where at most
+        `MOST_STEPS` steps lead to it, and others that are drawn from twice as many, those nearest
+        behind a checkpoint or the beginning, since all steps in between have to be done again."""
+        distances = {step: step - self.start_of(step) for step in self.logged if step}
+        nearest = sorted(distances, key=lambda step: distances[step])[: 2 * count]
         drawn = random.SystemRandom().sample(nearest, min(count, len(nearest)))
         # The newest checkpoint is what somebody would use.
         newest = self.starts[-1]
-        if drawn and newest in self.logged and newest not in drawn and distance(newest) <= FEW:
+        if drawn and newest not in drawn and distances.get(newest, MOST_STEPS + 1) <= MOST_STEPS:
             drawn[0] = newest
         return sorted(drawn)
 
@@ -299,7 +305,7 @@ class StepsAgain:
         state: TrainState | None = None
         begun = 0
         for step in steps:
-            start = max(start for start in self.starts if start < step)
+            start = self.start_of(step)
             if state is not None and int(state.step) < start:
                 state = None  # frees its memory
             if state is None:
@@ -311,6 +317,7 @@ class StepsAgain:
                     continue
                 begun = int(state.step)
             metrics: dict[str, float] = {}
+            # From a checkpoint on every step has to be done, at the cost of training.
             while int(state.step) < step:
                 state, metrics = self.advance(state)
             figures = self.figures_of(state, metrics)
@@ -327,6 +334,7 @@ def compared(
     Differences of up to `bound` are rounding, but where the state is that of the log to the bit
     every figure has to be. Where `exact`, another state is NO."""
     names: dict[Verdict, list[str]] = {"equal": [], "equal to rounding": [], "NO": []}
+    # The same state to the bit, and another loss: that is no rounding.
     has_same_state = STATE in now and now[STATE] == logged.get(STATE)
     for name in now:
         if name not in logged:
@@ -337,6 +345,7 @@ def compared(
         if name == STATE:
             names["NO" if exact else "equal to rounding"].append("state, another one")
             continue
+        # Relative, since a loss and a number of tokens have other sizes.
         difference = abs(now[name] - logged[name]) / max(abs(logged[name]), 1e-12)
         if has_same_state or not difference <= bound:
             names["NO"].append(f"{name} {now[name]!r}, logged {logged[name]!r}")

@@ -114,6 +114,7 @@ def fit(
         state = checkpoints.newest(state)
     first = int(state.step)
     mesh = mesh_of(state)
+    # Also where a finished run is started again: nothing is evaluated or saved twice.
     if first >= steps:
         return state
     batch_of = _placed(batches, first, steps, mesh)
@@ -156,6 +157,9 @@ def fit(
             is_due = checkpoints is not None and _due(number, checkpoints.every)
             if last or stop or is_due:
                 reader.read(number, state, metrics)
+                # Reads all parameters once a save, which is cheap beside the save itself. A
+                # gradient can be finite and its update overflow, and such a checkpoint could not be
+                # continued.
                 require_finite_params(state, number)
                 if checkpoints is not None:
                     with reader.paused():
@@ -185,6 +189,8 @@ def _placed(
     if hasattr(batches, "iterate"):
         iterator = batches.iterate(first)
     elif hasattr(batches, "__getitem__"):
+        # Not an iterator over the object: the batch of a step depends on the step alone, so a
+        # resumed run reads the one that it would have read.
         iterator = (batches[step] for step in itertools.count(first))
     elif hasattr(batches, "rows"):
         return lambda step, state: place_batch(batches.rows(step, state), mesh)
@@ -248,23 +254,27 @@ class _Reader:
         """Leave the time in this context out of that of a step."""
         begin = time.perf_counter()
         yield
+        # Steps would look slower by the time of an evaluation or of a save, and so would the tokens
+        # per second.
         self._since += time.perf_counter() - begin
 
 
 # The metrics that have to be finite, and their names in messages.
-CHECKED = {"loss": "loss", "grad_norm": "gradient norm"}
+FINITE_METRICS = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
 def is_finite(metrics: Mapping[str, Any]) -> bool:
     """Return whether the loss and the norm of the gradient are finite numbers."""
-    return all(math.isfinite(float(metrics[name])) for name in CHECKED if name in metrics)
+    return all(math.isfinite(float(metrics[name])) for name in FINITE_METRICS if name in metrics)
 
 
 def diverged(step: int, state: TrainState, metrics: Mapping[str, Any], why: str = "") -> Diverged:
     """Return the error of a step that is not finite; `why` is added to the message as a further
     reason."""
     values = [
-        f"{label} {float(metrics[name])}" for name, label in CHECKED.items() if name in metrics
+        f"{label} {float(metrics[name])}"
+        for name, label in FINITE_METRICS.items()
+        if name in metrics
     ]
     return Diverged(f"step {step}: {', '.join(values)}{why}. {DIVERGED_ADVICE}", step, state)
 
@@ -329,7 +339,7 @@ class SkipSteps:
 
 Totals = dict[str, tuple[float, float]]
 # The number of batches that are started before the sums of an earlier one are waited for.
-AHEAD = 2
+STARTED_BATCHES = 2
 
 
 def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
@@ -350,8 +360,10 @@ def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
             placed = place_batch(batch, mesh)
             with on_mesh(mesh):
                 sums_of_batches.append(program(params, placed))
-            if len(sums_of_batches) > AHEAD:
-                jax.block_until_ready(sums_of_batches[-AHEAD - 1])
+            # Started batches hold their activations: without a bound an evaluation could run out of
+            # memory, and with 0 the device would wait for the host.
+            if len(sums_of_batches) > STARTED_BATCHES:
+                jax.block_until_ready(sums_of_batches[-STARTED_BATCHES - 1])
         if not sums_of_batches:
             return {}
         result = {}

@@ -39,6 +39,7 @@ class Step:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Return the state after one more step, and its metrics. `state` is donated, except for the
         leaves that do not learn: use the returned one."""
+        # Inside somebody's jit or grad: a program of its own cannot be called with tracers.
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
             return self._advance(state, batch)
         with on_mesh(mesh_of(state)):
@@ -149,6 +150,7 @@ class Profile:
         if self._number not in self.steps:
             return self._step(state, batch)
         if not self._running:
+            # Or the trace would begin with the steps before it.
             jax.block_until_ready(state)
             self.directory.mkdir(parents=True, exist_ok=True)
             options = jax.profiler.ProfileOptions()

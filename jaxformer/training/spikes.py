@@ -79,12 +79,14 @@ def skip_spikes(
     def update(
         gradient: Any, state: SpikeState, params: Any = None, *, value: jax.Array, **extra: Any
     ) -> tuple[Any, SpikeState]:
+        # Of the gradient before clipping, since this is the outermost transformation.
         norm = optax.tree.norm(gradient)
         loss = jnp.asarray(value, jnp.float32)
         loss_limit = _limit(state.losses, state.accepted, factor)
         norm_limit = _limit(state.norms, state.accepted, factor)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         is_spike = finite & ((loss > loss_limit) | (norm > norm_limit))
+        # Computed in any case: spikes are rare.
         updates, moments = inner.update(gradient, state.inner, params, value=value, **extra)
         # A parameter plus -0.0 has the same bits, also where it is -0.0.
         nothing = jax.tree.map(lambda leaf: jnp.full_like(leaf, -0.0), updates)
@@ -163,5 +165,6 @@ def _limit(values: jax.Array, accepted: jax.Array, factor: float) -> jax.Array:
 
 def _median(values: jax.Array, count: jax.Array) -> jax.Array:
     """Return the median of the first `count` values of [W]."""
+    # Values that are not set yet are sorted behind all others.
     ordered = jnp.sort(jnp.where(jnp.arange(len(values)) < count, values, jnp.inf))
     return (ordered[jnp.maximum(count - 1, 0) // 2] + ordered[count // 2]) / 2

@@ -20,7 +20,7 @@ from jaxformer.training.compiler_options import compiler_options
 # leaf's dotted path and the leaf itself (its `Spec`, where a table of specs was given). None: all
 # but those whose `Spec`, or whose custom leaf, has `trainable` False.
 Trainable = Any
-HALF = ("bfloat16", "float16")
+HALF_DTYPES = ("bfloat16", "float16")
 
 
 @struct.dataclass
@@ -77,7 +77,7 @@ def init_state(
         program = jax.jit(draw, out_shardings=placed, compiler_options=options)
         return program()  # type: ignore[no-any-return]
     learned, still = split_frozen(tree, frozen)
-    short = {jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(learned)} & {*HALF}
+    short = {jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(learned)} & {*HALF_DTYPES}
     if short:
         warnings.warn(
             f"parameters that learn are {' and '.join(sorted(short))}: an update of less than about"
@@ -165,6 +165,7 @@ def split_frozen(params: Params, frozen: tuple[str, ...]) -> tuple[Params, Param
     """Return `params` with None for the leaves that do not learn, and `params` with None for those
     that do; `merged` combines both."""
     if not frozen:
+        # Without frozen leaves there is no second tree, so a step has no further arguments.
         return params, {}
     leaves, structure = jax.tree.flatten_with_path(params)
     frozen_set = set(frozen)
@@ -259,6 +260,7 @@ def state_shardings(
 
 def mesh_of(state: Any) -> AnyMesh | None:
     """Return the mesh of the arrays of a state; None without one, or while they are traced."""
+    # All arrays of a state are on one mesh, so the first that has one decides.
     for leaf in jax.tree.leaves(state):
         sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:

@@ -85,6 +85,7 @@ def make_step(
         state: TrainState, batch: Batch, observe: Observe | None = None
     ) -> tuple[TrainState, Metrics]:
         if trainable is not None:
+            # The moments were made for the leaves of `init_state`; other ones would have none.
             different = sorted({*frozen_paths(state.params, trainable)} ^ {*state.frozen})
             if different:
                 raise ConfigError(
@@ -166,6 +167,8 @@ def gradients(
     @functools.partial(jax.jit, inline=True)
     def sums_of(params: Params, piece: Batch, key: jax.Array) -> tuple[Params, ScalarSums]:
         def objective(learned: Params) -> tuple[jax.Array, ScalarSums]:
+            # Only the leaves that learn are differentiated, so a frozen base takes no memory for
+            # gradients.
             sums = checked_sums(loss(merged(learned, params, state.frozen), piece, key))
             return sums["loss"][0], sums
 
@@ -176,6 +179,7 @@ def gradients(
     def accumulated(params: Params, batch: Batch, key: jax.Array) -> tuple[Params, ScalarSums]:
         def add(total: Any, item: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             piece, i = item
+            # Each piece has a key of its own, or all pieces would drop the same units.
             grads_and_sums = sums_of(params, piece, jax.random.fold_in(key, i))
             return jax.tree.map(jnp.add, total, grads_and_sums), None
 
@@ -215,6 +219,7 @@ def gradients(
         grads, sums = run(state.params, batch, key)
     # The one place that divides, after the sums of all microbatches, devices and processes.
     means = {name: total / _divisor(weight) for name, (total, weight) in sums.items()}
+    # By the weight of all pieces, so that pieces with more tokens count more, as in one big batch.
     weight = _divisor(sums["loss"][1])
     return jax.tree.map(lambda total: total / weight, grads), means
 

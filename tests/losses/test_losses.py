@@ -15,7 +15,7 @@ from jaxformer.adapters.low_rank import LowRank
 from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.losses import cross_entropy as cross_entropy_module
 from jaxformer.losses.cross_entropy import cross_entropy, ring_sum, row_nats
-from jaxformer.losses.logits import DIFFERENTIABLE, top_and_total, top_and_total_at_once
+from jaxformer.losses.logits import DIFFERENTIABLE_PASSES, top_and_total, top_and_total_at_once
 
 B, T, D, V = 3, 10, 8, 23
 EXTRAS = {"label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 2.0}
@@ -257,7 +257,7 @@ def test_only_a_vocabulary_that_no_mesh_splits_is_read_in_one_pass():
             return cross_entropy_module._passes()
 
     assert passes_on(fsdp=4).totals is top_and_total_at_once
-    assert passes_on(tensor=2) == DIFFERENTIABLE
+    assert passes_on(tensor=2) == DIFFERENTIABLE_PASSES
 
 
 @pytest.mark.parametrize(

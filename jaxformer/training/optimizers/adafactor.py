@@ -58,6 +58,8 @@ def _adafactor(config: OptimizerConfig, specs: Specs) -> optax.GradientTransform
         kept = 1 - (state.steps + 1.0) ** -DECAY
 
         def squares_of(spec: Spec, g: jax.Array, before: Any) -> Any:
+            # No division by 0 where a row or a column has no gradient, as the rows of unused
+            # tokens.
             new: Any = jnp.square(g) + EPSILON
             if is_factored(spec):
                 _, left, right = matrix_axes(spec)

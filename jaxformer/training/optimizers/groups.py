@@ -40,6 +40,8 @@ def leaf_groups(config: OptimizerConfig, specs: Specs) -> Any:
         path: spec for path, spec in rows(specs).items() if spec.trainable and not spec.sign_rate
     }
     group_of: dict[str, Group] = {}
+    # A pattern that fits nothing, or a leaf of two groups, is a typing error more often than a
+    # wish.
     for pattern, numbers in parsed_groups(config.groups, GROUP_WORDS):
         group = Group(pattern, numbers.get("lr", 1.0), numbers.get("decay", 1.0))
         if pattern in KINDS:

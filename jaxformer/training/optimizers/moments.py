@@ -73,6 +73,7 @@ def with_stored_moments(
                 name = getattr(entry, "name", "")
                 spec = rows_of.get(path[i + 1 :])
                 if name in moments and spec is not None and spec.shape == leaf.shape:
+                    # By the path, so that leaves of one shape are not rounded by the same bits.
                     leaf_key = jax.random.fold_in(step_key, zlib.crc32(dotted(path).encode()))
                     return store(leaf_key, leaf, spec, moments[name])
             return leaf
@@ -86,6 +87,8 @@ def with_stored_moments(
         updates: Any, state: RoundedState, params: Any = None, **extra: Any
     ) -> tuple[Any, RoundedState]:
         steps = optax.safe_increment(state.steps)
+        # The rule computes in float32: only what stays between two steps is rounded, at the price
+        # of one pass over the moments in a step.
         directions, after = rule.update(updates, restored(state.rule), params, **extra)
         return directions, RoundedState(steps, stored(after, steps))
 

@@ -135,7 +135,10 @@ def newton_schulz(matrices: jax.Array) -> jax.Array:
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.swapaxes(1, 2) if is_tall else matrices
     # No singular value is above 1, from where the iterations converge.
+    # [matrices, short, long]
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-8)
+    # Singular values are then within about 30 % of 1, at the price of 15 products; equal ones would
+    # need an SVD, which accelerators are slow at.
     for _ in range(ITERATIONS):
         square = x @ x.swapaxes(1, 2)
         x = a * x + (b * square + c * square @ square) @ x

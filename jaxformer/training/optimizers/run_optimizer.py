@@ -86,6 +86,7 @@ def unread(config: OptimizerConfig) -> list[str]:
     changed = []
     for name in dict.fromkeys(name for row in OPTIMIZERS.values() for name in row.reads):
         value = getattr(config, name)
+        # A default says nothing about what the user meant.
         if value != getattr(default, name) and name not in OPTIMIZERS[config.name].reads:
             changed.append(f"optimizer.{name}={value}")
     return changed
@@ -131,6 +132,7 @@ def make_optimizer(
     if not rates:
         return optimizer
     signs = {rate: optax.chain(optax.scale_by_sign(), optax.scale(-rate)) for rate in rates}
+    # 0 labels the leaves that the optimizer moves, all others those of one rate.
     labels = map_specs(lambda _, spec: spec.sign_rate, specs)
     return optax.partition({0.0: optimizer, **signs}, labels)
 
@@ -180,6 +182,7 @@ def cautious(
     def mask(spec: Spec, update: jax.Array, gradient: jax.Array) -> jax.Array:
         single = tuple(i for i, axis in enumerate(spec.axes) if axis not in spec.batch)
         size = math.prod(spec.shape[i] for i in single)
+        # Larger by n / (kept + 1), so that the update keeps about its size.
         kept = (update * gradient > 0).astype(update.dtype)
         return update * kept * (size / (kept.sum(single, keepdims=True) + 1))
 

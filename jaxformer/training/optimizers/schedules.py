@@ -20,6 +20,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     after = SCHEDULES[config.schedule](config, max(end - warmup, 1))
 
     def schedule(step: Any) -> jax.Array:
+        # Not from 0, or the first step would move nothing.
         ramp = peak * (step + 1) / (warmup + 1)
         return jnp.where(step < warmup, ramp, after(jnp.maximum(step - warmup, 0)))
 

@@ -59,6 +59,8 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
     def zeros(spec: Spec, side: int) -> NamedAxes | None:
         """Return zeros for a factor [batch, *side, length], divided along its own axes."""
         length = math.prod(spec.shape[i] for i in matrix_axes(spec)[side])
+        # A basis takes the square of a side in memory and its cube in time: the side of a
+        # vocabulary stays as it is.
         if length > config.soap_max_side:
             return None
         axes = (*matrix_axes(spec).batch, *matrix_axes(spec)[side])
@@ -108,6 +110,8 @@ def scale_by_soap(config: OptimizerConfig, specs: Specs) -> optax.GradientTransf
     def update(updates: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
         steps = state.steps
         gradients = map_arrays(_rotated(ROTATION), specs, updates, *state.bases)
+        # The first moment stays in the basis of the weights, since the eigenbasis turns; only the
+        # second one is kept in it.
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment(gradients, state.nu, b2, 2)
         mu, nu = optax.tree.where(steps > 0, (mu, nu), (state.mu, state.nu))
