@@ -96,7 +96,9 @@ def _with_s3_driver(spec: Any) -> Any:
     those of the environment would do, with a message for each that is missing.
     """
     if not isinstance(spec, dict):
-        return [_with_s3_driver(value) for value in spec] if isinstance(spec, list) else spec
+        if isinstance(spec, list):
+            return [_with_s3_driver(value) for value in spec]
+        return spec
     if spec.get("driver") not in ("gcs", "gcs_grpc"):
         return {name: _with_s3_driver(value) for name, value in spec.items()}
     options: dict[str, Any] = {"driver": "s3", "bucket": spec["bucket"], "path": spec["path"]}

@@ -307,4 +307,6 @@ def _validation_loss(metrics: Mapping[str, Any]) -> float:
     """Return the loss by which the best checkpoints are chosen; infinity where it is missing or
     NaN."""
     loss = metrics.get("val_loss")
-    return loss if isinstance(loss, float | int) and not math.isnan(loss) else math.inf
+    if isinstance(loss, float | int) and not math.isnan(loss):
+        return loss
+    return math.inf

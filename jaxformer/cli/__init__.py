@@ -87,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     status = guarded(command)
     joined = sys.modules.get("jaxformer.cluster.launch")  # JAX would wait for the others in vain
-    return int(joined.leave(status)) if joined else status
+    if joined:
+        return int(joined.leave(status))
+    return status
 
 
 def _reported(error: BaseException) -> int:

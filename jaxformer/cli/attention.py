@@ -3,7 +3,7 @@ prompt."""
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -273,13 +273,18 @@ def beam_candidates(
             leads = text == [*best[: i + 1]]
             if not np.isfinite(log_probability) or (len(shown) >= SHOWN_BEAMS and not leads):
                 continue
-            finished = bool(np.isfinite(score))
+            finished = np.isfinite(score)
+            state: Literal["kept", "finished", "dropped"] = "dropped"
+            if finished:
+                state = "finished"
+            elif index in chosen:
+                state = "kept"
             shown.append(
                 BeamCandidate(
                     before=text_of(model.tokenizer, text[:-1]),
                     token=model.tokenizer.shown(text[-1]),
                     log_probability=log_probability,
-                    state="finished" if finished else "kept" if index in chosen else "dropped",
+                    state=state,
                     score=score if finished else None,
                     leads=leads,
                 )

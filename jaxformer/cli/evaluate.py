@@ -57,7 +57,9 @@ def run(args: EvaluateArguments) -> int:
                 init_from=args.init_from,
             )
         line = ", ".join(f"{name} {text}" for name, text in result_lines(metrics).items())
-        print(f"{kind or 'unquantized'}: {line}" if args.quantize else line)
+        if args.quantize:
+            line = f"{kind or 'unquantized'}: {line}"
+        print(line)
         if not math.isfinite(metrics["val_loss"]):
             print(
                 f"not finite: the loss of {args.path} is {metrics['val_loss']}; evaluate an earlier"

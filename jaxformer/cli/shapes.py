@@ -56,4 +56,6 @@ def _sizes(shapes: Sequence[Shape]) -> str:
 
 
 def _amount(number: int) -> str:
-    return human_count(number) if number else ""
+    if number:
+        return human_count(number)
+    return ""

@@ -24,7 +24,7 @@ from jaxformer.data.documents import PACKED, READ_BYTES, read_blocks
 from jaxformer.data.records import RecordField
 from jaxformer.data.source import find_source
 from jaxformer.data.store import ProgressNotes
-from jaxformer.files import ConfigError, replacing
+from jaxformer.files import ConfigError, replacing, store_of
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.bpe import blocks_of, train_on
 from jaxformer.tokenizer.metadata import ROLES, TOKENIZER_FILE
@@ -41,24 +41,17 @@ def run(args: Any) -> int:
 
 @run.register
 def _train(args: TrainTokenizerArguments) -> int:
+    # What is wrong with the output is said before hours of reading.
     target = args.output / TOKENIZER_FILE
     if target.exists():
         raise ConfigError(f"{target} already exists: choose another --output.")
-    if args.output.exists() and not args.output.is_dir():
-        raise ConfigError(f"{args.output} already exists: choose another --output.")
-    parent = next(path for path in args.output.absolute().parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(
-            f"{args.output} cannot be created, because {parent} is not a writable directory: choose"
-            " another --output."
-        )
+    store_of(args.output).require_writable()
     began = time.perf_counter()
     field = RecordField("--text_field", args.text_field, "text")
-    # Before hours of reading: what is wrong with the output was said above.
     source = find_source(args.source, "SOURCE", (field,))
     file = source.files[0]
     texts: Iterable[Iterable[str]]
-    size = 0  # of text in a compressed file, which is not known
+    size = 0  # not known of several files, and of the text in a compressed one
     if len(source.files) == 1 and file.format == "text" and file.path.suffix.lower() not in PACKED:
         texts = [blocks_of(file.path)]
         size = _size(file.path)
@@ -90,7 +83,9 @@ def _train(args: TrainTokenizerArguments) -> int:
 
 def _size(path: Path) -> int:
     """Return the bytes of a file of text; 0 for a pipe, whose size is not known."""
-    return path.stat().st_size if path.is_file() else 0
+    if path.is_file():
+        return path.stat().st_size
+    return 0
 
 
 def _log(line: str) -> None:

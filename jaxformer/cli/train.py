@@ -28,7 +28,9 @@ def run(_: TrainArguments, config: RunConfig) -> int:
             train(config)
         except (Diverged, Interrupted) as stop:
             print(f"{type(stop).__name__.lower()}: {stop}", file=sys.stderr)
-            return 1 if isinstance(stop, Diverged) else 128 + stop.signal
+            if isinstance(stop, Diverged):
+                return 1
+            return 128 + stop.signal
         except NotSaved as stop:
             print(f"error: {stop}", file=sys.stderr)
             return 1

@@ -46,7 +46,9 @@ def run(args: VerifyArguments) -> int:
         print(f"{verdict:<17}  {subject}: {escaped(text)}", flush=True)
     counts = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
     print(f"\n{LIMITS}\n{args.path}: {counts}.")
-    return 1 if verdicts["NO"] else 0
+    if verdicts["NO"]:
+        return 1
+    return 0
 
 
 def verify(

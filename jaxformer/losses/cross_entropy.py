@@ -262,7 +262,8 @@ def _sums_and_gradients(
         # [B, tile, D] -> logits and their gradient [B, tile, V], which live only within a tile.
         def add(totals: Any, piece: TokenRows) -> tuple[Any, jax.Array]:
             logits, pull = _logits_and_pull(piece.x, head, local, extras.logits_dtype)
-            logits = logits if bias is None else logits + bias
+            if bias is not None:
+                logits = logits + bias
             *sums, softmax = sums_of_logits(logits, *piece[1:], extras, passes, by_row)
             d_logits = logits_gradient(softmax, *piece[1:], extras)
             d_x, d_head = pull(d_logits.astype(piece.x.dtype))
@@ -330,7 +331,9 @@ def _passes() -> Passes:
 def _split_positions(length: int, sizes: Mapping[str, int]) -> int:
     """Return the number of devices that have different positions of a row."""
     split = math.prod(sizes.get(name, 1) for name in ACTIVATION_RULES["sequence"])
-    return 1 if length % split else split
+    if length % split:
+        return 1
+    return split
 
 
 def _by_device(

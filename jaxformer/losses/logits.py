@@ -198,4 +198,6 @@ def logits_gradient(
     scale = weights * (1 + 2 * extras.z_loss * softmax.lse) * jnp.exp(-softmax.log_total)
     # The powers again, and not stored: an exponential is cheaper than writing and reading [..., V].
     gradient = jnp.exp(softmax.logits - softmax.top) * scale - smoothed
-    return gradient if softmax.cap_slope is None else gradient * softmax.cap_slope
+    if softmax.cap_slope is None:
+        return gradient
+    return gradient * softmax.cap_slope

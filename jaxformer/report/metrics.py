@@ -68,7 +68,8 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         identity: Mapping[str, Any] | None = None,
         due: int = 0,
     ) -> None:
-        began = time.monotonic() if began is None else began
+        if began is None:
+            began = time.monotonic()
         self.path = run_dir / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         remaining: list[LoggedLine] = []

@@ -153,7 +153,9 @@ class ProgressBar:
         """Return the text at the end of the bar: the time left, or why there is none."""
         if self._first is None:
             return "compiling"
-        return "done" if self.step >= self.total else f"{human_time(self.seconds_left())} left"
+        if self.step >= self.total:
+            return "done"
+        return f"{human_time(self.seconds_left())} left"
 
     def _drawn(self) -> "Table":
         """Return the bar. It is composed when it is drawn, so that a step costs nothing."""

@@ -164,7 +164,9 @@ def attention_page(
 
     def filled(slot: re.Match[str]) -> str:
         """Return the data, or the file of this name, such as a script."""
-        return content if slot[1] == "data" else folder.joinpath(slot[1]).read_text("utf-8")
+        if slot[1] == "data":
+            return content
+        return folder.joinpath(slot[1]).read_text("utf-8")
 
     return re.sub("{{(.+?)}}", filled, folder.joinpath("attention.html").read_text("utf-8"))
 

@@ -110,7 +110,9 @@ def attention_maps(
     inspection = inspect(params, config, tokens, every, **inputs)
 
     def stacked(group: list[str]) -> jax.Array | None:
-        return jnp.stack([inspection.values[name] for name in group]) if group else None
+        if group:
+            return jnp.stack([inspection.values[name] for name in group])
+        return None
 
     return AttentionMaps(inspection.logits, *map(stacked, groups))
 
@@ -142,7 +144,9 @@ def attention_masks(
     def seen(mask: AttentionMask, window: int) -> jax.Array:
         shape = (*mask.queries.positions.shape, mask.keys.positions.shape[-1])
         keys = visible(mask._replace(window=window))
-        return jnp.ones(shape, bool) if keys is None else jnp.broadcast_to(keys, shape)
+        if keys is None:
+            return jnp.ones(shape, bool)
+        return jnp.broadcast_to(keys, shape)
 
     masks = {}
     for kind, (mask, depth) in kinds.items():

@@ -75,7 +75,9 @@ class Bound(NamedTuple):
     def seconds(self) -> float | None:
         """The least time of a step: the largest of the three, if they overlap entirely."""
         bounds = [seconds for seconds in self if seconds is not None]
-        return max(bounds) if len(bounds) == len(self) else None
+        if len(bounds) == len(self):
+            return max(bounds)
+        return None
 
     @property
     def binds(self) -> str:
@@ -200,7 +202,9 @@ def make_plan(planned: PlannedRun) -> Plan:
     peak = device.peak(planned.model.dtype)
 
     def seconds(amount: float, rate: float | None) -> float | None:
-        return None if rate is None else amount / rate
+        if rate is None:
+            return None
+        return amount / rate
 
     least = Bound(
         seconds(flops.done / devices, peak),

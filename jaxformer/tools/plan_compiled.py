@@ -155,7 +155,9 @@ class Target:
 
     @property
     def platform(self) -> str:
-        return "gpu" if self.kind in GPU_MODELS else "tpu"
+        if self.kind in GPU_MODELS:
+            return "gpu"
+        return "tpu"
 
     @property
     def size(self) -> int:
@@ -328,7 +330,8 @@ def compiled_report(
       packed: whether rows have segment ids; None: as the settings make them.
       hlo: a file to which the optimized program is written.
     """
-    target = parse_target(target) if isinstance(target, str) else target
+    if isinstance(target, str):
+        target = parse_target(target)
     require_compiler(target.platform)
     request = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
     command = [sys.executable, "-m", "jaxformer.tools.plan_compiled"]

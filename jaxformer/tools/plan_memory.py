@@ -82,7 +82,9 @@ class PlannedRun(Resolved):
     @property
     def dtype_bytes(self) -> int:
         """Bytes of a number in the compute dtype."""
-        return 4 if self.model.dtype == "float32" else 2
+        if self.model.dtype == "float32":
+            return 4
+        return 2
 
     @property
     def packed(self) -> bool:
@@ -122,7 +124,9 @@ class PlannedRun(Resolved):
         """How attention gets the keys of the tokens of other devices: an `Exchange`, or "ring"."""
         exchange = exchange_of(self.length, self.model.n_heads, self.mesh.shape)
         is_ring = self.model.attention_kernel == "ring"
-        return "ring" if is_ring and exchange != "none" else exchange
+        if is_ring and exchange != "none":
+            return "ring"
+        return exchange
 
     @property
     def of_pairs(self) -> bool:
@@ -138,7 +142,9 @@ class PlannedRun(Resolved):
     def outputs(self) -> int:
         """The width of the logits."""
         model = self.model
-        return model.n_classes if model.output in ("classes", "tags") else model.vocab_size
+        if model.output in ("classes", "tags"):
+            return model.n_classes
+        return model.vocab_size
 
     @property
     def stacks(self) -> list[Stack]:
@@ -274,7 +280,9 @@ class MemoryPlan(NamedTuple):
     @property
     def fits(self) -> bool | None:
         """Whether the peak is within the capacity; None if that is unknown."""
-        return None if self.capacity is None else self.peak <= self.capacity
+        if self.capacity is None:
+            return None
+        return self.peak <= self.capacity
 
 
 def memory_plan(planned: PlannedRun) -> MemoryPlan:

@@ -136,7 +136,9 @@ def _hessian_product(
     loss whose gradient is given, at the parameters `learned`."""
 
     def filled(leaf: jax.Array, v: Any) -> Any:
-        return v if hasattr(v, "dtype") else jnp.zeros_like(leaf)
+        if hasattr(v, "dtype"):
+            return v
+        return jnp.zeros_like(leaf)
 
     try:
         # In reverse mode, as H is symmetric: it needs no forward derivative of any part.

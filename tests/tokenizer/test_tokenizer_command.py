@@ -124,8 +124,8 @@ def test_bad_input_is_one_message_and_status_2(
         "pattern='gpt5' must be one of": [*train, "300", *new, "--pattern", "gpt5"],
         "each once": [*train, "300", *new, "--special_tokens", "<a>", "<a>"],
         "tokenizer.json already exists": [*train, "300", "--output", str(trained)],
-        "corpus.txt already exists": [*train, "300", "--output", str(corpus)],
-        "tokenizer.json/x cannot be created": [
+        "corpus.txt cannot be written": [*train, "300", "--output", str(corpus)],
+        "tokenizer.json cannot be written": [
             *train,
             "300",
             "--output",

@@ -62,7 +62,9 @@ def leaf_groups(config: OptimizerConfig, specs: Specs) -> Any:
         group = group_of.get(path, Group())
         # Norms and biases keep their size by default: decay would only shrink their scale.
         decays = spec.is_matrix or config.decay == "all"
-        return group if decays and not spec.sign_rate else replace(group, decay=0.0)
+        if decays and not spec.sign_rate:
+            return group
+        return replace(group, decay=0.0)
 
     return map_specs(group_at, specs)
 

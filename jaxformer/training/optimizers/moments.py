@@ -105,7 +105,9 @@ def restored(state: Any) -> Any:
             numbers = jnp.asarray(code_book(leaf.has_sign))[codes]
             blocks = numbers.reshape(*scales.shape, -1) * scales[..., None]
             return blocks.reshape(codes.shape)
-        return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
+        if leaf.dtype == jnp.bfloat16:
+            return leaf.astype(jnp.float32)
+        return leaf
 
     return jax.tree.map(of_leaf, state, is_leaf=lambda node: isinstance(node, BlockCodes))
 

@@ -39,7 +39,9 @@ def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
 
     def numbers(_: str, spec: Spec) -> MuonDimensionNumbers | None:
         axes = _axes(c, spec)
-        return MuonDimensionNumbers(axes.left, axes.right) if axes else None
+        if axes:
+            return MuonDimensionNumbers(axes.left, axes.right)
+        return None
 
     table = map_specs(numbers, specs)
     # At a learning rate of -1 the update is the direction itself.
@@ -64,7 +66,9 @@ def _normuon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     """Return NorMuon on the leaves that Muon takes, Adam on all others."""
 
     def label(_: str, spec: Spec) -> str:
-        return "adam" if _axes(c, spec) is None else "normuon"
+        if _axes(c, spec) is None:
+            return "adam"
+        return "normuon"
 
     rules = {"normuon": scale_by_normuon(c, specs), "adam": optax.scale_by_adam(c.b1, c.b2, c.eps)}
     return optax.partition(rules, map_specs(label, specs))
@@ -142,7 +146,9 @@ def newton_schulz(matrices: jax.Array) -> jax.Array:
     for _ in range(ITERATIONS):
         square = x @ x.swapaxes(1, 2)
         x = a * x + (b * square + c * square @ square) @ x
-    return x.swapaxes(1, 2) if is_tall else x
+    if is_tall:
+        return x.swapaxes(1, 2)
+    return x
 
 
 def of_orthogonal(config: OptimizerConfig, spec: Spec) -> float:

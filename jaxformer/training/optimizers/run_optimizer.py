@@ -164,7 +164,9 @@ def weight_decay(config: OptimizerConfig, factors: Any) -> optax.GradientTransfo
 
     def add(group: Group, update: jax.Array, parameter: jax.Array) -> jax.Array:
         amount = config.weight_decay * group.decay
-        return update + amount * parameter if amount else update
+        if amount:
+            return update + amount * parameter
+        return update
 
     return optax.stateless(lambda updates, params: map_arrays(add, factors, updates, params))
 

@@ -142,8 +142,10 @@ def _rotated(equations: tuple[str, str]) -> Callable[..., jax.Array]:
 
     def rotated(spec: Spec, leaf: jax.Array, left: Any, right: Any) -> jax.Array:
         x = matrix_axes(spec).matrices(leaf)
-        x = x if left is None else jnp.einsum(equations[0], _square(left), x)
-        x = x if right is None else jnp.einsum(equations[1], x, _square(right))
+        if left is not None:
+            x = jnp.einsum(equations[0], _square(left), x)
+        if right is not None:
+            x = jnp.einsum(equations[1], x, _square(right))
         return matrix_axes(spec).leaf(x, leaf.shape)
 
     return rotated

@@ -53,7 +53,9 @@ def map_arrays(f: Callable[..., Any], table: Any, *trees: Any) -> Any:
     stays."""
 
     def apply(row: Any, *nodes: Any) -> Any:
-        return f(row, *nodes) if hasattr(nodes[0], "dtype") else nodes[0]
+        if hasattr(nodes[0], "dtype"):
+            return f(row, *nodes)
+        return nodes[0]
 
     return jax.tree.map(apply, table, *trees)
 
