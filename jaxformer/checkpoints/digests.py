@@ -45,7 +45,9 @@ def digests(leaves: Mapping[str, Array]) -> dict[str, jax.Array]:
     groups: dict[Any, dict[str, Any]] = {}
     for path, leaf in leaves.items():
         sharding = getattr(leaf, "sharding", None)
-        devices = None if sharding is None else frozenset(sharding.device_set)
+        devices = None
+        if sharding is not None:
+            devices = frozenset(sharding.device_set)
         # One program for the arrays of each set of devices: a jit takes no arrays of two.
         groups.setdefault(devices, {})[path] = leaf if sharding else as_words(np.asarray(leaf))
     sums: dict[str, jax.Array] = {}

@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_usage())
         return 0
     if not arguments or arguments[0] not in COMMANDS:
-        unknown = f"error: there is no command {arguments[0]!r}.\n" if arguments else ""
+        unknown = ""
+        if arguments:
+            unknown = f"error: there is no command {arguments[0]!r}.\n"
         print(unknown + _usage(), file=sys.stderr)
         return 2
 

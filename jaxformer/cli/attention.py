@@ -230,7 +230,9 @@ def lens_of(
     length = rows["tokens"].shape[1]
     if config.output in ("classes", "projection", "none"):
         return []
-    stack = "encoder" if config.family == "encoder" else "decoder"
+    stack = "decoder"
+    if config.family == "encoder":
+        stack = "encoder"
     chosen = [layer for layer in range(config.n_layers) if not layers or layer in layers]
     names = [f"{stack}.{layer}.residual" for layer in chosen]
     if not names:

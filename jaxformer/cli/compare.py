@@ -64,7 +64,9 @@ def run(args: CompareArguments) -> int:
             axes.set_ylabel(title)
             for number, group in enumerate(groups):
                 for run in group.runs:
-                    label = group.name if run is group.runs[0] else ""
+                    label = ""
+                    if run is group.runs[0]:
+                        label = group.name
                     draw_curve(axes, run.lines, name, label, f"C{number % 10}")
         both[0].legend(loc="upper right", fontsize="small")
         both[1].set_xlabel("tokens")

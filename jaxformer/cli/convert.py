@@ -106,7 +106,9 @@ def _write_adapter(model: Loaded, source: ModelFiles, args: ConvertArguments, fo
     )
     if model.tokenizer is not None:
         model.tokenizer.save(folder / "tokenizer.json")
-    over_base = f" over {base}" if base else ""
+    over_base = ""
+    if base:
+        over_base = f" over {base}"
     print(f"{args.target}: an adapter of peft{over_base}, {args.dtype}")
 
 

@@ -45,7 +45,9 @@ def run(args: EmbedArguments) -> int:
             check_size(len(ids), len(ids), "")
             if len(ids) > room:
                 warnings.warn(f"texts are cut to {limit} tokens.", stacklevel=2)
-            start = max(len(ids) - room, 0) if first else 0
+            start = 0
+            if first:
+                start = max(len(ids) - room, 0)
             rows.append(template.framed(ids[start : start + room]))
         longest = max(len(row["tokens"]) for row in rows)
         length = min(rounded(longest), model.context())  # so that few lengths are compiled

@@ -140,7 +140,9 @@ def _encode(args: EncodeArguments) -> int:
             np.save(file, np.concatenate(arrays))
     else:
         print()
-    rate = f", {notes.done / count:.3f} bytes per token" if count else ""
+    rate = ""
+    if count:
+        rate = f", {notes.done / count:.3f} bytes per token"
     print(f"{count:,} tokens of {notes.done:,} bytes{rate}", file=sys.stderr)
     return 0
 

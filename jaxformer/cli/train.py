@@ -65,7 +65,9 @@ def advice(error: RunOutOfMemory) -> str:
             remedies["--model.remat full"] = "activations recomputed instead of stored"
         if is_step and can_halve:
             # A run that was begun keeps its microbatches, on which its sums depend.
-            where = ", in another run.dir" if error.begun or error.saved is not None else ""
+            where = ""
+            if error.begun or error.saved is not None:
+                where = ", in another run.dir"
             effect = f"activations of {rows // 2} rows at a time instead of {rows}{where}"
             remedies[f"--train.microbatches {2 * train.n_microbatches}"] = effect
         if "evaluation" in error.place and can_halve:

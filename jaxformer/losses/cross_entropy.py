@@ -267,7 +267,9 @@ def _sums_and_gradients(
             *sums, softmax = sums_of_logits(logits, *piece[1:], extras, passes, by_row)
             d_logits = logits_gradient(softmax, *piece[1:], extras)
             d_x, d_head = pull(d_logits.astype(piece.x.dtype))
-            d_bias = None if bias is None else d_logits.sum((0, 1))
+            d_bias = None
+            if bias is not None:
+                d_bias = d_logits.sum((0, 1))
             return jax.tree.map(jnp.add, totals, (*sums, d_head, d_bias)), d_x
 
         # The carry holds the sums and the gradients of head and bias in float32, which every tile
@@ -378,7 +380,9 @@ def _by_device(
     replicated = PartitionSpec()
     of_row = PartitionSpec(by_rows)
     split = PartitionSpec(by_rows, by_positions)
-    matrix_split = PartitionSpec(None, columns) if fits else replicated
+    matrix_split = replicated
+    if fits:
+        matrix_split = PartitionSpec(None, columns)
     of_sums = tuple(of_row if each else replicated for each in by_row)
     in_specs = (split, replicated, replicated)
     out_specs = (of_sums, Gradients(split, matrix_split, replicated))

@@ -174,7 +174,9 @@ def sums_of_logits(
         objective = (1 - extras.label_smoothing) * nats + extras.label_smoothing * even
     if extras.z_loss:
         objective = objective + extras.z_loss * jnp.square(lse)
-    cap_slope = 1 - jnp.square(logits / extras.soft_cap) if extras.soft_cap else None
+    cap_slope = None
+    if extras.soft_cap:
+        cap_slope = 1 - jnp.square(logits / extras.soft_cap)
     weights = weights[..., None]
     softmax = Softmax(logits, top, lse, log_total, cap_slope)
     of_objective, of_nats = ((1, 2) if each else None for each in by_row)

@@ -120,7 +120,9 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         finite: dict[str, float] = {}
         odd: dict[str, str] = {}
         for name, value in values.items():
-            number = value.item() if hasattr(value, "item") else value
+            number: Any = value
+            if hasattr(value, "item"):
+                number = value.item()
             if not isinstance(number, int):  # bfloat16 is no float of Python
                 number = float(number)
             if math.isfinite(number):

@@ -88,7 +88,9 @@ def draw_curve(
     legend."""
     # Lines of evaluations have a step and no tokens, of which every step has as many.
     counted = [line["tokens"] / line["step"] for line in lines if line.get("tokens")]
-    scale = counted[-1] if counted else 1.0
+    scale = 1.0
+    if counted:
+        scale = counted[-1]
     # [points]
     lines = [line for line in lines if name in line]
     values = column(lines, name)
@@ -98,7 +100,9 @@ def draw_curve(
     values = np.clip(values[good], -LARGEST_DRAWN, LARGEST_DRAWN)
     if len(values) and label:
         label = f"{label} {values[-1]:.4f}"
-    marker = "o" if len(values) < 30 else ""
+    marker = ""
+    if len(values) < 30:
+        marker = "o"
     if len(values) > 100:
         axes.plot(x, values, color=color, alpha=0.25, linewidth=0.8)
         values = smoothed(values)

@@ -190,7 +190,9 @@ def chosen_tracker(name: str) -> Start:
     Raises ConfigError where the package of a tracker is not installed.
     """
     if name == "auto":
-        name = "tensorboard" if _is_installed("tensorboard") else "none"
+        name = "none"
+        if _is_installed("tensorboard"):
+            name = "tensorboard"
     if not _is_installed(name):
         raise ConfigError(
             f"run.tracker={name!r} needs {TRACKER_PACKAGES[name]}, which is not installed: pip"

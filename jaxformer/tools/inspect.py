@@ -135,7 +135,9 @@ def attention_masks(
     kinds = {}
     if config.family == "encoder_decoder" and source is not None:
         kinds["encoder"] = AttentionMask(source, source, causal=False), config.encoder_layers
-    stack = "encoder" if config.family == "encoder" else "decoder"
+    stack = "decoder"
+    if config.family == "encoder":
+        stack = "encoder"
     kinds[stack] = AttentionMask(layout, layout, causal=stack == "decoder"), config.n_layers
     if source is not None:
         cross = AttentionMask(layout, source, causal=False, relative=False)

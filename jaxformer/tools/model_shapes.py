@@ -197,7 +197,9 @@ def model_rows(
     head = table.get("head", {})
     if reads_pooler(config):
         head = table["pooler"] | head
-    y = (batch_size, 1, config.d_model) if HEADS[config.output].of_row else x
+    y = x
+    if HEADS[config.output].of_row:
+        y = (batch_size, 1, config.d_model)
     matrices = head
     if is_tied(config):
         matrix: Spec = table["embed"]["tokens"]

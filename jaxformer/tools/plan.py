@@ -146,7 +146,9 @@ def link_bytes(planned: PlannedRun) -> float:
     is not counted."""
     microbatches = planned.run.train.n_microbatches
     # The switches between GPUs can sum, so that a device sends its array once and not twice.
-    summed = 1 if planned.device.platform == "gpu" else 2
+    summed = 2
+    if planned.device.platform == "gpu":
+        summed = 1
     # What a device gathers is what it has not.
     weights = matrix_elements(planned, gathered=True) - matrix_elements(planned)
     sent = 3 * microbatches * weights * planned.dtype_bytes
@@ -372,7 +374,9 @@ def parameters_by_part(planned: PlannedRun) -> dict[str, int]:
     parts: dict[str, int] = {}
     for path, spec in rows(planned.specs).items():
         names = path.split(".")
-        before = f"{names.pop(0)} " if names[0] == "encoder" else ""
+        before = ""
+        if names[0] == "encoder":
+            before = f"{names.pop(0)} "
         if names[0] == "blocks":
             names = [name for name in names[1:] if not name.isdigit()]
         part = before + ("norms" if names[0].endswith("norm") else names[0])
@@ -387,7 +391,9 @@ def memory_text(plan: Plan) -> str:
     table = [(line.name, human_bytes(line.bytes), str(line.certainty)) for line in lines]
     table.append(("peak", human_bytes(memory.peak), "estimate"))
     if memory.capacity is not None:
-        verdict = "fits" if memory.fits else "does NOT fit"
+        verdict = "does NOT fit"
+        if memory.fits:
+            verdict = "fits"
         table.append(("capacity", human_bytes(memory.capacity), verdict))
     blocks = [_titled(f"Memory of a device, at its largest: {memory.largest}", table)]
     device_bytes = plan.planned.device.memory

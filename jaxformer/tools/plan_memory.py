@@ -313,7 +313,9 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
     if planned.shards > 1:
         # Of a layer and of the next, which is gathered meanwhile; experts that no other device has
         # are cast when their layer runs.
-        layers = 2 if planned.size("fsdp", CONTEXT) > 1 else 1
+        layers = 1
+        if planned.size("fsdp", CONTEXT) > 1:
+            layers = 2
         dense = layer_elements(planned)
         experts = layer_elements(planned, of_experts=True)
         gathered = (2 * dense + layers * experts) * numbers
@@ -483,7 +485,9 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
     tiles = math.ceil(length / max(positions, 1))
     matrix = share * model.d_model
     of_x = planned.rows * length * model.d_model * numbers
-    gathered = numbers if planned.shards > 1 or tiles > 1 else 0
+    gathered = 0
+    if planned.shards > 1 or tiles > 1:
+        gathered = numbers
     return logits, matrix * (4 + gathered) + of_x
 
 

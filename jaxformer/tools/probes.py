@@ -172,7 +172,9 @@ def _leaks(evidence: Evidence, rows: Sequences, masks: list[ProbeMask], what: st
     # `largest` makes a NaN infinite.
     leaked, read = np.array(jax.device_get(found)).max(axis=0)  # of [masks, 2]
     count, length = rows.segments.shape
-    gradient = f"reaches {leaked:.1e}" if leaked else "is exactly 0"
+    gradient = "is exactly 0"
+    if leaked:
+        gradient = f"reaches {leaked:.1e}"
     return (
         "NO" if leaked or not read else "equal",
         f"the gradient {gradient} ({what}, {count} rows of {length} tokens; by what may be read it"
@@ -196,7 +198,9 @@ def _gradients_by_inputs(
     encoder = params.get("encoder", {})
     has_own_table = "tokens" in encoder.get("embed", {})
     if inputs.source is not None:
-        source_table = encoder["embed"]["tokens"] if has_own_table else table
+        source_table = table
+        if has_own_table:
+            source_table = encoder["embed"]["tokens"]
         rows.append(lookup(source_table, inputs.source, WHOLE))
         forbidden.append(masks["source"])
 

@@ -323,7 +323,9 @@ class StepsAgain:
             figures = self.figures_of(state, metrics)
             exact = self.is_of_this_machine(step)
             verdict, text = compared(figures, self.logged[step], self.bound, exact)
-            source = f"from step {begun}" if begun else "from the beginning"
+            source = "from the beginning"
+            if begun:
+                source = f"from step {begun}"
             yield Statement(f"step {step}", verdict, f"{source}: {text}.")
 
 

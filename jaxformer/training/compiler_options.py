@@ -51,7 +51,9 @@ def compiler_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
 @functools.cache
 def refuses(mesh: AnyMesh | None, name: str, value: int | str) -> bool:
     """Return whether the compiler for the devices of a mesh has no such option."""
-    where = None if mesh is None else replicated(mesh)
+    where = None
+    if mesh is not None:
+        where = replicated(mesh)
     try:
         jax.jit(
             lambda: jnp.float32(0), out_shardings=where, compiler_options={name: value}

@@ -221,7 +221,9 @@ def state_shardings(
     """Return the sharding of each leaf. A moment has that of the parameter with whose path its own
     path ends, and `NamedAxes` that of its axes; all others are replicated."""
     shapes = _shapes(tree, optimizer, frozen)
-    devices = mesh_of(tree) if mesh is None else mesh
+    devices = mesh
+    if mesh is None:
+        devices = mesh_of(tree)
     everywhere: Sharding
     if devices is None:
         everywhere = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
