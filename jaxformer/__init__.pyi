@@ -16,7 +16,7 @@ from .interop.peft_reading import read_adapter
 from .interop.peft_writing import save_adapter
 from .interop.pretrained import save_pretrained
 from .layers.standalone import multi_head_attention, transformer_block
-from .losses.logits import softmax_cross_entropy
+from .losses.cross_entropy import softmax_cross_entropy
 from .losses.pairs import reference_log_probs
 from .models.adapt import adapt, merge, without_adapters
 from .models.quantize import quantize

@@ -86,7 +86,7 @@ jaxtyping.jaxtyped = jaxtyped_outside
 jaxtyping.install_import_hook(
     [
         *(f"jaxformer.layers.{module}" for module in CHECKED),
-        *("jaxformer.models", "jaxformer.losses.cross_entropy", "jaxformer.losses.logits"),
+        *("jaxformer.models", "jaxformer.losses.cross_entropy"),
     ],
     "beartype.beartype",
 )

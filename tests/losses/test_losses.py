@@ -14,8 +14,14 @@ import jaxformer as jf
 from jaxformer.adapters.low_rank import LowRank
 from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.losses import cross_entropy as cross_entropy_module
-from jaxformer.losses.cross_entropy import cross_entropy, ring_sum, row_nats
-from jaxformer.losses.logits import DIFFERENTIABLE_PASSES, top_and_total, top_and_total_at_once
+from jaxformer.losses.cross_entropy import (
+    DIFFERENTIABLE_PASSES,
+    cross_entropy,
+    ring_sum,
+    row_nats,
+    top_and_total,
+    top_and_total_at_once,
+)
 
 B, T, D, V = 3, 10, 8, 23
 EXTRAS = {"label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 2.0}
