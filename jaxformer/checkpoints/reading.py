@@ -37,7 +37,7 @@ from jaxformer.files import ConfigError, first_of, store_of
 MANIFEST_FORMAT = 3  # of the manifest; checkpoints of others are refused
 READ_BACK_BYTES = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
 
-TreeT = TypeVar("TreeT")
+TargetT = TypeVar("TargetT")
 TargetLeaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct  # shape, dtype and sharding of a leaf
 
 
@@ -147,11 +147,11 @@ def read_checkpoint(
 def read_state(
     folder: Path,
     step: int,
-    target: TreeT,
+    target: TargetT,
     *,
     run: Mapping[str, Any] | None = None,
     without: Collection[str] = (),
-) -> TreeT:
+) -> TargetT:
     """Read a pytree from the checkpoint of `step`, with the shapes, dtypes and shardings of
     `target`. The leaves at the paths `without` are those of `target`. Raises what `read_checkpoint`
     does."""

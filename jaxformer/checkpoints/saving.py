@@ -28,6 +28,7 @@ from jaxformer.checkpoints.buckets import (
 from jaxformer.checkpoints.digests import write_file_digests
 from jaxformer.checkpoints.reading import (
     Damaged,
+    TargetT,
     flat_leaves,
     in_short,
     manifest_of,
@@ -52,7 +53,6 @@ class Stepped(Protocol):
 
 
 StateT = TypeVar("StateT", bound=Stepped)
-TargetT = TypeVar("TargetT")
 
 
 class NotSaved(RuntimeError):
