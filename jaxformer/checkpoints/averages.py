@@ -60,11 +60,10 @@ def evaluation_weights(params: Params, optimizer_state: Any) -> Params:
             for path, leaf in jax.tree.leaves_with_path(getattr(state, kind.leaves))
         }
         if averages:
-            return _averaged(params, averages, kind)
-    return params
+            break
+    else:
+        return params
 
-
-def _averaged(params: Params, averages: dict[str, tuple[Any, Any]], kind: AverageKind) -> Params:
     def leaf_of(path: Any, weight: Any) -> Any:
         if dotted(path) not in averages:
             return weight

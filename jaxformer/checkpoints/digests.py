@@ -176,7 +176,16 @@ def _of_table(leaves: dict[str, Any]) -> dict[str, jax.Array]:
 @jax.jit
 def _digest(leaf: jax.Array) -> jax.Array:
     """Compute the digest of a leaf; traced once for all leaves of one shape."""
-    words = _words(leaf)
+    # The words of `as_words`, on a device; those of a PRNG key are its data, and those of a complex
+    # number its real and its imaginary part.
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag], -1)
+    if leaf.dtype != bool:
+        kind = jnp.finfo if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo
+        leaf = jax.lax.bitcast_convert_type(leaf, f"uint{min(kind(leaf.dtype).bits, 32)}")
+    words = leaf.astype(WORD)
     # The flat index of each word, which no sharding changes.
     index = jnp.zeros(words.shape, WORD)
     stride = 1
@@ -193,20 +202,6 @@ def _digest(leaf: jax.Array) -> jax.Array:
         tuple(range(words.ndim)),
     )
     return jnp.stack(sums)
-
-
-def _words(leaf: jax.Array) -> jax.Array:
-    """Do the same as `as_words` on a device. The words of a PRNG key are its data, those of a
-    complex number its real and its imaginary part."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        leaf = jnp.stack([leaf.real, leaf.imag], -1)
-    if leaf.dtype == bool:
-        return leaf.astype(WORD)
-    kind = jnp.finfo if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo
-    bits = kind(leaf.dtype).bits
-    return jax.lax.bitcast_convert_type(leaf, f"uint{min(bits, 32)}").astype(WORD)
 
 
 def _mixed(words: Any, index: Any) -> tuple[Any, Any]:

@@ -194,7 +194,36 @@ def _read_files(
     kinds = ocp.checkpoint_utils.construct_restore_args(targets)
     try:
         manifest = read_manifest(checkpoint)
-        _require_match(checkpoint, manifest, shapes_of(targets), exact, run)
+        # Compared before anything is read: that takes no memory, and names every difference.
+        saved = manifest["leaves"]
+        problems = []
+        for path, (shape, dtype) in shapes_of(targets).items():
+            row = saved.get(path)
+            if row is None:
+                problems.append(f"{path}: not in the checkpoint")
+            elif row[:2] != [shape, dtype]:
+                problems.append(
+                    f"{path}: {row[1]}{row[0]} in the checkpoint, {dtype}{shape} in the model"
+                )
+        if exact:
+            problems += [f"{path}: only in the checkpoint" for path in saved if path not in targets]
+        if problems:
+            raise ConfigError(
+                f"the checkpoint {checkpoint} is of another model or optimizer; nothing was"
+                f" changed:\n  {first_of(problems)}"
+            )
+        saved_by = manifest["run"]
+        differences = [
+            f"{name}: {saved_by[name]} in the checkpoint, {run[name]} here"
+            for name in saved_by
+            if name in run and saved_by[name] != run[name]
+        ]
+        if differences:
+            lines = "\n  ".join(differences)
+            raise ConfigError(
+                f"the checkpoint {checkpoint} is of another run; nothing was changed:\n  {lines}\n"
+                "Move it back to its own run directory; train continues from what remains."
+            )
         if exact:
             try:
                 altered = altered_files(checkpoint, *share)
@@ -304,46 +333,6 @@ def read_back(checkpoint: Path) -> None:
     kinds = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in targets}
     leaves = _restored(checkpoint, targets, kinds, partial=True)
     _require_digests(manifest, {path: digest_on_host(leaves[path]) for path in targets})
-
-
-def _require_match(
-    checkpoint: Path,
-    manifest: Manifest,
-    shapes: Mapping[str, list[Any]],
-    exact: bool,
-    run: Mapping[str, Any],
-) -> None:
-    """Raise ConfigError where a checkpoint is of another run, or its shapes and dtypes are not the
-    expected ones."""
-    saved = manifest["leaves"]
-    problems = [f"{path}: not in the checkpoint" for path in shapes if path not in saved]
-    if exact:
-        problems += [f"{path}: only in the checkpoint" for path in saved if path not in shapes]
-    for path, (shape, dtype) in shapes.items():
-        stored_shape, stored_dtype, *_ = saved.get(path, (shape, dtype))
-        if (stored_shape, stored_dtype) != (shape, dtype):
-            problems.append(
-                f"{path}: {stored_dtype}{stored_shape} in the checkpoint, {dtype}{shape} in the"
-                " model"
-            )
-    # Compared before anything is read: it takes no memory, and names every difference at once.
-    if problems:
-        raise ConfigError(
-            f"the checkpoint {checkpoint} is of another model or optimizer; nothing was changed:"
-            f"\n  {first_of(problems)}"
-        )
-    saved_by = manifest["run"]
-    differences = [
-        f"{name}: {saved_by[name]} in the checkpoint, {run[name]} here"
-        for name in saved_by
-        if name in run and saved_by[name] != run[name]
-    ]
-    if differences:
-        lines = "\n  ".join(differences)
-        raise ConfigError(
-            f"the checkpoint {checkpoint} is of another run; nothing was changed:\n  {lines}\nMove"
-            " it back to its own run directory; train continues from what remains."
-        )
 
 
 def saved_steps(run_dir: Path) -> list[int]:

@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except BaseException as error:  # a panic of a library in Rust is no Exception
             return _reported(error)
 
+    # From here on signals are watched, also while JAX is imported.
     status = guarded(command)
     joined = sys.modules.get("jaxformer.cluster.launch")  # JAX would wait for the others in vain
     if joined:
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _reported(error: BaseException) -> int:
     """Print an error that no command foresaw. The exit status: 2 for one of the operating system
     about a file, or of a store, with one line, else 1."""
+    # One line: messages of XLA are pages.
     message = escaped(" ".join(str(error).split()))[:SHOWN_CHARACTERS]
     if isinstance(error, OSError) and (error.filename or error.errno in FULL_DISK_ERRORS):
         if error.errno in FULL_DISK_ERRORS:

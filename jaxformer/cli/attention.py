@@ -43,6 +43,7 @@ def run(args: AttentionArguments) -> int:
     # One program for logits and maps: the weights are those of the very pass that made the logits.
     compute = jax.jit(attention_maps, static_argnums=1, static_argnames="layers")
     rows = {name: row[None] for name, row in inputs.items()}  # [1, T]
+    # [L, 1, N, queries, keys] of each kind, and logits [1, T, V].
     attention = compute(model.params, model.config, layers=args.layers or None, **rows)
     axis_rows = {"source" if model.config.family == "encoder" else "target": inputs["tokens"]}
     if "source" in inputs:
@@ -70,6 +71,7 @@ def run(args: AttentionArguments) -> int:
     elif logits.ndim == 2 and model.config.output != "none":
         candidates = _choices(model, *map(np.asarray, _likeliest(logits)))
     source = rows.get("source")
+    # [L, 1, queries, keys], from positions and segments alone.
     masks = attention_masks(model.config, layers=args.layers or None, **rows)
     page = attention_page(
         maps,
@@ -120,6 +122,7 @@ def _inputs(
     segment_ids = "source_segment_ids"
     if config.family == "encoder_decoder":
         source_limit = min(MAX_TOKENS, model.context(source=True))
+        # Before the model writes a target, which may take a while.
         check_size(len(source) + args.padding, source_limit, "on a page")
         rules = model.writing_rules() | {"source": [source]}
         # As many tokens as the page has room for.
@@ -136,6 +139,7 @@ def _inputs(
             length = len(start) + len(ids)
             beams = (beams + [[] for _ in range(length)])[:length]
         else:
+            # Greedy, so that the page of a model is the same each time.
             made = generate(model.params, config, [start], count, temperature=0.0, **rules)
             ids = model.before_end(made[0].tolist())
         rows = {"tokens": model.tokenizer.as_target(ids), "source": source}
@@ -206,6 +210,7 @@ def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[
             "kind": "" if row.depth else kinds.get(path.rpartition(".")[2], ""),
             "products": [],
         }
+        # A product belongs to the sublayer before it.
         (stages[-1]["products"] if row.depth else stages).append(stage)
     return stages
 
@@ -239,6 +244,7 @@ def lens_of(
         return []
 
     def likeliest(params: Params, rows: dict[str, Any]) -> Sequence[jax.Array]:
+        # One forward pass for all layers.
         captured = inspect(params, config, capture=names, **rows).values
         streams = jnp.stack([captured[name] for name in names])  # [L, 1, T, D]
 
@@ -259,6 +265,7 @@ def beam_candidates(
 ) -> list[list[BeamCandidate]]:
     """Return the candidates of each step of the search whose best text has the tokens `best`,
     likeliest first; of many, the first and those that lead to the best text."""
+    # [steps, 1, candidates]
     steps = jax.tree.map(np.asarray, steps)
     live: list[list[int]] = [[]] * steps.chosen.shape[-1]
     candidates = []

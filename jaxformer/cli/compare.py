@@ -117,6 +117,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
 
 def configurations(runs: Iterable[ComparedRun]) -> list[Configuration]:
     """Group runs by everything but their seeds, in the order of the first of each."""
+    # By text, since settings may be lists, which cannot be hashed.
     groups: dict[str, list[ComparedRun]] = {}
     for run in runs:
         groups.setdefault(repr(sorted(run.settings.items())), []).append(run)

@@ -27,6 +27,7 @@ LARGEST_DIFFERENCE = (
 
 def run(args: ConvertArguments) -> int:
     if args.verify:
+        # Before minutes of converting.
         require_transformers()
     target = args.target
     source = ModelFiles(args.source)
@@ -84,6 +85,7 @@ def run(args: ConvertArguments) -> int:
             in_files = f"in {count} files" if count > 1 else f"in {count} file"
             print(f"{target}: {kind} of {size} parameters, {args.dtype}, {in_files}")
         if args.verify:
+            # Of the files that were written, as another program would read them.
             return _verified(model, args, args.source if to_run else folder)
     return 0
 

@@ -98,6 +98,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
         f"{setup.task.name}, {tokens:,} tokens to train on, {steps:,} steps of"
         f" {setup.tokens_per_step:,} tokens",
     )
+    # On the shapes of the state: nothing is made.
     yield disk(setup.target, setup.directory.path, run.train.keep_checkpoints + 1)
     # The attention kernel, with its errors against float32, or the next one that is right.
     lines: list[str] = []
@@ -118,6 +119,7 @@ def versions() -> Finding:
     """Return the versions of the libraries, and whether the plugins for GPUs have that of jax."""
     numbers = dict[str, str]()
     for name in (*VERSIONED, *PLUGINS):
+        # A checkout has no metadata.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             numbers[name] = importlib.metadata.version(name)
     installed = ", ".join(f"{name} {number}" for name, number in numbers.items())
@@ -135,6 +137,7 @@ def devices() -> Finding:
     text = f"{count} x {first.device_kind} ({first.platform})"
     if first.platform == "cpu":
         for pattern, extra in DRIVERS.items():
+            # A slow run on the CPU beside an idle GPU is the most expensive mistake.
             if [*Path("/").glob(pattern.lstrip("/"))]:
                 return Finding(
                     "problem",
@@ -217,5 +220,6 @@ def dry_run(setup: RunSetup) -> Iterator[Finding]:
         f" {human_time(seconds)}, and {setup.run.train.steps:,} steps"
         f" {human_time(seconds * setup.run.train.steps)}"
     )
+    # A loss that is not finite in the first step will not become so.
     finite = math.isfinite(first["loss"]) and math.isfinite(first["grad_norm"])
     yield Finding("ok" if finite else "problem", "one step", pace)

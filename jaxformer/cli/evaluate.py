@@ -38,6 +38,7 @@ def run(args: EvaluateArguments) -> int:
             f" ({metric.get_signature()})"
         )
         if args.output is not None:
+            # One translation a line, as sacrebleu reads them.
             lines = (" ".join(text.split()) + "\n" for text in outputs)
             write_text(args.output, "".join(lines))
             print(f"{args.output}: the translations, one per line")

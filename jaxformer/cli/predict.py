@@ -33,6 +33,7 @@ def run(args: PredictArguments) -> int:
 def _fill(model: Model, args: PredictArguments) -> None:
     """Print the most likely tokens for each [MASK] of the prompt."""
     row = row_of(model, args.prompt, args.pair)
+    # [masks]
     masked = np.flatnonzero(row["tokens"] == model.tokenizer.special("mask"))
     if not masked.size:
         raise ConfigError("the prompt has no [MASK]: write one in place of each token to predict.")
@@ -61,6 +62,7 @@ def _tag(model: Model, args: PredictArguments) -> None:
     """Print each word of the prompt with its most likely tag."""
     words, encoded_words, row = words_of(model, args.prompt)
     tags = _logits(model, row)[row["weights"] > 0].argmax(-1)
+    # A word without a token has no tag, and keeps its place in the list.
     labels = ["(the tokenizer makes no token of it)"] * len(words)
     for index, tag in zip(encoded_words, tags, strict=True):
         labels[index] = escaped(model.labels[tag])

@@ -52,6 +52,7 @@ class Model(Loaded):
 
 def open_model(args: ModelArguments) -> Model:
     """Return the model that a command names, with its tokenizer."""
+    # The second prompt for a model starts without compiling.
     keep_compiled(RunSettings().compilation_cache)
     files = ModelFiles(args.path)
     loaded = load(files, args.step, quantize=args.quantize, weights=args.weights)
@@ -62,6 +63,7 @@ def open_model(args: ModelArguments) -> Model:
         )
     if loaded.tokenizer is None:
         raise missing(files.path / TOKENIZER_FILE)
+    # A model without names of its classes numbers them.
     labels = loaded.labels or tuple(f"class {index}" for index in range(config.n_classes))
     return Model(**vars(loaded) | {"labels": labels}, run=files.run)
 
@@ -79,6 +81,7 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
     if not any(name in text for name in special):
         return tokenizer.encode(text)
     token_texts = map(tokenizer.shown, tokenizer.ordinary().tolist())
+    # As " the" of GPT-2 and its relatives: " [MASK]" then stands for a word with its space.
     has_spaces = any(len(token) > 1 and token[0] == " " for token in token_texts)
     names = "|".join(map(re.escape, special))
     pattern = f" ?({names})" if has_spaces else f"({names})"
@@ -113,6 +116,7 @@ def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
     """Return the row of one text or two as in training: tokens [T] between [CLS] and [SEP], and
     token_types [T] if the model has them."""
     texts = [text, pair] if pair else [text]
+    # [0] below is the class, which the template wants and nothing reads.
     ids = [tokens_of(model.tokenizer, each) for each in texts]
     template = ClassTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
     return _row(template, [*ids, [0]])

@@ -135,6 +135,7 @@ def listed(run_dir: Path) -> ListedRun:
         best=best.get("val_loss"),
         best_step=best.get("step"),
         tokens_per_second=_last(lines, "tokens_per_second"),
+        # A clock that was set back would give negative seconds.
         idle=max(time.time() - log.stat().st_mtime, 0.0) if lines else None,
     )
 

@@ -74,6 +74,7 @@ def _train(args: TrainTokenizerArguments) -> int:
     )
     Tokenizer.from_bpe(vocab, merges, args.special_tokens, args.pattern).save(target)
     entries = f"{len(vocab):,} entries"
+    # A small text has no pairs left to merge.
     if len(vocab) < args.vocab_size:
         entries += f" (the text has no pairs left for {args.vocab_size:,})"
     seconds = time.perf_counter() - began
@@ -159,6 +160,7 @@ def _inspect(args: InspectArguments) -> int:
         roles = ", ".join(role for role, role_token in role_tokens.items() if role_token == token)
         print(f"{token:8d}  {escaped(tokenizer.shown(token))}  {roles}".rstrip())
     print("longest entries")
+    # The longest entries show what the text of the training repeats, such as rulers and licences.
     longest = sorted(ordinary.tolist(), key=lambda token: (-sizes[token], token))[:SHOWN_ENTRIES]
     print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in longest))
     if args.text:

@@ -77,6 +77,7 @@ def advice(error: RunOutOfMemory) -> str:
             remedies[settings] = "parameters and optimizer state split over all devices"
     lines = ["What needs less:"] if remedies else []
     lines += [f"  {line}" for line in aligned(list(remedies.items()))]
+    # Remedies are guesses; the plan computes.
     lines.append("`jaxformer plan CONFIG` says of any settings whether they fit.")
     if error.saved is not None:
         lines.append(
@@ -138,6 +139,7 @@ class LastingStream:
 
     def _lose(self, error: OSError) -> None:
         """Redirect the stream to the null device, and say so on standard error."""
+        # Also for what libraries write to the file descriptor itself.
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), self._stream.fileno())
         print(
