@@ -43,7 +43,7 @@ class Step:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
             return self._advance(state, batch)
         with on_mesh(mesh_of(state)):
-            return _called(self._program(state), state, batch)
+            return StagedStep(self._program(state))(state, batch)
 
     def observing(self, observe: Observe) -> "Step":
         """Return the same step with further metrics, from its number (int32, counted from 0), its
@@ -98,13 +98,9 @@ class StagedStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Return what `Step` returns, by the compiled program."""
-        return _called(self._stage, state, batch)
-
-
-def _called(program: Any, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-    moving, still = _moving_and_still(state)
-    moving, metrics = program(moving, still, batch)
-    return _whole(moving, still), metrics
+        moving, still = _moving_and_still(state)
+        moving, metrics = self._stage(moving, still, batch)
+        return _whole(moving, still), metrics
 
 
 def _moving_and_still(state: TrainState) -> tuple[TrainState, Params]:
