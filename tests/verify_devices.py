@@ -9,7 +9,7 @@ from tiny_run import PLAIN, line, train_here, write_text
 
 from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.tools import probes
-from jaxformer.tools.verify import StepsAgain, setup_of_run
+from jaxformer.tools.verify import RepeatedSteps, setup_of_run
 
 MESHES = {
     "fsdp 2, tensor 2, context 2": {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.context": 2},
@@ -36,7 +36,7 @@ def main() -> None:
             text = write_text(folder / "text.txt")
             settings = PLAIN | SHORT | changes | {"run.progress": "none"}
             assert train_here(line(folder / "run", text, settings)) == 0
-            again = StepsAgain(setup_of_run(folder / "run"))
+            again = RepeatedSteps(setup_of_run(folder / "run"))
             (step,) = again.statements([2])
             assert step.verdict == "equal", step
             state = again.newest(LARGEST_STEP)

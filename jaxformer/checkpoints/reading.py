@@ -75,8 +75,8 @@ def versions() -> dict[str, str]:
         cpu = Path("/proc/cpuinfo")
         text = cpu.read_text(encoding="utf-8") if cpu.is_file() else ""
         machine += [str(os.cpu_count()), *re.findall("^model name\t*: (.*)$", text, re.M)[:1]]
-    found = {name: version_of(name) for name in names}
-    return {"python": platform.python_version(), "devices": " ".join(machine)} | found
+    packages = {name: version_of(name) for name in names}
+    return {"python": platform.python_version(), "devices": " ".join(machine)} | packages
 
 
 def flat_leaves(

@@ -125,11 +125,11 @@ def configurations(runs: Iterable[ComparedRun]) -> list[Configuration]:
     settings = [members[0].settings for members in groups.values()]
     names = dict.fromkeys(itertools.chain.from_iterable(settings))
     differing = [name for name in names if len({repr(each.get(name)) for each in settings}) > 1]
-    found = []
+    result = []
     for members in groups.values():
         name = str(members[0].listed.path)
         if len(members) > 1:
             name += f" ({len(members)} runs)"
         values = {setting: members[0].settings.get(setting) for setting in differing}
-        found.append(Configuration(name, tuple(members), values))
-    return found
+        result.append(Configuration(name, tuple(members), values))
+    return result

@@ -17,7 +17,7 @@ from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.directory import OtherData
 from jaxformer.runs.kernel_check import PROOFS, with_proven_kernel
 from jaxformer.tools.probes import Evidence, probed
-from jaxformer.tools.verify import Statement, StepsAgain, compared_files, read_run, setup_of_run
+from jaxformer.tools.verify import RepeatedSteps, Statement, compared_files, read_run, setup_of_run
 
 LIMITS = (
     "Not known: who computed the run, the figures of evaluations and of steps that were not done"
@@ -107,12 +107,12 @@ def verify(
         return
     if text := " ".join(filter(None, lines)):
         yield Statement("kernels", "equal to rounding", text)
-    again = StepsAgain(setup)
-    drawn = again.drawn(steps)
-    yield from again.statements(drawn)
-    if again.starts[-1] and again.starts[-1] not in drawn:
+    repeated = RepeatedSteps(setup)
+    drawn = repeated.drawn(steps)
+    yield from repeated.statements(drawn)
+    if repeated.starts[-1] and repeated.starts[-1] not in drawn:
         text = "the steps that lead to it were not done again: they are many, or it was not logged."
-        yield Statement(f"checkpoint {again.starts[-1]}", "unknown", text)
+        yield Statement(f"checkpoint {repeated.starts[-1]}", "unknown", text)
     # Probes look at the weights that somebody would use, the newest.
-    state = again.newest(LARGEST_STEP)
-    yield from probed(Evidence(again, state, again.batches[int(state.step)]))
+    state = repeated.newest(LARGEST_STEP)
+    yield from probed(Evidence(repeated, state, repeated.batches[int(state.step)]))

@@ -143,7 +143,7 @@ def attention_masks(
         cross = AttentionMask(layout, source, causal=False, relative=False)
         kinds["cross"] = cross, config.n_layers
 
-    def seen(mask: AttentionMask, window: int) -> jax.Array:
+    def keys_of(mask: AttentionMask, window: int) -> jax.Array:
         shape = (*mask.queries.positions.shape, mask.keys.positions.shape[-1])
         keys = visible(mask._replace(window=window))
         if keys is None:
@@ -157,7 +157,7 @@ def attention_masks(
         configs = layer_configs(of_source(config) if kind == "encoder" else config, depth)
         windows = [0 if kind == "cross" else layer.window for layer in configs]
         if chosen:
-            masks[kind] = jnp.stack([seen(mask, windows[i]) for i in chosen])
+            masks[kind] = jnp.stack([keys_of(mask, windows[i]) for i in chosen])
     return masks
 
 

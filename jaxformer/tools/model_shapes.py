@@ -177,7 +177,7 @@ def model_rows(
         batch["source"] = jax.ShapeDtypeStruct((batch_size, source_length), jnp.int32)
     check_inputs(config, batch)
     table = specs(config)
-    found = list[ShapeRow]()
+    shape_rows = list[ShapeRow]()
     for stack in stacks(config, length, source_length):
         x = (batch_size, stack.tokens, config.d_model)  # [B, T, D]
         branch = table
@@ -190,10 +190,10 @@ def model_rows(
                 path = "encoder."
         embedding = branch.get("embed", {})
         products = _products(embedding, embed_name, x, x)
-        found += _sublayer(embed_name, (x[:2],), (x,), embedding, products)
-        found += _layer_rows(stack, x, config.layers_in_group)
+        shape_rows += _sublayer(embed_name, (x[:2],), (x,), embedding, products)
+        shape_rows += _layer_rows(stack, x, config.layers_in_group)
         if "final_norm" in branch:
-            found += _sublayer(f"{path}final_norm", (x,), (x,), branch["final_norm"], [])
+            shape_rows += _sublayer(f"{path}final_norm", (x,), (x,), branch["final_norm"], [])
     head = table.get("head", {})
     if reads_pooler(config):
         head = table["pooler"] | head
@@ -207,12 +207,12 @@ def model_rows(
         matrices = head | {"weight": replace(matrix, inputs=inputs, lookup=False)}
     products = _products(matrices, "head", y, y, "weight")
     makes = products[-1].makes if products else (x,)
-    found += _sublayer("head", (x,), makes, head, products)
+    shape_rows += _sublayer("head", (x,), makes, head, products)
     # Nothing is left out silently: what no row has counted is a row of its own.
-    remaining = count(table) - sum(row.times * row.parameters for row in found)
+    remaining = count(table) - sum(row.times * row.parameters for row in shape_rows)
     if remaining:
-        found.append(ShapeRow("other", (), (), remaining))
-    return found
+        shape_rows.append(ShapeRow("other", (), (), remaining))
+    return shape_rows
 
 
 def _layer_rows(stack: Stack, x: Shape, layers_in_group: int) -> Iterator[ShapeRow]:

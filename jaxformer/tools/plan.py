@@ -107,18 +107,18 @@ def repeated_flops(planned: PlannedRun) -> float:
     """Return FLOPs a token of the products that the backward pass computes again: those that it
     reads and that are not stored."""
     model = planned.model
-    again = recomputed_names(planned)
+    recomputed = recomputed_names(planned)
     share = planned.source_length / planned.length
     total = 0.0
     if planned.of_pairs and tile_length(planned) < planned.length:
         total += 2 * model.vocab_size * model.embedded_width
     for path, spec in rows(planned.specs).items():
         name = path.rpartition(".")[2]
-        if spec.is_matrix and spec.is_stacked and name in again:
+        if spec.is_matrix and spec.is_stacked and name in recomputed:
             # 2 for each multiplication, of the share of experts that a token has.
             flops = 2 * spec.active * math.prod(spec.shape)
             total += flops * (share if spec.reads == "source" else 1)
-    if "weights" in again:
+    if "weights" in recomputed:
         total += score_flops(model, planned.length, planned.source_length) / 3
     return total
 

@@ -246,8 +246,8 @@ def cudnn_of(target: Target) -> Iterator[None]:
     capability = target.device.capability
     answers: dict[str, Any] = {
         "check_cudnn_version": lambda: 10_000 * CUDNN_VERSION[0] + 100 * CUDNN_VERSION[1],
-        "check_compute_capability": lambda asked: capability >= numbers(asked),
-        "is_cuda_compute_capability_equal": lambda asked: capability == numbers(asked),
+        "check_compute_capability": lambda required: capability >= numbers(required),
+        "is_cuda_compute_capability_equal": lambda required: capability == numbers(required),
     }
     fused = private("cudnn.fused_attention_stablehlo", "plan --compile for a GPU")
     with mock.patch.multiple(fused, **answers):
@@ -360,7 +360,7 @@ def compile_for_target(
     """Compile the step of a run, whose devices are of the kind `device`; the report calls them
     `target`."""
     mesh: Any = resolved.mesh
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     begin = time.perf_counter()
     lowered = resolved.step.lower(resolved.target, batch)
     capacity = round(capacity_of(device) or 0)
@@ -370,18 +370,18 @@ def compile_for_target(
         # The compilers of TPUs refuse a program that does not fit; those of GPUs compile it.
         needed, capacity = too_large(error)
     else:
-        found["memory"] = memory_of(compiled.memory_analysis())
-        needed = found["memory"]["peak"]
+        figures["memory"] = memory_of(compiled.memory_analysis())
+        needed = figures["memory"]["peak"]
         costs = compiled.cost_analysis() or {}
-        found["flops"] = costs.get("flops", 0.0)
-        found["bytes"] = costs.get("bytes accessed", 0.0)
+        figures["flops"] = costs.get("flops", 0.0)
+        figures["bytes"] = costs.get("bytes accessed", 0.0)
         text = compiled.as_text() or ""
-        found["collectives"] = dict(Counter(COLLECTIVE.findall(text)).most_common())
+        figures["collectives"] = dict(Counter(COLLECTIVE.findall(text)).most_common())
         if hlo:
             write_text(Path(hlo), text)
     if resolved.has_reference:
         needed += bytes_of_device(resolved.target.params)
-        found["notes"] = [REFERENCE_APART]
+        figures["notes"] = [REFERENCE_APART]
     return CompiledReport(
         target=target,
         device_kind=mesh.devices.flat[0].device_kind,
@@ -389,12 +389,12 @@ def compile_for_target(
         packed="segment_ids" in batch,
         dtype=resolved.model.dtype,
         kernel=resolved.kernel,
-        fits="memory" in found and (needed <= capacity or not capacity),
+        fits="memory" in figures and (needed <= capacity or not capacity),
         capacity=capacity,
         needed=needed,
         model_flops=model_flops(resolved) / mesh.size,
         seconds=time.perf_counter() - begin,
-        **found,
+        **figures,
     )
 
 

@@ -381,7 +381,7 @@ class StackActivations(NamedTuple):
 def activations(planned: PlannedRun) -> list[StackActivations]:
     """Return what each stack of a model stores for one microbatch, in the order of the forward
     pass."""
-    found = []
+    by_stack = []
     for stack in planned.stacks:
         stored = recomputed = working = 0.0
         # Equal layers store the same.
@@ -393,8 +393,8 @@ def activations(planned: PlannedRun) -> list[StackActivations]:
             recomputed = max(recomputed, sum(array.bytes for array in arrays) - kept)
             working = max(working, backward_bytes(planned, layer, arrays, stack))
         bias, slope = bias_bytes(planned, stack)
-        found.append(StackActivations(stack.name, stored + bias, recomputed, working + slope))
-    return found
+        by_stack.append(StackActivations(stack.name, stored + bias, recomputed, working + slope))
+    return by_stack
 
 
 def backward_bytes(
@@ -536,5 +536,5 @@ def capacity_of(device: Device) -> float | None:
         return None
     if device.platform != "gpu":
         return device.memory
-    stated = (os.environ.get(name) for name in FRACTION_VARIABLES)
-    return device.memory * float(next(filter(None, stated), GPU_FRACTION))
+    fractions = (os.environ.get(name) for name in FRACTION_VARIABLES)
+    return device.memory * float(next(filter(None, fractions), GPU_FRACTION))

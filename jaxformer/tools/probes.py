@@ -30,7 +30,7 @@ from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import hidden, without_objective
 from jaxformer.runs.kernel_check import TOLERANCE, largest
 from jaxformer.runs.setup import RunSetup
-from jaxformer.tools.verify import Statement, StepsAgain, Verdict, quiet
+from jaxformer.tools.verify import RepeatedSteps, Statement, Verdict, quiet
 from jaxformer.training.state import TrainState, on_mesh
 from jaxformer.training.step import Batch, Loss, Sums, gradients
 
@@ -51,13 +51,13 @@ class Evidence:
     """What the probes look at: a run, its newest state, which the last probe donates, and the batch
     of the next step."""
 
-    again: StepsAgain
+    repeated: RepeatedSteps
     state: TrainState
     batch: dict[str, np.ndarray]
 
     @property
     def setup(self) -> RunSetup:
-        return self.again.setup
+        return self.repeated.setup
 
     def rows(self, wanted: int) -> dict[str, np.ndarray]:
         """Return about the first `wanted` rows of the batch, as many on each device, at least
@@ -72,11 +72,11 @@ def probed(evidence: Evidence) -> Iterator[Statement]:
     for name, probe in PROBES.items():
         try:
             with memory_of(f"the probe {name}"):
-                found = probe(evidence)
+                answer = probe(evidence)
         except OutOfMemory as error:
-            found = "unknown", f"this machine has not enough memory: {str(error).splitlines()[0]}"
-        if found is not None:
-            yield Statement(name, *found)
+            answer = "unknown", f"this machine has not enough memory: {str(error).splitlines()[0]}"
+        if answer is not None:
+            yield Statement(name, *answer)
 
 
 # Leaks: the gradients of outputs by the embedded inputs are exactly 0 wherever a mask holds.
@@ -168,9 +168,9 @@ def _leaks(evidence: Evidence, rows: Sequences, masks: list[ProbeMask], what: st
     program = jax.jit(functools.partial(_gradients_by_inputs, setup.model))
     with on_mesh(setup.mesh):
         placed = place_batch(rows.batch, setup.mesh)
-        found = [program(params, placed, place_batch(mask, setup.mesh)) for mask in masks]
+        by_mask = [program(params, placed, place_batch(mask, setup.mesh)) for mask in masks]
     # `largest` makes a NaN infinite.
-    leaked, read = np.array(jax.device_get(found)).max(axis=0)  # of [masks, 2]
+    leaked, read = np.array(jax.device_get(by_mask)).max(axis=0)  # of [masks, 2]
     count, length = rows.segments.shape
     gradient = "is exactly 0"
     if leaked:
@@ -323,23 +323,23 @@ def _equal_to_rounding(evidence: Evidence, a: Any, b: Any, what: str) -> Found:
         return {path: (norm(first[path] - leaf), norm(leaf)) for path, leaf in second.items()}
 
     # Only norms leave the device.
-    found = np.array(list(jax.device_get(norms(a, b)).values()))  # [leaves, 2]
-    least = max(NEGLIGIBLE_SHARE * float(np.linalg.norm(found[:, 1])), 1e-30)
-    figure = float((found[:, 0] / np.maximum(found[:, 1], least)).max())
+    differences = np.array(list(jax.device_get(norms(a, b)).values()))  # [leaves, 2]
+    least = max(NEGLIGIBLE_SHARE * float(np.linalg.norm(differences[:, 1])), 1e-30)
+    figure = float((differences[:, 0] / np.maximum(differences[:, 1], least)).max())
     setup = evidence.setup
     with on_mesh(setup.mesh):
         bound = TOLERANCE[str(compute_dtype(setup.model))]
     text = f"{what}: the gradients of leaves differ by {figure:.1e} of their norm, at most"
     text += f" {bound:g} is rounding."
-    if not figure and found.any():
+    if not figure and differences.any():
         return "equal", text
     # A gradient of 0 shows nothing.
-    return "equal to rounding" if found.any() and figure <= bound else "NO", text
+    return "equal to rounding" if differences.any() and figure <= bound else "NO", text
 
 
 def _resumed_step(evidence: Evidence) -> Found:
     """Tell whether the next step is, to the bit, that of the state after it was saved and read."""
-    again = evidence.again
+    repeated = evidence.repeated
     setup = evidence.setup
     number = int(evidence.state.step)
     with (
@@ -349,10 +349,10 @@ def _resumed_step(evidence: Evidence) -> Found:
         checkpoints.save(evidence.state, number)
         checkpoints.wait()
         # After the save: a step donates the state.
-        expected = again.figures_of(*again.advance(evidence.state))
+        expected = repeated.figures_of(*repeated.advance(evidence.state))
         restored = checkpoints.restore(setup.target_over_base, quiet)
         assert restored is not None  # it was saved
-        found = again.figures_of(*again.advance(restored))
+        found = repeated.figures_of(*repeated.advance(restored))
     differing = [
         f"{name} {found[name]!r}, not {expected[name]!r}"
         for name in expected

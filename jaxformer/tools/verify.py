@@ -225,7 +225,7 @@ def setup_of_run(path: Path, mesh: Mapping[str, int] | None = None, **named: Any
     return make_setup(run, quiet)
 
 
-class StepsAgain:
+class RepeatedSteps:
     """A run whose steps are done again by its compiled step `program`. Writes nothing."""
 
     def __init__(self, setup: RunSetup) -> None:
@@ -358,6 +358,6 @@ def compared(
         "equal to rounding": f"equal to rounding (at most {bound:g} of the figure)",
         "NO": "not equal",
     }
-    found = [verdict for verdict, named in names.items() if named]
-    text = "; ".join(f"{phrases[verdict]}: {', '.join(names[verdict])}" for verdict in found)
-    return found[-1], text
+    verdicts = [verdict for verdict, named in names.items() if named]
+    text = "; ".join(f"{phrases[verdict]}: {', '.join(names[verdict])}" for verdict in verdicts)
+    return verdicts[-1], text

@@ -30,7 +30,7 @@ from jaxformer.runs.loading import load
 from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.tools import probes
 from jaxformer.tools.probes import PROBES, Evidence
-from jaxformer.tools.verify import Statement, StepsAgain, compared, read_run, setup_of_run
+from jaxformer.tools.verify import RepeatedSteps, Statement, compared, read_run, setup_of_run
 
 Capture = pytest.CaptureFixture[str]
 STEPS = 8
@@ -250,7 +250,7 @@ def test_figures_are_equal_or_rounded_or_not() -> None:
 def test_another_state_is_no_rounding_on_the_machine_of_the_run(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again = StepsAgain(setup_of_run(runs.run, cache_dir=f"{CACHE}/data"))
+    again = RepeatedSteps(setup_of_run(runs.run, cache_dir=f"{CACHE}/data"))
     again.logged[8] = again.logged[8] | {"state": "0" * 16}
     (statement,) = again.statements([8])
     assert statement.verdict == "NO" and "state, another one" in statement.text
@@ -323,7 +323,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 @pytest.fixture(scope="module")
 def sound(runs: Runs) -> Evidence:
     """With some padding."""
-    again = StepsAgain(setup_of_run(runs.run, cache_dir=f"{CACHE}/data"))
+    again = RepeatedSteps(setup_of_run(runs.run, cache_dir=f"{CACHE}/data"))
     state = again.newest(LARGEST_STEP)
     batch = dict(again.batches[int(state.step)])
     segments = batch["segment_ids"].copy()
@@ -406,7 +406,7 @@ def test_a_probe_holds_for_a_sound_run_and_not_for_a_broken_one(
     name: str, fault: Break, sound: Evidence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def verdict() -> str:
-        state = sound.again.newest(LARGEST_STEP)  # which a probe may donate
+        state = sound.repeated.newest(LARGEST_STEP)  # which a probe may donate
         found = PROBES[name](dataclasses.replace(sound, state=state))
         assert found is not None
         return found[0]
