@@ -101,6 +101,7 @@ def _with_s3_driver(spec: Any) -> Any:
         return spec
     if spec.get("driver") not in ("gcs", "gcs_grpc"):
         return {name: _with_s3_driver(value) for name, value in spec.items()}
+    # As the libraries of Amazon do, so that one set of variables serves all.
     options: dict[str, Any] = {"driver": "s3", "bucket": spec["bucket"], "path": spec["path"]}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")

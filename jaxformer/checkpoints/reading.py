@@ -265,6 +265,7 @@ def in_short(error: BaseException) -> str:
     end."""
     cause = error.__cause__ or error  # Orbax puts a long message around that of TensorStore
     name = "" if isinstance(cause, Altered) else f"{type(cause).__name__}: "
+    # TensorStore repeats its whole specification, which is pages.
     text = " ".join(str(cause).split()).partition(" [tensorstore_spec")[0]
     if len(text) > 300:
         text = f"{text[:100]} ... {text[-200:]}"
@@ -326,6 +327,7 @@ def read_back(checkpoint: Path) -> None:
     }
     budget = READ_BACK_BYTES
     targets = {}
+    # Small arrays first: the most paths within the bound.
     for path, shape in sorted(shapes.items(), key=lambda entry: math.prod(entry[1].shape)):
         budget -= math.prod(shape.shape) * shape.dtype.itemsize
         if budget >= 0:

@@ -115,6 +115,7 @@ class Checkpoints:
 
         The first save is read back, up to `READ_BACK_BYTES` bytes.
         """
+        # Of the last save alone: one is written at a time.
         step = self._saving
         self._saving = None
         if step is None or self._manager is None:
@@ -291,6 +292,7 @@ def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.Checkpo
         cleanup_tmp_directories=True,
         temporary_path_class=DurableDraft if store_of(folder).renames else MarkedDraft,
     )
+    # By one process, before any writes: the others would see half of it.
     together(lambda: remove_unfinished(folder) if jax.process_index() == 0 else None)
     return _Manager(orbax_path(folder), options=options)
 

@@ -112,6 +112,7 @@ def _reported(error: BaseException) -> int:
             file=sys.stderr,
         )
         return 2
+    # The libraries of buckets share no class of errors.
     packages = {type(one).__module__.partition(".")[0] for one in (error, error.__cause__)}
     if packages.intersection(STORE_PACKAGES):
         from jaxformer.files.bucket import explained

@@ -198,6 +198,7 @@ def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[
             part = "output"
         elif stack == "encoder" or (stack != "decoder" and config.family == "encoder"):
             part = "encoder"
+        # The page shows the maps of a stage where the stage stands in the diagram.
         kinds = {**dict.fromkeys(attending, part), "cross": "cross"}
         stage = {
             "part": part,
@@ -239,6 +240,7 @@ def lens_of(
     if config.family == "encoder":
         stack = "encoder"
     chosen = [layer for layer in range(config.n_layers) if not layers or layer in layers]
+    # The streams after the blocks, which the head alone would read of the last one.
     names = [f"{stack}.{layer}.residual" for layer in chosen]
     if not names:
         return []
@@ -299,5 +301,6 @@ def beam_candidates(
                 )
             )
         candidates.append(shown)
+        # The beams of the next step are the candidates that were kept.
         live = [texts[index] for index in chosen]
     return candidates

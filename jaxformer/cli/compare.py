@@ -80,6 +80,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
     be read, or has logged no loss."""
     runs = list[ComparedRun]()
     notes = list[str]()
+    # Resolved, so that a link is not a second run.
     read = set[Path]()
     for run in itertools.chain.from_iterable(map(runs_below, paths)):
         if isinstance(run, ConfigError):

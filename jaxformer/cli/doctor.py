@@ -200,6 +200,7 @@ def dry_run(setup: RunSetup) -> Iterator[Finding]:
     lines: list[str] = []
     try:
         program = compile_step(setup.step, setup.target, setup.first_batch, lines.append)
+        # The first state of the run as it would start, with what it takes from its base.
         state = first_state(setup, lines.append)
         batch = setup.placed(setup.batches[0])
         with memory_of("the first step"):

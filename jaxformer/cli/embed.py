@@ -42,6 +42,7 @@ def run(args: EmbedArguments) -> int:
         rows = []
         for text in batch:
             ids = tokens_of(model.tokenizer, text)
+            # Only an empty text is refused: a long one is cut.
             check_size(len(ids), len(ids), "")
             if len(ids) > room:
                 warnings.warn(f"texts are cut to {limit} tokens.", stacklevel=2)

@@ -19,6 +19,7 @@ def run(args: EvaluateArguments) -> int:
     check_output(args.output)
     keep_compiled(RunSettings().compilation_cache)
     if args.beams:
+        # First, since translating takes minutes and sacrebleu may be missing.
         metric = bleu_metric(args.bleu_tokenizer)
         translations = translate_run(
             args.path,

@@ -22,6 +22,7 @@ def run(args: PlanArguments, config: RunConfig) -> int:
     name = args.device
     devices = args.devices
     if args.compile and not name:
+        # Before the plan is made: a wrong name should not cost a minute.
         target = parse_target(args.compile)
         name = target.kind
         devices = devices or target.size

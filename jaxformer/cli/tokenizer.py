@@ -127,6 +127,7 @@ def _encode(args: EncodeArguments) -> int:
 
     # Block by block: a text may be larger than memory.
     ids = tokenizer.encode_iterable(texts(), args.special_tokens)
+    # An empty text has an empty array, with its dtype.
     arrays = [np.zeros(0, tokenizer.dtype)]
     count = 0
     while block := list(itertools.islice(ids, IDS_PER_BLOCK)):

@@ -104,6 +104,7 @@ def require_files() -> None:
     if hard == resource.RLIM_INFINITY or hard > soft:
         limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
         with contextlib.suppress(ValueError, OSError):
+            # A system may refuse, as in a container; the check below then tells.
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
             soft = max(soft, limit)
     if soft != resource.RLIM_INFINITY and soft < MIN_FILES:

@@ -39,6 +39,7 @@ def banner(summary: Mapping[str, str | Sequence[str]], title: str = "jaxformer")
     width = WIDTH - margin - 2 * len(INDENT)
     lines = [title]
     for name, value in summary.items():
+        # A value that is longer than its column goes on below itself.
         for paragraph in [value] if isinstance(value, str) else value:
             wrapped = textwrap.wrap(
                 paragraph, width, break_long_words=False, break_on_hyphens=False

@@ -86,6 +86,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         self._before = first_digest(identity or {})
         for number, (raw, last) in enumerate(remaining, start=1):
             # Without an identity the first digest is that of nothing known.
+            # A line of another writer has no digest, and is no fault.
             follows = last.get(BEFORE, self._before) == self._before
             if not follows and (number > 1 or identity is not None):
                 fault = fault or f"line {number} does not follow from what is before it"
@@ -147,6 +148,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
                 " lines are kept until they can be.",
                 stacklevel=2,
             )
+        # The tracker never has a number that the file lacks.
         if not self._unwritten:
             self._tracker.log(int(step), finite)
 
@@ -206,6 +208,7 @@ def first_digest(identity: Mapping[str, Any]) -> str:
 def logged_lines(path: Path) -> Iterator[LoggedLine]:
     """Yield the lines of a metrics.jsonl, without a last one that is still being written. Raises
     ConfigError for a line that `MetricsLog` does not write."""
+    # By bytes: the digest of a line is that of its bytes.
     lines = read_file(path).removesuffix(b"\n").split(b"\n")
     for number, raw in enumerate(lines, start=1):
         try:

@@ -47,6 +47,7 @@ def plot_losses(run_dir: Path) -> Path:
     with panels(path, (8, 5), (5, 1)) as (top, bottom):
         draw_curve(top, lines, "loss", "training", BLUE)
         draw_curve(top, lines, "val_loss", "validation", RED)
+        # The first losses are far above all others, and would flatten the rest.
         top.set_ylim(*limits(np.append(column(lines, "loss"), column(lines, "val_loss"))))
         top.set_title(run_dir.resolve().name, loc="left", fontweight="bold")
         pairs = any("reward_margin" in line for line in lines)
@@ -103,6 +104,7 @@ def draw_curve(
     marker = ""
     if len(values) < 30:
         marker = "o"
+    # Fewer points show no noise that hides the curve.
     if len(values) > 100:
         axes.plot(x, values, color=color, alpha=0.25, linewidth=0.8)
         values = smoothed(values)

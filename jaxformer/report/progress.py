@@ -111,6 +111,7 @@ class ProgressBar:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
+        # A log file in another locale shall not end a run.
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         shown = text.encode(encoding, "replace").decode(encoding)
         print(shown, file=self.stream, flush=True)
@@ -142,6 +143,7 @@ class ProgressBar:
         """Return one plain line about a logged step or an evaluation."""
         fields = [f"step {self.step:>{len(str(self.total))}}/{self.total}"]
         fields += _parts(metrics)
+        # Tasks have names of their own: each is shown by it.
         for name, value in metrics.items():
             if name.startswith("tasks/"):
                 fields.append(f"{name.removeprefix('tasks/')} {value:.4f}")

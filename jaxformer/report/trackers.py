@@ -50,6 +50,7 @@ class TensorBoard:
         if self._failed:
             return
         try:
+            # Not before the first number, so that a start imports nothing for it.
             if self._board is None:
                 # Nobody can put a symbolic link at an unpredictable name.
                 suffix = f".{uuid.uuid4().hex}"
@@ -118,6 +119,7 @@ class HostedTracker:
                 field: value if isinstance(value, (str, int, float, type(None))) else str(value)
                 for field, value in settings.items()
             },
+            # A new run of the service where it does not know the id.
             "resume": "allow",
         }
         # Weights & Biases takes an id, and would put its files where the process runs.
@@ -134,6 +136,7 @@ class HostedTracker:
                 f"run.tracker={name!r} cannot be started ({type(error).__name__}: {error}). Log in"
                 " to the service, or choose run.tracker=none."
             )
+            # A mistake is told before hours of training, but ends no run that has them behind it.
             if not resume_step:
                 raise ConfigError(problem) from error
             warnings.warn(f"{problem} The run goes on without it.", stacklevel=2)

@@ -142,6 +142,7 @@ def attention_page(
             "layers": index_of_layer.reshape(-1).tolist(),
         }
     axes = sorted({axis for kind in kinds for axis in AXES[kind]})
+    # As of a character that is three tokens of bytes.
     shared = {}
     for axis in axes:
         shared[axis] = [(first, end, visible(text)) for first, end, text in groups.get(axis, ())]

@@ -103,6 +103,7 @@ def attention_maps(
         raise ConfigError(f"layers={bad} are not among 0 .. {depth_limit - 1} of this model.")
     groups = []
     every = list[str]()
+    # In one forward pass, whatever stacks the model has.
     for form, depth in depths.items():
         group = [form.format(i) for i in range(depth) if layers is None or i in layers]
         groups.append(group)

@@ -273,6 +273,7 @@ def _products(branch: Specs, name: str, x: Shape, source: Shape, last: str = "")
         if "experts" in sizes:
             # A row for each pair of a token and an expert.
             tokens = (round(math.prod(tokens) * spec.active * sizes["experts"]),)
+        # The axes of the matrix that the product sums over.
         inputs = [size for axis, size in sizes.items() if axis in spec.inputs]
         outputs = [size for axis, size in sizes.items() if axis not in (*spec.inputs, *spec.batch)]
         row = ShapeRow(

@@ -132,6 +132,7 @@ def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
     """
     state = sum(line.bytes for line in memory.held if line.name not in ("batch", REFERENCE))
     reference = sum(line.bytes for line in memory.held if line.name == REFERENCE)
+    # Gathered, since a product reads its whole matrix.
     matrices = matrix_elements(planned, gathered=True) * planned.dtype_bytes
     stored = sum(stack.stored for stack in activations(planned))
     pieces = planned.run.train.n_microbatches * (matrices + stored)
@@ -154,6 +155,7 @@ def link_bytes(planned: PlannedRun) -> float:
     sent = 3 * microbatches * weights * planned.dtype_bytes
     gradients = gradient_bytes(planned) * planned.dtype_bytes / 4
     sent += summed * gradients * (1 - 1 / planned.size("data"))
+    # Tensor parallelism sums the output of each sublayer, and its gradient.
     sublayers = 0
     for stack in planned.stacks:
         tokens = planned.rows * planned.positions(stack.tokens)
@@ -379,6 +381,7 @@ def parameters_by_part(planned: PlannedRun) -> dict[str, int]:
             before = f"{names.pop(0)} "
         if names[0] == "blocks":
             names = [name for name in names[1:] if not name.isdigit()]
+        # Norms of one layer are small and many: one line for all.
         part = before + ("norms" if names[0].endswith("norm") else names[0])
         parts[part] = parts.get(part, 0) + math.prod(spec.shape)
     return parts

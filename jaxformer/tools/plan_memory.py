@@ -405,6 +405,7 @@ def backward_bytes(
     sizes: defaultdict[str, float] = defaultdict(float)
     for array in arrays:
         sizes[array.name] += array.bytes
+    # Sublayers are differentiated one after the other.
     largest = 0.0
     for sublayer in stack.sublayers(layer).values():
         gradients = sum(sizes[name] for name in sublayer.gradients)
@@ -418,6 +419,7 @@ def scores_bytes(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> float
     """Return bytes of the scores, float32, that blocked and ring attention have at a time; 0 for
     other kernels."""
     keys = max(stack.tokens, stack.source)
+    # Those of this device, where mesh.tensor divides them.
     heads = planned.sizes(keys).share(layer.n_heads)
     if layer.attention_kernel == "ring":
         block = min(LONGEST_BLOCK, planned.positions(keys))

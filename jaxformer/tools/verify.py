@@ -306,6 +306,7 @@ class RepeatedSteps:
         begun = 0
         for step in steps:
             start = self.start_of(step)
+            # A checkpoint is nearer than the state at hand: reading is faster than doing steps.
             if state is not None and int(state.step) < start:
                 state = None  # frees its memory
             if state is None:
