@@ -193,21 +193,14 @@ def chosen_tracker(name: str) -> Start:
     Raises ConfigError where the package of a tracker is not installed.
     """
     if name == "auto":
-        name = "none"
-        if _is_installed("tensorboard"):
-            name = "tensorboard"
-    if not _is_installed(name):
+        name = "tensorboard" if importlib.util.find_spec("tensorboardX") else "none"
+    package = TRACKER_PACKAGES.get(name)
+    if package and importlib.util.find_spec(package) is None:
         raise ConfigError(
-            f"run.tracker={name!r} needs {TRACKER_PACKAGES[name]}, which is not installed: pip"
-            f' install "jaxformer[{name}]", or choose run.tracker=none.'
+            f"run.tracker={name!r} needs {package}, which is not installed: pip install"
+            f' "jaxformer[{name}]", or choose run.tracker=none.'
         )
     return TRACKERS[name]
-
-
-def _is_installed(name: str) -> bool:
-    return (
-        name not in TRACKER_PACKAGES or importlib.util.find_spec(TRACKER_PACKAGES[name]) is not None
-    )
 
 
 def _summary_writer() -> Any:

@@ -202,11 +202,10 @@ def parse_target(text: str) -> Target:
     axes = 2 if kind in GPU_MODELS else TPU_AXES.get(kind, 0)
     sizes = shape.split("x")
     if not axes or len(sizes) != axes or not all(re.fullmatch("[1-9][0-9]*", s) for s in sizes):
-        kinds = [*(f"{name}:HOSTSxGPUS" for name in GPU_MODELS)]
-        kinds += [f"{name}:{'x'.join('ABC'[:n])}" for name, n in TPU_AXES.items()]
         raise ConfigError(
-            f"there is no target {text!r} to compile for: name one of {', '.join(kinds)}, as in"
-            " h100:1x8 (one host with eight GPUs) or v5e:4x4."
+            f"there is no target {text!r} to compile for: name one of"
+            f" {', '.join([*GPU_MODELS, *TPU_AXES])} with its sizes, as in h100:1x8 (one host with"
+            " eight GPUs), v5e:4x4 or v5p:2x2x4."
         )
     return Target(kind, tuple(map(int, sizes)))
 

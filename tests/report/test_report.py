@@ -145,7 +145,7 @@ def test_tensorboard_does_not_bring_pytorch_which_can_be_imported_later(tmp_path
 
 
 def test_without_tensorboard_only_the_lines_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxformer.report.trackers._is_installed", lambda name: name == "none")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     log_steps(tmp_path, 0, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
