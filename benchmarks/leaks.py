@@ -115,13 +115,13 @@ def measured(name: str) -> dict[str, float]:
 def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
     """A table of cells: blue where nothing moves, red where the other document is read."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 0.36 * len(rows) + 1.1), dpi=240, facecolor="white")
+        figure = Figure(figsize=(5.6, 0.27 * len(rows) + 1.2), dpi=300, facecolor="white")
         axes = figure.subplots()
         axes.set_axis_off()
         cells = axes.table(
             [[f"{row[way]:.1f}" for way in WAYS] for row in rows.values()],
             rowLabels=[*rows],
-            colLabels=WAYS,
+            colLabels=[way.replace(", ", ",\n") for way in WAYS],
             cellColours=[[BLUE if row[way] == 0 else RED for way in WAYS] for row in rows.values()],
             cellLoc="center",
             bbox=Bbox.unit(),
@@ -130,7 +130,7 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
             cell.set_edgecolor("white")
             is_value = number > 0 and column >= 0
             cell.get_text().set_color("white" if is_value else INK)
-        axes.set_title(
+        figure.suptitle(
             "What one document of a packed row moves in the next one,\n"
             "in standard deviations of the logits",
             color=INK,

@@ -5,6 +5,7 @@ A notebook takes up to a minute, so these tests are started by `pytest -m docs` 
 
 import os
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def executed(notebook: Any, folder: Path) -> list[Any]:
     client = NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", resources=resources)
     client.execute(env=kernel_environment())
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+@pytest.mark.docs
+def test_the_notebooks_for_colab_are_the_tutorials_with_a_cell_that_installs() -> None:
+    colab = runpy.run_path(str(ROOT / "docs/hooks/colab.py"))
+    found = {path.stem: path.read_text("utf-8") for path in colab["NOTEBOOKS"].glob("*.ipynb")}
+    assert found == {path.stem: colab["notebook_of"](path) for path in TUTORIALS}, (
+        "run python docs/hooks/colab.py"
+    )
 
 
 @pytest.mark.docs
