@@ -46,7 +46,7 @@ def test_targets_are_read_and_written() -> None:
         )
         assert target.device.memory > 15 * GIB and target.device.bandwidth > 8e11
     for text in ("v5e", "v5e:4", "v5e:2x2x2", "v5p:2x2", "h100:8", "h100:0x8", "h100:1xa", "x:1x1"):
-        with pytest.raises(ConfigError, match=r"no target .* h100:1x8 .* or v5e:4x4"):
+        with pytest.raises(ConfigError, match=r"no target .* h100:1x8 .* v5e:4x4 or v5p:2x2x4"):
             parse_target(text)
 
 
