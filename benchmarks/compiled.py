@@ -98,7 +98,7 @@ def with_experts(config: str, target: str, layers: int, rows: int, *more: str) -
 UNROLLED = ("train.batch_size=64", "train.microbatches=1")
 FSDP4, FSDP16 = "mesh.fsdp=4", "mesh.fsdp=16"
 FULL = "model.remat=full"
-E8, E16, CAPACITY = "mesh.expert=8", "mesh.expert=16", "model.expert_capacity=1.0"
+E8, E16, CAPACITY = "mesh.expert=8", "mesh.expert=16", "model.experts.capacity=1.0"
 KEPT_BY_HOST = ("model.remat=names", "model.saved=none", "model.offload=attention,input")
 ROWS = {
     "gpt2_unrolled": Row("gpt2_124m, 64 rows, unrolled", "gpt2_124m", "h100:1x1", UNROLLED),

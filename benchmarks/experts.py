@@ -59,9 +59,9 @@ BASE: Settings = {
     "run.progress": "lines",
 }
 EXPERTS: Settings = {"model.feed_forward": "experts"}
-EIGHT = EXPERTS | {"model.n_experts": 8, "model.experts_per_token": 2, "model.expert_ff": 192}
-SIXTEEN = EXPERTS | {"model.n_experts": 16, "model.experts_per_token": 4, "model.expert_ff": 96}
-BALANCED: Settings = {"model.router_bias": "balanced", "model.router_balance_loss": 0.0}
+EIGHT = EXPERTS | {"model.experts.n": 8, "model.experts.per_token": 2, "model.experts.d_ff": 192}
+SIXTEEN = EXPERTS | {"model.experts.n": 16, "model.experts.per_token": 4, "model.experts.d_ff": 96}
+BALANCED: Settings = {"model.experts.router_bias": "balanced", "model.experts.balance_loss": 0.0}
 METRICS = {"loss": "val_loss", "bits_per_byte": "val_bits_per_byte"}
 
 
@@ -101,7 +101,7 @@ def settings_of(variant: Variant, options: argparse.Namespace) -> Settings:
     settings = BASE | variant.settings
     if options.smoke:
         widths: Settings = {"model.d_ff": 64}
-        widths |= {"model.expert_ff": 32} if variant.settings else {}
+        widths |= {"model.experts.d_ff": 32} if variant.settings else {}
         settings |= SMOKE_FIELDS | widths | {"data.train": options.text}
         settings["data.cache_dir"] = options.runs / "data"
     return settings

@@ -61,7 +61,7 @@ PROGRAMS = {
 RUNS: dict[str, tuple[dict[str, object], str]] = {
     "flag: deterministic operations": ({}, FLAG),
     "as it is": ({}, ""),
-    "flag: deterministic operations, attention by XLA": ({"model.attention_kernel": "xla"}, FLAG),
+    "flag: deterministic operations, attention by XLA": ({"model.attention.kernel": "xla"}, FLAG),
     "flag: no autotuning": ({}, "--xla_gpu_autotune_level=0"),
     "flag: no nondeterministic kernels": ({}, "--xla_gpu_exclude_nondeterministic_ops=true"),
     "flag: no command buffers": ({}, "--xla_gpu_enable_command_buffer="),

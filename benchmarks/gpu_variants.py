@@ -58,7 +58,7 @@ VARIANTS = {
     "half the rows": Variant(rows=0.5),
     "1.5 times the rows": Variant(rows=1.5),
     "layers in a loop": Variant({"model.layer_loop": "scan"}),
-    "attention by XLA": Variant({"model.attention_kernel": "xla"}),
+    "attention by XLA": Variant({"model.attention.kernel": "xla"}),
 }
 # What has no setting yet.
 MISSING = (

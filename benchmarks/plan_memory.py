@@ -85,7 +85,7 @@ STEPS = {
     "bert_base_full": step("bert_base", GPU, 128, PLAIN, FULL),
     "bert_base_dropout": step("bert_base", GPU, 64),
     "bert_base_data_dropout": step(
-        "bert_base", GPUS, 256, "train.microbatches=2", "model.attention_dropout=auto"
+        "bert_base", GPUS, 256, "train.microbatches=2", "model.attention.dropout=auto"
     ),
     "bert_base_fsdp": step("bert_base", GPUS, 256, PLAIN, "mesh.fsdp=8"),
     "t5_small": step("t5_small", GPU, 128, PLAIN),
@@ -117,7 +117,7 @@ STEPS = {
     "olmoe_fsdp": step("olmoe_1b_7b", GPUS, 16, "model.n_layers=8", "mesh.fsdp=8", FULL),
     "olmoe_expert": step("olmoe_1b_7b", GPUS, 16, "model.n_layers=4", E8),
     "olmoe_expert_capacity": step(
-        "olmoe_1b_7b", GPUS, 16, "model.n_layers=8", E8, "model.expert_capacity=1.25"
+        "olmoe_1b_7b", GPUS, 16, "model.n_layers=8", E8, "model.experts.capacity=1.25"
     ),
     "olmoe_expert_fsdp": step(
         "olmoe_1b_7b", GPUS, 16, "model.n_layers=4", "mesh.expert=4", "mesh.fsdp=2", FULL

@@ -4,7 +4,16 @@ Give it text: --data.train 'corpus/*.jsonl.zst' [--data.mask_units words]
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config import (
+    Attention,
+    DataConfig,
+    Embedding,
+    Head,
+    OptimizerConfig,
+    RunSettings,
+    TokenizerConfig,
+    TrainConfig,
+)
 
 config = RunConfig(
     run=RunSettings(dir="runs/bert_base"),
@@ -20,15 +29,14 @@ config = RunConfig(
         norm_eps=1e-12,
         activation="gelu",
         bias="all",
-        embedding_norm=True,
-        token_types=2,
-        next_sentence=True,
         tied_head=True,
         dropout=0.1,
+        embedding=Embedding(norm=True, token_types=2),
+        head=Head(next_sentence=True),
         # The paper drops 0.1 of the attention weights too, which no fused kernel of a GPU or TPU
         # does: compiled for an H100, a step on 64 rows takes 100 ms at least with it and 56
-        # without. The paper's: --model.attention_dropout auto.
-        attention_dropout=0.0,
+        # without. The paper's: --model.attention.dropout auto.
+        attention=Attention(dropout=0.0),
     ),
     data=DataConfig(sequence_length=512),
     tokenizer=TokenizerConfig(vocab_size=30_522, training_bytes=1_000_000_000),

@@ -7,7 +7,16 @@ python examples/stdlib_packages.py && python train.py configs/bert_tiny.py:class
 from dataclasses import replace
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config import (
+    DataConfig,
+    Embedding,
+    Head,
+    OptimizerConfig,
+    RunSettings,
+    TokenizerConfig,
+    TrainConfig,
+    with_settings,
+)
 
 config = RunConfig(
     run=RunSettings(dir="runs/bert_tiny"),
@@ -22,11 +31,10 @@ config = RunConfig(
         norm_placement="post",
         activation="gelu",
         bias="all",
-        embedding_norm=True,
-        token_types=2,
-        next_sentence=True,
         tied_head=True,
         init="xavier",
+        embedding=Embedding(norm=True, token_types=2),
+        head=Head(next_sentence=True),
     ),
     data=DataConfig(train="stdlib", sequence_length=128),
     tokenizer=TokenizerConfig(vocab_size=4096, training_bytes=4_000_000),
@@ -38,7 +46,9 @@ config = RunConfig(
 classifier = replace(
     config,
     run=replace(config.run, dir="runs/bert_tiny_classifier", init_from="runs/bert_tiny"),
-    model=replace(config.model, head="classes", next_sentence=False, dropout=0.1),
+    model=with_settings(
+        config.model, {"head.kind": "classes", "head.next_sentence": False, "dropout": 0.1}
+    ),
     data=replace(config.data, train="packages/train.jsonl", validation="packages/validation.jsonl"),
     optimizer=replace(config.optimizer, name="adamw", learning_rate=3e-4, b2=0.98, warmup_steps=30),
     train=replace(config.train, steps=150, eval_every=50, eval_batches=0, checkpoint_every=50),

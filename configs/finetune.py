@@ -3,8 +3,8 @@
     python train.py configs/finetune.py --run.init_from DIRECTORY --data.train book.txt
 
 DIRECTORY is a run, or a Hugging Face model. No setting of the model is stated here, so all of them
-are those of that model; one on the command line takes effect, as in `--model.rope_scaling yarn
---model.rope_factor 4 --model.max_length 8192`.
+are those of that model; one on the command line takes effect, as in `--model.rope.scaling yarn
+--model.rope.factor 4 --model.max_length 8192`.
 """
 
 from jaxformer import RunConfig

@@ -12,21 +12,25 @@ from dataclasses import replace
 
 from llama_1b import config as base
 
+from jaxformer.config import with_settings
+
 config = replace(
     base,
     run=replace(base.run, dir="runs/llama3_8b"),
-    model=replace(
+    model=with_settings(
         base.model,
-        vocab_size=128_256,
-        d_model=4096,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=8,
-        d_ff=14_336,
-        max_length=8192,
-        rope_theta=500_000.0,
-        layer_loop="scan",
-        remat="full",
+        {
+            "vocab_size": 128_256,
+            "d_model": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "n_kv_heads": 8,
+            "d_ff": 14_336,
+            "max_length": 8192,
+            "rope.theta": 500_000.0,
+            "layer_loop": "scan",
+            "remat": "full",
+        },
     ),
     data=replace(base.data, sequence_length=8192),
     tokenizer=replace(base.tokenizer, vocab_size=128_256),

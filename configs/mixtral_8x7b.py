@@ -6,7 +6,15 @@ mixtral/tokenizer.json. On 64 devices: --mesh.expert 8 --mesh.fsdp 8
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config import (
+    DataConfig,
+    Experts,
+    OptimizerConfig,
+    Rope,
+    RunSettings,
+    TokenizerConfig,
+    TrainConfig,
+)
 
 config = RunConfig(
     run=RunSettings(dir="runs/mixtral_8x7b"),
@@ -17,12 +25,9 @@ config = RunConfig(
         n_heads=32,
         n_kv_heads=8,
         feed_forward="experts",
-        n_experts=8,
-        experts_per_token=2,
-        expert_ff=14_336,
-        router_balance_loss=0.02,
         max_length=4096,
-        rope_theta=1e6,
+        experts=Experts(n=8, per_token=2, d_ff=14_336, balance_loss=0.02),
+        rope=Rope(theta=1e6),
     ),
     data=DataConfig(sequence_length=4096),
     tokenizer=TokenizerConfig(vocab_size=32_000, training_bytes=1_000_000_000),

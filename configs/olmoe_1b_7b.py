@@ -6,7 +6,15 @@ olmoe/tokenizer.json. On eight devices: --mesh.expert 8
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config import (
+    Attention,
+    DataConfig,
+    Experts,
+    OptimizerConfig,
+    RunSettings,
+    TokenizerConfig,
+    TrainConfig,
+)
 
 config = RunConfig(
     run=RunSettings(dir="runs/olmoe_1b_7b"),
@@ -15,16 +23,13 @@ config = RunConfig(
         d_model=2048,
         n_layers=16,
         n_heads=16,
-        query_key_norm="width",
         feed_forward="experts",
-        n_experts=64,
-        experts_per_token=8,
-        expert_ff=1024,
-        router_renormalize=False,
-        router_balance_loss=0.01,
-        router_z_loss=0.001,
         max_length=4096,
         init="truncated_normal",
+        attention=Attention(query_key_norm="width"),
+        experts=Experts(
+            n=64, per_token=8, d_ff=1024, renormalize=False, balance_loss=0.01, z_loss=0.001
+        ),
     ),
     data=DataConfig(sequence_length=4096),
     tokenizer=TokenizerConfig(vocab_size=50_304, training_bytes=1_000_000_000),

@@ -4,7 +4,15 @@ Give it text: --data.train 'corpus/*.jsonl.zst' [--data.objective prefix]
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config import (
+    Attention,
+    DataConfig,
+    Head,
+    OptimizerConfig,
+    RunSettings,
+    TokenizerConfig,
+    TrainConfig,
+)
 
 config = RunConfig(
     run=RunSettings(dir="runs/t5_small"),
@@ -20,14 +28,13 @@ config = RunConfig(
         norm="rms",
         norm_eps=1e-6,
         activation="relu",
-        attention_scale=1.0,
         tied_head=True,
-        logit_scale="rsqrt",
         dropout=0.1,
-        # The paper drops 0.1 of the attention weights too; without, GPUs take fused attention (see
-        # bert_base.py). The paper's: --model.attention_dropout auto.
-        attention_dropout=0.0,
         init="fan_in",
+        # The paper drops 0.1 of the attention weights too; without, GPUs take fused attention (see
+        # bert_base.py). The paper's: --model.attention.dropout auto.
+        attention=Attention(scale=1.0, dropout=0.0),
+        head=Head(scale="rsqrt"),
     ),
     data=DataConfig(sequence_length=128, source_length=512),
     tokenizer=TokenizerConfig(vocab_size=32_128, training_bytes=1_000_000_000),

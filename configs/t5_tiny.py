@@ -1,7 +1,14 @@
 """A small T5 (v1.1's gated feed-forward, its own output layer) on the standard library's source."""
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config import (
+    Attention,
+    DataConfig,
+    OptimizerConfig,
+    RunSettings,
+    TokenizerConfig,
+    TrainConfig,
+)
 
 config = RunConfig(
     run=RunSettings(
@@ -19,8 +26,8 @@ config = RunConfig(
         norm="rms",
         norm_eps=1e-6,
         activation="geglu_tanh",
-        attention_scale=1.0,
         init="fan_in",
+        attention=Attention(scale=1.0),
     ),
     data=DataConfig(train="stdlib", sequence_length=32, source_length=128),
     tokenizer=TokenizerConfig(vocab_size=4096, training_bytes=4_000_000),

@@ -11,11 +11,18 @@ DIRECTORY is all-MiniLM-L6-v2 or another BERT; `scratch` has the shape of that o
 from dataclasses import replace
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TrainConfig
+from jaxformer.config import (
+    DataConfig,
+    Head,
+    OptimizerConfig,
+    RunSettings,
+    TrainConfig,
+    with_settings,
+)
 
 config = RunConfig(
     run=RunSettings(dir="runs/topics"),
-    model=ModelConfig(family="encoder", head="classes"),
+    model=ModelConfig(family="encoder", head=Head(kind="classes")),
     data=DataConfig(
         train="topics/train.jsonl", validation="topics/validation.jsonl", sequence_length=48
     ),
@@ -27,22 +34,24 @@ config = RunConfig(
 scratch = replace(
     config,
     run=RunSettings(dir="runs/topics_scratch"),
-    model=replace(
+    model=with_settings(
         config.model,
-        d_model=384,
-        n_layers=6,
-        n_heads=12,
-        d_ff=1536,
-        max_length=512,
-        positions="learned",
-        norm="layer",
-        norm_placement="post",
-        norm_eps=1e-12,
-        activation="gelu",
-        bias="all",
-        embedding_norm=True,
-        token_types=2,
-        pooler=True,
-        tied_head=True,
+        {
+            "d_model": 384,
+            "n_layers": 6,
+            "n_heads": 12,
+            "d_ff": 1536,
+            "max_length": 512,
+            "positions": "learned",
+            "norm": "layer",
+            "norm_placement": "post",
+            "norm_eps": 1e-12,
+            "activation": "gelu",
+            "bias": "all",
+            "embedding.norm": True,
+            "embedding.token_types": 2,
+            "head.pooler": True,
+            "tied_head": True,
+        },
     ),
 )

@@ -6,7 +6,15 @@ Give it pairs and a shared vocabulary: --data.train 'wmt/train.{en,de}.gz' --dat
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config import (
+    Attention,
+    DataConfig,
+    Embedding,
+    OptimizerConfig,
+    RunSettings,
+    TokenizerConfig,
+    TrainConfig,
+)
 
 config = RunConfig(
     run=RunSettings(dir="runs/transformer_base"),
@@ -22,12 +30,12 @@ config = RunConfig(
         norm_placement="post",
         activation="relu",
         bias="all",
-        embedding_scale="sqrt",
         tied_head=True,
         dropout=0.1,
-        # As in section 5.4 of the paper, which drops of embeddings and outputs of sublayers alone.
-        attention_dropout=0.0,
         init="xavier",
+        embedding=Embedding(scale="sqrt"),
+        # As in section 5.4 of the paper, which drops of embeddings and outputs of sublayers alone.
+        attention=Attention(dropout=0.0),
     ),
     data=DataConfig(objective="seq2seq", sequence_length=512),
     tokenizer=TokenizerConfig(vocab_size=37_000, training_bytes=1_000_000_000),

@@ -6,7 +6,14 @@ Give it the files: --data.train 'multi30k/train.{de,en}.gz' --data.validation
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config import (
+    DataConfig,
+    Embedding,
+    OptimizerConfig,
+    RunSettings,
+    TokenizerConfig,
+    TrainConfig,
+)
 
 config = RunConfig(
     run=RunSettings(
@@ -24,10 +31,10 @@ config = RunConfig(
         norm_placement="pre",
         activation="relu",
         bias="all",
-        embedding_scale="sqrt",
         tied_head=True,
         dropout=0.15,
         init="xavier",
+        embedding=Embedding(scale="sqrt"),
     ),
     data=DataConfig(objective="seq2seq", sequence_length=128),
     tokenizer=TokenizerConfig(vocab_size=6000),

@@ -9,7 +9,6 @@ for all of them at its end; the accuracy is the share of right answers. Scalings
 """
 
 import argparse
-import dataclasses
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 import optax
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 
 KEYS = VALUES = 8
 # Token ids: needles from 0, one for each key and value, then questions, answers and hay.
@@ -28,7 +28,12 @@ TRAINED, FACTOR = 64, 4
 # With this base some pairs of dimensions turn many times in 64 tokens and others not once, as those
 # of a large model do in the length at which it is trained.
 CONFIG = jf.ModelConfig(
-    vocab_size=VOCABULARY, d_model=64, n_layers=2, n_heads=2, max_length=TRAINED, rope_theta=100.0
+    vocab_size=VOCABULARY,
+    d_model=64,
+    n_layers=2,
+    n_heads=2,
+    max_length=TRAINED,
+    rope=jf.Rope(theta=100.0),
 )
 
 
@@ -66,13 +71,15 @@ def accuracy(params: Any, config: jf.ModelConfig, batch: dict[str, jax.Array]) -
 
 def scaled(scaling: Any, **settings: Any) -> jf.ModelConfig:
     """The config for rows of up to FACTOR times the trained length."""
-    return dataclasses.replace(
+    return with_settings(
         CONFIG,
-        max_length=FACTOR * TRAINED,
-        rope_original_length=TRAINED,
-        rope_scaling=scaling,
-        rope_factor=float(FACTOR),
-        **settings,
+        {
+            "max_length": FACTOR * TRAINED,
+            "rope.original_length": TRAINED,
+            "rope.scaling": scaling,
+            "rope.factor": float(FACTOR),
+            **settings,
+        },
     )
 
 
@@ -81,8 +88,10 @@ def longrope(unscaled: int) -> jf.ModelConfig:
     pairs = CONFIG.rotated_width // 2
     return scaled(
         "longrope",
-        rope_short_factor=" ".join(["1"] * pairs),
-        rope_long_factor=" ".join(["1"] * unscaled + [str(FACTOR)] * (pairs - unscaled)),
+        **{
+            "rope.short_factor": " ".join(["1"] * pairs),
+            "rope.long_factor": " ".join(["1"] * unscaled + [str(FACTOR)] * (pairs - unscaled)),
+        },
     )
 
 

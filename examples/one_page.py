@@ -35,7 +35,7 @@ def rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
 def rope(x: jax.Array) -> jax.Array:
     """[B, T, N, H]: pair (i, i + H/2) of the token at position t turns by t theta^(-2i/H)."""
     half = x.shape[-1] // 2
-    frequencies = CONFIG.rope_theta ** (-jnp.arange(half) / half)  # [H/2]
+    frequencies = CONFIG.rope.theta ** (-jnp.arange(half) / half)  # [H/2]
     angle = jnp.arange(x.shape[1])[:, None, None] * frequencies  # [T, 1, H/2]
     first, second = x[..., :half], x[..., half:]
     cos, sin = jnp.cos(angle), jnp.sin(angle)

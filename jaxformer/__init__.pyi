@@ -6,7 +6,9 @@ from .arrays.mesh import make_mesh
 from .arrays.out_of_memory import OutOfMemory
 from .checkpoints.saving import Checkpoints
 from .config.model import ModelConfig
+from .config.records import Attention, Embedding, Experts, Head, Latent, RelativePositions, Rope
 from .config.run import RunConfig
+from .config.settings import with_settings
 from .files import ConfigError
 from .generation.beam import beam_search
 from .generation.decode import generate
@@ -35,10 +37,15 @@ from .training.state import TrainState, init_state
 from .training.step import make_step
 
 __all__ = [
+    "Attention",
     "Checkpoints",
     "ConfigError",
     "Diverged",
+    "Embedding",
+    "Experts",
+    "Head",
     "Interrupted",
+    "Latent",
     "LoRA",
     "Loaded",
     "ModelConfig",
@@ -46,7 +53,9 @@ __all__ = [
     "PrefixTuning",
     "Profile",
     "PromptTuning",
+    "RelativePositions",
     "Result",
+    "Rope",
     "RunConfig",
     "SkipSteps",
     "TrainState",
@@ -86,6 +95,7 @@ __all__ = [
     "tokenizer",
     "train",
     "transformer_block",
+    "with_settings",
     "without_adapters",
     "writing_rules",
 ]

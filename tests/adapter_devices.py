@@ -12,6 +12,7 @@ from families import SIZES, params_of
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
+from jaxformer.config.settings import with_settings
 
 CASES = {  # how the base is quantized, and a mesh
     "expert 2 x fsdp 2 x tensor 2": ("nf4_double", dict(data=1, fsdp=2, expert=2, tensor=2))
@@ -22,11 +23,14 @@ BATCH = {"tokens": TOKENS, "targets": TOKENS[:, ::-1], "weights": jnp.ones(TOKEN
 
 def stepped(kind, mesh, experts=4, dropout=0.0):
     """The params after a step, and its loss."""
-    config = jf.ModelConfig(
-        **SIZES
-        | {"feed_forward": "experts", "n_experts": experts, "experts_per_token": 2}
-        | {"n_layers": 1},
-        bias="all",
+    config = with_settings(
+        jf.ModelConfig(),
+        {
+            **SIZES
+            | {"feed_forward": "experts", "experts.n": experts, "experts.per_token": 2}
+            | {"n_layers": 1},
+            "bias": "all",
+        },
     )
     params = params_of(config)
     params = jf.quantize(params, kind) if kind else params

@@ -13,6 +13,7 @@ from learning_steps import a_run
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
+from jaxformer.config.settings import with_settings
 from jaxformer.layers import exchange, kernels, ring
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.dot_product import plain
@@ -23,7 +24,7 @@ MESHES = {
     "context 4": dict(data=2, context=4),
     "context 2": dict(data=1, fsdp=2, tensor=2, context=2),
 }
-RING = {"attention_kernel": "ring"}
+RING = {"attention.kernel": "ring"}
 # Changes to the model "llama" of shapes.py, which has four query heads and two key heads: eight
 # devices do not divide them, and four do. Beside them the meshes, with changes for these.
 CASES = {"rope": ({}, [("context 2", {}), ("context 8", RING)])}
@@ -31,14 +32,14 @@ SLOW_CASES = {
     "dropout, alibi": ({"dropout": 0.1, "positions": "alibi"}, [("context 8", {})]),
     # Weights are dropped in blocks where a device has all tokens of a row.
     "blocked dropout, no positions": (
-        {"dropout": 0.1, "attention_kernel": "blocked", "positions": "none"},
+        {"dropout": 0.1, "attention.kernel": "blocked", "positions": "none"},
         [("context 4", {})],
     ),
     "encoder, learned": (BERT | {"positions": "learned"}, [("context 2", {})]),
     "encoder-decoder, t5": (SEQUENCE_TO_SEQUENCE, [("context 8", {})]),
     "encoder-decoder, rope": (SEQUENCE_TO_SEQUENCE | {"positions": "rope"}, [("context 2", RING)]),
     "dynamic": (
-        {"rope_scaling": "dynamic", "rope_factor": 2.0, "rope_original_length": 8}
+        {"rope.scaling": "dynamic", "rope.factor": 2.0, "rope.original_length": 8}
         | {"layer_loop": "scan", "n_layers": 3},
         [("context 8", RING)],
     ),
@@ -141,7 +142,7 @@ def splash():
     params = jf.init(run.model, jax.random.key(0))
 
     def value(kernel):
-        config = dataclasses.replace(run.model, attention_kernel=kernel)
+        config = with_settings(run.model, {"attention.kernel": kernel})
 
         def loss(params):
             total, weight = jf.loss_of("causal", config)(params, batch, None)["loss"]

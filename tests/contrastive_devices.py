@@ -13,7 +13,7 @@ import jaxformer as jf
 from jaxformer.arrays.mesh import batch_sharding, make_mesh
 
 MESHES = {"data 8": dict(data=8), "fsdp 4 x tensor 2": dict(data=1, fsdp=4, tensor=2)}
-CONFIG = model("llama", family="encoder", head="none")
+CONFIG = model("llama", family="encoder", **{"head.kind": "none"})
 PAIRS = 16
 
 

@@ -15,6 +15,7 @@ from jaxformer.arrays.mesh import batch_sharding, make_mesh, parameter_sharding
 from jaxformer.arrays.params import init_params, map_specs
 from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.config.adapter import AdapterConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.interop import pretrained
 from jaxformer.losses import cross_entropy as losses
 from jaxformer.losses.heads import head_loss
@@ -37,15 +38,21 @@ SEQUENCE_TO_SEQUENCE = {
 }
 BERT = {
     "family": "encoder",
-    "token_types": 2,
-    "next_sentence": True,
-    "embedding_norm": True,
+    "embedding.token_types": 2,
+    "head.next_sentence": True,
+    "embedding.norm": True,
     "norm_placement": "post",
 }
-LATENT = {"mixer": "latent", "n_kv_heads": 0, "kv_rank": 16, "query_rank": 24, "rope_head_dim": 4}
-CLASSES = {"family": "encoder", "head": "classes", "n_classes": 3}
-DISENTANGLED = {"positions": "disentangled", "relative_buckets": 8, "relative_distance": 10}
-SHARED = {"n_layers": 4, "layer_groups": 2, "layer_loop": "scan", "embedding_width": 16}
+LATENT = {
+    "mixer": "latent",
+    "n_kv_heads": 0,
+    "latent.kv_rank": 16,
+    "latent.query_rank": 24,
+    "latent.rope_head_dim": 4,
+}
+CLASSES = {"family": "encoder", "head.kind": "classes", "head.n_classes": 3}
+DISENTANGLED = {"positions": "disentangled", "relative.buckets": 8, "relative.distance": 10}
+SHARED = {"n_layers": 4, "layer_groups": 2, "layer_loop": "scan", "embedding.width": 16}
 MUP = {"parametrization": "mup", "mup_base": "d_model=16 n_heads=2 n_kv_heads=1"}
 CASES = {  # model of shapes.py, changes to it, microbatches, meshes
     "llama": ("llama", {"n_layers": 2}, 1, ["all three"]),
@@ -55,12 +62,17 @@ CASES = {  # model of shapes.py, changes to it, microbatches, meshes
 # expert_devices.py.
 SLOW_CASES = {
     "llama": ("llama", {"n_layers": 2}, 1, ["fsdp 8", "tensor 4"]),
-    "splash": ("llama", {"attention_kernel": "tpu"}, 1, ["tensor 4"]),
+    "splash": ("llama", {"attention.kernel": "tpu"}, 1, ["tensor 4"]),
     # In muP, at twice the width of the base.
     "tiles": ("llama", MUP, 4, ["all three"]),
     "lora": ("llama", {}, 2, ["all three"]),
     "prefix": ("llama", {}, 2, ["all three"]),
-    "prompt of a source": ("llama", SEQUENCE_TO_SEQUENCE | {"max_segments": 1}, 1, ["all three"]),
+    "prompt of a source": (
+        "llama",
+        SEQUENCE_TO_SEQUENCE | {"attention.max_segments": 1},
+        1,
+        ["all three"],
+    ),
     "shared layers": ("llama", CLASSES | SHARED | {"positions": "alibi"}, 1, ["all three"]),
     "disentangled": ("llama", CLASSES | DISENTANGLED, 2, ["all three"]),
 }
@@ -100,7 +112,7 @@ def batch_of(config, seed=0):
         batch["source_segment_ids"] = (np.arange(20) < rng.integers(8, 21, (16, 1))).astype(
             np.int32
         )
-    if config.token_types:
+    if config.embedding.token_types:
         batch["token_types"] = rng.integers(0, 2, (16, 24), dtype=np.int32)
         batch["next_sentence"] = rng.integers(0, 2, (16, 1), dtype=np.int32)
         batch["next_sentence_weights"] = np.ones((16, 1), np.float32)
@@ -166,7 +178,7 @@ def steps(cases, meshes, drawn=()):
         losses.DENSE_LOGITS, losses.TILE_ROWS["cpu"] = (0, 8) if name == "tiles" else (dense, 512)
         expected, params, _, first = train(run, one)
         for label, changes in places:
-            there = dataclasses.replace(run, model=dataclasses.replace(run.model, **changes))
+            there = dataclasses.replace(run, model=with_settings(run.model, changes))
             mesh = make_mesh(**meshes[label])
             found, placed, seen, _ = train(there, mesh, None if name in drawn else first)
             apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)

@@ -13,6 +13,7 @@ from learning_steps import a_run
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
+from jaxformer.config.settings import with_settings
 from jaxformer.layers import dispatch
 
 MESHES = {
@@ -22,15 +23,15 @@ MESHES = {
     "expert 2 x context 2 x fsdp 2": dict(data=1, fsdp=2, expert=2, context=2),
     "fsdp 4 x tensor 2": dict(data=1, fsdp=4, tensor=2),
 }
-EXPERTS = {"feed_forward": "experts", "n_experts": 8, "expert_ff": 32}
+EXPERTS = {"feed_forward": "experts", "experts.n": 8, "experts.d_ff": 32}
 SIGMOID = {
-    "router": "sigmoid",
-    "router_bias": "balanced",
-    "router_groups": 4,
-    "router_top_groups": 2,
-    "router_scale": 2.5,
-    "shared_ff": 16,
-    "dense_layers": 1,
+    "experts.router": "sigmoid",
+    "experts.router_bias": "balanced",
+    "experts.groups": 4,
+    "experts.top_groups": 2,
+    "experts.scale": 2.5,
+    "experts.shared_ff": 16,
+    "experts.dense_layers": 1,
     "n_layers": 3,
     "layer_loop": "scan",
 }
@@ -38,12 +39,12 @@ CASES = {"top 2": ({}, [("expert 8", {}), ("expert 2 x tensor 2 x data 2", {})])
 SLOW_CASES = {
     "top 2": ({}, [("expert 2 x context 2 x fsdp 2", {}), ("fsdp 4 x tensor 2", {})]),
     "one expert, biases, learned router, encoder": (
-        {"experts_per_token": 1, "router_renormalize": False, "family": "encoder"}
-        | {"bias": "all", "router_bias": "learned", "activation": "gelu"},
+        {"experts.per_token": 1, "experts.renormalize": False, "family": "encoder"}
+        | {"bias": "all", "experts.router_bias": "learned", "activation": "gelu"},
         [("expert 2 x tensor 2 x data 2", {})],
     ),
-    "alternating": ({"expert_pattern": "de", "n_layers": 2}, [("expert 4 x fsdp 2", {})]),
-    "capacity": ({"expert_capacity": 1.0}, [("expert 2 x context 2 x fsdp 2", {})]),
+    "alternating": ({"experts.pattern": "de", "n_layers": 2}, [("expert 4 x fsdp 2", {})]),
+    "capacity": ({"experts.capacity": 1.0}, [("expert 2 x context 2 x fsdp 2", {})]),
     "sigmoid in groups": (SIGMOID, [("expert 4 x fsdp 2", {})]),
     "both": (
         {"family": "encoder_decoder", "n_encoder_layers": 1, "positions": "t5"},
@@ -89,7 +90,9 @@ def traffic():
 
 def decoding():
     """Greedy tokens on one device, and on a mesh that divides experts, and not the rows."""
-    config = jf.ModelConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=1, **EXPERTS)
+    config = with_settings(
+        jf.ModelConfig(), {"vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 1, **EXPERTS}
+    )
     params = jf.init(config, jax.random.key(0))
     prompt = np.random.default_rng(0).integers(0, 64, (3, 6), dtype=np.int32)
     generate = functools.partial(jf.generate, params, config, prompt, 8, temperature=0)

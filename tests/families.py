@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import zlib
-from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 
 import jaxformer as jf
 from jaxformer.arrays.params import map_specs, ones
+from jaxformer.config.settings import choices, hints, with_settings
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.kernels import KERNELS, Needs, missing
@@ -20,67 +20,67 @@ from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.inputs import Inputs, inputs_of
 from jaxformer.models.transformer import hidden, specs
 
-HINTS = get_type_hints(jf.ModelConfig)
-FAMILIES, POSITIONS = get_args(HINTS["family"]), get_args(HINTS["positions"])
+HINTS = hints(jf.ModelConfig)
+FAMILIES, POSITIONS = choices(HINTS["family"]), choices(HINTS["positions"])
 SIZES = dict(vocab_size=37, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, max_length=32)
-SIZES |= dict(relative_buckets=8, relative_distance=10)
+SIZES |= {"relative.buckets": 8, "relative.distance": 10}
 
 
 def rows_of(setting, **more):
     """One option for each word that a setting allows."""
-    return {word: {setting: word} | more for word in get_args(HINTS[setting])}
+    return {word: {setting: word} | more for word in choices(HINTS[setting])}
 
 
 STRETCHED = {  # lengths and turns at which each way to stretch shows at a few tokens
     "linear": {},
-    "dynamic": {"rope_original_length": 32},
-    "yarn": {"rope_original_length": 16, "rope_fast": 1.0, "rope_slow": 0.1},
-    "llama3": {"rope_original_length": 8, "rope_slow": 0.1, "rope_fast": 1.0},
+    "dynamic": {"rope.original_length": 32},
+    "yarn": {"rope.original_length": 16, "rope.fast": 1.0, "rope.slow": 0.1},
+    "llama3": {"rope.original_length": 8, "rope.slow": 0.1, "rope.fast": 1.0},
 }
 LONGROPE = {
-    "rope_scaling": "longrope",
-    "rope_factor": 2.0,
-    "rope_original_length": 32,
-    "rope_short_factor": "1.5 1.25",
-    "rope_long_factor": "1.5 4",
+    "rope.scaling": "longrope",
+    "rope.factor": 2.0,
+    "rope.original_length": 32,
+    "rope.short_factor": "1.5 1.25",
+    "rope.long_factor": "1.5 4",
 }
 LATENT = {
     "mixer": "latent",
     "n_kv_heads": 0,
-    "kv_rank": 6,
-    "query_rank": 5,
+    "latent.kv_rank": 6,
+    "latent.query_rank": 5,
     "head_dim": 6,
-    "rope_head_dim": 4,
-    "value_dim": 3,
+    "latent.rope_head_dim": 4,
+    "attention.value_dim": 3,
 }
 VARIANTS = {
     "family": rows_of("family"),
     "positions": (
         rows_of("positions")
         | {
-            f"rope {name}": {"rope_scaling": name, "rope_factor": 2.0} | more
+            f"rope {name}": {"rope.scaling": name, "rope.factor": 2.0} | more
             for name, more in STRETCHED.items()
         }
-        | {"rope in part, interleaved": {"rope_fraction": 0.5, "rope_pairing": "interleaved"}}
-        | {"rope with two bases": {"rope_window_theta": 50.0, "window": 3, "window_pattern": "wf"}}
-        | {"rope in some layers": {"position_pattern": "np"}}
+        | {"rope in part, interleaved": {"rope.fraction": 0.5, "rope.pairing": "interleaved"}}
+        | {"rope with two bases": {"rope.window_theta": 50.0, "window": 3, "window_pattern": "wf"}}
+        | {"rope in some layers": {"rope.pattern": "np"}}
         | {
-            "sinusoidal half": {"positions": "sinusoidal", "sinusoids": "half_closed"}
-            | {"position_offset": 2}
+            "sinusoidal half": {"positions": "sinusoidal", "embedding.sinusoids": "half_closed"}
+            | {"embedding.position_offset": 2}
         }
         | {"longrope": LONGROPE}
     ),
     "heads": (
         {"grouped": {}, "multi-head": {"n_kv_heads": 0}}
-        | {"multi-query, wide values": {"n_kv_heads": 1, "value_dim": 6}}
+        | {"multi-query, wide values": {"n_kv_heads": 1, "attention.value_dim": 6}}
         | {"latent": LATENT}
     ),
     "window": {"none": {}, "w": {"window": 3}, "wf": {"window": 3, "window_pattern": "wf"}},
     "scores": (
-        {"plain": {}, "scale": {"attention_scale": 1.0}, "soft-cap": {"attention_soft_cap": 1.0}}
-        | {"sinks": {"attention_sinks": True}}
+        {"plain": {}, "scale": {"attention.scale": 1.0}, "soft-cap": {"attention.soft_cap": 1.0}}
+        | {"sinks": {"attention.sinks": True}}
     ),
-    "query_key_norm": rows_of("query_key_norm"),
+    "query_key_norm": rows_of("attention.query_key_norm"),
     "norm": rows_of("norm"),
     "norm_placement": rows_of("norm_placement"),
     "residual": rows_of("residual") | {"multiplier": {"residual_multiplier": 0.5}},
@@ -90,15 +90,15 @@ VARIANTS = {
     },  # the others are tested one by one
     "bias": rows_of("bias"),
     "embedding": (
-        {"plain": {}, "scale": {"embedding_scale": "sqrt"}, "norm": {"embedding_norm": True}}
-        | {"types": {"token_types": 2}, "multiplier": {"embedding_multiplier": 3.0}}
+        {"plain": {}, "scale": {"embedding.scale": "sqrt"}, "norm": {"embedding.norm": True}}
+        | {"types": {"embedding.token_types": 2}, "multiplier": {"embedding.multiplier": 3.0}}
     ),
     "output": (
-        {"own": {}, "tied": {"tied_head": True}, "logit scale": {"logit_scale": "rsqrt"}}
-        | {"logit soft-cap": {"logit_soft_cap": 40.0}, "bias": {"head_bias": True}}
-        | {"logit divisor": {"logit_divisor": 2.5}}
+        {"own": {}, "tied": {"tied_head": True}, "logit scale": {"head.scale": "rsqrt"}}
+        | {"logit soft-cap": {"head.soft_cap": 40.0}, "bias": {"head.bias": True}}
+        | {"logit divisor": {"head.divisor": 2.5}}
     ),
-    "kernel": {"plain": {}, "blocked": {"attention_kernel": "blocked"}},
+    "kernel": {"plain": {}, "blocked": {"attention.kernel": "blocked"}},
 }
 BASE = {factor: next(iter(options)) for factor, options in VARIANTS.items()}
 
@@ -111,7 +111,7 @@ def settings_of(choice):
 
 
 def config_of(choice):
-    return jf.ModelConfig(**(SIZES | settings_of(choice)))
+    return with_settings(jf.ModelConfig(), SIZES | settings_of(choice))
 
 
 def fits(choice):
@@ -120,10 +120,10 @@ def fits(choice):
         config = config_of(choice)
     except jf.ConfigError:
         return False
-    if config.norm == "none" and config.logit_soft_cap:
+    if config.norm == "none" and config.head.soft_cap:
         # Without norms the logits are 1e5, of which a cap leaves the rounding alone.
         return False
-    kernel = "xla" if config.attention_kernel == "auto" else config.attention_kernel
+    kernel = "xla" if config.attention.kernel == "auto" else config.attention.kernel
     return not missing(KERNELS[kernel].lacks, Needs.of_run(config, "cpu", "float32", 16, 3))
 
 
@@ -201,7 +201,7 @@ def alone(config, cut=slice(None)):
     kept = {
         "tokens": True,
         "source": config.family == "encoder_decoder",
-        "token_types": config.token_types > 0,
+        "token_types": config.embedding.token_types > 0,
     }
     return {name: DOCUMENTS[name][cut] for name, keep in kept.items() if keep}
 

@@ -18,6 +18,7 @@ from shapes import strong
 import jaxformer as jf
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cli import main
+from jaxformer.config import with_settings
 from jaxformer.config.run import to_json
 from jaxformer.runs.directory import RunDirectory
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer, train_bpe_tokenizer
@@ -33,10 +34,15 @@ SHAPE: dict[str, Any] = dict(
 RUNS: dict[str, dict[str, Any]] = {
     "decoder": {"n_layers": 2},
     "encoder_decoder": {"family": "encoder_decoder"},
-    "masked": {"family": "encoder", "token_types": 2, "positions": "learned"},
-    "classes": {"family": "encoder", "token_types": 2, "head": "classes", "n_classes": 3},
-    "decoder classes": {"head": "classes", "n_classes": 3},
-    "tags": {"family": "encoder", "head": "tags", "n_classes": 3},
+    "masked": {"family": "encoder", "embedding.token_types": 2, "positions": "learned"},
+    "classes": {
+        "family": "encoder",
+        "embedding.token_types": 2,
+        "head.kind": "classes",
+        "head.n_classes": 3,
+    },
+    "decoder classes": {"head.kind": "classes", "head.n_classes": 3},
+    "tags": {"family": "encoder", "head.kind": "tags", "head.n_classes": 3},
 }
 LABELS = ("DET", "NOUN", "VERB")
 
@@ -55,10 +61,10 @@ def write_run(folder: Path, name: str, tokenizer: Tokenizer = TOKENIZER) -> Path
         sequence_length=32,
         cache_dir=f"{CACHE}/data",
     )
-    config = jf.ModelConfig(**(SHAPE | RUNS[name]))
+    config = with_settings(jf.ModelConfig(), SHAPE | RUNS[name])
     run = replace(base, run=replace(base.run, dir=str(folder)), model=config, data=data)
     folder.mkdir()
-    labels = LABELS if config.n_classes else ()
+    labels = LABELS if config.head.n_classes else ()
     directory = RunDirectory(run.run.dir)
     record = directory.check_data({"tokenizer": tokenizer.fingerprint()}, labels, {})
     directory.claim(to_json(run), tokenizer, record)

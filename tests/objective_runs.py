@@ -9,11 +9,12 @@ from corpora import prepare
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.config.settings import with_settings
 
 
 def run_of(family: str, model: dict[str, Any] | None = None, **data: Any) -> RunConfig:
     settings: Any = {"family": family, **(model or {})}
-    return RunConfig(model=ModelConfig(**settings), data=DataConfig(**data))
+    return RunConfig(model=with_settings(ModelConfig(), settings), data=DataConfig(**data))
 
 
 TEXT = "<|endoftext|>".join(
@@ -34,16 +35,20 @@ RECORDS = [
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "causal": ("decoder", {}, {}),
     "causal best fit": ("decoder", {}, {"packing": "best_fit"}),
-    "mlm": ("encoder", {"next_sentence": True, "token_types": 2}, {}),
+    "mlm": ("encoder", {"head.next_sentence": True, "embedding.token_types": 2}, {}),
     "mlm words": ("encoder", {}, {"mask_units": "words", "packing": "documents"}),
     "mlm best fit": ("encoder", {}, {"packing": "best_fit"}),
     "span_corruption": ("encoder_decoder", {}, {}),
     "prefix": ("encoder_decoder", {}, {}),
     "seq2seq": ("encoder_decoder", {}, {}),
     "sft": ("decoder", {}, {}),
-    "classes": ("encoder", {"head": "classes", "token_types": 2}, {"pair_field": "target"}),
-    "classes of a decoder": ("decoder", {"head": "classes"}, {}),
-    "token_classification": ("encoder", {"head": "tags"}, {"label_field": "tags"}),
+    "classes": (
+        "encoder",
+        {"head.kind": "classes", "embedding.token_types": 2},
+        {"pair_field": "target"},
+    ),
+    "classes of a decoder": ("decoder", {"head.kind": "classes"}, {}),
+    "token_classification": ("encoder", {"head.kind": "tags"}, {"label_field": "tags"}),
 }
 
 OF_RECORDS = ("seq2seq", "sft", "classes", "token_classification")

@@ -9,11 +9,12 @@ from own_sublayer import SIZES, batch, trained
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, lookup
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.embed import WHOLE, Embedding
 from jaxformer.layers.linear import INITIALIZERS, linear
 
 WIDTH = 8
-CONFIG = dict(SIZES, embedding="narrow", positions="learned", init="fan_in")
+CONFIG = {**SIZES, "embedding.kind": "narrow", "positions": "learned", "init": "fan_in"}
 
 
 def specs(config):
@@ -52,4 +53,4 @@ def batch_with_features(step):
 
 
 def losses(steps, mesh=None):
-    return trained(jf.ModelConfig(**CONFIG), batch_with_features, steps, mesh)
+    return trained(with_settings(jf.ModelConfig(), CONFIG), batch_with_features, steps, mesh)

@@ -2,7 +2,6 @@
 value, and what they read."""
 
 import copy
-import dataclasses
 import functools
 import json
 import math
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from transformers.utils import logging
 
 import jaxformer as jf
+from jaxformer.config import with_settings
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
@@ -233,7 +233,7 @@ def ours(batch, config):
         tokens = batch["decoder_input_ids"]
     else:
         names, tokens = {"segment_ids": "attention_mask"}, batch["input_ids"]
-        names |= {"token_types": "token_type_ids"} if config.token_types else {}
+        names |= {"token_types": "token_type_ids"} if config.embedding.token_types else {}
     return tokens, {name: batch[word] for name, word in names.items() if word in batch}
 
 
@@ -271,16 +271,16 @@ def filled(config):
     fields["window_pattern"] = (
         (config.window_pattern * config.n_layers)[: config.n_layers] if config.window else "w"
     )
-    fields["n_classes"] = config.n_classes if config.output in ("classes", "tags") else 0
-    factor, original = config.rope_factor, config.original_length
+    fields["head.n_classes"] = config.head.n_classes if config.output in ("classes", "tags") else 0
+    factor, original = config.rope.factor, config.original_length
     defaults = {
         "yarn": 1 + 0.1 * math.log(factor),
         "longrope": (1 + math.log(factor) / math.log(original)) ** 0.5,
     }
-    if config.rope_scaling in defaults:
-        scale = config.rope_attention_factor or defaults[config.rope_scaling]
-        fields["rope_attention_factor"] = round(scale, 6)
-    return dataclasses.replace(config, **fields)
+    if config.rope.scaling in defaults:
+        scale = config.rope.attention_factor or defaults[config.rope.scaling]
+        fields["rope.attention_factor"] = round(scale, 6)
+    return with_settings(config, fields)
 
 
 def tensors(place):

@@ -7,6 +7,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 
 VOCABULARY, LENGTH = 61, 24
 SIZES = dict(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, d_ff=40, max_length=64)
@@ -20,35 +21,38 @@ MODELS = {
         tied_head=True,
         n_kv_heads=0,
     ),
-    "multi-query, interleaved, post-norm": dict(
-        n_kv_heads=1, rope_pairing="interleaved", norm_placement="post", activation="geglu"
-    ),
+    "multi-query, interleaved, post-norm": {
+        "n_kv_heads": 1,
+        "rope.pairing": "interleaved",
+        "norm_placement": "post",
+        "activation": "geglu",
+    },
     "no norm, no positions": dict(norm="none", positions="none", activation="relu2"),
     "wide heads, silu": dict(
         init="truncated_normal", head_dim=12, activation="silu", norm="layer", norm_placement="post"
     ),
     "relu with biases": dict(activation="relu", bias="all", norm="rms"),
     "tanh gelu, learned": dict(activation="gelu_tanh", positions="learned"),
-    "experts": dict(feed_forward="experts", n_experts=4, expert_ff=24, bias="all"),
-    "experts in groups after a dense layer": dict(
-        feed_forward="experts",
-        n_experts=6,
-        experts_per_token=3,
-        expert_ff=16,
-        shared_ff=8,
-        dense_layers=1,
-        n_layers=3,
-        router="sigmoid",
-        router_bias="balanced",
-        router_groups=3,
-        router_top_groups=2,
-        router_scale=1.5,
-    ),
+    "experts": {"feed_forward": "experts", "experts.n": 4, "experts.d_ff": 24, "bias": "all"},
+    "experts in groups after a dense layer": {
+        "feed_forward": "experts",
+        "experts.n": 6,
+        "experts.per_token": 3,
+        "experts.d_ff": 16,
+        "experts.shared_ff": 8,
+        "experts.dense_layers": 1,
+        "n_layers": 3,
+        "experts.router": "sigmoid",
+        "experts.router_bias": "balanced",
+        "experts.groups": 3,
+        "experts.top_groups": 2,
+        "experts.scale": 1.5,
+    },
 }
 
 
 def model(name: str, **changes) -> jf.ModelConfig:
-    return jf.ModelConfig(**(SIZES | MODELS[name] | changes))
+    return with_settings(jf.ModelConfig(), SIZES | MODELS[name] | changes)
 
 
 def strong(params, key=1, size=0.15):

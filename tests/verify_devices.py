@@ -13,7 +13,7 @@ from jaxformer.tools.verify import RepeatedSteps, setup_of_run
 
 MESHES = {
     "fsdp 2, tensor 2, context 2": {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.context": 2},
-    "experts": {"mesh.expert": 2, "model.feed_forward": "experts", "model.n_experts": 4},
+    "experts": {"mesh.expert": 2, "model.feed_forward": "experts", "model.experts.n": 4},
 }
 SHORT = {"train.steps": 2, "train.checkpoint_every": 0, "optimizer.decay_steps": 2}
 SHORT |= {"train.eval_every": 0, "optimizer.warmup_steps": 1, "train.microbatches": 1}

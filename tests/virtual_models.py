@@ -8,33 +8,39 @@ import numpy as np
 from families import SIZES, params_of
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 
 forward = jax.jit(jf.forward, static_argnums=1)
 TOKENS = 3
 KINDS = {"prompt": jf.PromptTuning(TOKENS), "prefix": jf.PrefixTuning(TOKENS)}
-SCORES = dict(attention_soft_cap=1.0, attention_sinks=True, value_dim=6, n_kv_heads=1)
+SCORES = {
+    "attention.soft_cap": 1.0,
+    "attention.sinks": True,
+    "attention.value_dim": 6,
+    "n_kv_heads": 1,
+}
 DECODERS = {
     "rope": {},
-    "learned": {"positions": "learned", "position_offset": 2, "bias": "all"},
-    "sinusoidal": {"positions": "sinusoidal", "embedding_scale": "sqrt", "embedding_norm": True},
+    "learned": {"positions": "learned", "embedding.position_offset": 2, "bias": "all"},
+    "sinusoidal": {"positions": "sinusoidal", "embedding.scale": "sqrt", "embedding.norm": True},
     "alibi": {"positions": "alibi", "norm_placement": "post"},
     "t5": {"positions": "t5"},
-    "scores": {"query_key_norm": "head", **SCORES},
-    "positions in some layers": {"position_pattern": "np"},
-    "window": {"window": 2, "window_pattern": "wf", "rope_window_theta": 50.0},
+    "scores": {"attention.query_key_norm": "head", **SCORES},
+    "positions in some layers": {"rope.pattern": "np"},
+    "window": {"window": 2, "window_pattern": "wf", "rope.window_theta": 50.0},
 }
-BOTH = {"family": "encoder_decoder", "max_segments": 4}
+BOTH = {"family": "encoder_decoder", "attention.max_segments": 4}
 MODELS = DECODERS | {
     "encoder-decoder t5": BOTH | {"positions": "t5"},
     "encoder-decoder learned": BOTH
     | {"positions": "learned", "n_encoder_layers": 1}
-    | {"source_embedding": "separate"},
+    | {"embedding.source": "separate"},
 }
 
 
 @functools.cache
 def model(name, **changes):
-    return jf.ModelConfig(**SIZES | MODELS[name] | changes)
+    return with_settings(jf.ModelConfig(), SIZES | MODELS[name] | changes)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Tables of every setting, command and architecture of Hugging Face, from the code that has them.
 
-`<!-- settings -->`, `<!-- commands -->` and `<!-- architectures -->` in a page stand for them.
+`<!-- settings -->`, `<!-- moved -->`, `<!-- commands -->` and `<!-- architectures -->` in a page
+stand for them.
 """
 
 import ast
@@ -14,13 +15,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from jaxformer.cli import COMMANDS
 from jaxformer.config import RunConfig
+from jaxformer.config.run import MOVED
 from jaxformer.config.settings import VOLATILE, Bounds, choices
 
 HEADER = "| setting | values | default | may change | meaning |\n|---|---|---|---|---|\n"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    for table in (settings, commands, architectures):
+    for table in (settings, moved, commands, architectures):
         mark = f"<!-- {table.__name__} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, table())
@@ -33,11 +35,26 @@ def settings() -> str:
     return "\n".join(_section(entry.name, entry.default_factory) for entry in sections)
 
 
+def moved() -> str:
+    """A table of the settings of a model that had other names before there were records."""
+    rows = "".join(f"| `model.{old}` | `model.{new}` |\n" for old, new in MOVED.items())
+    return f"| before | now |\n|---|---|\n{rows}"
+
+
 def _section(name: str, kind: Any) -> str:
+    text = plain(" ".join((kind.__doc__ or "").split()))
+    return f"## {name}\n\n{text}\n\n{HEADER}" + "\n".join(_rows(name, kind)) + "\n"
+
+
+def _rows(name: str, kind: Any) -> list[str]:
+    """The rows of a section, and behind them those of its records."""
     helps, hints = field_texts(kind), get_type_hints(kind, include_extras=True)
     lines = []
     for entry in dataclasses.fields(kind):
         hint, full = hints[entry.name], f"{name}.{entry.name}"
+        if dataclasses.is_dataclass(hint):
+            lines += _rows(full, hint)
+            continue
         changes = "yes" if VOLATILE in getattr(hint, "__metadata__", ()) else ""
         cells = [
             f"`{full}`{{#{full}}}",
@@ -47,8 +64,7 @@ def _section(name: str, kind: Any) -> str:
             plain(helps[entry.name]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    text = plain(" ".join((kind.__doc__ or "").split()))
-    return f"## {name}\n\n{text}\n\n{HEADER}" + "\n".join(lines) + "\n"
+    return lines
 
 
 def field_texts(kind: type) -> dict[str, str]:

@@ -72,9 +72,9 @@ config = jf.ModelConfig(
     norm_placement="pre",  # BERT's is "post", which a small model learns more slowly with
     activation="gelu",
     bias="all",
-    embedding_norm=True,
     tied_head=True,
     init="xavier",
+    embedding=jf.Embedding(norm=True),
 )
 settings = DataConfig(
     train=str(work / "topics.txt"),

@@ -96,8 +96,8 @@ config = jf.ModelConfig(
     n_heads=4,
     d_ff=64,
     max_length=LENGTH,
-    rope_theta=100.0,
     init="fan_in",
+    rope=jf.Rope(theta=100.0),
 )
 STEPS = 400
 schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 50, STEPS, 1e-4)

@@ -33,9 +33,10 @@
 # %%
 import os
 
+from jaxformer.config.settings import with_settings
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import dataclasses
 import functools
 import sysconfig
 import time
@@ -80,7 +81,7 @@ class Batches:
 # ## Training
 #
 # The same decoder, seed, batches and steps for each scheme. The far buckets of `t5` begin at a
-# distance of `relative_distance`: it is set to the trained length, so that training has seen them
+# distance of `relative.distance`: it is set to the trained length, so that training has seen them
 # all.
 
 # %%
@@ -96,8 +97,8 @@ def model(positions):
         d_ff=128,
         max_length=TRAINED,
         positions=positions,
-        relative_distance=TRAINED,
         init="fan_in",
+        relative=jf.RelativePositions(distance=TRAINED),
     )
 
 
@@ -242,12 +243,14 @@ stretched = {}
 for scaling in SCALINGS:
     config = model("rope")
     if scaling != "none":
-        config = dataclasses.replace(
+        config = with_settings(
             config,
-            rope_scaling=scaling,
-            rope_factor=LONG / TRAINED,
-            rope_original_length=TRAINED,
-            max_length=LONG,
+            {
+                "rope.scaling": scaling,
+                "rope.factor": LONG / TRAINED,
+                "rope.original_length": TRAINED,
+                "max_length": LONG,
+            },
         )
     stretched[scaling] = np.asarray(loss_by_position(params["rope"], config, rows))
 
@@ -268,5 +271,5 @@ assert min(last["dynamic"], last["yarn"], last["llama3"]) < last["none"]
 
 # %% [markdown]
 # A scaling is a start for training on longer rows, not a replacement of it: the config of such a
-# run sets `model.rope_scaling`, `model.rope_factor` and `model.rope_original_length`, and begins
+# run sets `model.rope.scaling`, `model.rope.factor` and `model.rope.original_length`, and begins
 # with `run.init_from` (`docs/models.md`, "Long context", which also has `longrope`).

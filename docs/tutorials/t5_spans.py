@@ -61,8 +61,8 @@ config = jf.ModelConfig(
     positions="t5",
     norm="rms",
     activation="geglu_tanh",
-    attention_scale=1.0,
     init="fan_in",
+    attention=jf.Attention(scale=1.0),
 )
 settings = DataConfig(
     train=str(work / "topics.txt"),

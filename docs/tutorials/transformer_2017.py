@@ -69,9 +69,9 @@ paper = jf.ModelConfig(
     norm_placement="post",
     activation="relu",
     bias="all",
-    embedding_scale="sqrt",
     tied_head=True,
     init="xavier",
+    embedding=jf.Embedding(scale="sqrt"),
 )
 
 t, i = np.arange(paper.max_length)[:, None], np.arange(paper.d_model // 2)

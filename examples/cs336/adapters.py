@@ -26,6 +26,7 @@ import jaxformer as jf
 from jaxformer import layers
 from jaxformer.arrays.params import Spec, lookup, zeros
 from jaxformer.config import OptimizerConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.data.rows import window_start
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.linear import linear
@@ -133,13 +134,16 @@ def run_multihead_self_attention(
 
 def rotated(d_model: int, heads: int, length: int, theta: float, **more: Any) -> jf.ModelConfig:
     """The settings of the course's model: ours, with RoPE of dimensions 2i and 2i + 1."""
-    return jf.ModelConfig(
-        d_model=d_model,
-        n_heads=heads,
-        max_length=length,
-        rope_theta=theta,
-        rope_pairing="interleaved",
-        **more,
+    return with_settings(
+        jf.ModelConfig(),
+        {
+            "d_model": d_model,
+            "n_heads": heads,
+            "max_length": length,
+            "rope.theta": theta,
+            "rope.pairing": "interleaved",
+            **more,
+        },
     )
 
 

@@ -107,7 +107,7 @@ def check_experts(mesh: AnyMesh, experts: int) -> None:
         )
     if experts % devices:
         raise ConfigError(
-            f"mesh.expert={devices} does not divide model.n_experts={experts}: choose one of"
+            f"mesh.expert={devices} does not divide model.experts.n={experts}: choose one of"
             f" {divisors(experts)}."
         )
 

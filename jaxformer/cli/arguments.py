@@ -180,7 +180,7 @@ class EmbedArguments(ModelArguments):
     prompt: OptionalText = None
     """Text to read. If not given, each line of standard input is one."""
     pooling: Literal["auto", "mean", "first", "last"] = "auto"
-    """What of a text its vector is; auto is what model.pooling says, or the mean."""
+    """What of a text its vector is; auto is what model.head.pooling says, or the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ def open_model(args: ModelArguments) -> Model:
     if loaded.tokenizer is None:
         raise missing(files.path / TOKENIZER_FILE)
     # A model without names of its classes numbers them.
-    labels = loaded.labels or tuple(f"class {index}" for index in range(config.n_classes))
+    labels = loaded.labels or tuple(f"class {index}" for index in range(config.head.n_classes))
     return Model(**vars(loaded) | {"labels": labels}, run=files.run)
 
 

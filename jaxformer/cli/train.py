@@ -57,9 +57,9 @@ def advice(error: RunOutOfMemory) -> str:
     is_step = error.place.startswith(("compiling", "step"))
     remedies: dict[str, str] = {}
     if error.on_chip and "experts" in error.place:
-        remedies["--model.expert_kernel ragged"] = "experts without a Pallas kernel"
+        remedies["--model.experts.kernel ragged"] = "experts without a Pallas kernel"
     elif error.on_chip:
-        remedies["--model.attention_kernel xla"] = "attention without a fused kernel"
+        remedies["--model.attention.kernel xla"] = "attention without a fused kernel"
     else:
         if is_step and setup.run.model.remat != "full":
             remedies["--model.remat full"] = "activations recomputed instead of stored"

@@ -1,17 +1,27 @@
 from .adapter import AdapterConfig
 from .model import ModelConfig
+from .records import Attention, Embedding, Experts, Head, Latent, RelativePositions, Rope
 from .run import DataConfig, RunConfig, RunSettings, TokenizerConfig
+from .settings import with_settings
 from .train import LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
     "AdapterConfig",
+    "Attention",
     "DataConfig",
+    "Embedding",
+    "Experts",
+    "Head",
+    "Latent",
     "LaunchConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "RelativePositions",
+    "Rope",
     "RunConfig",
     "RunSettings",
     "TokenizerConfig",
     "TrainConfig",
+    "with_settings",
 ]

@@ -13,13 +13,95 @@ from typing import Annotated, Any, Literal
 
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.settings import Bounds, Count, Natural, Section, TableAt, Volatile, parts_of
+from jaxformer.config.settings import (
+    Bounds,
+    Count,
+    Natural,
+    Section,
+    TableAt,
+    Volatile,
+    flat,
+    parts_of,
+    with_settings,
+)
 from jaxformer.config.train import LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxformer.files import ConfigError, parse_object
 
 # Of config.json. To be raised when a setting is renamed or removed, or means something else than
 # before.
-VERSION = 3
+VERSION = 4
+# The settings of a model that have become fields of a record since version 3, whose names were not
+# those of the record and the field. Files of version 3 are read with them.
+MOVED = {
+    "rope_theta": "rope.theta",
+    "rope_pairing": "rope.pairing",
+    "rope_fraction": "rope.fraction",
+    "rope_window_theta": "rope.window_theta",
+    "position_pattern": "rope.pattern",
+    "rope_scaling": "rope.scaling",
+    "rope_factor": "rope.factor",
+    "rope_original_length": "rope.original_length",
+    "rope_slow": "rope.slow",
+    "rope_fast": "rope.fast",
+    "rope_truncate": "rope.truncate",
+    "rope_short_factor": "rope.short_factor",
+    "rope_long_factor": "rope.long_factor",
+    "rope_attention_factor": "rope.attention_factor",
+    "n_experts": "experts.n",
+    "experts_per_token": "experts.per_token",
+    "expert_ff": "experts.d_ff",
+    "shared_ff": "experts.shared_ff",
+    "expert_pattern": "experts.pattern",
+    "dense_layers": "experts.dense_layers",
+    "expert_capacity": "experts.capacity",
+    "router": "experts.router",
+    "router_renormalize": "experts.renormalize",
+    "router_scale": "experts.scale",
+    "router_bias": "experts.router_bias",
+    "router_groups": "experts.groups",
+    "router_top_groups": "experts.top_groups",
+    "router_balance_loss": "experts.balance_loss",
+    "router_z_loss": "experts.z_loss",
+    "expert_kernel": "experts.kernel",
+    "kv_rank": "latent.kv_rank",
+    "query_rank": "latent.query_rank",
+    "rope_head_dim": "latent.rope_head_dim",
+    "value_dim": "attention.value_dim",
+    "attention_scale": "attention.scale",
+    "attention_temperature": "attention.temperature",
+    "attention_soft_cap": "attention.soft_cap",
+    "attention_sinks": "attention.sinks",
+    "query_key_norm": "attention.query_key_norm",
+    "attention_dropout": "attention.dropout",
+    "attention_kernel": "attention.kernel",
+    "max_segments": "attention.max_segments",
+    "relative_buckets": "relative.buckets",
+    "relative_distance": "relative.distance",
+    "relative_bias": "relative.bias",
+    "embedding": "embedding.kind",
+    "source_embedding": "embedding.source",
+    "embedding_scale": "embedding.scale",
+    "embedding_multiplier": "embedding.multiplier",
+    "embedding_width": "embedding.width",
+    "embedding_norm": "embedding.norm",
+    "token_types": "embedding.token_types",
+    "position_embedding": "embedding.positions",
+    "position_offset": "embedding.position_offset",
+    "sinusoids": "embedding.sinusoids",
+    "head": "head.kind",
+    "n_classes": "head.n_classes",
+    "projection_width": "head.width",
+    "pooling": "head.pooling",
+    "class_head": "head.class_layers",
+    "pooler": "head.pooler",
+    "pooler_activation": "head.pooler_activation",
+    "next_sentence": "head.next_sentence",
+    "head_dense_bias": "head.dense_bias",
+    "head_bias": "head.bias",
+    "logit_scale": "head.scale",
+    "logit_divisor": "head.divisor",
+    "logit_soft_cap": "head.soft_cap",
+}
 
 TrackerName = Annotated[
     Literal["auto", "tensorboard", "wandb", "trackio", "none"],
@@ -204,21 +286,11 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"model.n_layers": 6, ...}`: every field of a config by its dotted name."""
-    values: dict[str, Any] = {}
-    for entry in dataclasses.fields(config):
-        name, value = f"{prefix}{entry.name}", getattr(config, entry.name)
-        if dataclasses.is_dataclass(value):
-            values |= flat(value, f"{name}.")
-        else:
-            values[name] = value
-    return values
-
-
 def suggestion(unknown: str) -> str:
     """A sentence that names the settings that an unknown `section.field` may stand for."""
     section, _, name = unknown.rpartition(".")
+    if name in MOVED:
+        return f"It is model.{MOVED[name]} now."
     # "section.field" to "field", of every setting.
     fields = {setting: setting.rpartition(".")[2] for setting in flat(RunConfig())}
     nearest = difflib.get_close_matches(name, fields.values(), 1)
@@ -247,26 +319,34 @@ def from_json(text: str, where: str) -> RunConfig:
     """
     written = parse_object(text, where, "give the config.json of a run")
     version = written.pop("version", 1)
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version not in (3, VERSION):
         raise ConfigError(
             f"{where} was written by another version of jaxformer: its version is {version!r}, and"
-            f" this one reads version {VERSION}. Read it with the jaxformer that wrote it, whose"
-            " `jaxformer convert` writes a Hugging Face directory that this one takes too."
+            f" this one reads versions 3 and {VERSION}. Read it with the jaxformer that wrote it,"
+            " whose `jaxformer convert` writes a Hugging Face directory that this one takes too."
         )
-    names = []
-    for section, entry in written.items():
-        names += [f"{section}.{name}" for name in entry] if isinstance(entry, dict) else [section]
+    if version == 3:
+        model = written.get("model", {})
+        written["model"] = {MOVED.get(name, name): value for name, value in model.items()}
+    stated = _dotted(written)
     settings = flat(RunConfig())
-    unknown = [name for name in names if name not in settings]
+    unknown = [name for name in stated if name not in settings]
     if unknown:
         lines = "".join(f"\n  {name}: {suggestion(name)}" for name in unknown)
         raise ConfigError(f"{where} has settings that this jaxformer does not know:{lines}")
-    written.get("run", {}).pop("compilation_cache", None)
-    sections = {}
+    stated.pop("run.compilation_cache", None)
     try:
-        for field_of_run in dataclasses.fields(RunConfig):
-            kind: Any = field_of_run.default_factory
-            sections[field_of_run.name] = kind(**written.get(field_of_run.name, {}))
+        return with_settings(RunConfig(), stated)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return RunConfig(**sections)
+
+
+def _dotted(written: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the entries of nested objects by their dotted names."""
+    entries: dict[str, Any] = {}
+    for name, value in written.items():
+        if isinstance(value, dict):
+            entries |= _dotted(value, f"{prefix}{name}.")
+        else:
+            entries[f"{prefix}{name}"] = value
+    return entries

@@ -1,5 +1,6 @@
 """Settings: fields of frozen dataclasses whose types and ranges are checked at construction."""
 
+import dataclasses
 import functools
 import math
 import pkgutil
@@ -12,6 +13,7 @@ from jaxformer.files import ConfigError
 
 RowT = TypeVar("RowT")
 ValueT = TypeVar("ValueT")
+ConfigT = TypeVar("ConfigT")
 Log = Callable[[str], None]  # takes each line that a long operation reports
 
 
@@ -156,6 +158,47 @@ class Section:
 @functools.cache
 def _hints(section: Any) -> dict[str, Any]:
     return get_type_hints(section, include_extras=True)
+
+
+def hints(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every setting of a section by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, hint in _hints(section).items():
+        if dataclasses.is_dataclass(hint):
+            found |= hints(hint, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = hint
+    return found
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return every setting of a config by its dotted name, as in `{"model.rope.theta": 1e4}`."""
+    values: dict[str, Any] = {}
+    for entry in dataclasses.fields(config):
+        name = f"{prefix}{entry.name}"
+        value = getattr(config, entry.name)
+        if dataclasses.is_dataclass(value):
+            values |= flat(value, f"{name}.")
+        else:
+            values[name] = value
+    return values
+
+
+def with_settings(config: ConfigT, settings: Mapping[str, Any]) -> ConfigT:
+    """Return a config with other values of some settings, by their dotted names or nested:
+    `with_settings(model, {"d_model": 64, "rope.theta": 1e6})`. Raises ConfigError for a value that
+    is not allowed."""
+    changes: dict[str, Any] = {}
+    for name, value in settings.items():
+        record, _, inner = name.partition(".")
+        if inner:
+            changes.setdefault(record, {})[inner] = value
+        else:
+            changes[record] = value
+    for record, values in changes.items():
+        if isinstance(values, Mapping):
+            changes[record] = with_settings(getattr(config, record), values)
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
 def divisors(number: int) -> str:

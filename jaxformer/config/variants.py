@@ -51,12 +51,12 @@ SECOND_HEADS = ("next_sentence",)
 # Activations of a gated feed-forward layer, down(act(gate x) * up x); a gated row of your own is
 # added here too.
 GATED = {*get_args(Gated)}
-# The factor of the rotated queries and keys where model.rope_attention_factor is 0, of the scalings
+# The factor of the rotated queries and keys where model.rope.attention_factor is 0, of the scalings
 # that have one; that of a scaling of your own is added here too.
 ATTENTION_FACTORS: dict[str, Callable[[Any], float]] = {
-    "yarn": lambda config: 0.1 * math.log(config.rope_factor) + 1,
+    "yarn": lambda config: 0.1 * math.log(config.rope.factor) + 1,
     "longrope": lambda config: math.sqrt(
-        1 + math.log(config.rope_factor) / math.log(config.original_length)
+        1 + math.log(config.rope.factor) / math.log(config.original_length)
     ),
 }
 BIASED_SCORES = ("alibi", "t5", "disentangled")  # the positions that add a bias to the scores

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import capacity, read_rows, rung
 from jaxformer.generation.sampling import Sampling, draw, sampling_key
@@ -192,9 +193,9 @@ def start(
     lengths = segments.sum(axis=1)
     original = config.original_length
     crosses = (lengths <= original) & (lengths + max_new_tokens > original)
-    if config.rope_scaling == "longrope" and crosses.any():
+    if config.rope.scaling == "longrope" and crosses.any():
         warnings.warn(
-            f"a text that crosses {original} tokens (model.rope_original_length) while it is"
+            f"a text that crosses {original} tokens (model.rope.original_length) while it is"
             " written keeps the rotations of its beginning, where transformers reads it anew: end"
             " a call there, and continue its text by another.",
             stacklevel=3,
@@ -234,7 +235,9 @@ def _prefill(
         source_layout = layout_of(source_tokens, None, source_segments)
         inputs = replace(inputs, source=source_tokens, source_layout=source_layout)
     # A row is one text.
-    x, cache, _ = hidden(params, replace(config, max_segments=1), inputs, cache)  # [B, T, D]
+    x, cache, _ = hidden(
+        params, with_settings(config, {"attention.max_segments": 1}), inputs, cache
+    )  # [B, T, D]
 
     # Rows may be padded on either side: the last token of each is where its segment id last is not
     # 0. Only its logits are computed.

@@ -88,9 +88,9 @@ def speculate(
                 " can be compared. Choose another, or leave it out to look up tokens in the text."
             )
     longest = np.shape(prompt)[-1] + max_new_tokens + ahead
-    if config.rope_scaling in BY_LENGTH and longest > config.original_length:
+    if config.rope.scaling in BY_LENGTH and longest > config.original_length:
         raise ConfigError(
-            f"model.rope_scaling={config.rope_scaling!r} turns a token by the length of what is"
+            f"model.rope.scaling={config.rope.scaling!r} turns a token by the length of what is"
             f" read with it, and a round reads {ahead} tokens more than it keeps: beyond"
             f" {config.original_length} tokens (here {longest}) the text would differ from that of"
             " jf.generate. Use jf.generate."

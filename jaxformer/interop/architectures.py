@@ -1,7 +1,6 @@
 """The architectures of Hugging Face that are read and written, and which one a model is."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxformer.arrays.params import map_specs, rows
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import flat, with_settings
 from jaxformer.files import ConfigError, first_of
 from jaxformer.interop.encoder_decoders import (
     BART,
@@ -135,13 +135,13 @@ OBSTACLES_SHOWN = 6
 # Settings of configs that are compared: how a model is computed and trained, whatever it computes.
 COMPUTATION: Mapping[str, Any] = {
     "dropout": 0.0,
-    "attention_dropout": "auto",
+    "attention.dropout": "auto",
     "init": "gpt2",
     "dtype": "float32",
     "layer_loop": "scan",  # which is traced once, however many layers there are
     "remat": "none",
-    "attention_kernel": "xla",
-    "expert_kernel": "xla",
+    "attention.kernel": "xla",
+    "experts.kernel": "xla",
 }
 
 
@@ -197,7 +197,7 @@ def is_same_function(config: ModelConfig, other: ModelConfig) -> bool:
     to say which fields matter beside which others. That takes a tenth of a second, and ten where
     there are hundreds of experts."""
     length = config.max_length
-    sides = [dataclasses.replace(with_factors(side), **COMPUTATION) for side in (config, other)]
+    sides = [with_settings(with_factors(side), COMPUTATION) for side in (config, other)]
     if sides[0] == sides[1]:
         return True
     tables = [rows(model_specs(side)) for side in sides]
@@ -213,19 +213,19 @@ def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:
         return []
     told = {}
     alone = []
-    for entry in dataclasses.fields(config):
-        value = getattr(config, entry.name)
-        there = getattr(stated, entry.name)
+    settings_there = flat(stated)
+    for name, value in flat(config).items():
+        there = settings_there[name]
         if value == there:
             continue
-        told[entry.name] = f"model.{entry.name}={value!r} (there {there!r})"
+        told[name] = f"model.{name}={value!r} (there {there!r})"
         try:
-            changed = dataclasses.replace(config, **{entry.name: there})
+            changed = with_settings(config, {name: there})
             is_neutral = is_same_function(config, changed)
         except ConfigError:  # it is no model
             is_neutral = False
         if not is_neutral:
-            alone.append(entry.name)
+            alone.append(name)
     return [told[name] for name in alone or told]
 
 

@@ -70,8 +70,8 @@ BART_ROWS = (
 )
 REPEATED = tuple(f"model.{side}.embed_tokens.weight" for side in STACKS)
 
-LEARNED_POSITIONS = Constant(positions="learned", position_offset=2)
-SINUSOIDAL = Constant(positions="sinusoidal", sinusoids="half")  # sines first
+LEARNED_POSITIONS = Constant({"positions": "learned", "embedding.position_offset": 2})
+SINUSOIDAL = Constant({"positions": "sinusoidal", "embedding.sinusoids": "half"})  # sines first
 # Sinusoids that some files hold; they are computed.
 TABLES = r"(en|de)coder\.embed_positions\.weights?$"
 
@@ -97,8 +97,8 @@ def bart_like(
     """
     is_pre = norms == "pre"
     keys_of_all = (
-        Constant(family="encoder_decoder", norm="layer", bias="all"),
-        Constant(norm_placement=norms, embedding_norm=normed_embedding),
+        Constant({"family": "encoder_decoder", "norm": "layer", "bias": "all"}),
+        Constant({"norm_placement": norms, "embedding.norm": normed_embedding}),
         *keys(
             "vocab_size d_model decoder_layers encoder_ffn_dim encoder_attention_heads"
             " max_position_embeddings"
@@ -108,7 +108,7 @@ def bart_like(
         AliasKey("decoder_ffn_dim", "encoder_ffn_dim", "d_ff", checked=True),
         AliasKey("decoder_attention_heads", "encoder_attention_heads", "n_heads", checked=True),
         Choice("activation_function", "activation", PLAIN, activation),
-        Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, scaled),
+        Choice("scale_embedding", "embedding.scale", {False: "none", True: "sqrt"}, scaled),
         # Of the first versions of transformers with these models.
         *fixed(
             normalize_before=is_pre,
@@ -125,7 +125,7 @@ def bart_like(
         ),
     )
     if head_bias:
-        more += (Present("final_logits_bias", "head_bias", (name + model,)),)
+        more += (Present("final_logits_bias", "head.bias", (name + model,)),)
     return Family(
         model_type,
         {name + model: {}},
@@ -194,25 +194,25 @@ class PositionsAfterPadding(KeyMapping):
     """The first token has the position pad_token_id + 1."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        return {"position_offset": hf.whole("pad_token_id", 1, least=0) + 1}
+        return {"embedding.position_offset": hf.whole("pad_token_id", 1, least=0) + 1}
 
     def write(self, config: ModelConfig) -> Keys:
-        return {"pad_token_id": config.position_offset - 1}
+        return {"pad_token_id": config.embedding.position_offset - 1}
 
 
 M2M100 = bart_like(
     "m2m_100",
     "M2M100",
     SINUSOIDAL,
-    Constant(sinusoids="half_closed"),
+    Constant({"embedding.sinusoids": "half_closed"}),
     PositionsAfterPadding(),
     norms="pre",
     normed_embedding=False,
     activation="relu",
     scaled=True,
-    head_bias=False,
     covers="M2M100 and NLLB: norms before the sublayers; sinusoidal positions behind that of"
     " padding; tokens of languages; NLLB-MoE is refused",
+    head_bias=False,
 )
 
 
@@ -238,23 +238,23 @@ class T5Head(KeyMapping):
         scaled = stated and self.has_scale
         lacks = hf.names is not None and "lm_head.weight" not in hf.names
         tied = hf.get("tie_word_embeddings") is not False or lacks
-        return {"tied_head": tied, "logit_scale": "rsqrt" if scaled else "none"}
+        return {"tied_head": tied, "head.scale": "rsqrt" if scaled else "none"}
 
     def write(self, config: ModelConfig) -> Keys:
         keys: Keys = {"tie_word_embeddings": config.tied_head}
         if self.has_scale:
-            keys["scale_decoder_outputs"] = config.logit_scale == "rsqrt"
+            keys["scale_decoder_outputs"] = config.head.scale == "rsqrt"
         return keys
 
 
 def t5_shared_fields(activation: str) -> tuple[KeyMapping, ...]:
     """Return the keys of a model with one stack or two."""
     return (
-        Constant(norm="rms", positions="t5", attention_scale=1.0),
+        Constant({"norm": "rms", "positions": "t5", "attention.scale": 1.0}),
         *keys("vocab_size d_model d_ff num_heads"),
         *keys(d_kv=64, layer_norm_epsilon=1e-6, n_positions=512),
-        Key("relative_attention_num_buckets", "relative_buckets", 32),
-        Key("relative_attention_max_distance", "relative_distance", 128),
+        Key("relative_attention_num_buckets", "relative.buckets", 32),
+        Key("relative_attention_max_distance", "relative.distance", 128),
         Choice("feed_forward_proj", "activation", T5_FEED_FORWARD, activation),
         Dropout("dropout_rate"),
         IgnoredKeys("initializer_factor dense_act_fn is_gated_act classifier_dropout"),
@@ -268,7 +268,7 @@ def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...
     up = "wi_1" if config.gated else "wi"
     bias_name = "layer.0.SelfAttention.relative_attention_bias.weight"
     bias = TensorRow(f"{side}.block.0.{bias_name}", f"{stack}relative_bias")
-    if config.relative_bias == "layer":
+    if config.relative.bias == "layer":
         bias = TensorRow(f"{side}.block.{{}}.{bias_name}", f"{stack}blocks.attention.relative_bias")
     return (
         *projections(f"{layer}0.SelfAttention", "o", f"{stack}blocks.attention", end=""),
@@ -300,14 +300,14 @@ def t5_like(
     """Return a family of encoder-decoders with the tensors of T5, and its encoder alone, also out
     of the files of both stacks. `name` begins its classes; `covers` is as in `Family`."""
     both_stacks = (
-        Constant(family="encoder_decoder"),
+        Constant({"family": "encoder_decoder"}),
         Key("num_layers", "n_encoder_layers", needed=True),
         Key("num_decoder_layers", "n_layers", instead="num_layers", needed=True),
         T5Head(has_scale),
     )
     # The keys of the decoder are not read, and it is written that there is none.
     encoder_alone = (
-        Constant(family="encoder"),
+        Constant({"family": "encoder"}),
         *keys("num_layers"),
         IgnoredKeys(
             "num_decoder_layers scale_decoder_outputs tie_word_embeddings",
@@ -332,7 +332,7 @@ def t5_like(
     )
     alone = Family(
         model_type,
-        {f"{name}EncoderModel": {"head": "none"}},
+        {f"{name}EncoderModel": {"head.kind": "none"}},
         (*mappings, *encoder_alone),
         lambda config: (embedding, *t5_stack("encoder", "", config)),
         copies=lambda config: (Copy("encoder.embed_tokens.weight", "shared.weight"),),
@@ -355,7 +355,7 @@ MT5, MT5_ENCODER = t5_like(
 UMT5, UMT5_ENCODER = t5_like(
     "umt5",
     "UMT5",
-    (*MT5_KEYS, Constant(relative_bias="layer")),
+    (*MT5_KEYS, Constant({"relative.bias": "layer"})),
     "as t5, with a table of relative positions for each layer",
 )
 
@@ -373,6 +373,7 @@ STACK_KEYS = (
 )
 ENCODER, DECODER = (KeyTable(side, STACK_KEYS) for side in ("encoder", "decoder"))
 KEY_OF_FIELD = {row.field: row.hf for row in STACK_KEYS if isinstance(row, Key)}
+KEY_OF_FIELD["rope.theta"] = "rope_theta"
 
 
 class BothStacks(KeyMapping):
@@ -386,7 +387,7 @@ class BothStacks(KeyMapping):
         encoder = ENCODER.read(hf)
         decoder = DECODER.read(hf)
         for side in (encoder, decoder):
-            side.pop("rope_window_theta", None)  # both kinds of layers have one base
+            side.pop("rope.window_theta", None)  # both kinds of layers have one base
         depths = encoder.pop("n_layers"), decoder.pop("n_layers")
         windows = encoder.pop("window", 0), decoder.pop("window", 0)
         source_pattern = encoder.pop("window_pattern", "f" * depths[0])
@@ -450,7 +451,7 @@ T5GEMMA = Family(
     "t5gemma",
     {"T5GemmaForConditionalGeneration": {}},
     (
-        Constant(family="encoder_decoder", source_embedding="separate"),
+        Constant({"family": "encoder_decoder", "embedding.source": "separate"}),
         BothStacks(),
         # The tables of the stacks have it.
         AliasKey("vocab_size", "decoder.vocab_size", "vocab_size"),

@@ -32,12 +32,14 @@ from jaxformer.interop.tensor_table import TensorRow, block, linear, norm, outpu
 
 # What the families have in common. Rows of a later mapping override it.
 ENCODER = Constant(
-    family="encoder",
-    norm="layer",
-    norm_placement="post",
-    bias="all",
-    embedding_norm=True,
-    positions="learned",
+    {
+        "family": "encoder",
+        "norm": "layer",
+        "norm_placement": "post",
+        "bias": "all",
+        "embedding.norm": True,
+        "positions": "learned",
+    }
 )
 
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
@@ -89,7 +91,7 @@ def rows_by_head(
     class with a head; without one they are as in the base model."""
 
     def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-        is_dense = config.output == "tags" and config.class_head == "dense"
+        is_dense = config.output == "tags" and config.head.class_layers == "dense"
         tensor_rows = (*trunk, *heads.get(DENSE_TAGS if is_dense else config.output, ()))
         if config.output == "none":
             return tuple(row._replace(hf=row.hf.removeprefix(f"{base}.")) for row in tensor_rows)
@@ -108,10 +110,10 @@ CLASS_LAYERS = (*linear("classifier.dense", "pooler.dense"), *output("classifier
 def classes_of(name: str) -> dict[str, ConfigFields]:
     """Return the classes that all these families have; `name` begins their names."""
     return {
-        f"{name}ForMaskedLM": {"head": "masked"},
-        f"{name}ForSequenceClassification": {"head": "classes"},
-        f"{name}ForTokenClassification": {"head": "tags"},
-        f"{name}Model": {"head": "none"},
+        f"{name}ForMaskedLM": {"head.kind": "masked"},
+        f"{name}ForSequenceClassification": {"head.kind": "classes"},
+        f"{name}ForTokenClassification": {"head.kind": "tags"},
+        f"{name}Model": {"head.kind": "none"},
     }
 
 
@@ -185,14 +187,17 @@ BERT_MASKED = MaskedHead(
 WITH_POOLER = ("BertForPreTraining", "BertForSequenceClassification", "BertModel")
 BERT = encoder_like(
     "bert",
-    {"BertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Bert")},
+    {
+        "BertForPreTraining": {"head.kind": "masked", "head.next_sentence": True},
+        **classes_of("Bert"),
+    },
     "bert",
     (
         *BERT_SIZES,
         *BERT_LENGTH,
         Choice("hidden_act", "activation", PLAIN, "gelu"),
-        Present("bert.pooler.dense.weight", "pooler", WITH_POOLER),
-        Present("cls.seq_relationship.weight", "next_sentence", ("BertForPreTraining",)),
+        Present("bert.pooler.dense.weight", "head.pooler", WITH_POOLER),
+        Present("cls.seq_relationship.weight", "head.next_sentence", ("BertForPreTraining",)),
     ),
     (*bert_trunk("bert"), *linear("bert.pooler.dense", "pooler.dense")),
     BERT_MASKED,
@@ -216,15 +221,18 @@ class OffsetPositions(KeyMapping):
         if padding >= table_rows - 1:
             allowed = ["an id below max_position_embeddings - 1"]
             raise hf.unsupported("pad_token_id", padding, allowed)
-        return {"position_offset": padding + 1, "max_length": table_rows - padding - 1}
+        return {"embedding.position_offset": padding + 1, "max_length": table_rows - padding - 1}
 
     def write(self, config: ModelConfig) -> Keys:
-        table_rows = config.max_length + config.position_offset
-        return {"pad_token_id": config.position_offset - 1, "max_position_embeddings": table_rows}
+        table_rows = config.max_length + config.embedding.position_offset
+        return {
+            "pad_token_id": config.embedding.position_offset - 1,
+            "max_position_embeddings": table_rows,
+        }
 
 
 # The heads of RoBERTa always have this activation.
-ALWAYS_GELU = (*fixed(hidden_act="gelu"), Constant(activation="gelu"))
+ALWAYS_GELU = (*fixed(hidden_act="gelu"), Constant({"activation": "gelu"}))
 ROBERTA_MASKED = MaskedHead(
     "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"
 )
@@ -252,7 +260,7 @@ def roberta_like(model_type: str, name: str) -> Family:
             *BERT_SIZES,
             OffsetPositions(),
             *ALWAYS_GELU,
-            Present("roberta.pooler.dense.weight", "pooler", (f"{name}Model",)),
+            Present("roberta.pooler.dense.weight", "head.pooler", (f"{name}Model",)),
         ),
         bert_trunk("roberta"),
         ROBERTA_MASKED,
@@ -272,7 +280,7 @@ DISTILBERT = encoder_like(
     classes_of("DistilBert"),
     "distilbert",
     (
-        Constant(norm_eps=1e-12, pooler_activation="relu"),
+        Constant({"norm_eps": 1e-12, "head.pooler_activation": "relu"}),
         *keys("vocab_size dim n_layers n_heads hidden_dim max_position_embeddings"),
         Choice("activation", "activation", PLAIN, "gelu"),
         # The positions are stored, also where they began as sinusoids.
@@ -332,17 +340,22 @@ class LayerGroups(Key):
 ALBERT_WITH_POOLER = ("AlbertForPreTraining", "AlbertForSequenceClassification", "AlbertModel")
 ALBERT = encoder_like(
     "albert",
-    {"AlbertForPreTraining": {"head": "masked", "next_sentence": True}, **classes_of("Albert")},
+    {
+        "AlbertForPreTraining": {"head.kind": "masked", "head.next_sentence": True},
+        **classes_of("Albert"),
+    },
     "albert",
     (
         *BERT_SIZES,
         *BERT_LENGTH,
-        NarrowEmbedding("embedding_size", "embedding_width", 128),
+        NarrowEmbedding("embedding_size", "embedding.width", 128),
         LayerGroups("num_hidden_groups", "layer_groups", 1),
         *fixed(inner_group_num=1),
         Choice("hidden_act", "activation", PLAIN, "gelu_new"),
-        Present("albert.pooler.weight", "pooler", ALBERT_WITH_POOLER),
-        Present("sop_classifier.classifier.weight", "next_sentence", ("AlbertForPreTraining",)),
+        Present("albert.pooler.weight", "head.pooler", ALBERT_WITH_POOLER),
+        Present(
+            "sop_classifier.classifier.weight", "head.next_sentence", ("AlbertForPreTraining",)
+        ),
         # Of dropout, and of versions that no code reads.
         IgnoredKeys(
             "classifier_dropout_prob down_scale_factor gap_size net_structure_type"
@@ -381,15 +394,19 @@ ELECTRA = encoder_like(
     "electra",
     {
         **classes_of("Electra"),
-        "ElectraForPreTraining": {"head": "tags", "class_head": "dense", "n_classes": 1},
+        "ElectraForPreTraining": {
+            "head.kind": "tags",
+            "head.class_layers": "dense",
+            "head.n_classes": 1,
+        },
     },
     "electra",
     (
         *BERT_SIZES,
         *BERT_LENGTH,
-        Key("embedding_size", "embedding_width", 128),
+        Key("embedding_size", "embedding.width", 128),
         *ALWAYS_GELU,
-        Constant(pooler_activation="gelu"),
+        Constant({"head.pooler_activation": "gelu"}),
         IgnoredKeys("summary_type summary_use_proj summary_activation summary_last_dropout"),
     ),
     (*bert_trunk("electra"), *linear("electra.embeddings_project", "embed.projection")),
@@ -419,13 +436,18 @@ MPNET = encoder_like(
     "mpnet",
     (
         Constant(
-            positions="t5", position_embedding="learned", relative_buckets=32, relative_distance=128
+            {
+                "positions": "t5",
+                "embedding.positions": "learned",
+                "relative.buckets": 32,
+                "relative.distance": 128,
+            }
         ),
         *keys(SIZES, layer_norm_eps=1e-12),
         *fixed(relative_attention_num_buckets=32, pad_token_id=1),
         OffsetPositions(),
         *ALWAYS_GELU,
-        Present("mpnet.pooler.dense.weight", "pooler", ("MPNetModel",)),
+        Present("mpnet.pooler.dense.weight", "head.pooler", ("MPNetModel",)),
     ),
     (
         *bert_trunk(
@@ -467,13 +489,13 @@ NOMIC_BERT = encoder_like(
     classes_of("NomicBert"),
     "nomic_bert",
     (
-        Constant(bias="norm"),
+        Constant({"bias": "norm"}),
         *keys(SIZES, head_dim=None, type_vocab_size=2, layer_norm_eps=1e-12),
         Choice("hidden_act", "activation", GATED_NAMES, "silu"),
         Length(2048),
         Rope(theta=("rope_theta", 1000.0)),
         Present(
-            "nomic_bert.pooler.dense.weight", "pooler", ("NomicBertForSequenceClassification",)
+            "nomic_bert.pooler.dense.weight", "head.pooler", ("NomicBertForSequenceClassification",)
         ),
         IgnoredKeys("default_theta"),
     ),
@@ -544,13 +566,15 @@ MODERNBERT = encoder_like(
     "model",
     (
         Constant(
-            norm_placement="pre",
-            bias="none",
-            unnormed_layers=1,
-            activation="geglu",
-            head_dense_bias=False,
-            class_head="dense_norm",
-            pooler_activation="gelu",
+            {
+                "norm_placement": "pre",
+                "bias": "none",
+                "unnormed_layers": 1,
+                "activation": "geglu",
+                "head.dense_bias": False,
+                "head.class_layers": "dense_norm",
+                "head.pooler_activation": "gelu",
+            }
         ),
         DivisibleHeads(),
         *keys(f"{SIZES} norm_eps"),
@@ -564,7 +588,7 @@ MODERNBERT = encoder_like(
         *(FixedKey(f"{name}_activation", ("gelu",)) for name in ("hidden", "classifier")),
         *(FixedKey(f"{name}_bias", (False,)) for name in ("norm", "attention", "mlp")),
         *fixed(classifier_bias=False, decoder_bias=True),
-        Choice("classifier_pooling", "pooling", {"cls": "first", "mean": "mean"}, "cls"),
+        Choice("classifier_pooling", "head.pooling", {"cls": "first", "mean": "mean"}, "cls"),
         # Of training, of kernels, and two that are read by no layer.
         IgnoredKeys(
             "sparse_prediction sparse_pred_ignore_index initializer_cutoff_factor"
@@ -646,10 +670,10 @@ class DisentangledPositions(KeyMapping):
         return {
             "max_length": length,
             "positions": "disentangled",
-            "position_embedding": "learned" if embedded else "auto",
-            "relative_buckets": buckets,
-            "relative_distance": int(distance),
-            "attention_scale": (3 * (width // heads)) ** -0.5,
+            "embedding.positions": "learned" if embedded else "auto",
+            "relative.buckets": buckets,
+            "relative.distance": int(distance),
+            "attention.scale": (3 * (width // heads)) ** -0.5,
         }
 
     def write(self, config: ModelConfig) -> Keys:
@@ -664,8 +688,8 @@ class DisentangledPositions(KeyMapping):
             "pos_att_type": POSITION_TERMS,
             "share_att_key": True,
             "norm_rel_ebd": "layer_norm",
-            "position_buckets": config.relative_buckets,
-            "max_relative_positions": config.relative_distance,
+            "position_buckets": config.relative.buckets,
+            "max_relative_positions": config.relative.distance,
         }
 
 
@@ -686,7 +710,7 @@ DEBERTA = encoder_like(
         *fixed(conv_kernel_size=0),
         FixedKey("legacy", (True, False)),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
-        Choice("pooler_hidden_act", "pooler_activation", POOLER_ACTIVATIONS, "gelu"),
+        Choice("pooler_hidden_act", "head.pooler_activation", POOLER_ACTIVATIONS, "gelu"),
         IgnoredKeys("pooler_dropout cls_dropout conv_act conv_groups summary_type"),
     ),
     (
@@ -716,17 +740,20 @@ class ProjectionWidth(Key):
     """The width of the vector of a text, which a model without the projection states too."""
 
     def write(self, config: ModelConfig) -> Keys:
-        return {self.hf: config.projection_width or config.d_model}
+        return {self.hf: config.head.width or config.d_model}
 
 
 CLIP_TEXT = Family(
     "clip_text_model",
-    {"CLIPTextModelWithProjection": {"head": "projection"}, "CLIPTextModel": {"head": "none"}},
+    {
+        "CLIPTextModelWithProjection": {"head.kind": "projection"},
+        "CLIPTextModel": {"head.kind": "none"},
+    },
     (
-        Constant(norm="layer", bias="all", positions="learned", pooling="last"),
+        Constant({"norm": "layer", "bias": "all", "positions": "learned", "head.pooling": "last"}),
         DivisibleHeads(),
         *keys(f"{SIZES} max_position_embeddings layer_norm_eps"),
-        ProjectionWidth("projection_dim", "projection_width", 512),
+        ProjectionWidth("projection_dim", "head.width", 512),
         Choice("hidden_act", "activation", PLAIN, "quick_gelu"),
         Dropout("attention_dropout"),
         # Older files have it, and it is of no layer.

@@ -91,10 +91,10 @@ class BalanceLoss(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         weight = hf.number("router_aux_loss_coef", self.default)
-        return {"router_balance_loss": float(weight) * hf.number("num_experts_per_tok")}
+        return {"experts.balance_loss": float(weight) * hf.number("num_experts_per_tok")}
 
     def write(self, config: ModelConfig) -> Keys:
-        weight = config.router_balance_loss / config.experts_per_token
+        weight = config.experts.balance_loss / config.experts.per_token
         return {"router_aux_loss_coef": float(f"{weight:.9g}")}
 
 
@@ -110,8 +110,8 @@ class SparseLayers(KeyMapping):
             raise hf.unsupported("mlp_only_layers", dense, ["a list of numbers of layers"])
         has_experts = [(i + 1) % step == 0 and i not in dense for i in range(layers)]
         if not any(has_experts) or hf.get("num_experts") == 0:
-            return {"feed_forward": "ffn", "n_experts": 0}
-        return {"expert_pattern": letters(has_experts, "e", "d")}
+            return {"feed_forward": "ffn", "experts.n": 0}
+        return {"experts.pattern": letters(has_experts, "e", "d")}
 
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)
@@ -119,15 +119,15 @@ class SparseLayers(KeyMapping):
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def routed(number: str, loss: float = 0.001, **constants: object) -> tuple[KeyMapping, ...]:
+def routed(number: str, loss: float = 0.001) -> tuple[KeyMapping, ...]:
     """Return the keys of the experts: `number` is the key of their number, and `loss` the default
     of the weight of the balance loss."""
     names = {"num_experts", "num_local_experts"} - {number}
     return (
         # transformers has no z-loss in these models.
-        Constant(feed_forward="experts", router_z_loss=0.0, **constants),
-        Key(number, "n_experts", instead=names.pop(), needed=True),
-        Key("num_experts_per_tok", "experts_per_token", needed=True),
+        Constant({"feed_forward": "experts", "experts.z_loss": 0.0}),
+        Key(number, "experts.n", instead=names.pop(), needed=True),
+        Key("num_experts_per_tok", "experts.per_token", needed=True),
         BalanceLoss(loss),
         IgnoredKeys("output_router_logits"),
     )
@@ -136,10 +136,10 @@ def routed(number: str, loss: float = 0.001, **constants: object) -> tuple[KeyMa
 def expert_sizes(without: str = "") -> tuple[KeyMapping, ...]:
     """Return the keys of `sizes`, but intermediate_size is the width of an expert."""
     usual = sizes(f"intermediate_size {without}")
-    return (*usual, Key("intermediate_size", "expert_ff", needed=True))
+    return (*usual, Key("intermediate_size", "experts.d_ff", needed=True))
 
 
-RENORMALIZED = Choice("norm_topk_prob", "router_renormalize", FLAG, False)
+RENORMALIZED = Choice("norm_topk_prob", "experts.renormalize", FLAG, False)
 
 # Mixtral (arXiv:2401.04088).
 MIXTRAL = decoder_like(
@@ -167,7 +167,7 @@ QWEN3_MOE = decoder_like(
     QWEN_ROWS,
     (
         *SIZES_OF_ALL,
-        Key("moe_intermediate_size", "expert_ff", 768),
+        Key("moe_intermediate_size", "experts.d_ff", 768),
         *routed("num_experts"),
         SparseLayers(),
         RENORMALIZED,
@@ -189,7 +189,8 @@ OLMOE = decoder_like(
     (
         # The width of a head follows from the two others.
         *expert_sizes("head_dim"),
-        *routed("num_experts", loss=0.01, query_key_norm="width"),
+        *routed("num_experts", loss=0.01),
+        Constant({"attention.query_key_norm": "width"}),
         RENORMALIZED,
         *USUAL,
         *fixed(clip_qkv=None),
@@ -224,7 +225,7 @@ GRANITE_MOE_SHARED = decoder_like(
         *linear(LAYER + "shared_mlp.input_linear", SHARED),
         *linear(LAYER + "shared_mlp.output_linear", "blocks.experts.shared.down"),
     ),
-    (*GRANITE_KEYS, Key("shared_intermediate_size", "shared_ff", 0)),
+    (*GRANITE_KEYS, Key("shared_intermediate_size", "experts.shared_ff", 0)),
     covers="as granitemoe, with a shared expert",
 )
 
@@ -249,8 +250,9 @@ GPT_OSS = decoder_like(
     ),
     (
         *expert_sizes(),
-        *routed("num_local_experts", router_bias="learned", attention_sinks=True),
-        Constant(activation="swiglu_clamped"),
+        *routed("num_local_experts"),
+        Constant({"experts.router_bias": "learned", "attention.sinks": True}),
+        Constant({"activation": "swiglu_clamped"}),
         *fixed(hidden_act="silu", swiglu_limit=7.0, swiglu_alpha=1.702),
         RMS,
         Rope(theta=("rope_theta", 150_000.0), needed=True),
@@ -296,7 +298,7 @@ DEEPSEEK_ROWS = (
 
 def deepseek_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     """Return the tensors, of which that of the queries has another name without a query rank."""
-    name = "q_b_proj" if config.query_rank else "q_proj"
+    name = "q_b_proj" if config.latent.query_rank else "q_proj"
     return (*DEEPSEEK_ROWS, *linear(f"{LAYER}self_attn.{name}", f"{LATENT_BLOCKS}q"))
 
 
@@ -308,10 +310,10 @@ class LatentHeads(KeyMapping):
         rotated = hf.number("qk_rope_head_dim")
         for key, following in (("qk_head_dim", nope + rotated), ("head_dim", rotated)):
             hf.only(key, (following, None))
-        return {"head_dim": nope + rotated, "rope_head_dim": rotated}
+        return {"head_dim": nope + rotated, "latent.rope_head_dim": rotated}
 
     def write(self, config: ModelConfig) -> Keys:
-        rotated = config.rope_head_dim
+        rotated = config.latent.rope_head_dim
         return {"qk_nope_head_dim": config.head_width - rotated, "qk_rope_head_dim": rotated}
 
 
@@ -322,18 +324,18 @@ class LatentRope(Rope):
         rotation = super().read(hf)
         entry = {**hf.table("rope_parameters"), **hf.table("rope_scaling")}
         number = entry.get("mscale_all_dim")
-        if not number or rotation.get("rope_scaling") != "yarn":
+        if not number or rotation.get("rope.scaling") != "yarn":
             return rotation
-        factor = rotation["rope_factor"]
+        factor = rotation["rope.factor"]
         width = LatentHeads().read(hf)["head_dim"]
         scale = 1 + 0.1 * float(number) * math.log(factor)
-        return rotation | {"attention_scale": width**-0.5 * scale**2}
+        return rotation | {"attention.scale": width**-0.5 * scale**2}
 
     def write(self, config: ModelConfig) -> Keys:
         keys = super().write(config)
-        root = math.sqrt(config.attention_scale * config.head_width**0.5)
-        if config.rope_scaling == "yarn" and abs(root - 1) > 1e-8:
-            log = 0.1 * math.log(config.rope_factor)
+        root = math.sqrt(config.attention.scale * config.head_width**0.5)
+        if config.rope.scaling == "yarn" and abs(root - 1) > 1e-8:
+            log = 0.1 * math.log(config.rope.factor)
             # Readers but transformers do not know attention_factor here.
             mscales = {"mscale": root * config.rope_scale, "mscale_all_dim": root}
             for key, scale in mscales.items():
@@ -351,7 +353,7 @@ class DenseLayers(KeyMapping):
     def read(self, hf: HFConfig) -> ConfigFields:
         layers = hf.number("num_hidden_layers")
         dense = hf.number("first_k_dense_replace", 3)
-        experts: ConfigFields = {"feed_forward": "experts", "dense_layers": dense}
+        experts: ConfigFields = {"feed_forward": "experts", "experts.dense_layers": dense}
         for row in self.rows:
             experts |= row.read(hf)
         # Where all layers are dense, none reads these.
@@ -371,10 +373,10 @@ class SharedExperts(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         number = hf.whole("n_shared_experts", 1)
-        return {"shared_ff": number * hf.number("moe_intermediate_size", 2048)}
+        return {"experts.shared_ff": number * hf.number("moe_intermediate_size", 2048)}
 
     def write(self, config: ModelConfig) -> Keys:
-        return {"n_shared_experts": config.shared_ff // config.expert_width}
+        return {"n_shared_experts": config.experts.shared_ff // config.expert_width}
 
 
 DEEPSEEK_V3 = decoder_like(
@@ -382,32 +384,38 @@ DEEPSEEK_V3 = decoder_like(
     "DeepseekV3",
     deepseek_rows,
     (
-        Constant(mixer="latent"),
+        Constant({"mixer": "latent"}),
         *keys(f"{SIZES} rms_norm_eps"),
         AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", checked=True),
-        Key("kv_lora_rank", "kv_rank", 512),
-        OptionalKey("q_lora_rank", "query_rank", 1536),
-        Key("v_head_dim", "value_dim", 128),
+        Key("kv_lora_rank", "latent.kv_rank", 512),
+        OptionalKey("q_lora_rank", "latent.query_rank", 1536),
+        Key("v_head_dim", "attention.value_dim", 128),
         Length(),
         Dropout("attention_dropout"),
         LatentHeads(),
         DenseLayers(
             (
-                Constant(router="sigmoid", router_bias="balanced", router_balance_loss=0.0),
-                Key("n_routed_experts", "n_experts", 256, instead="num_local_experts"),
-                Key("num_experts_per_tok", "experts_per_token", 8),
-                Key("moe_intermediate_size", "expert_ff", 2048),
+                Constant(
+                    {
+                        "experts.router": "sigmoid",
+                        "experts.router_bias": "balanced",
+                        "experts.balance_loss": 0.0,
+                    }
+                ),
+                Key("n_routed_experts", "experts.n", 256, instead="num_local_experts"),
+                Key("num_experts_per_tok", "experts.per_token", 8),
+                Key("moe_intermediate_size", "experts.d_ff", 2048),
                 SharedExperts(),
-                Key("n_group", "router_groups", 8),
-                Key("topk_group", "router_top_groups", 4),
-                Choice("norm_topk_prob", "router_renormalize", FLAG, True),
-                Key("routed_scaling_factor", "router_scale", 2.5),
+                Key("n_group", "experts.groups", 8),
+                Key("topk_group", "experts.top_groups", 4),
+                Choice("norm_topk_prob", "experts.renormalize", FLAG, True),
+                Key("routed_scaling_factor", "experts.scale", 2.5),
             )
         ),
         RMS,
         SILU,
         LatentRope(),
-        Choice("rope_interleave", "rope_pairing", {True: "interleaved", False: "half"}, True),
+        Choice("rope_interleave", "rope.pairing", {True: "interleaved", False: "half"}, True),
         ATTENTION_BIAS,
         # Layers that predict further tokens are not read, and so not written.
         IgnoredKeys(

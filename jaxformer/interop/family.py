@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping, tied, with_factors
 from jaxformer.interop.hf_config import QUANTIZATION, REQUIRED, HFConfig, quantization_of
@@ -82,9 +83,9 @@ class Family:
         for row in self.fields:
             config_fields |= row.read(hf)
         config_fields |= self.architectures[architecture]
-        if config_fields.get("head") not in ("classes", "tags"):
-            config_fields.pop("n_classes", None)
-        return ModelConfig(**config_fields)
+        if config_fields.get("head.kind") not in ("classes", "tags"):
+            config_fields.pop("head.n_classes", None)
+        return with_settings(ModelConfig(), config_fields)
 
     def files(self, directory: Path, values: Mapping[str, Any]) -> TensorFiles:
         """Return the tensors of a directory whose config.json has these keys."""
@@ -105,8 +106,8 @@ class Family:
     def read_again(self, config: ModelConfig, architecture: str) -> ModelConfig:
         """Return what the config.json says that is written of a config. ConfigError where it cannot
         be written as this architecture at all."""
-        if self.architectures[architecture].get("head", "language") != config.output:
-            raise ConfigError(f"model.head={config.output!r}")
+        if self.architectures[architecture].get("head.kind", "language") != config.output:
+            raise ConfigError(f"model.head.kind={config.output!r}")
         names = self.named(tensor.name for tensor in self.tensors(config))
         return self.read(HFConfig(self.write(config, architecture), names), architecture)
 

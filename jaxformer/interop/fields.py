@@ -8,9 +8,11 @@ difference.
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import flat, with_settings
 from jaxformer.config.variants import BIASED
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.head import total_divisor
@@ -19,7 +21,7 @@ from jaxformer.layers.pattern import layer_configs
 ConfigFields = dict[str, Any]  # of ModelConfig
 Keys = dict[str, Any]  # of a config.json
 MOST_LAYERS = 10_000  # as in ModelConfig
-TYPES = {entry.name: type(entry.default) for entry in dataclasses.fields(ModelConfig)}
+TYPES = {name: type(default) for name, default in flat(ModelConfig()).items()}
 
 
 def by_hf_name(names: Mapping[str, str]) -> dict[str, str]:
@@ -48,32 +50,34 @@ GATED_NAMES = {name: GATE_NAMES[plain] for name, plain in PLAIN.items() if plain
 FOLLOWING = {
     "n_kv_heads": "kv_heads",
     "head_dim": "head_width",
-    "value_dim": "value_width",
-    "embedding_width": "embedded_width",
+    "attention.value_dim": "value_width",
+    "embedding.width": "embedded_width",
     "d_ff": "ff_width",
-    "expert_ff": "expert_width",
+    "experts.d_ff": "expert_width",
     "n_encoder_layers": "encoder_layers",
-    "rope_original_length": "original_length",
-    "rope_attention_factor": "rope_scale",
-    "rope_fast": "fast_rotations",
+    "rope.original_length": "original_length",
+    "rope.attention_factor": "rope_scale",
+    "rope.fast": "rope.fast_rotations",
 }
 
 
 def with_factors(config: ModelConfig) -> ModelConfig:
     """Return the config with the factors of its scores and logits as numbers, those that follow
     from muP too."""
-    return dataclasses.replace(
+    return with_settings(
         config,
-        attention_scale=config.score_scale or config.head_width**-0.5,
-        logit_divisor=total_divisor(config),
-        parametrization="standard",
-        mup_base="",
+        {
+            "attention.scale": config.score_scale or config.head_width**-0.5,
+            "head.divisor": total_divisor(config),
+            "parametrization": "standard",
+            "mup_base": "",
+        },
     )
 
 
 def value_of(config: ModelConfig, field: str) -> Any:
     """Return the value of a field, or what a default stands for."""
-    return getattr(config, FOLLOWING.get(field, field))
+    return attrgetter(FOLLOWING.get(field, field))(config)
 
 
 def letters(flags: Iterable[object], yes: str, no: str) -> str:
@@ -136,7 +140,7 @@ USUAL_KEYS = by_hf_name(
         ),
         "max_length": "max_position_embeddings n_positions max_seq_len seq_length",
         "norm_eps": "norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon rms_norm_eps",
-        "token_types": "type_vocab_size",
+        "embedding.token_types": "type_vocab_size",
     }
 )
 
@@ -158,7 +162,7 @@ class OptionalKey(Key):
     may_be_null = True
 
     def write(self, config: ModelConfig) -> Keys:
-        return {self.hf: getattr(config, self.field) or None}
+        return {self.hf: attrgetter(self.field)(config) or None}
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class Choice(KeyMapping):
         return {self.field: self.values[value]}
 
     def write(self, config: ModelConfig) -> Keys:
-        setting = getattr(config, self.field)
+        setting = attrgetter(self.field)(config)
         names = [name for name, value in self.values.items() if value == setting]
         return {self.hf: self.default if self.default in names or not names else names[0]}
 
@@ -226,10 +230,10 @@ class ClassCount(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         labels = hf.get("id2label")
-        return {"n_classes": len(labels) if labels else hf.number("num_labels", 2)}
+        return {"head.n_classes": len(labels) if labels else hf.number("num_labels", 2)}
 
     def write(self, config: ModelConfig) -> Keys:
-        return {"num_labels": config.n_classes} if config.output in ("classes", "tags") else {}
+        return {"num_labels": config.head.n_classes} if config.output in ("classes", "tags") else {}
 
 
 @dataclass(frozen=True)
@@ -264,7 +268,7 @@ class Dropout(IgnoredKeys):
 class Constant(KeyMapping):
     """ConfigFields with the same value in every model of the family."""
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, fields: ConfigFields) -> None:
         self.fields = fields
 
     def read(self, hf: HFConfig) -> ConfigFields:
@@ -338,10 +342,10 @@ class Scale(KeyMapping):
     hf: str
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        return {"attention_scale": hf.positive(self.hf) ** -0.5}
+        return {"attention.scale": hf.positive(self.hf) ** -0.5}
 
     def write(self, config: ModelConfig) -> Keys:
-        return {self.hf: round(config.attention_scale**-2)}
+        return {self.hf: round(config.attention.scale**-2)}
 
 
 @dataclass(frozen=True)
@@ -403,7 +407,7 @@ class Windows(KeyMapping):
             raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])
         if not window or all(is_full):
             # Of no layer then.
-            return {"rope_window_theta": 0.0}
+            return {"rope.window_theta": 0.0}
         return {"window": window, "window_pattern": letters(is_full, "f", "w")}
 
     def window(self, hf: HFConfig) -> int:
@@ -441,7 +445,7 @@ class RotatedLayers(Windows):
             # Kernels of transformers differ in whether they then apply the window.
             raise hf.unsupported("use_sliding_window", False, [True])
         rotated = self.usual_full_layers(hf, hf.whole("num_hidden_layers"))
-        return windows | {"position_pattern": letters(rotated, "p", "n")}
+        return windows | {"rope.pattern": letters(rotated, "p", "n")}
 
     def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
         every = hf.whole("no_rope_layer_interval", 4)

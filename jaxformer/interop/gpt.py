@@ -60,10 +60,10 @@ GPT2 = decoder_like(
         *norm("transformer.ln_f", "final_norm"),
     ),
     (
-        Constant(norm="layer", bias="all", positions="learned"),
+        Constant({"norm": "layer", "bias": "all", "positions": "learned"}),
         *keys("vocab_size n_positions n_embd n_layer n_head layer_norm_epsilon", n_inner=None),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
-        Choice("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
+        Choice("scale_attn_weights", "attention.scale", {True: 0.0, False: 1.0}, True),
         *fixed(scale_attn_by_inverse_layer_idx=False),
         Dropout("resid_pdrop embd_pdrop attn_pdrop"),
         # Read by llama.cpp's converter.
@@ -98,15 +98,15 @@ GPT_NEOX = decoder_like(
         *norm("gpt_neox.final_layer_norm", "final_norm"),
     ),
     (
-        Constant(norm="layer"),
+        Constant({"norm": "layer"}),
         DivisibleHeads(),
         *keys(SIZES, layer_norm_eps=1e-5),
         Length(2048),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Choice("use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True),
         Rope(theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25)),
-        AliasKey("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
-        AliasKey("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
+        AliasKey("rope_theta", "rotary_emb_base", "rope.theta", checked=True),
+        AliasKey("partial_rotary_factor", "rotary_pct", "rope.fraction", checked=True),
         Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
         Dropout("attention_dropout hidden_dropout"),
     ),
@@ -135,7 +135,13 @@ BLOOM = decoder_like(
     ),
     (
         Constant(
-            norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"
+            {
+                "norm": "layer",
+                "bias": "all",
+                "positions": "alibi",
+                "embedding.norm": True,
+                "activation": "gelu_tanh",
+            }
         ),
         Key("hidden_size", "d_model", instead="n_embed", needed=True),
         Key("n_layer", "n_layers", instead="num_hidden_layers", needed=True),
@@ -168,7 +174,7 @@ class RotaryWidth(KeyMapping):
         head_width = hf.number("n_embd") // hf.positive("n_head")
         if not 0 < rotated <= head_width or int(head_width * (rotated / head_width)) != rotated:
             raise hf.unsupported(self.hf, rotated, [f"an even number up to {head_width}"])
-        return {"rope_fraction": rotated / head_width}
+        return {"rope.fraction": rotated / head_width}
 
     def write(self, config: ModelConfig) -> Keys:
         return {self.hf: config.rotated_width}
@@ -187,8 +193,10 @@ GPTJ = decoder_like(
         TensorRow("lm_head.bias", "head.bias"),
     ),
     (
-        Constant(norm="layer", bias="ffn_norm", residual="parallel_shared", head_bias=True),
-        Constant(positions="rope", rope_pairing="interleaved", rope_theta=10_000.0),
+        Constant(
+            {"norm": "layer", "bias": "ffn_norm", "residual": "parallel_shared", "head.bias": True}
+        ),
+        Constant({"positions": "rope", "rope.pairing": "interleaved", "rope.theta": 10_000.0}),
         *keys("vocab_size n_positions n_embd n_layer n_head layer_norm_epsilon", n_inner=None),
         RotaryWidth("rotary_dim"),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
@@ -254,7 +262,9 @@ GPT_NEO = decoder_like(
         *norm("transformer.ln_f", "final_norm"),
     ),
     (
-        Constant(norm="layer", bias="all_but_qkv", positions="learned", attention_scale=1.0),
+        Constant(
+            {"norm": "layer", "bias": "all_but_qkv", "positions": "learned", "attention.scale": 1.0}
+        ),
         *keys(
             "vocab_size max_position_embeddings hidden_size num_layers num_heads"
             " layer_norm_epsilon",
@@ -293,7 +303,14 @@ OPT = decoder_like(
         *norm("model.decoder.final_layer_norm", "final_norm"),
     ),
     (
-        Constant(norm="layer", norm_eps=1e-5, positions="learned", position_offset=2),
+        Constant(
+            {
+                "norm": "layer",
+                "norm_eps": 1e-5,
+                "positions": "learned",
+                "embedding.position_offset": 2,
+            }
+        ),
         *keys(
             "vocab_size max_position_embeddings hidden_size num_hidden_layers num_attention_heads"
             " ffn_dim"
@@ -387,7 +404,7 @@ FALCON = decoder_like(
     "Falcon",
     falcon_rows,
     (
-        Constant(norm="layer"),
+        Constant({"norm": "layer"}),
         DivisibleHeads(),
         Key("hidden_size", "d_model", instead="n_embed", needed=True),
         *keys(
@@ -419,11 +436,11 @@ class SoftmaxScale(KeyMapping):
     def read(self, hf: HFConfig) -> ConfigFields:
         if hf.get("softmax_scale") is None:
             return {}
-        return {"attention_scale": float(hf.positive("softmax_scale", 0))}
+        return {"attention.scale": float(hf.positive("softmax_scale", 0))}
 
     def write(self, config: ModelConfig) -> Keys:
-        is_usual = config.attention_scale == config.head_width**-0.5
-        return {"softmax_scale": None if is_usual else config.attention_scale}
+        is_usual = config.attention.scale == config.head_width**-0.5
+        return {"softmax_scale": None if is_usual else config.attention.scale}
 
 
 # MPT (MosaicML 2023). transformers computes all as one kind: with ALiBi, without biases, with a
@@ -446,7 +463,7 @@ MPT = decoder_like(
         *norm("transformer.norm_f", "final_norm"),
     ),
     (
-        Constant(norm="layer", positions="alibi", activation="gelu"),
+        Constant({"norm": "layer", "positions": "alibi", "activation": "gelu"}),
         *keys("vocab_size d_model n_layers n_heads", max_seq_len=2048, layer_norm_epsilon=1e-5),
         KeyTable(
             "attn_config",

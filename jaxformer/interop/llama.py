@@ -66,7 +66,7 @@ SIZES_OF_ALL = sizes()
 
 SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
 ATTENTION_BIAS = Biases({"attention_bias": (ATTENTION, False)})
-RMS = Constant(norm="rms")
+RMS = Constant({"norm": "rms"})
 USUAL = (RMS, SILU, Rope())
 BIAS_FLAGS = Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)})
 LLAMA = decoder_like(
@@ -79,10 +79,10 @@ LLAMA = decoder_like(
 
 # Granite (arXiv:2405.04324): Llama with multipliers.
 MULTIPLIERS = (
-    Key("embedding_multiplier", "embedding_multiplier", 1.0),
+    Key("embedding_multiplier", "embedding.multiplier", 1.0),
     Key("residual_multiplier", "residual_multiplier", 1.0),
-    Key("logits_scaling", "logit_divisor", 1.0),
-    Key("attention_multiplier", "attention_scale", 1.0),
+    Key("logits_scaling", "head.divisor", 1.0),
+    Key("attention_multiplier", "attention.scale", 1.0),
 )
 GRANITE = decoder_like(
     "granite",
@@ -124,7 +124,7 @@ MINISTRAL3 = decoder_like(
 )
 
 # StableLM (arXiv:2402.17834): layer norms, and RoPE of a quarter of a head.
-LAYER_NORM = Constant(norm="layer")
+LAYER_NORM = Constant({"norm": "layer"})
 LAYER_NORM_OF_HEADS = {False: "none", True: "layer", None: "none"}
 HEAD_NORMS = ("blocks.attention.q_norm", "blocks.attention.k_norm")
 STABLELM = decoder_like(
@@ -145,7 +145,7 @@ STABLELM = decoder_like(
         SILU,
         Rope(fraction=("partial_rotary_factor", 0.25)),
         Biases({"use_qkv_bias": (frozenset({"qkv"}), False)}, always=frozenset({"norm"})),
-        Choice("qk_layernorm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
+        Choice("qk_layernorm", "attention.query_key_norm", LAYER_NORM_OF_HEADS, False),
         Choice(
             "use_parallel_residual",
             "residual",
@@ -214,12 +214,12 @@ PHI3 = decoder_like(
 # Qwen 2 (arXiv:2407.10671), with biases of queries, keys and values, and Qwen 3 (arXiv:2505.09388),
 # with their norms.
 QWEN = (*USUAL, Windows(switch=True))
-HEAD_NORM = Constant(query_key_norm="head")
+HEAD_NORM = Constant({"attention.query_key_norm": "head"})
 QWEN2 = decoder_like(
     "qwen2",
     "Qwen2",
     ROWS,
-    (*SIZES_OF_ALL, *QWEN, Constant(bias="qkv")),
+    (*SIZES_OF_ALL, *QWEN, Constant({"bias": "qkv"})),
     covers="biases of queries, keys and values; windows by layer",
 )
 QWEN3 = decoder_like(
@@ -261,7 +261,7 @@ OLMO2_ROWS = (
 )
 OLMO2_KEYS = (
     *SIZES_OF_ALL,
-    Constant(norm="rms", norm_placement="output", query_key_norm="width"),
+    Constant({"norm": "rms", "norm_placement": "output", "attention.query_key_norm": "width"}),
     SILU,
     ATTENTION_BIAS,
 )
@@ -291,7 +291,7 @@ OLMO3 = decoder_like(
 # Command R of Cohere and GLM-4: decoders with the tensors of Llama whose RoPE rotates neighboring
 # dimensions.
 
-INTERLEAVED_PAIRS = Constant(rope_pairing="interleaved")
+INTERLEAVED_PAIRS = Constant({"rope.pairing": "interleaved"})
 
 
 @dataclass(frozen=True)
@@ -302,10 +302,10 @@ class LogitFactor(KeyMapping):
     default: float
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        return {"logit_divisor": 1 / hf.positive(self.hf, self.default)}
+        return {"head.divisor": 1 / hf.positive(self.hf, self.default)}
 
     def write(self, config: ModelConfig) -> Keys:
-        return {self.hf: 1 / config.logit_divisor}
+        return {self.hf: 1 / config.head.divisor}
 
 
 # Command R (Cohere 2024): attention and feed-forward read the same norm.
@@ -323,14 +323,14 @@ COHERE = decoder_like(
     (
         *COHERE_SIZES,
         DivisibleHeads(),
-        Constant(norm="layer", residual="parallel_shared"),
+        Constant({"norm": "layer", "residual": "parallel_shared"}),
         *keys(layer_norm_eps=1e-5),
         LogitFactor("logit_scale", 0.0625),
         SILU,
         Rope(theta=("rope_theta", 500_000.0)),
         INTERLEAVED_PAIRS,
         ATTENTION_BIAS,
-        Choice("use_qk_norm", "query_key_norm", LAYER_NORM_OF_HEADS, False),
+        Choice("use_qk_norm", "attention.query_key_norm", LAYER_NORM_OF_HEADS, False),
         IgnoredKeys("model_max_length"),
     ),
     is_tied=True,
@@ -356,7 +356,7 @@ GLM4 = decoder_like(
     (
         *SIZES_OF_ALL,
         RMS,
-        Constant(norm_placement="sandwich"),
+        Constant({"norm_placement": "sandwich"}),
         SILU,
         Rope(fraction=("partial_rotary_factor", 0.5)),
         INTERLEAVED_PAIRS,
@@ -374,7 +374,7 @@ GEMMA1 = decoder_like(
     ROWS,
     (
         *SIZES_OF_ALL,
-        Constant(norm="rms1p", embedding_scale="sqrt"),
+        Constant({"norm": "rms1p", "embedding.scale": "sqrt"}),
         # In files "gelu" stands for the approximation that the models were trained with.
         Choice(
             "hidden_act", "activation", {**GATED_NAMES, "gelu": "geglu_tanh"}, "gelu_pytorch_tanh"
@@ -403,7 +403,7 @@ GEMMA_ROWS = (
 )
 GEMMA_BLOCK = (
     DivisibleHeads(),
-    Constant(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
+    Constant({"norm": "rms1p", "norm_placement": "sandwich", "embedding.scale": "sqrt"}),
     Choice("hidden_activation", "activation", GATED_NAMES, "gelu_pytorch_tanh"),
     IgnoredKeys("hidden_act"),
     ATTENTION_BIAS,
@@ -411,8 +411,8 @@ GEMMA_BLOCK = (
 )
 GEMMA = (*GEMMA_BLOCK, ONE_SIDED)
 GEMMA2_CAPS = (
-    OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
-    OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
+    OptionalKey("attn_logit_softcapping", "attention.soft_cap", 50.0),
+    OptionalKey("final_logit_softcapping", "head.soft_cap", 30.0),
 )
 
 GEMMA2 = decoder_like(
@@ -433,7 +433,7 @@ GEMMA3 = decoder_like(
         HEAD_NORM,
         # transformers does not apply it.
         *fixed(attn_logit_softcapping=None),
-        OptionalKey("final_logit_softcapping", "logit_soft_cap"),
+        OptionalKey("final_logit_softcapping", "head.soft_cap"),
         Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
         Windows(every=6, period="sliding_window_pattern"),
     ),

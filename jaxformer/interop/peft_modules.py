@@ -10,7 +10,6 @@ experts of a layer have one lora_A [E R, inputs], in which the rows of an expert
 and one lora_B [outputs, R E], in which the columns of the experts take turns.
 """
 
-import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 from jaxformer.adapters.low_rank import LowRank, low_rank
 from jaxformer.arrays.params import Weight, is_custom, rows
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
 from jaxformer.interop.experts import EXPERT_BLOCKS, GATE_UP
@@ -127,15 +127,15 @@ def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:
     decoder with a class head is one of transformers' ...ForSequenceClassification."""
     has_score = (config.family, config.output) == ("decoder", "classes")
     if has_score:
-        if config.logit_soft_cap or config.pooled != "last":
+        if config.head.soft_cap or config.pooled != "last":
             raise ConfigError(
                 "a decoder's class head in transformers reads the last token and has no soft cap,"
-                f" and this model has model.pooling={config.pooled!r} and"
-                f" model.logit_soft_cap={config.logit_soft_cap}: set last and 0."
+                f" and this model has model.head.pooling={config.pooled!r} and"
+                f" model.head.soft_cap={config.head.soft_cap}: set last and 0."
             )
         weight = rows(model_specs(config))["head.weight"]
         score = Tensor(f"{SCORE}.weight", ("head.weight",), (), (weight,), SAME)
-        config = dataclasses.replace(config, head="language", tied_head=False)
+        config = with_settings(config, {"head.kind": "language", "tied_head": False})
     family, _ = architecture_of(config, architecture)
     plan = family.modules(config)
     copies = family.copies(config)

@@ -16,7 +16,7 @@ from jaxformer.arrays.mesh import parameter_sharding
 from jaxformer.arrays.params import Params, Spec, check_params, is_custom, map_specs, rows, stack
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.variants import SECOND_HEADS
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError, first_of, located
 from jaxformer.interop.peft_config import (
     ADAPTER_CONFIG,
@@ -192,12 +192,15 @@ def adapted_config(directory: Path, config: ModelConfig) -> ModelConfig:
             f" ({' or '.join(names)}), which task_type={settings.task_type!r} needs over a base"
             f" with the head {config.output!r}: save the adapter from peft again."
         )
-    changes: dict[str, Any] = {"head": head, "n_classes": stored.shape(output_layers[0])[0]}
-    changes |= dict.fromkeys((*SECOND_HEADS, "tied_head", "head_bias"), False)
+    changes: dict[str, Any] = {
+        "head.kind": head,
+        "head.n_classes": stored.shape(output_layers[0])[0],
+    }
+    changes |= dict.fromkeys(("head.next_sentence", "tied_head", "head.bias"), False)
     if config.family == "decoder":
         # As ...ForSequenceClassification of transformers.
-        changes |= {"pooling": "last", "logit_soft_cap": 0.0, "logit_scale": "none"}
-    return dataclasses.replace(config, **changes)
+        changes |= {"head.pooling": "last", "head.soft_cap": 0.0, "head.scale": "none"}
+    return with_settings(config, {**changes})
 
 
 def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> Params:
@@ -295,7 +298,7 @@ def _with_saved(
             new[path][tensor.entry] = value
         if tensor.name == f"{SCORE}.weight":
             # It has no bias in transformers.
-            new["head.bias"] = np.zeros(config.n_classes, np.float32)
+            new["head.bias"] = np.zeros(config.head.n_classes, np.float32)
     for path, value in new.items():
         dtype = getattr(leaves.get(path), "dtype", jnp.float32)
         leaves[path] = put(table[path], value.astype(dtype))

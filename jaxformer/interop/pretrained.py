@@ -31,6 +31,7 @@ from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.format import human_count
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError, first_of, store_of, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.family import Family
@@ -263,7 +264,7 @@ def open_pretrained(location: Path) -> Opened:
     if config.output not in ("classes", "projection") and not is_gguf(location):
         pooling = stated_pooling(location)
         if pooling != "auto":
-            config = dataclasses.replace(config, pooling=pooling)
+            config = with_settings(config, {"head.pooling": pooling})
 
     # Before anything makes room for what a config.json says.
     described = sum(math.prod(spec.shape) for spec in rows(model_specs(config)).values())
@@ -277,7 +278,7 @@ def open_pretrained(location: Path) -> Opened:
     labels: Any = {}
     if config.output in ("classes", "tags"):
         # The names of transformers, which writes none for two classes.
-        default = {str(index): f"LABEL_{index}" for index in range(config.n_classes)}
+        default = {str(index): f"LABEL_{index}" for index in range(config.head.n_classes)}
         labels = values.get("id2label") or default
     if not isinstance(labels, dict) or {*labels} != {str(index) for index in range(len(labels))}:
         raise ConfigError(
@@ -398,7 +399,7 @@ def save_pretrained(
     if config.output not in ("classes", "projection") and config.text_pooling in ("first", "last"):
         write_modules(directory, config.text_pooling, config.d_model)
     if keys.pop("num_labels", None):
-        labels = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))
+        labels = labels or tuple(f"LABEL_{index}" for index in range(config.head.n_classes))
         keys["id2label"] = dict(enumerate(labels))
         keys["label2id"] = {label: index for index, label in enumerate(labels)}
         if problem_type:
@@ -414,10 +415,10 @@ def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelCon
     tied head is in an output matrix of its own. It is for inference and export: further training
     would have other rates.
     """
-    usual = config.attention_scale or config.head_width**-0.5
+    usual = config.attention.scale or config.head_width**-0.5
     factor = (config.score_scale or usual) / usual
-    has_norm = config.query_key_norm != "none"
-    offset = 0 if config.query_key_norm == "layer" else NORMS[config.norm].offset
+    has_norm = config.attention.query_key_norm != "none"
+    offset = 0 if config.attention.query_key_norm == "layer" else NORMS[config.norm].offset
 
     def scaled(path: Any, leaf: jax.Array) -> jax.Array:
         parent, _, name = dotted(path).rpartition(".")
@@ -430,7 +431,7 @@ def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelCon
     if factor != 1:
         params = jax.tree.map_with_path(scaled, params)
     standard = dataclasses.replace(config, parametrization="standard", mup_base="")
-    divisor = total_divisor(config) / config.logit_divisor
+    divisor = total_divisor(config) / config.head.divisor
     if divisor != 1:
         matrix = params["embed"]["tokens"] / divisor
         params = {**params, "head": {**params.get("head", {}), "weight": matrix}}

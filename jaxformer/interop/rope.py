@@ -1,13 +1,13 @@
 """RoPE in a config.json: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling`
 before. The older keys are written, since every reader takes them."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.rules import numbers_of
+from jaxformer.config.records import numbers_of
+from jaxformer.config.settings import with_settings
 from jaxformer.interop.fields import FULL, SLIDING, TYPES, ConfigFields, KeyMapping, Keys, value_of
 from jaxformer.interop.hf_config import HFConfig
 
@@ -17,16 +17,16 @@ SCALING_KEYS: dict[str, dict[str, str]] = {
     "linear": {},
     "dynamic": {},
     "yarn": {
-        "attention_factor": "rope_attention_factor",
-        "beta_fast": "rope_fast",
-        "beta_slow": "rope_slow",
-        "truncate": "rope_truncate",
+        "attention_factor": "rope.attention_factor",
+        "beta_fast": "rope.fast",
+        "beta_slow": "rope.slow",
+        "truncate": "rope.truncate",
     },
-    "llama3": {"low_freq_factor": "rope_slow", "high_freq_factor": "rope_fast"},
+    "llama3": {"low_freq_factor": "rope.slow", "high_freq_factor": "rope.fast"},
     "longrope": {
-        "attention_factor": "rope_attention_factor",
-        "short_factor": "rope_short_factor",
-        "long_factor": "rope_long_factor",
+        "attention_factor": "rope.attention_factor",
+        "short_factor": "rope.short_factor",
+        "long_factor": "rope.long_factor",
     },
 }
 ORIGINAL = "original_max_position_embeddings"
@@ -69,28 +69,28 @@ class Rope(KeyMapping):
             entry[ORIGINAL] = hf.number(*self.original)
         rotation: ConfigFields = {
             "positions": "rope",
-            "rope_theta": _stated(hf, entry, "rope_theta", self.theta),
-            "rope_fraction": _stated(hf, entry, "partial_rotary_factor", self.fraction),
+            "rope.theta": _stated(hf, entry, "rope_theta", self.theta),
+            "rope.fraction": _stated(hf, entry, "partial_rotary_factor", self.fraction),
         }
-        if not self.fraction and rotation["rope_fraction"] != 1:
-            raise hf.unsupported("partial_rotary_factor", rotation["rope_fraction"], [1.0])
+        if not self.fraction and rotation["rope.fraction"] != 1:
+            raise hf.unsupported("partial_rotary_factor", rotation["rope.fraction"], [1.0])
         if self.local:
             _scaling(hf, windowed, ("default",))
-            rotation["rope_window_theta"] = _stated(hf, windowed, "rope_theta", self.local)
+            rotation["rope.window_theta"] = _stated(hf, windowed, "rope_theta", self.local)
         return rotation | _scaling(hf, entry, self.kinds)
 
     def write(self, config: ModelConfig) -> Keys:
         unscaled = {"rope_type": "default"} if self.needed else None
-        keys: Keys = {self.theta[0]: config.rope_theta, "rope_scaling": unscaled}
+        keys: Keys = {self.theta[0]: config.rope.theta, "rope_scaling": unscaled}
         if self.fraction:
-            keys[self.fraction[0]] = config.rope_fraction
+            keys[self.fraction[0]] = config.rope.fraction
         # Read by no layer where none has a window.
-        window_theta = config.rope_window_theta or config.rope_theta
+        window_theta = config.rope.window_theta or config.rope.theta
         if self.local and self.local != self.theta:
             keys[self.local[0]] = window_theta
-        if config.rope_scaling != "none":
-            kind = config.rope_scaling
-            scaling: Keys = {"rope_type": kind, "factor": config.rope_factor}
+        if config.rope.scaling != "none":
+            kind = config.rope.scaling
+            scaling: Keys = {"rope_type": kind, "factor": config.rope.factor}
             for key, field in SCALING_KEYS.get(kind, {}).items():
                 value = value_of(config, field)
                 # Older readers do not know YaRN's flag, which is true in them.
@@ -101,7 +101,7 @@ class Rope(KeyMapping):
             if self.original:
                 # LongRoPE with the keys that transformers 4 demands of Phi-3, and no others but for
                 # numbers that do not follow from the two lengths.
-                default_scale = dataclasses.replace(config, rope_attention_factor=0.0).rope_scale
+                default_scale = with_settings(config, {"rope.attention_factor": 0.0}).rope_scale
                 following = {
                     "factor": config.max_length / config.original_length,
                     "attention_factor": default_scale,
@@ -116,7 +116,7 @@ class Rope(KeyMapping):
         if self.local == self.theta:
             windowed = {"rope_type": "default", "rope_theta": window_theta}
             scaling = keys["rope_scaling"] or {"rope_type": "default"}
-            full = scaling | {"rope_theta": config.rope_theta}
+            full = scaling | {"rope_theta": config.rope.theta}
             keys["rope_parameters"] = {FULL: full, SLIDING: windowed}
         if self.original:
             keys[self.original[0]] = config.original_length
@@ -165,23 +165,23 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
         elif TYPES[field] is float:
             value = float(hf.checked_number(name, value))
         scaling[field] = value
-    if kind == "yarn" and "rope_attention_factor" not in scaling and all(map(entry.get, MSCALES)):
+    if kind == "yarn" and "rope.attention_factor" not in scaling and all(map(entry.get, MSCALES)):
         # The factor is m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor) (DeepSeek).
         log = math.log(factor) if factor > 1 else 0.0
         numbers = [hf.checked_number(f"rope_parameters.{key}", entry[key]) for key in MSCALES]
         scales = [1 + 0.1 * number * log for number in numbers]
-        scaling["rope_attention_factor"] = scales[0] / scales[1]
-    unchanged = factor == 1 and scaling.get("rope_attention_factor", 1) == 1
+        scaling["rope.attention_factor"] = scales[0] / scales[1]
+    unchanged = factor == 1 and scaling.get("rope.attention_factor", 1) == 1
     if kind == "default" or (unchanged and kind not in ("dynamic", "longrope")):
         return {}
     if factor <= 1:
         raise hf.unsupported("rope_parameters.factor", factor, ["a number above 1"])
-    scaling |= {"rope_scaling": kind, "rope_factor": factor, "rope_original_length": length}
+    scaling |= {"rope.scaling": kind, "rope.factor": factor, "rope.original_length": length}
     if kind == "dynamic":
         # config.json has the length before scaling.
         scaling["max_length"] = int(length * factor)
     elif kind in WITH_ORIGINAL:
-        scaling["rope_original_length"] = original
+        scaling["rope.original_length"] = original
     return scaling
 
 
@@ -195,7 +195,7 @@ class Length(KeyMapping):
         return {"max_length": hf.number("max_position_embeddings", self.default)}
 
     def write(self, config: ModelConfig) -> Keys:
-        dynamic = config.rope_scaling == "dynamic"
+        dynamic = config.rope.scaling == "dynamic"
         length = config.original_length if dynamic else config.max_length
         return {"max_position_embeddings": length}
 
@@ -213,15 +213,15 @@ class TemperedRope(Rope):
         original = hf.checked_number(f"rope_parameters.{ORIGINAL}", entry.get(ORIGINAL))
         entry.pop("max_position_embeddings", None)  # repeats the key of the model
         table = HFConfig({**hf.values, "rope_parameters": entry}, hf.names, hf.keys_read)
-        tempered = {"attention_temperature": float(slope), "rope_original_length": original}
+        tempered = {"attention.temperature": float(slope), "rope.original_length": original}
         return super().read(table) | tempered
 
     def write(self, config: ModelConfig) -> Keys:
         keys = super().write(config)
         entry = {
             **(keys["rope_scaling"] or {"rope_type": "default"}),
-            "rope_theta": config.rope_theta,
+            "rope_theta": config.rope.theta,
             ORIGINAL: config.original_length,
-            TEMPERATURE: config.attention_temperature,
+            TEMPERATURE: config.attention.temperature,
         }
         return {"rope_parameters": entry}

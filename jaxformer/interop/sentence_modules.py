@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jaxformer.files import ConfigError, parse_object, read_object, read_text, write_text
 
-# The name of a pooling there, the key that older files have for it, and model.pooling.
+# The name of a pooling there, the key that older files have for it, and model.head.pooling.
 Pooling = Literal["auto", "first", "last", "mean"]
 POOLING_KEYS: dict[str, tuple[str, Pooling | None]] = {
     "cls": ("pooling_mode_cls_token", "first"),
@@ -24,9 +24,9 @@ ADVICE = "compute the vectors with sentence-transformers, or remove modules.json
 
 
 def stated_pooling(directory: Path) -> Pooling:
-    """Return the `model.pooling` that the modules of a directory ask for, "auto" where it has none.
-    Raises ConfigError for a module, a pooling, a prompt, or a change of the texts or of the vectors
-    that jaxformer does not follow."""
+    """Return the `model.head.pooling` that the modules of a directory ask for, "auto" where it has
+    none. Raises ConfigError for a module, a pooling, a prompt, or a change of the texts or of the
+    vectors that jaxformer does not follow."""
     path = directory / LISTING
     if not path.is_file():
         return "auto"

@@ -39,8 +39,8 @@ def attention_specs(config: ModelConfig) -> Specs:
     w = config.value_width
     query_init = make.weight
     # Scores keep the variance that they have with the scale 1/sqrt(H); T5's scale is 1.
-    if config.attention_scale:
-        query_init = scaled(query_init, 1 / (config.attention_scale * math.sqrt(h)))
+    if config.attention.scale:
+        query_init = scaled(query_init, 1 / (config.attention.scale * math.sqrt(h)))
     query = ("heads", "head_dim")
     key = ("kv_heads", "head_dim")
     specs: Specs = {
@@ -55,16 +55,16 @@ def attention_specs(config: ModelConfig) -> Specs:
         specs["v_bias"] = Spec((k, w), key, zeros)
     if "out" in config.biased:
         specs["out_bias"] = Spec((d,), ("residual",), zeros)
-    if config.query_key_norm == "layer":
+    if config.attention.query_key_norm == "layer":
         specs["q_norm"] = Spec((n, h), query, ones)
         specs["k_norm"] = Spec((k, h), key, ones)
-    elif config.query_key_norm == "head":
+    elif config.attention.query_key_norm == "head":
         specs["q_norm"] = scale_spec(config, (h,))
         specs["k_norm"] = scale_spec(config, (h,))
-    elif config.query_key_norm == "width":
+    elif config.attention.query_key_norm == "width":
         specs["q_norm"] = scale_spec(config, (n * h,))
         specs["k_norm"] = scale_spec(config, (k * h,))
-    if config.attention_sinks:
+    if config.attention.sinks:
         specs["sinks"] = Spec((n,), ("heads",), zeros)
     return specs
 
@@ -85,11 +85,11 @@ def cross_attention_specs(config: ModelConfig) -> Specs:
 def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax.Array:
     """Return queries or keys [B, T, N, H] after their norm, per head or over the width N H of all
     heads (arXiv:2010.04245)."""
-    if config.query_key_norm == "none":
+    if config.attention.query_key_norm == "none":
         return x
-    if config.query_key_norm == "layer":
+    if config.attention.query_key_norm == "layer":
         return layer_norm(x, params[f"{name}_norm"], eps=config.norm_eps)
-    rows = x if config.query_key_norm == "head" else x.reshape(*x.shape[:2], -1)
+    rows = x if config.attention.query_key_norm == "head" else x.reshape(*x.shape[:2], -1)
     scale = scale_of(config, params[f"{name}_norm"])
     return rms_norm(rows, scale, config.norm_eps).reshape(x.shape)
 
@@ -150,10 +150,12 @@ def attended(
     """Apply `attention` between its projections: queries [B, T, N, H] -> [B, T, N, W]."""
     mask = call.mask
     scale = config.score_scale
-    soft_cap = config.attention_soft_cap
+    soft_cap = config.attention.soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
     dropped = (config.attention_dropout_rate, call.key)
-    mask = mask._replace(scoring=scoring, max_segments=config.max_segments, dropout=dropped)
+    mask = mask._replace(
+        scoring=scoring, max_segments=config.attention.max_segments, dropout=dropped
+    )
     weights_name = f"{name}_weights"
     captures: Captures = {}
     if call.request.wants(weights_name):
@@ -161,7 +163,7 @@ def attended(
         weights, captures = call.request.apply(weights_name, weights)
         out = weighted_values(dropout(weights, *dropped), keys_values[1])
     else:
-        out = attend(config.attention_kernel, q, *keys_values, mask)
+        out = attend(config.attention.kernel, q, *keys_values, mask)
     return out, captures
 
 
@@ -223,7 +225,7 @@ def score_flops(config: ModelConfig, keys: int | float) -> int | float:
 def _self_score_flops(config: ModelConfig, keys: int | float) -> int | float:
     """Return `score_flops`, and those of queries and keys with the rows of disentangled
     positions."""
-    rows = 2 * config.relative_buckets if is_disentangled(config) else 0
+    rows = 2 * config.relative.buckets if is_disentangled(config) else 0
     return score_flops(config, keys) + 2 * config.n_heads * 2 * config.head_width * rows
 
 
@@ -235,17 +237,17 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     width = sizes.padded(config.head_width)
     value_width = sizes.padded(config.value_width)
     # cuDNN reads and makes values as wide as keys.
-    value_width = max(width, value_width) if config.attention_kernel == "cudnn" else value_width
+    value_width = max(width, value_width) if config.attention.kernel == "cudnn" else value_width
     q = sizes.tokens * heads * width * sizes.number
     k = sizes.rows * sizes.keys * kv_heads * width * sizes.number
     v = sizes.rows * sizes.keys * kv_heads * value_width * sizes.number
     out = sizes.tokens * heads * value_width * sizes.number
     arrays = [StoredArray("q", q), StoredArray("k", k), StoredArray("v", v)]
-    if config.query_key_norm != "none" or config.positions == "rope":
+    if config.attention.query_key_norm != "none" or config.positions == "rope":
         arrays += [StoredArray("changed q", q), StoredArray("changed k", k)]
     if sizes.exchange == "gather":
         arrays += [StoredArray("gathered", sizes.context * (k + v))]
-    if config.attention_kernel == "xla":
+    if config.attention.kernel == "xla":
         # The weights in float32, and those cast to the compute dtype for the product with the
         # values if that is another dtype; with dropout also a mask of one byte, and the dropped
         # weights.
@@ -254,7 +256,7 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
         weights = scores * (4 + sizes.number % 4 + dropped)
         return [*arrays, StoredArray("weights", weights), StoredArray("attended", out)]
     # cuDNN has a log-sum-exp for each segment that a row may have.
-    sums = max(config.max_segments, 1) if config.attention_kernel == "cudnn" else 1
+    sums = max(config.attention.max_segments, 1) if config.attention.kernel == "cudnn" else 1
     log_sums = sizes.tokens * heads * 4 * sums
     return [*arrays, StoredArray("attention", out), StoredArray("attention", log_sums)]
 
@@ -264,15 +266,15 @@ def _projections(config: ModelConfig, read: str, rotated: bool) -> str:
     queries = f"x W_Q{biased_text(config, 'qkv', 'b_Q')}"
     keys = f"{read} W_K{biased_text(config, 'qkv', 'b_K')}"
     values = f"{read} W_V{biased_text(config, 'qkv', 'b_V')}"
-    if config.query_key_norm != "none":
+    if config.attention.query_key_norm != "none":
         queries = f"norm({queries})"
         keys = f"norm({keys})"
     if rotated and config.positions == "rope":
         queries = f"RoPE({queries})"
         keys = f"RoPE({keys})"
-    if rotated and config.attention_temperature:
+    if rotated and config.attention.temperature:
         length = config.original_length
-        slope = config.attention_temperature
+        slope = config.attention.temperature
         queries += f" · (1 + {slope:g} ln(1 + ⌊position / {length}⌋))"
     return f"Q = {queries},  K = {keys},  V = {values}"
 
@@ -288,10 +290,10 @@ def weights_text(config: ModelConfig, score_bias: str) -> str:
     """Return the formula of the attention weights A."""
     scale = f"· {config.score_scale:g}" if config.score_scale else "/ √H"
     scores = f"Q Kᵀ {scale}"
-    if config.attention_soft_cap:
-        cap = f"{config.attention_soft_cap:g}"
+    if config.attention.soft_cap:
+        cap = f"{config.attention.soft_cap:g}"
         scores = f"{cap} tanh(({scores}) / {cap})"
-    sinks = ", with a learned logit beside the keys" if config.attention_sinks else ""
+    sinks = ", with a learned logit beside the keys" if config.attention.sinks else ""
     return f"A = softmax({scores}{score_bias} + mask){sinks}"
 
 

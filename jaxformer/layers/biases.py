@@ -46,7 +46,7 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
     """Return T5's table [buckets, N], of a stack or of a layer; ALiBi has nothing to learn."""
     if config.positions != "t5":
         return {}
-    shape = (config.relative_buckets, config.n_heads)
+    shape = (config.relative.buckets, config.n_heads)
     axes = ("buckets", "heads")
     init = normal(config.d_model**-0.5)
     return {"relative_bias": Spec(shape, axes, init, inputs=("buckets",), lookup=True)}
@@ -54,7 +54,7 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
 
 def has_layer_bias(config: ModelConfig) -> bool:
     """Return whether each layer has a bias of its own."""
-    return is_disentangled(config) or (config.positions == "t5" and config.relative_bias == "layer")
+    return is_disentangled(config) or (config.positions == "t5" and config.relative.bias == "layer")
 
 
 def is_disentangled(config: ModelConfig) -> bool:
@@ -74,7 +74,7 @@ def stack_bias_specs(config: ModelConfig) -> Specs:
         return relative_bias_specs(config)
     if not is_disentangled(config):
         return {}
-    shape = (2 * config.relative_buckets, config.d_model)
+    shape = (2 * config.relative.buckets, config.d_model)
     init = INITIALIZERS[config.init](config)
     table = Spec(shape, ("buckets", "embed"), init.positions, inputs=("buckets",), lookup=True)
     return {"relative_embedding": table, "relative_norm": norm_specs(config)}
@@ -89,7 +89,7 @@ def stack_scoring(
         return Scoring(bias=score_bias(params.get("relative_bias"), config, mask))
     if not is_disentangled(config):
         return Scoring()
-    ids = jnp.arange(2 * config.relative_buckets, dtype=jnp.int32)[None]
+    ids = jnp.arange(2 * config.relative.buckets, dtype=jnp.int32)[None]
     rows = lookup(params["relative_embedding"], ids, (None, None, None))
     rows = norm(params.get("relative_norm", {}), config, rows).astype(dtype)
     return Scoring(relative_rows=rows)
@@ -122,7 +122,7 @@ def disentangled_bias(
     q_rows, k_rows = relative
     heads = (k.shape[2], q.shape[2] // k.shape[2])  # K, G
     q, q_rows = (x.reshape(*x.shape[:2], *heads, x.shape[-1]) for x in (q, q_rows))
-    row = log_bucket(-key_distances(mask), config.relative_buckets, config.relative_distance)
+    row = log_bucket(-key_distances(mask), config.relative.buckets, config.relative.distance)
     row = row[:, None, None]  # [B or 1, 1, 1, T, S]
     # [B, K, G, T, R] and [B, K, G, R, S] for all R rows, of which each pair then takes one.
     of_queries = jnp.einsum("BTKGH,RKH->BKGTR", q, k_rows[0]).astype(jnp.float32)
@@ -142,8 +142,8 @@ def score_bias(
     if config.positions == "alibi":
         slopes = jnp.asarray(alibi_slopes(config.n_heads), jnp.float32)
         return -slopes[:, None, None] * jnp.abs(distance)[:, None].astype(jnp.float32)
-    buckets = config.relative_buckets
-    far = config.relative_distance
+    buckets = config.relative.buckets
+    far = config.relative.distance
     bucket = relative_bucket(distance, not mask.causal, buckets, far)
     rows = lookup(table, bucket, ("batch", "sequence", None, "heads"))  # type: ignore[arg-type]
     return jnp.moveaxis(rows, -1, 1)

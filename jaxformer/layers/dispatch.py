@@ -10,7 +10,7 @@ tokens, and with `mesh.expert` its own experts, so that rows or tokens travel:
     tokens   Each device gets all tokens and computes those of its experts; the sums are added up
              and scattered: P - 1 tokens a token, each way. It is chosen where k is at least P.
 
-A device has room for as many rows as could be sent to it. `model.expert_capacity` bounds them.
+A device has room for as many rows as could be sent to it. `model.experts.capacity` bounds them.
 
 In the comments, N are the tokens of a device, K the experts of a token, M the rows, E the experts,
 P the devices of mesh.expert and D the width of the model.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import field, replace
+from dataclasses import field
 from typing import NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import InitFunction, Params, Spec, Specs, lookup, zeros
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.settings import Table
+from jaxformer.config.settings import Table, with_settings
 from jaxformer.config.variants import EmbeddingName
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import TokenLayout
@@ -65,35 +65,41 @@ def _token_specs(config: ModelConfig) -> Specs:
 
 def _tokens(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
     x = lookup(params["tokens"], inputs.tokens, WHOLE)
-    x = x * math.sqrt(config.d_model) if config.embedding_scale == "sqrt" else x
-    return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
+    x = x * math.sqrt(config.d_model) if config.embedding.scale == "sqrt" else x
+    return x if config.embedding.multiplier == 1 else x * config.embedding.multiplier
 
 
 def _token_formula(config: ModelConfig) -> str:
-    multiplier = config.embedding_multiplier
-    scale = " · √D" if config.embedding_scale == "sqrt" else ""
+    multiplier = config.embedding.multiplier
+    scale = " · √D" if config.embedding.scale == "sqrt" else ""
     return f"E[token]{scale}" + ("" if multiplier == 1 else f" · {multiplier:g}")
 
 
 def _position_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
-    size = config.position_offset + config.max_length
+    size = config.embedding.position_offset + config.max_length
     return {"positions": _table(config, "positions", size, make.positions)}
 
 
 def _learned(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
-    return lookup(params["positions"], inputs.layout.positions + config.position_offset, WHOLE)
+    return lookup(
+        params["positions"], inputs.layout.positions + config.embedding.position_offset, WHOLE
+    )
 
 
 def _sinusoidal(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
     positions = inputs.layout.positions
-    positions = positions + config.position_offset if config.position_offset else positions
-    return sinusoids(positions, config.d_model, config.sinusoids)
+    positions = (
+        positions + config.embedding.position_offset
+        if config.embedding.position_offset
+        else positions
+    )
+    return sinusoids(positions, config.d_model, config.embedding.sinusoids)
 
 
 def _type_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
-    return {"types": _table(config, "types", config.token_types, make.embedding)}
+    return {"types": _table(config, "types", config.embedding.token_types, make.embedding)}
 
 
 def _types(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
@@ -117,7 +123,7 @@ def added_embeddings(config: ModelConfig) -> list[Embedding]:
     """Return the rows of what a stack adds to the embedding of its inputs, in their order."""
     name = config.embedded_positions
     positions = [ADDED[name]] if name in ADDED else []
-    return [*positions, *([TOKEN_TYPES] if config.token_types else [])]
+    return [*positions, *([TOKEN_TYPES] if config.embedding.token_types else [])]
 
 
 def of_embeddings(config: ModelConfig) -> ModelConfig:
@@ -126,12 +132,14 @@ def of_embeddings(config: ModelConfig) -> ModelConfig:
         return config
     width = config.embedded_width
     heads = config.head_width
-    return replace(config, d_model=width, head_dim=heads, embedding_width=0, tied_head=False)
+    return with_settings(
+        config, {"d_model": width, "head_dim": heads, "embedding.width": 0, "tied_head": False}
+    )
 
 
 def embedding_specs(config: ModelConfig) -> Specs:
-    """Return the parameters of model.embedding, which all stacks of the model share."""
-    return EMBEDDINGS[config.embedding].specs(of_embeddings(config))
+    """Return the parameters of model.embedding.kind, which all stacks of the model share."""
+    return EMBEDDINGS[config.embedding.kind].specs(of_embeddings(config))
 
 
 def added_specs(config: ModelConfig) -> Specs:
@@ -146,7 +154,7 @@ def added_specs(config: ModelConfig) -> Specs:
     narrow = of_embeddings(config)
     for row in added_embeddings(config):
         specs |= row.specs(narrow)
-    if config.embedding_norm:
+    if config.embedding.norm:
         specs["norm"] = norm_specs(narrow)
     return specs
 
@@ -158,10 +166,10 @@ def embed(
     """Map [B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. Dropout
     needs a key."""
     narrow = of_embeddings(config)
-    x = EMBEDDINGS[config.embedding].apply(params, narrow, inputs)
+    x = EMBEDDINGS[config.embedding.kind].apply(params, narrow, inputs)
     for row in added_embeddings(config):
         x = x + row.apply(params, narrow, inputs)
-    if config.embedding_norm:
+    if config.embedding.norm:
         x = norm(params["norm"], config, x)
     x = dropout(x, config.dropout, key)
     if config.embedded_width == config.d_model:
@@ -171,9 +179,9 @@ def embed(
 
 def embed_formula(config: ModelConfig) -> tuple[str, ...]:
     """Return the rows of x as text."""
-    summands = [EMBEDDINGS[config.embedding], *added_embeddings(config)]
+    summands = [EMBEDDINGS[config.embedding.kind], *added_embeddings(config)]
     text = " + ".join(row.formula(config) for row in summands)
-    text = f"norm({text})" if config.embedding_norm else text
+    text = f"norm({text})" if config.embedding.norm else text
     if config.embedded_width == config.d_model:
         return (f"x = {text}",)
     return f"e = {text}", "x = e W_e + b_e"

@@ -7,7 +7,7 @@ what they return with its weights (arXiv:1701.06538, 2101.03961, 2401.04088, 241
     4  multiply  grouped products, one matrix for each group of rows (`grouped.py`)
     5  combine   the sum of each token's k rows
 
-Nothing is dropped unless model.expert_capacity is set. Padding is sent to no expert.
+Nothing is dropped unless model.experts.capacity is set. Padding is sent to no expert.
 
 In the comments, B are the rows of a batch, T their tokens, N the tokens of a device, E the experts,
 K those of a token, M the pairs, D the width of the model and F that of an expert.
@@ -15,7 +15,6 @@ K those of a token, M the pairs, D the width of the model and F that of an exper
 
 import functools
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jaxtyping import Array, Float
 from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.layers.dispatch import (
     TOKEN_AXES,
@@ -51,29 +51,31 @@ BALANCED_RATE = 0.001
 
 def shared_config(config: ModelConfig) -> ModelConfig:
     """Return the config of the shared expert, a plain feed-forward."""
-    return replace(config, feed_forward="ffn", n_experts=0, d_ff=config.shared_ff)
+    return with_settings(
+        config, {"feed_forward": "ffn", "experts.n": 0, "d_ff": config.experts.shared_ff}
+    )
 
 
 def expert_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
     d = config.d_model
     f = config.expert_width
-    e = config.n_experts
-    active = config.experts_per_token / e
+    e = config.experts.n
+    active = config.experts.per_token / e
     into = Spec((e, d, f), ("experts", "embed", "mlp"), make.weight, ("embed",), active=active)
     out = Spec((e, f, d), ("experts", "mlp", "embed"), make.residual, ("mlp",), active=active)
     # "scores" and not "experts": it is an axis of outputs here, and does not count matrices.
     router = Spec((d, e), ("embed", "scores"), make.weight, ("embed",), quantizable=False)
     specs: Specs = {"router": router}
-    if config.router_bias != "none":
-        rate = BALANCED_RATE if config.router_bias == "balanced" else 0.0
+    if config.experts.router_bias != "none":
+        rate = BALANCED_RATE if config.experts.router_bias == "balanced" else 0.0
         specs["router_bias"] = Spec((e,), ("scores",), zeros, sign_rate=rate)
     hidden = ("gate", "up") if config.gated else ("up",)
     specs |= {**dict.fromkeys(hidden, into), "down": out}
     if "ffn" in config.biased:
         specs |= {f"{name}_bias": Spec((e, f), ("experts", "mlp"), zeros) for name in hidden}
         specs["down_bias"] = Spec((e, d), ("experts", "residual"), zeros)
-    if config.shared_ff:
+    if config.experts.shared_ff:
         specs["shared"] = ffn_specs(shared_config(config))
     return specs
 
@@ -86,37 +88,39 @@ def route(
     capped: bool = True,
 ) -> tuple[Routes, Aux]:
     """Return the experts of each token with their weights, and the losses and metrics of the
-    router; with `capped` an expert takes no more tokens of a row than model.expert_capacity
+    router; with `capped` an expert takes no more tokens of a row than model.experts.capacity
     says."""
-    number = config.n_experts
-    k = config.experts_per_token
+    number = config.experts.n
+    k = config.experts.per_token
     logits = contract("BTD,DE->BTE", x, params["router"], dtype=jnp.float32)
-    if config.router_bias == "learned":
+    if config.experts.router_bias == "learned":
         logits += params["router_bias"].astype(jnp.float32)
     logits = constrain(logits, TOKEN_AXES)
     # float32 [B, T, E]: in 16 bits a small error would send a token to another expert.
-    scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
+    scores = (
+        jax.nn.sigmoid(logits) if config.experts.router == "sigmoid" else jax.nn.softmax(logits)
+    )
     select = scores
-    if config.router_bias == "balanced":
+    if config.experts.router_bias == "balanced":
         select = scores + jax.lax.stop_gradient(params["router_bias"]).astype(jnp.float32)
-    if config.router_groups > 1:
+    if config.experts.groups > 1:
         # Only the groups with the highest sums of their two best scores (arXiv:2412.19437).
-        of_group = select.reshape(*select.shape[:-1], config.router_groups, -1)
+        of_group = select.reshape(*select.shape[:-1], config.experts.groups, -1)
         best, _ = jax.lax.top_k(of_group, min(2, of_group.shape[-1]))
-        _, chosen = jax.lax.top_k(best.sum(-1), config.router_top_groups)  # [B, T, top]
-        allowed = (chosen[..., None] == jnp.arange(config.router_groups)).any(-2)  # [B, T, G]
+        _, chosen = jax.lax.top_k(best.sum(-1), config.experts.top_groups)  # [B, T, top]
+        allowed = (chosen[..., None] == jnp.arange(config.experts.groups)).any(-2)  # [B, T, G]
         select = jnp.where(allowed[..., None], of_group, -jnp.inf).reshape(select.shape)
     # [B, T, K], of which only the weights have a gradient.
     _, experts = jax.lax.top_k(jax.lax.stop_gradient(select), k)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
-    if config.router_renormalize:
+    if config.experts.renormalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    weights = weights * config.router_scale
+    weights = weights * config.experts.scale
     segments = mask.queries.segments
     real = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
     experts = jnp.where(real[..., None], experts, number)
     kept = experts
-    if config.expert_capacity and capped:
+    if config.experts.capacity and capped:
         # The first choices of all tokens of a row come before the second ones, in their order.
         b, t, _ = experts.shape
         in_order = experts.swapaxes(1, 2).reshape(b, k * t)
@@ -132,12 +136,12 @@ def route(
 def capacity_of(config: ModelConfig, length: int) -> int:
     """Return the most tokens of a row of so many that an expert takes. Raises ConfigError below
     1."""
-    share = length * config.experts_per_token / config.n_experts
-    capacity = math.floor(config.expert_capacity * share)
+    share = length * config.experts.per_token / config.experts.n
+    capacity = math.floor(config.experts.capacity * share)
     if capacity < 1:
         raise ConfigError(
-            f"model.expert_capacity={config.expert_capacity:g} lets an expert take"
-            f" {config.expert_capacity * share:.2g} tokens of a row of {length}, below 1: the mean"
+            f"model.experts.capacity={config.experts.capacity:g} lets an expert take"
+            f" {config.experts.capacity * share:.2g} tokens of a row of {length}, below 1: the mean"
             f" is {share:.3g} tokens, so set it to {1 / share:.3g} or more, or to 0, which drops"
             " none."
         )
@@ -159,10 +163,12 @@ def _router_aux(
               mean p of its probabilities, over all tokens (arXiv:2101.03961, 2401.06066)
     z         mean of logsumexp(logits)^2 (arXiv:2202.08906)
     """
-    number = config.n_experts
-    k = config.experts_per_token
+    number = config.experts.n
+    k = config.experts.per_token
     # [B, T, E], which sum to 1: sigmoids do not by themselves.
-    probabilities = scores / scores.sum(-1, keepdims=True) if config.router == "sigmoid" else scores
+    probabilities = (
+        scores / scores.sum(-1, keepdims=True) if config.experts.router == "sigmoid" else scores
+    )
     # [B, T, E]: whether the token is routed to the expert; no row has E, where padding is.
     routed = (experts[..., None] == jnp.arange(number)).any(-2)
     tokens = real.sum(-1).astype(jnp.float32)  # [B]
@@ -175,8 +181,8 @@ def _router_aux(
     entropies = -jax.scipy.special.xlogy(probabilities, probabilities).sum(-1)
     entropy = jnp.where(real, entropies, 0).sum() / total
     dropped = (kept != experts).sum() / (k * total)
-    loss = config.router_balance_loss * balance + config.router_z_loss * z
-    if config.router_bias == "balanced":
+    loss = config.experts.balance_loss * balance + config.experts.z_loss * z
+    if config.experts.router_bias == "balanced":
         bias = params["router_bias"].astype(jnp.float32)
         # 0, with the load above the mean as the gradient of the bias.
         moved = bias - jax.lax.stop_gradient(bias)
@@ -229,8 +235,8 @@ def _expert_rows(
 
 def dispatch_of(config: ModelConfig, length: int, capped: bool) -> Dispatch:
     """Return how the tokens of rows of so many find their experts."""
-    capacity = capacity_of(config, length) if config.expert_capacity and capped else 0
-    return Dispatch(config.n_experts, config.expert_kernel, capacity)
+    capacity = capacity_of(config, length) if config.experts.capacity and capped else 0
+    return Dispatch(config.experts.n, config.experts.kernel, capacity)
 
 
 def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
@@ -242,7 +248,7 @@ def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Out
     run = functools.partial(_expert_rows, config)
     y = expert_sum(run, weights, expert_specs(config), x, routes, dispatch)
     y = checkpoint_name(y, "down")
-    if config.shared_ff:
+    if config.experts.shared_ff:
         y = y + ffn(params["shared"], shared_config(config), x)
     return Output(y, call.cache, aux)
 
@@ -252,7 +258,7 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     pairs = most_rows(
         sizes.tokens * sizes.expert,
         sizes.rows * sizes.expert,
-        config.experts_per_token,
+        config.experts.per_token,
         dispatch_of(config, sizes.length * sizes.context, capped=True),
         sizes.expert,
     )
@@ -261,28 +267,28 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     arrays = [StoredArray(name, hidden) for name in names]
     wide = config.d_model * sizes.number
     arrays.append(StoredArray("gathered rows", pairs * wide))
-    k = config.experts_per_token
+    k = config.experts.per_token
     if sizes.expert > 1 and not sends_rows(k, sizes.expert):
         # The rows of the tokens of all devices, before they are added up.
         arrays.append(StoredArray("rows of tokens", sizes.tokens * sizes.expert * k * wide))
-    if config.shared_ff:
+    if config.experts.shared_ff:
         arrays += FEED_FORWARD.stored(shared_config(config), sizes)
     return arrays
 
 
 def _formula(config: ModelConfig) -> tuple[str, ...]:
-    bias = " + b" if config.router_bias == "learned" else ""
-    scores = f"s = {config.router}(x W_router{bias})"
-    chosen = "s + b" if config.router_bias == "balanced" else "s"
+    bias = " + b" if config.experts.router_bias == "learned" else ""
+    scores = f"s = {config.experts.router}(x W_router{bias})"
+    chosen = "s + b" if config.experts.router_bias == "balanced" else "s"
     groups = ""
-    if config.router_groups > 1:
-        groups = f" in {config.router_top_groups} of {config.router_groups} groups"
-    weight = "s_e / Σ s" if config.router_renormalize else "s_e"
-    scale = f"{config.router_scale:g} " if config.router_scale != 1 else ""
-    shared = " + shared(x)" if config.shared_ff else ""
+    if config.experts.groups > 1:
+        groups = f" in {config.experts.top_groups} of {config.experts.groups} groups"
+    weight = "s_e / Σ s" if config.experts.renormalize else "s_e"
+    scale = f"{config.experts.scale:g} " if config.experts.scale != 1 else ""
+    shared = " + shared(x)" if config.experts.shared_ff else ""
     (dense,) = FEED_FORWARD.formula(config)
     return (
-        f"{scores},  e = top {config.experts_per_token} of {config.n_experts} by {chosen}{groups}",
+        f"{scores},  e = top {config.experts.per_token} of {config.experts.n} by {chosen}{groups}",
         f"experts = Σ_e {scale}{weight} · expert_e(x){shared}",
         dense.replace("ffn =", "expert ="),
     )

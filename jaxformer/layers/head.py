@@ -3,7 +3,7 @@ same loss serves all of them.
 
 language   the next token              x
 masked     the token that was masked   norm(act(x W + b)) (BERT, arXiv:1810.04805)
-tags       a class of each token       x, or as model.class_head says, act(x W + b)
+tags       a class of each token       x, or as model.head.class_layers says, act(x W + b)
 classes    a class of each row         act(pooled W + b) in an encoder, pooled in a decoder
 projection a vector of each row        as classes, without a bias (CLIP, arXiv:2103.00020)
 none       the residual stream, and no matrix
@@ -51,13 +51,13 @@ class Head(NamedTuple):
 
 def reads_pooler(config: ModelConfig) -> bool:
     """Return whether the head reads the pooler: that of a row in an encoder, or asked to."""
-    asked = config.family == "encoder" or config.class_head != "auto"
+    asked = config.family == "encoder" or config.head.class_layers != "auto"
     return HEADS[config.output].of_row and asked
 
 
 def has_pooler(config: ModelConfig) -> bool:
     """Return whether a model has BERT's pooler: with a head that reads it, or asked to."""
-    return config.pooler or bool(config.second_heads) or reads_pooler(config)
+    return config.head.pooler or bool(config.second_heads) or reads_pooler(config)
 
 
 def is_tied(config: ModelConfig) -> bool:
@@ -82,8 +82,8 @@ def head_specs(config: ModelConfig) -> Specs:
     if is_tied(config):
         if "tokens" not in embedding_specs(config):
             raise ConfigError(
-                f"model.tied_head=True needs a table of tokens, and model.embedding="
-                f"{config.embedding!r} has none: set one of the two differently."
+                f"model.tied_head=True needs a table of tokens, and model.embedding.kind="
+                f"{config.embedding.kind!r} has none: set one of the two differently."
             )
         table["head"] = {name: row for name, row in table["head"].items() if name != "weight"}
     return {name: rows for name, rows in table.items() if rows}
@@ -93,7 +93,7 @@ def _dense_specs(config: ModelConfig, size: int) -> Specs:
     """Return a matrix [D, size], and a bias if the config has one."""
     make = INITIALIZERS[config.init](config)
     matrix = Spec((config.d_model, size), ("embed", "hidden"), make.weight, inputs=("embed",))
-    bias = {"dense_bias": Spec((size,), ("hidden",), zeros)} if config.head_dense_bias else {}
+    bias = {"dense_bias": Spec((size,), ("hidden",), zeros)} if config.head.dense_bias else {}
     return {"dense": matrix} | bias
 
 
@@ -111,27 +111,27 @@ def _masked_specs(config: ModelConfig) -> Specs:
 
 
 def _class_dense_specs(config: ModelConfig, normed: bool) -> Specs:
-    """Return a matrix [D, D], and if `normed` the norm behind it that model.class_head may have."""
-    has_norm = normed and config.class_head == "dense_norm"
+    """Return a matrix [D, D], and if `normed` the norm behind it of model.head.class_layers."""
+    has_norm = normed and config.head.class_layers == "dense_norm"
     norm_rows = {"norm": norm_specs(config)} if has_norm else {}
     return _dense_specs(config, config.d_model) | norm_rows
 
 
 def _tag_specs(config: ModelConfig) -> Specs:
-    dense = {} if config.class_head == "auto" else _class_dense_specs(config, normed=True)
+    dense = {} if config.head.class_layers == "auto" else _class_dense_specs(config, normed=True)
     return _class_specs(config) | dense
 
 
 def _class_specs(config: ModelConfig) -> Specs:
-    if not config.n_classes:
+    if not config.head.n_classes:
         raise ConfigError(
-            f"model.n_classes=0 with model.head={config.output!r}: give their number."
+            f"model.head.n_classes=0 with model.head.kind={config.output!r}: give their number."
         )
-    return _output_specs(config, config.n_classes, "classes")
+    return _output_specs(config, config.head.n_classes, "classes")
 
 
 def _projection_specs(config: ModelConfig) -> Specs:
-    size = config.projection_width or config.d_model
+    size = config.head.width or config.d_model
     return _output_specs(config, size, "classes", bias=False)
 
 
@@ -158,7 +158,7 @@ POOLINGS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def pooled(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B 1 D"]:
-    """Return one vector per row, as model.pooling says, then the pooler if there is one."""
+    """Return one vector per row, as model.head.pooling says, then the pooler if there is one."""
     pooled_rows = pool(x, layout, config.pooled)[:, None]
     return _class_dense(params.get("pooler", {}), config, pooled_rows)
 
@@ -167,7 +167,7 @@ def _class_dense(branch: Params, config: ModelConfig, x: jax.Array) -> jax.Array
     """Return [B, T, D] after the dense layer and the norm, as far as the branch has them."""
     if "dense" not in branch:
         return x
-    x = ACTIVATIONS[config.pooler_activation](linear("BTD,DF->BTF", branch, "dense", x))
+    x = ACTIVATIONS[config.head.pooler_activation](linear("BTD,DF->BTF", branch, "dense", x))
     return norm(branch["norm"], config, x) if "norm" in branch else x
 
 
@@ -190,15 +190,15 @@ def _pooled_formula(config: ModelConfig) -> tuple[str, ...]:
     pooled_row = f"p = {POOLED_TEXTS[config.pooled]}"
     if not has_pooler(config):
         return (pooled_row,)
-    normed = config.class_head == "dense_norm"
-    return (pooled_row, _dense_formula(config, config.pooler_activation, "p", normed))
+    normed = config.head.class_layers == "dense_norm"
+    return (pooled_row, _dense_formula(config, config.head.pooler_activation, "p", normed))
 
 
 def _tag_formula(config: ModelConfig) -> tuple[str, ...]:
-    if config.class_head == "auto":
+    if config.head.class_layers == "auto":
         return ()
-    normed = config.class_head == "dense_norm"
-    return (_dense_formula(config, config.pooler_activation, "x", normed),)
+    normed = config.head.class_layers == "dense_norm"
+    return (_dense_formula(config, config.head.pooler_activation, "x", normed),)
 
 
 def _masked_formula(config: ModelConfig) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ def _masked_formula(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _dense_formula(config: ModelConfig, activation: str, read: str, normed: bool) -> str:
-    bias = " + b_h" if config.head_dense_bias else ""
+    bias = " + b_h" if config.head.dense_bias else ""
     dense = f"{ACTIVATION_TEXTS.get(activation, activation)}({read} W_h{bias})"
     return f"h = norm({dense})" if normed else f"h = {dense}"
 
@@ -215,7 +215,7 @@ HEADS: Table[Head] = Table(
     HeadName,
     {
         "language": Head(
-            lambda config: _output_specs(config, config.vocab_size, "vocab", config.head_bias),
+            lambda config: _output_specs(config, config.vocab_size, "vocab", config.head.bias),
             of_tokens=True,
         ),
         "masked": Head(_masked_specs, _transformed, _masked_formula, of_tokens=True),
@@ -237,20 +237,20 @@ def readout(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B Q E"]:
     """Return the input of `output_layer`: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the
-    row, and with model.embedding_width for a masked head as wide as that."""
+    row, and with model.embedding.width for a masked head as wide as that."""
     x = HEADS[config.output].rows(params, config, x, layout)
-    x = x / math.sqrt(config.d_model) if config.logit_scale == "rsqrt" else x
+    x = x / math.sqrt(config.d_model) if config.head.scale == "rsqrt" else x
     divisor = total_divisor(config)
     return x if divisor == 1 else x / divisor
 
 
 def total_divisor(config: ModelConfig) -> float:
-    """Return model.logit_divisor, and with a tied head the growth of the width over model.mup_base:
+    """Return model.head.divisor, and with a tied head the growth of the width over model.mup_base:
     the table of tokens has the initial scale and the rate of an input there, so that its products
     with rows are divided (arXiv:2203.03466, table 8). 1 divides nothing."""
     if not (config.mup_base and is_tied(config)):
-        return config.logit_divisor
-    return config.logit_divisor * config.embedded_width / config.base_model.embedded_width
+        return config.head.divisor
+    return config.head.divisor * config.embedded_width / config.base_model.embedded_width
 
 
 class OutputLayer(NamedTuple):
@@ -289,7 +289,7 @@ def head(
         return x.astype(jnp.float32)
     y = readout(params, config, x, layout)
     logits = logits_of_rows(*output_layer(params, config, y))
-    cap = config.logit_soft_cap
+    cap = config.head.soft_cap
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
@@ -302,13 +302,13 @@ def head_formula(config: ModelConfig) -> tuple[str, ...]:
     lines = row.formula(config)
     # The name of the rows that the output matrix multiplies.
     rows = lines[-1].partition(" = ")[0] if lines else "x"
-    scale = " / √D" if config.logit_scale == "rsqrt" else ""
+    scale = " / √D" if config.head.scale == "rsqrt" else ""
     divisor = total_divisor(config)
     scale += "" if divisor == 1 else f" / {divisor:g}"
     matrix = "Eᵀ" if is_tied(config) else "W_headᵀ"
     bias = " + b" if "bias" in row.specs(config) else ""
     logits = f"{rows}{scale} {matrix}{bias}"
-    if config.logit_soft_cap:
-        cap = f"{config.logit_soft_cap:g}"
+    if config.head.soft_cap:
+        cap = f"{config.head.soft_cap:g}"
         logits = f"{cap} tanh(({logits}) / {cap})"
     return (*lines, f"logits = {logits},  probabilities = softmax(logits)")

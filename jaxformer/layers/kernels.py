@@ -90,8 +90,8 @@ class Needs(NamedTuple):
             leading=leading,
             dropout=model.attention_dropout_rate > 0,
             bias=model.positions in BIASED_SCORES,
-            soft_cap=model.attention_soft_cap > 0,
-            sinks=model.attention_sinks,
+            soft_cap=model.attention.soft_cap > 0,
+            sinks=model.attention.sinks,
             wide_values=model.value_width > model.head_width,
         )
 
@@ -156,7 +156,7 @@ def features(needs: Needs) -> Iterator[tuple[str, str]]:
     if needs.wide_values:
         yield (
             "wide values",
-            "its values are at most as wide as its keys, and model.value_dim is more",
+            "its values are at most as wide as its keys, and model.attention.value_dim is more",
         )
     if needs.positions:
         yield "positions", "its positions are the index, and these rows have their own"
@@ -182,7 +182,7 @@ def features(needs: Needs) -> Iterator[tuple[str, str]]:
     if needs.dropout:
         yield (
             "dropout",
-            "it has no dropout of attention weights, and model.attention_dropout is not 0",
+            "it has no dropout of attention weights, and model.attention.dropout is not 0",
         )
     if needs.bias:
         yield "score bias", "it has no bias of the scores, and model.positions adds one"
@@ -199,9 +199,9 @@ def features(needs: Needs) -> Iterator[tuple[str, str]]:
         if any(length % 2 for length in needs.lengths):
             yield "biased odd length", "beside a bias of the scores its sequences have even lengths"
     if needs.soft_cap:
-        yield "soft-cap", "it has no soft-cap, and model.attention_soft_cap is set"
+        yield "soft-cap", "it has no soft-cap, and model.attention.soft_cap is set"
     if needs.sinks:
-        yield "sinks", "it has no sinks, and model.attention_sinks is set"
+        yield "sinks", "it has no sinks, and model.attention.sinks is set"
 
 
 def missing(lacks: frozenset[str], needs: Needs) -> str:

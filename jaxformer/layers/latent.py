@@ -1,17 +1,15 @@
 """Multi-head latent attention (arXiv:2405.04434, 2412.19437), a mixer: the keys and values of all
 heads are products of one latent of each token, beside a rotated key that all heads share.
 
-    c   = norm(x W_C)               [B, S, C]   the latent, C = model.kv_rank
-    k_r = RoPE(x W_R)               [B, S, R]   one key for all heads, R = model.rope_head_dim
+    c   = norm(x W_C)               [B, S, C]   the latent, C = latent.kv_rank
+    k_r = RoPE(x W_R)               [B, S, R]   one key for all heads, R = latent.rope_head_dim
     k_n = (c W_K)_n with k_r        [B, S, H]   of head n: H - R dimensions of its own, then k_r
     v_n = (c W_V)_n                 [B, S, W]
-    q_n = (norm(x W_D) W_Q)_n       [B, T, H]   its last R dimensions rotated, rank model.query_rank
+    q_n = (norm(x W_D) W_Q)_n       [B, T, H]   the last R rotated, rank latent.query_rank
 
 The cache has c and k_r alone. Of a few queries the weights are absorbed: q_n W_K^T, of width C, is
 multiplied with latents instead of keys, and the weighted sum of latents with W_V.
 """
-
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxformer.arrays.params import Params, Spec, Specs, contract, scaled, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.attention import SCORE_BIASES, SELF_ATTENTION, attended, weights_text
 from jaxformer.layers.cache import Slots
 from jaxformer.layers.linear import INITIALIZERS, linear
@@ -46,12 +45,12 @@ def latent_specs(config: ModelConfig) -> Specs:
     n = config.n_heads
     h = config.head_width
     w = config.value_width
-    rank = config.kv_rank
-    shared = config.rope_head_dim
+    rank = config.latent.kv_rank
+    shared = config.latent.rope_head_dim
     query_init = make.weight
     # As in attention.
-    if config.attention_scale:
-        query_init = scaled(query_init, 1 / (config.attention_scale * h**0.5))
+    if config.attention.scale:
+        query_init = scaled(query_init, 1 / (config.attention.scale * h**0.5))
     per_head = ("embed", "heads", "head_dim")
     into = ("embed",)
 
@@ -59,11 +58,11 @@ def latent_specs(config: ModelConfig) -> Specs:
         return Spec((d, width), ("embed", "latent"), make.weight, inputs=into)
 
     specs: Specs = {}
-    if config.query_rank:
-        specs["q_down"] = down(config.query_rank)
-        specs["q_down_norm"] = scale_spec(config, (config.query_rank,))
+    if config.latent.query_rank:
+        specs["q_down"] = down(config.latent.query_rank)
+        specs["q_down_norm"] = scale_spec(config, (config.latent.query_rank,))
     specs |= {
-        "q": Spec((config.query_rank or d, n, h), per_head, query_init, inputs=into),
+        "q": Spec((config.latent.query_rank or d, n, h), per_head, query_init, inputs=into),
         "kv_down": down(rank),
         "kv_down_norm": scale_spec(config, (rank,)),
         "k_rope": down(shared),
@@ -77,7 +76,7 @@ def latent_specs(config: ModelConfig) -> Specs:
                 specs[f"{name}_bias"] = Spec(specs[name].shape[1:], ("latent",), zeros)
     if "out" in config.biased:
         specs["out_bias"] = Spec((d,), ("residual",), zeros)
-    if config.attention_sinks:
+    if config.attention.sinks:
         specs["sinks"] = Spec((n,), ("heads",), zeros)
     return specs
 
@@ -92,9 +91,9 @@ def latent_queries(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B T N H"]:
     """Return the queries of all heads, of which the last R dimensions are rotated."""
-    read = _normed_latent(params, config, "q_down", x) if config.query_rank else x
+    read = _normed_latent(params, config, "q_down", x) if config.latent.query_rank else x
     q = linear("BTD,DNH->BTNH", params, "q", read)
-    q, rotated = jnp.split(q, [config.head_width - config.rope_head_dim], axis=-1)
+    q, rotated = jnp.split(q, [config.head_width - config.latent.rope_head_dim], axis=-1)
     rotated = rotate(config, rotated, layout.positions, layout.segments)
     return jnp.concatenate([q, rotated], axis=-1)
 
@@ -114,10 +113,10 @@ def expanded(
     params: Params, config: ModelConfig, tokens: Float[Array, "B S 1 C+R"]
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N W"]]:
     """Return the keys and values of all heads, from the `latents` of tokens."""
-    latent, shared = jnp.split(tokens, [config.kv_rank], axis=-1)
+    latent, shared = jnp.split(tokens, [config.latent.kv_rank], axis=-1)
     k = linear("BTC,CNH->BTNH", params, "k", latent[:, :, 0])
     v = linear("BTC,CNH->BTNH", params, "v", latent[:, :, 0])
-    shared = jnp.broadcast_to(shared, (*k.shape[:-1], config.rope_head_dim))
+    shared = jnp.broadcast_to(shared, (*k.shape[:-1], config.latent.rope_head_dim))
     shared = constrain(shared, ("batch", "sequence", "heads", None))
     return jnp.concatenate([k, shared], axis=-1), v
 
@@ -125,11 +124,11 @@ def expanded(
 def absorbs(config: ModelConfig, queries: int, keys: int) -> bool:
     """Return whether so many queries attend to so many keys with fewer multiplications of a head
     where the weights of keys and values are absorbed than where latents are expanded."""
-    rank = config.kv_rank
+    rank = config.latent.kv_rank
     width = config.head_width
     value_width = config.value_width
-    expansion = rank * (width - config.rope_head_dim + value_width)
-    absorbed = queries * (keys * (2 * rank + config.rope_head_dim) + expansion)
+    expansion = rank * (width - config.latent.rope_head_dim + value_width)
+    absorbed = queries * (keys * (2 * rank + config.latent.rope_head_dim) + expansion)
     return absorbed < queries * keys * (width + value_width) + keys * expansion
 
 
@@ -144,14 +143,16 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
         cache, tokens = cache.write(tokens)
     # The scale of the heads also where queries are of latents, and so of another width.
     scale = config.score_scale or config.head_width**-0.5
-    config = replace(config, attention_scale=scale, parametrization="standard", mup_base="")
+    config = with_settings(
+        config, {"attention.scale": scale, "parametrization": "standard", "mup_base": ""}
+    )
     call = call._replace(mask=call.mask._replace(window=config.window))
     if cache is not None and absorbs(config, q.shape[1], tokens.shape[1]):
         # Queries of latents [B, T, N, C + R], from those of keys [B, T, N, H].
-        q, rotated = jnp.split(q, [config.head_width - config.rope_head_dim], axis=-1)
+        q, rotated = jnp.split(q, [config.head_width - config.latent.rope_head_dim], axis=-1)
         absorbed = contract("BTNH,CNH->BTNC", q, params["k"])
         q = jnp.concatenate([absorbed, rotated], axis=-1)
-        keys_values = tokens, tokens[..., : config.kv_rank]
+        keys_values = tokens, tokens[..., : config.latent.kv_rank]
         out, captures = attended(params, config, q, keys_values, call)
         out = contract("BTNC,CNH->BTNH", out, params["v"])
     else:
@@ -164,9 +165,9 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
 def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     """Return the arrays of attention, and latents before and after their norms with the shared
     key."""
-    width = config.query_rank + config.kv_rank
+    width = config.latent.query_rank + config.latent.kv_rank
     arrays = [
-        StoredArray(POINT, sizes.tokens * (width + config.rope_head_dim) * sizes.number),
+        StoredArray(POINT, sizes.tokens * (width + config.latent.rope_head_dim) * sizes.number),
         StoredArray("normed latent", sizes.tokens * width * sizes.number),
     ]
     return arrays + SELF_ATTENTION.stored(config, sizes)
@@ -175,10 +176,10 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
 def _formula(config: ModelConfig) -> tuple[str, ...]:
     bias = "qkv" in config.biased
     latent = f"norm(x W_C{' + b_C' * bias})"
-    queries = f"norm(x W_D{' + b_D' * bias})" if config.query_rank else "x"
+    queries = f"norm(x W_D{' + b_D' * bias})" if config.latent.query_rank else "x"
     rotated = "RoPE" if config.positions == "rope" else ""
     shared = f"{rotated}(x W_R{' + b_R' * bias})"
-    last = f", last {config.rope_head_dim} of each head in RoPE" if rotated else ""
+    last = f", last {config.latent.rope_head_dim} of each head in RoPE" if rotated else ""
     return (
         f"C = {latent},  R = {shared},  Q = {queries} W_Q{last}",
         "K = [C W_K, R] with R in every head,  V = C W_V",
@@ -194,6 +195,6 @@ LATENT_ATTENTION = SELF_ATTENTION._replace(
     formula=_formula,
     # Keys and values are products of the latents.
     start=lambda config, batch, slots, dtype: Slots.empty(
-        batch, slots, 1, config.kv_rank + config.rope_head_dim, dtype
+        batch, slots, 1, config.latent.kv_rank + config.latent.rope_head_dim, dtype
     ),
 )

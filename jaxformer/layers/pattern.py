@@ -10,21 +10,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import flat, with_settings
 
 Changes = Callable[[ModelConfig], Mapping[str, Any]]
 
 
-UNSCALED = {"rope_window_theta": 0.0, "rope_scaling": "none", "rope_factor": 1.0}
+UNSCALED = {"rope.window_theta": 0.0, "rope.scaling": "none", "rope.factor": 1.0}
 
 
 def _windowed(config: ModelConfig) -> Mapping[str, Any]:
     """Return the settings of RoPE with the base of the windows, if there is one, and then without
     scaling."""
-    return {"rope_theta": config.rope_window_theta, **UNSCALED} if config.rope_window_theta else {}
+    theta = config.rope.window_theta
+    return {"rope.theta": theta, **UNSCALED} if theta else {}
 
 
 def _full(config: ModelConfig) -> Mapping[str, Any]:
-    return {"window": 0, "rope_window_theta": 0.0}
+    return {"window": 0, "rope.window_theta": 0.0}
 
 
 def without_positions(config: ModelConfig) -> Mapping[str, Any]:
@@ -37,17 +39,17 @@ def _unchanged(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def _dense(config: ModelConfig) -> Mapping[str, Any]:
-    return {"feed_forward": "ffn", "n_experts": 0}
+    return {"feed_forward": "ffn", "experts.n": 0}
 
 
 LAYER_PATTERNS: dict[str, dict[str, Changes]] = {
     "window_pattern": {"w": _windowed, "f": _full},
-    "expert_pattern": {"e": _unchanged, "d": _dense},
+    "experts.pattern": {"e": _unchanged, "d": _dense},
     # Behind the windows, whose bases it removes.
-    "position_pattern": {"p": _unchanged, "n": without_positions},
+    "rope.pattern": {"p": _unchanged, "n": without_positions},
 }
 # Settings that count first layers, which have a letter of a pattern whatever its letters are.
-LEADING_LAYERS = {"dense_layers": ("expert_pattern", "d")}
+LEADING_LAYERS = {"experts.dense_layers": ("experts.pattern", "d")}
 
 
 def of_source(config: ModelConfig) -> ModelConfig:
@@ -59,19 +61,20 @@ def of_source(config: ModelConfig) -> ModelConfig:
 def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
     """Return the config of each layer: the model's, with the settings of the layer's letters, and
     with the patterns themselves set to their defaults."""
-    patterns = {name: getattr(config, name) for name in LAYER_PATTERNS if hasattr(config, name)}
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
+    settings = flat(config)
+    patterns = {name: settings[name] for name in LAYER_PATTERNS if name in settings}
+    defaults = flat(type(config)())
     configs = []
     for i in range(layers):
         letters_of_layer = {name: letters[i % len(letters)] for name, letters in patterns.items()}
         for setting, (name, letter) in LEADING_LAYERS.items():
-            if i < getattr(config, setting):
+            if i < settings[setting]:
                 letters_of_layer[name] = letter
         changes: dict[str, Any] = {name: defaults[name] for name in (*patterns, *LEADING_LAYERS)}
         changes["unnormed_layers"] = int(i < config.unnormed_layers)
         for name, letter in letters_of_layer.items():
             changes |= LAYER_PATTERNS[name][letter](config)
-        configs.append(dataclasses.replace(config, **changes))
+        configs.append(with_settings(config, changes))
     return tuple(configs)
 
 

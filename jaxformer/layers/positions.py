@@ -78,12 +78,12 @@ Segments = Int[Array, "B T"] | None
 
 
 def _plain(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    return rope_frequencies(config.rotated_width, config.rope_theta)
+    return rope_frequencies(config.rotated_width, config.rope.theta)
 
 
 def _linear(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
     """Return all frequencies divided by the factor (arXiv:2306.15595)."""
-    return _plain(config, positions, segments) / config.rope_factor
+    return _plain(config, positions, segments) / config.rope.factor
 
 
 def _segment_lengths(positions: jax.Array, segments: Segments) -> jax.Array:
@@ -104,10 +104,10 @@ def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = Non
     call, at least L. Cached keys keep the base of the call in which they were computed."""
     original = config.original_length
     width = config.rotated_width
-    s = config.rope_factor
+    s = config.rope.factor
     length = jnp.maximum(_segment_lengths(positions, segments), original)
     growth = (s * length / original - s + 1) ** (width / max(width - 2, 1))
-    return rope_frequencies(width, config.rope_theta * growth)
+    return rope_frequencies(width, config.rope.theta * growth)
 
 
 def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
@@ -116,21 +116,21 @@ def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) 
     bounds both are mixed, linearly in the index of the pair (arXiv:2309.00071)."""
     width = config.rotated_width
     original = config.original_length
-    period = 2 * math.log(config.rope_theta)
+    period = 2 * math.log(config.rope.theta)
 
     def index(rotations: float) -> float:
         return width * math.log(original / (rotations * 2 * math.pi)) / period
 
-    low = index(config.fast_rotations)
-    high = index(config.rope_slow)
-    if config.rope_truncate:
+    low = index(config.rope.fast_rotations)
+    high = index(config.rope.slow)
+    if config.rope.truncate:
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, width - 1)
     scaled = jnp.clip((jnp.arange(-(-width // 2)) - low) / max(high - low, 1e-3), 0, 1)
     plain = _plain(config, positions, segments)
-    return plain / config.rope_factor * scaled + plain * (1 - scaled)
+    return plain / config.rope.factor * scaled + plain * (1 - scaled)
 
 
 def _llama3(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
@@ -138,10 +138,10 @@ def _llama3(config: ModelConfig, positions: jax.Array, segments: Segments = None
     arXiv:2407.21783)."""
     plain = _plain(config, positions, segments)
     rotations = config.original_length * plain / (2 * math.pi)
-    low = config.rope_slow
-    high = config.fast_rotations
+    low = config.rope.slow
+    high = config.rope.fast_rotations
     unscaled = jnp.clip((rotations - low) / max(high - low, 1e-9), 0, 1)
-    return plain * unscaled + plain / config.rope_factor * (1 - unscaled)
+    return plain * unscaled + plain / config.rope.factor * (1 - unscaled)
 
 
 def _longrope(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
@@ -149,7 +149,7 @@ def _longrope(config: ModelConfig, positions: jax.Array, segments: Segments = No
     tokens of segments within the original length, and one for those of longer segments
     (arXiv:2402.13753). The length is that in this call; cached keys keep the divisors of the call
     in which they were computed."""
-    short, long = (jnp.array(factors, jnp.float32) for factors in config.rope_factors)
+    short, long = (jnp.array(factors, jnp.float32) for factors in config.rope.factors)
     is_long = _segment_lengths(positions, segments) > config.original_length
     return _plain(config, positions, segments) / jnp.where(is_long, long, short)
 
@@ -177,8 +177,8 @@ def rotate(
     H]. Without `segments` each row is one segment."""
     if config.positions != "rope":
         return x
-    frequencies = FREQUENCIES[config.rope_scaling](config, positions, segments)
-    rotated = rope(x, positions, pairing=config.rope_pairing, frequencies=frequencies)
+    frequencies = FREQUENCIES[config.rope.scaling](config, positions, segments)
+    rotated = rope(x, positions, pairing=config.rope.pairing, frequencies=frequencies)
     if config.rope_scale == 1:
         return rotated
     width = 2 * frequencies.shape[-1]
@@ -189,10 +189,10 @@ def rotate(
 def tempered(
     config: ModelConfig, q: Float[Array, "B T N H"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T N H"]:
-    """Return queries times 1 + s ln(1 + floor(position / L)), with s model.attention_temperature
+    """Return queries times 1 + s ln(1 + floor(position / L)), with s model.attention.temperature
     and L the original length of RoPE: [B, T, N, H], [B, T] -> [B, T, N, H]."""
-    if not config.attention_temperature:
+    if not config.attention.temperature:
         return q
     lengths = (positions // config.original_length).astype(jnp.float32)
-    factor = 1 + config.attention_temperature * jnp.log1p(lengths)
+    factor = 1 + config.attention.temperature * jnp.log1p(lengths)
     return (q * factor[:, :, None, None]).astype(q.dtype)

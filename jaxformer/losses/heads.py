@@ -51,7 +51,7 @@ def head_loss(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         logits_dtype=logits_dtype,
-        soft_cap=config.logit_soft_cap,
+        soft_cap=config.head.soft_cap,
         nats_by_row=bool(sources),
     )
     # Tokens, or rows where a row has one class: what the step divides by.

@@ -69,7 +69,7 @@ def pairs_of(
         _sequences(targets),
         _sequences(weights),
         bias=bias,
-        soft_cap=config.logit_soft_cap,
+        soft_cap=config.head.soft_cap,
     )
     return PairScores(-nats.reshape(-1, 2), weights.sum(axis=-1, dtype=jnp.float32), aux)
 

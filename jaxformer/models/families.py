@@ -55,7 +55,7 @@ def encoder_decoder_specs(config: ModelConfig) -> Specs:
     encoder, and those of a decoder."""
     added = added_specs(config)
     tokens = embedding_specs(config)
-    own = tokens if config.source_embedding == "separate" else {}
+    own = tokens if config.embedding.source == "separate" else {}
     embedding = {"embed": own | added} if own | added else {}
     encoder = embedding | stack_specs(of_source(config), config.encoder_layers)
     return {

@@ -13,7 +13,7 @@ from jaxformer.files import ConfigError
 from jaxformer.layers.embed import EMBEDDINGS, Inputs
 from jaxformer.layers.masks import layout_of
 
-# The row of model.embedding may read others.
+# The row of model.embedding.kind may read others.
 INPUT_NAMES = ("tokens", "positions", "segment_ids", "token_types", "source", "source_segment_ids")
 # Equal tokens at the edge of a row that count as padding; text rarely begins or ends like this.
 LEAST_RUN = 3
@@ -54,7 +54,7 @@ def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:
     # Beyond its end JAX reads the last row of a table. Under a transform no values are known, and
     # of an array that other processes have parts of not all.
     ends = dict.fromkeys(("tokens", "source"), config.vocab_size)
-    ends |= {"token_types": config.token_types or 1}
+    ends |= {"token_types": config.embedding.token_types or 1}
     if config.embedded_positions == "learned":
         ends["positions"] = config.max_length
     for name, end in ends.items():
@@ -77,14 +77,14 @@ def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:
         )
     if source is not None and source.ndim == 2 and source.shape[0] != tokens.shape[0]:
         problems.append(f"source has {source.shape[0]} rows, and tokens {tokens.shape[0]}.")
-    if batch.get("token_types") is not None and not config.token_types:
-        problems.append("token_types need model.token_types, which is 0.")
-    names = (*INPUT_NAMES, *EMBEDDINGS[config.embedding].reads)
+    if batch.get("token_types") is not None and not config.embedding.token_types:
+        problems.append("token_types need model.embedding.token_types, which is 0.")
+    names = (*INPUT_NAMES, *EMBEDDINGS[config.embedding.kind].reads)
     for name in batch:
         if name not in names:
             problems.append(
-                f"{name} is no input of a model with model.embedding={config.embedding!r}, whose"
-                f" inputs are {', '.join(names)}."
+                f"{name} is no input of a model with model.embedding.kind="
+                f"{config.embedding.kind!r}, whose inputs are {', '.join(names)}."
             )
     if problems:
         raise ConfigError("\n".join(problems))

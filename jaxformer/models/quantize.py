@@ -14,7 +14,8 @@ from jaxformer.arrays.mesh import parameter_sharding
 from jaxformer.arrays.params import Params, Spec, dotted, is_custom, map_specs, rows, zeros
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.settings import choices
+from jaxformer.config.records import Attention, Latent, RelativePositions
+from jaxformer.config.settings import choices, with_settings
 from jaxformer.files import ConfigError
 from jaxformer.layers.block import block_specs
 
@@ -137,13 +138,22 @@ def _block_rows() -> dict[str, Spec]:
     dense = ModelConfig(
         activation="swiglu",
         bias="all",
-        query_key_norm="layer",
         positions="t5",
-        relative_bias="layer",
+        attention=Attention(query_key_norm="layer"),
+        relative=RelativePositions(bias="layer"),
     )
-    experts = replace(
-        dense, feed_forward="experts", n_experts=2, experts_per_token=1, shared_ff=1, expert_ff=1
+    experts = with_settings(
+        dense,
+        {
+            "feed_forward": "experts",
+            "experts.n": 2,
+            "experts.per_token": 1,
+            "experts.shared_ff": 1,
+            "experts.d_ff": 1,
+        },
     )
-    latent = ModelConfig(mixer="latent", kv_rank=2, query_rank=2, rope_head_dim=2, bias="all")
+    latent = ModelConfig(
+        mixer="latent", bias="all", latent=Latent(kv_rank=2, query_rank=2, rope_head_dim=2)
+    )
     table = rows(block_specs(latent)) | rows(block_specs(experts))
     return table | rows(block_specs(dense, cross=True))

@@ -186,7 +186,7 @@ def _balanced_call(params: Params, config: ModelConfig, call: Call) -> Call | No
     drops = any(getattr(leaf, "key", None) is not None for leaf in leaves)
     if call.request or drops or (config.has_dropout and call.key is not None):
         return None
-    if not reads_balanced(config.attention_kernel, call.mask, config.n_heads):
+    if not reads_balanced(config.attention.kernel, call.mask, config.n_heads):
         return None
     mask = call.mask
     source = call.source

@@ -31,10 +31,10 @@ def embed(
     of any length with normalize=False (Sentence-BERT, arXiv:1908.10084).
 
     `pooling` is the mean over the tokens of a row, its first token, or its last; "auto" is what
-    model.pooling says, and the mean where that is "auto" too. What is pooled is the residual stream
-    after the last norm, before any head and any pooler. `segment_ids` [B, T] int are 0 on padding,
-    on any side, and 1 elsewhere; a row that is all padding has the vector 0. `positions` and
-    `token_types` are those of `jf.forward`.
+    model.head.pooling says, and the mean where that is "auto" too. What is pooled is the residual
+    stream after the last norm, before any head and any pooler. `segment_ids` [B, T] int are 0 on
+    padding, on any side, and 1 elsewhere; a row that is all padding has the vector 0. `positions`
+    and `token_types` are those of `jf.forward`.
 
     A pure function, to be jitted with `static_argnums=1`. Raises ConfigError for an
     encoder-decoder, for a pooling that there is not, for the first token in a decoder, which sees
@@ -57,9 +57,12 @@ def embed(
             "segment_ids number several texts in a row, and a vector is that of one: give each text"
             " its own row, with 1 on its tokens and 0 on padding."
         )
-    batch = dict(
-        tokens=tokens, segment_ids=segment_ids, positions=positions, token_types=token_types
-    )
+    batch = {
+        "tokens": tokens,
+        "segment_ids": segment_ids,
+        "positions": positions,
+        "token_types": token_types,
+    }
     check_model(params, config)
     check_inputs(config, batch)
     inputs = inputs_of(batch)

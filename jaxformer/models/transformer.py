@@ -181,11 +181,11 @@ def forward(
     `segment_ids` [B, T] int: tokens attend only within their own number, 0 is padding. `positions`
     [B, T] int default to counting from the start of each segment. An encoder-decoder takes the
     target as `tokens` and the `source` [B, S]; targets attend to the `source_segment_ids` of their
-    own number. `arrays` are what a row of model.embedding from outside the package reads besides.
+    own number. `arrays` are what an embedding from outside the package reads besides.
     A pure function: jit (with `static_argnums=1`), grad, jvp and vmap apply to it.
     """
     batch = dict(tokens=tokens, segment_ids=segment_ids, positions=positions, source=source)
-    batch |= dict(source_segment_ids=source_segment_ids, token_types=token_types)
+    batch |= {"source_segment_ids": source_segment_ids, "token_types": token_types}
     return logits_of(params, config, batch | arrays)[0]
 
 

@@ -1,19 +1,19 @@
 """Upcycling (arXiv:2212.05055): a model with experts that begins from a dense one. Each expert is a
 copy of the dense feed-forward of its layer, and the routers are new.
 
-Where the weights of the experts of a token sum to 1, as with model.router_renormalize, the model
+Where the weights of the experts of a token sum to 1, as with model.experts.renormalize, the model
 computes at first what the dense one does.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from jaxformer.arrays.params import Params, Spec, dotted, init_params, rows
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.models.stack import layers_of, stacked_as
 from jaxformer.models.transformer import specs
@@ -29,7 +29,7 @@ def is_upcycled(config: ModelConfig, base: ModelConfig) -> bool:
 
 def dense_of(config: ModelConfig) -> ModelConfig:
     """Return the model with a dense feed-forward in place of the experts."""
-    return replace(config, feed_forward="ffn", n_experts=0)
+    return with_settings(config, {"feed_forward": "ffn", "experts.n": 0})
 
 
 def upcycle(
@@ -66,7 +66,7 @@ def _blocks(blocks: Params, table: Params, layers: tuple[ModelConfig, ...]) -> P
             # The norms of the feed-forward are those of the experts.
             params = {name.replace("ffn", "experts", 1): leaf for name, leaf in params.items()}
             params["experts"] = {
-                name: jnp.broadcast_to(leaf, (config.n_experts, *leaf.shape))
+                name: jnp.broadcast_to(leaf, (config.experts.n, *leaf.shape))
                 for name, leaf in params["experts"].items()
             }
         with_experts.append(params)

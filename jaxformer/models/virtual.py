@@ -33,6 +33,7 @@ from jaxformer.arrays.params import (
 )
 from jaxformer.arrays.sharding import Axes, constrain
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.cache import Cache
@@ -98,8 +99,8 @@ def virtual_specs(specs: Specs, config: ModelConfig, adapter: PromptTuning | Pre
     if isinstance(adapter, PromptTuning):
         if "tokens" not in specs["embed"]:
             raise ConfigError(
-                f"prompt tuning puts rows before those of a table of tokens, which"
-                f" model.embedding={config.embedding} has not: choose prefix tuning or LoRA."
+                "prompt tuning puts rows before those of a table of tokens, which model.embedding"
+                f".kind={config.embedding.kind} has not: choose prefix tuning or LoRA."
             )
         return prompt_specs(specs, adapter.tokens)
     stacks = {"decoder": specs["blocks"]}
@@ -231,13 +232,14 @@ def with_virtual(
     # The static maximum of the number of segments in a row of a source.
     segments = 1
     if isinstance(layout.segments, jax.core.Tracer):
-        if not config.max_segments:
+        if not config.attention.max_segments:
             raise ConfigError(
                 "a prompt in an encoder-decoder is read once for each segment of a source, and"
-                " under jax.jit source_segment_ids are not known: set model.max_segments to the"
-                " most that a row has (1 where they only mark padding)."
+                " under jax.jit source_segment_ids are not known: set"
+                " model.attention.max_segments to the most that a row has (1 where they only"
+                " mark padding)."
             )
-        segments = config.max_segments
+        segments = config.attention.max_segments
     elif layout.segments is not None:
         segments = max(int(layout.segments.max()), 1)
     in_prompt = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), segments)  # [n P]
@@ -305,7 +307,7 @@ def prefix_of(
     """
     tokens = len(prompt)
     window = max(config.window, tokens) if config.window else 0
-    config = replace(config, window=window, attention_kernel="xla")
+    config = with_settings(config, {"window": window, "attention.kernel": "xla"})
     # The prompt replaces the table of tokens, and its rows are the tokens 0, 1, ..., P - 1.
     ids = jnp.arange(tokens, dtype=jnp.int32)[None]
     with_prompt = params | {"embed": params["embed"] | {"tokens": prompt}}

@@ -20,8 +20,8 @@ from jaxformer.config.config_file import (
 )
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings, named_sources
+from jaxformer.config.settings import flat, with_settings
 from jaxformer.config.train import LaunchConfig, OptimizerConfig
-from jaxformer.config.variants import SECOND_HEADS
 from jaxformer.files import ConfigError, is_remote
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 # Model settings that say how a model is computed and trained, and not what its weights mean.
 OF_THE_PROGRAM = (
     "dropout",
-    "attention_dropout",
+    "attention.dropout",
     "dtype",
     "layer_loop",
     "remat",
-    "attention_kernel",
-    "expert_kernel",
+    "attention.kernel",
+    "experts.kernel",
 )
 # Model settings that a new run does not take from the model it starts from.
-OWN = ("head", "n_classes", "pooling", *SECOND_HEADS, *OF_THE_PROGRAM)
+OWN = ("head.kind", "head.n_classes", "head.pooling", "head.next_sentence", *OF_THE_PROGRAM)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -128,14 +128,15 @@ def with_base(
         base_model = origin.config
     except ConfigError as error:
         raise ConfigError(f"run.init_from={base!r}: {error}") from error
-    chosen, default = dataclasses.asdict(model), dataclasses.asdict(ModelConfig())
+    chosen = flat(model)
+    default = flat(ModelConfig())
     changed = {name for name, value in chosen.items() if value != default[name]}
     own = {*OWN}
-    if chosen["pooling"] == "auto" and model.output not in ("classes", "projection"):
-        own.remove("pooling")  # then that of the vectors of texts, which the base states
+    if chosen["head.pooling"] == "auto" and model.output not in ("classes", "projection"):
+        own.remove("head.pooling")  # then that of the vectors of texts, which the base states
     asked = {name: chosen[name] for name in (own | changed) - stated}
     try:
-        return dataclasses.replace(base_model, **asked)
+        return with_settings(base_model, asked)
     except ConfigError as error:
         raise ConfigError(
             f"{error}\nThe config sets these on top of the model of run.init_from={base!r}."

@@ -8,13 +8,13 @@ import reprlib
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import jax
 
 from jaxformer.checkpoints.buckets import require_savable
 from jaxformer.config.run import RunConfig, from_json
-from jaxformer.config.settings import VOLATILE
+from jaxformer.config.settings import VOLATILE, flat, hints, with_settings
 from jaxformer.files import (
     ConfigError,
     first_of,
@@ -142,22 +142,22 @@ class RunDirectory:
         written = self.read_run()
         model = run.model
         # Sizes that come from the data, which is not read yet.
-        filled = dataclasses.replace(
+        filled = with_settings(
             model,
-            vocab_size=model.vocab_size or written.model.vocab_size,
-            n_classes=model.n_classes or written.model.n_classes,
+            {
+                "vocab_size": model.vocab_size or written.model.vocab_size,
+                "head.n_classes": model.head.n_classes or written.model.head.n_classes,
+            },
         )
         now = dataclasses.replace(run, model=filled)
         changed = list[str]()
-        for entry in dataclasses.fields(RunConfig):
-            old_section = getattr(written, entry.name)
-            section = getattr(now, entry.name)
-            for name, hint in get_type_hints(type(section), include_extras=True).items():
-                old = getattr(old_section, name)
-                new = getattr(section, name)
-                # A volatile setting does not change the numbers of a run.
-                if old != new and VOLATILE not in getattr(hint, "__metadata__", ()):
-                    changed.append(f"{entry.name}.{name}: {old!r} in the directory, {new!r} now")
+        old = flat(written)
+        new = flat(now)
+        for name, hint in hints(RunConfig).items():
+            # A volatile setting does not change the numbers of a run.
+            is_volatile = VOLATILE in getattr(hint, "__metadata__", ())
+            if old[name] != new[name] and not is_volatile:
+                changed.append(f"{name}: {old[name]!r} in the directory, {new[name]!r} now")
         # Its value may change, but not whether the optimizer keeps a window of losses.
         before = written.train.spike_factor
         after = run.train.spike_factor

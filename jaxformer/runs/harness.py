@@ -28,6 +28,7 @@ from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.cluster.signals import current
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import full_batch, padded, rounded
@@ -497,7 +498,7 @@ class JaxformerLM(HarnessModel):
         model = load(files, step, weights=weights, **settings)
         if model.tokenizer is None:
             raise missing(files.path / TOKENIZER_FILE)
-        config = dataclasses.replace(model.config, **settings)
+        config = with_settings(model.config, settings)
         super().__init__(dataclasses.replace(model, config=config), str(path), **arguments)
 
 

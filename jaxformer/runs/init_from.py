@@ -20,6 +20,7 @@ from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.adapter import AdapterConfig, Quantization
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunSettings, TokenizerConfig
+from jaxformer.config.settings import flat, with_settings
 from jaxformer.config.variants import SECOND_HEADS
 from jaxformer.data.batches import BatchesByStep
 from jaxformer.files import ConfigError, read_object, write_text
@@ -57,15 +58,15 @@ def check_base(model: ModelConfig, adapter: AdapterConfig, files: ModelFiles) ->
     _check_trunk(dense_of(model), base_model, base)
     if model.expert_width != model.ff_width:
         raise ConfigError(
-            f"model.expert_ff={model.expert_ff} is not {model.ff_width}, the width of the dense"
-            f" feed-forward of run.init_from={base!r}, of which each expert is a copy: set it to"
-            f" {model.ff_width}, or to 0, which is the same."
+            f"model.experts.d_ff={model.experts.d_ff} is not {model.ff_width}, the width of the"
+            f" dense feed-forward of run.init_from={base!r}, of which each expert is a copy: set it"
+            f" to {model.ff_width}, or to 0, which is the same."
         )
-    if model.shared_ff:
+    if model.experts.shared_ff:
         raise ConfigError(
-            f"model.shared_ff={model.shared_ff} adds a new shared expert to the copies of the"
-            f" dense feed-forward of run.init_from={base!r}, so that the model would not begin from"
-            " that one: set it to 0, or train without run.init_from."
+            f"model.experts.shared_ff={model.experts.shared_ff} adds a new shared expert to the"
+            f" copies of the dense feed-forward of run.init_from={base!r}, so that the model would"
+            " not begin from that one: set it to 0, or train without run.init_from."
         )
     if adapter.kind != "none":
         raise ConfigError(
@@ -83,16 +84,14 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
     if trunk == base_trunk:
         return
     lines = []
-    for entry in dataclasses.fields(model):
-        name = entry.name
-        here = getattr(model, entry.name)
-        there = getattr(base_model, entry.name)
+    base_settings = flat(base_model)
+    for name, here in flat(model).items():
+        there = base_settings[name]
         if name in OWN or here == there:
             continue
-        changed: dict[str, Any] = {name: here}
         # Only what changes a shape by itself is named: another window or rate is no conflict.
         with contextlib.suppress(ConfigError):  # which refuses the setting alone
-            if trunk_of(dataclasses.replace(base_model, **changed)) == base_trunk:
+            if trunk_of(with_settings(base_model, {name: here})) == base_trunk:
                 continue
         lines.append(f"model.{name}={here!r}, but it is {there!r} in the base")
     paths = [path for path in {**trunk, **base_trunk} if trunk.get(path) != base_trunk.get(path)]
@@ -150,7 +149,7 @@ def with_vocabulary_of(
 def trunk_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter outside of the heads, by its path."""
     # The number of classes is 0 until the data is read.
-    complete = dataclasses.replace(model, n_classes=model.n_classes or 2)
+    complete = with_settings(model, {"head.n_classes": model.head.n_classes or 2})
     branches = model_specs(complete).items()
     table = rows({name: branch for name, branch in branches if name not in HEAD_BRANCHES})
     return {path: spec.shape for path, spec in table.items()}
@@ -268,7 +267,7 @@ def warm_start(
     sentence = f"{copied} tensors are those of {files}; new: {', '.join(new) or 'none'}."
     if routers:
         sentence += (
-            f" Upcycled: the {model.n_experts} experts of a layer are copies of its dense"
+            f" Upcycled: the {model.experts.n} experts of a layer are copies of its dense"
             " feed-forward."
         )
     if added:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.arrays.sharding import ACTIVATION_RULES, constrain, platform
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.settings import Log
+from jaxformer.config.settings import Log, with_settings
 from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.layers import kernels
 from jaxformer.layers.biases import is_disentangled, key_distances
@@ -61,20 +62,27 @@ def with_proven_kernel(resolved: ResolvedRun, log: Log) -> ResolvedRun:
             # IndexError, with which XLA of jax 0.11.2 ended a deterministic run on an H200.
             except (RuntimeError, IndexError) as error:
                 asked = resolved.asked.model
-                if getattr(asked, setting) != "auto":
+                if attrgetter(setting)(asked) != "auto":
                     raise
                 reason = f"its check on this device failed: {str(error).splitlines()[0]}"
-                failed[setting][getattr(resolved.model, setting)] = reason
+                failed[setting][attrgetter(setting)(resolved.model)] = reason
                 # The first kernels that serve the run and have not failed.
-                auto = dataclasses.replace(
+                auto = with_settings(
                     resolved.model,
-                    attention_kernel=asked.attention_kernel,
-                    expert_kernel=asked.expert_kernel,
+                    {
+                        "attention.kernel": asked.attention.kernel,
+                        "experts.kernel": asked.experts.kernel,
+                    },
                 )
                 length = math.gcd(resolved.length, resolved.source_length)
                 run = resolved.run
                 model, kernel = with_kernel(
-                    auto, run.adapter, length, auto.max_segments, resolved.mesh, *failed.values()
+                    auto,
+                    run.adapter,
+                    length,
+                    auto.attention.max_segments,
+                    resolved.mesh,
+                    *failed.values(),
                 )
                 run = dataclasses.replace(run, model=model)
                 resolved = dataclasses.replace(resolved, run=run, kernel=kernel)
@@ -89,7 +97,7 @@ def prove_attention(resolved: Resolved) -> str:
     for the reference. Raises RuntimeError for one that is wrong."""
     model = resolved.model
     train = resolved.run.train
-    name = model.attention_kernel
+    name = model.attention.kernel
     if name == "xla":
         return ""
     lengths = checked_lengths(
@@ -124,10 +132,10 @@ def prove_experts(resolved: Resolved) -> str:
     model = resolved.model
     train = resolved.run.train
     sizes = resolved.mesh.shape
-    name = model.expert_kernel
+    name = model.experts.kernel
     if model.feed_forward != "experts" or name == "xla":
         return ""
-    experts = model.n_experts
+    experts = model.experts.n
     depth = model.d_model
     width = model.expert_width
     experts //= math.gcd(experts, sizes["expert"])
@@ -137,15 +145,15 @@ def prove_experts(resolved: Resolved) -> str:
         tokens = -(-tokens // sizes[axis])
     experts = min(experts, max(WEIGHT_BYTES // (4 * depth * width), 2))
     most = REFERENCE_PRODUCTS[platform(resolved.mesh)] // (experts * depth * width)
-    rows = min(tokens * model.experts_per_token, max(most, 8 * experts))
+    rows = min(tokens * model.experts.per_token, max(most, 8 * experts))
     errors = check_experts(name, rows, (experts, depth, width), compute_dtype(model))
     return f"The kernel of experts {name} was checked against float32 on {rows:,} rows: {errors}."
 
 
 # By the setting that names the kernel.
 PROOFS: dict[str, Callable[[Resolved], str]] = {
-    "attention_kernel": prove_attention,
-    "expert_kernel": prove_experts,
+    "attention.kernel": prove_attention,
+    "experts.kernel": prove_experts,
 }
 
 
@@ -242,9 +250,9 @@ def attention_errors(
         for name, shape in shapes.items()
     }
     segments: list[np.ndarray | None] = [None, None]
-    if config.max_segments:
+    if config.attention.max_segments:
         # Texts of equal size, as many as a kernel takes, and an eighth of padding.
-        number = min(config.max_segments, kernels.MOST_SEGMENTS)
+        number = min(config.attention.max_segments, kernels.MOST_SEGMENTS)
         for side, length in enumerate((queries, keys)):
             text = np.arange(length) * 8 * number // (7 * length)
             ids = np.where(text < number, text + 1, 0).astype(np.int32)
@@ -262,7 +270,13 @@ def attention_errors(
         of_keys = layout_of(arrays["k"][:, :, 0, 0], None, segments[1])
         window = config.window if is_one_sequence else 0
         mask = AttentionMask(
-            of_queries, of_keys, causal, window, Scoring(), is_one_sequence, config.max_segments
+            of_queries,
+            of_keys,
+            causal,
+            window,
+            Scoring(),
+            is_one_sequence,
+            config.attention.max_segments,
         )
         if mask.relative and config.positions in BIASED_SCORES:
             # As large as that of the layers of the model: [B, N, T, S], or one for all rows.
@@ -271,11 +285,11 @@ def attention_errors(
             if is_disentangled(config):
                 bias = jnp.broadcast_to(bias, (rows, *bias.shape[1:]))
             arrays["bias"] = bias
-        sinks = jnp.linspace(-1, 1, config.n_heads) if config.attention_sinks else None
+        sinks = jnp.linspace(-1, 1, config.n_heads) if config.attention.sinks else None
 
         def computed(run: kernels.Kernel, arrays: Results, cotangent: jax.Array) -> Results:
             def attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any = None) -> jax.Array:
-                scoring = Scoring(config.score_scale, config.attention_soft_cap, bias, sinks)
+                scoring = Scoring(config.score_scale, config.attention.soft_cap, bias, sinks)
                 return run(q, k, v, mask._replace(scoring=scoring))
 
             return with_gradients(attention, arrays, cotangent)

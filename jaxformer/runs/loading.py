@@ -238,10 +238,10 @@ def require_exclusive(model: Loaded, path: str | Path) -> None:
     """ConfigError for a head whose classes are not those of which each text has one, as a run's."""
     if model.config.output == "classes" and (
         model.problem_type in ("multi_label_classification", "regression")
-        or model.config.n_classes == 1
+        or model.config.head.n_classes == 1
     ):
         raise ConfigError(
-            f"{path} has a head of {model.config.n_classes} classes with problem_type="
+            f"{path} has a head of {model.config.head.n_classes} classes with problem_type="
             f"{model.problem_type!r}, and a run learns and measures one class of several:"
             " `jaxformer predict` gives the numbers of this head."
         )

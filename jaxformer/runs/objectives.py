@@ -216,19 +216,19 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
     if not fitting:
         *heads, last = dict.fromkeys(row.head for row in OBJECTIVES.values())
         raise ConfigError(
-            f"a model with model.head={head} learns nothing: set model.head to {', '.join(heads)}"
-            f" or {last}."
+            f"a model with model.head.kind={head} learns nothing: set model.head.kind to"
+            f" {', '.join(heads)} or {last}."
         )
     if name not in fitting:
         objective = OBJECTIVES.get(name)
         needs = ""
         if objective:
             families = " or ".join(objective.families)
-            needs = f" needs model.family {families} and model.head={objective.head}"
+            needs = f" needs model.family {families} and model.head.kind={objective.head}"
         raise ConfigError(
             f"data.objective={name}{needs}, and the model has model.family={family} and"
-            f" model.head={head}: change the model, or set data.objective to one that it can learn"
-            f" ({', '.join(fitting)})."
+            f" model.head.kind={head}: change the model, or set data.objective to one that it can"
+            f" learn ({', '.join(fitting)})."
         )
     row = OBJECTIVES[name]
     if data.messages_field and not row.of_messages:
@@ -326,7 +326,7 @@ def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:
         data.sequence_length,
         data.source_length or data.sequence_length,
         marks=model.family == "encoder",
-        token_types=model.token_types,
+        token_types=model.embedding.token_types,
         pair_target=next(iter(model.second_heads), ""),
         cut=data.cut,
     )

@@ -27,6 +27,7 @@ from jaxformer.arrays.sharding import platform
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.config.train import TrainConfig
 from jaxformer.data.batches import invented_row
 from jaxformer.data.task import Task
@@ -112,7 +113,7 @@ class Resolved:
     def source_length(self) -> int:
         """Tokens of a row of sources, with a prompt before them; 0 where the model reads none."""
         run = self.run
-        return encoded_length(run.model, run.data, run.adapter, run.model.max_segments)
+        return encoded_length(run.model, run.data, run.adapter, run.model.attention.max_segments)
 
     @property
     def sequences(self) -> int:
@@ -217,12 +218,12 @@ def with_sizes(
             f"the data has {len(labels)} label, but a classifier needs at least 2: check"
             " data.label_field."
         )
-    if model.n_classes and model.n_classes < len(labels):
+    if model.head.n_classes and model.head.n_classes < len(labels):
         raise ConfigError(
-            f"model.n_classes={model.n_classes} is less than the {len(labels)} labels of {origin}:"
-            " set it to 0, which uses their number."
+            f"model.head.n_classes={model.head.n_classes} is less than the {len(labels)} labels of"
+            f" {origin}: set it to 0, which uses their number."
         )
-    return dataclasses.replace(model, n_classes=model.n_classes or len(labels))
+    return with_settings(model, {"head.n_classes": model.head.n_classes or len(labels)})
 
 
 def with_assumed_sizes(model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -232,10 +233,10 @@ def with_assumed_sizes(model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]
             "model.vocab_size=0, and the size of this tokenizer is not known before its data is"
             " read: give it, as in --model.vocab_size 32000."
         )
-    if model.output not in ("classes", "tags") or model.n_classes:
+    if model.output not in ("classes", "tags") or model.head.n_classes:
         return model, ()
     note = f"{ASSUMED_CLASSES} classes are assumed; the data says how many there are"
-    return dataclasses.replace(model, n_classes=ASSUMED_CLASSES), (note,)
+    return with_settings(model, {"head.n_classes": ASSUMED_CLASSES}), (note,)
 
 
 def resolve(run: RunConfig, mesh: AnyMesh, segments: int) -> Resolved:
@@ -257,7 +258,7 @@ def resolve(run: RunConfig, mesh: AnyMesh, segments: int) -> Resolved:
     model = run.model
     if not objective.dropout:
         # Nothing below has to ask whether the objective applies the rates.
-        model = dataclasses.replace(model, dropout=0.0, attention_dropout=0.0)
+        model = with_settings(model, {"dropout": 0.0, "attention.dropout": 0.0})
     # The kernel serves rows of targets and of sources alike.
     length = math.gcd(run.data.sequence_length, source_length)
     model, kernel = with_kernel(model, run.adapter, length, segments, mesh)
@@ -317,7 +318,7 @@ def resolve_without_data(
         packs = run.data.packing != "stream" or (task.template is not None and task.template.packs)
         padded = task.name != "causal" and not packs
         # A row that is only padded has one text; how many a packed one has, the data says.
-        segments = 1 if padded else model.max_segments or ASSUMED_SEGMENTS
+        segments = 1 if padded else model.attention.max_segments or ASSUMED_SEGMENTS
     resolved = resolve(run, mesh, segments)
     if resolved.has_reference:
         # Imported here, because only preferences need it.
@@ -411,17 +412,18 @@ def with_kernel(
     have none; `failed` and `failed_experts` have kernels of attention and of experts that are not
     selected automatically, and why.
     """
-    if 0 < model.max_segments < segments:
+    if 0 < model.attention.max_segments < segments:
         raise ConfigError(
-            f"model.max_segments={model.max_segments} is below the {segments} texts of the fullest"
-            " row: set it to 0, which takes the number from the data."
+            f"model.attention.max_segments={model.attention.max_segments} is below the"
+            f" {segments} texts of the fullest row: set it to 0, which takes the number from"
+            " the data."
         )
     on = platform(mesh)
     dtype: Any = str(compute_dtype(model, on))
     shared = adapter.kind == "prefix" or (adapter.kind, model.family) == ("prompt", "decoder")
     prefix = adapter.tokens if shared else 0
     check_length(mesh, length)
-    check_experts(mesh, model.n_experts if model.feed_forward == "experts" else 0)
+    check_experts(mesh, model.experts.n if model.feed_forward == "experts" else 0)
     exchange = exchange_of(length, model.n_heads, mesh.shape)
     # Of GPUs; that of Hopper where it is not known. Only an attached device states its own.
     capability: tuple[int, ...] = kernels.HOPPER
@@ -447,18 +449,20 @@ def with_kernel(
         context=mesh.shape["context"],
     )
     kernel: Any
-    kernel, reason = attention_kernel(model.attention_kernel, needs, failed)
-    expert_kernel: Any = model.expert_kernel
+    kernel, reason = attention_kernel(model.attention.kernel, needs, failed)
+    expert_kernel: Any = model.experts.kernel
     if model.feed_forward == "experts":
         expert_kernel, grouped = kernel_of_experts(expert_kernel, needs, failed_experts)
         reason = f"{reason}; experts: {grouped}"
-    selected = dataclasses.replace(
+    selected = with_settings(
         model,
-        attention_kernel=kernel,
-        expert_kernel=expert_kernel,
-        dtype=dtype,
-        layer_loop=layer_loop_of(model, on),
-        max_segments=segments,
+        {
+            "attention.kernel": kernel,
+            "experts.kernel": expert_kernel,
+            "dtype": dtype,
+            "layer_loop": layer_loop_of(model, on),
+            "attention.max_segments": segments,
+        },
     )
     return selected, reason
 
@@ -472,7 +476,7 @@ def attention_kernel(
         reason = "on a CPU the dropout of attention weights is that of plain attention"
         failed = {"blocked": reason, **failed}
     order = kernels.PREFERRED.get(needs.platform, ("xla",))
-    return _chosen("model.attention_kernel", setting, kernels.KERNELS, order, needs, failed)
+    return _chosen("model.attention.kernel", setting, kernels.KERNELS, order, needs, failed)
 
 
 def kernel_of_experts(
@@ -480,7 +484,7 @@ def kernel_of_experts(
 ) -> tuple[str, str]:
     """Return the kernel of experts as `attention_kernel` does that of attention."""
     order = PREFERRED_KERNELS[needs.platform]
-    return _chosen("model.expert_kernel", setting, GROUPED_KERNELS, order, needs, failed)
+    return _chosen("model.experts.kernel", setting, GROUPED_KERNELS, order, needs, failed)
 
 
 def _chosen(

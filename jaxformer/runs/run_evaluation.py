@@ -14,6 +14,7 @@ from jaxformer import data
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import ObjectiveName, RunConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import full_batch, padded, rounded
@@ -83,10 +84,10 @@ def evaluate_run(
         reference = Reference(ModelFiles(run.run.init_from), model.config, record)
         batches = map(reference, batches)
     config = model.config
-    if "virtual" in model.params and not config.max_segments:
+    if "virtual" in model.params and not config.attention.max_segments:
         # Each segment may have a prompt.
         segments = corpus.validation.most_segments() or 0
-        config = dataclasses.replace(config, max_segments=segments)
+        config = with_settings(config, {"attention.max_segments": segments})
     options = preference_options(row, run.train, run.adapter)
     evaluate = make_evaluation(task.name, config, bytes_of_targets(corpus), options)
     return evaluate(model.params, batches)

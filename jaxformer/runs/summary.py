@@ -71,8 +71,8 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     asked = setup.asked.model
     adapter = setup.asked.adapter
     rates = {"model.dropout": asked.dropout, "adapter.dropout": adapter.dropout}
-    if asked.attention_dropout != "auto":
-        rates["model.attention_dropout"] = asked.attention_dropout
+    if asked.attention.dropout != "auto":
+        rates["model.attention.dropout"] = asked.attention.dropout
     named = " and ".join(f"{name}={rate:g}" for name, rate in rates.items() if rate)
     if named and not setup.objective.dropout:
         lines["dropout"] = f"none: data.objective={setup.task.name} does not apply {named}"

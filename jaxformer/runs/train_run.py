@@ -209,8 +209,8 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
                 )
             proven = with_proven_kernel(setup, log)
             kernels: dict[str, str] = {
-                "the attention kernel": proven.model.attention_kernel,
-                "the kernel of experts": proven.model.expert_kernel,
+                "the attention kernel": proven.model.attention.kernel,
+                "the kernel of experts": proven.model.experts.kernel,
             }
             require_same(kernels)
             program = thread.submit(

@@ -168,13 +168,13 @@ def logit_lens(params: Params, config: ModelConfig, residual: Any) -> jax.Array:
     arXiv:2303.08112).
 
     `residual` is that of `inspect` with capture="residual"; that of the last layer gives the logits
-    of the model. Raises ConfigError where no logits of each token exist: model.head is
+    of the model. Raises ConfigError where no logits of each token exist: model.head.kind is
     classes, projection or none.
     """
     if config.output in ("classes", "projection", "none"):
         raise ConfigError(
-            f"the logit lens needs logits of each token, and model.head is {config.output!r}: take"
-            " a model whose head is language, masked or tags."
+            f"the logit lens needs logits of each token, and model.head.kind is {config.output!r}:"
+            " take a model whose head is language, masked or tags."
         )
     x = jnp.asarray(residual)
     if config.norm_placement != "post":

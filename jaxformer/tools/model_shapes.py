@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxformer.arrays.params import Spec, Specs, count, rows
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.layers.block import PLACEMENTS, all_sublayers, block_specs, shared_norm
 from jaxformer.layers.embed import embed_formula
@@ -54,9 +56,9 @@ SYMBOLS = {
     "X": Symbol(46, "width of an expert"),
     "Y": Symbol(58, "width of the shared expert"),
     "M": Symbol(693, "pairs of a token and an expert"),
-    "R": Symbol(23, "model.kv_rank"),
-    "Q": Symbol(29, "model.query_rank"),
-    "P": Symbol(8, "model.rope_head_dim"),
+    "R": Symbol(23, "model.latent.kv_rank"),
+    "Q": Symbol(29, "model.latent.query_rank"),
+    "P": Symbol(8, "model.latent.rope_head_dim"),
     "H-P": Symbol(10, "width of a head without the shared key"),
 }
 
@@ -104,26 +106,28 @@ def shapes_of(
     numbers = model_rows(config, batch_size, length, source_length or length)
     sizes = {name: symbol.size for name, symbol in SYMBOLS.items()}
     # Axes that not every model has.
-    optional = {"n_classes": "C", "n_experts": "E", "shared_ff": "Y"}
-    optional |= {"kv_rank": "R", "query_rank": "Q", "rope_head_dim": "P"}
-    settings = {name: sizes[axis] for name, axis in optional.items() if getattr(config, name)}
+    optional = {"head.n_classes": "C", "experts.n": "E", "experts.shared_ff": "Y"}
+    optional |= {"latent.kv_rank": "R", "latent.query_rank": "Q", "latent.rope_head_dim": "P"}
+    settings = {name: sizes[axis] for name, axis in optional.items() if attrgetter(name)(config)}
     try:
-        symbolic_config = replace(
+        symbolic_config = with_settings(
             config,
-            d_model=sizes["D"],
-            n_heads=sizes["N"],
-            n_kv_heads=sizes["K"] if config.kv_heads != config.n_heads else 0,
-            head_dim=sizes["H"],
-            value_dim=sizes["W"] if config.value_width != config.head_width else 0,
-            d_ff=sizes["F"],
-            vocab_size=sizes["V"],
-            max_length=max(config.max_length, sizes["S"]),
-            experts_per_token=sizes["M"] // (sizes["B"] * sizes["T"]),
-            expert_ff=sizes["X"],
-            router_groups=1,
-            router_top_groups=1,
-            expert_capacity=0.0,
-            **settings,  # type: ignore[arg-type]
+            {
+                "d_model": sizes["D"],
+                "n_heads": sizes["N"],
+                "n_kv_heads": sizes["K"] if config.kv_heads != config.n_heads else 0,
+                "head_dim": sizes["H"],
+                "attention.value_dim": sizes["W"] if config.value_width != config.head_width else 0,
+                "d_ff": sizes["F"],
+                "vocab_size": sizes["V"],
+                "max_length": max(config.max_length, sizes["S"]),
+                "experts.per_token": sizes["M"] // (sizes["B"] * sizes["T"]),
+                "experts.d_ff": sizes["X"],
+                "experts.groups": 1,
+                "experts.top_groups": 1,
+                "experts.capacity": 0.0,
+                **settings,
+            },
         )
         symbolic = model_rows(symbolic_config, sizes["B"], sizes["T"], sizes["S"])
     except ConfigError as error:

@@ -88,7 +88,7 @@ class Bound(NamedTuple):
 def skipped_flops(planned: PlannedRun) -> float:
     """Return FLOPs a token of the masked scores of self-attention that a fused kernel does not
     compute."""
-    kernel = planned.model.attention_kernel
+    kernel = planned.model.attention.kernel
     if kernel in ("auto", "xla"):
         return 0.0
     total = 0.0

@@ -35,6 +35,7 @@ from jaxformer.arrays.sharding import PARAMETERS, partition
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.rules import names_of
 from jaxformer.config.run import RunConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.files import ConfigError
 from jaxformer.layers.biases import has_layer_bias, is_disentangled
@@ -123,7 +124,7 @@ class PlannedRun(Resolved):
     def exchange(self) -> str:
         """How attention gets the keys of the tokens of other devices: an `Exchange`, or "ring"."""
         exchange = exchange_of(self.length, self.model.n_heads, self.mesh.shape)
-        is_ring = self.model.attention_kernel == "ring"
+        is_ring = self.model.attention.kernel == "ring"
         if is_ring and exchange != "none":
             return "ring"
         return exchange
@@ -143,7 +144,7 @@ class PlannedRun(Resolved):
         """The width of the logits."""
         model = self.model
         if model.output in ("classes", "tags"):
-            return model.n_classes
+            return model.head.n_classes
         return model.vocab_size
 
     @property
@@ -216,16 +217,14 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
     """Return the same devices with other values of some settings, by their dotted names: of the
     mesh, microbatches, remat or the loop of layers. Other axes of the mesh take their devices from
     mesh.data."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        section, _, field = name.partition(".")
-        sections.setdefault(section, {})[field] = value
-    if axes := sections.pop("mesh", None):
-        sizes = dataclasses.replace(planned.run.mesh, data=0, **axes)
+    axes = {name: value for name, value in settings.items() if name.startswith("mesh.")}
+    others = {name: value for name, value in settings.items() if name not in axes}
+    if axes:
+        sizes = with_settings(planned.run, {"mesh.data": 0, **axes}).mesh
         mesh = abstract_mesh(planned.mesh.size, sizes.sizes, planned.device_name)
         check_split(planned.specs, mesh)
         asked = dataclasses.replace(planned.asked, mesh=sizes)
-        segments = planned.model.max_segments
+        segments = planned.model.attention.max_segments
         resolved = dataclasses.replace(resolve(asked, mesh, segments), added=planned.added)
         sharding = batch_sharding(mesh)
         batch = {
@@ -235,11 +234,7 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
         planned = dataclasses.replace(
             planned, **resolved.fields(), state=resolved.target, batch=batch
         )
-    replaced: dict[str, Any] = {
-        section: dataclasses.replace(getattr(planned.run, section), **fields)
-        for section, fields in sections.items()
-    }
-    run = dataclasses.replace(planned.run, **replaced)
+    run = with_settings(planned.run, others)
     check_batch_size(planned.mesh, run.train.batch_size, run.train.n_microbatches)
     return dataclasses.replace(planned, run=run)
 
@@ -421,10 +416,10 @@ def scores_bytes(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> float
     keys = max(stack.tokens, stack.source)
     # Those of this device, where mesh.tensor divides them.
     heads = planned.sizes(keys).share(layer.n_heads)
-    if layer.attention_kernel == "ring":
+    if layer.attention.kernel == "ring":
         block = min(LONGEST_BLOCK, planned.positions(keys))
         return RING_ARRAYS * 4 * planned.rows * heads * block**2
-    if layer.attention_kernel != "blocked":
+    if layer.attention.kernel != "blocked":
         return 0.0
     block = min(max(QUERY_BLOCK, -(-stack.tokens // MOST_BLOCKS)), stack.tokens)
     # Blocked attention has all tokens of some heads.
@@ -459,7 +454,7 @@ def edge_bytes(planned: PlannedRun) -> float:
     if model.output == "masked":
         # The dense layer, its activation and its norm.
         total += 3 * wide
-    if model.embedding_norm:
+    if model.embedding.norm:
         # The input of the norm, in float32.
         total += 2 * wide
     return total

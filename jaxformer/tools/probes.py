@@ -98,8 +98,8 @@ class Sequences:
 
 def _texts_apart(evidence: Evidence) -> Found:
     """Tell whether no text reads another text of its row, nor another row, nor padding."""
-    if evidence.setup.model.expert_capacity:
-        return "unknown", "the texts of a row share what model.expert_capacity leaves them."
+    if evidence.setup.model.experts.capacity:
+        return "unknown", "the texts of a row share what model.experts.capacity leaves them."
     rows = _sequences(evidence)
     count = sum(len(np.unique(row[row != 0])) for row in rows.segments)
     padding = int((rows.segments == 0).sum())
@@ -161,9 +161,9 @@ def _leaks(evidence: Evidence, rows: Sequences, masks: list[ProbeMask], what: st
     """Return the largest gradient by what the masks forbid, which has to be exactly 0, and by what
     they allow, which must not be, or nothing is shown."""
     setup = evidence.setup
-    if setup.model.embedding != "tokens":
-        name = setup.model.embedding
-        return "unknown", f"the rows of model.embedding={name!r} are not looked up in a table."
+    if setup.model.embedding.kind != "tokens":
+        name = setup.model.embedding.kind
+        return "unknown", f"the rows of model.embedding.kind={name!r} are not looked up in a table."
     params = without_objective(evidence.state.params)
     program = jax.jit(functools.partial(_gradients_by_inputs, setup.model))
     with on_mesh(setup.mesh):

@@ -147,8 +147,8 @@ def _hessian_product(
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(
             "the optimizer needs products with the Hessian, which a kernel of this model does not"
-            f" have ({str(error).partition('. ')[0]}): set model.attention_kernel=xla and"
-            " model.expert_kernel=xla, or choose another optimizer.name."
+            f" have ({str(error).partition('. ')[0]}): set model.attention.kernel=xla and"
+            " model.experts.kernel=xla, or choose another optimizer.name."
         ) from error
     chosen = jax.tree.map(lambda h, v: h if hasattr(v, "dtype") else None, product, tangent)
     return jax.tree.leaves(chosen)

@@ -16,6 +16,7 @@ from jaxformer.adapters.code_sums import MOST_ROWS
 from jaxformer.adapters.output_major_codes import Int8Head, OutputMajorNF4
 from jaxformer.adapters.quantized import to_int8, to_nf4
 from jaxformer.arrays.params import Spec, contract, zeros
+from jaxformer.config.settings import with_settings
 from jaxformer.generation import weights
 
 MAKERS = {"int8": to_int8, "nf4": to_nf4, "nf4_double": functools.partial(to_nf4, double=True)}
@@ -148,7 +149,9 @@ PROMPT = np.arange(6).reshape(2, 3)
 @pytest.mark.parametrize("tied_head, layer_loop", [(True, "unroll"), (False, "scan")])
 def test_generation_reads_the_codes_of_the_head(tied_head, layer_loop):
     """And writes the tokens that `jf.forward` ranks first."""
-    config = jf.ModelConfig(n_layers=2, tied_head=tied_head, layer_loop=layer_loop, **SIZES)
+    config = with_settings(
+        jf.ModelConfig(), {"n_layers": 2, "tied_head": tied_head, "layer_loop": layer_loop, **SIZES}
+    )
     params = jf.quantize(params_of(config), "int8")
     head = weights.prepared(params, config)[("head", "embed")[tied_head]]
     assert isinstance(head[("weight", "tokens")[tied_head]], Int8Head)
@@ -160,11 +163,13 @@ def test_generation_reads_the_codes_of_the_head(tied_head, layer_loop):
 
 def test_int8_blocks_leaves_the_tables_of_tokens_and_a_head_of_classes_stays():
     sizes = SIZES | {"n_layers": 1}
-    params = params_of(jf.ModelConfig(tied_head=False, **sizes))
+    params = params_of(with_settings(jf.ModelConfig(), {"tied_head": False, **sizes}))
     blocks = jf.quantize(params, "int8_blocks")
     assert blocks["embed"]["tokens"] is params["embed"]["tokens"]
     assert blocks["head"]["weight"] is params["head"]["weight"]
-    params = params_of(jf.ModelConfig(head="classes", n_classes=3, **sizes))
+    params = params_of(
+        with_settings(jf.ModelConfig(), {"head.kind": "classes", "head.n_classes": 3, **sizes})
+    )
     assert jf.quantize(params, "int8")["head"]["weight"] is params["head"]["weight"]
 
 
@@ -187,7 +192,7 @@ def test_the_values_of_codes_are_the_same_on_an_accelerator(kind, monkeypatch):
     indirect=["accelerator"],
 )
 def test_generation_on_an_accelerator_writes_what_a_cpu_writes(kind, accelerator, monkeypatch):
-    config = jf.ModelConfig(n_layers=1, **SIZES)
+    config = with_settings(jf.ModelConfig(), {"n_layers": 1, **SIZES})
     params = jf.quantize(params_of(config), kind)
     jax.clear_caches()
     written = jf.generate(params, config, PROMPT, 8, temperature=0)

@@ -21,6 +21,7 @@ from jaxformer.adapters.adapted_params import adapt_specs
 from jaxformer.adapters.low_rank import LowRank, low_rank
 from jaxformer.adapters.quantized import QUANTIZERS
 from jaxformer.arrays.params import Spec, contract, dotted, init_params, is_custom, rows
+from jaxformer.config.settings import with_settings
 from jaxformer.generation.weights import OutputMajor
 from jaxformer.layers.grouped import GROUPED_KERNELS, GroupedRows
 from jaxformer.layers.linear import fan_in_normal
@@ -28,10 +29,10 @@ from jaxformer.models.virtual import PromptedTable
 
 EXPERTS = SIZES | {
     "feed_forward": "experts",
-    "n_experts": 4,
-    "experts_per_token": 2,
-    "expert_ff": 12,
-    "shared_ff": 8,
+    "experts.n": 4,
+    "experts.per_token": 2,
+    "experts.d_ff": 12,
+    "experts.shared_ff": 8,
     "bias": "all",
     "router_bias": "balanced",
 }
@@ -41,7 +42,7 @@ SIZES_OF_GROUPS = (3, 0, 4, 1)
 
 @functools.cache
 def model(**changes):
-    config = jf.ModelConfig(**EXPERTS | changes)
+    config = with_settings(jf.ModelConfig(), EXPERTS | changes)
     return config, params_of(config)
 
 
@@ -155,7 +156,7 @@ def test_experts_are_no_layers():
     ),
 )
 def test_a_quantized_base_with_an_adapter_is_its_merged_model(kind, changes):
-    config, params = model(dense_layers=1, **changes)
+    config, params = model(**changes, **{"experts.dense_layers": 1})
     base = jf.quantize(params, kind)
     lora = jf.LoRA(rank=3, alpha=5.0, targets=("*",))
     adapted = jf.adapt(base, config, lora, jax.random.key(1))
@@ -169,7 +170,7 @@ def test_a_quantized_base_with_an_adapter_is_its_merged_model(kind, changes):
 
 
 def test_generation_is_that_of_the_merged_model():
-    config, params = model(dense_layers=1)
+    config, params = model(**{"experts.dense_layers": 1})
     lora = jf.LoRA(rank=2, targets=("experts", "attention"))
     base = jf.quantize(params, "int8")
     adapted = noised(jf.adapt(base, config, lora, jax.random.key(1)))

@@ -14,18 +14,19 @@ from products import fewest
 import jaxformer as jf
 from jaxformer.adapters.low_rank import LowRank
 from jaxformer.arrays.params import dotted, is_custom, rows
+from jaxformer.config.settings import with_settings
 
 FAMILIES = {
     "decoder": {"tied_head": True, "window": 3, "window_pattern": "wf"},
-    "encoder": {"family": "encoder", "head": "masked", "positions": "learned", "bias": "all"},
+    "encoder": {"family": "encoder", "head.kind": "masked", "positions": "learned", "bias": "all"},
     "encoder_decoder": {"family": "encoder_decoder", "positions": "t5"},
     "experts": {
         "feed_forward": "experts",
-        "n_experts": 4,
-        "experts_per_token": 2,
+        "experts.n": 4,
+        "experts.per_token": 2,
         "n_layers": 3,
-        "dense_layers": 1,
-        "shared_ff": 8,
+        "experts.dense_layers": 1,
+        "experts.shared_ff": 8,
     },
 }
 EVERYTHING = jf.LoRA(rank=3, alpha=5.0, targets=("*",))
@@ -35,7 +36,7 @@ merge = jax.jit(jf.merge)
 
 @functools.cache
 def model(family, **changes):
-    config = jf.ModelConfig(**SIZES | FAMILIES[family] | changes)
+    config = with_settings(jf.ModelConfig(), SIZES | FAMILIES[family] | changes)
     return config, params_of(config)
 
 
@@ -206,6 +207,6 @@ def test_a_mistake_gets_one_message(case):
 
 def test_params_of_another_model_are_refused():
     _, params = model("decoder")
-    other = jf.ModelConfig(**SIZES | {"d_model": 32})
+    other = with_settings(jf.ModelConfig(), SIZES | {"d_model": 32})
     with pytest.raises(jf.ConfigError, match=r"do not fit the config:\n  .*instead of"):
         jf.adapt(params, other, jf.LoRA(), jax.random.key(0))

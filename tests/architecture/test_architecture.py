@@ -218,13 +218,13 @@ def test_every_module_can_be_imported_under_its_own_name() -> None:
 FOLLOWING = {
     "n_kv_heads": "kv_heads",
     "head_dim": "head_width",
-    "value_dim": "value_width",
+    "attention.value_dim": "value_width",
     "d_ff": "ff_width",
     "n_encoder_layers": "encoder_layers",
-    "head": "output",
-    "pooling": "pooled",
+    "head.kind": "output",
+    "head.pooling": "pooled",
     "bias": "biased",
-    "rope_attention_factor": "rope_scale",
+    "rope.attention_factor": "rope_scale",
 }
 
 

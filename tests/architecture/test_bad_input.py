@@ -58,8 +58,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["data.train", "9,001", "give more text", "data.sequence_length"],
     ),
     "a kernel that the device has not": (
-        {"model.attention_kernel": "cudnn"},
-        ["attention_kernel='cudnn'", "'auto'"],
+        {"model.attention.kernel": "cudnn"},
+        ["attention.kernel='cudnn'", "'auto'"],
     ),
     "no run directory": ({"run.dir": ""}, ["run.dir is empty"]),
 }

@@ -14,6 +14,7 @@ import jaxformer as jf
 from jaxformer.adapters.adapted_params import adapt_specs
 from jaxformer.arrays.params import check_params, count, init_params, rows
 from jaxformer.arrays.sharding import PARAMETERS, partition
+from jaxformer.config.settings import with_settings
 from jaxformer.losses import cross_entropy as losses
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.transformer import specs
@@ -24,7 +25,7 @@ MODELS = {
         "family": "encoder_decoder",
         "positions": "learned",
         "bias": "all",
-        "head_bias": True,
+        "head.bias": True,
     },
 }
 forward = jax.jit(jf.forward, static_argnums=1)
@@ -33,7 +34,7 @@ forward = jax.jit(jf.forward, static_argnums=1)
 @functools.cache
 def case(name):
     """(table, params, config, batch): every matrix of the model is such a leaf."""
-    config = jf.ModelConfig(**SIZES | MODELS[name])
+    config = with_settings(jf.ModelConfig(), SIZES | MODELS[name])
     matrices = [path for path, spec in rows(specs(config)).items() if spec.is_matrix]
     table = adapt_specs(specs(config), dict.fromkeys(matrices, low_rank))
     return table, init_params(table, jax.random.key(0)), config, alone(config)
@@ -59,7 +60,7 @@ def test_the_table_has_the_leafs_own_rows():
 
 
 def test_a_pattern_changes_the_leaves_that_it_fits_and_no_others():
-    config = jf.ModelConfig(**SIZES)
+    config = with_settings(jf.ModelConfig(), SIZES)
     table = adapt_specs(specs(config), {"blocks.attention.[qv]": low_rank, "*": lambda spec: spec})
     changed = {path.rpartition(".")[0] for path in rows(table).keys() - rows(specs(config)).keys()}
     assert changed == {"blocks.attention.q", "blocks.attention.v"}
@@ -74,7 +75,7 @@ def test_a_pattern_changes_the_leaves_that_it_fits_and_no_others():
 )
 def test_the_logits_are_those_of_the_arrays(name, loop):
     _, params, config, batch = case(name)
-    config = jf.ModelConfig(**SIZES | MODELS[name] | {"layer_loop": loop})
+    config = with_settings(jf.ModelConfig(), SIZES | MODELS[name] | {"layer_loop": loop})
     np.testing.assert_allclose(
         forward(params, config, **batch), forward(made(params), config, **batch), atol=1e-4
     )

@@ -16,6 +16,7 @@ from jaxformer.arrays.params import rows
 from jaxformer.cli import main
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.run import DataConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.config.train import TrainConfig
 from jaxformer.runs.objectives import OBJECTIVES, objective_specs
 from jaxformer.runs.resolve import run_specs
@@ -91,7 +92,7 @@ def rows_of(params: dict) -> set[str]:
 
 
 def test_its_loss_refuses_params_without_its_parameter() -> None:
-    config = jf.ModelConfig(**SIZES)
+    config = with_settings(jf.ModelConfig(), SIZES)
     loss = jf.loss_of(NAME, config)
     with pytest.raises(
         jf.ConfigError, match=rf"'{NAME}' has parameters of its own.*objective_spec"
@@ -105,14 +106,14 @@ def test_the_objectives_of_the_package_bring_no_parameters() -> None:
 
 
 def test_the_leaves_of_the_model_start_as_without_it() -> None:
-    table = jf.specs(jf.ModelConfig(**SIZES))
-    extended = table | objective_specs(NAME, jf.ModelConfig(**SIZES))
+    table = jf.specs(with_settings(jf.ModelConfig(), SIZES))
+    extended = table | objective_specs(NAME, with_settings(jf.ModelConfig(), SIZES))
     assert rows(extended) == rows(table) | {PATH: rows(extended)[PATH]}
 
 
 def test_plan_counts_its_parameter_and_an_adapter_leaves_it_trainable() -> None:
     data, train = DataConfig(sequence_length=32), TrainConfig(batch_size=8)
-    run = jf.RunConfig(model=jf.ModelConfig(**SIZES), data=data, train=train)
+    run = jf.RunConfig(model=with_settings(jf.ModelConfig(), SIZES), data=data, train=train)
     own = replace(run, data=replace(data, objective=NAME))
     plans = [make_plan(planned_run(one, "h100", 2, packed=False)) for one in (run, own)]
     assert plans[1].products.per_token - plans[0].products.per_token == 6 * 61 * 32

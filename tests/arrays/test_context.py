@@ -7,6 +7,7 @@ from forced_devices import on_eight_devices, only_most_used
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.config.train import MeshConfig, TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.exchange import exchange_of
@@ -68,8 +69,16 @@ def test_heads_are_exchanged_where_the_devices_divide_them(heads, sizes, expecte
 
 def a_run(length=512, heads=4, context=4, kernel="auto", **model):
     return RunConfig(
-        model=ModelConfig(
-            vocab_size=512, d_model=64, n_layers=2, n_heads=heads, attention_kernel=kernel, **model
+        model=with_settings(
+            ModelConfig(),
+            {
+                "vocab_size": 512,
+                "d_model": 64,
+                "n_layers": 2,
+                "n_heads": heads,
+                "attention.kernel": kernel,
+                **model,
+            },
         ),
         data=DataConfig(sequence_length=length),
         mesh=MeshConfig(context=context),
@@ -89,13 +98,13 @@ def a_run(length=512, heads=4, context=4, kernel="auto", **model):
 )
 def test_the_kernel_of_divided_rows_is_one_that_serves_them(device, heads, length, chosen):
     planned = planned_run(a_run(length, heads), device, 4)
-    assert planned.model.attention_kernel == chosen
+    assert planned.model.attention.kernel == chosen
     assert planned.mesh.shape["context"] == 4
 
 
 def test_dropout_of_weights_on_divided_rows_takes_plain_attention():
     planned = planned_run(a_run(heads=2, dropout=0.1), "h100", 4)
-    assert planned.model.attention_kernel == "xla"
+    assert planned.model.attention.kernel == "xla"
     assert "not ring: it has no dropout of attention weights" in planned.kernel
 
 

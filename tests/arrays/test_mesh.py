@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import MESH_AXES, check_split, parameter_sharding, place_batch
+from jaxformer.config.settings import with_settings
 
 pytestmark = pytest.mark.fast
 
@@ -18,7 +19,7 @@ def mesh_of(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> 
 
 
 def test_each_parameter_that_a_mesh_does_not_divide_is_named_with_its_bytes() -> None:
-    lines = check_split(jf.specs(jf.ModelConfig(**SIZES)), mesh_of(tensor=2))
+    lines = check_split(jf.specs(with_settings(jf.ModelConfig(), SIZES)), mesh_of(tensor=2))
     assert [line.partition(",")[0] for line in lines] == [
         "embed.tokens",
         "blocks.attention.k",
@@ -27,12 +28,12 @@ def test_each_parameter_that_a_mesh_does_not_divide_is_named_with_its_bytes() ->
     ]
     assert lines[0] == "embed.tokens, 16.1 KiB, is not split along vocab 257 by tensor 2"
     assert lines[1].endswith("kv_heads 1 by tensor 2")
-    assert check_split(jf.specs(jf.ModelConfig(**SIZES)), mesh_of(fsdp=2)) == []
-    assert check_split(jf.specs(jf.ModelConfig(**SIZES)), mesh_of(data=8)) == []
+    assert check_split(jf.specs(with_settings(jf.ModelConfig(), SIZES)), mesh_of(fsdp=2)) == []
+    assert check_split(jf.specs(with_settings(jf.ModelConfig(), SIZES)), mesh_of(data=8)) == []
 
 
 def test_parameters_are_divided_over_fsdp_and_context_together() -> None:
-    specs = jf.specs(jf.ModelConfig(**SIZES))
+    specs = jf.specs(with_settings(jf.ModelConfig(), SIZES))
     assert check_split(specs, mesh_of(fsdp=2, context=4)) == []
     with pytest.raises(jf.ConfigError, match="embed 16 by fsdp x context 6"):
         check_split(specs, mesh_of(fsdp=2, context=3))
@@ -46,7 +47,7 @@ def test_a_mesh_that_splits_nothing_is_refused(name: str, size: int) -> None:
     with pytest.raises(
         jf.ConfigError, match=rf"mesh\.{name}={size} splits no parameter(.|\n)*by {name} {size}"
     ):
-        check_split(jf.specs(jf.ModelConfig(**SIZES)), mesh_of(**{name: size}))
+        check_split(jf.specs(with_settings(jf.ModelConfig(), SIZES)), mesh_of(**{name: size}))
 
 
 def test_an_axis_is_split_where_the_mesh_divides_it() -> None:

@@ -156,7 +156,7 @@ def test_an_evaluation_names_itself_and_what_helps_it(
 def test_the_initial_state_and_the_check_of_the_kernel_are_named(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = {"model.attention_kernel": "blocked", "model.dropout": 0.0}
+    checked = {"model.attention.kernel": "blocked", "model.dropout": 0.0}
     settings = line(tmp_path / "run", text, SMALL | checked)
     pairs = zip(settings[1::2], settings[2::2], strict=True)
     run = jf.load_config(settings[0], [f"{name}={value}" for name, value in pairs])
@@ -169,9 +169,9 @@ def test_the_initial_state_and_the_check_of_the_kernel_are_named(
     # Which a start on a CPU leaves out.
     monkeypatch.setattr(composer, "platform", lambda mesh: "gpu")
     prove = failing(VMEM)(kernel_check.prove_attention)
-    monkeypatch.setitem(kernel_check.PROOFS, "attention_kernel", prove)
+    monkeypatch.setitem(kernel_check.PROOFS, "attention.kernel", prove)
     with pytest.raises(jf.OutOfMemory, match="vmem") as caught:
         jf.train(run)
-    assert caught.value.place == "the check of model.attention_kernel"
-    assert "--model.attention_kernel xla" in advice(caught.value)
+    assert caught.value.place == "the check of model.attention.kernel"
+    assert "--model.attention.kernel xla" in advice(caught.value)
     assert not (tmp_path / "run/config.json").exists()

@@ -13,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 import jaxformer as jf
 from jaxformer.arrays import params
 from jaxformer.arrays.params import contract, rows
+from jaxformer.config.settings import with_settings
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.transformer import specs
@@ -106,8 +107,9 @@ def taken_by_muon(config, monkeypatch):
 
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder_decoder"])
 def test_muon_takes_the_matrices_of_all_stacks_and_no_others(family, monkeypatch):
-    config = jf.ModelConfig(
-        **SIZES | {"family": family, "positions": "learned", "bias": "all", "norm": "layer"}
+    config = with_settings(
+        jf.ModelConfig(),
+        SIZES | {"family": family, "positions": "learned", "bias": "all", "norm": "layer"},
     )
     ends = ("attention", "ffn") if family != "encoder_decoder" else ("attention", "cross", "ffn")
     blocks = {
@@ -122,8 +124,9 @@ def test_muon_takes_the_matrices_of_all_stacks_and_no_others(family, monkeypatch
 
 
 def test_a_row_says_which_sequence_it_reads_and_which_is_looked_up():
-    config = jf.ModelConfig(
-        **SIZES | {"family": "encoder_decoder", "positions": "t5", "token_types": 2}
+    config = with_settings(
+        jf.ModelConfig(),
+        SIZES | {"family": "encoder_decoder", "positions": "t5", "embedding.token_types": 2},
     )
     table = rows(specs(config))
     source = {path for path, spec in table.items() if spec.reads == "source"}
@@ -147,7 +150,7 @@ def test_the_cost_of_a_token_is_counted_by_hand(family):
     and scores and values of 32 keys by 16 twice; the output layer 37 x 16. An encoder-decoder has a
     second stack, and attention to its output.
     """
-    config = jf.ModelConfig(**SIZES | {"family": family})
+    config = with_settings(jf.ModelConfig(), SIZES | {"family": family})
     layer = 256 + 128 + 128 + 256 + 3 * 16 * 24
     scores = 32 * (16 + 16)
     cross = 256 + 128 + 128 + 256 + scores
@@ -160,9 +163,9 @@ def test_the_cost_of_a_token_is_counted_by_hand(family):
     "call", [jf.forward, jax.jit(jf.forward, static_argnums=1)], ids=["plain", "jit"]
 )
 def test_params_of_another_layout_are_told_leaf_by_leaf(call):
-    config = jf.ModelConfig(**SIZES)
+    config = with_settings(jf.ModelConfig(), SIZES)
     params = jf.init(config, jax.random.key(0))
-    deeper = jf.ModelConfig(**SIZES | {"n_layers": 3})
+    deeper = with_settings(jf.ModelConfig(), SIZES | {"n_layers": 3})
     del params["blocks"]["ffn"]["gate"]
     with pytest.raises(
         jf.ConfigError, match=r"blocks\.ffn\.gate: missing, expected \(3, 16, 24\)"

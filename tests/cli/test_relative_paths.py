@@ -13,7 +13,7 @@ SMALL = PLAIN | {"run.tracker": "none", "train.steps": 2, "optimizer.warmup_step
 SMALL |= {"optimizer.decay_steps": 2, "train.checkpoint_every": 0}
 CLASSES = {
     "model.family": "encoder",
-    "model.head": "classes",
+    "model.head.kind": "classes",
     "data.objective": "classes",
     "train.eval_every": 0,
 }

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import jaxformer as jf
-from jaxformer.config.run import VERSION, RunConfig, RunSettings, from_json, to_json
+from jaxformer.config.run import MOVED, VERSION, RunConfig, RunSettings, from_json, to_json
+from jaxformer.config.settings import flat
 from jaxformer.files import ConfigError
 
 RUN = RunConfig(model=jf.ModelConfig(n_layers=3))
@@ -18,13 +19,13 @@ def written(**changes: Any) -> str:
 
 
 def test_a_config_states_its_version_and_reads_back() -> None:
-    assert json.loads(to_json(RUN))["version"] == VERSION == 3
+    assert json.loads(to_json(RUN))["version"] == VERSION == 4
     assert from_json(to_json(RUN), "here") == RUN
 
 
 def test_what_a_file_lacks_has_its_default() -> None:
     record = json.loads(to_json(RUN))
-    del record["model"]["head_bias"], record["mesh"]
+    del record["model"]["head"]["bias"], record["mesh"]
     assert from_json(json.dumps(record), "here") == RUN
 
 
@@ -32,12 +33,30 @@ def test_a_file_of_another_version_is_refused_by_name() -> None:
     without = json.loads(to_json(RUN))
     del without["version"]
     texts = {"1": json.dumps(without)}
-    texts |= {repr(version): written(version=version) for version in (2, 4, "3", 3.0, True, None)}
+    texts |= {repr(version): written(version=version) for version in (2, 5, "3", 3.0, True, None)}
     for version, text in texts.items():
         with pytest.raises(
-            ConfigError, match=rf"here was written by another .*: its version is {version}, .* 3"
+            ConfigError,
+            match=rf"here was written by another .*: its version is {version}, .* 3 and 4",
         ):
             from_json(text, "here")
+
+
+def test_a_file_of_version_3_is_read_with_the_names_of_its_time() -> None:
+    """Its settings of a model were all in one section."""
+    record = json.loads(to_json(RUN)) | {"version": 3}
+    record["model"] = {"n_layers": 3, "rope_theta": 5e5, "n_experts": 4, "feed_forward": "experts"}
+    record["model"] |= {"head": "classes", "n_classes": 3, "attention_dropout": "auto"}
+    model = from_json(json.dumps(record), "here").model
+    assert (model.n_layers, model.rope.theta, model.experts.n) == (3, 5e5, 4)
+    assert (model.head.kind, model.head.n_classes) == ("classes", 3)
+    with pytest.raises(ConfigError, match=r"model\.rope_theta: It is model\.rope\.theta now\."):
+        from_json(json.dumps(record | {"version": 4}), "here")
+
+
+def test_every_setting_that_has_moved_is_one() -> None:
+    settings = flat(jf.ModelConfig())
+    assert {*MOVED.values()} <= {*settings} and not {*MOVED} & {*settings}
 
 
 def test_every_unknown_section_and_field_is_named() -> None:
@@ -63,11 +82,11 @@ def test_every_unknown_section_and_field_is_named() -> None:
         ("{", "here is not JSON"),
         ("[]", "here holds no JSON object"),
         (
-            '{"version": 3, "model": {"n_layers": "3"}}',
+            '{"version": 4, "model": {"n_layers": "3"}}',
             "here: model.n_layers='3' is not of type int",
         ),
-        ('{"version": 3, "model": {"n_layers": [3]}}', "here: model.n_layers="),
-        ('{"version": 3, "model": {"norm": ["rms"]}}', "here: model.norm="),
+        ('{"version": 4, "model": {"n_layers": [3]}}', "here: model.n_layers="),
+        ('{"version": 4, "model": {"norm": ["rms"]}}', "here: model.norm="),
     ],
 )
 def test_what_is_no_config_is_refused_in_words(text: str, said: str) -> None:

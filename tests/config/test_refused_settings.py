@@ -26,12 +26,12 @@ REFUSED = [
     ("train.steps=0", "train.steps=0 must be at least 1"),
     ("train.microbatches=none", "no type matching INT|{auto} could be instantiated from ['none']"),
     ("train.microbatches=0", "train.microbatches=0 must be at least 1"),
-    ("model.attention_dropout=none", "no type matching FLOAT|{auto} could be"),
-    ("model.attention_dropout=1.0", "attention_dropout=1.0 must be at least 0 and below 1"),
-    ("model.attention_dropout=nan", "attention_dropout=nan must be at least 0 and below 1"),
+    ("model.attention.dropout=none", "no type matching FLOAT|{auto} could be"),
+    ("model.attention.dropout=1.0", "attention.dropout=1.0 must be at least 0 and below 1"),
+    ("model.attention.dropout=nan", "attention.dropout=nan must be at least 0 and below 1"),
     ("model.dropout=1", "model.dropout=1.0 must be at least 0 and below 1"),
-    ("model.rope_fraction=1.0000001", "rope_fraction=1.0000001 must be at least 0 and at most 1"),
-    ("model.rope_fraction=-0.1", "rope_fraction=-0.1 must be at least 0 and at most 1"),
+    ("model.rope.fraction=1.0000001", "rope.fraction=1.0000001 must be at least 0 and at most 1"),
+    ("model.rope.fraction=-0.1", "rope.fraction=-0.1 must be at least 0 and at most 1"),
     ("optimizer.learning_rate=-1", "optimizer.learning_rate=-1.0 must be at least 0"),
     ("optimizer.learning_rate=nan", "optimizer.learning_rate=nan must be at least 0"),
     ("model.norm_eps=1e308", "model.norm_eps=1e+308 must be at least 0 and below 1e+30"),
@@ -102,8 +102,8 @@ def test_groups_of_another_form_are_refused() -> None:
 
 def test_a_type_is_checked_in_python_too() -> None:
     with pytest.raises(jf.ConfigError, match="'none' is not of type float or 'auto'"):
-        jf.ModelConfig(attention_dropout="none")  # type: ignore[arg-type]
+        jf.ModelConfig(attention=jf.Attention(dropout="none"))  # type: ignore[arg-type]
     assert jf.ModelConfig(dropout=0.1).attention_dropout_rate == 0.1
     for text, rate in (("0", 0.0), ("0.25", 0.25), ("auto", 0.0)):
-        override = f"model.attention_dropout={text}"
+        override = f"model.attention.dropout={text}"
         assert jf.load_config(QUICKSTART, [override]).model.attention_dropout_rate == rate

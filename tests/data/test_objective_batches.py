@@ -86,7 +86,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("encoder", {}, {"objective": "classes"}, r"needs .*head=classes, .* model\.head=masked"),
     (BOTH, {}, {"packing": "documents"}, r"packing=documents cannot .*=span_corruption"),
     (BOTH, {}, {"packing": "best_fit"}, r"packing=best_fit cannot .*=span_corruption"),
-    ("encoder", {"next_sentence": True}, {"packing": "documents"}, r"cannot .*next_sentence"),
+    ("encoder", {"head.next_sentence": True}, {"packing": "documents"}, r"cannot .*next_sentence"),
     ("encoder", {}, {"sequence_length": 4}, r"sequence_length=4, .* at least 8 tokens"),
     (
         BOTH,
@@ -96,7 +96,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("encoder", {}, {"tokenizer": ""}, r"tokenizer\.path=.* has no \[CLS\], \[SEP\], \[MASK\]"),
     (BOTH, {}, {"tokenizer": ""}, r"has no <extra_id_0> and so on, which .*=span_corruption"),
-    ("encoder", {"next_sentence": True}, {"sequence_length": 9000}, r"takes 26,991: give more"),
+    (
+        "encoder",
+        {"head.next_sentence": True},
+        {"sequence_length": 9000},
+        r"takes 26,991: give more",
+    ),
 ]
 
 

@@ -20,7 +20,7 @@ STEPS = 2
 WORDS = ("the", "cat", "dog", "tree", "sees", "likes", "under", "over", "river", "stone")
 PLAIN = SMALL | {
     "data.packing": "stream",
-    "model.attention_kernel": "xla",
+    "model.attention.kernel": "xla",
     "model.dropout": 0.0,
     "optimizer.decay_steps": STEPS,
     "tokenizer.vocab_size": 400,

@@ -12,6 +12,7 @@ from scipy.special import log_softmax
 from shapes import SIZES, forward, model, strong, weights_and_tokens
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 from jaxformer.generation.decode import start
 from jaxformer.generation.sampling import Sampling
 from jaxformer.generation.speculative import _speculate, speculate
@@ -112,11 +113,11 @@ def test_a_draft_that_cannot_be_has_one_message():
         speculate(params, config, prompt, 4, draft=(params, other), temperature=0)
     with pytest.raises(jf.ConfigError, match="ahead=0 must be from 1 to 64"):
         speculate(params, config, prompt, 4, ahead=0, temperature=0)
-    encoder = jf.ModelConfig(family="encoder_decoder", **SIZES)
+    encoder = with_settings(jf.ModelConfig(), {"family": "encoder_decoder", **SIZES})
     with pytest.raises(jf.ConfigError, match="a model has model\\.family="):
         speculate(params, encoder, prompt, 4, temperature=0)
     with pytest.raises(jf.ConfigError, match="needs key="):
         speculate(params, config, prompt, 4)
-    scaling = dict(rope_scaling="dynamic", rope_factor=2.0, rope_original_length=32)
+    scaling = {"rope.scaling": "dynamic", "rope.factor": 2.0, "rope.original_length": 32}
     with pytest.raises(jf.ConfigError, match=r"beyond 32 tokens \(here 37\).*jf.generate"):
         speculate(params, model("llama", **scaling), prompt, 9, ahead=4, temperature=0)

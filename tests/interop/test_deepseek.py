@@ -12,6 +12,7 @@ from pretrained import directory, loaded, tensors
 from safetensors.torch import load_file, save_file
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 from jaxformer.interop.architectures import architecture_of
 from jaxformer.interop.experts import DEEPSEEK_V3
 from jaxformer.interop.hf_config import HFConfig
@@ -57,12 +58,24 @@ def read(**keys):
 
 def test_the_published_config_is_read_and_written_back():
     config = read()
-    assert (config.head_width, config.rope_head_dim, config.value_width) == (192, 64, 128)
-    assert (config.kv_rank, config.query_rank, config.rope_pairing) == (512, 1536, "interleaved")
-    assert (config.n_experts, config.shared_ff, config.dense_layers) == (256, 2048, 3)
-    assert (config.router, config.router_bias, config.router_scale) == ("sigmoid", "balanced", 2.5)
+    assert (config.head_width, config.latent.rope_head_dim, config.value_width) == (192, 64, 128)
+    assert (config.latent.kv_rank, config.latent.query_rank, config.rope.pairing) == (
+        512,
+        1536,
+        "interleaved",
+    )
+    assert (config.experts.n, config.experts.shared_ff, config.experts.dense_layers) == (
+        256,
+        2048,
+        3,
+    )
+    assert (config.experts.router, config.experts.router_bias, config.experts.scale) == (
+        "sigmoid",
+        "balanced",
+        2.5,
+    )
     m = 0.1 * math.log(40) + 1
-    np.testing.assert_allclose(config.attention_scale, 192**-0.5 * m * m, rtol=1e-12)
+    np.testing.assert_allclose(config.attention.scale, 192**-0.5 * m * m, rtol=1e-12)
     assert config.rope_scale == 1
     written = DEEPSEEK_V3.write(config, ARCHITECTURE)
     assert architecture_of(config, ARCHITECTURE)[0] is DEEPSEEK_V3
@@ -80,7 +93,7 @@ def test_the_published_config_is_read_and_written_back():
 )
 def test_the_factor_of_the_scores_survives_a_round_trip(mscales):
     scaling = dict(rope_type="yarn", factor=7.3, original_max_position_embeddings=64)
-    config = read(rope_scaling=scaling | mscales, num_hidden_layers=4, n_routed_experts=16)
+    config = read(num_hidden_layers=4, n_routed_experts=16, rope_scaling=scaling | mscales)
     assert architecture_of(config, ARCHITECTURE)[0] is DEEPSEEK_V3
     written = DEEPSEEK_V3.write(config, ARCHITECTURE)["rope_scaling"]
     assert written.get("mscale_all_dim") == pytest.approx(mscales.get("mscale_all_dim"), rel=1e-7)
@@ -107,7 +120,7 @@ def test_the_published_layer_that_predicts_further_is_left_out_and_others_refuse
 
 
 def test_a_latent_model_of_ours_without_experts_is_a_deepseek_of_dense_layers(tmp_path):
-    config = jf.ModelConfig(**SIZES | LATENT | {"query_rank": 0})
+    config = with_settings(jf.ModelConfig(), SIZES | LATENT | {"latent.query_rank": 0})
     jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config)
     keys = json.loads((tmp_path / "config.json").read_text())
     assert keys["architectures"] == [ARCHITECTURE] and keys["q_lora_rank"] is None

@@ -171,7 +171,7 @@ def test_the_factors_of_llama_3_are_its_scaling_and_others_are_refused(changed, 
             jf.load(path)
         return
     loaded = jf.load(path)
-    assert loaded.config.rope_scaling == "llama3" and loaded.config.rope_factor == 8
+    assert loaded.config.rope.scaling == "llama3" and loaded.config.rope.factor == 8
     assert_close(our_logits(loaded, inputs()), logits(model, inputs()), inputs())
 
 

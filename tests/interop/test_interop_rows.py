@@ -15,6 +15,7 @@ from transformers.models.auto import configuration_auto
 
 import jaxformer as jf
 from jaxformer.arrays.params import rows
+from jaxformer.config.settings import with_settings
 from jaxformer.interop import tensor_table
 from jaxformer.interop.architectures import (
     ARCHITECTURES,
@@ -32,7 +33,12 @@ from jaxformer.models.transformer import specs
 FAMILY = {family.model_type: family for family in HF_FAMILIES}
 CLASSES = {kind: tf.CONFIG_MAPPING[kind] for kind in FAMILY}
 ENCODER = dict(family="encoder", norm="layer", norm_placement="post", bias="all", activation="gelu")
-ENCODER |= dict(positions="learned", embedding_norm=True, token_types=2, n_heads=1)
+ENCODER |= {
+    "positions": "learned",
+    "embedding.norm": True,
+    "embedding.token_types": 2,
+    "n_heads": 1,
+}
 NAMES = {"lm_head.weight"}  # as of a T5 that may be untied
 
 
@@ -80,8 +86,8 @@ def test_a_config_of_sizes_alone_is_the_references_default_config(kind):
         ours = FAMILY[kind].read(HFConfig(sized(kind), NAMES), architecture)
         hf = FAMILY[kind].read(HFConfig(stated(kind), NAMES), architecture)
         assert differences(ours, hf) == [] and ours.max_length == hf.max_length
-        stated_classes = FAMILY[kind].architectures[architecture].get("n_classes", 2)
-        assert ours.n_classes == (stated_classes if ours.output in ("classes", "tags") else 0)
+        stated_classes = FAMILY[kind].architectures[architecture].get("head.n_classes", 2)
+        assert ours.head.n_classes == (stated_classes if ours.output in ("classes", "tags") else 0)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -109,7 +115,7 @@ def test_the_rate_of_dropout_is_written_by_keys_that_the_reference_has(kind):
     written = FAMILY[kind].write(config, next(iter(FAMILY[kind].architectures)))
     keys = {key for key, value in written.items() if value == 0.28125}
     assert keys and keys <= stated(kind).keys()
-    apart = dataclasses.replace(config, attention_dropout=0.15625)
+    apart = with_settings(config, {"attention.dropout": 0.15625})
     changed = FAMILY[kind].write(apart, next(iter(FAMILY[kind].architectures)))
     of_weights = {key for key in keys if "att" in key}
     assert changed == written | dict.fromkeys(of_weights, 0.15625)
@@ -266,7 +272,7 @@ def test_a_key_that_is_not_computed_is_refused_by_name(kind, keys, reason):
 )
 def test_layers_without_experts_are_written_by_their_numbers(pattern, dense, keys):
     config = read("qwen3_moe", num_hidden_layers=4, hidden_size=64, num_attention_heads=4)
-    config = dataclasses.replace(config, expert_pattern=pattern, dense_layers=dense)
+    config = with_settings(config, {"experts.pattern": pattern, "experts.dense_layers": dense})
     family, name = FAMILY["qwen3_moe"], "Qwen3MoeForCausalLM"
     written = family.write(config, name)
     assert written["mlp_only_layers"] == keys and written["decoder_sparse_step"] == 1
@@ -319,7 +325,7 @@ def test_a_t5_that_is_not_scaled_is_tied_where_no_other_output_layer_is_stored()
     keys = sized("t5", tie_word_embeddings=False)
     for names, tied in (((), True), (NAMES, False)):
         config = FAMILY["t5"].read(HFConfig(keys, names), "T5ForConditionalGeneration")
-        assert (config.tied_head, config.logit_scale) == (tied, "none")
+        assert (config.tied_head, config.head.scale) == (tied, "none")
 
 
 def test_dynamic_scaling_stretches_the_length_by_its_factor_and_writes_the_one_before_it():
@@ -329,7 +335,7 @@ def test_dynamic_scaling_stretches_the_length_by_its_factor_and_writes_the_one_b
         rope_scaling=dict(rope_type="dynamic", factor=2.5),
     )
     config = read("llama", **keys)
-    assert (config.max_length, config.rope_original_length) == (240, 96)
+    assert (config.max_length, config.rope.original_length) == (240, 96)
     written = FAMILY["llama"].write(config, "LlamaForCausalLM")
     assert {key: written[key] for key in keys} == keys
 
@@ -337,10 +343,10 @@ def test_dynamic_scaling_stretches_the_length_by_its_factor_and_writes_the_one_b
 @pytest.mark.parametrize("scale", [0.0625, 0.3, 9.99, 0.7071067811865476])
 def test_the_factor_of_the_logits_is_written_as_it_was_read(scale):
     config = read("cohere", logit_scale=scale)
-    assert config.logit_divisor == pytest.approx(1 / scale, rel=1e-14)
+    assert config.head.divisor == pytest.approx(1 / scale, rel=1e-14)
     written = FAMILY["cohere"].write(config, "CohereForCausalLM")
     assert written["logit_scale"] == pytest.approx(scale, rel=1e-14)
-    assert read("cohere", **written).logit_divisor == config.logit_divisor
+    assert read("cohere", **written).head.divisor == config.head.divisor
 
 
 TINIEST = dict(vocab_size=9, d_model=4, n_layers=1, n_heads=1, d_ff=4)
@@ -360,8 +366,8 @@ class Spoken:
 def test_how_a_target_begins_is_said_of_models_that_write_one_alone(family, tmp_path):
     of_t5 = {}
     if family == "encoder_decoder":
-        of_t5 = dict(positions="t5", attention_scale=1.0, activation="relu")
-    config = jf.ModelConfig(**TINIEST, family=family, **of_t5)
+        of_t5 = {"positions": "t5", "attention.scale": 1.0, "activation": "relu"}
+    config = with_settings(jf.ModelConfig(), {**TINIEST, "family": family, **of_t5})
     jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config, Spoken())
     fields = json.loads((tmp_path / "config.json").read_text())
     roles = {key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -373,7 +379,10 @@ def test_how_a_target_begins_is_said_of_models_that_write_one_alone(family, tmp_
 
 def test_labels_are_in_the_order_of_their_numbers_beyond_ten(tmp_path):
     sizes = ENCODER | TINIEST | dict(max_length=3)
-    config = jf.ModelConfig(**sizes, head="classes", n_classes=12, pooler=True)
+    config = with_settings(
+        jf.ModelConfig(),
+        {**sizes, "head.kind": "classes", "head.n_classes": 12, "head.pooler": True},
+    )
     labels = tuple(f"of {number}" for number in range(12))
     jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config, labels=labels)
     fields = json.loads((tmp_path / "config.json").read_text())
@@ -428,7 +437,7 @@ def test_a_part_of_a_leaf_is_that_part_of_its_tensors():
     """As each device of a mesh asks for its own: of a table, a matrix of the head, a vector, and
     layers. Of a table no other rows are read."""
     sizes = dict(vocab_size=7, d_model=6, n_layers=7, d_ff=7, max_length=7)
-    config = jf.ModelConfig(**ENCODER, **sizes, tied_head=True)
+    config = with_settings(jf.ModelConfig(), {**ENCODER, **sizes, "tied_head": True})
     leaves = drawn(config)
     plan = FAMILY["bert"].tensors(config)
     stored = {tensor.name: tensor_table.tensor_of(tensor, leaves) for tensor in plan}
@@ -480,7 +489,7 @@ def test_a_part_of_the_experts_is_that_part_of_their_tensors(kind):
 
 
 def test_values_beyond_float16_are_refused_where_they_are_read_and_written(tmp_path):
-    config = jf.ModelConfig(**TINIEST)
+    config = with_settings(jf.ModelConfig(), TINIEST)
     params = jf.init(config, jax.random.key(0))
     params["final_norm"]["scale"] = params["final_norm"]["scale"].at[2].set(1e5)
     jf.save_pretrained(tmp_path, params, config, dtype="bfloat16")

@@ -2,7 +2,6 @@
 peft loads."""
 
 import copy
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -47,6 +46,7 @@ import jaxformer as jf
 from jaxformer.adapters.low_rank import LowRank
 from jaxformer.arrays.params import dotted, is_custom
 from jaxformer.cli import main
+from jaxformer.config.settings import with_settings
 from jaxformer.runs.model_files import ModelFiles
 
 ROOT = Path(__file__).parents[2]
@@ -250,7 +250,7 @@ def test_a_head_that_the_adapter_brings_replaces_that_of_the_base(name):
     model.save_pretrained(place)
     found = jf.load(place)
     wanted = "tags" if task == "TOKEN_CLS" else "classes"
-    assert (found.config.output, found.config.n_classes) == (wanted, 5)
+    assert (found.config.output, found.config.head.n_classes) == (wanted, 5)
     assert_close(ours(found, batch), theirs(model, batch), batch)
     assert ModelFiles(place).config == found.config
     back = folder(name, "with a head", "back")
@@ -266,7 +266,7 @@ def test_a_head_that_the_adapter_brings_replaces_that_of_the_base(name):
 @pytest.mark.xdist_group("llama")
 def test_a_head_with_a_bias_or_a_soft_cap_is_not_written_for_a_decoder():
     config = jf.ModelConfig(
-        vocab_size=16, d_model=16, n_heads=2, n_layers=1, head="classes", n_classes=3
+        vocab_size=16, d_model=16, n_heads=2, n_layers=1, head=jf.Head(kind="classes", n_classes=3)
     )
     params = jf.init(config, jax.random.key(0))
     params = jf.adapt(params, config, jf.LoRA(rank=2), jax.random.key(1))
@@ -276,8 +276,8 @@ def test_a_head_with_a_bias_or_a_soft_cap_is_not_written_for_a_decoder():
     biased = params | {"head": params["head"] | {"bias": jnp.ones(3)}}
     with pytest.raises(jf.ConfigError, match=r"head\.bias is not zero.* set it to zero"):
         jf.save_adapter(place, biased, config)
-    with pytest.raises(jf.ConfigError, match=r"logit_soft_cap=2\.0: set last and 0"):
-        jf.save_adapter(place, params, dataclasses.replace(config, logit_soft_cap=2.0))
+    with pytest.raises(jf.ConfigError, match=r"head.soft_cap=2\.0: set last and 0"):
+        jf.save_adapter(place, params, with_settings(config, {"head.soft_cap": 2.0}))
 
 
 WRONG = {  # changes of an adapter_config.json, and words of the message

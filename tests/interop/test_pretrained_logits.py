@@ -107,8 +107,8 @@ def test_the_balance_loss_of_one_layer_is_the_references_with_its_weight(name):
     np.testing.assert_allclose(loss / weight, 0.3 * float(theirs.aux_loss), rtol=1e-5)
     jf.save_pretrained(folder(name, "again"), model.params, model.config)
     again = jf.load(folder(name, "again")).config
-    assert again.router_balance_loss == pytest.approx(model.config.router_balance_loss, rel=1e-9)
-    assert again.router_z_loss == model.config.router_z_loss == 0
+    assert again.experts.balance_loss == pytest.approx(model.config.experts.balance_loss, rel=1e-9)
+    assert again.experts.z_loss == model.config.experts.z_loss == 0
 
 
 def prompts(name):

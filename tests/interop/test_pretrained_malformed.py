@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, zeros
+from jaxformer.config.settings import with_settings
 from jaxformer.interop.pretrained import pretrained_config
 from jaxformer.layers.norm import NORMS, NormRow
 from jaxformer.layers.positions import FREQUENCIES, rope_frequencies
@@ -159,22 +160,26 @@ def test_a_directory_that_is_not_there_is_named(tmp_path):
 
 SMALL = dict(vocab_size=71, d_model=24, n_layers=1, n_heads=2)
 LLAMA, GPT2, MIXTRAL = "LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM"
-ROUTED = dict(feed_forward="experts", n_experts=4)
+ROUTED = {"feed_forward": "experts", "experts.n": 4}
 # Models of ours that an architecture does not state, and the fields that are in the way.
 UNSTATED = {
-    "sinks": (LLAMA, dict(attention_sinks=True), ["attention_sinks"]),
-    "a capacity of experts": (MIXTRAL, ROUTED | dict(expert_capacity=1.5), ["expert_capacity"]),
+    "sinks": (LLAMA, {"attention.sinks": True}, ["attention.sinks"]),
+    "a capacity of experts": (MIXTRAL, ROUTED | {"experts.capacity": 1.5}, ["experts.capacity"]),
     "scores of experts by a sigmoid": (
         MIXTRAL,
-        ROUTED | dict(router="sigmoid", router_bias="balanced"),
-        ["router=", "router_bias="],
+        ROUTED | {"experts.router": "sigmoid", "experts.router_bias": "balanced"},
+        ["experts.router=", "experts.router_bias="],
     ),
     "two at once": (
         LLAMA,
-        dict(attention_sinks=True, logit_scale="rsqrt"),
-        ["attention_sinks", "logit_scale"],
+        {"attention.sinks": True, "head.scale": "rsqrt"},
+        ["attention.sinks", "head.scale"],
     ),
-    "classes of the mean": (LLAMA, dict(head="classes", n_classes=3, pooling="mean"), ["head"]),
+    "classes of the mean": (
+        LLAMA,
+        {"head.kind": "classes", "head.n_classes": 3, "head.pooling": "mean"},
+        ["head"],
+    ),
     "another family": (GPT2, {}, ["positions"]),
     "an unknown class": ("MambaForCausalLM", {}, ["MambaForCausalLM"]),
 }
@@ -183,7 +188,7 @@ UNSTATED = {
 @pytest.mark.parametrize("case", slow_but(UNSTATED, "a capacity of experts", "two at once"))
 def test_a_model_that_no_architecture_states_is_refused_with_the_fields_in_the_way(case, tmp_path):
     architecture, fields, words = UNSTATED[case]
-    config = jf.ModelConfig(**SMALL | fields)
+    config = with_settings(jf.ModelConfig(), SMALL | fields)
     params = jf.init(config, jax.random.key(0))
     with pytest.raises(jf.ConfigError) as error:
         jf.save_pretrained(tmp_path / "out", params, config, architecture=architecture)
@@ -207,9 +212,9 @@ def test_a_norm_or_a_scaling_of_ones_own_is_a_field_in_the_way_and_no_fault(tmp_
     for fields, named in (
         (dict(norm="largest"), "model.norm='largest'"),
         (dict(norm="largest", bias="all"), "model.norm='largest'"),
-        (dict(rope_scaling="halved", rope_factor=2.0), "halved"),
+        ({"rope.scaling": "halved", "rope.factor": 2.0}, "halved"),
     ):
-        config = jf.ModelConfig(**SMALL | fields)
+        config = with_settings(jf.ModelConfig(), SMALL | fields)
         params = jf.init(config, jax.random.key(0))
         with pytest.raises(jf.ConfigError, match=named):
             jf.save_pretrained(tmp_path / "out", params, config, architecture=LLAMA)
@@ -217,7 +222,7 @@ def test_a_norm_or_a_scaling_of_ones_own_is_a_field_in_the_way_and_no_fault(tmp_
 
 
 def test_parameters_of_another_config_are_refused_and_nothing_is_written(tmp_path):
-    config = jf.ModelConfig(**SMALL)
+    config = with_settings(jf.ModelConfig(), SMALL)
     params = jf.init(config, jax.random.key(0))
     params["blocks"].pop(next(iter(params["blocks"])))
     with pytest.raises(jf.ConfigError, match="missing"):

@@ -9,6 +9,7 @@ from products import slow_but
 from shapes import strong
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 
 SETTINGS = dict(vocab_size=61, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48)
@@ -24,7 +25,7 @@ TOKENS = np.arange(20, dtype=np.int32).reshape(2, 10)
         *slow_but(
             [
                 ({"tied_head": True}, "LlamaForCausalLM", "llama"),
-                ({"query_key_norm": "head", "head_dim": 8}, None, "qwen3"),
+                ({"attention.query_key_norm": "head", "head_dim": 8}, None, "qwen3"),
             ]
         ),
         # Heads as wide as in the base, whose scores are those of any model.
@@ -34,7 +35,7 @@ TOKENS = np.arange(20, dtype=np.int32).reshape(2, 10)
 def test_transformers_computes_the_logits_of_what_is_written(
     changes, architecture, model_type, tmp_path
 ):
-    config = jf.ModelConfig(**MUP | changes)
+    config = with_settings(jf.ModelConfig(), MUP | changes)
     if "mup_base" in changes:
         assert config.score_scale == 0
     params = strong(jf.init(config, jax.random.key(0)))
@@ -52,7 +53,7 @@ def test_transformers_computes_the_logits_of_what_is_written(
 
 
 def test_what_no_architecture_has_is_refused(tmp_path):
-    config = jf.ModelConfig(**MUP | {"activation": "relu2", "norm": "none"})
+    config = with_settings(jf.ModelConfig(), MUP | {"activation": "relu2", "norm": "none"})
     with pytest.raises(ConfigError, match="no Hugging Face architecture is exactly this model"):
         jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config)
     assert not any(tmp_path.iterdir())

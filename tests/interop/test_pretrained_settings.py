@@ -18,6 +18,7 @@ from jaxformer.cli import convert
 from jaxformer.cli.arguments import ConvertArguments
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig, to_json
+from jaxformer.config.settings import flat, with_settings
 from jaxformer.interop import logit_parity
 from jaxformer.models.transformer import specs
 from jaxformer.runs.config import with_base
@@ -32,50 +33,55 @@ SMALL = dict(vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=12)
 BERT = SMALL | dict(
     family="encoder", norm="layer", norm_placement="post", bias="all", activation="gelu"
 )
-BERT |= dict(embedding_norm=True, token_types=2, positions="learned", max_length=9)
+BERT |= {
+    "embedding.norm": True,
+    "embedding.token_types": 2,
+    "positions": "learned",
+    "max_length": 9,
+}
 # Of every setting of a model another value than its default; those that a new run decides for
 # itself stand in OWN.
-OTHER = SMALL | dict(
-    n_kv_heads=1,
-    head_dim=6,
-    value_dim=4,
-    max_length=77,
-    rope_theta=3.0,
-    rope_pairing="interleaved",
-    rope_fraction=0.5,
-    window=3,
-    window_pattern="wf",
-    position_pattern="pn",
-    rope_window_theta=5.0,
-    attention_scale=0.3,
-    norm="rms1p",
-    attention_soft_cap=2.0,
-    attention_sinks=True,
-    query_key_norm="head",
-    norm_placement="sandwich",
-    norm_eps=0.1,
-    residual="parallel",
-    activation="geglu",
-    bias="qkv",
-    embedding_scale="sqrt",
-    embedding_norm=True,
-    token_types=2,
-    tied_head=True,
-    logit_scale="rsqrt",
-    logit_soft_cap=4.0,
-    init="xavier",
-)
-OWN = dict(
-    head="classes",
-    n_classes=3,
-    pooling="mean",
-    dropout=0.25,
-    attention_dropout=0.5,
-    dtype="bfloat16",
-    layer_loop="scan",
-    remat="full",
-    attention_kernel="xla",
-)
+OTHER = SMALL | {
+    "n_kv_heads": 1,
+    "head_dim": 6,
+    "attention.value_dim": 4,
+    "max_length": 77,
+    "rope.theta": 3.0,
+    "rope.pairing": "interleaved",
+    "rope.fraction": 0.5,
+    "window": 3,
+    "window_pattern": "wf",
+    "rope.pattern": "pn",
+    "rope.window_theta": 5.0,
+    "attention.scale": 0.3,
+    "norm": "rms1p",
+    "attention.soft_cap": 2.0,
+    "attention.sinks": True,
+    "attention.query_key_norm": "head",
+    "norm_placement": "sandwich",
+    "norm_eps": 0.1,
+    "residual": "parallel",
+    "activation": "geglu",
+    "bias": "qkv",
+    "embedding.scale": "sqrt",
+    "embedding.norm": True,
+    "embedding.token_types": 2,
+    "tied_head": True,
+    "head.scale": "rsqrt",
+    "head.soft_cap": 4.0,
+    "init": "xavier",
+}
+OWN = {
+    "head.kind": "classes",
+    "head.n_classes": 3,
+    "head.pooling": "mean",
+    "dropout": 0.25,
+    "attention.dropout": 0.5,
+    "dtype": "bfloat16",
+    "layer_loop": "scan",
+    "remat": "full",
+    "attention.kernel": "xla",
+}
 
 
 def written(place: Path, config: ModelConfig, **more) -> Path:
@@ -87,7 +93,9 @@ def written(place: Path, config: ModelConfig, **more) -> Path:
 def a_run(place: Path, **model) -> Path:
     """A run directory that has not begun to train."""
     place.mkdir()
-    (place / "config.json").write_text(to_json(RunConfig(model=ModelConfig(**model))))
+    (place / "config.json").write_text(
+        to_json(RunConfig(model=with_settings(ModelConfig(), model)))
+    )
     return place
 
 
@@ -104,16 +112,16 @@ def based(run: RunConfig) -> RunConfig:
 
 def beginning(place: Path, origin: Path, **model) -> RunConfig:
     return RunConfig(
-        run=RunSettings(dir=str(place), init_from=str(origin)), model=ModelConfig(**model)
+        run=RunSettings(dir=str(place), init_from=str(origin)),
+        model=with_settings(ModelConfig(), model),
     )
 
 
 def test_a_new_run_takes_every_setting_of_the_model_but_its_own(tmp_path):
     origin = a_run(tmp_path / "old", **OTHER)
     found = based(beginning(tmp_path / "new", origin, **OWN))
-    for entry in dataclasses.fields(ModelConfig):
-        value = OWN.get(entry.name, OTHER.get(entry.name, entry.default))
-        assert getattr(found.model, entry.name) == value, entry.name
+    expected = flat(ModelConfig()) | OTHER | OWN
+    assert flat(found.model) == expected
     assert found.tokenizer.path == str(origin / "tokenizer.json")
 
 
@@ -142,11 +150,13 @@ def test_a_run_that_is_begun_anew_takes_what_the_model_of_init_from_says(tmp_pat
 def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_warm_start(
     tmp_path,
 ):
-    old = ModelConfig(**BERT, head="tags", n_classes=3, pooler=True)
+    old = with_settings(
+        ModelConfig(), {**BERT, "head.kind": "tags", "head.n_classes": 3, "head.pooler": True}
+    )
     origin = written(tmp_path / "old", old, architecture="BertForTokenClassification")
     run = RunConfig(
         run=RunSettings(init_from=str(origin)),
-        model=dataclasses.replace(old, head="classes", pooler=False),
+        model=with_settings(old, {"head.kind": "classes", "head.pooler": False}),
     )
     drawn, before = jf.init(run.model, jax.random.key(run.run.seed)), jf.load(origin).params
     start = warm_start(ModelFiles(run.run.init_from), run.model, seed=run.run.seed)
@@ -161,11 +171,13 @@ def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_
 
 
 def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
-    origin = a_run(tmp_path / "settings", **BERT, next_sentence=True)
-    assert not based(beginning(tmp_path / "new", origin)).model.next_sentence
-    old = ModelConfig(**BERT, next_sentence=True, tied_head=True)
+    origin = a_run(tmp_path / "settings", **BERT, **{"head.next_sentence": True})
+    assert not based(beginning(tmp_path / "new", origin)).model.head.next_sentence
+    old = with_settings(ModelConfig(), {**BERT, "head.next_sentence": True, "tied_head": True})
     place = written(tmp_path / "old", old)
-    new = dataclasses.replace(old, head="tags", n_classes=2, next_sentence=False)
+    new = with_settings(
+        old, {"head.kind": "tags", "head.n_classes": 2, "head.next_sentence": False}
+    )
     run = RunConfig(run=RunSettings(init_from=str(place)), model=new)
     start = warm_start(ModelFiles(run.run.init_from), run.model)
     assert "pooler" not in start.params and "next_sentence" not in start.params
@@ -175,8 +187,10 @@ def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
 
 def test_a_model_is_evaluated_by_the_numbers_that_its_own_labels_have(tmp_path):
     tokenizer = Tokenizer.load(saved("bert"))
-    sizes = dict(vocab_size=tokenizer.vocab_size, max_length=32, n_classes=2)
-    config = ModelConfig(**BERT | sizes, head="classes", pooler=True)
+    sizes = {"vocab_size": tokenizer.vocab_size, "max_length": 32, "head.n_classes": 2}
+    config = with_settings(
+        ModelConfig(), {**BERT | sizes, "head.kind": "classes", "head.pooler": True}
+    )
     params = jf.init(config, jax.random.key(0))
     params["head"]["bias"] = np.array([-9.0, 9.0], np.float32)  # all is "bad"
     jf.save_pretrained(tmp_path / "model", params, config, tokenizer, labels=("good", "bad"))
@@ -185,15 +199,23 @@ def test_a_model_is_evaluated_by_the_numbers_that_its_own_labels_have(tmp_path):
 
 
 def test_fewer_classes_than_the_data_names_are_refused():
-    run = RunConfig(model=ModelConfig(**BERT, head="classes", n_classes=3))
-    with pytest.raises(jf.ConfigError, match="n_classes=3 is less than the 4 labels of the data"):
+    run = RunConfig(
+        model=with_settings(ModelConfig(), {**BERT, "head.kind": "classes", "head.n_classes": 3})
+    )
+    with pytest.raises(
+        jf.ConfigError, match=r"head.n_classes=3 is less than the 4 labels of the data"
+    ):
         with_sizes(run.model, 0, ("a", "b", "c", "d"), "the data")
-    assert with_sizes(run.model, 0, ("a", "b"), "the data").n_classes == 3
+    assert with_sizes(run.model, 0, ("a", "b"), "the data").head.n_classes == 3
 
 
-T5 = dict(
-    family="encoder_decoder", positions="t5", attention_scale=1.0, activation="relu", tied_head=True
-)
+T5 = {
+    "family": "encoder_decoder",
+    "positions": "t5",
+    "attention.scale": 1.0,
+    "activation": "relu",
+    "tied_head": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -208,7 +230,7 @@ T5 = dict(
 def test_a_model_directory_is_a_run_of_whole_rows_of_its_own_text(
     model, length, objective, tmp_path
 ):
-    found = ModelFiles(written(tmp_path / "model", ModelConfig(**model))).run
+    found = ModelFiles(written(tmp_path / "model", with_settings(ModelConfig(), model))).run
     data = found.data
     assert (data.sequence_length, data.objective, data.train) == (length, objective, "")
     assert found.run.dir == str(tmp_path / "model")
@@ -216,7 +238,10 @@ def test_a_model_directory_is_a_run_of_whole_rows_of_its_own_text(
 
 
 def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_labels(tmp_path):
-    labels, config = ("bad", "fair", "good"), ModelConfig(**BERT, head="classes", n_classes=3)
+    labels, config = (
+        ("bad", "fair", "good"),
+        with_settings(ModelConfig(), {**BERT, "head.kind": "classes", "head.n_classes": 3}),
+    )
     origin = written(tmp_path / "model", config, labels=labels)
     model, place = jf.load(origin), tmp_path / "run"
     place.mkdir()
@@ -250,7 +275,7 @@ def test_only_weights_that_were_rounded_may_be_apart(
     """What is read is as it lies there, whatever dtype was asked for."""
     monkeypatch.setattr(convert, "compare", lambda *_: logit_parity.Comparison(largest, 1.0))
     asked = ConvertArguments(source=Path("source"), target=Path("target"), dtype=dtype)
-    model = jf.Loaded({}, ModelConfig(**SMALL), None)
+    model = jf.Loaded({}, with_settings(ModelConfig(), SMALL), None)
     assert convert._verified(model, asked, asked.source if inward else asked.target) == status
     assert ("NOT EQUAL" in capsys.readouterr().out) == (status == 1)
 
@@ -264,8 +289,13 @@ def test_a_file_where_the_directory_should_be_is_left_alone(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_whose_positions_follow_the_padding_token_is_verified_without_that_token(tmp_path):
-    changes = dict(token_types=1, position_offset=2, max_length=40, tied_head=True)
-    config = ModelConfig(**BERT | changes)
+    changes = {
+        "embedding.token_types": 1,
+        "embedding.position_offset": 2,
+        "max_length": 40,
+        "tied_head": True,
+    }
+    config = with_settings(ModelConfig(), BERT | changes)
     place = written(tmp_path / "model", config, architecture="RobertaForMaskedLM")
     found = logit_parity.compare(place, jf.load(place).params, config)
     assert found.largest < convert.CLOSE * found.deviation

@@ -41,7 +41,7 @@ def targets_of(name, batch):
     has one class)."""
     config = loaded(name).config
     width = config.d_model if config.output == "none" else config.vocab_size
-    classes = config.n_classes or width
+    classes = config.head.n_classes or width
     shape = real(batch).shape if loaded(name).config.output != "classes" else (3,)
     targets = np.random.default_rng(3).integers(5 % classes, classes, shape)
     return targets, real(batch) if len(shape) == 2 else np.ones(3, bool)

@@ -11,6 +11,7 @@ import transformers as tf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import ARCHITECTURES, architecture_of
 from jaxformer.interop.hf_config import HFConfig
@@ -79,7 +80,7 @@ def test_frequencies_and_attention_factors_are_those_of_transformers(name, lengt
     expected, scale = ROPE_INIT_FUNCTIONS[kind](reference, "cpu", seq_len=length)
     architecture = "Phi3ForCausalLM" if before else "LlamaForCausalLM"
     config = ARCHITECTURES[architecture].read(HFConfig(reference.to_dict()), architecture)
-    assert config.rope_scaling == kind
+    assert config.rope.scaling == kind
     frequencies = jax.jit(FREQUENCIES[kind], static_argnums=0)(config, jnp.arange(length)[None])
     np.testing.assert_allclose(np.squeeze(frequencies), expected.numpy(), rtol=3e-6)
     np.testing.assert_allclose(config.rope_scale, scale, rtol=1e-12)
@@ -105,12 +106,12 @@ def test_rope_scaling_beside_rope_parameters_is_followed_as_transformers_does(na
     theirs = theirs.get("full_attention", theirs)
     architecture = f"{name}ForCausalLM"
     config = ARCHITECTURES[architecture].read(HFConfig(keys), architecture)
-    assert config.rope_theta == theirs["rope_theta"]
+    assert config.rope.theta == theirs["rope_theta"]
     expected = ("none", 1) if theirs["rope_type"] == "default" else ("linear", 4)
-    assert (config.rope_scaling, config.rope_factor) == expected
+    assert (config.rope.scaling, config.rope.factor) == expected
 
 
-LONGROPE = dict(rope_scaling="longrope", rope_short_factor="1 1", rope_long_factor="1 2")
+LONGROPE = {"rope.scaling": "longrope", "rope.short_factor": "1 1", "rope.long_factor": "1 2"}
 
 
 @pytest.mark.parametrize("older", ["longrope", "su"])
@@ -129,7 +130,7 @@ def test_phi3_is_written_with_the_three_keys_of_older_files_and_read_from_them(o
         rope_scaling=dict(type=older, short_factor=SHORT, long_factor=LONG),
     )
     config = family.read(HFConfig(file), "Phi3ForCausalLM")
-    assert (config.rope_factor, config.rope_original_length) == (32.0, 4096)
+    assert (config.rope.factor, config.rope.original_length) == (32.0, 4096)
     written = family.write(config, "Phi3ForCausalLM")
     assert written["rope_scaling"] == file["rope_scaling"] | {"type": "longrope"}
     assert written[ORIGINAL] == 4096
@@ -138,15 +139,15 @@ def test_phi3_is_written_with_the_three_keys_of_older_files_and_read_from_them(o
 @pytest.mark.parametrize(
     "fields, obstacle",
     [
-        (dict(rope_scaling="llama3"), 'rope_type="llama3" is not supported'),
+        ({"rope.scaling": "llama3"}, 'rope_type="llama3" is not supported'),
         # The file has no key for the width of a head, and divisors for that of d_model / n_heads.
         (LONGROPE | dict(head_dim=4), "must be 6 numbers"),
-        (LONGROPE | dict(head_dim=4, d_model=16, rope_original_length=99), None),
+        (LONGROPE | {"head_dim": 4, "d_model": 16, "rope.original_length": 99}, None),
     ],
 )
 def test_phi3_is_written_where_transformers_reads_it(fields, obstacle):
-    sizes = dict(vocab_size=8, d_model=48, n_heads=4, rope_factor=2.0)
-    config = ModelConfig(**sizes | fields)
+    sizes = {"vocab_size": 8, "d_model": 48, "n_heads": 4, "rope.factor": 2.0}
+    config = with_settings(ModelConfig(), sizes | fields)
     family = ARCHITECTURES["Phi3ForCausalLM"]
     if obstacle:
         with pytest.raises(ConfigError, match=obstacle):

@@ -13,6 +13,7 @@ from pretrained_variants import BERT
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.records import Head
 from jaxformer.runs.config import with_base
 from jaxformer.runs.model_files import ModelFiles
 
@@ -66,13 +67,13 @@ def test_the_vector_is_that_of_the_stated_pooling(place, stated, at, tmp_path):
     )
     # A run that starts from it learns such vectors, and what is written says so.
     assert (
-        with_base(ModelConfig(head="none"), ModelFiles(place), "base").pooling
-        == model.config.pooling
+        with_base(ModelConfig(head=Head(kind="none")), ModelFiles(place), "base").head.pooling
+        == model.config.head.pooling
     )
     jf.save_pretrained(tmp_path / "out", model.params, model.config)
     again = jf.load(tmp_path / "out")
     assert again.config.text_pooling == model.config.text_pooling
-    assert (tmp_path / "out" / "modules.json").exists() == (model.config.pooling != "mean")
+    assert (tmp_path / "out" / "modules.json").exists() == (model.config.head.pooling != "mean")
 
 
 @pytest.mark.parametrize(

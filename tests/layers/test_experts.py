@@ -1,7 +1,6 @@
 """The sublayer of experts beside a dense loop over experts, its router beside plain NumPy, and the
 messages for settings that cannot be."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -14,6 +13,7 @@ from shapes import VOCABULARY, forward, model, tokens
 
 import jaxformer as jf
 from jaxformer.config.run import RunConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.config.train import MeshConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.experts import EXPERTS, capacity_of, expert_specs, route
@@ -27,14 +27,14 @@ from jaxformer.tools.plan_memory import planned_run
 SPARSE = ("loop", "ragged")
 # Segments of two rows: packed, and padded.
 SEGMENTS = np.array([[1] * 9 + [2] * 10 + [0] * 5, [0] * 4 + [1] * 20], np.int32)
-EXPERTS_OF = dict(feed_forward="experts", n_experts=5, experts_per_token=2, expert_ff=24)
-BIASED = {"bias": "all", "router_bias": "learned", "activation": "gelu"}
-SIGMOID = {"router": "sigmoid", "router_bias": "balanced", "router_scale": 2.5}
+EXPERTS_OF = {"feed_forward": "experts", "experts.n": 5, "experts.per_token": 2, "experts.d_ff": 24}
+BIASED = {"bias": "all", "experts.router_bias": "learned", "activation": "gelu"}
+SIGMOID = {"experts.router": "sigmoid", "experts.router_bias": "balanced", "experts.scale": 2.5}
 LAYERS = {
     "top 2": {},
-    "one, biases": BIASED | {"experts_per_token": 1, "router_renormalize": False},
-    "all, sigmoid": SIGMOID | {"experts_per_token": 5},
-    "capacity": {"expert_capacity": 0.6},
+    "one, biases": BIASED | {"experts.per_token": 1, "experts.renormalize": False},
+    "all, sigmoid": SIGMOID | {"experts.per_token": 5},
+    "capacity": {"experts.capacity": 0.6},
 }
 RNG = np.random.default_rng(5)
 X, SLOPE = (RNG.standard_normal((*SEGMENTS.shape, 32)).astype(np.float32) for _ in range(2))
@@ -53,7 +53,7 @@ def dense_loop(params, config, x, call):
     routes, _ = route(params, config, x, call.mask)
     act = ACTIVATIONS[config.activation]
     outputs = []
-    for e in range(config.n_experts):
+    for e in range(config.experts.n):
         scale = jnp.where(routes.experts == e, routes.weights, 0).sum(-1)
         up = x @ params["up"][e]
         gate = x @ params["gate"][e] if config.gated else None
@@ -101,7 +101,7 @@ def expected_slopes(name):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("kernel", [*SPARSE, "xla"])
 def test_experts_equal_a_dense_loop_forward_and_backward(name, kernel):
-    config, params, _, call = layer(name, expert_kernel=kernel)
+    config, params, _, call = layer(name, **{"experts.kernel": kernel})
     computed, gradients = slopes(apply, config, params, call)
     expected, expected_gradients = expected_slopes(name)
     np.testing.assert_allclose(computed, expected, rtol=1e-5, atol=2e-6)
@@ -119,9 +119,9 @@ def test_rows_of_experts_have_the_bits_of_the_dense_loop():
 
 
 def test_the_shared_expert_is_added_to_every_token():
-    config, params, x, call = layer(shared_ff=12)
+    config, params, x, call = layer(**{"experts.shared_ff": 12})
     alone = {name: leaf for name, leaf in params.items() if name != "shared"}
-    without = compiled(apply, dataclasses.replace(config, shared_ff=0), call)(alone, x)
+    without = compiled(apply, with_settings(config, {"experts.shared_ff": 0}), call)(alone, x)
     shared = jax.tree.map(np.asarray, params["shared"])
     gate = x @ shared["gate"]
     added = (gate / (1 + np.exp(-gate)) * (x @ shared["up"])) @ shared["down"]
@@ -130,7 +130,7 @@ def test_the_shared_expert_is_added_to_every_token():
 
 @pytest.mark.parametrize("kernel", ["loop", "xla"])
 def test_the_result_of_a_text_does_not_depend_on_its_neighbors(kernel):
-    config = model("experts", expert_kernel=kernel)
+    config = model("experts", **{"experts.kernel": kernel})
     params, rows = params_of(config), tokens()
     segments = np.array([[1] * 8 + [2] * 8 + [0] * 8, [0] * 16 + [1] * 8], np.int32)
     packed = np.asarray(forward(params, config, rows, segment_ids=segments))
@@ -140,7 +140,7 @@ def test_the_result_of_a_text_does_not_depend_on_its_neighbors(kernel):
 
 
 def test_a_cached_token_goes_to_the_experts_of_the_full_forward():
-    config = model("experts in groups after a dense layer", expert_capacity=0.0)
+    config = model("experts in groups after a dense layer", **{"experts.capacity": 0.0})
     params, rows = params_of(config), tokens(3, 8)
     out = jf.generate(params, config, rows, 8, temperature=0)
     logits = forward(params, config, np.concatenate([rows, np.asarray(out)], axis=1)[:, :-1])
@@ -152,19 +152,19 @@ def numpy_route(logits, bias, config):
     scores = 1 / (1 + np.exp(-logits))
     chosen = []
     for token, select in zip(scores, scores + bias, strict=True):
-        groups = select.reshape(config.router_groups, -1)
+        groups = select.reshape(config.experts.groups, -1)
         best = np.sort(groups, axis=1)[:, -2:].sum(1)
-        top = np.argsort(-best)[: config.router_top_groups]
-        allowed = np.repeat(np.isin(np.arange(config.router_groups), top), groups.shape[1])
-        experts = np.argsort(-np.where(allowed, select, -np.inf))[: config.experts_per_token]
-        weights = token[experts] / token[experts].sum() * config.router_scale
+        top = np.argsort(-best)[: config.experts.top_groups]
+        allowed = np.repeat(np.isin(np.arange(config.experts.groups), top), groups.shape[1])
+        experts = np.argsort(-np.where(allowed, select, -np.inf))[: config.experts.per_token]
+        weights = token[experts] / token[experts].sum() * config.experts.scale
         chosen.append(dict(zip(experts.tolist(), weights.tolist(), strict=True)))
     return chosen
 
 
 @pytest.mark.fast
 def test_groups_and_a_balanced_bias_select_experts_and_leave_their_weights():
-    groups = dict(n_experts=12, experts_per_token=4, router_groups=4, router_top_groups=2)
+    groups = {"experts.n": 12, "experts.per_token": 4, "experts.groups": 4, "experts.top_groups": 2}
     config = model("llama", **EXPERTS_OF | SIGMOID | groups)
     rng = np.random.default_rng(0)
     params = {
@@ -191,14 +191,14 @@ def test_softmax_weights_are_those_of_the_top_logits_where_renormalized():
     top = np.sort(logits, axis=-1)[..., -2:]
     softmax = np.exp(top) / np.exp(top).sum(-1, keepdims=True)
     np.testing.assert_allclose(np.sort(routes.weights, axis=-1), softmax, rtol=1e-4)
-    raw, _ = route(params, dataclasses.replace(config, router_renormalize=False), x, call.mask)
+    raw, _ = route(params, with_settings(config, {"experts.renormalize": False}), x, call.mask)
     of_all = np.sort(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True), axis=-1)[..., -2:]
     np.testing.assert_allclose(np.sort(raw.weights, axis=-1), of_all, rtol=1e-4)
 
 
 @pytest.mark.fast
 def test_capacity_keeps_first_choices_in_the_order_of_tokens_and_counts_what_it_drops():
-    config, params, x, call = layer(expert_capacity=0.5)
+    config, params, x, call = layer(**{"experts.capacity": 0.5})
     free, _ = route(params, config, x, call.mask, capped=False)
     kept, aux = route(params, config, x, call.mask)
     capacity = capacity_of(config, x.shape[1])
@@ -225,7 +225,7 @@ def sums_of(aux: Aux):
 
 @pytest.mark.fast
 def test_the_metrics_of_the_router_are_those_of_plain_numpy():
-    config, params, x, call = layer(router_z_loss=0.2)
+    config, params, x, call = layer(**{"experts.z_loss": 0.2})
     routes, aux = route(params, config, x, call.mask)
     real, k, number = SEGMENTS != 0, 2, 5
     logits = np.asarray(x @ params["router"], np.float64)
@@ -254,12 +254,12 @@ def test_the_loss_has_the_sums_of_the_router_and_nats_beside_it():
     sums = jax.jit(loss_of("causal", config))(params_of(config), batch, None)
     means = {name: float(total / weight) for name, (total, weight) in sums.items()}
     assert means["loss"] == pytest.approx(means["nats"] + means["router_loss"], rel=1e-6)
-    loads = [means[f"expert_load_{e}"] for e in range(config.n_experts)]
+    loads = [means[f"expert_load_{e}"] for e in range(config.experts.n)]
     assert np.mean(loads) == pytest.approx(1)
 
 
 def test_forward_mode_and_vmap():
-    config, params, x, call = layer(expert_kernel="xla")
+    config, params, x, call = layer(**{"experts.kernel": "xla"})
 
     def tangent(run):
         layer_of = compiled(run, config, call)
@@ -273,11 +273,11 @@ def test_forward_mode_and_vmap():
 
 
 def test_a_capacity_below_one_token_is_refused_with_the_least_that_works():
-    config = model("experts", expert_capacity=0.01)
+    config = model("experts", **{"experts.capacity": 0.01})
     with pytest.raises(ConfigError) as refusal:
         jax.eval_shape(lambda params: jf.forward(params, config, tokens()), params_of(config))
     assert str(refusal.value) == (
-        "model.expert_capacity=0.01 lets an expert take 0.12 tokens of a row of 24, below 1: the"
+        "model.experts.capacity=0.01 lets an expert take 0.12 tokens of a row of 24, below 1: the"
         " mean is 12 tokens, so set it to 0.0833 or more, or to 0, which drops none."
     )
 
@@ -286,12 +286,12 @@ def test_a_capacity_below_one_token_is_refused_with_the_least_that_works():
 @pytest.mark.parametrize(
     "expert, changes, message",
     [
-        (4, {}, "mesh.expert=4 does not divide model.n_experts=6: choose one of 1, 2, 3, 6."),
-        (2, {"feed_forward": "ffn", "n_experts": 0}, "mesh.expert=2 divides experts, and this"),
+        (4, {}, "mesh.expert=4 does not divide model.experts.n=6: choose one of 1, 2, 3, 6."),
+        (2, {"feed_forward": "ffn", "experts.n": 0}, "mesh.expert=2 divides experts, and this"),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_experts_is_refused(expert, changes, message):
-    config = model("llama", **(EXPERTS_OF | {"n_experts": 6} | changes))
+    config = model("llama", **(EXPERTS_OF | {"experts.n": 6} | changes))
     run = RunConfig(model=config, mesh=MeshConfig(data=1, expert=expert))
     with pytest.raises(ConfigError) as refusal:
         planned_run(run, "cpu", expert)
@@ -304,7 +304,7 @@ def test_experts_are_counted_as_far_as_tokens_use_them():
 
     config = model("llama", **EXPERTS_OF)
     dense = model("llama", d_ff=48)
-    router = 2 * config.d_model * config.n_experts
+    router = 2 * config.d_model * config.experts.n
     assert flops_per_token(config, 24) == flops_per_token(dense, 24) + 6 * router
     assert count_text(jf.specs(dense)).endswith("k parameters")
     assert count_text(jf.specs(config)).endswith("k parameters, 19.7k for a token")
@@ -316,7 +316,10 @@ def test_experts_are_counted_as_far_as_tokens_use_them():
 def test_a_pattern_and_leading_layers_say_which_layers_have_experts():
     from jaxformer.layers.pattern import layer_configs
 
-    config = model("llama", **(EXPERTS_OF | dict(dense_layers=1, expert_pattern="ed", n_layers=5)))
+    config = model(
+        "llama",
+        **(EXPERTS_OF | {"experts.dense_layers": 1, "experts.pattern": "ed", "n_layers": 5}),
+    )
     kinds = [one.feed_forward for one in layer_configs(config, 5)]
     assert kinds == ["ffn", "ffn", "experts", "ffn", "experts"]
     assert set(expert_specs(config)) == {"router", "gate", "up", "down"}

@@ -176,7 +176,7 @@ def test_auto_takes_the_first_kernel_that_runs_and_says_why_not_another():
     assert name == "loop"
     assert text.endswith("; not tpu: its check failed; not ragged: so did its")
     failed = dict.fromkeys(GROUPED_KERNELS, "failed")
-    with pytest.raises(ConfigError, match=r"expert_kernel.*no kernel runs here"):
+    with pytest.raises(ConfigError, match=r"experts\.kernel.*no kernel runs here"):
         kernel_of_experts("auto", Needs("cpu"), failed)
     assert kernel_of_experts("auto", Needs("cpu"), {"loop": "failed"})[0] == "xla"
 
@@ -185,7 +185,7 @@ def test_a_kernel_of_another_platform_is_one_message():
     with pytest.raises(ConfigError) as caught:
         kernel_of_experts("tpu", Needs("cpu"))
     assert str(caught.value) == (
-        "model.expert_kernel='tpu' cannot run here: it needs a TPU, and this device is a cpu."
+        "model.experts.kernel='tpu' cannot run here: it needs a TPU, and this device is a cpu."
         " Choose 'auto' or 'xla' or 'loop' or 'ragged'."
     )
     assert kernel_of_experts("ragged", Needs("cpu")) == (

@@ -11,6 +11,7 @@ from families import SIZES, alone, params_of
 
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, normal, rows
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.head import HEADS as HEAD_ROWS
 from jaxformer.layers.head import Head, head_formula, output_layer, pooled, readout
 from jaxformer.layers.linear import linear
@@ -19,12 +20,17 @@ from jaxformer.losses.heads import head_loss
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden, specs
 
-ENCODER, CLASSES = {"family": "encoder"}, {"head": "classes", "n_classes": 3}
-TAGS, MASKED = {"head": "tags", "n_classes": 5}, ENCODER | {"tied_head": True}
+ENCODER, CLASSES = {"family": "encoder"}, {"head.kind": "classes", "head.n_classes": 3}
+TAGS, MASKED = {"head.kind": "tags", "head.n_classes": 5}, ENCODER | {"tied_head": True}
 BERT = {"norm": "layer", "norm_placement": "post", "activation": "gelu", "bias": "all"}
-BERT |= {"token_types": 2, "next_sentence": True, "positions": "learned", "embedding_norm": True}
-NARROW = {"embedding_width": 10, "embedding_norm": True, "positions": "learned"}
-SCALED = {"logit_scale": "rsqrt", "logit_soft_cap": 1.5}
+BERT |= {
+    "embedding.token_types": 2,
+    "head.next_sentence": True,
+    "positions": "learned",
+    "embedding.norm": True,
+}
+NARROW = {"embedding.width": 10, "embedding.norm": True, "positions": "learned"}
+SCALED = {"head.scale": "rsqrt", "head.soft_cap": 1.5}
 HEADS = {
     "language": {},
     "language, tied, scaled, capped": {"tied_head": True} | SCALED,
@@ -34,22 +40,22 @@ HEADS = {
     "masked, tied, narrow": MASKED | NARROW,
     "BERT": MASKED | BERT,
     "classes": ENCODER | CLASSES,
-    "classes of the mean": ENCODER | CLASSES | {"pooling": "mean"},
+    "classes of the mean": ENCODER | CLASSES | {"head.pooling": "mean"},
     "classes of a decoder": CLASSES,
-    "classes by relu": ENCODER | CLASSES | {"pooler_activation": "relu"},
-    "tags": ENCODER | TAGS | {"logit_soft_cap": 1.5},
+    "classes by relu": ENCODER | CLASSES | {"head.pooler_activation": "relu"},
+    "tags": ENCODER | TAGS | {"head.soft_cap": 1.5},
     "tags of a decoder": TAGS,
-    "tags behind a dense layer": ENCODER | TAGS | {"class_head": "dense"},
-    "classes of a decoder behind a norm": CLASSES | {"class_head": "dense_norm"},
+    "tags behind a dense layer": ENCODER | TAGS | {"head.class_layers": "dense"},
+    "classes of a decoder behind a norm": CLASSES | {"head.class_layers": "dense_norm"},
 }
 # Heads that no objective trains.
-VECTORS = {"projection": {"head": "projection", "projection_width": 7}}
+VECTORS = {"projection": {"head.kind": "projection", "head.width": 7}}
 
 
 @functools.cache
 def case(name):
     """(params, config, batch): two rows of tokens, the second with two of padding."""
-    config = jf.ModelConfig(**(SIZES | (HEADS | VECTORS)[name]))
+    config = with_settings(jf.ModelConfig(), SIZES | (HEADS | VECTORS)[name])
     batch = {name: rows[:2] for name, rows in alone(config).items()}
     batch["segment_ids"] = np.array([[1] * 6, [1] * 4 + [0] * 2])
     batch |= {"source_segment_ids": np.ones((2, 6), int)} if "source" in batch else {}
@@ -89,9 +95,9 @@ def test_the_logits_are_the_formula_of_the_head(name):
         x = np.einsum("bt,btd->bd", share, x)[:, None]
     dense = params.get("pooler", params.get("head", {}))
     if config.output in ("classes", "tags") and "dense" in dense:
-        act = {"tanh": np.tanh, "relu": jax.nn.relu}[config.pooler_activation]
+        act = {"tanh": np.tanh, "relu": jax.nn.relu}[config.head.pooler_activation]
         x = act(x @ dense["dense"] + dense["dense_bias"])
-        if config.class_head == "dense_norm":
+        if config.head.class_layers == "dense_norm":
             x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * dense["norm"]["scale"]
     if config.output == "masked":
         act = {"swiglu": jax.nn.silu, "tanh": jnp.tanh, "gelu": GELU}[config.activation]
@@ -102,9 +108,9 @@ def test_the_logits_are_the_formula_of_the_head(name):
             centred = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
             x = centred * params["head"]["norm"]["scale"] + params["head"]["norm"]["bias"]
     matrix = params["embed"]["tokens"] if config.tied_head else params["head"]["weight"]
-    x = x / 4 if config.logit_scale == "rsqrt" else x
+    x = x / 4 if config.head.scale == "rsqrt" else x
     logits = np.einsum("btd,vd->btv", x, matrix) + params.get("head", {}).get("bias", 0)
-    logits = 1.5 * np.tanh(logits / 1.5) if config.logit_soft_cap else logits
+    logits = 1.5 * np.tanh(logits / 1.5) if config.head.soft_cap else logits
     expected = logits[:, 0] if config.output in ("classes", "projection") else logits
     found = jf.forward(params, config, **batch)
     assert found.shape == expected.shape and found.dtype == jnp.float32
@@ -116,7 +122,7 @@ def targets_of(config, seed=0):
     but padding."""
     rng = np.random.default_rng(seed)
     one = config.output == "classes"
-    targets = rng.integers(0, config.n_classes or 37, (2, 1 if one else 6))
+    targets = rng.integers(0, config.head.n_classes or 37, (2, 1 if one else 6))
     weights = np.ones((2, 1)) if one else np.array([[1] * 6, [1] * 4 + [0] * 2])
     if config.output == "masked":
         weights = np.array([[0, 1, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0]])
@@ -130,7 +136,7 @@ def test_the_output_layer_gives_the_logits_and_the_loss_is_their_weighted_cross_
     layer = output_layer(params, config, readout(params, config, x, layout))
     logits = np.einsum("btd,vd->btv", layer.rows, layer.matrix)
     logits = logits if layer.bias is None else logits + np.asarray(layer.bias)
-    logits = 1.5 * np.tanh(logits / 1.5) if config.logit_soft_cap else logits
+    logits = 1.5 * np.tanh(logits / 1.5) if config.head.soft_cap else logits
     expected = jf.forward(params, config, **batch)
     expected = expected[:, None] if config.output == "classes" else expected
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
@@ -141,7 +147,7 @@ def test_the_output_layer_gives_the_logits_and_the_loss_is_their_weighted_cross_
 
     goal = targets_of(config)
     nats_of_logits = (goal["weights"] * softmax_nats(expected, goal["targets"])).sum()
-    if config.next_sentence:
+    if config.head.next_sentence:
         goal["next_sentence"] = np.ones((2, 1), int)
         goal["next_sentence_weights"] = np.zeros((2, 1), np.float32)
     for found in sums(params, config, batch | goal):
@@ -169,7 +175,9 @@ def test_pooling_picks_the_token_or_the_mean():
     layout = layout_of(jnp.zeros((2, 6), jnp.int32), None, jnp.array([[0, 1, 1, 1, 0, 0], [1] * 6]))
     expected = {"first": [2, 12], "last": [6, 22], "mean": [4, 17]}
     for pooling, firsts in expected.items():
-        config = jf.ModelConfig(**SIZES | ENCODER | CLASSES | {"pooling": pooling})
+        config = with_settings(
+            jf.ModelConfig(), SIZES | ENCODER | CLASSES | {"head.pooling": pooling}
+        )
         np.testing.assert_allclose(pooled({}, config, x, layout)[:, 0, 0], firsts)
 
 
@@ -191,14 +199,16 @@ def test_the_rows_of_the_heads_are_those_that_are_used():
 
 @pytest.mark.parametrize("head", ["classes", "tags"])
 def test_a_head_of_classes_wants_to_know_how_many(head):
-    config = jf.ModelConfig(**(SIZES | {"family": "encoder", "head": head}))
-    with pytest.raises(jf.ConfigError, match=r"n_classes=0 .* give their number"):
+    config = with_settings(jf.ModelConfig(), SIZES | {"family": "encoder", "head.kind": head})
+    with pytest.raises(jf.ConfigError, match=r"head.n_classes=0 .* give their number"):
         jf.init(config, jax.random.key(0))
 
 
 @pytest.mark.parametrize("head", ["masked", "classes", "tags"])
 def test_a_model_that_writes_no_text_refuses_to_generate(head):
-    config = jf.ModelConfig(**(SIZES | {"family": "encoder", "head": head, "n_classes": 3}))
+    config = with_settings(
+        jf.ModelConfig(), SIZES | {"family": "encoder", "head.kind": head, "head.n_classes": 3}
+    )
     with pytest.raises(jf.ConfigError, match=f"'{head}' does not write text"):
         jf.generate(params_of(config), config, [[1, 2]], 3, temperature=0)
 
@@ -221,7 +231,7 @@ def test_a_head_from_outside_the_package_is_a_row(monkeypatch):
 
     row = Head(head_specs, narrow, lambda config: ("h = x W_down W_up",), of_tokens=True)
     monkeypatch.setitem(HEAD_ROWS, "narrow", row)
-    config = jf.ModelConfig(**(SIZES | {"head": "narrow"}))
+    config = with_settings(jf.ModelConfig(), SIZES | {"head.kind": "narrow"})
     params, (_, _, batch) = params_of(config), case("language")
     x, _ = residual(params, config, batch)
     bottleneck = x @ params["head"]["down"] @ params["head"]["up"]
@@ -237,8 +247,10 @@ def test_a_head_from_outside_the_package_is_a_row(monkeypatch):
 
 def test_the_logits_are_divided_and_the_embeddings_and_sublayers_multiplied():
     """Of a model whose sublayers add next to nothing: the logits of the scaled embeddings."""
-    small = jf.ModelConfig(**SIZES, norm_placement="output", residual_multiplier=1e-6)
-    config = dataclasses.replace(small, embedding_multiplier=3.0, logit_divisor=2.5)
+    small = with_settings(
+        jf.ModelConfig(), {**SIZES, "norm_placement": "output", "residual_multiplier": 1e-6}
+    )
+    config = with_settings(small, {"embedding.multiplier": 3.0, "head.divisor": 2.5})
     tokens = alone(config)["tokens"]
     params = params_of(config) | {"final_norm": {"scale": jnp.ones(config.d_model)}}
     x = 3 * params["embed"]["tokens"][tokens]

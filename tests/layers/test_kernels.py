@@ -14,6 +14,7 @@ from shapes import model, products_of
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
+from jaxformer.config.settings import with_settings
 from jaxformer.layers import cudnn, kernels
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.grouped import GROUPED_KERNELS
@@ -115,12 +116,12 @@ def a_kernel_whose_gradient_is_no_number(q, k, v, mask):
 def test_a_wrong_kernel_is_caught_at_the_start(wrong, segments, message, monkeypatch):
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=wrong))
     with pytest.raises(RuntimeError, match=message):
-        check_attention("blocked", model("llama", max_segments=segments), 2, 32)
+        check_attention("blocked", model("llama", **{"attention.max_segments": segments}), 2, 32)
 
 
 @pytest.mark.parametrize("family, positions", [("decoder", "t5"), ("encoder_decoder", "alibi")])
 def test_the_check_compares_the_gradient_of_the_bias_on_padded_rows(family, positions, monkeypatch):
-    config = model("llama", family=family, positions=positions, max_segments=1)
+    config = model("llama", family=family, positions=positions, **{"attention.max_segments": 1})
     assert "error" in check_attention("blocked", config, 2, 32)
     padded = set()
 
@@ -161,20 +162,20 @@ def a_kernel_that_the_compiler_fails_on(q, k, v, mask):
 )
 def test_a_run_takes_the_next_kernel_where_that_chosen_fails_its_check(wrong, why, monkeypatch):
     def resolved(kernel):
-        changes = {"model": model("llama", attention_kernel=kernel)}
+        changes = {"model": model("llama", **{"attention.kernel": kernel})}
         data = jf.config.DataConfig(sequence_length=32)
         run = jf.RunConfig(**changes, data=data, train=jf.config.TrainConfig(batch_size=2))
         return resolve_without_data(run, make_mesh(devices=jax.devices()[:1]))[0]
 
     lines = []
     auto = resolved("auto")
-    assert auto.model.attention_kernel == "blocked"
+    assert auto.model.attention.kernel == "blocked"
     assert with_proven_kernel(auto, lines.append) is auto
     assert len(lines) == 1 and "blocked was checked against float32" in lines[0]
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=wrong))
     proven = with_proven_kernel(auto, lines.append)
-    assert proven.model.attention_kernel == "xla" and proven.asked == auto.asked
-    assert proven.model == dataclasses.replace(auto.model, attention_kernel="xla")
+    assert proven.model.attention.kernel == "xla" and proven.asked == auto.asked
+    assert proven.model == with_settings(auto.model, {"attention.kernel": "xla"})
     line = lines.pop()
     assert line.startswith("Attention: xla (plain XLA attention); not blocked: its check on this")
     assert why in line and "\n" not in line and len(lines) == 1
@@ -221,8 +222,8 @@ ENCODER = {"family": "encoder"}
         (case(segments=65), "blocked", "at most 64 texts"),
         (case(window=8), "cudnn", ""),
         (case(window=8, **ENCODER), "blocked", "to both sides"),
-        (case(value_dim=32), "cudnn", ""),
-        (case(value_dim=96), "blocked", "values are at most as wide as its keys"),
+        (case(**{"attention.value_dim": 32}), "cudnn", ""),
+        (case(**{"attention.value_dim": 96}), "blocked", "values are at most as wide as its keys"),
         (case(dtype="float32"), "blocked", "16 bits"),
         (case(head_dim=300), "blocked", "head width"),
         (case(positions="alibi"), "cudnn", ""),
@@ -231,23 +232,23 @@ ENCODER = {"family": "encoder"}
         (case(positions="t5", window=8), "blocked", "no window beside a bias"),
         (case(positions="alibi", length=1023), "blocked", "even lengths"),
         (case(length=1023), "cudnn", ""),
-        (case(attention_soft_cap=30.0), "blocked", "soft-cap"),
-        (case(attention_sinks=True), "blocked", "sinks"),
+        (case(**{"attention.soft_cap": 30.0}), "blocked", "soft-cap"),
+        (case(**{"attention.sinks": True}), "blocked", "sinks"),
         (case(dropout=0.1), "blocked", "not cudnn: it has no dropout"),
-        (case(dropout=0.1, attention_dropout=0.0), "cudnn", ""),
-        (case(attention_dropout=0.1), "blocked", "and model.attention_dropout is not 0"),
+        (case(dropout=0.1, **{"attention.dropout": 0.0}), "cudnn", ""),
+        (case(**{"attention.dropout": 0.1}), "blocked", "and model.attention.dropout is not 0"),
         (case("tpu"), "tpu", ""),
         (case("tpu", segments=99), "tpu", ""),
         (case("tpu", length=100), "tpu", ""),
         (case("tpu", window=8, **ENCODER), "tpu", ""),
-        (case("tpu", value_dim=32, attention_soft_cap=30.0), "tpu", ""),
-        (case("tpu", attention_sinks=True), "tpu", ""),
+        (case("tpu", **{"attention.value_dim": 32, "attention.soft_cap": 30.0}), "tpu", ""),
+        (case("tpu", **{"attention.sinks": True}), "tpu", ""),
         (case("tpu", positions="t5"), "blocked", "not tpu: it has no bias of the scores"),
         (case("tpu", dropout=0.1), "blocked", "not tpu: it has no dropout"),
         (case("cpu"), "blocked", ""),
-        (case("cpu", window=8, value_dim=32), "blocked", ""),
+        (case("cpu", window=8, **{"attention.value_dim": 32}), "blocked", ""),
         (case("cpu", dropout=0.1), "xla", "not blocked: on a CPU the dropout"),
-        (case("cpu", dropout=0.1, attention_dropout=0.0), "blocked", ""),
+        (case("cpu", dropout=0.1, **{"attention.dropout": 0.0}), "blocked", ""),
         (case("metal"), "xla", ""),
     ],
 )
@@ -267,7 +268,7 @@ def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_wh
         ("tpu", case("tpu", positions="alibi"), "bias of the scores"),
         ("cudnn", case(positions="alibi", segments=9), "packed rows"),
         ("tpu", case("tpu", dropout=0.5), "dropout"),
-        ("tpu", case("tpu", attention_dropout=0.5), "model.attention_dropout is not 0"),
+        ("tpu", case("tpu", **{"attention.dropout": 0.5}), "model.attention.dropout is not 0"),
     ],
 )
 def test_a_kernel_asked_for_by_name_is_refused_where_it_cannot_run(asked, case, why):

@@ -12,6 +12,7 @@ from families import LATENT, SIZES, alone, cached, laid_out, params_of
 
 import jaxformer as jf
 from jaxformer.cli.attention import stages_of
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.latent import absorbs, latent_attention, latent_specs
 from jaxformer.layers.masks import AttentionMask, layout_of
@@ -23,27 +24,27 @@ forward = jax.jit(jf.forward, static_argnums=1)
 CASES = {
     "query rank": {},
     "scores, biases and windows": {
-        "attention_sinks": True,
-        "attention_soft_cap": 1.0,
-        "attention_scale": 0.7,
+        "attention.sinks": True,
+        "attention.soft_cap": 1.0,
+        "attention.scale": 0.7,
         "bias": "all",
-        "rope_pairing": "interleaved",
-        "rope_fraction": 0.5,
+        "rope.pairing": "interleaved",
+        "rope.fraction": 0.5,
         "window": 3,
         "window_pattern": "wf",
     },
     "no query rank, no rotation, blocked": {
-        "query_rank": 0,
+        "latent.query_rank": 0,
         "positions": "learned",
         "norm": "rms1p",
-        "attention_kernel": "blocked",
+        "attention.kernel": "blocked",
     },
 }
 MOST = "scores, biases and windows"
 
 
 def model(case="query rank", **changes):
-    return jf.ModelConfig(**(SIZES | LATENT | CASES[case] | changes))
+    return with_settings(jf.ModelConfig(), SIZES | LATENT | CASES[case] | changes)
 
 
 def close(found, expected):
@@ -61,7 +62,7 @@ def by_heads(layer, config, x):
         return np.asarray(rope(jnp.asarray(x)[None, :, None], jnp.arange(len(x))[None]))[0, :, 0]
 
     layer = jax.tree.map(np.asarray, layer)
-    own = config.head_width - config.rope_head_dim
+    own = config.head_width - config.latent.rope_head_dim
     latent = normed(x @ layer["kv_down"], layer["kv_down_norm"])
     shared, queries = turned(x @ layer["k_rope"]), normed(x @ layer["q_down"], layer["q_down_norm"])
     causal, out = np.tril(np.ones((len(x), len(x)), bool)), np.zeros_like(x)
@@ -96,18 +97,30 @@ def test_cached_decoding_with_absorbed_weights_equals_the_full_forward(case):
     assert [absorbs(config, queries, slots) for queries in (1, 2, 6)] == [True, True, False]
 
 
-DEEPSEEK = dict(d_model=7168, n_layers=1, n_heads=128, head_dim=192, value_dim=128)
+DEEPSEEK = {
+    "d_model": 7168,
+    "n_layers": 1,
+    "n_heads": 128,
+    "head_dim": 192,
+    "attention.value_dim": 128,
+}
 
 
 def test_few_queries_absorb_the_weights_and_many_expand_the_latents():
-    config = jf.ModelConfig(mixer="latent", kv_rank=512, rope_head_dim=64, **DEEPSEEK)
+    config = with_settings(
+        jf.ModelConfig(),
+        {"mixer": "latent", "latent.kv_rank": 512, "latent.rope_head_dim": 64, **DEEPSEEK},
+    )
     assert absorbs(config, 1, 4096) and absorbs(config, 128, 4096)
     assert not absorbs(config, 1024, 4096) and not absorbs(config, 4096, 4096)
 
 
 def test_the_cache_has_latents_and_one_rotated_key():
-    config = jf.ModelConfig(mixer="latent", kv_rank=512, rope_head_dim=64, **DEEPSEEK)
-    ordinary = jf.ModelConfig(**DEEPSEEK)
+    config = with_settings(
+        jf.ModelConfig(),
+        {"mixer": "latent", "latent.kv_rank": 512, "latent.rope_head_dim": 64, **DEEPSEEK},
+    )
+    ordinary = with_settings(jf.ModelConfig(), DEEPSEEK)
 
     def numbers(config):
         cache = jax.eval_shape(lambda: empty_cache(config, 2, 5, jnp.float32))
@@ -181,7 +194,7 @@ def test_its_scores_count_both_widths():
 def test_biases_are_those_of_the_products_with_the_residual_stream_and_of_the_last():
     names = {name for name in latent_specs(model(MOST)) if name.endswith("bias")}
     assert names == {"q_down_bias", "kv_down_bias", "k_rope_bias", "out_bias"}
-    straight = latent_specs(model(MOST, query_rank=0))
+    straight = latent_specs(model(MOST, **{"latent.query_rank": 0}))
     assert "q_down" not in straight and straight["q"].shape == (16, 4, 6)
 
 

@@ -14,6 +14,7 @@ from products import slow_but
 
 import jaxformer as jf
 from jaxformer.arrays.params import check_params, count, rows
+from jaxformer.config.settings import with_settings
 from jaxformer.layers import pattern
 from jaxformer.layers.pattern import layer_configs, repetition_of
 from jaxformer.models.cost import count_text, flops_per_token
@@ -61,31 +62,31 @@ def assert_same_gradients(found, expected, least=0.0):
 
 
 def test_each_layer_has_the_settings_of_its_letter():
-    bases = dict(window=3, window_pattern="wwf", rope_window_theta=5.0)
-    bases |= dict(rope_scaling="linear", rope_factor=2.0)
-    each = layer_configs(jf.ModelConfig(**SIZES | bases), 5)
+    bases = {"window": 3, "window_pattern": "wwf", "rope.window_theta": 5.0}
+    bases |= {"rope.scaling": "linear", "rope.factor": 2.0}
+    each = layer_configs(with_settings(jf.ModelConfig(), SIZES | bases), 5)
     assert [layer.window for layer in each] == [3, 3, 0, 3, 3] and repetition_of(each) == (0, 3)
-    assert [layer.rope_theta for layer in each] == [5.0, 5.0, 10_000.0, 5.0, 5.0]
-    assert [layer.rope_scaling for layer in each] == ["none", "none", "linear", "none", "none"]
-    assert {layer.rope_window_theta for layer in each} == {0.0}
-    assert layer_configs(jf.ModelConfig(**SIZES | bases), 5) is each
+    assert [layer.rope.theta for layer in each] == [5.0, 5.0, 10_000.0, 5.0, 5.0]
+    assert [layer.rope.scaling for layer in each] == ["none", "none", "linear", "none", "none"]
+    assert {layer.rope.window_theta for layer in each} == {0.0}
+    assert layer_configs(with_settings(jf.ModelConfig(), SIZES | bases), 5) is each
 
 
 def test_layers_without_positions_have_no_rope_of_any_kind():
-    settings = dict(position_pattern="pn", window=3, rope_window_theta=5.0)
-    with_positions, without = layer_configs(jf.ModelConfig(**SIZES | settings), 2)
-    assert (with_positions.positions, with_positions.rope_theta) == ("rope", 5.0)
-    assert (without.positions, without.window, without.rope_window_theta) == ("none", 3, 0.0)
-    scaled = dict(position_pattern="np", rope_scaling="linear", rope_factor=2.0)
-    without, with_positions = layer_configs(jf.ModelConfig(**SIZES | scaled), 2)
-    assert with_positions.rope_scaling == "linear" and without.rope_scaling == "none"
+    settings = {"rope.pattern": "pn", "window": 3, "rope.window_theta": 5.0}
+    with_positions, without = layer_configs(with_settings(jf.ModelConfig(), SIZES | settings), 2)
+    assert (with_positions.positions, with_positions.rope.theta) == ("rope", 5.0)
+    assert (without.positions, without.window, without.rope.window_theta) == ("none", 3, 0.0)
+    scaled = {"rope.pattern": "np", "rope.scaling": "linear", "rope.factor": 2.0}
+    without, with_positions = layer_configs(with_settings(jf.ModelConfig(), SIZES | scaled), 2)
+    assert with_positions.rope.scaling == "linear" and without.rope.scaling == "none"
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder_decoder"])
 def test_a_model_whose_layers_all_lack_positions_is_one_without_positions(family):
     lacking, none = (
-        jf.ModelConfig(**SIZES | {"family": family} | more)
-        for more in ({"position_pattern": "n"}, {"positions": "none"})
+        with_settings(jf.ModelConfig(), SIZES | {"family": family} | more)
+        for more in ({"rope.pattern": "n"}, {"positions": "none"})
     )
     batch = alone(none)
     np.testing.assert_array_equal(
@@ -95,12 +96,16 @@ def test_a_model_whose_layers_all_lack_positions_is_one_without_positions(family
 
 @pytest.mark.parametrize("changes", [{}, {"window": 3}, {"window_pattern": "wf"}], ids=str)
 def test_layers_that_do_not_differ_have_a_period_of_1(changes):
-    assert repetition_of(layer_configs(jf.ModelConfig(**SIZES | changes), 4)) == (0, 1)
+    assert repetition_of(layer_configs(with_settings(jf.ModelConfig(), SIZES | changes), 4)) == (
+        0,
+        1,
+    )
 
 
 def test_layers_of_equal_tables_are_one_stack_whatever_their_windows():
     plain, windows = (
-        jf.ModelConfig(**SIZES | more) for more in ({}, {"window": 3, "window_pattern": "wf"})
+        with_settings(jf.ModelConfig(), SIZES | more)
+        for more in ({}, {"window": 3, "window_pattern": "wf"})
     )
     assert {p: (s.shape, s.axes) for p, s in rows(specs(plain)).items()} == {
         p: (s.shape, s.axes) for p, s in rows(specs(windows)).items()
@@ -108,7 +113,7 @@ def test_layers_of_equal_tables_are_one_stack_whatever_their_windows():
 
 
 def test_layers_of_different_tables_are_a_stack_for_each_position(widths):
-    config = Patterned(**SIZES | WIDE)
+    config = with_settings(Patterned(), SIZES | WIDE)
     table = rows(specs(config))
     shapes = [table[f"blocks.{position}.ffn.up"].shape for position in (0, 1)]
     assert shapes == [(2, 16, 24), (1, 16, 48)]
@@ -125,10 +130,10 @@ def test_layers_of_different_tables_are_a_stack_for_each_position(widths):
 def test_layers_of_different_tables_are_the_same_in_a_scan_and_under_a_cache(family, widths):
     """Two whole periods of two layers and one layer more, in a scan; the gradient too."""
     depth = {"family": family, "n_layers": 5 if family == "decoder" else 3}
-    config = Patterned(**SIZES | WIDE | depth)
+    config = with_settings(Patterned(), SIZES | WIDE | depth)
     params, batch = params_of(config), alone(config)
     expected, gradient = slopes(params, config, batch)
-    scanned, again = slopes(params, dataclasses.replace(config, **SCANNED), batch)
+    scanned, again = slopes(params, with_settings(config, SCANNED), batch)
     np.testing.assert_allclose(scanned, expected, atol=1e-4)
     np.testing.assert_allclose(cached(config, batch, compiled=True), expected, atol=1e-4)
     assert_same_gradients(again, gradient, 1e-3)
@@ -138,7 +143,7 @@ def test_leading_layers_may_differ_from_the_pattern_without_unstacking_it(widths
     """Layers of other tables before a pattern: the pattern stays stacked, a scan and a cache give
     the same logits, and gradients agree."""
     changes = {"n_layers": 6, "width_pattern": "wwnnnn", "window": 0, "window_pattern": "w"}
-    config = Patterned(**SIZES | WIDE | changes)
+    config = with_settings(Patterned(), SIZES | WIDE | changes)
     assert repetition_of(layer_configs(config, 6)) == (2, 1)
     params, batch = params_of(config), alone(config)
     sizes = [params["blocks"][p]["ffn"]["up"].shape for p in ("0", "1", "2")]
@@ -146,7 +151,7 @@ def test_leading_layers_may_differ_from_the_pattern_without_unstacking_it(widths
     found = [layer["ffn"]["up"].shape[1] for layer in layers_of(params["blocks"])]
     assert found == [48, 48, 24, 24, 24, 24]
     expected = forward(params, config, **batch)
-    scanned = dataclasses.replace(config, **SCANNED)
+    scanned = with_settings(config, SCANNED)
     np.testing.assert_allclose(forward(params, scanned, **batch), expected, atol=1e-4)
     np.testing.assert_allclose(cached(config, batch, compiled=True), expected, atol=1e-4)
     stacked = stacked_as(params["blocks"], layers_of(params["blocks"]))
@@ -160,7 +165,7 @@ def captured(family):
     """A model of three layers with windows, and all its intermediates with two of them replaced,
     unrolled."""
     depth = {"n_layers": 3, "n_encoder_layers": 0, "family": family}
-    config = jf.ModelConfig(**SIZES | depth | {"window": 3, "window_pattern": "wf"})
+    config = with_settings(jf.ModelConfig(), SIZES | depth | {"window": 3, "window_pattern": "wf"})
     stack = "encoder" if family == "encoder" else "decoder"
     replace = {f"{stack}.2.mlp_out": 0.5, f"{stack}.1.attention_weights": lambda w: w[..., ::-1]}
     return config, replace, run(config, replace)
@@ -180,7 +185,7 @@ def run(config, replace):
 )
 def test_captures_and_replacements_are_the_same_however_layers_are_run(loop, family):
     config, replace, expected = captured(family)
-    found = run(dataclasses.replace(config, **LOOPS[loop]), replace)
+    found = run(with_settings(config, LOOPS[loop]), replace)
     assert found.values.keys() == expected.values.keys()
     np.testing.assert_allclose(found.logits, expected.logits, atol=2e-4)
     for name, value in expected.values.items():
@@ -188,7 +193,7 @@ def test_captures_and_replacements_are_the_same_however_layers_are_run(loop, fam
 
 
 def test_a_scan_stays_a_scan_under_a_request():
-    config = jf.ModelConfig(**SIZES | {"layer_loop": "scan"})
+    config = with_settings(jf.ModelConfig(), SIZES | {"layer_loop": "scan"})
     batch = alone(config)
     call = jax.jit(lambda p: jf.inspect(p, config, capture=["decoder.1.mlp_out"], **batch))
     assert call.lower(params_of(config)).as_text().count("stablehlo.while") == 1
@@ -204,7 +209,7 @@ DEPTH_3 = {"window": 3, "window_pattern": "wwf"}
 def test_layers_of_a_group_are_layers_with_equal_parameters(family, more):
     """In a scan and under a cache too; a gradient is the sum of those of the group's layers, and
     every layer costs what it costs with parameters of its own."""
-    config = jf.ModelConfig(**SIZES | GROUPS | more | {"family": family})
+    config = with_settings(jf.ModelConfig(), SIZES | GROUPS | more | {"family": family})
     unshared = dataclasses.replace(config, layer_groups=0)
     params, batch = params_of(config), alone(config)
     repeated = jax.tree.map(lambda leaf: np.repeat(leaf, 3, axis=0), params["blocks"])
@@ -212,7 +217,7 @@ def test_layers_of_a_group_are_layers_with_equal_parameters(family, more):
     sums = jax.tree.map(
         lambda leaf: np.reshape(leaf, (2, 3, *leaf.shape[1:])).sum(1), gradient["blocks"]
     )
-    for other in (config, dataclasses.replace(config, **SCANNED)):
+    for other in (config, with_settings(config, SCANNED)):
         logits, shared = slopes(params, other, batch)
         np.testing.assert_allclose(logits, expected, atol=1e-4)
         assert_same_gradients(shared["blocks"], sums)
@@ -226,7 +231,7 @@ def test_layers_of_a_group_are_layers_with_equal_parameters(family, more):
 
 def test_what_needs_parameters_of_each_layer_is_refused_where_they_are_shared(widths):
     with pytest.raises(jf.ConfigError, match="a pattern or first layers differ"):
-        specs(Patterned(**SIZES | GROUPS | {"width_pattern": "nw"}))
-    config = jf.ModelConfig(**SIZES | GROUPS)
+        specs(with_settings(Patterned(), SIZES | GROUPS | {"width_pattern": "nw"}))
+    config = with_settings(jf.ModelConfig(), SIZES | GROUPS)
     with pytest.raises(jf.ConfigError, match=r"with model\.layer_groups=2 layers share them"):
         virtual_specs(specs(config), config, PrefixTuning(3))

@@ -11,6 +11,7 @@ from shapes import MODELS, model
 import jaxformer as jf
 from jaxformer import layers
 from jaxformer.arrays.params import Spec, check_params, rows, unstack, zeros
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.ffn import ACTIVATIONS, ffn
 from jaxformer.models.transformer import specs
 
@@ -185,7 +186,9 @@ def test_unstacked_layers_are_the_slices_and_their_gradient_is_stacked():
 
 def test_gpt2_weights_have_deviation_002_and_residual_ones_are_scaled_by_depth():
     sizes = dict(vocab_size=500, d_model=128, n_layers=8, n_heads=4)
-    config = jf.ModelConfig(**sizes, bias="all", norm="layer", activation="gelu")
+    config = with_settings(
+        jf.ModelConfig(), {**sizes, "bias": "all", "norm": "layer", "activation": "gelu"}
+    )
     params = jf.init(config, jax.random.key(0))
     for path, spec in rows(specs(config)).items():
         leaf = params
@@ -203,7 +206,7 @@ def test_gpt2_weights_have_deviation_002_and_residual_ones_are_scaled_by_depth()
 
 def test_truncated_normal_has_variance_2_over_the_sum_of_widths_and_is_cut_at_three_sigma():
     sizes = dict(vocab_size=500, d_model=96, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=200)
-    config = jf.ModelConfig(**sizes, init="truncated_normal")
+    config = with_settings(jf.ModelConfig(), {**sizes, "init": "truncated_normal"})
     blocks = jf.init(config, jax.random.key(0))["blocks"]
     widths = {"q": (96, 96), "k": (96, 48), "out": (96, 96)}
     for name, (d_in, d_out) in widths.items():

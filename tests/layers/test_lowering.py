@@ -16,6 +16,7 @@ from products import fewest, slow_but
 
 from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.records import Attention
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.runs.resolve import resolve_without_data
@@ -47,10 +48,10 @@ def a_run(family, kernel, remat="none", positions="rope"):
         n_kv_heads=2,
         d_ff=256,
         layer_loop="scan",
-        attention_kernel=kernel,
         positions=positions,
         dtype="bfloat16",
         remat=remat,
+        attention=Attention(kernel=kernel),
     )
     data = DataConfig(sequence_length=128)
     return RunConfig(model=model, data=data, train=TrainConfig(batch_size=16, microbatches=2))

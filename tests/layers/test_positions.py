@@ -11,6 +11,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer import layers
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.biases import (
     alibi_slopes,
     disentangled_bias,
@@ -41,19 +42,19 @@ def test_rope_turns_each_pair_as_a_complex_number(pairing):
 
 SMALL = {"vocab_size": 8, "d_model": 64, "n_heads": 4, "max_length": 64}
 DIVISORS = {
-    "rope_short_factor": "1 1.1 1.2 1.3 1.4 1.5 1.6 1.7",
-    "rope_long_factor": "1, 1.5, 2, 2.5, 3, 4, 6, 8",
+    "rope.short_factor": "1 1.1 1.2 1.3 1.4 1.5 1.6 1.7",
+    "rope.long_factor": "1, 1.5, 2, 2.5, 3, 4, 6, 8",
 }
 # The names of transformers for the settings, and settings by these names.
 NAMES = {
-    "rope_type": "rope_scaling",
-    "rope_theta": "rope_theta",
-    "factor": "rope_factor",
-    "original_max_position_embeddings": "rope_original_length",
-    "beta_fast": "rope_fast",
-    "beta_slow": "rope_slow",
-    "high_freq_factor": "rope_fast",
-    "low_freq_factor": "rope_slow",
+    "rope_type": "rope.scaling",
+    "rope_theta": "rope.theta",
+    "factor": "rope.factor",
+    "original_max_position_embeddings": "rope.original_length",
+    "beta_fast": "rope.fast",
+    "beta_slow": "rope.slow",
+    "high_freq_factor": "rope.fast",
+    "low_freq_factor": "rope.slow",
 }
 OF_LLAMA = {"rope_type": "llama3", "high_freq_factor": 4.0, "low_freq_factor": 1.0}
 WHOLE = {"original_max_position_embeddings": 200}
@@ -83,14 +84,14 @@ def test_stretched_rope_has_the_published_frequencies(name):
         ours |= DIVISORS
         for key, divisors in DIVISORS.items():
             numbers = divisors.replace(",", " ").split()
-            theirs[key.removeprefix("rope_")] = [float(number) for number in numbers]
-    config = jf.ModelConfig(**ours)
+            theirs[key.removeprefix("rope.")] = [float(number) for number in numbers]
+    config = with_settings(jf.ModelConfig(), ours)
     # Its dynamic scaling reads the length of the model as the original one.
     sizes = dict(hidden_size=64, num_attention_heads=4)
     sizes["max_position_embeddings"] = theirs["original_max_position_embeddings"]
     reference = LlamaConfig(**sizes, rope_parameters=theirs)
-    expected, _ = utilities.ROPE_INIT_FUNCTIONS[config.rope_scaling](reference, "cpu", seq_len=200)
-    find = jax.jit(FREQUENCIES[config.rope_scaling], static_argnums=0)
+    expected, _ = utilities.ROPE_INIT_FUNCTIONS[config.rope.scaling](reference, "cpu", seq_len=200)
+    find = jax.jit(FREQUENCIES[config.rope.scaling], static_argnums=0)
     found = find(config, jnp.arange(200)[None])
     np.testing.assert_allclose(np.squeeze(found), expected, rtol=2e-6)
 
@@ -100,15 +101,15 @@ def test_every_way_to_stretch_rope_is_held_against_transformers():
     assert kinds == set(FREQUENCIES) - {"none"}
 
 
-LONG_SCALING = {"rope_scaling": "longrope"} | DIVISORS
+LONG_SCALING = {"rope.scaling": "longrope"} | DIVISORS
 
 
 def test_longrope_switches_its_divisors_behind_the_original_length():
     """64 tokens have the short ones, 65 the long ones, at every position."""
-    config = jf.ModelConfig(**SMALL, **LONG_SCALING, rope_factor=4.0)
+    config = with_settings(jf.ModelConfig(), {**SMALL, **LONG_SCALING, "rope.factor": 4.0})
     x = jnp.array(array(1, 65, 2, 16))
     plain, scale = 10_000.0 ** (-jnp.arange(8) / 8), math.sqrt(1 + math.log(4) / math.log(64))
-    for length, divisors in zip((64, 65), config.rope_factors, strict=True):
+    for length, divisors in zip((64, 65), config.rope.factors, strict=True):
         positions = jnp.arange(length)[None]
         expected = layers.rope(x[:, :length], positions, frequencies=plain / jnp.array(divisors))
         found = rotate(config, x[:, :length], positions)
@@ -116,7 +117,9 @@ def test_longrope_switches_its_divisors_behind_the_original_length():
 
 
 def test_a_text_that_crosses_the_original_length_of_longrope_is_said_to_differ():
-    config = jf.ModelConfig(**SMALL, **LONG_SCALING, rope_factor=4.0, rope_original_length=8)
+    config = with_settings(
+        jf.ModelConfig(), {**SMALL, **LONG_SCALING, "rope.factor": 4.0, "rope.original_length": 8}
+    )
     params, prompt = jf.init(config, jax.random.key(0)), np.ones((1, 6), int)
     jf.generate(params, config, prompt, 2, temperature=0)
     with pytest.warns(UserWarning, match=r"crosses 8 tokens .* transformers reads it anew"):
@@ -126,25 +129,27 @@ def test_a_text_that_crosses_the_original_length_of_longrope_is_said_to_differ()
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ({"rope_long_factor": "1 2"}, r"rope_long_factor='1 2' must be 8 numbers above 0"),
-        ({"rope_short_factor": ""}, r"rope_short_factor='' must be 8 numbers above 0"),
-        ({"rope_short_factor": "1 1 1 1 1 1 1 a"}, "rope_short_factor=.* must be 8 numbers"),
-        ({"rope_short_factor": "1 1 1 1 1 1 1 0"}, "rope_short_factor=.* must be 8 numbers"),
-        ({"rope_short_factor": "1 1 1 1 1 1 1 inf"}, "rope_short_factor=.* must be 8 numbers"),
-        ({"rope_fraction": 0.5}, "rope_long_factor=.* must be 4 numbers"),
-        ({"rope_original_length": 1}, "rope_original_length=1 must be 2 or more"),
-        ({"rope_factor": 1.0}, "set both, the factor above 1"),
+        ({"rope.long_factor": "1 2"}, r"rope.long_factor='1 2' must be 8 numbers above 0"),
+        ({"rope.short_factor": ""}, r"rope.short_factor='' must be 8 numbers above 0"),
+        ({"rope.short_factor": "1 1 1 1 1 1 1 a"}, "rope.short_factor=.* must be 8 numbers"),
+        ({"rope.short_factor": "1 1 1 1 1 1 1 0"}, "rope.short_factor=.* must be 8 numbers"),
+        ({"rope.short_factor": "1 1 1 1 1 1 1 inf"}, "rope.short_factor=.* must be 8 numbers"),
+        ({"rope.fraction": 0.5}, "rope.long_factor=.* must be 4 numbers"),
+        ({"rope.original_length": 1}, "rope.original_length=1 must be 2 or more"),
+        ({"rope.factor": 1.0}, "set both, the factor above 1"),
     ],
 )
 def test_longrope_needs_a_divisor_for_each_pair(setting, message):
     with pytest.raises(jf.ConfigError, match=message):
-        jf.ModelConfig(**SMALL | LONG_SCALING | {"rope_factor": 4.0} | setting)
+        with_settings(jf.ModelConfig(), SMALL | LONG_SCALING | {"rope.factor": 4.0} | setting)
 
 
-@pytest.mark.parametrize("scaling", [{"rope_scaling": "dynamic"}, LONG_SCALING])
+@pytest.mark.parametrize("scaling", [{"rope.scaling": "dynamic"}, LONG_SCALING])
 def test_scaling_by_length_goes_by_that_of_each_tokens_own_segment(scaling):
     """Not by that of other rows, other segments, or padding."""
-    config = jf.ModelConfig(**SMALL, **scaling, rope_factor=4.0, rope_original_length=6)
+    config = with_settings(
+        jf.ModelConfig(), {**SMALL, **scaling, "rope.factor": 4.0, "rope.original_length": 6}
+    )
     config = dataclasses.replace(config, n_layers=1)
     params = jf.init(config, jax.random.key(0))
     short, long = (np.arange(n)[None] % 8 for n in (6, 40))
@@ -163,8 +168,10 @@ def test_scaling_by_length_goes_by_that_of_each_tokens_own_segment(scaling):
 @pytest.mark.parametrize("given, scale", [(0.0, 0.1 * math.log(4) + 1), (0.7, 0.7)])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_yarn_scales_the_rotated_part_of_queries_and_keys(given, scale, fraction):
-    settings = {"rope_attention_factor": given, "rope_fraction": fraction}
-    config = jf.ModelConfig(**SMALL, rope_scaling="yarn", rope_factor=4.0, **settings)
+    settings = {"rope.attention_factor": given, "rope.fraction": fraction}
+    config = with_settings(
+        jf.ModelConfig(), {**SMALL, "rope.scaling": "yarn", "rope.factor": 4.0, **settings}
+    )
     x, positions = jnp.array(array(1, 5, 2, 16)), jnp.arange(5)[None]
     turned = layers.rope(x, positions, frequencies=FREQUENCIES["yarn"](config, positions))
     w = config.rotated_width
@@ -174,7 +181,9 @@ def test_yarn_scales_the_rotated_part_of_queries_and_keys(given, scale, fraction
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_a_fraction_of_a_head_turns_as_a_head_of_that_width(pairing):
-    config = jf.ModelConfig(**SMALL, rope_fraction=0.25, rope_pairing=pairing)
+    config = with_settings(
+        jf.ModelConfig(), {**SMALL, "rope.fraction": 0.25, "rope.pairing": pairing}
+    )
     x, positions = jnp.array(array(2, 5, 3, 16)), jnp.arange(5)[None] * 7
     found = rotate(config, x, jnp.broadcast_to(positions, (2, 5)))
     expected = layers.rope(x[..., :4], positions, pairing=pairing)
@@ -197,7 +206,9 @@ def test_alibi_slopes_are_the_published_ones(heads):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_alibi_adds_the_distance_times_each_heads_slope(causal):
-    config = jf.ModelConfig(**(SMALL | {"positions": "alibi", "n_heads": 2, "d_model": 32}))
+    config = with_settings(
+        jf.ModelConfig(), SMALL | {"positions": "alibi", "n_heads": 2, "d_model": 32}
+    )
     queries, keys = (layout_of(jnp.zeros((1, n), jnp.int32), None, None) for n in (4, 6))
     found = score_bias(None, config, AttentionMask(queries, keys, causal))
     back = np.abs(np.arange(4)[:, None] - np.arange(6)[None])
@@ -218,7 +229,10 @@ def test_t5_buckets_are_the_published_ones(both_ways, buckets, far):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_t5_bias_is_the_row_of_its_bucket(causal):
-    config = jf.ModelConfig(**SMALL, positions="t5", relative_buckets=8, relative_distance=20)
+    config = with_settings(
+        jf.ModelConfig(),
+        {**SMALL, "positions": "t5", "relative.buckets": 8, "relative.distance": 20},
+    )
     segments = np.array([[1] * 12 + [2] * 15 + [0] * 3, [1] * 30])
     layout = layout_of(jnp.zeros((2, 30), jnp.int32), None, jnp.array(segments))
     table = array(8, 4)
@@ -234,7 +248,9 @@ def test_the_t5_bias_is_the_row_of_its_bucket(causal):
 
 
 def test_positions_that_are_given_have_a_bias_of_their_own_in_each_row():
-    config = jf.ModelConfig(**(SMALL | {"positions": "alibi", "n_heads": 2, "d_model": 32}))
+    config = with_settings(
+        jf.ModelConfig(), SMALL | {"positions": "alibi", "n_heads": 2, "d_model": 32}
+    )
     positions = jnp.array([[0, 1, 2, 3], [0, 2, 4, 9]])
     layout = layout_of(jnp.zeros((2, 4), jnp.int32), positions, None)
     found = score_bias(None, config, AttentionMask(layout, layout))
@@ -343,8 +359,10 @@ def test_rows_of_disentangled_positions_are_those_of_transformers(buckets, far):
 
 def test_disentangled_scores_add_both_products_with_the_row_of_the_distance():
     """q_t . k_s + q_t . k'_r + k_s . q'_r, all times the scale."""
-    sizes = SMALL | {"n_kv_heads": 2, "relative_buckets": 4, "relative_distance": 8}
-    config = jf.ModelConfig(**sizes, positions="disentangled", attention_scale=0.3)
+    sizes = SMALL | {"n_kv_heads": 2, "relative.buckets": 4, "relative.distance": 8}
+    config = with_settings(
+        jf.ModelConfig(), {**sizes, "positions": "disentangled", "attention.scale": 0.3}
+    )
     q, k = array(2, 5, 4, 16), array(2, 5, 2, 16, seed=1)
     q_rows, k_rows = array(1, 8, 4, 16, seed=2), array(1, 8, 2, 16, seed=3)
     layout = layout_of(jnp.zeros((2, 5), jnp.int32), None, None)

@@ -12,6 +12,7 @@ from families import params_of
 
 import jaxformer as jf
 from jaxformer.arrays.params import unstack
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.norm import norm
 from jaxformer.losses.cross_entropy import cross_entropy
 
@@ -19,10 +20,14 @@ SIZES = {"vocab_size": 40, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_leng
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"n_kv_heads": 2},
     "gpt2": {"positions": "none", "norm": "layer", "bias": "all", "activation": "gelu"},
-    "alibi in a window": {"positions": "alibi", "window": 3, "query_key_norm": "head"},
-    "parallel with sinks": {"residual": "parallel", "attention_sinks": True, "value_dim": 4},
-    "sandwich": {"norm_placement": "sandwich", "attention_soft_cap": 5.0},
-    "encoder": {"family": "encoder", "norm_placement": "post", "head": "none"},
+    "alibi in a window": {"positions": "alibi", "window": 3, "attention.query_key_norm": "head"},
+    "parallel with sinks": {
+        "residual": "parallel",
+        "attention.sinks": True,
+        "attention.value_dim": 4,
+    },
+    "sandwich": {"norm_placement": "sandwich", "attention.soft_cap": 5.0},
+    "encoder": {"family": "encoder", "norm_placement": "post", "head.kind": "none"},
 }
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 9))
 transformer_block = jax.jit(jf.transformer_block, static_argnums=1)
@@ -31,7 +36,7 @@ SEGMENTS = np.array([[1] * 4 + [2] * 5, [1] * 7 + [0] * 2])
 
 def model(case: str) -> tuple[jf.ModelConfig, Any]:
     """A config, and params none of which is 0 or 1."""
-    config = jf.ModelConfig(**SIZES | CASES[case])  # type: ignore[arg-type]
+    config = with_settings(jf.ModelConfig(), SIZES | CASES[case])  # type: ignore[arg-type]
     return config, jax.tree.map(lambda leaf: leaf / 3, params_of(config))
 
 
@@ -71,7 +76,7 @@ def test_a_layer_that_cannot_be_computed_alone_is_one_message() -> None:
         jf.transformer_block(block | {"ffn": {}}, config, x)
     with pytest.raises(jf.ConfigError, match=r"x has the shape \[2, 9, 8\], .*\.d_model=32: resh"):
         jf.transformer_block(block, config, x[..., :8])
-    biased = jf.ModelConfig(**SIZES | {"n_kv_heads": 2, "positions": "t5"})  # type: ignore[arg-type]
+    biased = with_settings(jf.ModelConfig(), SIZES | {"n_kv_heads": 2, "positions": "t5"})  # type: ignore[arg-type]
     with pytest.raises(jf.ConfigError, match=r"positions=t5: .* call jf\.forward"):
         jf.multi_head_attention(block["attention"], biased, x)
 

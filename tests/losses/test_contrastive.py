@@ -21,7 +21,7 @@ from jaxformer.report import read_metrics
 from jaxformer.runs.resolve import resolve_without_data
 from jaxformer.tokenizer import MARKS, byte_tokenizer
 
-CONFIG = model("llama", family="encoder", head="none", n_layers=1)
+CONFIG = model("llama", family="encoder", n_layers=1, **{"head.kind": "none"})
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 61, (6, 2, 10), dtype=np.int32)
 SEGMENTS = (np.arange(10) < RNG.integers(3, 11, (6, 2, 1))).astype(np.int32)
@@ -94,7 +94,7 @@ def test_a_row_is_two_texts_in_their_own_frames_cut_and_padded():
 def test_auto_microbatches_are_one_whatever_the_memory(monkeypatch):
     monkeypatch.setattr("jaxformer.runs.resolve.CPU_ACTIVATIONS", 1.0)
     for objective, head, expected in (("contrastive", "none", 1), ("mlm", "auto", 16)):
-        model_of = model("llama", family="encoder", head=head)
+        model_of = model("llama", family="encoder", **{"head.kind": head})
         run = RunConfig(model=model_of, data=DataConfig(objective=objective, sequence_length=16))
         resolved, batch = resolve_without_data(run, jf.make_mesh(devices=jax.devices()[:1]))
         assert resolved.run.train.microbatches == expected
@@ -136,13 +136,13 @@ def test_a_small_encoder_learns_to_rank_pairs_it_has_not_seen(tmp_path):
         "run.tracker": "none",
         "run.compilation_cache": f"{CACHE}/xla",
         "model.family": "encoder",
-        "model.head": "none",
+        "model.head.kind": "none",
         "model.d_model": 32,
         "model.n_layers": 1,
         "model.n_heads": 2,
         "model.norm": "layer",
         "model.norm_placement": "post",
-        "model.embedding_norm": True,
+        "model.embedding.norm": True,
         "model.positions": "learned",
         "model.activation": "gelu",
         "model.bias": "all",

@@ -11,6 +11,7 @@ from corpora import cut_rows
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.data import NumpyBatch, TokenStore, open_or_build
 from jaxformer.data.documents import Piece
 from jaxformer.data.ids import IdArray
@@ -56,7 +57,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 
 def run_of(family: str, model: dict[str, Any] | None = None, **data: Any) -> RunConfig:
     settings: Any = {"family": family, **(model or {})}
-    return RunConfig(model=ModelConfig(**settings), data=DataConfig(**data))
+    return RunConfig(model=with_settings(ModelConfig(), settings), data=DataConfig(**data))
 
 
 def drawn(rows: Any, count: int = ROWS) -> list[NumpyBatch]:
@@ -88,7 +89,9 @@ def test_masks_have_the_rates_of_bert(places: TokenStore) -> None:
 
 
 def test_half_of_the_second_texts_follow_and_half_are_from_elsewhere(places: TokenStore) -> None:
-    run = run_of("encoder", {"next_sentence": True, "token_types": 2}, sequence_length=40)
+    run = run_of(
+        "encoder", {"head.next_sentence": True, "embedding.token_types": 2}, sequence_length=40
+    )
     follow, cuts = 0, set()
     for row in drawn(cut_rows(MaskedRows, places, run, NUMBERS)):
         real = row["targets"][row["segment_ids"] == 1]

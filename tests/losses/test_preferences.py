@@ -19,6 +19,7 @@ from shapes import forward
 import jaxformer as jf
 from jaxformer.arrays.params import is_custom
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.config.train import TrainConfig
 from jaxformer.data import Batches, RowFormat, evaluation_batches
 from jaxformer.data.templates import PreferenceTemplate
@@ -29,7 +30,13 @@ from jaxformer.tokenizer import byte_tokenizer
 
 OBJECTIVES = ("dpo", "ipo", "orpo", "simpo")
 CONFIG = jf.ModelConfig(
-    vocab_size=61, d_model=32, n_layers=1, n_heads=2, d_ff=48, max_length=32, logit_soft_cap=5.0
+    vocab_size=61,
+    d_model=32,
+    n_layers=1,
+    n_heads=2,
+    d_ff=48,
+    max_length=32,
+    head=jf.Head(soft_cap=5.0),
 )
 initial = jax.jit(jf.init, static_argnums=0)
 scored = jax.jit(jf.reference_log_probs, static_argnums=1)
@@ -124,7 +131,7 @@ def test_at_the_start_dpo_is_log_2_and_ipo_is_its_target_squared(models):
 @pytest.mark.parametrize("name", ["dpo", "orpo"])
 def test_dropout_of_model_and_adapter_is_left_out(name, models):
     dropped, key = replace(CONFIG, dropout=0.4), jax.random.key(5)
-    of_weights = replace(CONFIG, attention_dropout=0.4)
+    of_weights = with_settings(CONFIG, {"attention.dropout": 0.4})
     batch = a_batch() | scored(models[0], dropped, a_batch())
 
     def adapted(params, config):
@@ -144,7 +151,7 @@ def test_dropout_of_model_and_adapter_is_left_out(name, models):
 
 
 def test_a_run_applies_no_dropout_to_pairs():
-    model = replace(CONFIG, dropout=0.4, attention_dropout=0.2)
+    model = with_settings(CONFIG, {"dropout": 0.4, "attention.dropout": 0.2})
     for name in OBJECTIVES:
         data = DataConfig(objective=name, sequence_length=16)
         run = RunConfig(model=model, data=data)
@@ -338,7 +345,7 @@ def test_what_is_no_pair_is_one_message(tmp_path):
 
 def test_settings_reach_the_loss_and_are_refused_where_it_has_none(models):
     batch = a_batch() | scored(models[1], CONFIG, a_batch())
-    config = replace(CONFIG, attention_kernel="xla", dtype="float32")
+    config = with_settings(CONFIG, {"attention.kernel": "xla", "dtype": "float32"})
 
     def value(name, **train):
         data = DataConfig(objective=name, sequence_length=16)

@@ -19,8 +19,8 @@ from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 
 embed = jax.jit(jf.embed, static_argnums=1, static_argnames=("pooling", "normalize"))
-ENCODER = model("llama", family="encoder", head="none")
-DECODER = model("llama", head="none")
+ENCODER = model("llama", family="encoder", **{"head.kind": "none"})
+DECODER = model("llama", **{"head.kind": "none"})
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
@@ -37,7 +37,7 @@ def test_a_vector_is_pooled_over_the_tokens_that_are_no_padding(pooling):
         "last": lambda row, some: row[some == 1][-1],
     }[pooling]
     expected = np.stack([pick(row, some) for row, some in zip(x, real, strict=True)])
-    options = dict(pooling=pooling, segment_ids=real)
+    options = {"pooling": pooling, "segment_ids": real}
     vectors = embed(params, ENCODER, rows, normalize=False, **options)
     assert vectors.dtype == np.float32 and vectors.shape == (3, 32)
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
@@ -72,7 +72,7 @@ def test_a_row_of_padding_has_the_vector_zero_and_a_finite_gradient():
 def test_auto_is_the_pooling_of_the_model_or_else_the_mean():
     params, rows = params_of(ENCODER), tokens(2)
     mean, last = (embed(params, ENCODER, rows, pooling=name) for name in ("mean", "last"))
-    by_last = model("llama", family="encoder", head="none", pooling="last")
+    by_last = model("llama", family="encoder", **{"head.kind": "none", "head.pooling": "last"})
     np.testing.assert_array_equal(embed(params, ENCODER, rows), mean)
     np.testing.assert_array_equal(embed(params, by_last, rows), last)
 
@@ -84,7 +84,7 @@ def test_auto_is_the_pooling_of_the_model_or_else_the_mean():
         (ENCODER, {"pooling": "max"}, "is not one of auto, first, last, mean"),
         (DECODER, {"pooling": "first"}, "sees itself alone"),
         (DECODER, {"segment_ids": np.array([[1] * 12 + [2] * 12] * 2)}, "several texts in a row"),
-        (ENCODER, {"token_types": tokens(2)}, "model.token_types, which is 0"),
+        (ENCODER, {"token_types": tokens(2)}, "model.embedding.token_types, which is 0"),
     ],
 )
 def test_what_has_no_vector_is_refused(config, options, message):

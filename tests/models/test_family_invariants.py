@@ -9,7 +9,6 @@ most of the time.
 import dataclasses
 import functools
 import itertools
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +38,7 @@ from families import (
 from products import covering, fewest, slow_but
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 
 WRITERS = ("decoder", "encoder_decoder")
 # What mixes tokens, so that packing or a cache could change it.
@@ -59,7 +59,9 @@ def holding_each_option(choices):
 
 
 def small(family, positions, **changes):
-    return jf.ModelConfig(**(SIZES | {"family": family, "positions": positions} | changes))
+    return with_settings(
+        jf.ModelConfig(), SIZES | {"family": family, "positions": positions} | changes
+    )
 
 
 def close(found, expected):
@@ -125,7 +127,7 @@ def test_the_pairs_are_all_there():
 
 def test_every_activation_is_another_function():
     apart = {True: [], False: []}
-    for activation in get_args(HINTS["activation"]):
+    for activation in choices(HINTS["activation"]):
         config = small("decoder", "rope", activation=activation, n_layers=4)
         logits = logits_alone(config)
         assert all(jnp.abs(logits - other).max() > 1e-3 for other in apart[config.gated])
@@ -141,7 +143,7 @@ def test_every_variant_moves_the_logits(factor):
     for option in VARIANTS[factor].keys() - {BASE[factor]}:
         beside = {"norm": "layer"} if (factor, option) == ("bias", "norm") else {}
         config, changed = (
-            dataclasses.replace(config_of(c), rope_original_length=4)
+            with_settings(config_of(c), {"rope.original_length": 4})
             for c in (beside, {**beside, factor: option})
         )
         apart = jnp.abs(logits_alone(config) - logits_alone(changed)).max()
@@ -212,7 +214,9 @@ def test_padding_and_other_segments_are_seen_by_no_token(positions, family, kern
     )
     real = np.array(segments) != 0
     of_source = sources if family == "encoder_decoder" else None
-    target, source = reach(small(family, positions, attention_kernel=kernel), segments, of_source)
+    target, source = reach(
+        small(family, positions, **{"attention.kernel": kernel}), segments, of_source
+    )
     expected = own if family == "encoder" else own & np.tril(own)
     np.testing.assert_array_equal(target[real], expected[real])
     if family == "encoder_decoder":
@@ -263,7 +267,7 @@ def test_remat_changes_no_value_and_no_gradient(family, loop, remat):
     jax.tree.map(close, value_and_gradient(changed), value_and_gradient(config))
 
 
-STRETCHING = {"dynamic": {"rope_scaling": "dynamic"}, "longrope": LONGROPE}
+STRETCHING = {"dynamic": {"rope.scaling": "dynamic"}, "longrope": LONGROPE}
 
 
 @pytest.mark.parametrize(
@@ -274,7 +278,7 @@ def test_scaling_by_length_is_cached_as_it_is_whole_up_to_its_original_length_al
     family, original, scaling
 ):
     equal = original == DOCUMENT
-    changes = STRETCHING[scaling] | dict(rope_factor=4.0, rope_original_length=original)
+    changes = STRETCHING[scaling] | {"rope.factor": 4.0, "rope.original_length": original}
     config = small(family, "rope", **changes)
     found, expected = cached(config, alone(config), size=3), logits_alone(config)
     assert (float(jnp.abs(found - expected).max()) < 1e-4) is equal
@@ -282,7 +286,7 @@ def test_scaling_by_length_is_cached_as_it_is_whole_up_to_its_original_length_al
 
 @pytest.mark.parametrize("family, scaling", fewest(itertools.product(WRITERS, STRETCHING), 1))
 def test_padding_is_no_length_that_stretches_rope(family, scaling):
-    changes = STRETCHING[scaling] | dict(rope_factor=4.0, rope_original_length=4)
+    changes = STRETCHING[scaling] | {"rope.factor": 4.0, "rope.original_length": 4}
     config = small(family, "rope", **changes)
     assert_documents_are_as_alone(config, "full")
 
@@ -321,7 +325,7 @@ def test_positions_given_are_those_that_count_and_relative_schemes_know_distance
 
 @pytest.mark.parametrize("family", ["encoder", "encoder_decoder"])
 def test_types_given_are_those_that_count_and_none_given_are_zeros(family):
-    config = small(family, "rope", token_types=2)
+    config = small(family, "rope", **{"embedding.token_types": 2})
     batch = alone(config)
     of = []
     for types in (0, 1):

@@ -15,6 +15,7 @@ from products import slow_but
 from shapes import LENGTH, VOCABULARY, forward, made, model, strong, weights_and_tokens
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.attention import self_attention
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.head import head
@@ -42,7 +43,7 @@ def reach(name: str, kernel: str) -> np.ndarray:
     The tokens are distinct and the output layer is untied, so a token's row of the embedding table
     is its position's alone.
     """
-    config = model(name, tied_head=False, attention_kernel=kernel)
+    config = model(name, tied_head=False, **{"attention.kernel": kernel})
     params = made(config)
     row = jnp.arange(LENGTH, dtype=jnp.int32)[None]
 
@@ -66,7 +67,7 @@ def test_future_tokens_do_not_move_past_logits(name, kernel):
 @pytest.mark.fast
 @pytest.mark.parametrize("kernel", ["xla", "blocked"])
 def test_packed_rows_equal_separate_rows(kernel):
-    params, config, row = weights_and_tokens("llama", attention_kernel=kernel)
+    params, config, row = weights_and_tokens("llama", **{"attention.kernel": kernel})
     first, second = row[:, :10], row[:, 10:]
     segments = np.repeat([[1] * 10 + [2] * (LENGTH - 10)], 2, 0)
     packed = forward(params, config, row, segment_ids=segments)
@@ -158,11 +159,11 @@ def test_dropout_needs_a_key_and_keeps_the_mean():
 @pytest.mark.parametrize("kernel", slow_but(["xla", "blocked"], "xla"))
 def test_the_dropout_of_attention_weights_has_a_rate_of_its_own(kernel):
     """By default it is model.dropout, bit for bit; 0 leaves attention out, and nothing else."""
-    params, config, row = weights_and_tokens("llama", dropout=0.3, attention_kernel=kernel)
+    params, config, row = weights_and_tokens("llama", dropout=0.3, **{"attention.kernel": kernel})
     layout, key = layout_of(row, None, None), jax.random.key(2)
 
     def dropped(**changes):
-        changed = dataclasses.replace(config, **changes)
+        changed = with_settings(config, changes)
         attended = jax.random.normal(jax.random.key(5), (*row.shape, config.d_model))
         layer = jax.tree.map(lambda leaf: leaf[0], params["blocks"]["attention"])
 
@@ -176,14 +177,14 @@ def test_the_dropout_of_attention_weights_has_a_rate_of_its_own(kernel):
         return [np.abs(f(key) - f(None)).max() > 1e-3 for f in (whole, jax.jit(attention))]
 
     as_before = residual(params, config, row, layout, key=key)
-    same = dataclasses.replace(config, attention_dropout=0.3)
+    same = with_settings(config, {"attention.dropout": 0.3})
     np.testing.assert_array_equal(as_before, residual(params, same, row, layout, key=key))
     assert dropped() == [True, True]
-    assert dropped(attention_dropout=0.0) == [True, False]
-    assert dropped(dropout=0.0, attention_dropout=0.3) == [True, True]
+    assert dropped(**{"attention.dropout": 0.0}) == [True, False]
+    assert dropped(dropout=0.0, **{"attention.dropout": 0.3}) == [True, True]
     assert dropped(dropout=0.0) == [False, False]
     rates = [(0.3, 0.0), (0.0, 0.3), (0.3, "auto"), (0.0, "auto"), (0.0, 0.0)]
-    configs = [dataclasses.replace(config, dropout=a, attention_dropout=b) for a, b in rates]
+    configs = [with_settings(config, {"dropout": a, "attention.dropout": b}) for a, b in rates]
     assert [one.has_dropout for one in configs] == [True, True, True, False, False]
 
 

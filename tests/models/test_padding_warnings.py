@@ -123,7 +123,7 @@ def test_ids_that_torch_refuses_are_refused(change, said):
         max_length=16,
         positions="learned",
         family="encoder",
-        token_types=2,
+        embedding=jf.Embedding(token_types=2),
     )
     params = jf.init(config, jax.random.key(0))
     with pytest.raises(jf.ConfigError, match=said):

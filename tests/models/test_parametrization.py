@@ -14,6 +14,7 @@ from shapes import forward, made, model
 
 import jaxformer as jf
 from jaxformer.arrays.params import map_specs, rows
+from jaxformer.config.settings import with_settings
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.pretrained import standard_form
@@ -26,18 +27,42 @@ BASE = "d_model=32 d_ff=40"
 WIDER = SIZES | dict(d_model=128, n_heads=4, n_kv_heads=2, d_ff=160)
 MORE = SIZES | dict(d_model=128, n_heads=16, n_kv_heads=8, d_ff=160)
 MORE_BASE = f"{BASE} n_heads=4 n_kv_heads=2"
-EXPERTS = dict(feed_forward="experts", n_experts=4, expert_ff=96, shared_ff=64, bias="all")
-LATENT = dict(mixer="latent", n_kv_heads=0, kv_rank=16, query_rank=24, rope_head_dim=4, head_dim=16)
-T5 = dict(family="encoder_decoder", positions="t5", attention_scale=1.0, n_encoder_layers=1)
-BERT = dict(family="encoder", bias="all", norm="layer", positions="learned", embedding_norm=True)
-BERT |= dict(token_types=2, next_sentence=True, tied_head=True, embedding_width=24)
+EXPERTS = {
+    "feed_forward": "experts",
+    "experts.n": 4,
+    "experts.d_ff": 96,
+    "experts.shared_ff": 64,
+    "bias": "all",
+}
+LATENT = {
+    "mixer": "latent",
+    "n_kv_heads": 0,
+    "latent.kv_rank": 16,
+    "latent.query_rank": 24,
+    "latent.rope_head_dim": 4,
+    "head_dim": 16,
+}
+T5 = {"family": "encoder_decoder", "positions": "t5", "attention.scale": 1.0, "n_encoder_layers": 1}
+BERT = {
+    "family": "encoder",
+    "bias": "all",
+    "norm": "layer",
+    "positions": "learned",
+    "embedding.norm": True,
+}
+BERT |= {
+    "embedding.token_types": 2,
+    "head.next_sentence": True,
+    "tied_head": True,
+    "embedding.width": 24,
+}
 
 
 initial = jax.jit(jf.init, static_argnums=0)
 
 
 def mup(base=BASE, **settings):
-    return jf.ModelConfig(**settings, parametrization="mup", mup_base=base)
+    return with_settings(jf.ModelConfig(), {**settings, "parametrization": "mup", "mup_base": base})
 
 
 # For each leaf the factor of its initial scale beside the base's and the factor of Adam's rate
@@ -57,7 +82,7 @@ TABLES = {
     ),
     "tied": (mup(**WIDER, tied_head=True), ATTENTION | GATED | PLAIN),
     "experts": (
-        mup(f"{BASE} expert_ff=24 shared_ff=16", **WIDER, **EXPERTS),
+        mup(f"{BASE} experts.d_ff=24 experts.shared_ff=16", **WIDER, **EXPERTS),
         {"blocks.experts.router": OUTPUT, "blocks.experts.up": HIDDEN}
         | {"blocks.experts.shared.down": HIDDEN, "blocks.experts.up_bias": INPUT}
         | {"blocks.attention.q_bias": INPUT, "blocks.experts.down_bias": INPUT},
@@ -69,7 +94,7 @@ TABLES = {
         | {"blocks.latent.k_rope": OUTPUT, "blocks.latent.out": HIDDEN, "blocks.latent.q": INPUT},
     ),
     "ranks that grow": (
-        mup(f"{BASE} n_heads=4 kv_rank=4 query_rank=6", **MORE | LATENT),
+        mup(f"{BASE} n_heads=4 latent.kv_rank=4 latent.query_rank=6", **MORE | LATENT),
         {"blocks.latent.kv_down": HIDDEN, "blocks.latent.q_down": HIDDEN, "blocks.latent.k": HIDDEN}
         | {"blocks.latent.k_rope": OUTPUT, "blocks.latent.q": HIDDEN},
     ),
@@ -154,24 +179,24 @@ def test_scores_fall_as_one_over_the_width_of_a_head():
     wide = mup(**WIDER)
     # 1 / sqrt(8) in the base, whose heads are 8 wide; here they are 32 wide.
     assert wide.score_scale == pytest.approx(8**-0.5 / 4)
-    assert dataclasses.replace(wide, attention_scale=0.5).score_scale == 0.5 / 4
+    assert with_settings(wide, {"attention.scale": 0.5}).score_scale == 0.5 / 4
     assert mup(MORE_BASE, **MORE).score_scale == 0
 
 
 def test_the_logits_of_a_tied_head_are_divided_by_the_growth_of_the_width():
-    tied = mup(**WIDER, tied_head=True, logit_divisor=2.0)
+    tied = mup(**WIDER, tied_head=True, **{"head.divisor": 2.0})
     params, tokens = initial(tied, jax.random.key(0)), np.arange(8)[None]
     # The heads are the same, so that the divisor alone differs.
-    undivided = dataclasses.replace(
-        tied, parametrization="standard", mup_base="", attention_scale=tied.score_scale
+    undivided = with_settings(
+        tied, {"parametrization": "standard", "mup_base": "", "attention.scale": tied.score_scale}
     )
     expected = forward(params, undivided, tokens) / 4
     np.testing.assert_allclose(forward(params, tied, tokens), expected, rtol=1e-5, atol=1e-6)
 
 
 SETTINGS = [
-    {"query_key_norm": "layer", "norm": "layer", "tied_head": True, "bias": "all"},
-    LATENT | {"n_heads": 16, "head_dim": 12, "query_rank": 0},
+    {"attention.query_key_norm": "layer", "norm": "layer", "tied_head": True, "bias": "all"},
+    LATENT | {"n_heads": 16, "head_dim": 12, "latent.query_rank": 0},
     T5 | {"tied_head": True},
     {"family": "encoder", "positions": "disentangled", "tied_head": True, "bias": "all"},
 ]
@@ -200,18 +225,18 @@ def test_the_standard_form_computes_the_same_logits(settings):
         (dict(mup_base="d_model=0"), "must be widths of the model"),
         (dict(mup_base="d_model=30"), "is no model: model.d_model=30 is not divisible"),
         (dict(parametrization="standard"), "needs model.parametrization='mup'"),
-        (dict(embedding_scale="sqrt"), "model.embedding_multiplier"),
-        (dict(logit_scale="rsqrt"), "model.logit_divisor"),
+        ({"embedding.scale": "sqrt"}, "model.embedding.multiplier"),
+        ({"head.scale": "rsqrt"}, "model.head.divisor"),
     ],
 )
 def test_a_base_that_cannot_be_is_refused(change, message):
     settings = dict(parametrization="mup", mup_base=BASE) | WIDER | change
     with pytest.raises(ConfigError, match=message):
-        jf.ModelConfig(**settings)
+        with_settings(jf.ModelConfig(), settings)
 
 
 def test_a_base_with_other_parameters_is_refused():
-    config = mup(f"{BASE} embedding_width=32", **WIDER, embedding_width=16)
+    config = mup(f"{BASE} embedding.width=32", **WIDER, **{"embedding.width": 16})
     with pytest.raises(ConfigError, match=r"differ in embed\.projection, embed\.projection_bias"):
         specs(config)
 

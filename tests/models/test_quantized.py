@@ -23,6 +23,7 @@ from products import slow_but
 import jaxformer as jf
 from jaxformer.adapters.quantized import NF4_VALUES, QUANTIZERS, nf4_rows, to_int8, to_nf4
 from jaxformer.arrays.params import Spec, contract, dotted, is_custom, lookup, rows, zeros
+from jaxformer.config.settings import with_settings
 from jaxformer.interop import pretrained
 from jaxformer.models.quantize import is_quantized
 from jaxformer.models.transformer import specs
@@ -34,17 +35,17 @@ HERE = Path(__file__).parents[1]
 KINDS = ("int8", "nf4")
 EXPERTS = {
     "feed_forward": "experts",
-    "n_experts": 4,
-    "experts_per_token": 2,
-    "expert_ff": 12,
-    "router_bias": "balanced",
+    "experts.n": 4,
+    "experts.per_token": 2,
+    "experts.d_ff": 12,
+    "experts.router_bias": "balanced",
 }
 MODELS = {
     "decoder": {"tied_head": True, "window": 3, "window_pattern": "wf"},
-    "encoder": {"family": "encoder", "token_types": 2, "layer_loop": "scan"},
+    "encoder": {"family": "encoder", "embedding.token_types": 2, "layer_loop": "scan"},
     "encoder-decoder": {"family": "encoder_decoder", "positions": "t5", "bias": "all"},
     "bfloat16": {"dtype": "bfloat16", "activation": "gelu", "positions": "learned"},
-    "experts": EXPERTS | {"dense_layers": 1, "shared_ff": 8},
+    "experts": EXPERTS | {"experts.dense_layers": 1, "experts.shared_ff": 8},
 }
 forward = jax.jit(jf.forward, static_argnums=1)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -56,7 +57,7 @@ def case(name, kind):
     settings = MODELS[name.removesuffix(", scanned")]
     if name.endswith("scanned"):
         settings = settings | {"layer_loop": "scan"}
-    config = jf.ModelConfig(**SIZES | settings)
+    config = with_settings(jf.ModelConfig(), SIZES | settings)
     return jf.quantize(start(config), kind), config, alone(config)
 
 
@@ -174,7 +175,7 @@ def test_logits_are_those_of_the_arrays_bit_for_bit(name, kind):
 @pytest.mark.parametrize("kind", slow_but(KINDS, "nf4"))
 def test_a_scan_over_layers_holds_the_arrays_of_one_layer(kind):
     wide = {"d_model": 64, "d_ff": 256, "n_layers": 8, "layer_loop": "scan"}
-    config = jf.ModelConfig(**SIZES | wide)
+    config = with_settings(jf.ModelConfig(), SIZES | wide)
     params = jf.quantize(start(config), kind)
     program = forward.lower(params, config, np.zeros((1, 4), int)).compile()
     arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(start(config)["blocks"]))
@@ -202,7 +203,7 @@ def test_the_new_tokens_are_those_of_the_arrays():
 )
 def test_a_table_that_is_looked_up_and_the_head_it_is_tied_to_are_those_of_the_array(make, width):
     settings = {"d_model": width, "n_layers": 1, "tied_head": True, "positions": "learned"}
-    config = jf.ModelConfig(**SIZES | settings, dtype="bfloat16")
+    config = with_settings(jf.ModelConfig(), {**SIZES | settings, "dtype": "bfloat16"})
     table, params, batch = specs(config), start(config), alone(config)
     for part in ("tokens", "positions"):
         leaf = make(params["embed"][part], table["embed"][part])
@@ -242,7 +243,7 @@ CONFIGS = {
     "sinks": VARIANTS["scores"]["sinks"],
     "norms of heads": VARIANTS["query_key_norm"]["head"],
     "no norm": VARIANTS["norm"]["none"],
-    "gated, without biases": MODELS["decoder"] | {"value_dim": 6},
+    "gated, without biases": MODELS["decoder"] | {"attention.value_dim": 6},
     "encoder": MODELS["encoder"] | {"activation": "gelu", "bias": "all"},
     "encoder-decoder": MODELS["encoder-decoder"],
     "experts": MODELS["experts"],
@@ -254,7 +255,7 @@ CONFIGS = {
 @each_kind
 def test_every_matrix_of_the_blocks_is_quantized_by_its_row_and_in_int8_those_of_tokens(kind):
     for name, settings in CONFIGS.items():
-        config = jf.ModelConfig(**SIZES | settings)
+        config = with_settings(jf.ModelConfig(), SIZES | settings)
         table = specs(config)
 
         def expected(spec):
@@ -311,7 +312,7 @@ def refused(match, params, kind="int8"):
 
 
 def test_what_cannot_be_quantized_is_refused_by_name(tmp_path):
-    params = start(jf.ModelConfig(**SIZES))
+    params = start(with_settings(jf.ModelConfig(), SIZES))
     refused("quantize='int4' is not one of 'int8', 'int8_blocks', 'nf4'", params, "int4")
     refused(r"blocks\.attention\.k is a Int8Weight already", jf.quantize(params, "int8"), "nf4")
     refused("these params have no blocks", {"w": jnp.ones((4, 4))})
@@ -334,7 +335,7 @@ WIDE = {"d_model": 64, "n_kv_heads": 4, "d_ff": 128, "n_layers": 4}
 def directories(tmp_path_factory):
     """The same wide model as a Hugging Face directory and as a run directory."""
     folder = tmp_path_factory.mktemp("quantized")
-    config = jf.ModelConfig(**SIZES | WIDE)
+    config = with_settings(jf.ModelConfig(), SIZES | WIDE)
     jf.save_pretrained(folder / "hf", start(config), config, dtype="float32")
     loading.save_run(folder / "run", jf.load(folder / "hf"), ModelFiles(folder / "hf"))
     return {"hf": (folder / "hf", pretrained), "run": (folder / "run", loading)}

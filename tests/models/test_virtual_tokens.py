@@ -63,7 +63,7 @@ def test_a_scan_and_blocked_attention_equal_unrolled_layers_and_plain(name, kind
     config, params, batch = model(name), adapted(name, kind), laid_out(model(name))
     real, whole = batch["segment_ids"] != 0, alone(config)
     logits, slopes = forward(params, config, **batch)[real], gradients(params, config, whole)
-    for change in ({"layer_loop": "scan"}, {"attention_kernel": "blocked"}):
+    for change in ({"layer_loop": "scan"}, {"attention.kernel": "blocked"}):
         other = model(name, **change)
         assert_close(forward(params, other, **batch)[real], logits)
         assert_close(gradients(params, other, whole), slopes, 1e-4)

@@ -1,7 +1,6 @@
 """Virtual tokens compute here what peft's compute on the models of transformers."""
 
 import copy
-import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from pretrained import assert_close, each, inputs, loaded, logits, our_logits, reference
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 
 TOKENS = 4
 DECODERS = ["gpt2", "llama", "qwen3", "bloom"]
@@ -41,7 +41,7 @@ def assert_same(name, model, virtual):
     batch, below = rows_of(name), loaded(name)
     wanted = logits(model, batch)[:, -our_logits(below, batch).shape[1] :]
     assert np.abs(our_logits(below, batch) - wanted).max() > 0.05 * wanted.std()
-    config = dataclasses.replace(below.config, max_segments=1)
+    config = with_settings(below.config, {"attention.max_segments": 1})
     found = jf.Loaded(below.params | {"virtual": virtual}, config, None)
     assert_close(our_logits(found, batch), wanted, batch)
 
@@ -50,7 +50,7 @@ def assert_same(name, model, virtual):
 def test_a_prompt_is_that_of_peft(name):
     model, table = tuned(name, peft.PromptTuningConfig)
     scale = (
-        loaded(name).config.d_model ** 0.5 if loaded(name).config.embedding_scale == "sqrt" else 1
+        loaded(name).config.d_model ** 0.5 if loaded(name).config.embedding.scale == "sqrt" else 1
     )
     assert_same(name, model, {"prompt": jnp.asarray(table) / scale})
 

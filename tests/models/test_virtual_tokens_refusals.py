@@ -9,6 +9,7 @@ from families import SIZES, alone, laid_out, params_of
 from virtual_models import TOKENS, adapted, assert_close, forward, model
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 from jaxformer.models.transformer import context_of
 
 
@@ -31,9 +32,9 @@ def test_learned_positions_end_the_context_behind_virtual_tokens():
 
 def test_the_segments_of_a_prompted_source_are_bounded_where_they_are_traced():
     name = "encoder-decoder t5"
-    config, params = model(name, max_segments=0), adapted(name, "prompt")
+    config, params = model(name, **{"attention.max_segments": 0}), adapted(name, "prompt")
     batch = laid_out(config)
-    with pytest.raises(jf.ConfigError, match=r"set model\.max_segments to the most"):
+    with pytest.raises(jf.ConfigError, match=r"set model\.attention\.max_segments to the most"):
         forward(params, config, **batch)
     real = batch["segment_ids"] != 0
     found = jf.forward(params, config, **batch)[real]
@@ -83,7 +84,7 @@ def test_virtual_tokens_that_do_not_fit_are_refused_by_name(case):
 
 
 def encoder():
-    config = jf.ModelConfig(**SIZES, family="encoder")
+    config = with_settings(jf.ModelConfig(), {**SIZES, "family": "encoder"})
     return params_of(config), config
 
 

@@ -14,6 +14,7 @@ from products import slow_but
 from jaxformer.arrays.mesh import MESH_AXES, make_mesh, place_batch
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings
+from jaxformer.config.settings import with_settings
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.models.cost import activation_bytes
@@ -26,7 +27,7 @@ SIZES = dict(d_model=16, n_layers=2, n_heads=2, max_length=32, layer_loop="scan"
 @pytest.mark.parametrize("case", slow_but(CASES, *[*CASES][::4]))
 def test_the_step_without_data_is_the_step_of_the_run(case: str, tmp_path: Path) -> None:
     run, _ = prepared(case, tmp_path, run=RunSettings(dir=str(tmp_path / "run")))
-    run = replace(run, model=replace(run.model, **SIZES), train=TrainConfig(batch_size=4))
+    run = replace(run, model=with_settings(run.model, SIZES), train=TrainConfig(batch_size=4))
     setup = make_setup(run, lambda line: None)
     resolved, batch = resolve_without_data(setup.run, setup.mesh)
     state = resolved.target
@@ -41,7 +42,7 @@ def test_the_step_without_data_is_the_step_of_the_run(case: str, tmp_path: Path)
 
 
 def run_of(**data: object) -> RunConfig:
-    model = ModelConfig(vocab_size=64, **SIZES)
+    model = with_settings(ModelConfig(), {"vocab_size": 64, **SIZES})
     return RunConfig(model=model, data=DataConfig(sequence_length=32, **data))
 
 
@@ -93,7 +94,7 @@ def test_a_batch_is_split_on_a_cpu_only_where_its_activations_take_more_than_4_g
 
     assert [selected(batch) for batch in (1, 7, 16, 4096)] == [1] * 4
     assert 1e9 <= CPU_ACTIVATIONS <= 8e9 and selected(2**18) > 1
-    model = replace(run_of().model, attention_kernel="blocked")
+    model = with_settings(run_of().model, {"attention.kernel": "blocked"})
     four_rows = 4 * activation_bytes(model, 256)
     monkeypatch.setattr("jaxformer.runs.resolve.CPU_ACTIVATIONS", four_rows)
     # Of 7 rows there are 7 microbatches or 1.

@@ -146,11 +146,11 @@ def test_a_new_head_learns_with_the_adapter_and_is_saved(base, tmp_path):
     records = tmp_path / "classes.jsonl"
     rows = [{"text": f"the {word}", "label": word} for word in ("cat", "dog")] * 40
     records.write_text("\n".join(map(json.dumps, rows)))
-    changes = {"model.head": "classes", "train.steps": 4, "data.packing": "stream"}
+    changes = {"model.head.kind": "classes", "train.steps": 4, "data.packing": "stream"}
     run_dir = tmp_path / "classes"
     assert train_here(adapter_line(run_dir, (base[0], records), **changes)) == 0
     loaded = jf.load(run_dir)
-    assert loaded.config.n_classes == 2 and loaded.labels == ("cat", "dog")
+    assert loaded.config.head.n_classes == 2 and loaded.labels == ("cat", "dog")
     again = jf.load(run_dir, 4).params["head"]
     jax.tree.map(np.testing.assert_array_equal, loaded.params["head"], again)
     below = jf.without_adapters(loaded.params)
@@ -192,10 +192,10 @@ def test_a_run_over_quantized_experts_resumes_bitwise(base, tmp_path, capsys):
     that is printed is that of the codes."""
     experts = {
         "model.feed_forward": "experts",
-        "model.n_experts": 4,
-        "model.experts_per_token": 2,
-        "model.expert_ff": 24,
-        "model.router_bias": "balanced",
+        "model.experts.n": 4,
+        "model.experts.per_token": 2,
+        "model.experts.d_ff": 24,
+        "model.experts.router_bias": "balanced",
     }
     start = tmp_path / "base", base[1]
     assert train_here(line(*start, BASE | experts)) == 0

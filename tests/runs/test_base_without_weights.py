@@ -48,10 +48,10 @@ def test_config_json_alone_says_what_the_model_is(name: str, tmp_path: Path) -> 
 def test_names_in_the_index_are_those_of_the_tensors(tmp_path: Path) -> None:
     config = SIZES | {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not pretrained_config(tmp_path, weights=False).pooler
+    assert not pretrained_config(tmp_path, weights=False).head.pooler
     names = {"bert.pooler.dense.weight": "model-00001-of-00001.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
-    assert pretrained_config(tmp_path, weights=False).pooler
+    assert pretrained_config(tmp_path, weights=False).head.pooler
 
 
 @pytest.mark.parametrize(

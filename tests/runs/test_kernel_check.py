@@ -9,6 +9,7 @@ import pytest
 import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.grouped import GROUPED_KERNELS
 from jaxformer.layers.kernels import KERNELS
 from jaxformer.runs import kernel_check
@@ -27,12 +28,12 @@ def resolved(kernel="auto", mesh=None, **changes):
         "n_heads": 4,
         "d_ff": 64,
         "feed_forward": "experts",
-        "n_experts": 4,
-        "experts_per_token": 2,
-        "expert_kernel": kernel,
+        "experts.n": 4,
+        "experts.per_token": 2,
+        "experts.kernel": kernel,
     }
     run = jf.RunConfig(
-        model=ModelConfig(**(model | changes)),
+        model=with_settings(ModelConfig(), model | changes),
         data=jf.config.DataConfig(sequence_length=32),
         train=jf.config.TrainConfig(batch_size=8),
     )
@@ -88,13 +89,13 @@ def test_a_wrong_kernel_fails(fault, as_loop):
 def test_a_run_takes_the_next_kernels_where_its_own_fail_their_checks(as_loop, monkeypatch):
     """A kernel of attention that has failed is not taken again when that of experts fails."""
     lines, auto = [], resolved()
-    assert auto.model.expert_kernel == "loop"
+    assert auto.model.experts.kernel == "loop"
     assert with_proven_kernel(auto, lines.append) is auto
     assert lines.pop().startswith("The kernel of experts loop was checked against float32 on 512")
     attention = lines.pop()
     as_loop(WRONG["refused"][0])
     proven = with_proven_kernel(auto, lines.append)
-    assert proven.model == dataclasses.replace(auto.model, expert_kernel="xla")
+    assert proven.model == with_settings(auto.model, {"experts.kernel": "xla"})
     assert proven.asked == auto.asked and lines[0] == attention
     assert "experts: xla (" in lines[1] and "\n" not in lines[1] and len(lines) == 2
     assert "; not loop: its check on this device failed: " in lines[1]
@@ -106,7 +107,7 @@ def test_a_run_takes_the_next_kernels_where_its_own_fail_their_checks(as_loop, m
 
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=fails))
     model = with_proven_kernel(auto, lines.append).model
-    assert (model.attention_kernel, model.expert_kernel) == ("xla", "xla")
+    assert (model.attention.kernel, model.experts.kernel) == ("xla", "xla")
 
 
 def test_two_runs_of_a_program_have_to_be_the_same(as_loop):
@@ -142,5 +143,5 @@ def test_the_check_has_the_shapes_of_a_device_and_less_where_they_are_large(monk
 
 def test_a_model_without_experts_and_the_reference_are_not_checked():
     assert prove_experts(resolved("xla")) == ""
-    dense = resolved(feed_forward="ffn", n_experts=0, experts_per_token=2)
+    dense = resolved(feed_forward="ffn", **{"experts.n": 0, "experts.per_token": 2})
     assert prove_experts(dense) == ""

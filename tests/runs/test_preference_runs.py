@@ -94,10 +94,10 @@ def test_the_margin_rises_from_zero_and_is_logged(whole):
 
 def test_a_dropout_that_is_left_out_is_said_once(base, capsys):
     one = {"train.steps": 1, "train.eval_every": 0}
-    of_weights = {"model.dropout": 0.0, "model.attention_dropout": 0.2}
+    of_weights = {"model.dropout": 0.0, "model.attention.dropout": 0.2}
     for name, changes, left_out in (
         ("said", {}, "model.dropout=0.1"),
-        ("weights", of_weights, "model.attention_dropout=0.2"),
+        ("weights", of_weights, "model.attention.dropout=0.2"),
         ("none", {"model.dropout": 0.0}, ""),
     ):
         assert train_here(arguments(base, name, one | changes)) == 0

@@ -1,7 +1,6 @@
 """A model with experts begins from a dense one: it computes the same at first, goes on and resumes,
 and what cannot be a copy is refused by name."""
 
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -18,6 +17,7 @@ from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig, to_json
+from jaxformer.config.settings import with_settings
 from jaxformer.runs.init_from import check_base, warm_start
 from jaxformer.runs.model_files import ModelFiles
 
@@ -27,18 +27,20 @@ FAMILIES = {
     "encoder": dict(bias="all", norm="layer", norm_placement="post", activation="gelu"),
     "encoder_decoder": dict(n_encoder_layers=2, norm_placement="sandwich", bias="ffn"),
 }
-EXPERTS = dict(feed_forward="experts", n_experts=4, experts_per_token=2)
+EXPERTS = {"feed_forward": "experts", "experts.n": 4, "experts.per_token": 2}
 # For each family: what else is chosen of its experts.
 CHOICES = {
-    "decoder": dict(router="sigmoid", router_bias="balanced"),
-    "encoder": dict(expert_pattern="de", router_bias="learned"),
-    "encoder_decoder": dict(dense_layers=1),
+    "decoder": {"experts.router": "sigmoid", "experts.router_bias": "balanced"},
+    "encoder": {"experts.pattern": "de", "experts.router_bias": "learned"},
+    "encoder_decoder": {"experts.dense_layers": 1},
 }
 UPCYCLED_TEXT = "Upcycled: the 4 experts of a layer are copies of its dense feed-forward."
 
 
 def dense(family: str) -> ModelConfig:
-    return ModelConfig(**SIZES, family=family, dtype="float32", **FAMILIES[family])
+    return with_settings(
+        ModelConfig(), {**SIZES, "family": family, "dtype": "float32", **FAMILIES[family]}
+    )
 
 
 def moved(config: ModelConfig) -> dict:
@@ -83,7 +85,7 @@ def begun(run, mesh=None):
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "decoder", "encoder_decoder"))
 def test_the_upcycled_model_computes_at_first_what_the_dense_one_does(family, tmp_path):
     config, choice = dense(family), CHOICES[family]
-    model = dataclasses.replace(config, **EXPERTS, **choice)
+    model = with_settings(config, {**EXPERTS, **choice})
     run = beginning(written(tmp_path / "base", config), model)
     checked(run)
     start = begun(run)
@@ -104,7 +106,7 @@ def test_the_upcycled_model_computes_at_first_what_the_dense_one_does(family, tm
 @pytest.mark.slow
 def test_a_hugging_face_directory_is_upcycled_onto_a_mesh(tmp_path):
     config = dense("decoder")
-    model = dataclasses.replace(config, **EXPERTS)
+    model = with_settings(config, EXPERTS)
     jf.save_pretrained(tmp_path / "base", moved(config), config)
     devices = np.array(jax.devices()[:1]).reshape((1,) * len(MESH_AXES))
     mesh = Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -116,8 +118,8 @@ def test_a_hugging_face_directory_is_upcycled_onto_a_mesh(tmp_path):
 
 
 REFUSED = [
-    (dict(expert_ff=12), {}, r"model\.expert_ff=12 is not 24, the width of .*set it to 24"),
-    (dict(shared_ff=24), {}, r"model\.shared_ff=24 adds a new shared expert .* set it to 0"),
+    ({"experts.d_ff": 12}, {}, r"model\.expert_ff=12 is not 24, the width of .*set it to 24"),
+    ({"experts.shared_ff": 24}, {}, r"model\.shared_ff=24 adds a new shared expert .* set it to 0"),
     (dict(d_ff=32), {}, r"model\.d_ff=32, but it is 24 in the base"),
     (dict(n_layers=3), {}, r"model\.n_layers=3, but it is 2 in the base"),
     ({}, dict(adapter=AdapterConfig(kind="lora")), "'lora' .* routers .* without an adapter"),
@@ -128,17 +130,17 @@ def test_experts_that_cannot_be_copies_are_refused_by_name(tmp_path):
     config = dense("decoder")
     origin = written(tmp_path / "base", config)
     for changes, sections, message in REFUSED:
-        run = beginning(origin, dataclasses.replace(config, **(EXPERTS | changes)), **sections)
+        run = beginning(origin, with_settings(config, EXPERTS | changes), **sections)
         with pytest.raises(jf.ConfigError, match=message):
             checked(run)
         # The weights themselves may have changed since.
         if changes:
             with pytest.raises(jf.ConfigError, match="does not fit this model outside of its head"):
                 begun(run)
-    base = dataclasses.replace(config, **EXPERTS)
+    base = with_settings(config, EXPERTS)
     origin = written(tmp_path / "experts", base)
     with pytest.raises(jf.ConfigError, match=r"model\.n_experts=8, but it is 4 in the base"):
-        checked(beginning(origin, dataclasses.replace(base, n_experts=8)))
+        checked(beginning(origin, with_settings(base, {"experts.n": 8})))
     with pytest.raises(jf.ConfigError, match=r"model\.feed_forward='ffn', but it is 'experts'"):
         checked(beginning(origin, config))
 

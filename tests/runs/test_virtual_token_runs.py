@@ -14,6 +14,7 @@ from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings
+from jaxformer.config.settings import with_settings
 from jaxformer.runs.resolve import encoded_length, resolve, run_specs
 from jaxformer.runs.setup import make_setup
 from jaxformer.runs.states import first_state
@@ -131,7 +132,10 @@ def test_packed_pairs_train_and_evaluate_with_virtual_tokens(pairs, kind, tmp_pa
 def a_run(kind, **model):
     return RunConfig(
         run=RunSettings(init_from="base"),
-        model=ModelConfig(vocab_size=5000, d_model=32, n_heads=2, max_length=40, **model),
+        model=with_settings(
+            ModelConfig(),
+            {"vocab_size": 5000, "d_model": 32, "n_heads": 2, "max_length": 40, **model},
+        ),
         data=DataConfig(sequence_length=32, source_length=36),
         adapter=AdapterConfig(kind=kind, tokens=6),
     )
@@ -159,9 +163,9 @@ def source_length(run):
 def test_the_kernel_and_the_lengths_of_a_run_know_its_virtual_tokens():
     for kind in ("prompt", "prefix"):
         resolved = resolve(a_run(kind), jf.make_mesh(), 0)
-        assert resolved.model.attention_kernel == "blocked"
+        assert resolved.model.attention.kernel == "blocked"
         assert resolved.kernel.startswith("blocked")
-        named = a_run(kind, attention_kernel="tpu")
+        named = a_run(kind, **{"attention.kernel": "tpu"})
         with pytest.raises(jf.ConfigError, match="'tpu' cannot run here"):
             resolve(named, jf.make_mesh(), 0)
     pairs = a_run("prompt", family="encoder_decoder")

@@ -13,6 +13,7 @@ import jaxformer as jf
 from jaxformer.arrays.hardware import DEVICES
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.config.run import RunConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.models.cost import parameter_count
 from jaxformer.runs.resolve import resolve_without_data
@@ -141,7 +142,9 @@ def test_collectives_are_found_in_the_text_of_a_program() -> None:
 def of_pairs(kind: str) -> RunConfig:
     """A tiny run of dpo, of the whole model ("none") or of an adapter."""
     sizes = {"d_model": 64, "n_layers": 2, "n_heads": 2, "d_ff": 128, "vocab_size": 256}
-    model = jf.ModelConfig(**sizes, layer_loop="scan", attention_kernel="xla")
+    model = with_settings(
+        jf.ModelConfig(), {**sizes, "layer_loop": "scan", "attention.kernel": "xla"}
+    )
     run = RunConfig(model=model)
     return dataclasses.replace(
         run,

@@ -17,7 +17,7 @@ from jaxformer.runs.config import load_config
 
 pytestmark = pytest.mark.slow
 
-KERNEL = "model.attention_kernel"
+KERNEL = "model.attention.kernel"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -106,7 +106,7 @@ def test_a_kernel_that_fails_its_check_is_noted_and_a_run_takes_the_next(
     )
     assert plain == chosen_losses and len(plain) == 3
     settings = json.loads((tmp_path / "chosen/config.json").read_text())
-    assert settings["model"]["attention_kernel"] == "auto"
+    assert settings["model"]["attention"]["kernel"] == "auto"
 
 
 def test_a_full_disk_a_wrong_kernel_and_a_path_that_cannot_be_read_again_are_problems(

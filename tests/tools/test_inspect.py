@@ -11,6 +11,7 @@ from families import SIZES, alone, laid_out, params_of
 from products import slow_but
 
 import jaxformer as jf
+from jaxformer.config.settings import with_settings
 from jaxformer.layers.ffn import ffn
 from jaxformer.layers.head import head
 from jaxformer.layers.norm import norm
@@ -27,12 +28,12 @@ VARIANTS = {
         "norm_placement": "post",
     },
     "encoder-decoder": {"family": "encoder_decoder", "positions": "t5", "source_window": 2}
-    | {"source_embedding": "separate"},
+    | {"embedding.source": "separate"},
     "sinks, window": {
-        "attention_sinks": True,
+        "attention.sinks": True,
         "window": 3,
         "window_pattern": "wf",
-        "attention_kernel": "blocked",
+        "attention.kernel": "blocked",
     },
     "scanned": {
         "layer_loop": "scan",
@@ -48,7 +49,7 @@ inspect = jax.jit(jf.inspect, static_argnums=(1, 3))
 
 @functools.cache
 def case(name):
-    config = jf.ModelConfig(**(SIZES | VARIANTS[name]))
+    config = with_settings(jf.ModelConfig(), SIZES | VARIANTS[name])
     return params_of(config), config, laid_out(config)
 
 
@@ -65,7 +66,7 @@ def test_the_maps_come_with_the_logits_of_the_forward_pass(name):
     """To the bit, where the forward pass is the same program: unrolled, with plain attention."""
     params, config, batch = case(name)
     found, expected = maps_of(params, config, **batch).logits, forward(params, config, **batch)
-    if config.layer_loop != "scan" and config.attention_kernel == "auto":
+    if config.layer_loop != "scan" and config.attention.kernel == "auto":
         np.testing.assert_array_equal(found, expected)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * float(jnp.abs(expected).max()))
 
@@ -111,7 +112,7 @@ def test_the_weights_of_a_real_query_sum_to_1_and_none_falls_on_what_it_may_not_
 def check_weights(weights, own, ids, config):
     assert (weights[:, ~np.broadcast_to(own[:, None], weights.shape[1:])] == 0).all()
     sums = np.moveaxis(weights.sum(-1), 2, -1)[:, ids != 0]
-    if config.attention_sinks:
+    if config.attention.sinks:
         assert ((sums > 0) & (sums < 1 - 1e-4)).all()
     else:
         np.testing.assert_allclose(sums, 1, atol=1e-6)
@@ -126,7 +127,9 @@ def test_a_layer_of_the_maps_alone_is_that_layer(name):
 
 
 def test_the_weights_are_the_softmax_of_queries_and_keys_of_the_first_layer():
-    config = jf.ModelConfig(**(SIZES | {"positions": "none", "n_kv_heads": 0, "norm": "none"}))
+    config = with_settings(
+        jf.ModelConfig(), SIZES | {"positions": "none", "n_kv_heads": 0, "norm": "none"}
+    )
     params, tokens = params_of(config), alone(config)["tokens"]
     layer = jax.tree.map(lambda p: p[0], params["blocks"]["attention"])
     x = np.asarray(params["embed"]["tokens"])[tokens]
@@ -257,7 +260,7 @@ def test_weights_can_be_replaced_and_the_values_follow_them():
     params, config, _ = case("decoder")
     tokens = alone(config)["tokens"]
     eye = {f"decoder.{i}.attention_weights": jnp.eye(tokens.shape[1]) for i in (0, 1)}
-    narrow = jf.ModelConfig(**(SIZES | {"window": 1}))
+    narrow = with_settings(jf.ModelConfig(), SIZES | {"window": 1})
     np.testing.assert_allclose(
         jf.inspect(params, config, tokens, replace=eye).logits,
         jf.forward(params, narrow, tokens),
@@ -301,8 +304,9 @@ def test_a_layer_that_no_stack_has_is_refused(layers):
 
 
 def test_an_encoder_deeper_than_its_decoder_gives_the_maps_of_both():
-    config = jf.ModelConfig(
-        **(SIZES | {"family": "encoder_decoder", "n_layers": 1, "n_encoder_layers": 3})
+    config = with_settings(
+        jf.ModelConfig(),
+        SIZES | {"family": "encoder_decoder", "n_layers": 1, "n_encoder_layers": 3},
     )
     maps = jf.attention_maps(params_of(config), config, **alone(config))
     assert (len(maps.encoder), len(maps.decoder), len(maps.cross)) == (3, 1, 1)

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxformer.config.settings import with_settings
+
 pytest.importorskip("lm_eval")
 from harness import CHAT_TOKENS, END, LENGTH, answered, save, text, write_tasks
 from products import slow_but
@@ -359,9 +361,10 @@ def from_scratch(**settings):
     from jaxformer.tokenizer.makers import train_bpe_tokenizer
 
     tokenizer = train_bpe_tokenizer([text(random.Random(0), 400)], 280)
-    config = jf.ModelConfig(
-        **{"vocab_size": 320, "d_model": 32, "n_layers": 1, "n_heads": 2, "max_length": 80}
-        | settings
+    config = with_settings(
+        jf.ModelConfig(),
+        {"vocab_size": 320, "d_model": 32, "n_layers": 1, "n_heads": 2, "max_length": 80}
+        | settings,
     )
     params = jax.tree.map(lambda leaf: 5 * leaf, jf.init(config, jax.random.key(0)))
     return Loaded(params, config, tokenizer)
@@ -442,7 +445,9 @@ def test_what_cannot_be_done_is_said_in_one_message(monkeypatch, name):
         attempt()
 
 
-@pytest.mark.parametrize("settings", [{"family": "encoder"}, {"head": "tags", "n_classes": 3}])
+@pytest.mark.parametrize(
+    "settings", [{"family": "encoder"}, {"head.kind": "tags", "head.n_classes": 3}]
+)
 def test_a_model_that_writes_no_text_from_left_to_right_is_refused(monkeypatch, settings):
     monkeypatch.setattr(harness_file, "load", lambda *_, **__: from_scratch(**settings))
     with pytest.raises(jf.ConfigError, match="give it a decoder"):

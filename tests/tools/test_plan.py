@@ -173,11 +173,11 @@ def test_a_row_that_fits_on_no_device_is_divided_by_context() -> None:
 def test_another_mesh_has_the_kernel_that_it_needs() -> None:
     settings = ("train.batch_size=8", "data.sequence_length=8192", "model.max_length=8192")
     run = planned("gpt2_124m", "h100", 8, *settings, "train.microbatches=1")
-    assert run.model.attention_kernel == "cudnn" and run.exchange == "none"
+    assert run.model.attention.kernel == "cudnn" and run.exchange == "none"
     ring = replanned(run, {"mesh.context": 8})
-    assert ring.model.attention_kernel == "ring" == ring.exchange
+    assert ring.model.attention.kernel == "ring" == ring.exchange
     assert ring.kernel.startswith("ring")
-    assert replanned(ring, {"mesh.context": 4}).model.attention_kernel == "cudnn"
+    assert replanned(ring, {"mesh.context": 4}).model.attention.kernel == "cudnn"
 
 
 def test_products_are_those_of_the_cost_model() -> None:
@@ -210,7 +210,7 @@ def seen_pairs(length: int, window: int, causal: bool) -> int:
         ("llama_1b", "h100", [48, 0], ["model.window=48", "model.window_pattern=wf"]),
         ("llama_1b", "v5e", [48, 48], ["model.window=48"]),
         # Blocked attention computes the keys beyond a window.
-        ("llama_1b", "h100", [0, 0], ["model.window=48", "model.attention_kernel=blocked"]),
+        ("llama_1b", "h100", [0, 0], ["model.window=48", "model.attention.kernel=blocked"]),
         ("bert_base", "v5e", [48, 48], ["model.window=48", "model.dropout=0.0"]),
         ("bert_base", "v5e", [0, 0], ["model.dropout=0.0"]),
     ],
@@ -326,7 +326,7 @@ def test_the_microbatches_that_auto_selects_on_a_cpu_store_4_gb_at_most(name: st
 @pytest.mark.parametrize(("device", "kernel"), [("a100", "blocked"), ("h100", "cudnn")])
 def test_packed_rows_take_the_kernel_of_the_compute_capability(device: str, kernel: str) -> None:
     found = planned_run(config("gpt2_124m"), device, packed=True)
-    assert found.run.model.attention_kernel == kernel and found.kernel.startswith(kernel)
+    assert found.run.model.attention.kernel == kernel and found.kernel.startswith(kernel)
 
 
 def test_the_changes_fit_and_are_the_smallest() -> None:
@@ -389,7 +389,7 @@ def test_each_kind_is_that_of_one_row_and_has_all_figures() -> None:
             ["shakespeare_char", "--device", "h100", "--model.vocab_size", "0"],
             "model.vocab_size=0, and the size of this tokenizer is not known",
         ),
-        (["gpt2_124m", "--device", "v5e", "--model.attention_kernel", "cudnn"], "cannot run here"),
+        (["gpt2_124m", "--device", "v5e", "--model.attention.kernel", "cudnn"], "cannot run here"),
     ],
 )
 def test_what_cannot_be_planned_is_one_message(

@@ -15,6 +15,7 @@ from products import covering, slow_but
 
 import jaxformer as jf
 from jaxformer.cli import main
+from jaxformer.config.settings import with_settings
 from jaxformer.models.cost import flops_per_token, parameter_count
 from jaxformer.tools.inspect import inspect
 from jaxformer.tools.model_shapes import SYMBOLS, ShapeRow, shapes_of
@@ -23,14 +24,18 @@ HEADS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "multi-head": {"n_kv_heads": 0},
     "multi-query": {"n_kv_heads": 1},
-    "wide values": {"value_dim": 6, "query_key_norm": "width", "attention_sinks": True},
+    "wide values": {
+        "attention.value_dim": 6,
+        "attention.query_key_norm": "width",
+        "attention.sinks": True,
+    },
     "latent": LATENT,
 }
 B, T, S = 3, 11, 22  # S a multiple of T, since FLOPs are counted for a token of the target
 
 
 def model(family: str, **changes: Any) -> jf.ModelConfig:
-    return jf.ModelConfig(**(SIZES | {"family": family} | changes))
+    return with_settings(jf.ModelConfig(), SIZES | {"family": family} | changes)
 
 
 def captured(config: jf.ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -107,7 +112,11 @@ def test_sizes_of_the_symbols_are_told_apart() -> None:
 
 
 def test_symbols_name_the_axes() -> None:
-    rows = each(shapes_of(model("decoder", value_dim=6, attention_kernel="blocked"), B, T))
+    rows = each(
+        shapes_of(
+            model("decoder", **{"attention.value_dim": 6, "attention.kernel": "blocked"}), B, T
+        )
+    )
     values = rows["decoder.1.attention.values"]
     assert values.reads_symbols == ("[B, K, G, T, T]", "[B, T, K, W]")
     assert values.makes_symbols == ("[B, T, N, W]",)
@@ -129,7 +138,7 @@ def test_a_batch_of_one_row_or_token_has_the_same_axes(rows: int, length: int) -
             assert [len(shape) for shape in (*one.reads, *one.makes)] == [
                 len(shape) for shape in (*other.reads, *other.makes)
             ]
-    pooled = model("encoder", head="classes", n_classes=3)
+    pooled = model("encoder", **{"head.kind": "classes", "head.n_classes": 3})
     assert each(shapes_of(pooled, rows, length))["head"].makes == ((rows, 1, 3),)
 
 
@@ -143,7 +152,7 @@ def test_layers_that_differ_are_rows_of_their_own() -> None:
 
 
 def test_what_no_sublayer_reads_is_counted_apart() -> None:
-    config = model("encoder", head="masked", next_sentence=True, positions="t5")
+    config = model("encoder", positions="t5", **{"head.kind": "masked", "head.next_sentence": True})
     rows = shapes_of(config, B, T)
     assert rows[-1].name == "other" and rows[-1].parameters > 0 and not rows[-1].makes
     assert sum(row.times * row.parameters for row in rows) == parameter_count(config)
@@ -188,7 +197,7 @@ def test_the_base_transformer_is_that_of_the_paper(
 
 
 def test_what_is_not_known_or_not_shown_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["shapes", "configs/quickstart.py", "--model.head", "classes"]) == 0
+    assert main(["shapes", "configs/quickstart.py", "--model.head.kind", "classes"]) == 0
     assert "classes are assumed" in capsys.readouterr().err
     assert main(["shapes", "configs/quickstart.py", "--tokenizer.kind", "characters"]) == 2
     assert "model.vocab_size=0" in capsys.readouterr().err
@@ -196,8 +205,14 @@ def test_what_is_not_known_or_not_shown_is_told(capsys: pytest.CaptureFixture[st
 
 def test_the_products_of_experts_are_rows_and_their_sums_what_is_counted() -> None:
     """Layers with and without experts, and a shared expert."""
-    sizes = dict(n_experts=6, experts_per_token=2, expert_ff=20, shared_ff=10, n_layers=4)
-    config = model("decoder", feed_forward="experts", expert_pattern="ed", **sizes)
+    sizes = {
+        "experts.n": 6,
+        "experts.per_token": 2,
+        "experts.d_ff": 20,
+        "experts.shared_ff": 10,
+        "n_layers": 4,
+    }
+    config = model("decoder", feed_forward="experts", **sizes, **{"experts.pattern": "ed"})
     rows = shapes_of(config, B, T)
     found, pairs = each(rows), 2 * B * T
     for layer, kind in enumerate(("experts", "ffn", "experts", "ffn")):

@@ -31,7 +31,7 @@ SMALL = PLAIN | {
 }
 LORA = {"adapter.kind": "lora", "adapter.rank": 2, "adapter.base": "int8"}
 PROMPT = {"adapter.kind": "prompt", "adapter.tokens": 4, "run.init_from": "start"}
-EXPERTS = {"model.feed_forward": "experts", "model.n_experts": 4, "model.experts_per_token": 2}
+EXPERTS = {"model.feed_forward": "experts", "model.experts.n": 4, "model.experts.per_token": 2}
 ENCODER = {"model.family": "encoder", "data.packing": "stream"}
 PAIRS = {"model.family": "encoder_decoder", "data.objective": "seq2seq", "data.packing": "stream"}
 DPO = {"data.objective": "dpo", "data.packing": "stream", "run.init_from": "start"}
@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "a prompt": ("text.txt", PROMPT),
     "preferences of an adapter": ("preferences.jsonl", DPO | LORA),
     "masked": ("text.txt", ENCODER),
-    "classes": ("classes.jsonl", ENCODER | {"model.head": "classes"}),
+    "classes": ("classes.jsonl", ENCODER | {"model.head.kind": "classes"}),
     "pairs": ("pairs.tsv", PAIRS | {"train.z_loss": 1e-3}),
 }
 

@@ -17,6 +17,7 @@ from test_inspect import forward as logits_of_case
 
 import jaxformer as jf
 from jaxformer.cli import main
+from jaxformer.config.settings import with_settings
 
 Capture = pytest.CaptureFixture[str]
 
@@ -63,7 +64,7 @@ def _rest(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_lens_without_logits_of_each_token_is_refused() -> None:
-    config = jf.ModelConfig(**SIZES, head="classes", n_classes=3)
+    config = with_settings(jf.ModelConfig(), {**SIZES, "head.kind": "classes", "head.n_classes": 3})
     with pytest.raises(jf.ConfigError, match=r"model\.head is 'classes'"):
         jf.logit_lens({}, config, np.zeros((1, 2, 32)))
 

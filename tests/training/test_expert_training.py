@@ -15,6 +15,7 @@ from test_optimizers import newton_schulz
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, dotted, rows
 from jaxformer.config.adapter import AdapterConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.layers.experts import BALANCED_RATE
 from jaxformer.models import transformer
@@ -26,10 +27,10 @@ from jaxformer.training.state import init_state
 
 EXPERTS = {
     "feed_forward": "experts",
-    "n_experts": 4,
-    "experts_per_token": 2,
-    "expert_ff": 12,
-    "router_bias": "balanced",
+    "experts.n": 4,
+    "experts.per_token": 2,
+    "experts.d_ff": 12,
+    "experts.router_bias": "balanced",
     "n_layers": 1,
 }
 BIAS = "blocks.experts.router_bias"
@@ -63,7 +64,7 @@ def bias_of(state):
 )
 def test_a_balanced_bias_moves_by_its_rate_towards_equal_loads(name, pieces):
     """By the load of the whole batch, also where it is computed in microbatches."""
-    run = expert_run(name, pieces, expert_kernel="xla" if name == "sophia" else "auto")
+    run = expert_run(name, pieces, **{"experts.kernel": "xla" if name == "sophia" else "auto"})
     state, step = start(run)
     for seed in range(5):
         before = bias_of(state)
@@ -79,7 +80,7 @@ def test_a_balanced_bias_moves_by_its_rate_towards_equal_loads(name, pieces):
 
 def test_a_kernel_without_a_hessian_is_refused_by_the_optimizer_that_needs_it():
     state, step = start(expert_run("sophia"))
-    with pytest.raises(ConfigError, match=r"Hessian, .* model.expert_kernel=xla"):
+    with pytest.raises(ConfigError, match=r"Hessian, .* model.experts.kernel=xla"):
         step(state, batch_of(0))
 
 
@@ -88,7 +89,7 @@ def test_a_balanced_bias_has_no_moments_and_does_not_decay():
     table = transformer.specs(run.model)
     assert not leaf_groups(run.optimizer, table)["blocks"]["experts"]["router_bias"].decay
     assert group_sizes(run.optimizer, table)[Group(decay=0.0)] == [4]
-    learned = transformer.specs(replace(run.model, router_bias="learned"))
+    learned = transformer.specs(with_settings(run.model, {"experts.router_bias": "learned"}))
     assert leaf_groups(run.optimizer, learned)["blocks"]["experts"]["router_bias"].decay
     state, _ = start(run)
     shapes = [leaf.shape for leaf in jax.tree.leaves(state.optimizer)]
@@ -136,7 +137,7 @@ def table_of(config_changes, **sizes):
 
 
 def test_muon_takes_the_matrix_of_each_layer_and_expert_by_itself():
-    run, table = table_of({"shared_ff": 8, "d_model": 16})
+    run, table = table_of({"experts.shared_ff": 8, "d_model": 16})
     rule = OPTIMIZERS["muon"].rule(replace(run.optimizer, name="muon"), table)
     # Of very different sizes, which would show in what is orthogonalized together.
     numbers = iter(range(1000))
