@@ -23,7 +23,7 @@
 # model the same is one command:
 #
 # `python train.py configs/finetune.py --run.init_from DIRECTORY --data.train chats.jsonl
-# --data.objective sft --data.messages_field messages --adapter.kind lora`
+# --adapter.kind lora`
 
 # %%
 import tempfile
